@@ -9,7 +9,9 @@
 #   make test VENV=.venv-old PYTHON=python3.11 JAX=0.10.2     another leg
 #   make test-lowest VENV=.venv-lowest    a short training with the lowest versions of all packages
 #   make bench                the benchmarks that require only a CPU, and docs/benchmarks.md
-#   make bench lint                 ruff and pyright
+#   make docs                 the site, in docs/_build/html; warnings are errors
+#   make links                the links of the site to other servers
+#   make lint                 ruff and pyright
 
 VENV   ?= .venv
 PYTHON ?= python3
@@ -36,7 +38,7 @@ SPACE  := $(subst ,, )
 # The compiled forms of the tests, in which pytest has rewritten the assertions, are kept.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: env demo test test-versions test-expensive test-slow test-all test-lowest bench lint format clean
+.PHONY: env demo test test-versions test-expensive test-slow test-all test-lowest bench docs links lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/examples
@@ -72,6 +74,12 @@ test-lowest: | $(BIN)/python
 bench: $(STAMP)/dev
 	$(BIN)/python benchmarks/overhead.py --out benchmarks/results/overhead_cpu.json
 	$(BIN)/python benchmarks/tables.py
+
+docs: $(STAMP)/docs
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html $(ARGS)
+
+links: $(STAMP)/docs
+	$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/links $(ARGS)
 
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .

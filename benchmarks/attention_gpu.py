@@ -198,7 +198,9 @@ def number_row(
     exact = results("xla", FP32, inputs, d_out, given)
     allowed = results("xla", BF16, inputs, d_out, given)
     found = results(implementation, BF16, inputs, d_out, given)
-    ran = jaxmp.explain_attention(*inputs, implementation=implementation, **given)
+    ran = jaxmp.explain(jaxmp.dot_product_attention)(
+        *inputs, implementation=implementation, **given
+    ).attention[0]
     parts = ("out", "query", "key", "value", "bias")[: len(inputs) + 1]
     return {
         "case": name,
@@ -319,7 +321,11 @@ def speed_row(size: Size, kernel: str, heads: Any, causal: bool, length: int, pa
     seconds = paired(calls, size.rounds, size.seconds)
     work = 4 * batch * heads[0] * length**2 * heads[2] * PASSES[passes] / (2 if causal else 1)
     ratios = [d / j for j, d in zip(seconds["jaxmp"], seconds["direct"], strict=True)]
-    ran = jaxmp.explain_attention(query, key, value, is_causal=causal).implementation
+    ran = (
+        jaxmp.explain(jaxmp.dot_product_attention)(query, key, value, is_causal=causal)
+        .attention[0]
+        .implementation
+    )
     return {
         "heads": list(heads),
         "causal": causal,

@@ -1,17 +1,15 @@
 """Traces and lowers attention for an H200, forward and backward, over a grid of shapes.
 
-    python benchmarks/attention_grid.py              # the grid and the layers; compiles PROGRAMS
+    python benchmarks/attention_grid.py              # the grid, PROGRAMS and the layers
     python benchmarks/attention_grid.py --run        # runs PROGRAMS on this device
     python benchmarks/attention_grid.py --run --toy  # the same at small lengths, on any machine
 
-Requires no GPU: the compute capability and the cuDNN version are those of the target. Without XLA's
-GPU compiler (pip install -e ".[aot]") programs are lowered only. The grid is written to
-benchmarks/results/attention_grid_jax_VERSION_h200.json, or to --out.
+Requires no GPU: the compute capability and the cuDNN version are those of the target. The grid is
+written to benchmarks/results/attention_grid_jax_VERSION_h200.json, or to --out.
 
-A case fails if its gradient raises in `jaxmp.dot_product_attention` or in its lowering, and plain
-Flax can train it; or if a kernel is chosen, and the program has not one forward and one backward
-kernel. Layers are Linen and NNX attention under the recipes bf16 and fp8. Compiled programs have
-the kernels, the temporary memory, and that of the same program without the kernel.
+A case fails if its gradient raises in `jaxmp.dot_product_attention` or in its lowering; or if a
+kernel is chosen, and the program has not one forward and one backward kernel. Layers are Linen and
+NNX attention under the recipes bf16 and fp8.
 
 --run compares result and gradients in bfloat16 with FP32. At most twice the errors of attention
 that stores all logits are allowed, or two roundings to bfloat16. The exit status is 1 if a case
@@ -22,7 +20,6 @@ import argparse
 import contextlib
 import functools
 import importlib
-import importlib.util
 import itertools
 import json
 import platform
@@ -73,7 +70,7 @@ BIASES = ("none", "bfloat16", "float32", "-inf")
 HEADS = ((4, 4), (4, 1))
 GRID = (LENGTHS, SIZES, MASKS, BIASES, HEADS, (0.0, 0.1))
 
-# Programs to compile, and to run on a GPU.
+# Programs to run on a GPU.
 PROGRAMS = {
     "class token": Case((197, 197)),
     "causal": Case((1023, 1023), mask="causal"),
@@ -132,33 +129,6 @@ def arrays_of(case: Case) -> tuple[list[jax.Array], dict[str, jax.Array]]:
     return arrays, given
 
 
-def plain(query: Any, key: Any, value: Any, bias: Any = None, **given: Any) -> jax.Array:
-    """Computes the call with the attention function of Flax, and arrays for all masks."""
-    (_, queries, heads, _), keys = query.shape, key.shape[1]
-    rows, columns = jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
-    masks = [jnp.ones((1, 1, queries, keys), bool)]
-    if given.get("is_causal"):
-        masks.append((columns <= rows)[None, None])
-    if window := given.get("local_window_size"):
-        masks.append(((columns >= rows - window[0]) & (columns <= rows))[None, None])
-    for name, positions in (("query_seq_lengths", rows), ("key_value_seq_lengths", columns)):
-        if name in given:
-            masks.append(positions[None, None] < given[name][:, None, None, None])
-    if "mask" in given:
-        masks.append(given["mask"])
-    key, value = (jnp.repeat(array, heads // array.shape[2], 2) for array in (key, value))
-    return nn.dot_product_attention(
-        query,
-        key,
-        value,
-        None if bias is None else bias.astype(query.dtype),
-        functools.reduce(jnp.logical_and, masks),
-        dropout_rng=given.get("dropout_rng"),
-        dropout_rate=given.get("dropout_rate", 0.0),
-        deterministic="dropout_rng" not in given,
-    )
-
-
 def gradient_of(attention: Any) -> Any:
     """Returns a function that computes the gradients of the first arrays of `arrays_of`."""
 
@@ -205,13 +175,15 @@ def lower(case: Case) -> str:
         static = static_of(case)
         shapes, arrays = jax.eval_shape(lambda: arrays_of(case))
         try:
-            choice = jaxmp.explain_attention(*shapes, **arrays, **static)
+            choice = jaxmp.explain(jaxmp.dot_product_attention)(
+                *shapes, **arrays, **static
+            ).attention[0]
             attend = functools.partial(jaxmp.dot_product_attention, **static)
             forward = kernels(lambda shapes, arrays: attend(*shapes, **arrays), shapes, arrays)
             grad = functools.partial(gradient_of(jaxmp.dot_product_attention), static=static)
             backward = kernels(grad, shapes, arrays)
         except Exception as error:
-            return f"FAILED: {type(error).__name__}: {error}{plain_failure(shapes, arrays, static)}"
+            return f"FAILED: {type(error).__name__}: {error}"
     blocked = " ".join(blocker.argument for blocker in choice.rows)
     if choice.implementation != "cudnn":
         is_right = not forward and not backward and blocked
@@ -220,15 +192,6 @@ def lower(case: Case) -> str:
     is_right = backward == {name: 1, f"{name}Backward": 1} and forward == {name: 1}
     text = f"cudnn: {name} + {name}Backward"
     return text if is_right else f"FAILED: {dict(forward)}, {dict(backward)}"
-
-
-def plain_failure(shapes: Any, arrays: Any, static: Any) -> str:
-    """Describes why plain Flax cannot train a case; "" if it can."""
-    try:
-        jax.eval_shape(functools.partial(gradient_of(plain), static=static), shapes, arrays)
-    except Exception as error:
-        return f" (plain Flax: {type(error).__name__})"
-    return ""
 
 
 LAYERS = (
@@ -270,30 +233,6 @@ def lower_layer(framework: str, recipe: str, lengths: tuple[int, int], mask: str
     return f"cudnn: {name} + {name}Backward" if is_right else f"FAILED: {dict(names)}"
 
 
-def compile_program(case: Case) -> dict[str, Any]:
-    """Compiles the gradients of a program for an H200, with the kernel and without it."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        static = static_of(case)
-        shapes, arrays = jax.eval_shape(lambda: arrays_of(case))
-        found: dict[str, Any] = {}
-        for implementation in ("auto", "xla"):
-            options = {**static, "implementation": implementation}
-            fn = functools.partial(gradient_of(jaxmp.dot_product_attention), static=options)
-            report = jaxmp.audit(fn, shapes, arrays, target="h200")
-            found[implementation] = {
-                "kernels": [row.kernel.removeprefix("__cudnn$") for row in report.attention],
-                "temporary_mib": round(report.memory.temporary / 2**20, 2),
-            }
-        return found
-
-
-def has_compiler() -> bool:
-    """Returns whether XLA's GPU compiler is installed."""
-    with contextlib.suppress(ModuleNotFoundError):
-        return importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
-    return False
-
-
 def write_grid(out: Path) -> list[str]:
     """Lowers the grid and the layers, compiles the programs, and returns the failures."""
     with h200():
@@ -301,17 +240,13 @@ def write_grid(out: Path) -> list[str]:
         names = itertools.product(*LAYERS)
         layers = {" ".join(map(str, layer)): lower_layer(*layer) for layer in names}
         lowered = {name: lower(case) for name, case in PROGRAMS.items()}
-        compiled = None
-        if has_compiler():
-            compiled = {name: compile_program(case) for name, case in PROGRAMS.items()}
     versions = {
         "jax": jax.__version__,
         "flax": flax.__version__,
         "python": platform.python_version(),
     }
-    failed = [
-        f"{name}: {row}" for name, row in {**rows, **layers, **lowered}.items() if is_failure(row)
-    ]
+    every = {**rows, **layers, **lowered}
+    failed = [f"{name}: {row}" for name, row in every.items() if row.startswith("FAILED")]
     report = {
         "command": "python benchmarks/attention_grid.py",
         "target": "H200, compute capability 9.0, cuDNN 9.10; not run",
@@ -320,16 +255,10 @@ def write_grid(out: Path) -> list[str]:
         "counts": dict(Counter(rows.values()).most_common()),
         "layers": layers,
         "programs": {name: f"{PROGRAMS[name]}; {row}" for name, row in lowered.items()},
-        "compiled": compiled,
         "cases": rows,
     }
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return failed
-
-
-def is_failure(row: str) -> bool:
-    """Returns whether a case raises or lacks a kernel, and plain Flax can train it."""
-    return row.startswith("FAILED") and "(plain Flax: " not in row
 
 
 # ---------------------------------------------------------------------------
@@ -345,7 +274,7 @@ def run_program(case: Case, is_gpu: bool) -> dict[str, Any]:
     exact = results("xla", FP32, arrays, d_out, given)
     whole = results("xla", BF16, arrays, d_out, given)
     found = results("auto" if is_gpu else "blockwise", BF16, arrays, d_out, given)
-    ran = jaxmp.explain_attention(*arrays, **given).implementation
+    ran = jaxmp.explain(jaxmp.dot_product_attention)(*arrays, **given).attention[0].implementation
     parts = ("out", "query", "key", "value", "bias")[: len(arrays) + 1]
     error, allowed = errors(parts, found, exact), errors(parts, whole, exact)
     limits = {part: max(2 * allowed[part], ROUNDINGS) for part in parts}

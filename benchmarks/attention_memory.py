@@ -19,11 +19,8 @@ install -e ".[aot]".
 """
 
 import argparse
-import json
 import os
 import platform
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +31,7 @@ import jax.numpy as jnp
 
 import jaxmp
 from jaxmp._audit._gpus import GPUS
+from result_file import write_result
 
 WAYS = ("auto", "blockwise", "xla")
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -56,9 +54,9 @@ def taken(implementation, query, target):
     fn = gradients(implementation)
     if target == "cpu":
         memory: Any = jax.jit(fn).trace(query, query, query).lower().compile().memory_analysis()
-        choice = jaxmp.explain_attention(
+        choice = jaxmp.explain(jaxmp.dot_product_attention)(
             query, query, query, is_causal=True, implementation=implementation
-        )
+        ).attention[0]
         return memory.temp_size_in_bytes, choice.implementation
     report: Any = jaxmp.audit(fn, query, query, query, target=target)
     fused = [row.kernel for row in report.attention]
@@ -99,20 +97,8 @@ def main():
     print(f"{where}; jax {jax.__version__}; " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
     lengths = [length for length in LENGTHS if length <= options.longest]
     rows = measure(options.target, **sizes, lengths=lengths)
-    if options.out:
-        command = shlex.join(["python", "benchmarks/attention_memory.py", *sys.argv[1:]])
-        report = {
-            "command": command,
-            "target": where if options.target == "cpu" else f"{where} (compiled, nothing was run)",
-            "versions": {
-                "jax": jax.__version__,
-                "jaxmp": jaxmp.__version__,
-                "python": platform.python_version(),
-            },
-            "sizes": sizes,
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    target = where if options.target == "cpu" else f"{where} (compiled, nothing was run)"
+    write_result(options.out, target=target, sizes=sizes, rows=rows)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from flax import nnx
 from jax import lax
 
 import jaxmp
-from field_report import versions
+from false_positives import versions
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 ROWS, WIDTH, HIDDEN, CLASSES = 32, 32, 64, 64
@@ -785,9 +785,9 @@ def errors_of(case: Plant) -> tuple[float, float]:
     return max(zip(*pairs, strict=True), key=effect)
 
 
-def audited(case: Plant, make: Callable[[Plant], Any]) -> jaxmp.AuditReport:
+def audited(case: Plant, make: Callable[[Plant], Any]) -> jaxmp.typing.AuditReport:
     fn, args = make(case)
-    return jaxmp.audit(fn, *args, policies="bf16" if case.low == BF16 else "fp16")
+    return jaxmp.audit(fn, *args, recipe="bf16" if case.low == BF16 else "fp16")
 
 
 def problem_of(case: Plant) -> str:
@@ -818,7 +818,7 @@ def audits_of_healthy_steps() -> dict[str, dict[str, list[str]]]:
     rows = {}
     for name, (build, recipe) in healthy.STEPS.items():
         fn, args = build()
-        findings = jaxmp.audit(fn, *args, policies=recipe).findings
+        findings = jaxmp.audit(fn, *args, recipe=recipe).findings
         rows[name] = {
             severity: [f"{f.check} at {f.location}" for f in findings if f.severity == severity]
             for severity in ("error", "warning")

@@ -224,7 +224,7 @@ def check_pair(framework: str, source: str, target: str, directory: str, state: 
         restored = checkpointer.restore(adapter.make(target, seed=1), recipe=recipe)
         assert_same(adapter.arrays(restored), adapter.arrays(state))
     else:
-        with np.testing.assert_raises(jaxmp.CheckpointError):
+        with np.testing.assert_raises(jaxmp.errors.CheckpointError):
             checkpointer.restore(adapter.make(target, seed=1), recipe=recipe)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -352,7 +352,7 @@ def check_average(
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             restored = checkpointer.restore(like, recipe=recipe_of(target), migrate=True)
-    except jaxmp.CheckpointError as error:
+    except jaxmp.errors.CheckpointError as error:
         assert not must_be_exact(source, target, kind, stored), error
         assert "'model'" in str(error) or "rounded" in str(error) or "leaf: " in str(error), error
         return "refused"

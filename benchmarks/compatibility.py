@@ -307,10 +307,7 @@ def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[
     report: dict[str, Any] = {
         "command": f"compatibility.py --scripts CHECKOUTS --seeds {seeds}",
         "versions": versions(None)
-        | {
-            name: importlib.metadata.version(name)
-            for name in ("optax", "equinox", "diffrax", "scikit-learn")
-        },
+        | {name: importlib.metadata.version(name) for name in ("optax", "equinox", "scikit-learn")},
         "device": f"CPU: {platform.machine()}, {os.cpu_count()} cores; one thread for matmuls",
         "xla_flags": XLA_FLAGS,
         "scripts": {},

@@ -39,11 +39,11 @@ RECIPE = "bf16"
 # ---------------------------------------------------------------------------
 
 
-def audit_gradient(built: Linen | Nnx, recipe: Any) -> jaxmp.AuditReport:
+def audit_gradient(built: Linen | Nnx, recipe: Any) -> jaxmp.typing.AuditReport:
     """Audits the gradient of a model, forward pass included."""
     params, outputs = built.bind(recipe)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    return jaxmp.audit(gradient(outputs), shapes, policies=RECIPE)
+    return jaxmp.audit(gradient(outputs), shapes, recipe=RECIPE)
 
 
 def ways_of(built: Linen | Nnx) -> Iterator[tuple[str, Linen | Nnx, Any]]:

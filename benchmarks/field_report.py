@@ -62,7 +62,7 @@ def relative(file: str, roots: Iterable[Path]) -> str:
     return Path(file).name
 
 
-def by_line(findings: Iterable[jaxmp.Finding], *roots: Path) -> list[dict[str, Any]]:
+def by_line(findings: Iterable[jaxmp.typing.Finding], *roots: Path) -> list[dict[str, Any]]:
     """Returns findings, merged for each check and source line.
 
     Args:
@@ -114,7 +114,7 @@ def measure(step: Step, checkouts: Path, target: str | None) -> dict[str, Any]:
         made = step.make(module)
         with made.context:
             report = jaxmp.audit(
-                made.fn, *made.args, policies=made.policies, target=target, **made.kwargs
+                made.fn, *made.args, recipe=made.policies, target=target, **made.kwargs
             )
     flops: Counter[str] = Counter()
     for row in report.gemms if report.gemms else report.matmuls:

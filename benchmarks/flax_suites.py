@@ -65,7 +65,7 @@ EXPECTED = {
     ),
     "tests/nnx/nn/lora_test.py::TestLora::test_dtype": DTYPE,
     "tests/nnx/nn/lora_test.py::TestLora::test_lora_base_module": (
-        "apply_policy returns a copy of a model, and the test compares the submodule of the copy "
+        "`recipe.wrap` returns a copy of a model, and the test compares the submodule of the copy "
         "with the object that it passed to the model."
     ),
     "tests/nnx/nn/recurrent_test.py::TestLSTMCell::test_lstm_with_different_dtypes": DTYPE,

@@ -10,7 +10,6 @@ operands are rounded to FP8 and multiplied in a wider dtype.
 """
 
 import argparse
-import json
 import platform
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp import fp8
+from result_file import write_result
 
 LINEAR = (((1,), (0,)), ((), ()))
 SCALINGS = {
@@ -80,15 +80,8 @@ def main() -> None:
     for name, dot in {**dots, "bfloat16": in_bfloat16}.items():
         rows[name] = measure(dot, options.size)
         print(f"{name:28}", rows[name], flush=True)
-    if options.out:
-        report = {
-            "command": f"python benchmarks/fp8_accuracy.py --out {options.out}",
-            "machine": platform.machine(),
-            "versions": {"jax": jax.__version__},
-            "size": options.size,
-            "decibels": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    machine = platform.machine()
+    write_result(options.out, machine=machine, size=options.size, decibels=rows)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def schemes():
     """
     found = {"bf16": (lambda x, w, state: lax.dot_general(x, w, LINEAR), None)}
     for name in ("current", "delayed", "rowwise"):
-        recipe = fp8.as_scaling(name)
+        recipe = fp8._scaling.as_scaling(name)
         state = fp8.init_state(recipe) if recipe.is_stateful else None
         found[name] = (functools.partial(ours, recipe), state)
     uncalibrated = fp8.DelayedScaling(calibrate=False)

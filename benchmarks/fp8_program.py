@@ -23,16 +23,13 @@ Columns:
 
 import argparse
 import functools
-import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -44,6 +41,7 @@ from jaxmp._audit._compile import compile_for
 from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Program, Shape
+from result_file import write_result
 
 TOKENS, WIDTH, HIDDEN, BLOCKS = 4096, 2048, 8192, 3
 MATMULS = 6 * BLOCKS
@@ -129,14 +127,6 @@ VARIANTS = {
     "current": Variant(fp8_policy(fp8.CurrentScaling()), limits=Limits(3150, 75, 0.7)),
     "current, kernel_amax=optimizer": Variant(
         fp8_policy(fp8.CurrentScaling(kernel_amax="optimizer")), limits=Limits(2750, 75, 0.7)
-    ),
-    "current, kernels=pallas, fp8.mlp": Variant(
-        fp8_policy(fp8.CurrentScaling(kernels="pallas")), FusedMlp(), Limits(2950, 92, 0.7)
-    ),
-    "current, kernels=pallas, kernel_amax=optimizer, fp8.mlp": Variant(
-        fp8_policy(fp8.CurrentScaling(kernels="pallas", kernel_amax="optimizer")),
-        FusedMlp(),
-        Limits(2600, 92, 0.7),
     ),
     "delayed": Variant(fp8_policy(fp8.DelayedScaling()), limits=Limits(3000, 50, 0.7)),
     "delayed, calibrate=False": Variant(
@@ -229,7 +219,7 @@ def _text(shapes: Any) -> str:
 
 def program(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     """Returns the forward and backward pass of a variant, and its arguments."""
-    model = jaxmp.linen.apply_policy(variant.model, variant.policy)
+    model = jaxmp.load_recipe(variant.policy).wrap(variant.model)
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
 
@@ -245,7 +235,7 @@ def program(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
 
 def accumulation(variant: Variant, microbatches: int) -> tuple[Any, tuple[Any, ...]]:
     """Returns `value_and_grad` of a variant with microbatches, and its arguments."""
-    model = jaxmp.linen.apply_policy(variant.model, variant.policy)
+    model = jaxmp.load_recipe(variant.policy).wrap(variant.model)
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
 
@@ -264,7 +254,7 @@ def _loss(model: nn.Module) -> Any:
 
 def training_step(variant: Variant, microbatches: int) -> tuple[Any, tuple[Any, ...]]:
     """Returns a training step of a variant with AdamW, and its arguments."""
-    model = jaxmp.linen.apply_policy(variant.model, variant.policy)
+    model = jaxmp.load_recipe(variant.policy).wrap(variant.model)
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
     tx = jaxmp.load_recipe("bf16").optimizer(optax.adamw(1e-3))
     create = functools.partial(jaxmp.TrainState.create, apply_fn=model.apply, tx=tx)
@@ -307,15 +297,9 @@ def main() -> int:
             print(f"    {moved:8.1f} {text}")
         row = {key: value for key, value in counts._asdict().items() if key != "largest"}
         rows.append({"variant": name, **row, "limits": limits and limits._asdict()})
-    if options.out:
-        report = {
-            "command": "python " + " ".join(sys.argv),
-            "target": "NVIDIA H200 (compiled, nothing was run)",
-            "versions": {"jax": jax.__version__, "flax": flax.__version__},
-            "shape": {"tokens": TOKENS, "width": WIDTH, "hidden": HIDDEN, "blocks": BLOCKS},
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    shape = {"tokens": TOKENS, "width": WIDTH, "hidden": HIDDEN, "blocks": BLOCKS}
+    target = "NVIDIA H200 (compiled, nothing was run)"
+    write_result(options.out, target=target, shape=shape, rows=rows)
     return 1 if failed else 0
 
 

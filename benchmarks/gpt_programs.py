@@ -19,9 +19,7 @@ Columns:
 """
 
 import argparse
-import json
 import os
-import platform
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -31,18 +29,16 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
-import flax
 import jax
-import optax
 
 import gpt
-import jaxmp
 from jaxmp._audit._compile import compile_for
 from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._hlo_stats import read_program
 from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Computation, Instruction, Program, Step
+from result_file import write_result
 
 TARGET = "h200"
 RECIPES = ("fp32", "bf16", "bf16_params", "fp16", "fp8")
@@ -189,25 +185,14 @@ def main() -> None:
                 f"{row.accessed:18,}  {row.matmuls} {row.attention}",
                 flush=True,
             )
-    if options.out:
-        report = {
-            "command": " ".join(["python", "benchmarks/gpt_programs.py", *sys.argv[1:]]),
-            "target": f"{GPUS[TARGET].name} (compiled, nothing was run)",
-            "versions": {
-                "jax": jax.__version__,
-                "flax": flax.__version__,
-                "optax": optax.__version__,
-                "jaxmp": jaxmp.__version__,
-                "python": platform.python_version(),
-            },
-            "model": {
-                name: getattr(model, name)
-                for name in ("layers", "width", "heads", "remat", "unroll")
-            },
-            "batch": [options.batch_size, model.max_length],
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    names = ("layers", "width", "heads", "remat", "unroll")
+    write_result(
+        options.out,
+        target=f"{GPUS[TARGET].name} (compiled, nothing was run)",
+        model={name: getattr(model, name) for name in names},
+        batch=[options.batch_size, model.max_length],
+        rows=rows,
+    )
 
 
 if __name__ == "__main__":

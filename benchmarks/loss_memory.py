@@ -17,10 +17,8 @@ Nothing is run. The H200 requires XLA's GPU compiler: pip install -e ".[aot]".
 
 import argparse
 import functools
-import json
 import os
 import platform
-import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -30,10 +28,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import SingleDeviceSharding
 
-import jaxmp
 from jaxmp import losses
 from jaxmp._audit._gpus import GPUS
 from jaxmp._core import _compat
+from result_file import write_result
 
 
 def product(hidden, kernel):
@@ -125,19 +123,8 @@ def main():
             f"{row['dtype']:10}{row['way']:24}{row['chunk'] or '':>8}"
             f"{row['temp_bytes'] / 1e6:10.1f}{row['of_plain']:10.1%}"
         )
-    if options.out:
-        report = {
-            "command": "python " + " ".join(sys.argv),
-            "target": where if options.target == "cpu" else f"{where} (compiled, nothing was run)",
-            "versions": {
-                "jax": jax.__version__,
-                "jaxmp": jaxmp.__version__,
-                "python": platform.python_version(),
-            },
-            "sizes": sizes,
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    target = where if options.target == "cpu" else f"{where} (compiled, nothing was run)"
+    write_result(options.out, target=target, sizes=sizes, rows=rows)
 
 
 if __name__ == "__main__":

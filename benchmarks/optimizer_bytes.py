@@ -11,12 +11,10 @@ effect of caches. The step is AdamW with donated state, and with gradients in FP
 
 import argparse
 import itertools
-import json
 import math
 import os
 import platform
 import re
-import sys
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -30,6 +28,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxmp
 from jaxmp._core import _compat
+from result_file import write_result
 
 # Published properties of the GPU, in XLA's text format.
 H200 = """
@@ -155,15 +154,8 @@ def main():
             f"{row['skip']:7}{row['bytes_per_parameter']:8.2f}{row['floor']:7}"
             f"{row['passes_over_gradients']:8.2f}{row['temp_bytes_per_parameter']:6.2f}"
         )
-    if options.out:
-        report = {
-            "command": "python " + " ".join(sys.argv),
-            "target": "NVIDIA H200 (compiled without one, nothing was run)",
-            "versions": {"jax": jax.__version__, "optax": optax.__version__},
-            "floors": FLOORS,
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    target = "NVIDIA H200 (compiled without one, nothing was run)"
+    write_result(options.out, target=target, floors=FLOORS, rows=rows)
 
 
 if __name__ == "__main__":

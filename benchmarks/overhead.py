@@ -13,9 +13,6 @@ library is ahead of the recipe in a column.
 
 import argparse
 import importlib
-import json
-import platform
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +20,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax.training.train_state import TrainState
 
-import jaxmp
 import step_counts as steps
+from result_file import write_result
 
 COUNTS = ("stablehlo_ops", "hlo_ops", "flops", "bytes", "temp_bytes")
 # Columns in which the recipe must be ahead of the other libraries with a loss scale.
@@ -91,21 +87,6 @@ def peers_ahead(rows: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def write(file: Path, rows: dict[str, dict[str, Any]]) -> None:
-    """Writes the current rows."""
-    report = {
-        "command": " ".join(["python", "benchmarks/overhead.py", *sys.argv[1:]]),
-        "versions": {
-            "jax": jax.__version__,
-            "optax": optax.__version__,
-            "jaxmp": jaxmp.__version__,
-            "python": platform.python_version(),
-        },
-        "rows": rows,
-    }
-    file.write_text(json.dumps(report, indent=2) + "\n")
-
-
 def main() -> int:
     """Prints the ratios, and returns 1 if another library is ahead."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -128,7 +109,7 @@ def main() -> int:
                 rows[name]["step_time"] = round(seconds_of(make, base, options.pairs), 3)
         print(f"{name}: {rows[name]}", flush=True)
         if options.out:
-            write(options.out, rows)
+            write_result(options.out, rows=rows)
     behind = peers_ahead(rows)
     print("\n".join(behind) or "The recipe is ahead of each of the other libraries.")
     return 1 if behind else 0

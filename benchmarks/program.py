@@ -19,9 +19,7 @@ jaxmp sums its gradient in FP32 instead of bfloat16.
 
 import argparse
 import dataclasses
-import json
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +35,7 @@ import jaxmp
 import llama
 import optimizer_bytes
 from gpt_programs import Counts, count_step
+from result_file import write_result
 
 LLAMA = dataclasses.replace(llama.SIZES["llama-3.2-1b"], layers=4, max_length=4096)
 BF16 = {"bfloat16 x bfloat16"}
@@ -180,18 +179,9 @@ def main() -> int:
             mark = "" if check.is_ok else "  BEYOND THE LIMIT"
             limit = "" if check.limit is None else f"  (limit {check.limit})"
             print(f"{check.section}, {check.program}: {check.quantity} {check.value}{limit}{mark}")
-    if options.out:
-        report = {
-            "command": " ".join(["python", "benchmarks/program.py", *sys.argv[1:]]),
-            "target": "NVIDIA H200 (compiled without one, nothing was run)",
-            "versions": {
-                "jax": jax.__version__,
-                "jaxmp": jaxmp.__version__,
-                "python": platform.python_version(),
-            },
-            "checks": [check._asdict() for check in checks],
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    rows = [check._asdict() for check in checks]
+    target = "NVIDIA H200 (compiled without one, nothing was run)"
+    write_result(options.out, target=target, checks=rows)
     return 0 if all(check.is_ok for check in checks) else 1
 
 

@@ -95,7 +95,7 @@ STEPS = (
         "`nn.MultiHeadDotProductAttention(dtype=...)` takes the softmax in that dtype, too, unless "
         "it is told otherwise",
         _SOFTMAX_COST,
-        "`attention_fn=jaxmp.linen.attention_fn()` in the call.",
+        "`attention_fn=jaxmp.attention_fn()` in the call.",
     ),
     Reviewed(
         "The softmax of attention is computed in bfloat16",
@@ -227,7 +227,7 @@ MODELS = (
         _ATTENTION,
         "Flax's function takes the softmax in its `dtype` argument",
         _SOFTMAX_COST,
-        "`attention_fn=jaxmp.linen.attention_fn()` in the call.",
+        "`attention_fn=jaxmp.attention_fn()` in the call.",
     ),
     Reviewed(
         "The class token widens the activations",

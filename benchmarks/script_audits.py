@@ -96,7 +96,7 @@ def audit(script: Script, checkouts: Path, target: str | None, listing: bool) ->
             return {"error": done.stderr[-3000:], "seconds": seconds}
         row: dict[str, Any] = {"output": done.stdout, "seconds": seconds}
         if report.exists():
-            result = jaxmp.AuditReport.from_json(report.read_text("utf-8"))
+            result = jaxmp.typing.AuditReport.from_json(report.read_text("utf-8"))
             row["function"] = done.stdout.splitlines()[0].removeprefix("Function ")
             row["flops"], row["errors"] = result.flops, result.counts()
             row["low_precision_share"] = round(result.low_precision_share, 4)

@@ -225,7 +225,7 @@ def measure(name: str, layout: str) -> dict[str, Any]:
     }
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32, sharding=rows)
     report = jaxmp.audit(
-        jax.jit(step, donate_argnums=0), params, x, policies="p=f32,c=bf16,o=f32", target="h200"
+        jax.jit(step, donate_argnums=0), params, x, recipe="p=f32,c=bf16,o=f32", target="h200"
     )
     sums: Counter[str] = Counter()
     for row in report.collectives:

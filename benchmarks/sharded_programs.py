@@ -239,7 +239,7 @@ def linen_step(recipe: jaxmp.Recipe, form: str, layout: str, mesh: Mesh) -> tupl
 
     state = jax.eval_shape(init)
     optimizer = "data" if layout == "ZeRO-1" else "like_params"
-    shardings = jaxmp.sharding.state_shardings(state, {"params": where}, optimizer=optimizer)
+    shardings = jaxmp.state_shardings(state, {"params": where}, optimizer=optimizer)
     return step, placed(state, shardings), shardings, params
 
 
@@ -269,7 +269,7 @@ def nnx_step(recipe: jaxmp.Recipe, form: str, layout: str, mesh: Mesh) -> tuple[
 
     state = jax.eval_shape(lambda: init(where))
     optimizer = "data" if layout == "ZeRO-1" else "like_params"
-    shardings = jaxmp.sharding.state_shardings(state, where, optimizer=optimizer)
+    shardings = jaxmp.state_shardings(state, where, optimizer=optimizer)
     return step, placed(state, shardings), shardings, params
 
 
@@ -304,7 +304,7 @@ def other_step(way: str, form: str, layout: str, mesh: Mesh) -> tuple[Any, ...]:
         return {"params": params, "opt_state": opt_state}, loss
 
     optimizer = "data" if layout == "ZeRO-1" else "like_params"
-    shardings = jaxmp.sharding.state_shardings(state, where, optimizer=optimizer)
+    shardings = jaxmp.state_shardings(state, where, optimizer=optimizer)
     return step, placed(state, shardings), shardings, state["params"]
 
 
@@ -337,7 +337,7 @@ def measure(
     batch = NamedSharding(mesh, P("data"))
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=batch)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-    report = jaxmp.audit(jitted, state, tokens, policies=policies, target="h200")
+    report = jaxmp.audit(jitted, state, tokens, recipe=policies, target="h200")
     sums: Counter[str] = Counter()
     gathered: Counter[str] = Counter()
     gathered_weights = kept = 0

@@ -2,7 +2,6 @@
 
     python benchmarks/step_counts.py                      # prints the tables
     python benchmarks/step_counts.py --out counts.json    # also writes them
-    python benchmarks/step_counts.py --only ab --instructions     # slow; requires valgrind
 
 The workload is a byte-level GPT (12 layers, width 256, 8 heads, 128 positions, batch 4) in Flax
 Linen with AdamW, FP32 parameters and bfloat16 compute. Nothing is run: counts are those of the
@@ -12,7 +11,6 @@ they are installed.
 """
 
 import argparse
-import cProfile
 import dataclasses
 import functools
 import gc
@@ -20,10 +18,8 @@ import importlib
 import json
 import os
 import platform
-import pstats
 import re
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -354,49 +350,6 @@ def timed(make, base, pairs, seconds):
     }
 
 
-def python_calls(make):
-    """Counts the calls of Python functions while a step is traced and lowered."""
-    step, state = make()
-    jax.clear_caches()
-    gc.collect()
-    profile = cProfile.Profile()
-    profile.runcall(jax.jit(step, donate_argnums=0).lower, state, TOKENS)
-    return pstats.Stats(profile).total_calls  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def instructions(make):
-    """Counts the processor instructions of tracing and lowering with valgrind.
-
-    Unlike seconds, the count does not depend on the load of the machine. The start of the process
-    is subtracted by comparing a process that lowers three times with one that lowers once.
-    """
-    counted = []
-    for times in (1, 3):
-        counter = ["--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]
-        program = [__file__, "--lower", str(MAKERS.index(make)), str(times)]
-        done = subprocess.run(
-            ["valgrind", *counter, sys.executable, *program],
-            env={**os.environ, "PYTHONHASHSEED": "0"},
-            stderr=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        found = re.search(r"I\s+refs:\s+([\d,]+)", done.stderr)
-        counted.append(int(found[1].replace(",", "")))
-    return (counted[1] - counted[0]) / 2
-
-
-def lower_often(maker, times):
-    """Lowers a step several times; the process that valgrind runs."""
-    step, state = MAKERS[int(maker)]()
-    for _ in range(int(times)):
-        jax.clear_caches()
-        gc.collect()
-        gc.disable()
-        jax.jit(lambda *args: step(*args), donate_argnums=0).lower(state, TOKENS)
-        gc.enable()
-
-
 def lowering_seconds(make, place):
     return lower(make, place)[1]
 
@@ -442,10 +395,8 @@ COMPARISONS = [
     ("c", "MPX", mpx_scale, "hand-written bf16 step", by_hand),
 ]
 
-MAKERS = list(dict.fromkeys(maker for row in COMPARISONS for maker in (row[2], row[4])))
 
-
-def compare(limits, make, base, pairs, counted, valgrind):
+def compare(limits, make, base, pairs, counted):
     """Returns the ratios of one comparison: {metric: ratio, or result of `timed`}."""
     for one in (make, base):
         counted.setdefault(one, None)
@@ -455,9 +406,6 @@ def compare(limits, make, base, pairs, counted, valgrind):
         for key in ("flops", "bytes", "temp_bytes", "stablehlo_ops", "hlo_ops")
     }
     if "trace_lower" in limits:
-        ratios["python_calls"] = python_calls(make) / python_calls(base)
-        if valgrind:
-            ratios["instructions"] = instructions(make) / instructions(base)
         ratios["trace_lower"] = timed(make, base, pairs, lowering_seconds)
     if "compile" in limits:
         ratios["compile"] = timed(make, base, max(2, pairs // 4), compiling_seconds)
@@ -469,15 +417,8 @@ def main():
     parser.add_argument("--pairs", type=int, default=12, help="alternations for each time ratio")
     parser.add_argument("--only", default="abc", help="some of the comparisons, such as ab")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
-    parser.add_argument(
-        "--instructions", action="store_true", help="count instructions with valgrind"
-    )
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the GPT")
-    parser.add_argument("--lower", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.lower:
-        lower_often(*options.lower)
-        return 0
     globals()["LAYERS"] = options.layers
     versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
     workload = f"GPT {LAYERS}x{WIDTH}, B{BATCH} T{LENGTH}, AdamW, bf16"
@@ -487,7 +428,7 @@ def main():
         if kind not in options.only:
             continue
         try:
-            ratios = compare(LIMITS[kind], make, base, options.pairs, counted, options.instructions)
+            ratios = compare(LIMITS[kind], make, base, options.pairs, counted)
         except ModuleNotFoundError as error:
             print(f"({kind}) {name}: {error.name} is not installed")
             continue

@@ -9,10 +9,7 @@ negative, cross zero, or become almost zero. Takes about ten minutes on one core
 """
 
 import argparse
-import json
 import platform
-import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -28,6 +24,7 @@ import numpy as np
 import optax
 
 import jaxmp
+from result_file import write_result
 
 RECIPES = ("bf16", "fp16")
 SEEDS = 3
@@ -344,19 +341,9 @@ def main() -> None:
     counts = Counter(row["verdict"] for row in results)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     if options.out:
-        head = {
-            "command": shlex.join(["python", "benchmarks/validate_healthy.py", *sys.argv[1:]]),
-            "machine": f"{jax.default_backend()} ({platform.machine()})",
-            "versions": {
-                "jax": jax.__version__,
-                "flax": flax.__version__,
-                "optax": optax.__version__,
-                "jaxmp": jaxmp.__version__,
-            },
-            "counts": counts,
-        }
-        text = json.dumps(head | {"trainings": results}, indent=1)
-        (options.out / "validate_healthy_cpu.json").write_text(text + "\n", encoding="utf-8")
+        file = options.out / "validate_healthy_cpu.json"
+        machine = f"{jax.default_backend()} ({platform.machine()})"
+        write_result(file, machine=machine, counts=counts, trainings=results)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@
 
 Tests are not edited. The plugin wraps modules at the point where a user would:
 
-- Linen: a module that is not part of another one is wrapped by `jaxmp.linen.apply_policy` when the
+- Linen: a module that is not part of another one is wrapped by `recipe.wrap` when the
   test calls `apply`, `init`, `bind`, `tabulate` or another of `LINEN_METHODS`, or passes it to the
   function `nn.apply`, `nn.init`, `nn.init_with_output` or `nn.tabulate`.
-- NNX: a module is wrapped by `jaxmp.nnx.apply_policy` as soon as it is constructed, so the test
+- NNX: a module is wrapped by `recipe.wrap` as soon as it is constructed, so the test
   uses the wrapped module. A module that another module constructs belongs to that module. A module
   that a test constructs and passes to another one has a separate policy, as it would for a user.
 - Bridges: policies do not apply across bridges; jaxmp raises an error that requests a policy on the
@@ -91,7 +91,7 @@ class Wrapper:
         if module.scope is not None or hasattr(type(module), "_jaxmp_class"):
             return module
         self.count += 1
-        return jaxmp.linen.apply_policy(module, self.recipe)
+        return jaxmp.load_recipe(self.recipe).wrap(module)
 
     def _patch_methods(self, cls: type) -> None:
         for name in LINEN_METHODS:
@@ -137,7 +137,7 @@ class Wrapper:
             if not outermost or isinstance(module, nnx.bridge.Module):
                 return module
             self.count += 1
-            return jaxmp.nnx.apply_policy(module, self.recipe)
+            return jaxmp.load_recipe(self.recipe).wrap(module)
 
         return wrapped
 
@@ -168,7 +168,7 @@ class Policied:
     recipe: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return jaxmp.nnx.apply_policy(self.cls(*args, **kwargs), self.recipe)
+        return jaxmp.load_recipe(self.recipe).wrap(self.cls(*args, **kwargs))
 
 
 # ---------------------------------------------------------------------------
@@ -208,6 +208,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if wrapper is not None:
         wrapper.install()
         # The pytest configuration of Flax turns warnings into errors; these concern the recipe.
-        config.addinivalue_line("filterwarnings", "ignore::jaxmp.RecipeWarning")
+        config.addinivalue_line("filterwarnings", "ignore::jaxmp.errors.RecipeWarning")
     if path is not None:
         config.pluginmanager.register(Outcomes(path, wrapper))

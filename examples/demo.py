@@ -123,11 +123,11 @@ def _nbytes(tree: Any) -> int:
 
 
 def draw(runs: dict[str, Run], path: Path) -> Path:
-    """Draws the losses and their difference from fp32, and saves them as a PNG."""
+    """Draws the differences of the losses from fp32, and the losses, and saves them as a PNG."""
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
-    losses, differences = figure.subplots(1, 2)
-    draw_losses(losses, runs)
+    differences, losses = figure.subplots(1, 2, width_ratios=(3, 2))
     draw_differences(differences, runs)
+    draw_losses(losses, runs)
     figure.suptitle("One model and one order of batches with four recipes", fontsize=13)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -138,14 +138,13 @@ def draw_losses(axes: Axes, runs: dict[str, Run]) -> None:
     """Draws training losses as thin lines, and held-out losses with markers."""
     for name, run in runs.items():
         axes.plot(*_xy(run.train_losses), color=STYLES[name]["color"], alpha=0.15, linewidth=0.8)
-        axes.plot(*_xy(run.held_out_losses), **STYLES[name], markersize=4, label=name)
+        axes.plot(*_xy(run.held_out_losses), **STYLES[name], markersize=4)
     axes.set(yscale="log", xlabel="step", ylabel="loss (nats per byte, log scale)")
     axes.set_title("Held-out loss (markers) over training loss (thin)", fontsize=11)
     axes.yaxis.set_major_locator(FixedLocator([1.5, 2, 2.5, 3, 4, 5, 6]))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
 
 
 def draw_differences(axes: Axes, runs: dict[str, Run]) -> None:
@@ -162,7 +161,8 @@ def draw_differences(axes: Axes, runs: dict[str, Run]) -> None:
     )
     for name, run in runs.items():
         percent = 100 * (_xy(run.held_out_losses)[1] / reference - 1)
-        axes.plot(steps, percent, **STYLES[name], markersize=4)
+        axes.plot(steps, percent, **STYLES[name], markersize=4, label=name)
+    axes.legend(frameon=False)
     axes.set(xlabel="step", ylabel="held-out loss over that of fp32 (%)")
     axes.set_title("Difference from fp32", fontsize=11)
     axes.grid(alpha=0.25)

@@ -56,7 +56,7 @@ class Block(nn.Module):
         """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
         width = x_BTD.shape[-1]
         h_BTD = nn.LayerNorm(name="attention_norm")(x_BTD)
-        attention_fn = jaxmp.linen.attention_fn(is_causal=True, implementation=self.attention)
+        attention_fn = jaxmp.attention_fn(is_causal=True, implementation=self.attention)
         attention = nn.MultiHeadDotProductAttention(
             self.heads, attention_fn=attention_fn, name="attention"
         )

@@ -101,7 +101,7 @@ def make_step(
     specs = jax.tree_util.tree_map_with_path(
         lambda *args: parameter_sharding(mesh, *args), state.params["params"]
     )
-    shardings = jaxmp.sharding.state_shardings(state, {"params": specs})
+    shardings = jaxmp.state_shardings(state, {"params": specs})
     state = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         *(state, shardings),
@@ -126,7 +126,7 @@ def plan(size: str, recipe: str, gpus: int, model: int, sequences: int) -> dict[
     """Compiles a step, and returns its row."""
     start = time.process_time()
     step, state, tokens_BS = make_step(recipe, size, gpus, model, sequences)
-    report = jaxmp.audit(step, state, tokens_BS, policies=recipe, target="h200")
+    report = jaxmp.audit(step, state, tokens_BS, recipe=recipe, target="h200")
     assert report.memory is not None
     sent: dict[str, Counter[str]] = {"sums": Counter(), "gathers": Counter(), "other": Counter()}
     kinds = {"all-reduce": "sums", "reduce-scatter": "sums", "all-gather": "gathers"}

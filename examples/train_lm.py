@@ -274,7 +274,7 @@ class Checkpoints:
         """Returns the latest state."""
         try:
             return self._checkpointer.restore(state, recipe=self._recipe, migrate=self._migrate)
-        except jaxmp.CheckpointError as error:
+        except jaxmp.errors.CheckpointError as error:
             hint = "" if self._migrate else " With this script: --migrate."
             raise typer.BadParameter(f"{error}{hint}") from None
 

@@ -153,7 +153,7 @@ def prepare(
         loss, grads = state.value_and_grad(loss_fn, microbatches=microbatches)(tokens_BS)
         return state.apply_gradients(grads=grads), loss
 
-    shardings = jaxmp.sharding.state_shardings(jax.eval_shape(init), {"params": params_shardings})
+    shardings = jaxmp.state_shardings(jax.eval_shape(init), {"params": params_shardings})
     step = jax.jit(
         train_step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P()))
     )

@@ -227,12 +227,10 @@ def table(runs: list[Run]) -> Table:
 
 
 def draw(run: Run, path: Path) -> Path:
-    """Draws confusion matrix, learning curves and loss scale, and saves them as a PNG."""
-    figure = Figure(figsize=(11, 4.8), dpi=110, layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.2))
-    draw_confusion(left.subplots(), run.predictions)
-    curves, scale = right.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    draw_curves(curves, run)
+    """Draws the test errors and the loss scale, and saves them as a PNG."""
+    figure = Figure(figsize=(11, 3.4), dpi=110, layout="constrained")
+    errors, scale = figure.subplots(1, 2)
+    draw_errors(errors, run)
     draw_scale(scale, run)
     figure.suptitle(f"Handwritten digits in {run.recipe}: {run.accuracies[-1]:.2f} % correct")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,35 +238,13 @@ def draw(run: Run, path: Path) -> Path:
     return path
 
 
-def draw_confusion(axes: Axes, predictions: np.ndarray) -> None:
-    """Draws the number of test images for each pair of digit and prediction."""
-    matrix = np.zeros((10, 10), int)
-    np.add.at(matrix, (handwritten_digits().test_labels, predictions), 1)
-    axes.imshow(np.sqrt(matrix), cmap="cividis")  # the root makes single errors visible
-    for (row, column), count in np.ndenumerate(matrix):
-        if count:
-            color = "black" if count > matrix.max() / 3 else "white"
-            axes.text(column, row, str(count), ha="center", va="center", color=color, fontsize=9)
-    axes.set(xticks=range(10), yticks=range(10), xlabel="prediction", ylabel="digit")
-    axes.set_title("Test images", fontsize=11)
-
-
-def draw_curves(axes: Axes, run: Run) -> None:
-    """Draws the loss of each step and, on a second axis, the test errors of each epoch."""
-    steps = np.arange(1, len(run.losses) + 1)
-    axes.plot(steps, run.losses, color=BLUE, linewidth=0.8, alpha=0.8)
-    axes.set(yscale="log")
-    axes.set_ylabel("training loss (nats)", color=BLUE)
+def draw_errors(axes: Axes, run: Run) -> None:
+    """Draws the share of wrong test images after each epoch."""
+    epochs = np.arange(1, len(run.accuracies) + 1)
+    axes.plot(epochs, 100 - np.array(run.accuracies), color=BLUE, marker="o", markersize=4)
+    axes.set(xlabel="epoch", ylabel="test errors (%)", ylim=(0, None))
+    axes.set_title("Wrong test images after each epoch", fontsize=11)
     axes.grid(alpha=0.25)
-    epochs = np.linspace(0, len(steps), len(run.accuracies) + 1)[1:]
-    errors = axes.twinx()
-    errors.plot(epochs, 100 - np.array(run.accuracies), color=VERMILION, marker="o", markersize=4)
-    errors.axhline(100 - GOAL_PERCENT, color=VERMILION, linestyle=":", linewidth=1)
-    errors.set_yscale("symlog", linthresh=1)  # a linear part, for epochs without errors
-    errors.set_ylim(0, 100)
-    errors.yaxis.set_major_formatter("{x:g}")
-    errors.set_ylabel("test errors (%, circles)", color=VERMILION)
-    axes.set_title(f"Learning curves; dotted: {100 - GOAL_PERCENT:g} % errors", fontsize=11)
 
 
 def draw_scale(axes: Axes, run: Run) -> None:

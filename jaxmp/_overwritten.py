@@ -29,7 +29,7 @@ from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._first_step import with_branches_outside
 from jaxmp.fp8._kernel_amax import activate, kernel_amaxes, measure_kernels
-from jaxmp.fp8._repeated import repeating as repeating
+from jaxmp.fp8._operands import repeating as repeating
 from jaxmp.fp8._repeated import scan_with_same_kernels as scan_with_same_kernels
 from jaxmp.fp8._state import (
     NAMES,
@@ -83,21 +83,13 @@ def select(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
       new: the state of the next step, from gradients; None if there is none.
       old: the state before the step, in the same structure.
     """
-    leaves, structure = jax.tree.flatten(new)
-    old_leaves = structure.flatten_up_to(old)
-    states = _find_layer_states(new)
-    for state in states:
-        chosen = _select_state(
-            applied,
-            {name: leaves[index] for name, index in state.items()},
-            {name: old_leaves[index] for name, index in state.items()},
-        )
-        for name, index in state.items():
-            leaves[index] = chosen[name]
-    of_layers = {index for state in states for index in state.values()}
-    for index in set(range(len(leaves))) - of_layers:
-        leaves[index] = select_leaf(applied, leaves[index], old_leaves[index])
-    return structure.unflatten(leaves)
+    after, before = _Collection(new), _Collection(old, jax.tree.structure(new))
+    for location in after.locations:
+        after.write(location, _select_state(applied, after.read(location), before.read(location)))
+    of_layers = {index for location in after.locations for index in location.values()}
+    for index in set(range(len(after.leaves))) - of_layers:
+        after.leaves[index] = select_leaf(applied, after.leaves[index], before.leaves[index])
+    return after.tree()
 
 
 # Jitted, so that all layers share one trace and, in StableHLO, one function.
@@ -161,21 +153,14 @@ def begin_step(tree: PyTree, is_on_several_devices: bool) -> PyTree:
       A tree of the same structure. States remain as they are where JAX would sum their gradients.
     """
     params, collection = split(tree)
-    collection = activate(params, collection)
-    tree = join(params, collection, tree)
-    leaves, structure = jax.tree.flatten(collection)
-    states = [indices for indices in _find_layer_states(collection) if _can_begin(indices, leaves)]
-    arrays = [leaves[index] for state in states for index in state.values()]
-    if not _max_accumulates(arrays):
-        return tree
-    partials = 1 if is_on_several_devices else PARTIALS
-    active = begin_states(
-        [{name: leaves[index] for name, index in state.items()} for state in states], partials
-    )
-    for indices, state in zip(states, active, strict=True):
-        for name, index in indices.items():
-            leaves[index] = state[name]
-    return join(params, structure.unflatten(leaves), tree)
+    states = _Collection(activate(params, collection))
+    locations = [each for each in states.locations if can_begin(states.read(each))]
+    if _max_accumulates([states.leaves[n] for each in locations for n in each.values()]):
+        partials = 1 if is_on_several_devices else PARTIALS
+        active = begin_states(list(map(states.read, locations)), partials)
+        for location, state in zip(locations, active, strict=True):
+            states.write(location, state)
+    return join(params, states.tree(), tree)
 
 
 def evaluate_step(evaluate: Callable[[], PyTree], args: Sequence[PyTree]) -> PyTree:
@@ -185,11 +170,8 @@ def evaluate_step(evaluate: Callable[[], PyTree], args: Sequence[PyTree]) -> PyT
       evaluate: computes the gradients of a step.
       args: the differentiated arguments, from `begin_step`.
     """
-    states = []
-    for tree in args:
-        leaves = jax.tree.leaves(collection := split(tree)[1])
-        for indices in _find_layer_states(collection):
-            states.append({name: leaves[index] for name, index in indices.items()})
+    collections = [_Collection(split(tree)[1]) for tree in args]
+    states = (states.read(each) for states in collections for each in states.locations)
     return with_branches_outside(evaluate, list(filter(is_active, states)))
 
 
@@ -215,10 +197,6 @@ def without_active(aux: PyTree, before: tuple[PyTree, ...]) -> PyTree:
     return jax.tree.map(restore, aux, is_leaf=is_collections)
 
 
-def _can_begin(indices: dict[str, int], leaves: list[Any]) -> bool:
-    return can_begin({name: leaves[index] for name, index in indices.items()})
-
-
 def _max_accumulates(arrays: list[Any]) -> bool:
     """Returns True if JAX can combine the gradients of these leaves of states by max."""
     traced = all(isinstance(leaf, Tracer) and leaf.dtype == FLOAT32 for leaf in arrays)
@@ -238,17 +216,16 @@ def to_max_accumulated(tree: PyTree) -> PyTree:
       add `fm32` arrays, inside `shard_map(..., check_vma=False)`, and if Flax is not installed.
     """
     params, collection = split(tree)
-    leaves, structure = jax.tree.flatten(collection)
-    states = _find_layer_states(collection)
-    indices = [index for state in states for index in state.values()]
+    states = _Collection(collection)
     # Layers share some arrays of active states.
-    arrays = {id(leaves[index]): leaves[index] for index in indices}
+    arrays = {id(x): x for each in states.locations for x in states.read(each).values()}
     if not _max_accumulates(list(arrays.values())):
         return tree
     converted = to_fm32(arrays)
-    for index in indices:
-        leaves[index] = converted[id(leaves[index])]
-    return join(params, structure.unflatten(leaves), tree)
+    for location in states.locations:
+        state = states.read(location)
+        states.write(location, {name: converted[id(leaf)] for name, leaf in state.items()})
+    return join(params, states.tree(), tree)
 
 
 @contextlib.contextmanager
@@ -298,24 +275,19 @@ def finish_step(grads: PyTree, before: PyTree) -> PyTree:
     params, new = split(grads)
     if new is None:
         return grads
-    leaves, structure = jax.tree.flatten(new)
-    old_leaves = jax.tree.leaves(split(before)[1])
-    locations = _find_layer_states(new)
-    of_tree = lambda tree, indices: {name: tree[index] for name, index in indices.items()}
-    states = [of_tree(leaves, indices) for indices in locations]
-    olds = [of_tree(old_leaves, indices) for indices in locations]
-    active = [number for number, state in enumerate(states) if is_active(state)]
-    finished = finish_states([states[n] for n in active], [olds[n] for n in active])
-    after = dict(zip(active, finished, strict=True))
-    for number, indices in enumerate(locations):
-        if number not in after:
-            after[number] = _keep_unused(states[number], olds[number])
-        for name, leaf in after[number].items():
-            leaves[indices[name]] = leaf
+    after, old = _Collection(new), _Collection(split(before)[1])
+    active, others = [], []
+    for location in after.locations:
+        (active if is_active(after.read(location)) else others).append(location)
+    finished = finish_states(list(map(after.read, active)), list(map(old.read, active)))
+    for location, state in zip(active, finished, strict=True):
+        after.write(location, state)
+    for location in others:
+        after.write(location, _keep_unused(after.read(location), old.read(location)))
     for index in kernel_amaxes(new):
         # The next amax is that of the updated kernel; see `measure_kernels`.
-        leaves[index] = jnp.zeros_like(old_leaves[index])
-    return join(params, structure.unflatten(leaves), grads)
+        after.leaves[index] = jnp.zeros_like(old.leaves[index])
+    return join(params, after.tree(), grads)
 
 
 # Jitted, so that all layers share one trace and, in StableHLO, one function.
@@ -336,15 +308,27 @@ def _keep_unused(new: State, old: State) -> State:
 _LEAVES = frozenset(NAMES)
 
 
-def _find_layer_states(collection: PyTree) -> list[dict[str, int]]:
-    """Locates the FP8 states of layers in `jax.tree.leaves(collection)`.
+class _Collection:
+    """Leaves of overwritten state, with the locations of the FP8 states of layers.
 
-    States among the other variables of a layer have prefixed leaf names.
-
-    Returns:
-      For each state, a dict from leaf name (without prefix) to index.
+    A location is a dict from leaf name to index. States among the other variables of a layer have
+    prefixed leaf names; locations have none.
     """
-    return _layer_states(jax.tree.structure(collection))
+
+    def __init__(self, collection: PyTree, structure: Any = None) -> None:
+        self.structure = structure or jax.tree.structure(collection)
+        self.leaves = self.structure.flatten_up_to(collection)
+        self.locations = _layer_states(self.structure)
+
+    def read(self, location: dict[str, int]) -> State:
+        return {name: self.leaves[index] for name, index in location.items()}
+
+    def write(self, location: dict[str, int], state: State) -> None:
+        for name, index in location.items():
+            self.leaves[index] = state[name]
+
+    def tree(self) -> PyTree:
+        return self.structure.unflatten(self.leaves)
 
 
 # Cached, because each step reads the locations several times.

@@ -10,7 +10,6 @@ from typing import TypeVar, Unpack, final
 import jax
 import optax
 
-from jaxmp import optim
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._loss_scale import LossScale
 from jaxmp._policies._op_table import OpTable
@@ -20,11 +19,16 @@ from jaxmp._recipe_files._dump import recipe_text
 from jaxmp._recipe_files._load import RecipeData, RecipeLike, as_recipe_data
 from jaxmp._recipe_files._replace import RecipeChanges, replace_settings
 from jaxmp.errors import JaxmpError, RecipeError
+from jaxmp.optim._mixed_precision import mixed_precision
+from jaxmp.optim._storage import cast_params
 
 M = TypeVar("M")
 
 # Module that defines a framework's base class -> the adapter for its modules.
-_ADAPTERS = {"flax.linen.module": "jaxmp.linen", "flax.nnx.module": "jaxmp.nnx"}
+ADAPTERS = {
+    "flax.linen.module": "jaxmp._flax._linen_model",
+    "flax.nnx.module": "jaxmp._flax._nnx_model",
+}
 
 
 @final
@@ -150,7 +154,9 @@ class Recipe:
             None if `jax.jit` shards the batch.
 
         Returns:
-          The transformation that `jaxmp.optim.mixed_precision` returns.
+          An optax transformation. Everything that depends on the raw gradient belongs inside:
+          clipping, weight decay, schedules, `optax.MultiSteps`. `update` receives unscaled
+          gradients, as `jaxmp.value_and_grad` returns them.
 
         Raises:
           CompositionError: if `inner` does not work with masters or skipped steps.
@@ -158,21 +164,13 @@ class Recipe:
         Example:
           >>> tx = load_recipe("bf16").optimizer(optax.adamw(3e-4))
         """
-        tx = optim.mixed_precision(
+        return mixed_precision(
             inner,
-            policies=self.policies,
+            recipe=self,
             loss_scale=self.loss_scale,
             master=self.master,
             skip=self.skip,
             axis_name=axis_name,
-        )
-        if self.accumulate_dtype == self.reduce_dtype == "float32" and self.regather:
-            return tx
-        return optim.gradient_dtypes(
-            tx,
-            accumulate_dtype=self.accumulate_dtype,
-            reduce_dtype=self.reduce_dtype,
-            regather=self.regather,
         )
 
     def cast_params(self, params: PyTree) -> PyTree:
@@ -193,7 +191,7 @@ class Recipe:
           dtype(bfloat16)
         """
         master = "packed" if self.master == "packed" else "fp32"
-        return optim.cast_params(params, self.policies, master)
+        return cast_params(params, self.policies, master)
 
     def replace(self, **changes: Unpack[RecipeChanges]) -> Recipe:
         """Returns this recipe with some settings replaced.
@@ -275,13 +273,13 @@ def _load_adapter(model: object) -> ModuleType:
     Raises:
       JaxmpError: if `model` is not an instance of a Flax module.
     """
-    if (name := _adapter_name(model)) is not None:
+    if (name := adapter_name(model)) is not None:
         return importlib.import_module(name)
     if isinstance(model, type):
         hint = f" Make an instance: {model.__name__}(...)."
     else:
         attributes = getattr(model, "__dict__", {})
-        inner = next((key for key in attributes if _adapter_name(attributes[key])), None)
+        inner = next((key for key in attributes if adapter_name(attributes[key])), None)
         if inner is not None:
             kind = type(model)
             raise JaxmpError(
@@ -296,7 +294,7 @@ def _load_adapter(model: object) -> ModuleType:
     )
 
 
-def _adapter_name(model: object) -> str | None:
+def adapter_name(model: object) -> str | None:
     """Returns the name of the adapter for a Flax module; None for any other object."""
     bases = {cls.__module__ for cls in type(model).__mro__ if cls.__name__ == "Module"}
-    return next((adapter for base, adapter in _ADAPTERS.items() if base in bases), None)
+    return next((adapter for base, adapter in ADAPTERS.items() if base in bases), None)

@@ -22,7 +22,6 @@ from jaxmp.errors import JaxmpError
 from jaxmp.optim import _assign, _find, _master, _skip
 from jaxmp.optim._apply import apply_update
 from jaxmp.optim._composition import check_composition
-from jaxmp.optim._gradient_dtypes import GradientDtypesState
 
 
 class TrainState(struct.PyTreeNode):
@@ -292,7 +291,7 @@ def _register(cls: type, fields: tuple[str, ...], replace: Callable[..., Any]) -
     serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
 
 
-for _cls in (_skip.SkipStats, _skip.SkipNonfiniteState, GradientDtypesState):
+for _cls in (_skip.SkipStats, _skip.SkipNonfiniteState):
     _leaves = tuple(f.name for f in dataclasses.fields(_cls) if not f.metadata.get("static"))
     _register(_cls, _leaves, dataclasses.replace)
 for _cls in (NoLossScale, StaticLossScale, DynamicLossScale):

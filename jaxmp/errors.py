@@ -1,9 +1,27 @@
-"""Exception types, and helpers for their messages."""
+"""Exceptions and warnings. All errors are subclasses of `JaxmpError`, which is a `ValueError`."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+__all__ = [
+    "AttentionError",
+    "AuditError",
+    "AuditFailedError",
+    "CheckpointError",
+    "CompositionError",
+    "JaxmpError",
+    "LossScaleError",
+    "MasterOverflowError",
+    "MissingDependencyError",
+    "OpError",
+    "PolicyError",
+    "RecipeError",
+    "RecipeWarning",
+    "RuleError",
+    "ScaleCollapsedError",
+    "SkippedStepsWarning",
+    "ValidationError",
+    "ValidationFailedError",
+]
 
 # Characters at the beginning and the end of a message that are printed if it has many more.
 _FIRST, _LAST = 300, 1000
@@ -94,36 +112,3 @@ class SkippedStepsWarning(UserWarning):
 
 class RecipeWarning(UserWarning):
     """Warning of a part of a model, or a device, that does not follow the recipe."""
-
-
-def missing_dependency(package: str, purpose: str, extra: str) -> MissingDependencyError:
-    """Creates the error for a missing optional package.
-
-    Args:
-      package: name of the package.
-      purpose: feature that requires the package, such as "Linen models".
-      extra: the extra of jaxmp that installs it.
-
-    Returns:
-      The exception to raise.
-    """
-    return MissingDependencyError(
-        f"{package} is not installed; jaxmp requires it for {purpose}. Install it, in a checkout "
-        f"of jaxmp, with:\n    {install_command(extra)}"
-    )
-
-
-def install_command(extra: str) -> str:
-    """Returns the command that installs an extra of jaxmp, to be run in a checkout of it."""
-    return f'pip install -e ".[{extra}]"'
-
-
-def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:
-    """Returns the options most similar to `word`, best first; empty if none is similar."""
-    return difflib.get_close_matches(word, list(options), n=count, cutoff=0.5)
-
-
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """Returns the sentence " Did you mean 'x'?" with a leading space; "" if nothing is similar."""
-    close = nearest(word, options, count=1)
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,291 +1,30 @@
-"""Policies for Flax NNX models, and their gradients, optimizer and training steps."""
+"""Gradients, optimizer, averages and compiled steps of Flax NNX models."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import jax
-from flax import linen, nnx
+from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from jaxmp import _gradients
-from jaxmp._attention._arguments import check_implementation
-from jaxmp._attention._explained import mask_rows
-from jaxmp._attention._layer import MaskHints
-from jaxmp._audit._share import low_precision_share
-from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
-from jaxmp._flax import _nnx_modules
-from jaxmp._flax._attention import AttentionFunction
 from jaxmp._flax._nnx_average import EMA as EMA
-from jaxmp._flax._nnx_binding import bind_model
-from jaxmp._flax._nnx_compiled_step import CompiledStep as CompiledStep
+from jaxmp._flax._nnx_compiled_step import CompiledStep
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient as OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
-from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._loss_scale import LossScaleLike
-from jaxmp._policies._explanation import PolicyExplanation
-from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
-from jaxmp._recipe_files._load import RecipeLike, as_policy_map
-from jaxmp.errors import CompositionError, RecipeWarning
 
 __all__ = [
     "EMA",
-    "CompiledStep",
     "Optimizer",
     "OverwriteWithGradient",
-    "apply_policy",
-    "attention_fn",
     "compile_step",
-    "explain",
-    "grad",
-    "module_paths",
-    "register_layer",
     "value_and_grad",
 ]
-
-M = TypeVar("M", bound=nnx.Module)
-
-# ---------------------------------------------------------------------------
-# Policies
-# ---------------------------------------------------------------------------
-
-
-def apply_policy(model: M, policies: RecipeLike, *, shardings: PyTree = None) -> M:
-    """Returns a model that computes under `policies`. The original model is not changed.
-
-    The result shares its Variables with `model`: training one trains the other. A parameter that a
-    rule stores in another dtype gets a new Variable, which keeps value and dtype until `Optimizer`
-    or `recipe.cast_params` casts it. Delayed scaling adds FP8 state of type `OverwriteWithGradient`
-    to the layers of the result, but not to `model`.
-
-    Args:
-      model: a `flax.nnx.Module`. If it has policies, they are replaced. Submodules to which other
-        policies were applied before keep them.
-      policies: a recipe name, a policy string, a `Policy`, a `PolicyMap` or a `Recipe`. Paths are
-        those of `nnx.iter_modules(model)`: attribute names and list indices, joined by `/`.
-      shardings: a `NamedSharding` for each parameter, in a tree like `nnx.state(model, nnx.Param)`.
-        Such a parameter gets a new Variable with the sharding in its metadata. None: parameters
-        with Flax's metadata (`out_sharding`) have the sharding that it specifies.
-
-    Returns:
-      A model whose modules are instances of subclasses of their classes.
-
-    Raises:
-      CompositionError: if `model` is not an NNX module, or contains a Linen module without policies
-        or an `nnx.bridge.Module`, which creates its layers while it runs.
-      JaxmpError: if `shardings` contains a path that is not that of a Variable of the model, or
-        lacks one of a parameter without metadata; if a sharding has more dimensions than its
-        parameter, does not split it evenly, or is on another mesh.
-      PolicyError: if a policy is not valid, or names a float8 dtype.
-      RuleError: if a required rule matches nothing, or the paths of a shared module have different
-        policies.
-
-    Example:
-      >>> model = apply_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "p=f32,c=bf16,o=bf16")
-      >>> model(jnp.ones((2, 3))).dtype, model.kernel[...].dtype
-      (dtype(bfloat16), dtype('float32'))
-    """
-    _check_model(model, "apply_policy")
-    policies = as_policy_map(policies)
-    check_module_dtypes(policies)
-    by_path = {} if shardings is None else shardings_by_path(shardings, "shardings")
-    return bind_model(model, policies, by_path)
-
-
-def module_paths(model: nnx.Module) -> dict[str, type | None]:
-    """Lists every path that a rule can match in a model.
-
-    Args:
-      model: an NNX module, with or without policies.
-
-    Returns:
-      A dict from module path to the module's class, `''` being the model itself, and from
-      `path:name` to None for every parameter. A shared module is listed under each of its paths.
-
-    Example:
-      >>> list(module_paths(nnx.Linear(3, 4, rngs=nnx.Rngs(0))))
-      ['', ':bias', ':kernel']
-    """
-    _check_model(model, "module_paths")
-    return _nnx_modules.module_paths(_nnx_modules.find_modules(model))
-
-
-def explain(
-    model: nnx.Module, policies: RecipeLike, *args: PyTree, **kwargs: PyTree
-) -> PolicyExplanation:
-    """Lists the policy and the deciding rule of each module of a model, and the unused rules.
-
-    Args:
-      model: an NNX module.
-      policies: as in `apply_policy`.
-      *args, **kwargs: arguments of the model; arrays may be `jax.ShapeDtypeStruct`. If there are
-        any, the model is traced, the share of the matmul FLOPs in 16 bits or fewer is reported, and
-        declared attention masks are compared with the masks that follow from the arguments.
-
-    Returns:
-      A row for every module, and for every parameter that a `path:name` rule decides; with
-      arguments, also a row in `masks` for every attention layer with a declared mask.
-
-    Raises:
-      RuleError: if a required rule matches nothing.
-      AttentionError: if a mask contradicts its declaration.
-
-    Example:
-      >>> model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-      >>> explain(model, "p=f32,c=bf16,o=f32").rows[0].policy
-      Policy('p=f32,c=bf16,o=f32')
-    """
-    _check_model(model, "explain")
-    policies, paths = as_policy_map(policies), module_paths(model)
-    check_required(policies, paths)
-    outputs = _nnx_modules.layer_outputs(_nnx_modules.find_modules(model))
-    explanation = explain_modules(policies, paths, outputs)
-    if not args and not kwargs:
-        return explanation
-    with warnings.catch_warnings():
-        # The share itself is reported.
-        warnings.simplefilter("ignore", RecipeWarning)
-        share = low_precision_share(_call_model, apply_policy(model, policies), args, kwargs)
-    definition, state = nnx.split(apply_policy(model, policies))
-    # Masks do not depend on parameters, so their values are not copied.
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-
-    def call(state: PyTree, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> PyTree:
-        return _call_model(nnx.merge(definition, state), args, kwargs)
-
-    masks = mask_rows(call, policies, state, args, kwargs)
-    return dataclasses.replace(explanation, low_precision_share=share, masks=masks)
-
-
-def _call_model(
-    model: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> PyTree:
-    return model(*args, **kwargs)
-
-
-# ---------------------------------------------------------------------------
-# Layers
-# ---------------------------------------------------------------------------
-
-
-def attention_fn(
-    *,
-    implementation: str | None = None,
-    is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
-    padding_mask: bool = False,
-) -> AttentionFunction:
-    """Returns an `attention_fn` for `flax.nnx.MultiHeadAttention`.
-
-    It calls `jaxmp.dot_product_attention`. 16-bit policies install this function automatically.
-    Install it yourself to declare the structure of the mask (causal, window, padding), which lets
-    the fused kernel skip masked blocks. A dense mask is read in full.
-
-    Args:
-      implementation: as in `dot_product_attention`; None or "auto": the policy decides.
-      is_causal: position t attends to positions 0 to t. Do not pass a causal mask as well.
-      local_window_size: `(left, right)`, or one number for both.
-      padding_mask: the layer's mask hides only the padding at the end of each sequence and what
-        the other arguments declare. It is passed to the kernel as lengths.
-
-    Returns:
-      A function; equal arguments give equal functions.
-
-    Raises:
-      AttentionError: if `implementation` is not valid; when the function is called, the errors of
-        `dot_product_attention`, or an error if `sow_weights` or `precision` require all weights and
-        the implementation does not store them.
-
-    Example:
-      >>> layer = flax.nnx.MultiHeadAttention(
-      ...     2, 8, rngs=flax.nnx.Rngs(0), decode=False,
-      ...     attention_fn=jaxmp.nnx.attention_fn(is_causal=True),
-      ... )
-      >>> layer(jnp.ones((1, 4, 8))).shape
-      (1, 4, 8)
-    """
-    implementation = check_implementation(implementation)
-    hints = MaskHints(implementation, is_causal, local_window_size, padding_mask)
-    return AttentionFunction(hints, nnx.Intermediate)
-
-
-def register_layer(
-    cls: type[nnx.Module],
-    *,
-    norm: bool | None = None,
-    dtype: str | None = None,
-    kernel: str | None = None,
-    dot_general: str | None = None,
-    einsum: str | None = None,
-    attention_fn: str | None = None,
-) -> None:
-    """Adds a layer class of yours to the table of layer classes, as if Flax had defined it.
-
-    Policies treat a module of an unknown class as user code: its inputs, parameters and outputs are
-    cast to the compute dtype. A row in the table changes that. Subclasses inherit the row.
-
-    Call this once, directly below the definition of the class: wrapped models and compiled
-    functions depend on the row, so it cannot change after the class has been used under a policy.
-
-    Args:
-      cls: a subclass of `flax.nnx.Module`.
-      norm: the layer computes statistics. Its inputs and parameters are FP32, and its result is
-        returned in the compute dtype.
-      dtype: name of the attribute with the dtype in which the layer computes. A policy sets it,
-        unless `respect_explicit` is set and the value differs from the constructor's default.
-      kernel: name of the parameter `[..., inputs, outputs]` that the dot multiplies by; required
-        with `dot_general` and `einsum`. Leading axes are axes that a transformation stacked. If a
-        rule sets an output dtype that is wider than the compute dtype, the other parameters, such
-        as a bias, are read in the output dtype.
-      dot_general: name of the attribute with a function like `jax.lax.dot_general`. It is replaced
-        by an FP8 dot under `matmul = "fp8"`, and by one with a wider result if a rule sets it.
-        A model that sets the attribute to another function keeps that function.
-      einsum: name of an attribute with a function like `jax.numpy.einsum`, replaced in the same
-        way.
-      attention_fn: name of an attribute with a function like `flax.nnx.dot_product_attention`,
-        which is replaced by `jaxmp.nnx.attention_fn()` as in Flax's attention layers.
-
-      Arguments that are None have the values of the nearest base class in the table.
-
-    Raises:
-      CompositionError: if an argument is not valid, if the class has a different row, or if the
-        class has been used under a policy; from `apply_policy`, if an instance lacks an attribute.
-
-    Example:
-      >>> class ScaleNorm(nnx.Module):
-      ...     def __init__(self):
-      ...         self.scale = nnx.Param(jnp.ones(()))
-      ...     def __call__(self, x):
-      ...         return self.scale * x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True))
-      >>> class Projection(nnx.Module):
-      ...     def __init__(self, inputs, outputs, rngs):
-      ...         self.weight = nnx.Param(rngs.normal((inputs, outputs)))
-      ...         self.dot = jax.lax.dot_general
-      ...     def __call__(self, x):
-      ...         return self.dot(x, self.weight[...], (((x.ndim - 1,), (0,)), ((), ())))
-      >>> jaxmp.nnx.register_layer(ScaleNorm, norm=True)
-      >>> jaxmp.nnx.register_layer(Projection, kernel="weight", dot_general="dot")
-      >>> model = nnx.Sequential(ScaleNorm(), Projection(16, 32, nnx.Rngs(0)))
-      >>> model = jaxmp.load_recipe("fp8").wrap(model)
-      >>> "f8_e4m3fn" in str(jax.make_jaxpr(lambda x: model(x))(jnp.ones((2, 16))))
-      True
-    """
-    NNX_LAYERS.register(
-        cls,
-        norm=norm,
-        dot_general=dot_general,
-        einsum=einsum,
-        dtype=dtype,
-        kernel=kernel,
-        attention_fn=attention_fn,
-    )
-
 
 # ---------------------------------------------------------------------------
 # Gradients
@@ -359,43 +98,6 @@ def value_and_grad(
     return value_and_grad_fn
 
 
-def grad(
-    fn: Callable[..., Any] | None = None,
-    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
-    has_aux: bool = False,
-    **options: Any,
-) -> Callable[..., Any]:
-    """Returns a function that computes the FP32 gradients of a function of Flax objects.
-
-    It corresponds to `flax.nnx.grad`, for computations in 16 bits.
-
-    Args:
-      fn: as in `value_and_grad`.
-      argnums: the arguments to differentiate, as in `value_and_grad`.
-      has_aux: `fn` returns `(loss, aux)`.
-      **options: the keyword arguments of `value_and_grad`, such as `loss_scale`.
-
-    Returns:
-      A function that returns the gradients, or `(grads, aux)` with `has_aux`.
-
-    Example:
-      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-      >>> grads = grad(lambda m, x: m(x).sum(), loss_scale=8.0)(model, jnp.ones((4, 2)))
-      >>> float(grads["bias"][...][0])
-      4.0
-    """
-    if fn is None:
-        return functools.partial(grad, argnums=argnums, has_aux=has_aux, **options)
-    run = value_and_grad(fn, argnums, has_aux, **options)
-
-    @functools.wraps(fn, updated=())
-    def grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        value, grads = run(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grad_fn
-
-
 # ---------------------------------------------------------------------------
 # Compiled steps
 # ---------------------------------------------------------------------------
@@ -406,10 +108,8 @@ def compile_step(
 ) -> CompiledStep:
     """Compiles a training step on NNX objects that splits them into arrays only once.
 
-    `nnx.jit` splits the objects into arrays and merges them at every call. For a step on 450
-    arrays, a call takes 11.4 times as long in Python as `jax.jit` on a dict of these arrays; with
-    `compile_step` it takes 0.93 times as long (`benchmarks/nnx_dispatch.py`, JAX 0.10.2, CPU). Use
-    it for models with many small arrays. Create it once: each new step is compiled again.
+    `nnx.jit` splits the objects into arrays and merges them at every call. Use `compile_step` for
+    models with many small arrays. Create it once: each new step is compiled again.
 
     Args:
       fn: `fn(*nodes, *args, **kwargs)` changes the nodes in place, and can return a value.
@@ -438,36 +138,3 @@ def compile_step(
       (3, True)
     """
     return CompiledStep(fn, nodes, donate, options)
-
-
-# ---------------------------------------------------------------------------
-# Checks
-# ---------------------------------------------------------------------------
-
-# The arguments of each public function, here and in `jaxmp.linen`.
-_CALLS = {
-    "apply_policy": ("model, policies", "model, policies"),
-    "explain": ("model, policies", "model, policies, *args"),
-    "module_paths": ("model", "model, *args"),
-}
-
-
-def _check_model(model: object, function: str) -> None:
-    here, linen_call = _CALLS[function]
-    if isinstance(model, type) and issubclass(model, nnx.Module):
-        instance = f"{model.__name__}(..., rngs=nnx.Rngs(0))"
-        raise CompositionError(
-            f"{function} received the class {model.__name__} instead of a model. Pass an instance: "
-            f"{function}({here.replace('model', instance)})."
-        )
-    if not isinstance(model, nnx.Module):
-        cls = model if isinstance(model, type) else type(model)
-        fix = "Pass a flax.nnx.Module"
-        if issubclass(cls, linen.Module):
-            fix = f"Use jaxmp.linen.{function}({linen_call})"
-        elif callable(model) and function == "apply_policy":
-            fix = "For a plain JAX function use jaxmp.autocast(fn, policies)"
-        raise CompositionError(
-            f"{function} received a {cls.__module__}.{cls.__qualname__}, which is not a "
-            f"flax.nnx.Module. {fix}."
-        )

@@ -1,9 +1,6 @@
-"""Checks of precision for the tests of a project.
+"""Fixture of pytest that trains, and compares the result with an earlier one.
 
-    from jaxmp.testing import assert_equivalent, equivalent  # a function, and a fixture of pytest
-
-    def test_bf16_trains_like_fp32():
-        assert_equivalent(make_run, "bf16", steps=200)
+    from jaxmp.testing import equivalent  # a fixture of pytest
 
     def test_bf16_is_not_worse_than_before(equivalent):
         equivalent(make_run, "bf16", steps=200)
@@ -29,70 +26,24 @@ try:
 except ModuleNotFoundError:
     pytest = None
 
+__all__ = ["equivalent"]
+
 # Environment variable with which the fixture writes baselines instead of reading them.
-WRITE_BASELINE = "JAXMP_WRITE_BASELINE"
-
-
-def assert_equivalent(
-    make_run: MakeRun,
-    candidate: RecipeLike,
-    *,
-    reference: RecipeLike = "fp32",
-    baseline: str | os.PathLike[str] | None = None,
-    **options: Any,
-) -> ValidationReport:
-    """Trains with a candidate and a reference precision, and raises unless they are equivalent.
-
-    A candidate that is better than the reference by more than its budget raises, too. An
-    inconclusive result does not: the report that is returned states how many seeds would decide.
-
-    Args:
-      make_run: `make_run(recipe, seed)` returns a `jaxmp.TrainingRun`.
-      candidate: the recipe to check.
-      reference: the recipe to compare with.
-      baseline: an earlier report in a file that ends in `.json`. Figures may not be worse.
-      **options: further arguments of `jaxmp.validate`, such as `steps`, `seeds`, `budgets`
-        and `metrics`.
-
-    Returns:
-      The report.
-
-    Raises:
-      ValidationFailedError: with the first line of the report, which names the cause.
-      ValidationError: if the runs cannot be compared.
-
-    Example:
-      >>> from jaxmp.testing import assert_equivalent
-      >>> x = np.random.default_rng(0).normal(size=(21, 8, 4)).astype(np.float32)
-      >>> report = assert_equivalent(
-      ...     nn.Dense(4),
-      ...     "bf16",
-      ...     steps=20,
-      ...     loss_fn=lambda model, x: jnp.mean((model(x) - 2 * x) ** 2),
-      ...     batches=x[:20],
-      ...     optimizer=optax.sgd(0.01),
-      ...     held_out=x[20:],
-      ... )
-      >>> report.ok
-      True
-    """
-    report = validate(make_run, [candidate], reference=reference, **options)
-    report.check(baseline=baseline)
-    return report
+_WRITE_BASELINE = "JAXMP_WRITE_BASELINE"
 
 
 def _check_against_file(file: Path) -> Callable[..., ValidationReport]:
-    """Returns `assert_equivalent` with a baseline in a file, which it writes if asked to."""
+    """Returns a function that compares with a baseline in a file, which it writes if asked to."""
 
-    def check(make_run: MakeRun, candidate: RecipeLike, **options: Any) -> ValidationReport:
-        if os.environ.get(WRITE_BASELINE):
-            report = assert_equivalent(make_run, candidate, **options)
+    def check(make_run: MakeRun, recipe: RecipeLike, **options: Any) -> ValidationReport:
+        report = validate(make_run, [recipe], **options)
+        if os.environ.get(_WRITE_BASELINE):
+            report.check()
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(report.to_json(), encoding="utf-8")
-            return report
-        return assert_equivalent(
-            make_run, candidate, baseline=file if file.exists() else None, **options
-        )
+        else:
+            report.check(baseline=file if file.exists() else None)
+        return report
 
     return check
 
@@ -101,7 +52,10 @@ if pytest is not None:
 
     @pytest.fixture
     def equivalent(request: Any) -> Iterator[Callable[..., ValidationReport]]:
-        """Fixture: `assert_equivalent` with the baseline `baselines/TEST.json` of the test.
+        """Fixture: a function like `jaxmp.validate`, for one recipe, that checks its report.
+
+        It raises as `ValidationReport.check` does, also if a figure is worse than in the baseline
+        `baselines/TEST.json` of the test.
 
         The file is in the directory of the test file. With the environment variable
         `JAXMP_WRITE_BASELINE=1`, it is written; if it does not exist, only the budgets apply.

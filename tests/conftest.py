@@ -18,6 +18,7 @@ import pytest
 
 from gpu_compiler import needs_compiler
 from grids import mark_expensive_cases
+from jaxmp._loss_scale import _use
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
@@ -70,10 +71,15 @@ VERSION_SENSITIVE = {
     *("autocast", "autocast_libraries", "autocast_linalg", "explain_autocast", "fp8_autocast"),
     *("audit", "audit_compiled", "audit_promotions", "audit_report", "audit_sharding"),
     *("audit_plants", "audit_steps", "hlo"),
-    *("gathers", "programs", "validate_capture", "validate_trials"),
+    *("gathers", "nonfinite", "programs", "validate_capture", "validate_trials"),
     # Mapped axes, custom derivatives and extended dtypes.
     *("device", "fp8_dot_general", "fp8_state", "fp32_gradients", "gradients", "losses"),
     "optim",
+}
+# Files that test scripts of `benchmarks/` and their recorded results: they run with the slow tests,
+# without optimizations of XLA. `test_benchmarks.py` checks that the scripts fit the package.
+OF_BENCHMARKS = {
+    *("claims", "field_report", "flax_suites", "gpu_suite", "overhead", "program", "scripts")
 }
 
 
@@ -81,8 +87,12 @@ VERSION_SENSITIVE = {
 def pytest_collection_modifyitems(config, items):
     mark_expensive_cases(items, is_complete=not any("::" in name for name in config.args))
     for item in items:
-        if item.path.stem.removeprefix("test_") in VERSION_SENSITIVE:
+        name = item.path.stem.removeprefix("test_")
+        if name in VERSION_SENSITIVE:
             item.add_marker("versions")
+        if name in OF_BENCHMARKS and item.get_closest_marker("slow") is None:
+            item.add_marker("slow")
+            item.add_marker("expensive")
         if needs_compiler.mark in item.iter_markers("skipif"):
             item.add_marker("gpu_compiler")
 
@@ -98,6 +108,18 @@ def compile_cheaply(request):
     marks = {mark.name for mark in request.node.iter_markers()}
     is_optimized = "slow" in marks and "expensive" not in marks
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
+
+
+# Files whose programs are whole trainings, or which test the warnings about their parts.
+WHOLE = ("test_docs", "test_examples", "test_float16_parts")
+
+
+@pytest.fixture(autouse=True)
+def allow_parts_of_trainings(request, monkeypatch):
+    """Lets tests use the optimizer, the gradient or the model of a float16 training alone."""
+    is_whole = request.module.__name__ in WHOLE
+    for name in vars(_use.present):
+        monkeypatch.setattr(_use.present, name, not is_whole)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import jaxmp.linen
+import jaxmp
 import jaxmp.nnx
 import models_linen as in_linen
 import models_nnx as in_nnx
@@ -157,7 +157,7 @@ class LinenBuild(Build):
     def model(self, policies: str | None = None) -> Any:
         if policies is None:
             return self.case.linen
-        return jaxmp.linen.apply_policy(self.case.linen, self.case.policies(policies))
+        return jaxmp.load_recipe(self.case.policies(policies)).wrap(self.case.linen)
 
     @functools.cached_property
     def variables(self) -> Any:
@@ -186,7 +186,7 @@ class LinenBuild(Build):
 
     def classes(self) -> set[str]:
         with self.case.promotion():
-            paths = jaxmp.linen.module_paths(self.case.linen, *self.case.args())
+            paths = jaxmp.explain(self.case.linen, "fp32")(*self.case.args()).policies.paths
         return {cls.__name__ for cls in paths.values() if cls is not None}
 
 
@@ -203,7 +203,7 @@ class NNXBuild(Build):
     def model(self, policies: str | None = None) -> Any:
         if policies is None:
             return self.plain
-        return jaxmp.nnx.apply_policy(self.plain, self.case.policies(policies))
+        return jaxmp.load_recipe(self.case.policies(policies)).wrap(self.plain)
 
     @functools.cached_property
     def plain(self) -> Any:

@@ -20,13 +20,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases, pairwise
-from jaxmp import AttentionError, dot_product_attention, explain_attention
+from jaxmp import dot_product_attention
 from jaxmp._attention import _choice
 from jaxmp._attention._arguments import arguments
 from jaxmp._attention._blockwise import blockwise_attention
 from jaxmp._attention._plain import xla_attention
 from jaxmp._attention._sharding import one_sharding
 from jaxmp._core._compat import context
+from jaxmp.errors import AttentionError
 from models import floats
 from programs import named, products, trace
 
@@ -646,7 +647,12 @@ def test_sixteen_thousand_positions_train_on_a_cpu():
     for _ in range(3):
         loss, key = step(key)
         losses.append(float(loss))
-    assert explain_attention(query, key, value, is_causal=True).implementation == "blockwise"
+    assert (
+        jaxmp.explain(jaxmp.dot_product_attention)(query, key, value, is_causal=True)
+        .attention[0]
+        .implementation
+        == "blockwise"
+    )
     assert losses[2] < losses[1] < losses[0]
 
 
@@ -682,13 +688,24 @@ def gpu(monkeypatch):
 
 
 def blockers(*args, **options):
-    return [blocker.argument for blocker in explain_attention(*args, **options).rows]
+    return [
+        blocker.argument
+        for blocker in jaxmp.explain(jaxmp.dot_product_attention)(*args, **options)
+        .attention[0]
+        .rows
+    ]
 
 
 def test_a_cpu_takes_the_whole_while_it_is_small():
-    small, large = explain_attention(QUERY, QUERY, QUERY), shapes(2, 4096, 8, 64)
+    small, large = (
+        jaxmp.explain(jaxmp.dot_product_attention)(QUERY, QUERY, QUERY).attention[0],
+        shapes(2, 4096, 8, 64),
+    )
     assert small.implementation == "xla" and "0.2 MiB" in small.reason
-    assert explain_attention(large, large, large).implementation == "blockwise"
+    assert (
+        jaxmp.explain(jaxmp.dot_product_attention)(large, large, large).attention[0].implementation
+        == "blockwise"
+    )
     assert blockers(QUERY, QUERY, QUERY) == ["device"]
 
 
@@ -702,7 +719,9 @@ def test_a_gpu_takes_cudnn(gpu):
         {"mask": shapes(1, 1, 1, 64, dtype=bool)},
         {"bias": shapes(8, 64, 64)},
     ):
-        choice = explain_attention(QUERY, QUERY, QUERY, **options)
+        choice = jaxmp.explain(jaxmp.dot_product_attention)(
+            QUERY, QUERY, QUERY, **options
+        ).attention[0]
         assert choice.implementation == "cudnn", str(choice)
 
 
@@ -719,16 +738,18 @@ def test_a_gpu_takes_cudnn(gpu):
 )
 def test_what_cudnn_cannot_serve_is_named_and_refused(gpu, query, options, blocker):
     assert blockers(query, query, query, **options) == [blocker]
-    choice = explain_attention(query, query, query, **options)
+    choice = jaxmp.explain(jaxmp.dot_product_attention)(query, query, query, **options).attention[0]
     assert choice.implementation == "xla" and choice.rows[0].change
     message = rf"does not support this call:\n  {blocker}: .*\n.*auto"
     with pytest.raises(AttentionError, match=message):
-        explain_attention(query, query, query, implementation="cudnn", **options)
+        jaxmp.explain(jaxmp.dot_product_attention)(
+            query, query, query, implementation="cudnn", **options
+        ).attention[0]
 
 
 def test_heads_are_padded_where_that_buys_the_kernel(gpu):
     query, value = shapes(2, 64, 8, 20), shapes(2, 64, 8, 12)
-    choice = explain_attention(query, query, value)
+    choice = jaxmp.explain(jaxmp.dot_product_attention)(query, query, value).attention[0]
     assert choice.implementation == "cudnn" and "12 and 20 are padded to 24" in choice.notes[0]
 
 
@@ -738,7 +759,11 @@ def test_a_note_names_automatic_axes_that_key_heads_cannot_follow(gpu):
     notes = []
 
     def note(query, key):
-        notes.append(explain_attention(query, key, key, is_causal=True).notes)
+        notes.append(
+            jaxmp.explain(jaxmp.dot_product_attention)(query, key, key, is_causal=True)
+            .attention[0]
+            .notes
+        )
 
     whole = lambda heads: jax.ShapeDtypeStruct(
         (2, 64, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
@@ -757,7 +782,13 @@ def test_without_cudnn_or_on_an_old_gpu(gpu, monkeypatch):
     large = shapes(2, 64, 8, 192)
     assert blockers(large, large, large) == ["query"]
     monkeypatch.setattr(_choice, "cudnn_version", lambda: None)
-    assert "no cuDNN" in explain_attention(QUERY, QUERY, QUERY).rows[0].reason
+    assert (
+        "no cuDNN"
+        in jaxmp.explain(jaxmp.dot_product_attention)(QUERY, QUERY, QUERY)
+        .attention[0]
+        .rows[0]
+        .reason
+    )
 
 
 def test_a_choice_is_logged_once(caplog, monkeypatch):
@@ -824,7 +855,7 @@ def test_without_a_batch():
 def test_bad_arguments(changes, words):
     operands = {"query": QUERY, "key": QUERY, "value": QUERY}
     with pytest.raises(AttentionError, match=f"(?s){words}"):
-        explain_attention(**(operands | changes))
+        dot_product_attention(**operands | changes)
 
 
 # ---------------------------------------------------------------------------
@@ -832,8 +863,8 @@ def test_bad_arguments(changes, words):
 # ---------------------------------------------------------------------------
 
 LAYERS = {
-    "linen": (jaxmp.linen.attention_fn, nn.dot_product_attention),
-    "nnx": (jaxmp.nnx.attention_fn, nnx.dot_product_attention),
+    "linen": (jaxmp.attention_fn, nn.dot_product_attention),
+    "nnx": (jaxmp.attention_fn, nnx.dot_product_attention),
 }
 
 
@@ -860,7 +891,7 @@ def test_a_pairwise_padding_mask_hides_queries_too():
     query, key, value = inputs(12, 12)
     valid = jnp.arange(12)[None, :] < jnp.array([12, 7])[:, None]
     mask = nn.make_attention_mask(valid, valid, dtype=bool)
-    out = jaxmp.linen.attention_fn(padding_mask=True)(query, key, value, mask=mask)
+    out = jaxmp.attention_fn(padding_mask=True)(query, key, value, mask=mask)
     assert not out[1, 7:].any() and bool(out[1, :7].any())
 
 
@@ -886,14 +917,14 @@ def attention_names(fn, *args):
 def linen_names(policies, **fields):
     layer = nn.MultiHeadDotProductAttention(num_heads=2, **fields)
     x = floats(2, 6, 8)
-    model = jaxmp.linen.apply_policy(layer, policies)
+    model = jaxmp.load_recipe(policies).wrap(layer)
     variables = jax.eval_shape(layer.init, KEY, x)
     return attention_names(model.apply, variables, x)
 
 
 def nnx_names(policies, **fields):
     layer = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False, **fields)
-    return attention_names(jaxmp.nnx.apply_policy(layer, policies), floats(2, 6, 8))
+    return attention_names(jaxmp.load_recipe(policies).wrap(layer), floats(2, 6, 8))
 
 
 @pytest.mark.parametrize("names", [linen_names, nnx_names])
@@ -906,11 +937,11 @@ def test_a_policy_chooses_the_implementation(names):
     assert names(jaxmp.PolicyMap("c=bf16,implementation=blockwise", (rule,))) == {"xla"}
 
 
-@pytest.mark.parametrize(("names", "make"), [(linen_names, jaxmp.linen), (nnx_names, jaxmp.nnx)])
-def test_a_policy_fills_in_what_a_layer_leaves_open(names, make):
+@pytest.mark.parametrize("names", [linen_names, nnx_names])
+def test_a_policy_fills_in_what_a_layer_leaves_open(names):
     policies = "c=bf16,implementation=blockwise"
-    assert names(policies, attention_fn=make.attention_fn()) == {"blockwise"}
-    own = make.attention_fn(implementation="xla")
+    assert names(policies, attention_fn=jaxmp.attention_fn()) == {"blockwise"}
+    own = jaxmp.attention_fn(implementation="xla")
     assert names(policies, attention_fn=own) == {"xla"}
 
 
@@ -931,7 +962,7 @@ def test_weights_that_are_asked_for_are_held_or_refused():
     variables = layer.init(KEY, x)
     sown = functools.partial(layer.apply, sow_weights=True, mutable=["intermediates"])
     assert sown(variables, x)[1]["intermediates"]
-    model = jaxmp.linen.apply_policy(layer, "c=bf16,implementation=blockwise")
+    model = jaxmp.load_recipe("c=bf16,implementation=blockwise").wrap(layer)
     with pytest.raises(AttentionError, match="sow_weights requires the attention weights"):
         model.apply(variables, x, sow_weights=True, mutable=["intermediates"])
 

@@ -1,6 +1,7 @@
 """Attention in programs cross-compiled for an H200: kernels and memory."""
 
 import functools
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -10,7 +11,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
-import mask_declaration
 from byte_gpt import GPT, NnxGPT
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
@@ -94,7 +94,7 @@ class LinenBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, _):
-        fn = jaxmp.linen.attention_fn(is_causal=True)
+        fn = jaxmp.attention_fn(is_causal=True)
         x = x + nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=fn, name="attention")(x)
         return x, None
 
@@ -119,7 +119,7 @@ def test_a_linen_model_by_its_recipe():
 
 
 def test_an_nnx_model_by_its_recipe():
-    fn = jaxmp.nnx.attention_fn(is_causal=True)
+    fn = jaxmp.attention_fn(is_causal=True)
     layer = nnx.MultiHeadAttention(4, 256, decode=False, attention_fn=fn, rngs=nnx.Rngs(0))
     model = jaxmp.load_recipe("bf16").wrap(layer)
 
@@ -133,32 +133,22 @@ def test_an_nnx_model_by_its_recipe():
 
 def test_a_mask_of_a_layer_goes_to_the_kernel_as_an_array():
     layer = nn.MultiHeadDotProductAttention(num_heads=4)
-    model, x = jaxmp.linen.apply_policy(layer, "c=bf16"), shape(2, 128, 256, dtype=jnp.float32)
+    model, x = jaxmp.load_recipe("c=bf16").wrap(layer), shape(2, 128, 256, dtype=jnp.float32)
     params = jax.eval_shape(layer.init, jax.random.key(0), x)
     mask = shape(2, 1, 1, 128, dtype=bool)
     fn = jax.grad(lambda p, x, mask: model.apply(p, x, mask=mask).astype("float32").sum())
     assert [kernel for kernel, _ in kernels(fn, params, x, mask)] == MASKED
 
 
-@pytest.mark.parametrize("framework", ["linen", pytest.param("nnx", marks=EXPENSIVE)])
-@EXPENSIVE
-def test_a_declared_causal_mask_compiles_to_what_is_written_by_hand(framework):
-    sizes = dict(layers=1, width=128, heads=2, length=512, batch=2)
-    rows = {way: mask_declaration.count(framework, way, **sizes) for way in mask_declaration.WAYS}
-    array, declared, by_hand = rows.values()
-    assert set(array["kernels"]) == {MASKED[0]}
-    assert declared["kernels"] == by_hand["kernels"] == {FORWARD: 1}
-    for figure in ("bytes", "temp_bytes"):
-        assert declared[figure] == pytest.approx(by_hand[figure], rel=0.01)
-        assert array[figure] > 1.01 * declared[figure]
-
-
 class Masked(nn.Module):
     """One attention layer whose mask is an array."""
 
+    attention_fn: Callable[..., jax.Array] = nn.dot_product_attention
+
     @nn.compact
     def __call__(self, x, mask):
-        return nn.MultiHeadDotProductAttention(num_heads=4, name="attention")(x, mask=mask)
+        options = {"attention_fn": self.attention_fn, "name": "attention"}
+        return nn.MultiHeadDotProductAttention(num_heads=4, **options)(x, mask=mask)
 
 
 def test_lengths_of_a_declared_mask_reach_the_kernel():
@@ -173,6 +163,24 @@ def test_lengths_of_a_declared_mask_reach_the_kernel():
 
     report = audit(step, params, x, tokens, target="h200")
     assert sorted(row.kernel for row in report.attention) == [FORWARD, BACKWARD]
+
+
+def test_a_declared_causal_mask_compiles_to_what_is_written_by_hand():
+    x = shape(2, 128, 256, dtype=jnp.float32)
+    params = jax.eval_shape(Masked().init, jax.random.key(0), x, None)
+    recipe = jaxmp.load_recipe("bf16")
+
+    def compiled(recipe, mask, attention_fn=nn.dot_product_attention):
+        model = recipe.wrap(Masked(attention_fn))
+        step = jax.grad(lambda params, x: model.apply(params, x, mask).sum())
+        return audit(step, params, x, target="h200")
+
+    mask = nn.make_causal_mask(jnp.ones((2, 128)))
+    array, declared = compiled(recipe, mask), compiled(recipe.replace(mask="causal"), mask)
+    by_hand = compiled(recipe, None, jaxmp.attention_fn(is_causal=True))
+    assert sorted(row.kernel for row in array.attention) == MASKED
+    assert [row.kernel for row in declared.attention] == [row.kernel for row in by_hand.attention]
+    assert declared.memory.temporary == by_hand.memory.temporary
 
 
 def test_memory_has_no_term_of_all_pairs():
@@ -297,7 +305,7 @@ def test_query_heads_that_the_key_heads_cannot_follow():
     mesh = AbstractMesh((8,), ("model",), axis_types=(AxisType.Auto,))
     query = sharded(shape(8, 256, 8, 64), mesh, None, None, "model")
     key = sharded(shape(8, 256, 2, 64), mesh)
-    with pytest.raises(jaxmp.AuditError, match="the 8 heads of the query") as error:
+    with pytest.raises(jaxmp.errors.AuditError, match="the 8 heads of the query") as error:
         audit(gradients(is_causal=True), query, key, key, {}, target="h200")
     assert "the 2 heads of the key; the mesh is {'model': 8}" in str(error.value)
     assert "key = jnp.repeat(key, 4, axis=-2)" in str(error.value)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
-from jaxmp import dot_product_attention, explain_attention
+from jaxmp import dot_product_attention
 from jaxmp._attention._arguments import arguments
 from test_attention import inputs, oracle
 
@@ -179,7 +179,9 @@ def test_notes_name_what_is_moved():
     query, key, value = inputs(16, 16, heads=4, groups=1)
     key, value = put(mesh, key, P("data")), put(mesh, value, P())
     text = lambda spec, **options: " ".join(
-        explain_attention(put(mesh, query, spec), key, value, **options).notes
+        jaxmp.explain(jaxmp.dot_product_attention)(put(mesh, query, spec), key, value, **options)
+        .attention[0]
+        .notes
     )
     assert "key is resharded from P('data'" in text(P())
     over_heads = text(P("data", None, "model"))
@@ -187,5 +189,7 @@ def test_notes_name_what_is_moved():
     assert "the 1 heads of key and value are repeated to 2" in over_heads
     assert "query is resharded" in text(P("data", "model"))
     assert "computes the same heads" not in text(P("data", "model"))
-    few = explain_attention(put(mesh, query[:, :, :1], P(None, "model")), key, value)
+    few = jaxmp.explain(jaxmp.dot_product_attention)(
+        put(mesh, query[:, :, :1], P(None, "model")), key, value
+    ).attention[0]
     assert "each device of ('model',) computes the same heads" in few.notes

@@ -18,11 +18,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxmp
 import test_attention
 from grids import EXPENSIVE, fast_cases
-from jaxmp import AttentionError, dot_product_attention, explain_attention
 from jaxmp import _attention as attention
+from jaxmp import dot_product_attention
 from jaxmp._attention._arguments import arguments
 from jaxmp._attention._splash import splash_attention
 from jaxmp._core._compat import context
+from jaxmp.errors import AttentionError
 from test_attention import inputs
 
 INTERPRETED = functools.partial(splash_attention, interpret=True)
@@ -93,13 +94,14 @@ def test_transformations_and_explicit_axes(tpu):
     expected = jax.jit(gradients)(query, key, value)
     stacked = [jnp.stack([x, 2 * x]) for x in (query, key, value)]
     of_both = jax.jit(jax.vmap(gradients))(*stacked)
-    for spec in (PartitionSpec("data"), PartitionSpec(None, None, "data")):
+    # Without a split, each device computes the whole.
+    for spec in (PartitionSpec("data"), PartitionSpec(None, None, "data"), PartitionSpec()):
         place = lambda x, spec=spec: jax.device_put(x, NamedSharding(mesh, spec))
         with jax.set_mesh(mesh):
             compiled = jax.jit(gradients).lower(*map(place, (query, key, value))).compile()
             sharded = compiled(*map(place, (query, key, value)))
         assert "all-gather" not in compiled.as_text()
-        assert "all-reduce" not in compiled.as_text()
+        assert ("all-reduce" in compiled.as_text()) == (not len(spec))
         for mine, batched, want in zip(sharded, of_both, expected, strict=True):
             assert PartitionSpec(*mine.sharding.spec[: len(spec)]) == spec
             np.testing.assert_array_equal(mine, want)
@@ -120,9 +122,13 @@ def test_a_tpu_takes_splash(tpu):
         {"local_window_size": (16, 16)},
         {"key_value_seq_lengths": shape(2, dtype=jnp.int32)},
     ):
-        choice = explain_attention(LONG, LONG, LONG, **options)
+        choice = jaxmp.explain(jaxmp.dot_product_attention)(LONG, LONG, LONG, **options).attention[
+            0
+        ]
         assert (choice.implementation, choice.notes) == ("splash", ()), str(choice)
-    odd = explain_attention(shape(2, 1000, 8, 80), shape(2, 1000, 2, 80), shape(2, 1000, 2, 80))
+    odd = jaxmp.explain(jaxmp.dot_product_attention)(
+        shape(2, 1000, 8, 80), shape(2, 1000, 2, 80), shape(2, 1000, 2, 80)
+    ).attention[0]
     assert odd.implementation == "splash" and len(odd.notes) == 2
     assert "0.1118" in odd.notes[0] and "1000 positions are padded to 1024" in odd.notes[1]
 
@@ -141,15 +147,19 @@ def test_a_tpu_takes_splash(tpu):
     ],
 )
 def test_what_splash_cannot_serve_is_named_and_refused(tpu, query, options, blockers):
-    choice = explain_attention(query, query, query, **options)
+    choice = jaxmp.explain(jaxmp.dot_product_attention)(query, query, query, **options).attention[0]
     assert [row.argument for row in choice.rows] == blockers and all(r.change for r in choice.rows)
     assert choice.implementation == ("xla" if query.shape[1] == 64 else "blockwise")
     with pytest.raises(AttentionError, match=rf"does not support this call:\n  {blockers[0]}: "):
-        explain_attention(query, query, query, implementation="splash", **options)
+        jaxmp.explain(jaxmp.dot_product_attention)(
+            query, query, query, implementation="splash", **options
+        ).attention[0]
 
 
 def test_queries_beyond_the_window_are_named(tpu):
-    choice = explain_attention(LONG, *[shape(2, 1024, 8, 64)] * 2, local_window_size=(100, 100))
+    choice = jaxmp.explain(jaxmp.dot_product_attention)(
+        LONG, *[shape(2, 1024, 8, 64)] * 2, local_window_size=(100, 100)
+    ).attention[0]
     assert "queries from 1124 on see no key" in choice.rows[0].reason
 
 
@@ -160,7 +170,7 @@ def test_meshes_that_xla_would_have_to_partition_are_named(tpu):
 
     @jax.jit
     def attend(query):
-        choices.append(explain_attention(query, query, query))
+        choices.append(jaxmp.explain(jaxmp.dot_product_attention)(query, query, query).attention[0])
         return query
 
     attend(jax.device_put(query, NamedSharding(mesh, PartitionSpec("data"))))
@@ -175,18 +185,18 @@ def test_meshes_that_xla_would_have_to_partition_are_named(tpu):
 
 def test_other_devices_refuse_it():
     with pytest.raises(AttentionError, match=r"compiled for cpu\. Compile the program for a TPU"):
-        explain_attention(LONG, LONG, LONG, implementation="splash")
+        jaxmp.explain(jaxmp.dot_product_attention)(
+            LONG, LONG, LONG, implementation="splash"
+        ).attention[0]
 
 
 def test_a_recipe_uses_it_and_the_audit_sees_a_fused_kernel(tpu):
-    layer = nn.MultiHeadDotProductAttention(
-        2, attention_fn=jaxmp.linen.attention_fn(is_causal=True)
-    )
+    layer = nn.MultiHeadDotProductAttention(2, attention_fn=jaxmp.attention_fn(is_causal=True))
     model = jaxmp.load_recipe("bf16").wrap(layer)
     x = jnp.ones((1, 128, 16))
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     loss = lambda params: model.apply(params, x).sum()
-    report = jaxmp.audit(jax.grad(loss), params, policies="bf16")
+    report = jaxmp.audit(jax.grad(loss), params, recipe="bf16")
     assert not [f for f in report.findings if f.check == "unfused_attention"], str(report)
     assert "splash_mha_fwd" in str(jax.make_jaxpr(jax.grad(loss))(params))
 

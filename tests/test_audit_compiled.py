@@ -56,7 +56,7 @@ def operands(report):
 @functools.cache
 def example(recipe):
     with jax.numpy_dtype_promotion("standard"):  # optax.adamw
-        return audit(*make_step(recipe), policies=recipe, target="h200")
+        return audit(*make_step(recipe), recipe=recipe, target="h200")
 
 
 # ---------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_fp32_products_round_to_tf32_unless_the_recipe_says_highest(recipe, dtyp
     model = jaxmp.load_recipe(recipe).wrap(plain)
     params = jax.eval_shape(plain.init, jax.random.key(0), x)
     gradient = jax.grad(lambda params, x: jnp.square(model.apply(params, x)).sum())
-    report = audit(gradient, params, x, policies=recipe, target="h200")
+    report = audit(gradient, params, x, recipe=recipe, target="h200")
     assert operands(report) == {(dtype, dtype)}
 
 
@@ -128,11 +128,11 @@ OPERANDS = {gpu: ("bfloat16", "float16", "tf32") for gpu in GPUS} | {
 @needs_compiler
 @pytest.mark.parametrize("target", GPUS)
 @fast_cases("t4", "l4")
-@pytest.mark.filterwarnings("ignore:The policies compute in bfloat16:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:The policies compute in bfloat16:jaxmp.errors.RecipeWarning")
 def test_each_gpu_multiplies_in_its_own_formats(target):
     x = shape(256, 256, dtype=jnp.float32)
     found = [
-        operands(audit(jaxmp.autocast(lambda x: x @ x, recipe), x, policies=recipe, target=target))
+        operands(audit(jaxmp.autocast(lambda x: x @ x, recipe), x, recipe=recipe, target=target))
         for recipe in ("bf16", "fp16", "tf32")
     ]
     assert found == [{(dtype, dtype)} for dtype in OPERANDS[target]]
@@ -142,7 +142,7 @@ def test_each_gpu_multiplies_in_its_own_formats(target):
 @EXPENSIVE
 def test_nnx_steps():
     model, optimizer, step, _ = prepare_nnx("bf16", SMALL, relaxed(optax.adamw(1e-3)))
-    report = audit(step, model, optimizer, SMALL_BATCH, policies="bf16", target="h200")
+    report = audit(step, model, optimizer, SMALL_BATCH, recipe="bf16", target="h200")
     assert operands(report) == {("bfloat16", "bfloat16")}
     assert "block_0/mlp_up" in {row.module for row in report.gemms}
     # The step updates model and optimizer and returns only the loss. The backward pass is included.
@@ -298,7 +298,7 @@ def test_an_fp32_all_gather(mesh):
     args = sharded(mesh, 512, 512), sharded(mesh, 64, 512, dtype=jnp.bfloat16)
 
     def gathers(cast):
-        report = audit(sharded_step(cast), *args, policies=BF16, target="h200")
+        report = audit(sharded_step(cast), *args, recipe=BF16, target="h200")
         assert report.gpu.startswith("4 x NVIDIA H200")
         found = [row for row in report.collectives if row.operation == "all-gather"]
         return report, {(row.module, row.dtype, row.bytes) for row in found}
@@ -328,7 +328,7 @@ def test_collectives_that_xla_combines_are_told_apart(mesh):
     args = weights, sharded(mesh, 64, 512, dtype=jnp.bfloat16)
     text = _compile.compile_for("h200", trace(step, args, {})).text
     assert len(re.findall(r" all-gather(?:-start)?\(", text)) == 1
-    report = audit(step, *args, policies=BF16, target="h200")
+    report = audit(step, *args, recipe=BF16, target="h200")
     assert {(row.module, row.dtype, row.bytes, row.count) for row in report.collectives} == {
         ("first", "float32", 512 * 512 * 4, 1),
         ("second", "float32", 512 * 256 * 4, 1),
@@ -357,7 +357,7 @@ def test_a_weight_gathered_together_with_fp8_ones_is_no_fallback(mesh):
     args = weights, sharded(mesh, 64, 512, dtype=jnp.float8_e4m3fn)
     text = _compile.compile_for("h200", trace(step, args, {})).text
     assert re.search(r"\(bf16\[.*f8e4m3fn\[.* all-gather|f8e4m3fn\[.*bf16\[.* all-gather", text)
-    report = audit(step, *args, policies=BF16, target="h200")
+    report = audit(step, *args, recipe=BF16, target="h200")
     assert {row.dtype for row in report.collectives} == {"bfloat16", "float8_e4m3fn"}
     (head,) = (row for row in report.gemms if row.module == "head")
     assert (head.lhs, head.rhs, head.was_fp8) == ("bfloat16", "bfloat16", "")
@@ -374,12 +374,12 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
     """The compiler inserts the reduction, so only the compiled program contains it."""
     step = sharded_step(lambda w: w.astype(jnp.bfloat16))
     args = replicated(mesh, 512, 512), sharded(mesh, 64, 512, dtype=jnp.bfloat16)
-    report = audit(step, *args, policies=BF16, target="h200")
+    report = audit(step, *args, recipe=BF16, target="h200")
     finding = the_only(report, "all_reduce_16bit")
     assert finding.severity == "error" and "gradients" in finding.message
     (row,) = (row for row in report.collectives if row.dtype == "bfloat16")
     assert (row.content, row.phase, row.axes) == ("gradient", "backward", ("data",))
-    assert audit(step, *args, policies=BF16).ok
+    assert audit(step, *args, recipe=BF16).ok
     # Without policies, FP32 is not requested.
     assert the_only(audit(step, *args, target="h200"), "all_reduce_16bit").severity == "warning"
 
@@ -392,7 +392,7 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
         exec(finding.fix, scope | {"params": w, "batch": x}, given := {})
         return w - 0.1 * given["grads"]
 
-    report = audit(mended, *args, policies=BF16, target="h200")
+    report = audit(mended, *args, recipe=BF16, target="h200")
     assert "all_reduce_16bit" not in {f.check for f in report.findings}
     sums = {row.dtype for row in report.collectives if row.operation == "all-reduce"}
     assert sums == {"float32"}
@@ -415,7 +415,7 @@ def test_activations_that_jit_sums_in_16_bits_are_notes(mesh):
     up = jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16, sharding=columns)
     down = sharded(mesh, 2048, 512, dtype=jnp.bfloat16)
     args = (up, down), replicated(mesh, 64, 512, dtype=jnp.bfloat16)
-    report = audit(step, *args, policies=BF16, target="h200")
+    report = audit(step, *args, recipe=BF16, target="h200")
     assert "all_reduce_16bit" not in {f.check for f in report.findings}, str(report)
     assert len([note for note in report.notes if "as in tensor parallelism" in note]) == 1
 
@@ -440,7 +440,7 @@ def test_shard_map_over_a_mesh_of_other_devices(mesh):
 def test_two_meshes_are_refused(mesh):
     other = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     args = sharded(mesh, 8, 8), sharded(other, 8, 8, over="model")
-    with pytest.raises(jaxmp.AuditError, match=r"2 meshes.*device_put"):
+    with pytest.raises(jaxmp.errors.AuditError, match=r"2 meshes.*device_put"):
         audit(lambda x, y: x @ y, *args, target="h200")
 
 
@@ -555,7 +555,7 @@ def test_a_constraint_to_a_mesh_without_devices():
 @needs_compiler
 def test_meshes_of_different_devices_are_refused(mesh):
     pair = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    with pytest.raises(jaxmp.AuditError, match="meshes of different devices"):
+    with pytest.raises(jaxmp.errors.AuditError, match="meshes of different devices"):
         audit(by_constraint(mesh), sharded(pair, 256, 64), target="h200")
 
 
@@ -566,7 +566,7 @@ def test_host_callbacks_are_refused_with_their_line():
         return x @ x
 
     place = rf"test_audit_compiled\.py:{line_of('print')}\), which cannot be compiled for h200"
-    with pytest.raises(jaxmp.AuditError, match=place):
+    with pytest.raises(jaxmp.errors.AuditError, match=place):
         audit(f, shape(8, 8), target="h200")
 
 
@@ -624,7 +624,7 @@ def test_state_that_is_not_donated_is_a_note():
 @needs_compiler
 def test_the_report_keeps_its_rows():
     report = example("bf16")
-    assert jaxmp.AuditReport.from_json(report.to_json()) == report
+    assert jaxmp.typing.AuditReport.from_json(report.to_json()) == report
     for text in (str(report), report.to_html()):
         assert "H200" in text and "cublas" in text and "bytes per parameter" in text
 
@@ -667,7 +667,7 @@ def test_the_command_compiles(small_step, capsys):
     ],
 )
 def test_an_unknown_target_is_refused_before_anything_is_traced(target, message):
-    with pytest.raises(jaxmp.AuditError, match=message):
+    with pytest.raises(jaxmp.errors.AuditError, match=message):
         audit(lambda x: pytest.fail("traced"), jnp.ones(2), target=target)
 
 

@@ -250,10 +250,10 @@ def test_the_fix_of_a_rounded_argument_outside_of_modules_names_the_cast(tmp_pat
     ]
     x = jnp.linspace(0, 900, 64)
     source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
-    (finding,) = jaxmp.audit(loaded(source, tmp_path), x, policies="bf16").errors
+    (finding,) = jaxmp.audit(loaded(source, tmp_path), x, recipe="bf16").errors
     assert finding.check == "rounded_input" and "NAME" not in finding.fix
     mended = loaded(with_fix(source, finding), tmp_path)
-    assert jaxmp.audit(mended, x, policies="bf16").ok
+    assert jaxmp.audit(mended, x, recipe="bf16").ok
     reference = np.sin(np.linspace(0, 900, 64) * 0.5).sum()
     assert error_of(mended, reference, x) < 0.5 < error_of(loaded(source, tmp_path), reference, x)
 
@@ -268,11 +268,11 @@ def test_the_fix_of_a_wide_result_keeps_its_precision():
         logits = jnp.dot(x, w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
         return -jax.nn.log_softmax(logits)[:, 0].mean()
 
-    (finding,) = jaxmp.audit(jax.grad(loss_fn), w, policies="bf16").errors
+    (finding,) = jaxmp.audit(jax.grad(loss_fn), w, recipe="bf16").errors
     assert finding.check == "mixed_operands"
     scope = {"loss_fn": loss_fn, "jaxmp": jaxmp}
     exec(finding.fix.splitlines()[-1].strip(), scope)
-    assert jaxmp.audit(jax.grad(scope["loss_fn"]), w, policies="bf16").findings == ()
+    assert jaxmp.audit(jax.grad(scope["loss_fn"]), w, recipe="bf16").findings == ()
     logits = np.asarray(x, np.float64) @ np.asarray(w.astype(jnp.bfloat16), np.float64)
     reference = -log_softmax(logits)[:, 0].mean()
     assert error_of(scope["loss_fn"], reference, w) < 1e-4
@@ -281,10 +281,10 @@ def test_the_fix_of_a_wide_result_keeps_its_precision():
 def test_the_fix_of_a_cast_to_fp32_names_the_expression(tmp_path):
     body = ["wide = jnp.float32", "y = x.astype(wide)", "return (y @ y.T).sum()"]
     source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
-    (finding,) = jaxmp.audit(loaded(source, tmp_path), half(), policies="bf16").errors
+    (finding,) = jaxmp.audit(loaded(source, tmp_path), half(), recipe="bf16").errors
     assert "replace x.astype(wide) by:" in finding.fix
     mended = loaded(replaced(source, 6, finding.fix.splitlines()[1].strip()), tmp_path)
-    assert "fp32_matmul" not in jaxmp.audit(mended, half(), policies="bf16").counts()
+    assert "fp32_matmul" not in jaxmp.audit(mended, half(), recipe="bf16").counts()
 
 
 @pytest.mark.parametrize(
@@ -299,25 +299,25 @@ def test_the_fix_of_a_cast_to_fp32_names_the_expression(tmp_path):
 def test_the_fix_of_two_dtypes_casts_the_wide_operand(line, checks, tmp_path):
     body = [line, "return y.astype(bf).sum().astype(jnp.float32) + (y @ y.T).sum()"]
     source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
-    errors = jaxmp.audit(loaded(source, tmp_path), half(), policies="bf16").errors
+    errors = jaxmp.audit(loaded(source, tmp_path), half(), recipe="bf16").errors
     assert {error.check for error in errors} <= checks | {"loss_16bit"}
     finding = next(e for e in errors if e.check in ("implicit_promotion", "mixed_operands"))
     mended = loaded(with_fix(source, finding), tmp_path)
-    assert not checks & jaxmp.audit(mended, half(), policies="bf16").counts().keys()
+    assert not checks & jaxmp.audit(mended, half(), recipe="bf16").counts().keys()
 
 
 def test_attention_with_the_function_of_jaxmp_has_no_finding():
-    """The change of docs/field-report.md. An FP32 softmax alone makes a matmul wide."""
+    """An FP32 softmax alone makes a matmul wide."""
     x = jnp.ones((2, 16, 32), jnp.bfloat16)
 
     def checks(**options):
         model = nn.MultiHeadDotProductAttention(2, dtype=jnp.bfloat16, **options)
         variables = jax.eval_shape(model.init, jax.random.key(0), x)
-        return set(jaxmp.audit(model.apply, variables, x, policies="bf16").counts())
+        return set(jaxmp.audit(model.apply, variables, x, recipe="bf16").counts())
 
     assert checks() == {"softmax_16bit"}
     assert "mixed_operands" in checks(force_fp32_for_softmax=True)
-    assert checks(attention_fn=jaxmp.linen.attention_fn()) == set()
+    assert checks(attention_fn=jaxmp.attention_fn()) == set()
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])

@@ -78,7 +78,7 @@ def test_errors_are_relative_and_nan_is_the_largest():
 def test_a_healthy_step_has_no_false_error(name):
     build, recipe = audit_healthy.STEPS[name]
     fn, args = build()
-    errors = {finding.check for finding in audit(fn, *args, policies=recipe).errors}
+    errors = {finding.check for finding in audit(fn, *args, recipe=recipe).errors}
     assert errors == set(audit_healthy.TRUE_ERRORS.get(name, ()))
 
 
@@ -108,8 +108,8 @@ def test_errors_before_the_gradient_and_after_the_update_are_those_of_the_functi
         w = w - 0.1 * jax.grad(loss)(w, x)
         return w, fn(x @ w if check != "fp32_matmul" else w) if is_after else first
 
-    alone = {f.check for f in audit(fn, X, policies="bf16").errors}
-    errors = {f.check for f in audit(step, W, X, policies="bf16").errors}
+    alone = {f.check for f in audit(fn, X, recipe="bf16").errors}
+    errors = {f.check for f in audit(step, W, X, recipe="bf16").errors}
     assert check in alone and alone <= errors
 
 
@@ -118,7 +118,7 @@ def test_a_note_gives_the_share_of_the_optimizers_matmuls():
         grads = jax.grad(loss)(w, x)
         return w - 0.1 * grads @ grads.T @ grads, w.astype(BF16) @ w.astype(BF16)
 
-    report = audit(step, W, X, policies="bf16")
+    report = audit(step, W, X, recipe="bf16")
     assert report.ok
     total = 2 * 64**3
     share = 2 * total / (2 * total + total + 4 * 16 * 64 * 64)
@@ -131,7 +131,7 @@ def test_a_note_names_what_is_not_reported_in_the_optimizer():
         grads = jax.grad(loss)(w, x).astype(BF16)
         return w - 0.1 * jnp.exp(grads).astype(F32)
 
-    report = audit(step, W, X, policies="bf16")
+    report = audit(step, W, X, recipe="bf16")
     assert report.ok
     assert any(note.startswith("exp_16bit at test_audit_plants.py:") for note in report.notes)
 
@@ -141,7 +141,7 @@ def test_a_measurement_of_gradients_is_not_the_optimizers():
         grads = jax.grad(loss)(w, x)
         return w - 0.1 * grads, grads @ grads.T
 
-    assert checks(step, W, X, policies="bf16") == {"fp32_matmul": 1}
+    assert checks(step, W, X, recipe="bf16") == {"fp32_matmul": 1}
 
 
 def test_a_16_bit_norm_of_gradients_is_reported_although_the_update_reads_it():
@@ -151,7 +151,7 @@ def test_a_16_bit_norm_of_gradients_is_reported_although_the_update_reads_it():
         norm = jnp.sqrt(jnp.sum(half * half)).astype(F32)
         return w - 0.1 * grads / norm
 
-    assert checks(step, W, X, policies="bf16") == {"norm_16bit": 1}
+    assert checks(step, W, X, recipe="bf16") == {"norm_16bit": 1}
 
 
 # ---------------------------------------------------------------------------

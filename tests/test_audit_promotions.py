@@ -55,7 +55,7 @@ def test_a_wrapped_model_is_ok_at_a_length_that_attends_block_by_block(framework
     else:
         state, step, _ = prepare(recipe, model, tx)
         args = state, tokens
-    report = audit(step, *args, policies=recipe)
+    report = audit(step, *args, recipe=recipe)
     assert report.ok, str(report)
     assert recipe == "tf32" or report.low_precision_share == 1
     assert audit(step, *args).ok
@@ -72,7 +72,7 @@ def test_attention_is_never_faulted(implementation, policy):
 
     args = jax.ShapeDtypeStruct((2, 128, 2, 64), BF16), jnp.ones((1, 2, 128, 128))
     for policies in (None, "bf16"):
-        report = audit(jax.grad(loss, (0, 1)), *args, policies=policies)
+        report = audit(jax.grad(loss, (0, 1)), *args, recipe=policies)
         assert report.ok, str(report)
 
 
@@ -81,13 +81,13 @@ def test_attention_in_fp32_is_faulted():
         return jaxmp.dot_product_attention(q, q, q)
 
     q = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.float32)
-    assert "fp32_matmul" in audit(fn, q, policies="bf16").counts()
+    assert "fp32_matmul" in audit(fn, q, recipe="bf16").counts()
 
 
 @pytest.mark.parametrize("master", ["fp32", "packed", "none"])
 def test_optimizers_compute_in_fp32(master):
     tx = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3)))
-    tx = jaxmp.optim.mixed_precision(tx, policies="bf16_params", master=master)
+    tx = jaxmp.optim._mixed_precision.mixed_precision(tx, recipe="bf16_params", master=master)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones((64, 64))}, tx=tx)
 
     def step(state, x):
@@ -95,7 +95,7 @@ def test_optimizers_compute_in_fp32(master):
         with jax.named_scope("update"):
             return state.apply_gradients(grads=state.value_and_grad(loss)()[1])
 
-    assert "implicit_promotion" not in kinds(audit(step, state, X, policies="bf16_params"))
+    assert "implicit_promotion" not in kinds(audit(step, state, X, recipe="bf16_params"))
 
 
 # ---------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def test_norms_with_a_dtype_set_by_hand(name, policies):
     def nnx_loss(layer, x):
         return layer(x).astype(jnp.float32).sum()
 
-    assert audit(jax.grad(loss), variables, X, policies=policies).findings == ()
-    report = audit(nnx.grad(nnx_loss), in_nnx(nnx.Rngs(0)), X, policies=policies)
+    assert audit(jax.grad(loss), variables, X, recipe=policies).findings == ()
+    report = audit(nnx.grad(nnx_loss), in_nnx(nnx.Rngs(0)), X, recipe=policies)
     assert report.findings == ()
 
 
@@ -223,11 +223,11 @@ def test_an_fp32_constant_that_does_harm_is_one_fault(fn, around):
 def test_the_matmuls_of_a_promotion_have_its_fix(policies):
     """One change removes the promotion and all matmuls in FP32 that it causes."""
     gradient = jax.grad(lambda x, w: into_matmul(x, w).astype(jnp.float32).sum(), (0, 1))
-    errors = audit(gradient, X, W, policies=policies).errors
+    errors = audit(gradient, X, W, recipe=policies).errors
     assert {f.check for f in errors} >= {"implicit_promotion", "mixed_operands"}
     assert all("which does not promote:\n    x * 0.5" in f.fix for f in errors)
     mended = lambda x, w: matmul(x * 0.5, w).astype(jnp.float32).sum()
-    assert audit(jax.grad(mended, (0, 1)), X, W, policies=policies).ok
+    assert audit(jax.grad(mended, (0, 1)), X, W, recipe=policies).ok
 
 
 def test_fixes_of_promotions_name_what_promotes():

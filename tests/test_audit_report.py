@@ -15,10 +15,10 @@ from rich.console import Console
 import jaxmp
 from byte_gpt import GPT
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
-from jaxmp._audit._render import text_lines
 from jaxmp._audit._rows import CastRow, MatmulRow, ModuleRow, RuleRow
 from jaxmp._audit._sections import report_sections
 from jaxmp._audit._sections_findings import fix_parts
+from jaxmp._report._text import text_lines
 from relaxed import relaxed
 from train_lm import cross_entropy
 
@@ -28,7 +28,7 @@ LONG_CODE = (
 )
 ERRORS = (
     *(
-        jaxmp.Finding(
+        jaxmp._audit.Finding(
             check="misaligned_matmul",
             module=layer,
             primitive="dot_general",
@@ -40,7 +40,7 @@ ERRORS = (
         )
         for layer in LAYERS
     ),
-    jaxmp.Finding(
+    jaxmp._audit.Finding(
         check="implicit_promotion",
         module="head",
         primitive="mul",
@@ -49,14 +49,14 @@ ERRORS = (
         message="bfloat16 meets an FP32 constant of " + "a_very_long_name_" * 5,
         fix=f"State it in the recipe:\n    if True:\n        {LONG_CODE}\nor cast the operand.",
     ),
-    jaxmp.Finding(
+    jaxmp._audit.Finding(
         check="unused_loss_scale",
         message="the dynamic loss scale at [0].loss_scale is not used.",
         fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
     ),
 )
 WARNINGS = (
-    jaxmp.Finding(
+    jaxmp._audit.Finding(
         check="reduction_16bit",
         severity="warning",
         primitive="add",
@@ -65,7 +65,7 @@ WARNINGS = (
     ),
 )
 ROW = {"phase": "forward", "lhs": "bfloat16", "rhs": "bfloat16"}
-REPORT = jaxmp.AuditReport(
+REPORT = jaxmp.typing.AuditReport(
     policies="p=f32,c=bf16,o=f32",
     equations=12345,
     gpu="NVIDIA H200 141GB HBM3e (no such GPU on this machine)",
@@ -181,7 +181,7 @@ def test_the_verdict_is_first():
     assert lines[0] == "Precision audit: 3 errors"
     assert lines[1].startswith(">99.9% of the matmul FLOPs (168 GFLOP) run in 16 bits or FP8.")
     assert str(HEALTHY).startswith("Precision audit: ok\n")
-    assert "no floating-point matmuls" in str(jaxmp.AuditReport())
+    assert "no floating-point matmuls" in str(jaxmp.typing.AuditReport())
     one = dataclasses.replace(REPORT, findings=ERRORS[-1:])
     assert str(one).startswith("Precision audit: 1 error\n")
 
@@ -198,17 +198,19 @@ def test_json_has_everything_after_a_summary():
     assert {field.name for field in dataclasses.fields(REPORT)} < set(fields)
     order = [key for key in fields if key in ("findings", "matmuls", "gemms", "memory", "casts")]
     assert order == ["findings", "matmuls", "gemms", "memory", "casts"]
-    assert jaxmp.AuditReport.from_json(REPORT.to_json()) == REPORT
+    assert jaxmp.typing.AuditReport.from_json(REPORT.to_json()) == REPORT
     old = {key: value for key, value in fields.items() if key not in ("ok", "low_precision_share")}
-    assert jaxmp.AuditReport.from_json(json.dumps(old)) == REPORT
+    assert jaxmp.typing.AuditReport.from_json(json.dumps(old)) == REPORT
 
 
 def test_a_long_list_of_errors_is_cut_in_the_short_report():
     many = tuple(
-        jaxmp.Finding(check="exp_16bit", file="a.py", line=line, message="m", fix="take it in FP32")
+        jaxmp._audit.Finding(
+            check="exp_16bit", file="a.py", line=line, message="m", fix="take it in FP32"
+        )
         for line in range(1, 31)
     )
-    report = jaxmp.AuditReport(findings=many)
+    report = jaxmp.typing.AuditReport(findings=many)
     assert str(report).startswith("Precision audit: 30 errors\n")
     assert "The first 20; use --full to print 10 more." in str(report)
     assert "a.py:20" in str(report) and "a.py:21" not in str(report)
@@ -264,8 +266,10 @@ def test_a_fix_is_sentences_and_code(fix, parts):
 
 
 def test_code_is_escaped_in_html():
-    finding = jaxmp.Finding(check="exp_16bit", message="m", fix="a:\n    ```\n    <b>\x1b[31m")
-    report = jaxmp.AuditReport(findings=(finding,))
+    finding = jaxmp._audit.Finding(
+        check="exp_16bit", message="m", fix="a:\n    ```\n    <b>\x1b[31m"
+    )
+    report = jaxmp.typing.AuditReport(findings=(finding,))
     assert "&lt;b&gt;" in report.to_html() and "<b>\\x1b" not in report.to_html()
 
 
@@ -367,7 +371,7 @@ def gpt_124m():
 
 
 def test_a_healthy_audit_fits_one_screen(gpt_124m):
-    report = jaxmp.audit(*gpt_124m, policies="bf16")
+    report = jaxmp.audit(*gpt_124m, recipe="bf16")
     lines = str(report).splitlines()
     assert report.ok and lines[0] == "Precision audit: ok"
     assert len(lines) <= 50 and max(map(len, lines)) <= 80
@@ -398,7 +402,7 @@ def loss_fn(params, x):
 def audit_source(source):
     names = {}
     exec(source, names)
-    return jaxmp.audit(jax.grad(names["loss_fn"]), names["params"], names["x"], policies="bf16")
+    return jaxmp.audit(jax.grad(names["loss_fn"]), names["params"], names["x"], recipe="bf16")
 
 
 def pasted(source, kind, code):

@@ -26,10 +26,10 @@ from jaxmp._audit._script import (
 from jaxmp._core import _compat
 
 ROOT = Path(__file__).parents[1]
-MEASURED = "script_audits_jax_0.10.2_cpu.json"
 
 # Common part of most scripts: two weights, and 5 matmuls of 2 * 8 * 16 * 16 FLOPs with the backward
 # pass.
+MEASURED = "script_audits_jax_0.10.2_cpu.json"
 MODEL = """
 import jax, jax.numpy as jnp, numpy as np, optax
 def loss_fn(params, x):
@@ -253,7 +253,7 @@ def test_a_script_is_audited_without_an_edit(run, folder, style):
     )
     assert status == 0, error
     assert out.startswith(f"Function {name} (train.py:")
-    report = jaxmp.AuditReport.from_json((folder / "a.json").read_text())
+    report = jaxmp.typing.AuditReport.from_json((folder / "a.json").read_text())
     # Two of the matmuls of a linear network are its forward pass, and three its gradient.
     devices = 2 if style in ("pmap", "shard_map") else 1
     assert report.flops == 5 * MATMUL * devices
@@ -386,6 +386,7 @@ def test_mistakes_are_refused_before_the_script_runs(capsys, arguments, message)
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
+@EXPENSIVE
 # ---------------------------------------------------------------------------
 # Scripts of other projects
 # ---------------------------------------------------------------------------
@@ -560,7 +561,7 @@ def test_a_script_and_its_step_have_the_same_findings(name, tmp_path, watcher):
             first["step"](*first["arguments"])
         jax.clear_caches()
         exec(code, second)
-        report = jaxmp.audit(second["step"], *second["arguments"], policies="bf16")
+        report = jaxmp.audit(second["step"], *second["arguments"], recipe="bf16")
     script = AuditReport.from_json(finished.value.args[0]["report"])
     assert script.findings == report.findings
     # Flax's layer computes its statistics in FP32.

@@ -80,7 +80,7 @@ ONE = WIDTH * WIDTH  # elements of a parameter
 
 
 def compiled(step, params=PARAMS, batch=BATCH, policies=BF16):
-    return audit(step, params, batch, policies=policies, target="h200")
+    return audit(step, params, batch, recipe=policies, target="h200")
 
 
 def severities(report):
@@ -133,14 +133,14 @@ def test_the_fix_of_a_sum_that_remains_is_not_the_call_that_is_there():
     args = [shape((WIDTH, WIDTH), P())], BATCH
     finding = next(
         f
-        for f in audit(step_with(jnp.matmul), *args, policies=BF16, target="h200").findings
+        for f in audit(step_with(jnp.matmul), *args, recipe=BF16, target="h200").findings
         if f.check == "all_reduce_16bit"
     )
     assert finding.severity == "error" and finding.file == __file__
     assert "value_and_grad(loss_fn)" not in finding.fix
     scope = {"jax": jax, "jnp": jnp}
     exec(textwrap.dedent(finding.fix[finding.fix.index("    @jax") :]), scope)
-    report = audit(step_with(scope["matmul"]), *args, policies=BF16, target="h200")
+    report = audit(step_with(scope["matmul"]), *args, recipe=BF16, target="h200")
     assert "all_reduce_16bit" not in severities(report)
     assert sent(report, "gradient") == {"float32": 4 * ONE + 4}  # and the loss
 
@@ -273,7 +273,7 @@ def zero_1(name):
 
     state = jax.eval_shape(init)
     whole = [NamedSharding(MESH, P())] * LAYERS
-    shardings = jaxmp.sharding.state_shardings(state, whole, optimizer="data")
+    shardings = jaxmp.state_shardings(state, whole, optimizer="data")
     state = jax.tree.map(lambda x, at: shape(x.shape, at.spec, x.dtype), state, shardings)
     step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     with jax.numpy_dtype_promotion("standard"):  # optax.adam
@@ -313,7 +313,7 @@ def test_updates_that_xla_gathers_together_with_a_gradient_are_updates():
     tokens = shape((8, ROWS), P("data"), jnp.int32)
     where = [jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (params, moments)]
     step = jax.jit(step, donate_argnums=(0, 1), out_shardings=tuple(where))
-    report = audit(step, params, moments, tokens, policies=BF16, target="h200")
+    report = audit(step, params, moments, tokens, recipe=BF16, target="h200")
     size = sum(4 * np.prod(sizes) for sizes in shapes.values())
     assert sent(report, "update", "all-gather") == {"float32": size}
 
@@ -583,7 +583,7 @@ def test_views_list_collectives_with_content_dtype_bytes_axes_and_module():
     assert "all-gather" in report.to_html(full=True)
     fields = json.loads(report.to_json())["collectives"]
     assert {"operation", "content", "dtype", "bytes", "axes", "module"} <= set(fields[0])
-    assert jaxmp.AuditReport.from_json(report.to_json()) == report
+    assert jaxmp.typing.AuditReport.from_json(report.to_json()) == report
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_optax_without_masters(tx, recipe):
         return optax.apply_updates(params, updates), state, value
 
     params = {"w": half(W)}
-    report = audit(step, params, jax.eval_shape(tx.init, params), X, policies=recipe)
+    report = audit(step, params, jax.eval_shape(tx.init, params), X, recipe=recipe)
     (finding,) = (f for f in report.errors if f.check == "missing_master")
     assert "['w']" in finding.message and finding.file == __file__
     assert "optimizer(tx)" in finding.fix
@@ -145,8 +145,8 @@ def test_masters_of_jaxmp(master):
         return optax.apply_updates(params, updates), state
 
     for report in (
-        audit(step, state, X, policies=recipe),
-        audit(plain, recipe.cast_params(params), tx.init(params), X, policies=recipe),
+        audit(step, state, X, recipe=recipe),
+        audit(plain, recipe.cast_params(params), tx.init(params), X, recipe=recipe),
     ):
         # A recipe without masters is a choice.
         assert report.ok, str(report)
@@ -167,7 +167,7 @@ def test_an_average_beside_masters_has_its_own_fix(master, new):
         params = (after if new else state).params
         return after, {"ema": optax.incremental_update(params, averages["ema"], 0.005)}
 
-    report = audit(step, state, {"ema": state.params}, X, policies=recipe)
+    report = audit(step, state, {"ema": state.params}, X, recipe=recipe)
     (finding,) = report.errors
     assert finding.check == "accumulator_16bit" and "average parameters" in finding.message
     assert "jaxmp.optim.incremental_update(params, ema, step_size)" in finding.fix
@@ -177,12 +177,12 @@ def test_an_average_beside_masters_has_its_own_fix(master, new):
         state = state.apply_gradients(grads=grads)
         return state, {"ema": jaxmp.optim.incremental_update(state, averages["ema"], 0.005)}
 
-    assert audit(fixed, state, {"ema": jaxmp.optim.fp32_copy(state)}, X, policies=recipe).ok
+    assert audit(fixed, state, {"ema": jaxmp.optim.fp32_copy(state)}, X, recipe=recipe).ok
 
 
 def test_stochastic_rounding_needs_no_masters():
-    inner = jaxmp.optim.mixed_precision(
-        relaxed(optax.adam(1e-3)), policies="bf16_params", master="none"
+    inner = jaxmp.optim._mixed_precision.mixed_precision(
+        relaxed(optax.adam(1e-3)), recipe="bf16_params", master="none"
     )
     tx = jaxmp.optim.stochastic_rounding(inner)
 
@@ -273,7 +273,7 @@ def test_the_recipes_scale(recipe):
         value, grads = state.value_and_grad(lambda p: loss(p["w"], x, F16))()
         return state.apply_gradients(grads=grads), value
 
-    assert counts(step, state, X, policies=recipe) == {}
+    assert counts(step, state, X, recipe=recipe) == {}
 
 
 # ---------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_microbatches_of_jaxmp():
     def step(w, xs):
         return w - 0.1 * jaxmp.grad(loss, microbatches=4)(w, xs)
 
-    assert counts(step, W, jax.ShapeDtypeStruct((16, 64), F32), policies="bf16") == {}
+    assert counts(step, W, jax.ShapeDtypeStruct((16, 64), F32), recipe="bf16") == {}
 
 
 def test_gradients_inside_of_a_loss_are_activations():
@@ -442,7 +442,7 @@ def data_parallel(cast, *, check_vma, map=jax.shard_map):
 @pytest.mark.parametrize("map", [jax.shard_map, jax.pmap])
 def test_gradients_reduced_in_16_bits(map):
     step = data_parallel(BF16, check_vma=False, map=map)
-    report = audit(step, W, X, policies="bf16")
+    report = audit(step, W, X, recipe="bf16")
     (finding,) = report.errors
     assert finding.check == "all_reduce_16bit" and "gradients" in finding.message
     assert finding.fix.endswith("    jax.grad(loss)(w, x).astype(jnp.float32)")
@@ -450,12 +450,12 @@ def test_gradients_reduced_in_16_bits(map):
     assert line.endswith("# devices")
     # Without policies, FP32 is not requested.
     assert audit(step, W, X).ok
-    assert audit(data_parallel(F32, check_vma=False, map=map), W, X, policies="bf16").findings == ()
+    assert audit(data_parallel(F32, check_vma=False, map=map), W, X, recipe="bf16").findings == ()
 
 
 def test_gradients_that_jax_itself_reduces():
     """With `check_vma`, JAX sums the gradient after the cast of the parameter."""
-    report = audit(data_parallel(F32, check_vma=True), W, X, policies="bf16")
+    report = audit(data_parallel(F32, check_vma=True), W, X, recipe="bf16")
     (finding,) = report.errors
     assert finding.check == "all_reduce_16bit" and "to='varying'" in finding.fix
 
@@ -467,7 +467,7 @@ def test_gradients_that_jax_itself_reduces():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     specs = dict(in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec())
     mended = jax.shard_map(step, mesh=mesh, **specs)
-    assert audit(mended, W, X, policies="bf16").findings == ()
+    assert audit(mended, W, X, recipe="bf16").findings == ()
 
 
 def test_gradients_of_parameters_that_are_gathered():
@@ -481,7 +481,7 @@ def test_gradients_of_parameters_that_are_gathered():
             return w - 0.1 * grads
 
         specs = dict(in_specs=(spec, spec), out_specs=spec)
-        return audit(jax.shard_map(step, mesh=mesh, **specs), W, X, policies="bf16")
+        return audit(jax.shard_map(step, mesh=mesh, **specs), W, X, recipe="bf16")
 
     (finding,) = audited(lambda w: lax.all_gather(w.astype(BF16), "data", tiled=True)).errors
     assert finding.check == "all_reduce_16bit"
@@ -508,7 +508,7 @@ def test_sums_of_activations_are_notes():
         value = lambda ws: jnp.mean(spread(spread(x, *ws), *ws).astype(F32))
         return jax.grad(value)(weights)
 
-    report = audit(step, (half(W), half(W)), half(X), policies="bf16")
+    report = audit(step, (half(W), half(W)), half(X), recipe="bf16")
     assert report.findings == ()
     note = "activations are summed over devices in bfloat16, as in tensor parallelism"
     assert report.notes.count(note) == 1
@@ -532,7 +532,7 @@ def test_the_reductions_of_jaxmp():
             out_specs=PartitionSpec(),
             check_vma=check_vma,
         )
-        assert counts(spread, state, X, policies=recipe) == {}
+        assert counts(spread, state, X, recipe=recipe) == {}
 
 
 # ---------------------------------------------------------------------------
@@ -544,10 +544,10 @@ def test_autocast_mends_a_function():
     def fn(w, x):
         return jax.nn.relu(x @ w)
 
-    (finding,) = audit(fn, W, X, policies="bf16").errors
+    (finding,) = audit(fn, W, X, recipe="bf16").errors
     scope = {"fn": fn, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
-    assert audit(scope["fn"], W, X, policies="bf16").ok
+    assert audit(scope["fn"], W, X, recipe="bf16").ok
 
 
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
@@ -555,7 +555,7 @@ def test_wrap_mends_a_model(framework):
     if framework == "linen":
         model = nn.Dense(64)
         variables = jax.eval_shape(model.init, jax.random.key(0), X)
-        run = lambda model: audit(model.apply, variables, X, policies="bf16")
+        run = lambda model: audit(model.apply, variables, X, recipe="bf16")
     else:
         # Flax does not create scopes for NNX modules; the user code has one here.
         model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
@@ -564,7 +564,7 @@ def test_wrap_mends_a_model(framework):
             with jax.named_scope("linear"):
                 return model(x)
 
-        run = lambda model: audit(call, model, X, policies="bf16")
+        run = lambda model: audit(call, model, X, recipe="bf16")
     (finding,) = run(model).errors
     scope = {"model": model, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
@@ -584,11 +584,11 @@ class CastsItself(nn.Module):
 def test_autocast_mends_a_layer_that_casts_itself():
     model = jaxmp.load_recipe("bf16").wrap(CastsItself())
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    (finding,) = audit(model.apply, variables, X, policies="bf16").errors
+    (finding,) = audit(model.apply, variables, X, recipe="bf16").errors
     assert "replace x.astype(F32) by:\n    x.astype(jnp.bfloat16)" in finding.fix
     scope = {"fn": model.apply, "jaxmp": jaxmp}
     exec("fn = jaxmp.autocast(fn, 'bf16')", scope)
-    assert audit(scope["fn"], variables, X, policies="bf16").ok
+    assert audit(scope["fn"], variables, X, recipe="bf16").ok
 
 
 @pytest.mark.parametrize(
@@ -612,11 +612,11 @@ def test_fixes_of_16_bit_operations(fn, mended):
 def test_the_fix_of_a_softmax_inside_flax():
     model = nn.MultiHeadDotProductAttention(2, dtype=BF16)
     variables = jax.eval_shape(model.init, jax.random.key(0), half(X))
-    (finding,) = audit(model.apply, variables, half(X), policies="bf16").errors
+    (finding,) = audit(model.apply, variables, half(X), recipe="bf16").errors
     assert finding.check == "softmax_16bit"
     scope = {"model": model, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
-    assert audit(scope["model"].apply, variables, half(X), policies="bf16").ok
+    assert audit(scope["model"].apply, variables, half(X), recipe="bf16").ok
 
 
 def test_fixes_of_training_steps():
@@ -641,6 +641,6 @@ def test_matmuls_that_are_widened_for_the_cpu_count_as_16_bits():
     replicated = NamedSharding(mesh, PartitionSpec())
     args = jax.device_put((jnp.ones((64, 64)), jnp.ones((16, 64))), replicated)
     step = jaxmp.value_and_grad(loss)
-    report = audit(step, *args, policies="bf16")
+    report = audit(step, *args, recipe="bf16")
     assert not report.errors
     assert {(row.lhs, row.rhs) for row in report.matmuls} == {("bfloat16", "bfloat16")}

@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from grids import EXPENSIVE, REST, fast_cases
-from jaxmp import OpError, PolicyError, PolicyMap, Rule, RuleError, autocast, full_precision
+from jaxmp import PolicyMap, Rule, autocast, full_precision
+from jaxmp.errors import OpError, PolicyError, RuleError
 from models import BUILDS, MIXED, SECOND, NNXBuild, fill
 from programs import dtypes, equations, module_path, named, products, relative_error, trace
 

@@ -10,7 +10,8 @@ import pytest
 
 import jaxmp
 from grids import EXPENSIVE
-from jaxmp import PolicyMap, Rule, RuleError, autocast, full_precision
+from jaxmp import PolicyMap, Rule, autocast, full_precision
+from jaxmp.errors import RuleError
 from models import MIXED
 from programs import dtypes, leaf_dtypes, module_path, named, products, relative_error, trace
 from relaxed import relaxed

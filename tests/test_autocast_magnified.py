@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxmp
 from grids import EXPENSIVE
-from jaxmp import autocast, explain_autocast
+from jaxmp import autocast
 
 X = jnp.ones((2, 4), jnp.float32)
 # The logits are 9.6: a sigmoid in 16 bits is 1, and log(1 - q) is infinite.
@@ -128,12 +129,12 @@ def test_other_factorizations(factorize):
         h = jnp.ones((6, 4)) @ w
         return factorize(h @ h.T)
 
-    first, gram = explain_autocast(fn, "bf16")(W).rows[:2]
+    first, gram = jaxmp.explain(fn, "bf16")(W).autocast.rows[:2]
     assert (first.dtype, gram.dtype) == ("bfloat16", "float32")
 
 
 def test_the_explanation_names_the_reason():
-    rows = explain_autocast(solved, "bf16")(W).rows
+    rows = jaxmp.explain(solved, "bf16")(W).autocast.rows
     assert [(row.dtype, row.shapes) for row in rows[:2]] == [
         ("bfloat16", ((2, 4), (4, 32))),
         ("float32", ((2, 32), (32, 2))),

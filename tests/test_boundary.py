@@ -11,8 +11,6 @@ from flax import nnx
 
 import jaxmp
 from grids import EXPENSIVE
-from jaxmp import linen as jl
-from jaxmp import nnx as jn
 from jaxmp._core._trees import saturating_cast
 
 FLOAT32_MIN = float(jnp.finfo(jnp.float32).min)
@@ -76,10 +74,10 @@ class MaskedSoftmaxNnx(nnx.Module):
 @pytest.mark.parametrize(("policy", "value"), [(BF16, FLOAT32_MIN), (FP16, -1e9)])
 def test_rows_that_a_finite_mask_hides_stay_finite(policy, value):
     mask = jnp.full((2, 4), value, jnp.float32)
-    linen = jl.apply_policy(MaskedSoftmax(), policy)
+    linen = jaxmp.load_recipe(policy).wrap(MaskedSoftmax())
     for model in (
         lambda mask: linen.apply({}, mask),
-        jn.apply_policy(MaskedSoftmaxNnx(), policy),
+        jaxmp.load_recipe(policy).wrap(MaskedSoftmaxNnx()),
     ):
         np.testing.assert_array_equal(model(mask), np.full((2, 4), 0.25))
         np.testing.assert_array_equal(jax.jit(model)(mask), np.full((2, 4), 0.25))
@@ -92,11 +90,11 @@ def test_outputs_of_norms_saturate_in_float16(norm):
     scale = jnp.float32([1e6, 1.0])
     if norm == "linen":
         params = {"scale": scale, "bias": jnp.zeros(2)}
-        out = jl.apply_policy(nn.LayerNorm(), policy).apply({"params": params}, x)
+        out = jaxmp.load_recipe(policy).wrap(nn.LayerNorm()).apply({"params": params}, x)
     else:
         layer = nnx.LayerNorm(2, rngs=nnx.Rngs(0))
         layer.scale[...] = scale
-        out = jn.apply_policy(layer, policy)(x)
+        out = jaxmp.load_recipe(policy).wrap(layer)(x)
     assert out[0, 0] == -65504
 
 
@@ -178,10 +176,10 @@ def test_linen_layers_keep_complex_and_float64_operands(dtype):
             variables = jax.eval_shape(layer.init, jax.random.key(0), x)
             plain = apply(layer, variables)
             for policy in _policies(name):
-                wrapped = jl.apply_policy(layer, policy)
+                wrapped = jaxmp.load_recipe(policy).wrap(layer)
                 _assert_as_written(apply(wrapped, variables), plain)
             if name == "decode":
-                assert run(jl.apply_policy(layer, BF16)).out_avals == run(layer).out_avals
+                assert run(jaxmp.load_recipe(BF16).wrap(layer)).out_avals == run(layer).out_avals
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "float64"])
@@ -196,7 +194,7 @@ def test_nnx_layers_keep_complex_and_float64_operands(dtype):
             model = nnx.eval_shape(lambda make=make: make(nnx.Rngs(0)))
             plain = run(model, x)
             for policy in _policies(name):
-                _assert_as_written(run(jn.apply_policy(model, policy), x), plain)
+                _assert_as_written(run(jaxmp.load_recipe(policy).wrap(model), x), plain)
 
 
 @EXPENSIVE
@@ -209,13 +207,13 @@ def test_complex_layers_give_plain_results(policy):
     variables = layer.init(jax.random.key(0), x)
     for inputs in (x, x.real):
         with jax.numpy_dtype_promotion("standard"):
-            out = jl.apply_policy(layer, policy).apply(variables, inputs)
+            out = jaxmp.load_recipe(policy).wrap(layer).apply(variables, inputs)
             np.testing.assert_array_equal(out, layer.apply(variables, inputs))
             assert jnp.abs(out.imag).max() > 0.1
     linear = nnx.Linear(4, 3, param_dtype="complex64", rngs=nnx.Rngs(0))
     for inputs in (x, x.real):
         with jax.numpy_dtype_promotion("standard"):
-            out = jn.apply_policy(linear, policy)(inputs)
+            out = jaxmp.load_recipe(policy).wrap(linear)(inputs)
             np.testing.assert_array_equal(out, linear(inputs))
 
 
@@ -235,9 +233,9 @@ def test_a_layer_called_with_complex_and_real_inputs_follows_each():
 
     x, policy = jax.ShapeDtypeStruct((2, 4), jnp.float32), "p=f32,c=bf16,o=bf16"
     with jax.numpy_dtype_promotion("standard"):
-        model = jl.apply_policy(Twice(), policy)
+        model = jaxmp.load_recipe(policy).wrap(Twice())
         linen = jax.eval_shape(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x)
-        model = jn.apply_policy(TwiceNnx(nnx.Rngs(0)), policy)
+        model = jaxmp.load_recipe(policy).wrap(TwiceNnx(nnx.Rngs(0)))
         for out in (linen, nnx.eval_shape(model, x)):
             assert [y.dtype for y in out] == [jnp.bfloat16, jnp.complex64, jnp.bfloat16]
 
@@ -246,13 +244,13 @@ def test_cast_float64_casts_operands_and_caches():
     policy = "p=f32,c=f32,o=f32,cast_float64=true"
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         x = jax.ShapeDtypeStruct((1, 1, 4), "float64")
-        model = jl.apply_policy(nn.MultiHeadDotProductAttention(2, decode=True), policy)
+        model = jaxmp.load_recipe(policy).wrap(nn.MultiHeadDotProductAttention(2, decode=True))
         out, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), x)
         assert out.dtype == variables["cache"]["cached_key"].dtype == jnp.float32
         fn = lambda variables, x: model.apply(variables, x, mutable=["cache"])
         out, written = jax.eval_shape(fn, variables, x)
         assert out.dtype == jnp.float32 and written["cache"] == variables["cache"]
-        linear = jn.apply_policy(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), policy)
+        linear = jaxmp.load_recipe(policy).wrap(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
         assert linear(jnp.ones((2, 4), "float64")).dtype == jnp.float32
 
 
@@ -277,8 +275,8 @@ class ThirdNnx(nnx.Module):
 
 
 MODELS = {
-    "linen": lambda policy: lambda *args: jl.apply_policy(Third(), policy).apply({}, *args),
-    "nnx": lambda policy: jn.apply_policy(ThirdNnx(), policy),
+    "linen": lambda policy: lambda *args: jaxmp.load_recipe(policy).wrap(Third()).apply({}, *args),
+    "nnx": lambda policy: jaxmp.load_recipe(policy).wrap(ThirdNnx()),
 }
 
 
@@ -314,7 +312,7 @@ def test_linen_attention_reads_a_float32_cache(policy):
     assert variables["cache"]["cached_key"].dtype == jnp.float32
 
     def decode(variables, x):
-        return jl.apply_policy(layer, policy).apply(variables, x, mutable=["cache"])
+        return jaxmp.load_recipe(policy).wrap(layer).apply(variables, x, mutable=["cache"])
 
     out, written = jax.eval_shape(decode, variables, x.update(shape=(1, 1, 4)))
     assert out.dtype == jnp.float32 and written["cache"] == variables["cache"]
@@ -327,7 +325,7 @@ def test_a_cache_keeps_the_precision_of_what_is_not_written():
     variables = layer.init(jax.random.key(0), x)
     key = jnp.full((1, 2, 1, 2), 1 / 3)
     cache = {**variables["cache"], "cached_key": key}
-    model = jl.apply_policy(layer, BF16)
+    model = jaxmp.load_recipe(BF16).wrap(layer)
     _, written = model.apply({**variables, "cache": cache}, x[:, :1], mutable=["cache"])
     np.testing.assert_array_equal(written["cache"]["cached_key"][:, 1:], key[:, 1:])
     assert (written["cache"]["cached_key"][:, 0] != key[:, 0]).any()
@@ -422,13 +420,15 @@ def test_a_float32_carry_is_explained_and_the_fixes_work():
     fixed = jaxmp.PolicyMap(BF16, [jaxmp.Rule("inner/**", "c=f32")])
     for name, run in {
         "Scanned": lambda dtype, policy: jax.eval_shape(
-            lambda x: jl.apply_policy(Outer(Scanned(dtype)), policy).apply(
-                {"params": {"inner": {"kernel": jnp.ones((4, 4))}}}, x
+            lambda x: (
+                jaxmp.load_recipe(policy)
+                .wrap(Outer(Scanned(dtype)))
+                .apply({"params": {"inner": {"kernel": jnp.ones((4, 4))}}}, x)
             ),
             x,
         ),
         "ScannedNnx": lambda dtype, policy: nnx.eval_shape(
-            jn.apply_policy(OuterNnx(ScannedNnx(dtype)), policy), x
+            jaxmp.load_recipe(policy).wrap(OuterNnx(ScannedNnx(dtype))), x
         ),
     }.items():
         note = _notes(lambda run=run: run("float32", BF16))
@@ -439,7 +439,7 @@ def test_a_float32_carry_is_explained_and_the_fixes_work():
 
 def test_a_float32_carry_of_modules_is_explained_and_the_fix_works():
     run = lambda policy: nnx.eval_shape(
-        jn.apply_policy(OuterNnx(LayersNnx()), policy), jax.ShapeDtypeStruct((3,), jnp.int32)
+        jaxmp.load_recipe(policy).wrap(OuterNnx(LayersNnx())), jax.ShapeDtypeStruct((3,), jnp.int32)
     )
     note = _notes(lambda: run(BF16))
     assert "Rule('inner/*', 'o=f32')" in note
@@ -451,7 +451,7 @@ def test_a_float32_carry_of_modules_is_explained_and_the_fix_works():
 def test_a_float32_cache_of_the_caller_is_explained_and_the_fixes_work():
     def run(dtype, policy):
         cache = [LayerCache(dtype) for _ in range(2)]
-        return jn.apply_policy(OuterNnx(Cached()), policy)(jnp.ones((1, 4)), cache=cache)
+        return jaxmp.load_recipe(policy).wrap(OuterNnx(Cached()))(jnp.ones((1, 4)), cache=cache)
 
     note = _notes(lambda: run(jnp.float32, BF16))
     assert "in Cached, the module 'inner'" in note and "cache[0]" in note and "keys" in note
@@ -475,23 +475,23 @@ class Spectrum(nnx.Module):
 def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
     x = 2 * jnp.eye(4, dtype=jnp.float32)
     with pytest.raises((TypeError, NotImplementedError)) as caught:
-        jl.apply_policy(Outer(Inverse()), BF16).apply({}, x)
+        jaxmp.load_recipe(BF16).wrap(Outer(Inverse())).apply({}, x)
     (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
     assert "in Inverse, the module 'inner'" in note and "x.astype(jnp.float32)" in note
     assert "c=f32" not in note
-    jl.apply_policy(Outer(Inverse(cast=True)), BF16).apply({}, x)
+    jaxmp.load_recipe(BF16).wrap(Outer(Inverse(cast=True))).apply({}, x)
     with pytest.raises(ValueError, match="RFFT") as caught:
-        jn.apply_policy(Spectrum(), BF16)(x)
+        jaxmp.load_recipe(BF16).wrap(Spectrum())(x)
     (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
     assert "JAX does not compute RFFT in 16 bits" in note
     rule = eval(note[note.index("Rule(") :].rstrip("."), {"Rule": jaxmp.Rule})
     assert rule.keep_inputs == ("x",)
-    jn.apply_policy(Spectrum(), jaxmp.PolicyMap(BF16, [rule]))(x)
+    jaxmp.load_recipe(jaxmp.PolicyMap(BF16, [rule])).wrap(Spectrum())(x)
 
 
 def test_other_errors_have_no_note():
     with pytest.raises(TypeError) as caught:
-        jn.apply_policy(ScannedNnx(), BF16)()
+        jaxmp.load_recipe(BF16).wrap(ScannedNnx())()
     assert not any("jaxmp" in note for note in getattr(caught.value, "__notes__", ()))
 
 
@@ -531,7 +531,7 @@ RULES = [
 @pytest.mark.parametrize("called", [False, True])
 def test_unbound_submodules_keep_their_policy(called):
     x = jnp.ones((2, 4))
-    model = jl.apply_policy(Parts(), jaxmp.PolicyMap(BF16, RULES))
+    model = jaxmp.load_recipe(jaxmp.PolicyMap(BF16, RULES)).wrap(Parts())
     variables = model.init(jax.random.key(0), x)
     bound = model.bind(variables)
     for get in (lambda m: m.encoder, lambda m: m.heads[0], lambda m: m.heads[1]):
@@ -550,12 +550,12 @@ def test_unbound_submodules_keep_their_policy(called):
         assert init == jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), own)
         out = Taker(part).apply({"params": {"part": own["params"]}}, x)
         np.testing.assert_array_equal(out, expected)
-    assert jl.apply_policy(part, "fp32").apply(own, x).dtype == jnp.float32
+    assert jaxmp.load_recipe("fp32").wrap(part).apply(own, x).dtype == jnp.float32
 
 
 def test_unbound_submodules_follow_rules_about_the_modules_above():
     x = jnp.ones((2, 4))
     rules = [jaxmp.Rule(module_type="Parts", policy="c=f16", subtree=True)]
-    model = jl.apply_policy(Parts(), jaxmp.PolicyMap(BF16, rules))
+    model = jaxmp.load_recipe(jaxmp.PolicyMap(BF16, rules)).wrap(Parts())
     part, own = model.bind(model.init(jax.random.key(0), x)).encoder.unbind()
     assert part.apply(own, x).dtype == jnp.float16

@@ -106,7 +106,7 @@ def test_every_kind_of_leaf_comes_back_exactly(abstract, tmp_path):
     # The state has two optimizers, each with its own recipe.
     recipe = PACKED
     with pytest.raises(
-        jaxmp.CheckpointError, match=r"The state was not made with .* 'bf16_params'"
+        jaxmp.errors.CheckpointError, match=r"The state was not made with .* 'bf16_params'"
     ):
         save(tmp_path, state, recipe)
     del state["train"], other["train"]
@@ -192,7 +192,7 @@ def test_migrated_states_train_as_their_reference(framework, source, target, tmp
 def test_a_difference_is_refused_with_leaves_dtypes_and_the_fix(tmp_path, capsys):
     checkpointer = save(tmp_path, make_state())
     state = make_state("packed", seed=1)
-    with pytest.raises(jaxmp.CheckpointError) as error:
+    with pytest.raises(jaxmp.errors.CheckpointError) as error:
         checkpointer.restore(state, recipe=PACKED)
     assert str(error.value) == textwrap.dedent("""\
         Step 1 was written under the recipe 'bf16_params' (master layout: fp32), and the state to restore has the recipe 'bf16_params' (master layout: packed).
@@ -212,7 +212,9 @@ def test_a_difference_is_refused_with_leaves_dtypes_and_the_fix(tmp_path, capsys
 def test_another_recipe_is_refused_even_if_all_leaves_are_alike(tmp_path):
     checkpointer = save(tmp_path, make_state("bf16"), "bf16")
     state = make_state("fp32", seed=1)
-    with pytest.raises(jaxmp.CheckpointError, match=r"'bf16' .* 'fp32' .* leaves are the same"):
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"'bf16' .* 'fp32' .* leaves are the same"
+    ):
         checkpointer.restore(state, recipe=FP32)
     renamed = jaxmp.load_recipe("bf16").replace(name="mine", summary="")
     assert same(checkpointer.restore(state, recipe=renamed), make_state("bf16"))
@@ -223,14 +225,18 @@ def test_loss_of_information_must_be_asked_for(tmp_path, capsys):
     checkpointer = save(tmp_path, make_state())
     none = BF16_PARAMS.replace(master="none")
     target = make_state("bf16_params", master="none", seed=1)
-    with pytest.raises(jaxmp.CheckpointError, match=r"the master is dropped.*migrate='lossy'"):
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"the master is dropped.*migrate='lossy'"
+    ):
         checkpointer.restore(target, recipe=none, migrate=True)
     assert "the master is dropped  [loses information]" in capsys.readouterr().out
     restored = checkpointer.restore(target, recipe=none, migrate="lossy")
     assert same(restored.params, make_state().params)
 
     sgd = make_state(inner=optax.sgd, seed=1)
-    with pytest.raises(jaxmp.CheckpointError, match=r"mu/dense/kernel \(float32\[4,3\]\): dropped"):
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"mu/dense/kernel \(float32\[4,3\]\): dropped"
+    ):
         checkpointer.restore(sgd, migrate=True)
     restored = checkpointer.restore(sgd, migrate="lossy")
     assert same(jaxmp.get_master_params(restored), jaxmp.get_master_params(make_state()))
@@ -267,28 +273,32 @@ def test_one_of_several_sets_of_parameters_is_restored(tmp_path):
     tie = tied_state("bf16_params")
     checkpointer = save(tmp_path, tie | {"average": average})
     zeros = jax.tree.map(jnp.zeros_like, average)
-    with pytest.raises(jaxmp.CheckpointError, match=r"'model' and 'target' .* params='PATH'"):
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"'model' and 'target' .* params='PATH'"
+    ):
         checkpointer.restore(zeros, only="params")
     restore = functools.partial(checkpointer.restore, zeros, only="params")
     assert same(restore(params="average"), average)
     assert same(restore(params="model"), jaxmp.get_master_params(tie["opt"]))
-    with pytest.raises(jaxmp.CheckpointError, match=r"requires 'x/dense/kernel'.*no such leaf"):
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"requires 'x/dense/kernel'.*no such leaf"
+    ):
         restore(params="x")
     other = {"dense": {"kernel": jnp.zeros((4, 3)), "bias": jnp.zeros(3)}}
-    with pytest.raises(jaxmp.CheckpointError, match=r"'model/dense/bias' .*no such leaf"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"'model/dense/bias' .*no such leaf"):
         checkpointer.restore(other, only="params", params="model")
-    with pytest.raises(jaxmp.CheckpointError, match=r"float32\[5,3\].*bfloat16\[4,3\]"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"float32\[5,3\].*bfloat16\[4,3\]"):
         checkpointer.restore(make_state("fp32", size=5).params, only="params", params="model")
-    with pytest.raises(jaxmp.CheckpointError, match="parameters alone, as arrays"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="parameters alone, as arrays"):
         checkpointer.restore(tie, only="params")
     for options in ({"only": "weights"}, {"only": "params", "migrate": True}):
-        with pytest.raises(jaxmp.CheckpointError, match="and 'params' without migrate"):
+        with pytest.raises(jaxmp.errors.CheckpointError, match="and 'params' without migrate"):
             checkpointer.restore(zeros, **options)
 
 
 def test_large_values_are_not_restored_as_infinity(tmp_path):
     checkpointer = save(tmp_path, {"params": {"w": jnp.array([70000.0])}}, FP32)
-    with pytest.raises(jaxmp.CheckpointError, match="65520 or more"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="65520 or more"):
         checkpointer.restore({"w": jnp.zeros(1, jnp.float16)}, only="params")
 
 
@@ -353,7 +363,7 @@ def test_a_tie_does_not_fail_a_save_and_a_migration_names_both_candidates(tmp_pa
     checkpointer = save(tmp_path / "tie", state)
     assert same(checkpointer.restore(tied_state("bf16_params", 1), recipe=BF16_PARAMS), state)
     for migrate in (True, "lossy"):
-        with pytest.raises(jaxmp.CheckpointError) as error:
+        with pytest.raises(jaxmp.errors.CheckpointError) as error:
             checkpointer.restore(tied_state("fp32", 1), recipe=FP32, migrate=migrate)
         assert "'model' and 'target'" in str(error.value) and "lossy" not in str(error.value)
     fixes = re.findall(r"params=(\{.*?\}|'\w+')", str(error.value))
@@ -373,10 +383,12 @@ def test_a_tie_does_not_fail_a_save_and_a_migration_names_both_candidates(tmp_pa
 def test_wrong_declarations_are_refused(tmp_path):
     state = tied_state("bf16_params") | {"target": make_state(seed=1).params}
     with pytest.raises(
-        jaxmp.CheckpointError, match=r"leaves at 'target' are not .* at 'model' are"
+        jaxmp.errors.CheckpointError, match=r"leaves at 'target' are not .* at 'model' are"
     ):
         save(tmp_path, state, params="target")
-    with pytest.raises(jaxmp.CheckpointError, match=r"no optimizer of jaxmp at 'tx'.*'opt/inner"):
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"no optimizer of jaxmp at 'tx'.*'opt/inner"
+    ):
         save(tmp_path, state, params={"tx": "model"})
 
 
@@ -395,16 +407,22 @@ def test_an_optimizer_inside_of_a_module_is_migrated(tmp_path):
 
 def test_lossy_is_not_advised_where_masters_would_be_lost(tmp_path):
     checkpointer = save(tmp_path, {"first": make_state(), "second": make_state(seed=1)})
-    with pytest.raises(jaxmp.CheckpointError, match=r"masters would be lost.*tx.init") as error:
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"masters would be lost.*tx.init"
+    ) as error:
         checkpointer.restore({"first": make_state("fp32")}, recipe=FP32, migrate=True)
     assert "lossy" not in str(error.value)
 
 
 def test_another_model_or_optimizer_is_refused(tmp_path):
     checkpointer = save(tmp_path, make_state(inner=optax.sgd))
-    with pytest.raises(jaxmp.CheckpointError, match=r"requires 'opt_state/.*count'.*no such leaf"):
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"requires 'opt_state/.*count'.*no such leaf"
+    ):
         checkpointer.restore(make_state(), migrate="lossy")
-    with pytest.raises(jaxmp.CheckpointError, match=r"bfloat16\[4,3\] at 'params/dense/kernel'"):
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"bfloat16\[4,3\] at 'params/dense/kernel'"
+    ):
         checkpointer.restore(make_state(inner=optax.sgd, size=5), migrate="lossy")
 
 
@@ -416,14 +434,14 @@ def test_float16_must_hold_the_parameters(tmp_path):
     like = jaxmp.TrainState.create(
         apply_fn=None, params={"w": jnp.array([1.0])}, tx=optimizer("fp16_params")
     )
-    with pytest.raises(jaxmp.CheckpointError, match="65520 or more"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="65520 or more"):
         checkpointer.restore(like, recipe="fp16_params", migrate=True)
 
 
 def test_an_abstract_state_gets_its_loss_scale_from_the_recipe(tmp_path):
     checkpointer = save(tmp_path, make_state())
     abstract = jax.eval_shape(lambda: make_state("fp16_params"))
-    with pytest.raises(jaxmp.CheckpointError, match="no value for 'opt_state/loss_scale"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="no value for 'opt_state/loss_scale"):
         checkpointer.restore(abstract, migrate=True)
     restored = checkpointer.restore(abstract, recipe="fp16_params", migrate=True)
     assert float(jaxmp.get_loss_scale(restored).scale_value) == 65536
@@ -461,7 +479,7 @@ def test_damage_to_any_file_is_refused_by_its_name(damage, tmp_path):
         copy = tmp_path / str(i)
         shutil.copytree(tmp_path / "intact", copy)
         damage(copy / name)
-        with pytest.raises(jaxmp.CheckpointError) as error:
+        with pytest.raises(jaxmp.errors.CheckpointError) as error:
             Checkpointer(copy).restore(target, recipe=BF16_PARAMS)
         is_manifest = name.name == "jaxmp_manifest.json"
         expected = "has no manifest" if is_manifest and damage is Path.unlink else name.name
@@ -482,7 +500,7 @@ def edit_manifest(directory, edit, *, seal):
 def test_an_edited_manifest_is_refused(tmp_path):
     save(tmp_path, make_state())
     edit_manifest(tmp_path, lambda data: data.update(step=7), seal=False)
-    with pytest.raises(jaxmp.CheckpointError, match="was edited or damaged"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="was edited or damaged"):
         Checkpointer(tmp_path).restore(make_state())
 
 
@@ -490,9 +508,9 @@ def test_a_wrong_value_is_refused_by_the_path_of_its_leaf(tmp_path):
     checkpointer = save(tmp_path, make_state())
     path = "params/dense/kernel"
     edit_manifest(tmp_path, lambda data: data["checksums"].update({path: "0" * 16}), seal=True)
-    with pytest.raises(jaxmp.CheckpointError, match=f"leaf '{path}' has the checksum"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=f"leaf '{path}' has the checksum"):
         checkpointer.restore(make_state())
-    with pytest.raises(jaxmp.CheckpointError, match=path):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=path):
         checkpointer.verify()
     assert same(checkpointer.restore(make_state(seed=1), verify=False), make_state())
 
@@ -505,7 +523,7 @@ def test_a_manifest_of_another_format_is_refused(version, text, tmp_path):
     save(tmp_path, {"w": jnp.ones(2)}, "fp32")
     path = tmp_path / "1" / "state" / "jaxmp_manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": version}))
-    with pytest.raises(jaxmp.CheckpointError, match=f"format {text} version"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=f"format {text} version"):
         Checkpointer(tmp_path).describe()
 
 
@@ -518,7 +536,7 @@ def test_a_manifest_with_other_fields_is_refused(tmp_path):
         text = json.dumps(fields)
         crc = f"{zlib.crc32(text.encode()):08x}"
         file.write_text(json.dumps({"format": 2, "crc32": crc, "manifest": text}))
-        with pytest.raises(jaxmp.CheckpointError, match="other fields than this version"):
+        with pytest.raises(jaxmp.errors.CheckpointError, match="other fields than this version"):
             Checkpointer(tmp_path).restore({"w": jnp.zeros(2)}, recipe="fp32")
 
 
@@ -526,7 +544,7 @@ def test_the_step_before_a_damaged_one_is_named(tmp_path):
     save(tmp_path, make_state(), step=0)
     checkpointer = save(tmp_path, make_state())
     flip(next(path for path in data_files(tmp_path) if path.parent.name == "d"))
-    with pytest.raises(jaxmp.CheckpointError, match=r"restore\(state, step=0\)"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"restore\(state, step=0\)"):
         checkpointer.restore(make_state())
     assert same(checkpointer.restore(make_state(seed=1), step=0), make_state())
 
@@ -620,7 +638,7 @@ def test_runs_of_flax_and_orbax_go_on_under_a_recipe(write, tmp_path, capsys):
         state = state.apply_gradients(grads=grads)
     checkpointer = Checkpointer(write(tmp_path, state))
     like = make_state("packed", seed=1)
-    with pytest.raises(jaxmp.CheckpointError, match=r"no manifest.*migrate=True"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"no manifest.*migrate=True"):
         checkpointer.restore(like, recipe=PACKED)
     restored = checkpointer.restore(like, recipe=PACKED, migrate=True)
     plan = capsys.readouterr().out
@@ -643,13 +661,13 @@ def test_states_of_jaxmp_that_orbax_wrote_are_migrated(source, tmp_path, capsys)
 def test_something_else_is_not_a_checkpoint(tmp_path):
     empty = Checkpointer(tmp_path / "none")
     assert (empty.latest_step(), empty.all_steps()) == (None, [])
-    with pytest.raises(jaxmp.CheckpointError, match="does not contain a checkpoint"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="does not contain a checkpoint"):
         empty.restore(make_state())
     assert not (tmp_path / "none").exists()
     (tmp_path / "checkpoint_3").write_bytes(b"\x80\x04N.")  # a pickle of None
-    with pytest.raises(jaxmp.CheckpointError, match=r"cannot be read|is not a checkpoint"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"cannot be read|is not a checkpoint"):
         Checkpointer(tmp_path).restore(make_state(), migrate=True)
-    with pytest.raises(jaxmp.CheckpointError, match="does not contain step 4"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="does not contain step 4"):
         Checkpointer(tmp_path).restore(make_state(), step=4)
 
 
@@ -770,9 +788,9 @@ def test_the_latest_and_the_best_step_are_kept(tmp_path):
     assert (checkpointer.latest_step(), checkpointer.best_step()) == (5, 2)
     assert Checkpointer(tmp_path, best_metric="loss", best_mode="max").best_step() == 5
     assert Checkpointer(tmp_path, best_metric="accuracy").best_step() is None
-    with pytest.raises(jaxmp.CheckpointError, match="best_metric='loss'"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="best_metric='loss'"):
         Checkpointer(tmp_path).best_step()
-    with pytest.raises(jaxmp.CheckpointError, match=r"Step 5 exists.*rmtree"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"Step 5 exists.*rmtree"):
         save(tmp_path, state, "fp32", step=5)
 
 
@@ -800,14 +818,14 @@ def test_the_latest_and_the_best_step_are_kept(tmp_path):
     ],
 )
 def test_wrong_arguments_are_refused(call, message, tmp_path):
-    with pytest.raises(jaxmp.CheckpointError, match=message):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=message):
         call(Checkpointer(tmp_path), {"a": jnp.ones(2)})
     assert not list(tmp_path.glob("[0-9]*"))
 
 
 @pytest.mark.parametrize("name", ["lr=[0.1]", "a*b", "a?b", "[x", "a**b"])
 def test_directories_that_orbax_reads_as_patterns_are_refused(name, tmp_path):
-    with pytest.raises(jaxmp.CheckpointError, match="reads as a pattern") as error:
+    with pytest.raises(jaxmp.errors.CheckpointError, match="reads as a pattern") as error:
         Checkpointer(tmp_path / name).save(1, {"w": jnp.ones(2)}, recipe="fp32")
     assert not (tmp_path / name).exists()
     fixed = re.search(r"Checkpointer\('(.*)'\)", str(error.value))[1]
@@ -831,7 +849,7 @@ def test_a_step_whose_arrays_are_not_on_disk_replaces_no_other(tmp_path, monkeyp
     monkeypatch.setattr(base, "finalize", lambda self, directory: None)  # merges nothing
     checkpointer = Checkpointer(tmp_path, keep=1)
     checkpointer.save(2, {"w": jnp.ones(2)}, recipe="fp32")
-    with pytest.raises(jaxmp.CheckpointError, match="did not write all arrays"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="did not write all arrays"):
         checkpointer.wait()
     monkeypatch.undo()
     assert Checkpointer(tmp_path).all_steps() == [1]
@@ -851,7 +869,7 @@ def test_a_step_that_is_not_finite_replaces_no_other(tmp_path):
     )
     for call in finish:
         checkpointer.save(3, bad, recipe="fp32")
-        with pytest.raises(jaxmp.CheckpointError, match=message):
+        with pytest.raises(jaxmp.errors.CheckpointError, match=message):
             call()
         assert checkpointer.all_steps() == [1, 2]
     checkpointer.save(3, bad, recipe="fp32", allow_nonfinite=True)
@@ -882,7 +900,7 @@ def test_the_leaf_that_is_not_finite_is_named(part, tmp_path):
     state, path = poisoned(state, part)
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, state, recipe=BF16_PARAMS)
-    with pytest.raises(jaxmp.CheckpointError, match=f"infinity in '{path}'"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=f"infinity in '{path}'"):
         checkpointer.wait()
     # Marked steps can be migrated; parameters are made from the masters.
     checkpointer.save(1, state, recipe=BF16_PARAMS, allow_nonfinite=True)
@@ -910,7 +928,7 @@ def test_scalars_of_optimizers_may_be_infinite(name, master, tmp_path):
     tx = optax.contrib.reduce_on_plateau()
     params = {"w": jnp.array(jnp.nan)}
     scalar = jaxmp.TrainState.create(apply_fn=None, params=params, tx=FP32.optimizer(tx))
-    with pytest.raises(jaxmp.CheckpointError, match="infinity in 'params/w'"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="infinity in 'params/w'"):
         save(tmp_path, scalar, FP32, step=2)
 
 
@@ -940,14 +958,18 @@ def test_unusual_numbers_are_exact(value, tmp_path):
     ids=str,
 )
 def test_leaves_that_orbax_cannot_write_are_refused_by_name(value, tmp_path):
-    with pytest.raises(jaxmp.CheckpointError, match=r"Leaf 'train/v' of the state is .*extra="):
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"Leaf 'train/v' of the state is .*extra="
+    ):
         Checkpointer(tmp_path / "run").save(1, {"train": {"v": value}}, recipe="fp32")
     assert not (tmp_path / "run").exists()
 
 
 def test_orbax_is_optional():
     absent = "import sys; sys.modules['orbax'] = None\nimport jaxmp\n"
-    attempt = "try: jaxmp.checkpoint\nexcept jaxmp.MissingDependencyError as error: print(error)"
+    attempt = (
+        "try: jaxmp.checkpoint\nexcept jaxmp.errors.MissingDependencyError as error: print(error)"
+    )
     message = run_python(absent + attempt)
     assert "orbax is not installed; jaxmp requires it for checkpoints" in message
     assert 'pip install -e ".[checkpoint]"' in message
@@ -1008,29 +1030,31 @@ def test_safetensors_in_several_files_are_read_by_their_index(tmp_path):
     np.testing.assert_array_equal(loaded["a"]["w"], np.arange(3))
     assert loaded["b"]["w"].shape == (2, 2)
     index.write_text(json.dumps({"weight_map": {**weights, "c.w": "two.safetensors"}}))
-    with pytest.raises(jaxmp.CheckpointError, match=r"'c.w' in two.safetensors"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"'c.w' in two.safetensors"):
         load_safetensors(index)
     index.write_text("{}")
-    with pytest.raises(jaxmp.CheckpointError, match="weight_map"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="weight_map"):
         load_safetensors(index)
 
 
 def test_safetensors_are_never_cast(tmp_path):
     path = tmp_path / "params.safetensors"
     save_safetensors(path, {"w": jnp.ones(2, jnp.bfloat16)})
-    with pytest.raises(jaxmp.CheckpointError, match=r"'w' is bfloat16.*float32.*Nothing is cast"):
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"'w' is bfloat16.*float32.*Nothing is cast"
+    ):
         load_safetensors(path, {"w": jnp.ones(2)})
-    with pytest.raises(jaxmp.CheckpointError, match="no parameter 'v'"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="no parameter 'v'"):
         load_safetensors(path, {"v": jnp.ones(2)})
-    with pytest.raises(jaxmp.CheckpointError, match="such as 'w'"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="such as 'w'"):
         load_safetensors(path, {})
-    with pytest.raises(jaxmp.CheckpointError, match="'w' is int4, which safetensors"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="'w' is int4, which safetensors"):
         save_safetensors(path, {"w": jnp.ones(2, jnp.int4)})
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(jaxmp.CheckpointError, match="the data of 'w' is truncated"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="the data of 'w' is truncated"):
         load_safetensors(path)
     path.write_bytes(b"\xff" * 8)
-    with pytest.raises(jaxmp.CheckpointError, match="not an intact safetensors file"):
+    with pytest.raises(jaxmp.errors.CheckpointError, match="not an intact safetensors file"):
         load_safetensors(path)
 
 

@@ -31,7 +31,7 @@ OUTPUTS = {"bf16": 2e-2, "bf16_params": 2e-2, "fp16": 2.5e-3}
 JUMPS = {"ResNet, classifier": 20}
 
 # The layers of GPT-2 cast their operands to float32, and the recipe warns.
-pytestmark = pytest.mark.filterwarnings("ignore::jaxmp.RecipeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::jaxmp.errors.RecipeWarning")
 
 # These models resemble faster ones among the others.
 SLOW = ("BERT", "Llama", "ViT", "Whisper", "Wav2Vec2")
@@ -140,7 +140,9 @@ def test_layers_that_ignore_the_recipe_are_reported_once_with_the_remedy():
     def loss_fn(params, ids):
         return model(ids, params=params).logits.mean()
 
-    with pytest.warns(jaxmp.RecipeWarning, match=r"^14% of the matmul FLOPs.*FlaxConv1D") as warned:
+    with pytest.warns(
+        jaxmp.errors.RecipeWarning, match=r"^14% of the matmul FLOPs.*FlaxConv1D"
+    ) as warned:
         alone = jaxmp.audit(jax.grad(loss_fn), shapes, ids)
         jax.eval_shape(jax.grad(loss_fn), shapes, ids)
     assert len(warned) == 1

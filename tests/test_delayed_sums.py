@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
+from jaxmp._core._jaxprs import equations
+from jaxmp._core._programs._analysis import primitives
 
 ROWS, WIDTH, VOCABULARY, PARTS = 16, 8, 12, 2
 
@@ -129,7 +131,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp16_params", "fp8_delayed"])
 @fast_cases("fp16_params")
-@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.errors.RecipeWarning")
 def test_a_linen_step_equals_that_without_microbatches(recipe):
     recipe = jaxmp.load_recipe(recipe).replace(loss_scale=jaxmp.StaticLossScale(2.0**6))
     model = recipe.wrap(Stack())
@@ -333,3 +335,21 @@ def test_axes_of_tensor_parallelism_remain():
         [W, W], X
     )
     assert_close((loss, grads), expected, 1e-5)
+
+
+def test_the_calls_of_a_jitted_function_share_their_jaxprs():
+    layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+
+    def loss_fn(w, x):
+        for n in range(6):
+            x = layer(x, w[n])
+        return jnp.square(x).mean()
+
+    w = spread(jnp.ones((6, WIDTH, WIDTH)), P())
+    x = spread(jnp.ones((ROWS, WIDTH)), P("data"))
+    program = jax.make_jaxpr(in_parts(loss_fn))(w, x)
+    is_sum = lambda each: any(var.aval.sharding.spec.unreduced for var in each.outvars)
+    calls = [e for e in equations(program) if e.primitive.name == "jit" and is_sum(e)]
+    calls = [e for e in calls if "dot_general" in primitives(e.params["jaxpr"])]
+    # The call that reads the batch has no gradient of its first operand.
+    assert len(calls) == 6 and len({id(e.params["jaxpr"]) for e in calls}) == 2

@@ -88,7 +88,7 @@ def test_fp8_on_an_old_gpu_is_refused():
     with (
         warnings.catch_warnings(),
         _compat.context(target="gpu", capability=(7, 0)),
-        pytest.raises(jaxmp.CompositionError, match=r"capability 7\.0\) has no FP8"),
+        pytest.raises(jaxmp.errors.CompositionError, match=r"capability 7\.0\) has no FP8"),
     ):
         warnings.simplefilter("ignore")
         recipe = jaxmp.load_recipe("fp8").replace(fp8=jaxmp.fp8.CurrentScaling(min_width=16))

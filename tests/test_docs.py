@@ -82,7 +82,7 @@ def public_functions():
         value = getattr(jaxmp, name)
         if not name.startswith("_") and is_function(value):
             yield name, value
-    for module in (jaxmp.optim, jaxmp.linen, jaxmp.nnx, jaxmp.losses, jaxmp.functional):
+    for module in (jaxmp.optim, jaxmp.nnx, jaxmp.fp8, jaxmp.losses, jaxmp.functional):
         for name in sorted(getattr(module, "__all__", dir(module))):
             value = getattr(module, name)
             if not name.startswith("_") and is_function(value):

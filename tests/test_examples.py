@@ -11,15 +11,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import typer
 from flax import nnx
-from flax.training.train_state import TrainState
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
@@ -494,24 +491,6 @@ def test_five_lines_train_before_and_after(capsys, monkeypatch):
         assert float(before) < np.log(10)
 
 
-def test_readme_shows_the_lines_that_run():
-    pairs = [five_lines.linen_before, five_lines.linen_after]
-    pairs += [five_lines.nnx_before, five_lines.nnx_after]
-    for block, function in zip(python_blocks("README.md"), pairs, strict=True):
-        assert code_lines(block) == code_lines(shown_part(function))
-
-
-def shown_part(function) -> str:
-    """Returns the code between the loss function and the training loop."""
-    body = re.split(r"\n    def loss_fn.*?\n\n", inspect.getsource(function), flags=re.DOTALL)[1]
-    return body.partition("    for _ in range(STEPS)")[0]
-
-
-def code_lines(code: str) -> list[str]:
-    lines = (line.partition("#")[0].strip() for line in code.splitlines())
-    return [line for line in lines if line]
-
-
 # ---------------------------------------------------------------------------
 # Benchmark
 # ---------------------------------------------------------------------------
@@ -568,53 +547,36 @@ def python_blocks(document: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-README_BATCH = {"x": jnp.ones((4, 2)), "label": jnp.zeros(4, jnp.int32)}
+def without_recipe(program: str) -> str:
+    """Returns a program of README without its new lines, and with those that they replace."""
+    lines = []
+    for line in program.splitlines():
+        code, _, comment = line.partition("# ")
+        if comment.startswith("was: "):
+            indent = code[: len(code) - len(code.lstrip())]
+            lines.append(indent + comment.removeprefix("was: "))
+        elif not comment.startswith("new"):
+            lines.append(line)
+    return "\n".join(lines)
 
 
-def linen_names() -> dict:
-    """Returns the names that the Linen excerpts of the README use: model, parameters and loss."""
-    model, batch = nn.Dense(3), README_BATCH
-    names = dict(jax=jax, jaxmp=jaxmp, optax=optax, TrainState=TrainState, model=model)
-
-    def loss_fn(params, batch):
-        logits = names["model"].apply({"params": params}, batch["x"]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-
-    params = model.init(jax.random.key(0), batch["x"])["params"]
-    return names | dict(loss_fn=loss_fn, params=params)
-
-
-def nnx_names() -> dict:
-    """Returns the names that the NNX excerpts of the README use."""
-
-    def loss_fn(model, batch):
-        logits = model(batch["x"]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    return dict(jaxmp=jaxmp, nnx=nnx, optax=optax, model=model, loss_fn=loss_fn)
-
-
-def test_readme_before_and_after_both_train():
-    *linen, nnx_before, nnx_after = python_blocks("README.md")
-    names = linen_names()
-    for block in linen:
-        exec(block, names)
-        state, loss = names["train_step"](names["state"], README_BATCH)
-        assert state.step == 1
-        assert jnp.isfinite(loss)
-    assert isinstance(names["state"], jaxmp.TrainState)
-    names = nnx_names()
-    for block in (nnx_before, nnx_after):
-        exec(block, names)
-        optimizer = names["optimizer"]
-        assert jnp.isfinite(names["train_step"](names["model"], optimizer, README_BATCH))
-        assert int(optimizer.step[...]) == 1
-    assert isinstance(optimizer, jaxmp.nnx.Optimizer)
+def test_readme_programs_train_as_without_their_five_lines():
+    programs = python_blocks("README.md")
+    assert len(programs) == 2
+    for program in programs:
+        assert len(re.findall("# (new|was)", program)) == 5
+        assert "recipe" not in without_recipe(program)
+        losses = []
+        for text in (program, without_recipe(program)):
+            names: dict = {}
+            exec(text, names)
+            losses.append(float(names["loss"]))
+        assert losses[0] != losses[1]
+        assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
 PAGES = ["recipes", "how-it-works", "nnx", "audit", "averages", "checkpoints"]
-SLOW_PAGES = ["index", "autocast", "attention", "losses", "fp8", "sharding", "validate"]
+SLOW_PAGES = ["get-started", "autocast", "attention", "losses", "fp8", "sharding", "validate"]
 
 
 @pytest.mark.parametrize(
@@ -639,5 +601,5 @@ def test_code_in_documents_runs(name, tmp_path, monkeypatch):
 def test_links_lead_to_files(document):
     text = (ROOT / document).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    assert links or document not in ("README.md", "docs/index.md")
+    assert links or document not in ("README.md", "docs/get-started.md")
     assert [link for link in links if not ((ROOT / document).parent / link).is_file()] == []

@@ -1,4 +1,4 @@
-"""explain_autocast: each matmul with its dtype and the reason."""
+"""`explain`: each matmul with its dtype and the reason."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
-from jaxmp import PolicyError, PolicyMap, Rule, autocast, explain_autocast, full_precision
+from jaxmp import PolicyMap, Rule, autocast, full_precision
 from programs import dtypes, products, trace
 
 MIXED = "p=f32,c=bf16,o=f32"
@@ -24,7 +24,7 @@ own.defvjp(lambda w, x: (x @ w, (w, x)), lambda saved, g: (saved[1].T @ g, g @ s
 
 
 def reasons(fn, *args, policies=MIXED, ops=None):
-    rows = explain_autocast(fn, policies, ops=ops)(*args).rows
+    rows = jaxmp.explain(fn, jaxmp.load_recipe(policies).replace(ops=ops))(*args).autocast.rows
     return [(row.path, row.dtype, row.count, row.reason) for row in rows]
 
 
@@ -41,7 +41,7 @@ def test_each_reason():
         return own(w, x), bytes_ @ bytes_
 
     policies = PolicyMap(MIXED, [Rule("head", "c=f32", why="the loss reads it")])
-    explanation = explain_autocast(fn, policies)(W, X)
+    explanation = jaxmp.explain(fn, policies)(W, X).autocast
     assert [(row.path, row.dtype, row.reason) for row in explanation.rows] == [
         ("body", "bfloat16", f"default policy {MIXED}"),
         ("head", "float32", "Rule('head', compute_dtype='float32', why='the loss reads it')"),
@@ -104,7 +104,7 @@ NESTED = {
 @pytest.mark.parametrize("name", NESTED)
 def test_what_is_inside_counts_as_often_as_it_runs(name):
     fn, count = NESTED[name]
-    explanation = explain_autocast(fn, MIXED)(W, X)
+    explanation = jaxmp.explain(fn, MIXED)(W, X).autocast
     assert {row.dtype for row in explanation.rows} == {"bfloat16"}
     assert sum(row.count for row in explanation.rows) == count
     assert explanation.share == 1.0
@@ -122,7 +122,7 @@ def loss(w, x):
 def test_the_dtypes_are_those_of_the_program():
     """The listed dtypes are those of the jaxpr, for `grad(autocast(f))` and `autocast(grad(f))`."""
     for fn in (loss, jax.grad(loss)):
-        listed = explain_autocast(fn, MIXED)(W, X).rows
+        listed = jaxmp.explain(fn, MIXED)(W, X).autocast.rows
         traced = [dtypes(e)[0] for e in products(trace(autocast(fn, MIXED), W, X))]
         assert sorted(row.dtype for row in listed) == sorted(traced)
     phases = {(row.phase, row.dtype) for row in listed if "custom_vjp" in row.reason}
@@ -131,25 +131,25 @@ def test_the_dtypes_are_those_of_the_program():
 
 
 def test_a_function_that_is_all_custom_vjp_says_so():
-    text = str(explain_autocast(own, MIXED)(W, X))
+    text = str(jaxmp.explain(own, MIXED)(W, X).autocast)
     assert text.startswith("0.0% of the matmul FLOPs") and "inside a custom_vjp" in text
 
 
 def test_shapes_are_enough_and_nothing_is_computed():
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)]
-    assert explain_autocast(matmul, "fp16")(*shapes).rows[0].dtype == "float16"
-    assert str(explain_autocast(lambda x: x + 1, "bf16")(X)) == "No matmul or convolution."
+    assert jaxmp.explain(matmul, "fp16")(*shapes).autocast.rows[0].dtype == "float16"
+    assert str(jaxmp.explain(lambda x: x + 1, "bf16")(X).autocast) == "No matmul or convolution."
 
 
 def test_fp8():
     w, x = jnp.ones((256, 256)), jnp.ones((16, 256))
-    low, narrow = explain_autocast(lambda: (x @ w, X @ W), "fp8")().rows
+    low, narrow = jaxmp.explain(lambda: (x @ w, X @ W), "fp8")().autocast.rows
     assert (low.dtype, low.is_low) == ("float8_e4m3fn", True)
-    assert narrow.dtype == "bfloat16" and "see jaxmp.fp8.explain" in narrow.reason
+    assert narrow.dtype == "bfloat16" and "see .fp8" in narrow.reason
 
 
 def test_mistakes_are_refused_as_by_autocast():
-    with pytest.raises(PolicyError, match=r"explain_autocast\(loss_fn, 'bf16'\)"):
-        explain_autocast("bf16", matmul)
-    with pytest.raises(jaxmp.RuleError, match="absent"):
-        explain_autocast(matmul, PolicyMap(MIXED, [Rule("absent", "c=f32")]))(W, X)
+    with pytest.raises(jaxmp.JaxmpError, match=r"explain\(loss_fn, 'bf16'\)"):
+        jaxmp.explain("bf16", matmul)
+    with pytest.raises(jaxmp.errors.RuleError, match="absent"):
+        jaxmp.explain(matmul, PolicyMap(MIXED, [Rule("absent", "c=f32")]))(W, X)

@@ -31,7 +31,7 @@ def shape(*sizes, dtype=jnp.bfloat16):
 
 
 def findings_of(fn, *args):
-    return by_line(audit(fn, *args, policies="bf16").findings, ROOT)
+    return by_line(audit(fn, *args, recipe="bf16").findings, ROOT)
 
 
 # ---------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_a_script_is_run_up_to_its_step():
 
 
 def kinds_of(fn, *args):
-    return [finding.check for finding in audit(fn, *args, policies="bf16").errors]
+    return [finding.check for finding in audit(fn, *args, recipe="bf16").errors]
 
 
 def test_ties_of_a_maximum_are_counted_without_a_fault():
@@ -193,7 +193,7 @@ def test_fp32_matmuls_of_a_small_share_are_notes(layers, level):
         return x.astype(jnp.float32).mean(0, keepdims=True) @ head
 
     args = shape(256, 256), shape(256, 256), shape(256, 1600, dtype=jnp.float32)
-    report = audit(model, *args, policies="bf16")
+    report = audit(model, *args, recipe="bf16")
     (finding,) = (finding for finding in report.findings if finding.check == "fp32_matmul")
     assert finding.severity == level
 

@@ -41,7 +41,7 @@ def operands(fn, *args):
 
 
 def reasons(fn, *args, **options):
-    return [row.exclusion_reason for row in fp8.explain(fn, *args, **options).rows]
+    return [row.exclusion_reason for row in jaxmp.explain(fn, **options)(*args).fp8.rows]
 
 
 def loss(w1, w2, x):
@@ -119,7 +119,7 @@ def test_the_kernel_is_what_nothing_has_computed(side):
         product = w.T @ hidden.T if side == "lhs" else hidden @ w
         return jnp.square(product).sum()
 
-    (row,) = fp8.explain(autocast(fn, policies), W1, X).rows
+    (row,) = jaxmp.explain(autocast(fn, policies))(W1, X).fp8.rows
     assert (row.k, row.n) == W1.shape
     gradients = jax.make_jaxpr(jax.grad(autocast(fn, policies), (0, 1)))(W1, X)
     products = [e for e in equations(gradients) if e.primitive.name == "dot_general"]
@@ -163,7 +163,7 @@ def test_under_scan_and_inside_functions(wrap, forward):
 
 
 def test_remat_keeps_the_rounded_operands():
-    policy = jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)
+    policy = jax.checkpoint_policies.save_only_these_names(fp8._checkpoint.CHECKPOINT_NAME)
     counts = {}
     for name, wrap in {
         "again": jax.checkpoint,
@@ -268,7 +268,7 @@ def batched(x, w):
     ],
     ids=["custom_vjp", "custom_jvp", "highest", "odd", "batched", "full_precision"],
 )
-@pytest.mark.filterwarnings("ignore:The policies of autocast:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:The policies of autocast:jaxmp.errors.RecipeWarning")
 def test_what_is_left_out_says_why(fn, dtype, why):
     fn = autocast(fn, POLICY)
     square = lambda x, w: jnp.square(fn(x, w)).sum()
@@ -285,14 +285,14 @@ def test_outer_products_and_integers_are_no_layers():
 
     n = jnp.ones((16, 16), jnp.int32)
     assert (F32, F32) in operands(autocast(fn, POLICY), X[0], n)
-    assert fp8.explain(autocast(fn, POLICY), X[0], n).rows == ()
+    assert jaxmp.explain(autocast(fn, POLICY))(X[0], n).fp8.rows == ()
 
 
 def test_a_product_that_is_fp8_already_is_left_alone():
     product = fp8.dot_general("rowwise")
     fn = autocast(lambda x, w: product(x, w, LINEAR), POLICY)
     np.testing.assert_array_equal(jax.jit(fn)(X, W1), jax.jit(lambda: product(X, W1, LINEAR))())
-    assert fp8.explain(fn, X, W1).rows == ()
+    assert jaxmp.explain(fn)(X, W1).fp8.rows == ()
 
 
 def test_rules_keep_scopes_out_and_put_scopes_in():
@@ -309,7 +309,7 @@ def test_rules_keep_scopes_out_and_put_scopes_in():
         found = operands(jax.grad(autocast(fn, policies), (0, 1)), W1, W2, X)
         assert found.count((dtype, dtype)) == 3
         assert sorted(row for row in found if E4M3 in row) == sorted([FORWARD, DGRAD, WGRAD])
-        (row,) = fp8.explain(autocast(fn, policies), W1, W2, X).rows
+        (row,) = jaxmp.explain(autocast(fn, policies))(W1, W2, X).fp8.rows
         assert (row.path, row.exclusion_reason) == ("body", "")
 
 
@@ -322,7 +322,7 @@ def test_each_call_of_a_shared_function_has_its_row():
                 x = layer(x, w)
         return x
 
-    rows = fp8.explain(autocast(fn, POLICY), STACK[0], X).rows
+    rows = jaxmp.explain(autocast(fn, POLICY))(STACK[0], X).fp8.rows
     assert [row.path for row in rows] == ["layer_0", "layer_1", "layer_2"]
 
 
@@ -340,9 +340,9 @@ TOKENS = np.arange(32, dtype=np.int32).reshape(2, 16)
 def test_a_model_has_the_same_fp8_layers_as_under_module_policies():
     """The shipped recipe excludes the head; the matmuls of attention are listed too."""
     params = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS)
-    ours, theirs = autocast(MODEL.apply, "fp8"), jaxmp.linen.apply_policy(MODEL, "fp8").apply
-    by_modules = {row.path: row for row in fp8.explain(theirs, params, TOKENS).rows}
-    rows = {row.path: row for row in fp8.explain(ours, params, TOKENS).rows}
+    ours, theirs = autocast(MODEL.apply, "fp8"), jaxmp.load_recipe("fp8").wrap(MODEL).apply
+    by_modules = {row.path: row for row in jaxmp.explain(theirs)(params, TOKENS).fp8.rows}
+    rows = {row.path: row for row in jaxmp.explain(ours)(params, TOKENS).fp8.rows}
     left_out = [path for path, row in rows.items() if row.exclusion_reason]
     assert left_out == ["GPT/block_0/attention", "GPT/block_1/attention"]
     assert {path.removeprefix("GPT/") for path in rows} - set(by_modules) == {
@@ -361,7 +361,7 @@ def test_a_model_has_the_same_fp8_layers_as_under_module_policies():
 
 def test_an_audit_names_what_stays_in_16_bits():
     fn = autocast(lambda w, x: jnp.square(x @ w[:, :10] + (x @ w).sum()).sum(), POLICY)
-    report = jaxmp.audit(jax.grad(fn), W1, X, policies=POLICY)
+    report = jaxmp.audit(jax.grad(fn), W1, X, recipe=POLICY)
     (finding,) = (finding for finding in report.findings if finding.check == "not_fp8")
     assert "N = 10 is not a multiple of 16" in finding.message
 
@@ -420,7 +420,7 @@ def test_three_real_fp8_products_at_default_flags():
     args = shape(256, 384), shape(384, 128), shape(4, 128, 256)
     gradients = jax.value_and_grad(autocast(step, policies), (0, 1, 2))
     with jax.numpy_dtype_promotion("standard"):
-        report = jaxmp.audit(gradients, *args, policies=policies, target="h200")
+        report = jaxmp.audit(gradients, *args, recipe=policies, target="h200")
     found = {}
     for row in report.gemms:
         found.setdefault((row.module, row.kernel.startswith("cublas fp8")), []).extend(

@@ -81,7 +81,9 @@ def test_batched_products_are_saved_as_those_of_16_bits(policy, dots):
 
 @pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable", "names", "dots"])
 def test_other_policies_and_programs_do_not_change(policy):
-    policies = {"names": jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)}
+    policies = {
+        "names": jax.checkpoint_policies.save_only_these_names(fp8._checkpoint.CHECKPOINT_NAME)
+    }
     policy = policies.get(policy, getattr(jax.checkpoint_policies, policy, DOTS))
     layer, x, w = layers(SCALINGS["rowwise"], MATRICES)
     if policy is DOTS:

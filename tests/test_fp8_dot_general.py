@@ -424,7 +424,9 @@ def test_what_is_kept_for_the_backward_pass_is_fp8(name):
 
 POLICIES = {
     "all again": None,
-    "quantized operands": jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME),
+    "quantized operands": jax.checkpoint_policies.save_only_these_names(
+        fp8._checkpoint.CHECKPOINT_NAME
+    ),
     "products": jax.checkpoint_policies.dots_saveable,
     "all": jax.checkpoint_policies.everything_saveable,
 }
@@ -592,7 +594,10 @@ def test_bad_settings(build, message):
             ),
             r"state\['age'\] is NoneType, no array",
         ),
-        (lambda f, x: fp8.to_flax({"age": x}), r"has the keys .*, not \['age'\]"),
+        (
+            lambda f, x: fp8.dot_general("delayed")(x, x, LINEAR, state={"age": x}),
+            r"has the keys .*, not \['age'\]",
+        ),
         (lambda f, x: fp8.with_stats(x), "fp8.with_stats received .* instead of a function"),
     ],
 )

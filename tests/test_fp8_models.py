@@ -56,12 +56,12 @@ def parameters():
 
 
 def linen_loss(policy_map):
-    model = jaxmp.linen.apply_policy(SMALL, policy_map)
+    model = jaxmp.load_recipe(policy_map).wrap(SMALL)
     return lambda params: model.apply({"params": params}, TOKENS).sum(), parameters()
 
 
 def nnx_loss(policy_map):
-    model = jaxmp.nnx.apply_policy(in_nnx(SMALL, parameters()), policy_map)
+    model = jaxmp.load_recipe(policy_map).wrap(in_nnx(SMALL, parameters()))
     graph, state = nnx.split(model)
     return lambda state: nnx.merge(graph, state)(TOKENS).sum(), state
 
@@ -96,10 +96,10 @@ def test_explain_lists_every_layer_and_its_reason(loss_of):
     loss, params = loss_of(policies(None, Rule("block_1/**", "matmul=default")))
     names = [f"attention/{name}" for name in ("query", "key", "value", "out")]
     names = [f"block_0/{name}" for name in [*names, "mlp_up", "mlp_down"]]
-    rows = fp8.explain(loss, params).rows
+    rows = jaxmp.explain(loss)(params).fp8.rows
     assert {row.path: row.exclusion_reason for row in rows} == dict.fromkeys(names, "")
     assert {(row.k, row.n) for row in rows} == {(32, 32), (32, 128), (128, 32)}
-    on_gpu = fp8.explain(loss, params, target="gpu").rows
+    on_gpu = jaxmp.explain(loss, target="gpu")(params).fp8.rows
     assert {row.path for row in on_gpu} == set(names)
     assert all("too narrow to gain" in row.exclusion_reason for row in on_gpu)
 
@@ -110,7 +110,7 @@ def test_explain_lists_every_layer_and_its_reason(loss_of):
     [(None, 0), (fp8.CurrentScaling(min_width=32), 12), (fp8.CurrentScaling(min_width=33), 0)],
 )
 @fast_cases("None-0-linen", "scaling1-12-nnx", "scaling2-0-linen")
-@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.errors.RecipeWarning")
 def test_narrow_layers_stay_in_16_bits_on_a_gpu(loss_of, scaling, count):
     loss, params = loss_of(policies(scaling))
     with _compat.context(target="gpu"):
@@ -176,11 +176,11 @@ def both_layers(policy_map):
     params = plain.init(jax.random.key(0), x)["params"]
     numbers = NnxLayers(nnx.Rngs(0))
     nnx.update(numbers, params)
-    linen = jaxmp.linen.apply_policy(plain, policy_map)
+    linen = jaxmp.load_recipe(policy_map).wrap(plain)
     return (
         x,
         lambda x: linen.apply({"params": params}, x),
-        jaxmp.nnx.apply_policy(numbers, policy_map),
+        jaxmp.load_recipe(policy_map).wrap(numbers),
     )
 
 
@@ -188,7 +188,7 @@ def both_layers(policy_map):
 @pytest.mark.parametrize("which", [1, 2], ids=["linen", "nnx"])
 def test_layers_of_each_kind(which):
     x, *models = both_layers(policies())
-    rows = fp8.explain(models[which - 1], x).rows
+    rows = jaxmp.explain(lambda x: models[which - 1](x))(x).fp8.rows
     assert [dataclasses.astuple(row) for row in rows] == [
         ("odd", 32, 30, "N = 30 is not a multiple of 16", ""),
         ("einsum", 64, 64, "", ""),
@@ -211,7 +211,7 @@ def test_layers_of_each_kind_compute_what_they_should():
 
 def test_einsum_keeps_its_parameters_and_messages():
     layer = nn.Einsum((32, 4, 16))
-    model = jaxmp.linen.apply_policy(layer, policies())
+    model = jaxmp.load_recipe(policies()).wrap(layer)
     x, equation = jnp.ones((2, 16, 32)), "btd,dnh->btnh"
     plain, wrapped = (m.init(jax.random.key(0), x, equation) for m in (layer, model))
     jax.tree.map(np.testing.assert_array_equal, plain, wrapped)
@@ -220,12 +220,12 @@ def test_einsum_keeps_its_parameters_and_messages():
         model.apply(plain, x, "btd->dbt")
 
 
-@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.errors.RecipeWarning")
 def test_an_einsum_that_is_no_product_stays_in_16_bits():
-    model = jaxmp.linen.apply_policy(nn.Einsum((32, 16), "bd,df->f", use_bias=False), policies())
+    model = jaxmp.load_recipe(policies()).wrap(nn.Einsum((32, 16), "bd,df->f", use_bias=False))
     x = jnp.ones((16, 32))
     variables = model.init(jax.random.key(0), x)
-    (row,) = fp8.explain(model.apply, variables, x).rows
+    (row,) = jaxmp.explain(model.apply)(variables, x).fp8.rows
     assert "summed over" in row.exclusion_reason
     assert in_fp8(products(model.apply, variables, x)) == []
 
@@ -256,7 +256,7 @@ class Scanned(nn.Module):
 
 
 def test_scan_and_remat():
-    model = jaxmp.linen.apply_policy(Scanned(), policies())
+    model = jaxmp.load_recipe(policies()).wrap(Scanned())
     x = jax.random.normal(jax.random.key(1), (16, 32))
     variables = model.init(jax.random.key(0), x)
     loss = lambda v: jnp.sum(model.apply(v, x) ** 2)
@@ -287,23 +287,23 @@ def test_no_trace_of_another_scaling_is_used():
         "bf16",
         policies(fp8.CurrentScaling(power_of_two=False)),
     ]
-    outputs = [jaxmp.linen.apply_policy(Jitted(), m).apply(variables, x) for m in maps]
+    outputs = [jaxmp.load_recipe(m).wrap(Jitted()).apply(variables, x) for m in maps]
     same = lambda a, b: bool(jnp.array_equal(outputs[a], outputs[b]))
     assert same(0, 3)
     assert not any(same(a, b) for a, b in [(0, 1), (1, 2), (0, 2), (1, 4)])
 
 
 def test_wrapped_models_stay_equal_and_can_be_copied():
-    model = jaxmp.linen.apply_policy(SMALL, policies())
-    assert model == jaxmp.linen.apply_policy(SMALL, policies())
-    assert model != jaxmp.linen.apply_policy(SMALL, policies(fp8.RowwiseScaling()))
-    flax_nnx = jaxmp.nnx.apply_policy(in_nnx(SMALL, parameters()), policies())
+    model = jaxmp.load_recipe(policies()).wrap(SMALL)
+    assert model == jaxmp.load_recipe(policies()).wrap(SMALL)
+    assert model != jaxmp.load_recipe(policies(fp8.RowwiseScaling())).wrap(SMALL)
+    flax_nnx = jaxmp.load_recipe(policies()).wrap(in_nnx(SMALL, parameters()))
     twin = copy.deepcopy(flax_nnx)
     assert in_fp8(products(twin, TOKENS)) == in_fp8(products(flax_nnx, TOKENS)) != []
-    layer = jaxmp.nnx.apply_policy(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), policies())
+    layer = jaxmp.load_recipe(policies()).wrap(nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
     x = jnp.ones((16, 32))
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
-    plain = jaxmp.nnx.apply_policy(flax_nnx, "bf16")
+    plain = jaxmp.load_recipe("bf16").wrap(flax_nnx)
     assert in_fp8(products(plain, TOKENS)) == []
     assert plain.block_0.mlp_up.dot_general is lax.dot_general
 
@@ -400,12 +400,12 @@ def test_a_card_without_fp8_is_refused(monkeypatch, emulate):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda **_: [OldCard()])
     if emulate:
-        assert len(fp8.explain(loss, params).rows) == 12
+        assert len(jaxmp.explain(loss)(params).fp8.rows) == 12
     else:
         with pytest.raises(CompositionError, match=r"(?s)A100.*8\.0.*emulate = true"):
-            fp8.explain(loss, params)
+            jaxmp.explain(loss)(params)
     monkeypatch.setattr(jax, "local_devices", lambda **_: [NewCard()])
-    assert len(fp8.explain(loss, params).rows) == 12
+    assert len(jaxmp.explain(loss)(params).fp8.rows) == 12
 
 
 # ---------------------------------------------------------------------------
@@ -418,7 +418,7 @@ STATE = "_overwrite_with_gradient"
 
 def delayed(model, *args):
     """Returns the model under delayed scaling, and its variables."""
-    model = jaxmp.linen.apply_policy(model, policies(DELAYED))
+    model = jaxmp.load_recipe(policies(DELAYED)).wrap(model)
     return model, model.init(jax.random.key(0), *args)
 
 
@@ -444,7 +444,7 @@ def test_a_model_without_its_state_is_refused():
 @EXPENSIVE
 def test_the_state_of_scanned_layers():
     x = jax.random.normal(jax.random.key(1), (16, 32))
-    model = jaxmp.linen.apply_policy(Scanned(), policies(DELAYED))
+    model = jaxmp.load_recipe(policies(DELAYED)).wrap(Scanned())
     with pytest.raises(CompositionError, match=r"variable_axes=.'params': 0, '_overwrite"):
         model.init(jax.random.key(0), x)
     model, variables = delayed(Scanned(axes=("params", STATE)), x)
@@ -471,7 +471,7 @@ class Twice(nn.Module):
 @EXPENSIVE
 def test_the_state_of_a_layer_that_is_called_twice_and_of_one_that_is_not():
     x = jnp.linspace(-1.0, 1.0, 8 * 32).reshape(8, 32)
-    model = jaxmp.linen.apply_policy(Twice(), policies(DELAYED))
+    model = jaxmp.load_recipe(policies(DELAYED)).wrap(Twice())
     variables = model.init(jax.random.key(0), x, True)
     stats = variables["batch_stats"]
     trained = {name: variables[name] for name in ("params", STATE)}
@@ -552,7 +552,7 @@ def compiled_gradients(framework, recipe, target):
             nnx.eval_shape(lambda: recipe.wrap(NnxGPT(STEP, rngs=nnx.Rngs(0))))
         )
         loss = lambda params, tokens: jnp.sum(nnx.merge(graph, params)(tokens) ** 2)
-    return audit(jax.value_and_grad(loss), params, tokens, policies=recipe, target=target)
+    return audit(jax.value_and_grad(loss), params, tokens, recipe=recipe, target=target)
 
 
 @needs_compiler
@@ -603,7 +603,7 @@ def test_an_a100_that_may_emulate_multiplies_in_16_bits_and_the_audit_says_so():
 
 @needs_compiler
 @EXPENSIVE
-@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.errors.RecipeWarning")
 def test_layers_that_stay_in_16_bits_are_named_with_the_reason():
     report = compiled_gradients("linen", load_recipe("fp8"), "h200")
     found = {finding.module: finding for finding in report.findings if finding.check == "not_fp8"}
@@ -621,10 +621,10 @@ def test_odd_sizes_and_products_by_hand_are_named_on_a_cpu():
             w = self.param("w", nn.initializers.ones, (32, 32)).astype(x.dtype)
             return nn.Dense(10, name="odd")(nn.Dense(32, name="even")(x) @ w)
 
-    model = jaxmp.linen.apply_policy(Odd(), policies())
+    model = jaxmp.load_recipe(policies()).wrap(Odd())
     x = jnp.ones((16, 32))
     params = model.init(jax.random.key(0), x)
-    report = audit(model.apply, params, x, policies=policies())
+    report = audit(model.apply, params, x, recipe=policies())
     found = {finding.module: finding for finding in report.findings if finding.check == "not_fp8"}
     assert set(found) == {"odd", ""}
     assert "N = 10 is not a multiple of 16" in found["odd"].message

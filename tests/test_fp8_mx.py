@@ -228,16 +228,17 @@ def test_layers_einsum_and_autocast_take_it():
     policies = PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", fp8=UP)
     x, w = normal(0, 32, 64), normal(1, 64, 4, 32)
     einsum = lambda x, w: jnp.einsum("td,dnh->tnh", x, w)
-    rows = fp8.explain(autocast(einsum, policies), x, w).rows
+    rows = jaxmp.explain(autocast(einsum, policies))(x, w).fp8.rows
     assert [(row.k, row.n, row.exclusion_reason) for row in rows] == [(64, 128, "")]
     ours = jax.jit(autocast(einsum, policies))(x, w)
     half = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
     theirs = jax.jit(lambda x, w: fp8.einsum("mx")("td,dnh->tnh", x, w))(*half)
     # Half a unit of BF16, because XLA may return FP32 sums without rounding.
     np.testing.assert_allclose(ours, theirs.astype(jnp.float32), rtol=2.0**-8)
-    assert fp8.explain_exclusion(48, 64, "mx") == "K = 48 is not a multiple of 32"
-    assert fp8.explain_exclusion(48, 64, "current") == ""
-    assert "too narrow" in fp8.explain_exclusion(1024, 4096, "mx", target="gpu")
+    exclusion = fp8._eligible.explain_exclusion
+    assert exclusion(48, 64, fp8.MXScaling(), "cpu") == "K = 48 is not a multiple of 32"
+    assert exclusion(48, 64, fp8.CurrentScaling(), "cpu") == ""
+    assert "too narrow" in exclusion(1024, 4096, fp8.MXScaling(), "gpu")
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -257,7 +258,7 @@ def test_what_is_kept_for_the_backward_pass_is_a_byte_a_number(native):
 
 @EXPENSIVE
 def test_remat_scan_and_vmap():
-    policy = jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)
+    policy = jax.checkpoint_policies.save_only_these_names(fp8._checkpoint.CHECKPOINT_NAME)
     layer = lambda x, w: jnp.tanh(fp8.dot_general("mx")(x, w, LINEAR))
     x, ws = normal(0, 2, 32, 32), normal(1, 3, 32, 32) / 6
 

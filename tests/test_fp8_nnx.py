@@ -17,8 +17,9 @@ from jax.sharding import AxisType, PartitionSpec
 import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import PolicyMap, fp8, load_recipe
+from jaxmp._flax._nnx_model import apply_policy
 from jaxmp.errors import CompositionError
-from jaxmp.nnx import Optimizer, OverwriteWithGradient, apply_policy, value_and_grad
+from jaxmp.nnx import Optimizer, OverwriteWithGradient, value_and_grad
 from relaxed import relaxed
 
 DELAYED = fp8.DelayedScaling(amax_history_len=3)
@@ -117,7 +118,7 @@ def test_every_layer_in_fp8_has_a_state_and_the_original_has_none():
 
 def test_it_has_the_names_that_linen_gives_it():
     """The states of one framework can therefore be loaded into the other."""
-    linen = jaxmp.linen.apply_policy(LinenLayers(), POLICIES)
+    linen = jaxmp.load_recipe(POLICIES).wrap(LinenLayers())
     made = jax.eval_shape(linen.init, jax.random.key(0), jnp.ones((2, 16, 32)))[STATE]
     own = nnx.to_pure_dict(nnx.state(apply_policy(layers(), POLICIES), OverwriteWithGradient))
     assert jax.tree.structure(own) == jax.tree.structure(made)
@@ -150,7 +151,7 @@ def test_copies_and_shapes_alone():
 def test_a_state_that_is_gone():
     model = linear()
     del model.fp8_age
-    with pytest.raises(CompositionError, match=r"finds no state for ''.*apply_policy"):
+    with pytest.raises(CompositionError, match=r"finds no state for ''.*recipe.wrap"):
         model(jnp.ones((8, 32)))
 
 
@@ -201,7 +202,7 @@ def test_an_optimizer_carries_it():
 def test_both_frameworks_train_alike():
     """Three steps with the same values give the same loss, and the same state up to rounding."""
     x = jax.random.normal(jax.random.key(1), (16, 32))
-    linen = jaxmp.linen.apply_policy(nn.Dense(16), POLICIES)
+    linen = jaxmp.load_recipe(POLICIES).wrap(nn.Dense(16))
     variables = linen.init(jax.random.key(0), x)
     model = apply_policy(nnx.Linear(32, 16, rngs=rngs()), POLICIES)
     nnx.update(model, variables["params"])
@@ -491,7 +492,7 @@ def test_models_under_vmap_have_a_state_each():
 
 
 def test_a_linen_model_in_nnx():
-    linen = jaxmp.linen.apply_policy(nn.Dense(16), POLICIES)
+    linen = jaxmp.load_recipe(POLICIES).wrap(nn.Dense(16))
     x = of_size(4, 8, 32)
     model = nnx.bridge.ToNNX(linen, rngs=rngs()).lazy_init(x)
     run_once(model, x)

@@ -86,7 +86,7 @@ def check_step(monkeypatch, make_step, *args):
 @fast_cases("current", "delayed")
 def test_kernels_are_quantized_once_per_step(monkeypatch, scaling, form):
     monkeypatch.setattr(_layer, "INTERPRET", True)
-    model = jaxmp.linen.apply_policy(TwoResiduals(form, WIDTH), policy(scaling))
+    model = jaxmp.load_recipe(policy(scaling)).wrap(TwoResiduals(form, WIDTH))
     x = normal(0, 256, WIDTH)
     variables = model.init(jax.random.key(1), x[:64])
 
@@ -111,7 +111,7 @@ def state_of(variables):
 
 def test_kernels_of_nnx_are_quantized_once(monkeypatch):
     model = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
-    model = jaxmp.nnx.apply_policy(model, policy(fp8.CurrentScaling()))
+    model = jaxmp.load_recipe(policy(fp8.CurrentScaling())).wrap(model)
     graph, state = nnx.split(model)
 
     def make_step():

@@ -293,7 +293,7 @@ def test_programs_for_eight_gpus_multiply_in_fp8_and_sum_in_fp32(name):
     with jax.set_mesh(mesh):
         state = jax.tree.map(split, jax.eval_shape(init))
         step = lambda state, x: state.value_and_grad(loss_fn)(x)
-        report = jaxmp.audit(step, state, on(x, "data"), policies=recipe, target="h200")
+        report = jaxmp.audit(step, state, on(x, "data"), recipe=recipe, target="h200")
     gemms = {(row.phase, row.kernel) for row in report.gemms}
     assert gemms == {("forward", "cublas fp8"), ("backward", "cublas fp8")}
     sums = {

@@ -2,13 +2,11 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.linen import fp8_ops
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -17,7 +15,7 @@ from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import equations, sub_jaxprs
-from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.errors import CompositionError
 from jaxmp.fp8._operands import partial_maxima
 from relaxed import relaxed
 
@@ -99,7 +97,7 @@ def counted_step(recipe, layers):
         state_of = {str(n): fp8.init_state(recipe) for n in range(layers)}
     params = {str(n): of_size(0.5, 16, 16) for n in range(layers)}
     variables = {"params": params, "_overwrite_with_gradient": state_of}
-    tx = jaxmp.optim.mixed_precision(optax.sgd(0.1), policies="bf16")
+    tx = jaxmp.optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe="bf16")
     state = jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx)
 
     def loss(variables, x):
@@ -269,7 +267,7 @@ def test_shared_layers(uses):
     @jax.jit
     def grad(state):
         gradient = jax.grad(lambda s: uses(product, s, w, xs), allow_int=True)
-        return fp8.to_float32(gradient(fp8.to_fm32(state)))
+        return fp8.to_float32(gradient(fp8._state.to_fm32(state)))
 
     new = grad(old)
     assert new["input_amax_history"].tolist() == [7, 1, 5]
@@ -286,8 +284,8 @@ def test_shared_layers_whose_gradients_are_added_up(uses):
     for step_number in range(1, 6):
         state = grad(state)
         assert state["uses"] == 3 and state["age"] == 3
-        history = fp8.to_flax(state)["input_amax_history"].tolist()
-        assert history == [12.0 * (n < step_number) for n in (0, 2, 1)]
+        history = fp8._state.settled(state)["input_amax_history"].tolist()
+        assert history == [12.0 * (n < step_number) for n in range(3)]
 
 
 def differentiated(state, fn):
@@ -438,8 +436,8 @@ def test_a_train_state_carries_it():
                 "params": {"w": of_size(1, 16, 8)},
                 "_overwrite_with_gradient": {"layer": fp8.init_state(RECIPE)},
             },
-            tx=jaxmp.optim.mixed_precision(
-                inner, policies="fp16", loss_scale=jaxmp.DynamicLossScale(init_scale=16.0)
+            tx=jaxmp.optim._mixed_precision.mixed_precision(
+                inner, recipe="fp16", loss_scale=jaxmp.DynamicLossScale(init_scale=16.0)
             ),
         )
 
@@ -463,58 +461,3 @@ def test_a_train_state_carries_it():
     jax.tree.map(np.testing.assert_array_equal, layer(skipped), layer(after))
     assert layer(again)["input_amax_history"].tolist() == [2, 4, 0]
     assert float(again.loss_scale.scale_value) < float(after.loss_scale.scale_value)
-
-
-# ---------------------------------------------------------------------------
-# Flax's collections
-# ---------------------------------------------------------------------------
-
-
-@EXPENSIVE
-def test_flax_collections_convert_both_ways():
-    """Runs three steps of the Flax op, and a fourth step in each library."""
-    layer = nn.Dense(
-        8,
-        use_bias=False,
-        dot_general_cls=functools.partial(fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=4),
-    )
-    x = of_size(1, 8, 16)
-    variables = layer.init(jax.random.key(0), x)
-    inner = lambda v: v["_overwrite_with_gradient"]["Fp8DirectDotGeneralOp_0"]
-
-    @jax.jit
-    def flax_step(variables, x):
-        y, backward = jax.vjp(layer.apply, variables, x)
-        return y, inner(backward(y)[0])
-
-    def with_inner(state):
-        return {**variables, "_overwrite_with_gradient": {"Fp8DirectDotGeneralOp_0": state}}
-
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for size in (4.0, 1.0, 2.0):
-            _, collection = flax_step(variables, x * size)
-            variables = with_inner(collection)
-        state = fp8.from_flax(collection)
-        assert state["input_amax_history"].tolist() == [2, 1, 4, 0]
-        for name, leaf in fp8.to_flax(state).items():
-            if name.endswith("history"):
-                np.testing.assert_array_equal(leaf, collection[name])
-        y, collection = flax_step(variables, x * 3)
-    recipe = fp8.DelayedScaling(amax_history_len=4, power_of_two=False)
-    kernel = variables["params"]["kernel"]
-    after, ours = step(recipe, state, x * 3, kernel, y)
-    # The same scales; Flax divides by them, and rounds the quotients a little differently.
-    np.testing.assert_allclose(ours, y, rtol=1e-2, atol=1e-2)
-    for name, leaf in fp8.to_flax(after).items():
-        np.testing.assert_allclose(leaf, collection[name], rtol=1e-6)
-
-
-@pytest.mark.parametrize("given", [{}, {"input_scale": 1}, None, fp8.init_state()])
-def test_what_is_no_flax_collection(given):
-    with pytest.raises(JaxmpError, match="inner dict of one layer"):
-        fp8.from_flax(given)
-
-
-def test_histories_of_another_length():
-    with pytest.raises(JaxmpError, match=r"it must have shape \(5,\)"):
-        fp8.from_flax(fp8.to_flax(fp8.init_state()), fp8.DelayedScaling(amax_history_len=5))

@@ -32,8 +32,8 @@ def loss(w, x, recipe="current"):
 def fractions(x, dtype="e4m3fn"):
     """Returns the fractions for a tensor with its current scale."""
     x = jnp.asarray(x)
-    scale = fp8.compute_scale(jnp.abs(x).max(), dtype, power_of_two=True)
-    return fp8.quantization_stats(x, scale, dtype)
+    scale = fp8._quantize.compute_scale(jnp.abs(x).max(), dtype, power_of_two=True)
+    return fp8._quantize.stats_of(x, x.astype(jnp.float32) * scale, jnp.dtype(f"float8_{dtype}"))
 
 
 def same(got, want):
@@ -129,7 +129,7 @@ def test_of_a_model_as_of_autocast():
     model, tokens = GPT(layers=1, width=32, heads=2, max_length=16), jnp.arange(32).reshape(2, 16)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
     policies = PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", [jaxmp.Rule("lm_head", "matmul=default")])
-    by_modules = jaxmp.linen.apply_policy(model, policies).apply
+    by_modules = jaxmp.load_recipe(policies).wrap(model).apply
     by_trace = jaxmp.autocast(model.apply, policies)
     found = []
     for apply in (by_modules, by_trace):

@@ -262,7 +262,7 @@ def test_the_default_run_learns_python(framework):
 
 
 def test_the_audit_of_124_million_parameters_fits_a_screen():
-    report = jaxmp.audit(*gpt.make_step("bf16"), policies="bf16")
+    report = jaxmp.audit(*gpt.make_step("bf16"), recipe="bf16")
     assert report.ok
     lines = report.to_text().splitlines()
     assert len(lines) <= 50 and max(map(len, lines)) <= 80
@@ -273,7 +273,7 @@ def test_the_audit_of_124_million_parameters_fits_a_screen():
 def test_the_audit_of_the_nnx_step_has_no_fault(recipe):
     # A length at which attention runs block by block.
     model = gpt.GPT(layers=2, width=64, heads=2, vocabulary=1000, max_length=1024)
-    report = jaxmp.audit(*gpt.make_nnx_step(recipe, model), policies=recipe)
+    report = jaxmp.audit(*gpt.make_nnx_step(recipe, model), recipe=recipe)
     assert not report.errors
 
 
@@ -302,7 +302,7 @@ def test_both_frameworks_compile_to_the_same_kernels():
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp32", "bf16_params", "fp16", "fp8"])
-@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings("ignore:The policies of:jaxmp.errors.RecipeWarning")
 def test_both_frameworks_compile_to_the_same_kernels_under_each_recipe(recipe):
     linen, in_nnx = (counts(recipe, framework) for framework in FRAMEWORKS)
     # The same buffers may be placed with other gaps between them.

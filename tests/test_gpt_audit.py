@@ -78,7 +78,7 @@ def audit_step(lines, monkeypatch):
     with monkeypatch.context() as patched, jax.numpy_dtype_promotion("standard"):
         patched.setattr(gpt, "causal_attention", names["causal_attention"])
         shapes = jax.eval_shape(names["init"])
-        return jaxmp.audit(names["train_step"], *shapes, TOKENS, policies="bf16")
+        return jaxmp.audit(names["train_step"], *shapes, TOKENS, recipe="bf16")
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ import gpt
 import gpu_record
 import llama
 import longest_sequence
-import optimizer_time
 import peer_steps
 import run_gpu
 import tables
@@ -190,12 +189,6 @@ def test_each_round_begins_with_another_program(monkeypatch):
     assert "".join(order) == "abcbcacababc"
 
 
-def test_maxtext_runs_only_workloads_with_the_shape_of_llama(monkeypatch):
-    monkeypatch.setattr(peer_steps, "PACKAGES", {})
-    assert peer_steps.refusal("maxtext", TOY["w1"]) == "only for workloads with the shape of Llama"
-    assert peer_steps.refusal("maxtext", TOY["w5"]) is None
-
-
 # ---------------------------------------------------------------------------
 # Rounds
 # ---------------------------------------------------------------------------
@@ -257,13 +250,6 @@ def test_devices_and_versions_are_not_pooled(tmp_path, other):
         gpu_record.earlier_report(file, environment())
 
 
-def test_versions_of_another_library_are_not_pooled(tmp_path):
-    rounds = rounds_in(tmp_path / "step.json")
-    for seconds, version in ((1.0, "qwix 0.1"), (5.0, "qwix 0.2")):
-        rounds.add("qwix-fp8", {"seconds": seconds, "losses": [1.0], "package": version})
-    assert rounds.summary("hand")["qwix-fp8"]["milliseconds"] == 5000
-
-
 # ---------------------------------------------------------------------------
 # Device, clocks, versions
 # ---------------------------------------------------------------------------
@@ -294,63 +280,6 @@ def test_each_result_has_clocks_power_and_temperature(nvidia_smi, tmp_path):
     rounds = rounds_in(None)
     rounds.add("hand", {"seconds": 1.0, "losses": [1.0]})
     assert rounds.rows["hand"][0]["gpu"] == state
-
-
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        ("", "FileNotFoundError"),
-        ("echo 'Unable to determine the device handle'; exit 15", "Unable to determine"),
-        ("echo 'no such field'", "ValueError"),
-    ],
-)
-def test_the_reason_is_recorded_if_the_state_is_unknown(nvidia_smi, script, reason):
-    assert reason in nvidia_smi(script)["unknown"]
-    assert reason in gpu_record.gpu_state()["unknown"]
-
-
-def test_the_environment_names_device_versions_and_source(monkeypatch):
-    monkeypatch.delenv(gpu_record.DEVICE, raising=False)
-    own = gpu_record.environment("NVIDIA H200")
-    assert own["versions"]["jax"] == jax.__version__
-    assert set(own["versions"]) == {"python", "jax", "jaxlib", "flax", "optax", "jaxmp", "source"}
-    assert gpu_record.key_of(own).startswith(f"nvidia-h200-jax-{jax.__version__}-")
-    monkeypatch.setenv(gpu_record.DEVICE, "another")
-    assert gpu_record.environment("NVIDIA H200")["device"] == "another"
-
-
-# ---------------------------------------------------------------------------
-# Optimizer
-# ---------------------------------------------------------------------------
-
-
-def test_the_optimizer_updates_the_parameters_of_a_model():
-    sizes = {"gpt2": 124_475_904, "llama-1.3b": 1_364_297_728, "llama-3.2-3b": 3_212_749_824}
-    for name, parameters in sizes.items():
-        leaves = jax.tree.leaves(optimizer_time.shapes_of(name))
-        assert sum(leaf.size for leaf in leaves) == parameters
-    scanned, unrolled = map(optimizer_time.shapes_of, ("gpt2", "gpt2 unrolled"))
-    assert len(jax.tree.leaves(scanned)) == 16
-    assert len(jax.tree.leaves(unrolled)) == 148  # 12 layers of 12, two tables, a norm
-    count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
-    assert count(unrolled) == count(scanned)
-
-
-def test_the_optimizer_is_timed_with_and_without_clipping():
-    made = optimizer_time.programs(all_settings=True)
-    for layout in optimizer_time.RECIPES:
-        for settings in ("", ", clipping", ", check", ", clipping, check"):
-            assert f"jaxmp, {layout}{settings}" in made
-    assert {"optax", "optax, clipping", "hand"} <= set(made)
-    # Equal updates: the layouts differ in storage.
-    shapes = {"w": {"kernel": jax.ShapeDtypeStruct((4, 4), jnp.float32)}}
-    grads, results = optimizer_time.draw(shapes, 1.0), {}
-    for name in ("hand", "jaxmp, fp32 parameters, clipping, check"):
-        (init, step), _ = made[name]
-        state = step(init(optimizer_time.draw(shapes, 0.02)), grads)
-        results[name] = state[0] if isinstance(state, tuple) else state.params
-    got, want = (jax.tree.leaves(result)[0] for result in results.values())
-    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 # ---------------------------------------------------------------------------
@@ -589,23 +518,6 @@ def test_the_search_for_the_longest_sequence(monkeypatch):
         assert row["longest"] == min(fits, longest_sequence.LIMIT)
         assert bool(row["next_failed"]) == (fits < longest_sequence.LIMIT)
         assert len(lengths) == len(set(lengths))
-
-
-def test_the_search_reports_another_error_than_too_little_memory(tmp_path, monkeypatch):
-    class Done:
-        returncode = 1
-        stderr = "Traceback\nImportError: no cuDNN"
-
-    monkeypatch.setattr(longest_sequence.subprocess, "run", lambda *_, **__: Done)
-    out = tmp_path / "longest.json"
-    monkeypatch.setattr(sys, "argv", ["longest_sequence.py", "--toy", "--out", str(out)])
-    assert longest_sequence.main() == 1
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 4 and all(row["repeat"] for row in rows)
-    Done.stderr = "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory\nend"
-    assert longest_sequence.main() == 0  # the rows that failed are measured again
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 4 and all("RESOURCE_EXHAUSTED" in row["next_failed"] for row in rows)
 
 
 @pytest.mark.slow

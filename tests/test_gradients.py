@@ -151,7 +151,7 @@ def test_complex_gradients_keep_their_imaginary_part():
 
 
 def test_a_half_loss_is_warned_about():
-    with pytest.warns(jaxmp.LossDtypeWarning, match="float16"):
+    with pytest.warns(jaxmp.errors.RecipeWarning, match="float16"):
         jaxmp.grad(lambda w: w * 2)(jnp.float16(1.0))
 
 
@@ -303,7 +303,7 @@ def test_an_inf_in_one_microbatch_reaches_the_gradient(getkey):
     grads = jaxmp.grad(loss_fn, loss_scale=2.0**8, microbatches=4)(
         params, (x.at[5, 0].set(jnp.inf), y)
     )
-    assert not bool(jaxmp.all_finite(grads))
+    assert not bool(jaxmp._core._trees.all_finite(grads))
 
 
 def test_batches_that_do_not_split_are_refused(getkey):
@@ -430,7 +430,7 @@ def test_argument_numbers_count_from_the_end_too():
 def test_an_empty_parameter_does_not_swallow_the_poison():
     fn = lambda p: jnp.where(jnp.array(False), p["w"].sum(), jnp.nan)
     grads = jaxmp.grad(fn)({"w": jnp.ones(3), "empty": jnp.zeros((0, 3))})
-    assert not bool(jaxmp.all_finite(grads))
+    assert not bool(jaxmp._core._trees.all_finite(grads))
 
 
 def test_interleaved_microbatches_take_every_kth_row(getkey):

@@ -62,7 +62,7 @@ class NNXNet(nnx.Module):
 
 
 def linen_dtypes(policies, *args, method="__call__", **kwargs):
-    model = jaxmp.linen.apply_policy(LinenNet(), policies)
+    model = jaxmp.load_recipe(policies).wrap(LinenNet())
     variables = nn.Dense(3).init(jax.random.key(0), X)
     variables = {"params": {"layer": variables["params"]}}
     _, state = model.apply(variables, *args, method=method, mutable=["dtypes"], **kwargs)
@@ -87,7 +87,9 @@ def test_kept_arguments_are_not_cast_however_they_are_passed(names):
 @pytest.mark.parametrize("policies", [MIXED + ",keep_inputs=t", "bf16", "fp16", "fp8"])
 @fast_cases("p=f32,c=bf16,o=f32,keep_inputs=t", "fp8")
 # The layers are too small for FP8.
-@pytest.mark.filterwarnings("ignore:.*none of its matmuls computes in FP8:jaxmp.RecipeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*none of its matmuls computes in FP8:jaxmp.errors.RecipeWarning"
+)
 def test_the_default_policy_keeps_inputs_of_every_module(policies):
     class Outer(nn.Module):
         @nn.compact
@@ -101,7 +103,7 @@ def test_the_default_policy_keeps_inputs_of_every_module(policies):
             nn.Dense(1)(x)
             return sinusoid(t)
 
-    model = jaxmp.linen.apply_policy(Outer(), policies)
+    model = jaxmp.load_recipe(policies).wrap(Outer())
     variables = model.init(jax.random.key(0), X, T)
     np.testing.assert_allclose(model.apply(variables, X, T), EXACT, atol=ROUNDING)
 
@@ -116,7 +118,7 @@ def test_kept_arguments_of_nnx_modules():
             return self.layer(x)
 
     dtypes = []
-    model = jaxmp.nnx.apply_policy(Net(nnx.Rngs(0)), PolicyMap(MIXED, [Rule("", keep_inputs=[1])]))
+    model = jaxmp.load_recipe(PolicyMap(MIXED, [Rule("", keep_inputs=[1])])).wrap(Net(nnx.Rngs(0)))
     model(X, T)
     model(X, t=T)
     nnx.jit(lambda model, x, t: model(x, t))(model, X, T)
@@ -186,9 +188,9 @@ def test_bad_values_are_refused(value, reason, tmp_path):
 def test_an_argument_that_no_module_has_is_refused(rule, words):
     pattern = ".*".join(map(escaped, words.split(".*")))
     with pytest.raises(RuleError, match=pattern):
-        jaxmp.nnx.apply_policy(NNXNet(nnx.Rngs(0)), PolicyMap(MIXED, [rule]))
+        jaxmp.load_recipe(PolicyMap(MIXED, [rule])).wrap(NNXNet(nnx.Rngs(0)))
     lenient = dataclasses.replace(rule, required=False)
-    jaxmp.nnx.apply_policy(NNXNet(nnx.Rngs(0)), PolicyMap(MIXED, [lenient]))
+    jaxmp.load_recipe(PolicyMap(MIXED, [lenient])).wrap(NNXNet(nnx.Rngs(0)))
 
 
 def escaped(text):
@@ -196,7 +198,7 @@ def escaped(text):
 
 
 def test_explain_shows_the_arguments_that_a_module_has():
-    rows = jaxmp.linen.explain(LinenNet(), "bf16", X, T).rows
+    rows = jaxmp.explain(LinenNet(), "bf16")(X, T).policies.rows
     assert {row.path: row.policy.keep_inputs for row in rows} == {"": ("t", "sigma"), "layer": ()}
 
 
@@ -273,7 +275,7 @@ class NNXModel(nnx.Module):
 
 
 def linen_function(model, policies=UNCAST):
-    model = jaxmp.linen.apply_policy(model, policies)
+    model = jaxmp.load_recipe(policies).wrap(model)
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = model.init(rngs, X, T)
     rngs = {"dropout": jax.random.key(2)}
@@ -281,7 +283,7 @@ def linen_function(model, policies=UNCAST):
 
 
 def nnx_function(model, policies=UNCAST):
-    model = jaxmp.nnx.apply_policy(model, policies)
+    model = jaxmp.load_recipe(policies).wrap(model)
     graph, state = nnx.split(model)
     return lambda c: nnx.merge(graph, state, copy=True)(X, c)
 
@@ -403,7 +405,7 @@ class Sines(nn.Module):
 
 
 def rounded(policies, call):
-    model = jaxmp.linen.apply_policy(Sines(), policies)
+    model = jaxmp.load_recipe(policies).wrap(Sines())
     variables = model.init(jax.random.key(0), X, T)
     found = call(model, variables).findings
     return [finding for finding in found if finding.check == "rounded_input"]

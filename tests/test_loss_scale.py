@@ -270,12 +270,6 @@ def test_none_is_the_null_object():
     assert unscaled["n"] is grads["n"]
 
 
-def test_static_never_changes():
-    loss_scale = StaticLossScale(128)
-    assert loss_scale.adjust(False) is loss_scale
-    assert loss_scale.adjust(True) is loss_scale
-
-
 def test_one_training_step_serves_all():
     """Runs the training loop of jmp's README in float16 with each loss scale."""
 
@@ -544,18 +538,6 @@ def test_eager_jit_scan_and_vmap_agree_bit_for_bit(make):
     assert bits(eager) == bits(jax.vmap(scan)(jnp.asarray(flags)))
 
 
-def test_vmap_over_scales_and_flags():
-    inits = jnp.array([2.0, 8.0, 32.0])
-    batched = jax.vmap(lambda s: DynamicLossScale(s, growth_interval=1, min_scale=1))(inits)
-    flags = jnp.array([True, False, True])
-    got = jax.vmap(lambda s, f: s.adjust(f))(batched, flags)
-    np.testing.assert_array_equal(got.scale_value, [4.0, 4.0, 64.0])
-    got = jax.vmap(lambda s: s.adjust(False))(batched)
-    np.testing.assert_array_equal(got.scale_value, [1.0, 4.0, 16.0])
-    scaled = jax.vmap(lambda s, x: s.scale(x))(batched, jnp.ones((3, 2)))
-    np.testing.assert_array_equal(scaled, inits[:, None] * np.ones((1, 2), np.float32))
-
-
 @pytest.mark.usefixtures("check_leaks")
 def test_no_tracer_leaks():
     flags = jnp.ones((2, 3), bool)
@@ -756,11 +738,6 @@ def test_traced_scales_of_a_wrong_kind_are_refused():
     for bad in (jnp.array(True), jnp.ones(2), jnp.complex64(1)):
         with pytest.raises(LossScaleError, match="init_scale must be"):
             jax.jit(DynamicLossScale)(bad)
-
-
-def test_a_constructor_under_jit_works():
-    loss_scale = jax.jit(lambda: DynamicLossScale(**CUSTOM))()
-    assert loss_scale == DynamicLossScale(**CUSTOM)
 
 
 # ---------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from flax import nnx
 
 import jaxmp
 from grids import EXPENSIVE, REST, fast_cases
-from jaxmp import AttentionError, audit, load_recipe
-from jaxmp._core._static_values import Known, walk
-from jaxmp._flax._attention import AttentionFunction, attention_function
+from jaxmp import audit, load_recipe
+from jaxmp._attention._layer import AttentionFunction, attention_under_policy
+from jaxmp._core._jaxprs import equations
+from jaxmp._core._static_values import Scope
+from jaxmp.errors import AttentionError
 
 BATCH, LENGTH, WIDTH = 2, 16, 32
 # Sequences of 16 and 11 tokens; 0 is padding.
@@ -97,8 +99,8 @@ def recipe(base="bf16", **settings):
 
 def names_in(fn, *args):
     """Returns the names of jaxmp's functions in a traced program."""
-    known, found = Known(), []
-    for equation, _ in walk(jax.make_jaxpr(fn)(*args), known):
+    found = []
+    for equation in equations(jax.make_jaxpr(fn)(*args)):
         name = str(equation.params.get("name", ""))
         if name.startswith("jaxmp_"):
             found.append((name, [v.aval.str_short() for v in equation.invars]))
@@ -194,10 +196,10 @@ def test_a_bias_stays_beside_a_declared_mask():
     query = jax.random.normal(jax.random.key(3), (1, LENGTH, 2, 8), jnp.bfloat16)
     bias = jax.random.normal(jax.random.key(4), (1, 2, LENGTH, LENGTH), jnp.bfloat16)
     mask = nn.make_causal_mask(TOKENS[:1])
-    declared = attention_function(
+    declared = attention_under_policy(
         nn.dot_product_attention,
         nn.dot_product_attention,
-        AttentionFunction,
+        AttentionFunction(),
         recipe(mask="causal").policies.default,
         "layer",
     )
@@ -397,8 +399,8 @@ def test_a_constant_mask_is_compared_while_tracing(model):
 
 def explanation(model, make, chosen, *args):
     if model is linen:
-        return jaxmp.linen.explain(Linen(make), chosen, *args)
-    return jaxmp.nnx.explain(Nnx(make), chosen, *args)
+        return jaxmp.explain(Linen(make), chosen)(*args).policies
+    return jaxmp.explain(Nnx(make), chosen)(*args).policies
 
 
 def test_explain_compares_masks(model):
@@ -495,10 +497,8 @@ def test_layers_with_other_masks_get_a_rule_each():
 
 
 def known_result(fn, *args):
-    known, closed = Known(), jax.make_jaxpr(fn)(*args)
-    for _ in walk(closed, known):
-        pass
-    return known.value(closed.jaxpr.outvars[0])
+    closed = jax.make_jaxpr(fn)(*args)
+    return Scope(closed).value(closed.jaxpr.outvars[0])
 
 
 @pytest.mark.parametrize(
@@ -536,11 +536,11 @@ def test_scans_know_what_is_the_same_in_each_step():
         body = lambda carry, row: ((carry[0], carry[1] + 1), carry[0] & row)
         return jax.lax.scan(body, (mask > 0, 0), jnp.ones((3, 1, 1, 1, LENGTH), bool))
 
-    closed, known, inside = jax.make_jaxpr(carried)(TOKENS), Known(), []
-    for equation, _ in walk(closed, known):
-        if equation.primitive.name == "and":
-            inside.append([known.value(var) is not None for var in equation.invars])
-    assert inside == [[True, True]]
+    program = Scope(jax.make_jaxpr(carried)(TOKENS))
+    (scan,) = [e for e in program.jaxpr.eqns if e.primitive.name == "scan"]
+    (loop,) = program.inside(scan)
+    (equation,) = [e for e in loop.jaxpr.eqns if e.primitive.name == "and"]
+    assert all(loop.value(var) is not None for var in equation.invars)
 
 
 # ---------------------------------------------------------------------------
@@ -586,7 +586,7 @@ def test_settings_are_read_and_written(tmp_path):
 def test_settings_that_a_file_may_not_have(tmp_path, text, message):
     path = tmp_path / "mine.toml"
     path.write_text(f'extends = "bf16"\n{text}\n')
-    with pytest.raises(jaxmp.RecipeError, match=message) as error:
+    with pytest.raises(jaxmp.errors.RecipeError, match=message) as error:
         load_recipe(str(path))
     fix = "\n".join(line[4:] for line in str(error.value).splitlines() if line[:4] == "    ")
     table = '[[rules]]\npath = "a"' if "rules" in text else "[attention]"
@@ -599,16 +599,12 @@ def test_settings_that_a_file_may_not_have(tmp_path, text, message):
     "settings", [{"window": 3}, {"mask": "casual"}, {"mask": "causal", "window": (1, 2, 3)}]
 )
 def test_settings_that_replace_refuses(settings):
-    with pytest.raises(jaxmp.RecipeError, match=r"replace\("):
+    with pytest.raises(jaxmp.errors.RecipeError, match=r"replace\("):
         recipe(**settings)
 
 
 def test_a_rule_with_a_window_needs_a_declared_mask():
-    with pytest.raises(jaxmp.RuleError, match="requires a declared mask"):
+    with pytest.raises(jaxmp.errors.RuleError, match="requires a declared mask"):
         jaxmp.PolicyMap("bf16", [jaxmp.Rule("a", window=3)])
     policies = jaxmp.PolicyMap(recipe(mask="causal"), [jaxmp.Rule("a", window=3)])
     assert policies.resolve("a").window == (3, 0)
-
-
-def test_attention_functions_are_public():
-    assert "attention_fn" in jaxmp.linen.__all__ and "attention_fn" in jaxmp.nnx.__all__

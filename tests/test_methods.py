@@ -55,13 +55,13 @@ class Critic(nnx.Module):
 def linen_loss(policies):
     model = LinenCritic()
     variables = model.init(jax.random.key(1), X)
-    wrapped = model if policies is None else jaxmp.linen.apply_policy(model, policies)
+    wrapped = model if policies is None else jaxmp.load_recipe(policies).wrap(model)
     return lambda x, y: wrapped.apply(variables, x, y, method="loss")
 
 
 def nnx_loss(policies):
     model = Critic(nnx.Rngs(1))
-    return model.loss if policies is None else jaxmp.nnx.apply_policy(model, policies).loss
+    return model.loss if policies is None else jaxmp.load_recipe(policies).wrap(model).loss
 
 
 @pytest.mark.parametrize("make_loss", [linen_loss, nnx_loss])
@@ -119,13 +119,13 @@ class LinenAutoencoder(nn.Module):
 
 
 def nnx_autoencoder(policies):
-    model = jaxmp.nnx.apply_policy(Autoencoder(nnx.Rngs(0)), policies)
+    model = jaxmp.load_recipe(policies).wrap(Autoencoder(nnx.Rngs(0)))
     return lambda name, x: getattr(model, name)(x)
 
 
 def linen_autoencoder(policies):
     variables = LinenAutoencoder().init(jax.random.key(0), X)
-    model = jaxmp.linen.apply_policy(LinenAutoencoder(), policies)
+    model = jaxmp.load_recipe(policies).wrap(LinenAutoencoder())
     return lambda name, x: model.apply(variables, x, method=name)
 
 
@@ -180,12 +180,12 @@ class Generator(nnx.Module):
 
 
 def test_results_of_other_methods_are_widened_unless_the_caller_has_passed_such_arrays():
-    model = jaxmp.nnx.apply_policy(Generator(nnx.Rngs(0)), "bf16")
+    model = jaxmp.load_recipe("bf16").wrap(Generator(nnx.Rngs(0)))
     cache, weights = jnp.zeros((8,), BF16), jnp.full((3,), 1 / 3)
     x, cache, weights, outs = model.generate(X, cache, weights)
     assert (x.dtype, cache.dtype, weights.dtype, outs.dtype) == (F32, BF16, F32, F32)
     np.testing.assert_array_equal(weights, jnp.full((3,), 1 / 3) * 0.5)
-    low = jaxmp.nnx.apply_policy(Generator(nnx.Rngs(0)), "p=f32,c=bf16,o=bf16")
+    low = jaxmp.load_recipe("p=f32,c=bf16,o=bf16").wrap(Generator(nnx.Rngs(0)))
     low_weights = low.generate(X.astype(BF16), jnp.zeros((8,), BF16), jnp.full((3,), 1 / 3))[2]
     assert low_weights.dtype == F32
 
@@ -198,7 +198,7 @@ def test_attend_of_an_embedding_is_a_forward_pass():
         def logits(self, x):
             return self.lm_head.attend(x)
 
-    model = jaxmp.nnx.apply_policy(Tied(nnx.Rngs(0)), "bf16")
+    model = jaxmp.load_recipe("bf16").wrap(Tied(nnx.Rngs(0)))
     (product,) = products(trace(model.logits, X))
     assert dtypes(product) == ("bfloat16", "bfloat16", "float32")
     assert model.logits(X).dtype == F32
@@ -217,6 +217,9 @@ class Raw(nnx.Module):
     def penalty(self):
         return jnp.sum(self.kernel[...] ** 2)
 
+    def loss(self, x):
+        return jnp.mean(self(x) ** 2)
+
 
 class LinenRaw(nn.Module):
     @nn.compact
@@ -226,16 +229,22 @@ class LinenRaw(nn.Module):
 
 def test_own_parameters_are_cast_in_the_forward_pass_only():
     model = Raw(nnx.Rngs(0))
-    wrapped = jaxmp.nnx.apply_policy(model, "p=f32,c=bf16,o=f32,forward_methods=embed")
+    wrapped = jaxmp.load_recipe("p=f32,c=bf16,o=f32,forward_methods=embed").wrap(model)
     assert operands(wrapped.embed, X) == {"bfloat16"}
     np.testing.assert_array_equal(wrapped.penalty(), model.penalty())
+
+
+def test_the_call_of_a_module_by_its_own_loss_is_a_forward_pass():
+    wrapped = jaxmp.load_recipe("p=f32,c=f16,o=f32").wrap(Raw(nnx.Rngs(0)))
+    assert operands(wrapped.loss, X) == {"float16"}
+    assert wrapped.loss(X).dtype == F32
 
 
 DECLARED = r"Rule\('', forward_methods=\['embed'\]\)"
 
 
 def test_a_method_that_multiplies_by_its_own_parameters_is_reported():
-    wrapped = jaxmp.nnx.apply_policy(Raw(nnx.Rngs(0)), "p=f32,c=bf16,o=f32")
+    wrapped = jaxmp.load_recipe("p=f32,c=bf16,o=f32").wrap(Raw(nnx.Rngs(0)))
     with pytest.warns(RecipeWarning, match=DECLARED):
         wrapped.embed(X)
 
@@ -244,7 +253,7 @@ def test_a_linen_method_that_multiplies_by_its_own_parameters_is_reported():
     variables = LinenRaw().init(jax.random.key(0), X, method="embed")
 
     def embed(policies):
-        model = jaxmp.linen.apply_policy(LinenRaw(), policies)
+        model = jaxmp.load_recipe(policies).wrap(LinenRaw())
         return lambda x: model.apply(variables, x, method="embed")
 
     policies = "p=f32,c=bf16,o=f32"
@@ -333,7 +342,7 @@ def test_other_values_are_refused(value):
 def test_a_required_rule_names_an_existing_method():
     rule = Rule("", forward_methods=["encoder"])
     with pytest.raises(RuleError, match=r"'encoder'.* nearest methods: encode") as error:
-        jaxmp.nnx.apply_policy(Autoencoder(nnx.Rngs(0)), PolicyMap("bf16", [rule]))
+        jaxmp.load_recipe(PolicyMap("bf16", [rule])).wrap(Autoencoder(nnx.Rngs(0)))
     assert "required=False" in str(error.value)
     optional = dataclasses.replace(rule, required=False)
-    jaxmp.nnx.apply_policy(Autoencoder(nnx.Rngs(0)), PolicyMap("bf16", [optional]))
+    jaxmp.load_recipe(PolicyMap("bf16", [optional])).wrap(Autoencoder(nnx.Rngs(0)))

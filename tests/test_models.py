@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxmp.linen
+import jaxmp
 import jaxmp.nnx
 from grids import EXPENSIVE, REST, fast_cases
 from models import BUILDS, MIXED, SECOND, TWINS, LinenBuild, NNXBuild, tokens
@@ -300,7 +300,7 @@ def test_linen_takes_no_more_operations_than_by_hand():
         attention_fn=functools.partial(nn.dot_product_attention, force_fp32_for_softmax=True),
     )
     variables = jax.eval_shape(plain.init, jax.random.key(0), tokens(2, 6))
-    wrapped = jaxmp.linen.apply_policy(plain, MIXED)
+    wrapped = jaxmp.load_recipe(MIXED).wrap(plain)
     with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm subtracts FP32 from bf16
         ours, theirs = (
             operations(lambda v, model=model: model.apply(v, tokens(2, 6)), variables)
@@ -319,12 +319,12 @@ def test_nnx_takes_no_more_operations_than_by_hand():
     build = BY_NAME["transformer-nnx"]
     by_hand = nnx.clone(build.model())
     by_hand.set_attributes(dtype=jnp.bfloat16)
-    by_hand.set_attributes(attention_fn=jaxmp.nnx.attention_fn())
+    by_hand.set_attributes(attention_fn=jaxmp.attention_fn())
 
     def count(model):
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         return operations(lambda p: nnx.merge(graphdef, p, rest)(tokens(2, 6)), params)
 
-    wrapped = jaxmp.nnx.apply_policy(build.model(), MIXED)
+    wrapped = jaxmp.load_recipe(MIXED).wrap(build.model())
     with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm subtracts FP32 from bf16
         assert count(wrapped) <= 1.02 * count(by_hand)

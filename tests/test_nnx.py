@@ -124,9 +124,9 @@ def test_aux_and_batch_statistics_come_out():
 
 def test_a_breaking_nesting_is_refused():
     tx = recipe_for("bf16_params").optimizer(optax.sgd(0.1))
-    with pytest.raises(jaxmp.CompositionError, match="MultiSteps"):
+    with pytest.raises(jaxmp.errors.CompositionError, match="MultiSteps"):
         jaxmp.nnx.Optimizer(Net(nnx.Rngs(0)), optax.MultiSteps(tx, 2))
-    with pytest.raises(jaxmp.CompositionError, match=r"optax.chain\(inner"):
+    with pytest.raises(jaxmp.errors.CompositionError, match=r"optax.chain\(inner"):
         jaxmp.nnx.Optimizer(Net(nnx.Rngs(0)), optax.chain(tx, optax.scale(0.5)))
 
 

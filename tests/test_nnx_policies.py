@@ -16,11 +16,12 @@ from flax import nnx
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
+from jaxmp._flax._nnx_model import apply_policy, module_paths
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError, PolicyError, RuleError
-from jaxmp.nnx import apply_policy, compile_step, explain, module_paths
+from jaxmp.nnx import compile_step
 from programs import dtypes, module_path, named, products, relative_error, trace
 
 MIXED = "p=f32,c=bf16,o=f32"
@@ -309,7 +310,7 @@ def test_a_parameter_that_a_compiled_call_creates_is_cast_and_stays():
 def test_a_bridge_is_initialized_inside_of_a_transformation():
     class Bridged(nnx.Module):
         def __init__(self):
-            linen = jaxmp.linen.apply_policy(nn.Dense(3), "fp32")
+            linen = jaxmp.load_recipe("fp32").wrap(nn.Dense(3))
             self.inner, self.rngs = nnx.bridge.ToNNX(linen, rngs=rngs()), rngs()
 
         def __call__(self, x):
@@ -400,7 +401,7 @@ class Listed(nnx.Module):
 def test_layers_added_to_a_python_list_are_reported_with_a_fix():
     model = apply_policy(Listed(rngs()), MIXED)
     model.layers.append(nnx.Linear(3, 3, rngs=rngs()))
-    with jax.numpy_dtype_promotion("standard"), pytest.warns(jaxmp.RecipeWarning) as warned:
+    with jax.numpy_dtype_promotion("standard"), pytest.warns(jaxmp.errors.RecipeWarning) as warned:
         model(floats(2, 3))
     assert "The Linear in 'layers' was added to a Python list" in str(warned[0].message)
     assert warned[0].filename == __file__
@@ -727,7 +728,8 @@ def test_explain_and_paths_name_what_rules_can_name():
     assert {path for path in paths if path.startswith("blocks/0:")} == {"blocks/0:w"}
     assert module_paths(apply_policy(model, MIXED)) == paths
     found = {
-        row.path: row.rule for row in explain(model, PolicyMap(MIXED, [Rule("head", "c=f32")])).rows
+        row.path: row.rule
+        for row in jaxmp.explain(model, PolicyMap(MIXED, [Rule("head", "c=f32")]))().policies.rows
     }
     assert found.pop("head") == 0 and set(found.values()) == {None}
 
@@ -839,7 +841,7 @@ def test_only_a_parameter_that_is_stored_otherwise_gets_a_variable_of_its_own():
     assert wrapped.blocks[0].w is model.blocks[0].w
     assert wrapped.head.kernel.dtype == jnp.float32
     np.testing.assert_array_equal(wrapped.head.kernel[...], model.head.kernel[...])
-    tx = jaxmp.optim.mixed_precision(optax.sgd(0.1), policies=policies)
+    tx = jaxmp.optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=policies)
     jaxmp.nnx.Optimizer(wrapped, tx)
     assert wrapped.head.kernel.dtype == jnp.bfloat16
     assert bits_of(nnx.state(model)) == before
@@ -941,7 +943,7 @@ def test_a_shared_parameter_in_two_storage_dtypes_is_refused_and_the_fix_works()
 )
 def test_a_required_rule_that_matches_nothing_names_the_nearest(rule, nearest):
     model = Net(rngs())
-    for run in (apply_policy, explain):
+    for run in (apply_policy, lambda *args: jaxmp.explain(*args)()):
         with pytest.raises(RuleError, match="matched nothing") as error:
             run(model, PolicyMap(MIXED, [rule]))
         assert nearest in str(error.value)
@@ -955,10 +957,10 @@ def test_a_required_rule_that_matches_nothing_names_the_nearest(rule, nearest):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Dense(3), r"Use jaxmp.linen.apply_policy\(model, policies\)"),
+        (nn.Dense(3), r"Use recipe.wrap\(model\)"),
         (nnx.Linear, r"the class Linear instead of a model. Pass an instance"),
-        (nn.Dense, r"Use jaxmp.linen.apply_policy\(model, policies\)"),
-        (lambda x: x, r"not a flax.nnx.Module. .* jaxmp.autocast\(fn, policies\)"),
+        (nn.Dense, r"Use recipe.wrap\(model\)"),
+        (lambda x: x, r"not a flax.nnx.Module. .* jaxmp.autocast\(fn, recipe\)"),
         (None, "not a flax.nnx.Module. Pass a"),
     ],
     ids=["linen", "class", "linen_class", "function", "none"],
@@ -966,20 +968,6 @@ def test_a_required_rule_that_matches_nothing_names_the_nearest(rule, nearest):
 def test_what_is_no_nnx_model_is_refused(model, message):
     with pytest.raises(CompositionError, match=message):
         apply_policy(model, MIXED)
-
-
-def test_each_function_names_itself_and_its_twin():
-    for run in (explain, lambda model, _: module_paths(model)):
-        with pytest.raises(
-            CompositionError, match=r"received .* Use jaxmp\.linen\.(\w+)\(m"
-        ) as error:
-            run(nn.Dense(3), MIXED)
-        function, _, rest = str(error.value).partition(" ")
-        assert f"jaxmp.linen.{function}(model, " in rest
-    with pytest.raises(
-        CompositionError, match=r"explain\(Linear\(\.\.\., rngs=nnx.Rngs\(0\)\), po"
-    ):
-        explain(nnx.Linear, MIXED)
 
 
 @pytest.mark.parametrize("policies", ["p=f8_e4m3fn,c=f32", "int8", "nonsense", None, 3])
@@ -993,9 +981,9 @@ def test_policies_that_no_module_can_follow_are_refused(policies):
 def test_a_linen_module_in_a_bridge_gets_its_policies_before_it():
     x = floats(2, 3)
     plain = nnx.bridge.ToNNX(nn.Dense(4), rngs=rngs()).lazy_init(x)
-    with pytest.raises(CompositionError, match=r"jaxmp.linen.apply_policy\(Dense"):
+    with pytest.raises(CompositionError, match=r"recipe.wrap\(Dense"):
         apply_policy(plain, MIXED)
-    bridged = nnx.bridge.ToNNX(jaxmp.linen.apply_policy(nn.Dense(4), MIXED), rngs=rngs())
+    bridged = nnx.bridge.ToNNX(jaxmp.load_recipe(MIXED).wrap(nn.Dense(4)), rngs=rngs())
     bridged.lazy_init(x)
     assert operands(program(apply_policy(bridged, MIXED), x)) == {BF16}
 
@@ -1034,13 +1022,11 @@ def test_an_nnx_module_in_a_linen_model_gets_its_policies_inside_the_bridge():
     x = floats(2, 3)
     plain = HoldsNNX(nnx.Linear)
     variables = plain.init(jax.random.key(0), x)
-    with pytest.raises(
-        CompositionError, match=r"ToLinen at 'inner'.*jaxmp.nnx.apply_policy\(Linear"
-    ) as error:
-        jaxmp.linen.apply_policy(plain, MIXED).apply(variables, x)
+    with pytest.raises(CompositionError, match=r"ToLinen at 'inner'.*recipe.wrap\(Linear") as error:
+        jaxmp.load_recipe(MIXED).wrap(plain).apply(variables, x)
     fix = str(error.value).partition("to_linen(")[2].removesuffix(", ...).")
-    make = eval(fix, {"jaxmp": jaxmp, "Linear": nnx.Linear, "policies": MIXED})
-    mended = jaxmp.linen.apply_policy(HoldsNNX(make), MIXED)
+    make = eval(fix, {"recipe": jaxmp.load_recipe(MIXED), "Linear": nnx.Linear})
+    mended = jaxmp.load_recipe(MIXED).wrap(HoldsNNX(make))
     traced = trace(mended.apply, variables, x)
     assert [dtypes(product) for product in products(traced)] == [("bfloat16",) * 3] * 2
 

@@ -63,7 +63,7 @@ def adversarial(step, shape):
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-3, momentum=0.9)])
 @fast_cases("inner0-policies0-fp32", "inner1-policies1-packed")
 def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form, inner):
-    tx = optim.mixed_precision(relaxed(inner), policies=policies, master=form)
+    tx = optim._mixed_precision.mixed_precision(relaxed(inner), recipe=policies, master=form)
     stored = policies.default.param_dtype
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
     cast = (lambda m: pack(m)[0]) if form == "packed" else (lambda m: m.astype(stored))
@@ -75,7 +75,7 @@ def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form
         masters = jaxmp.get_master_params(state)
         as_bits = lambda p: jax.lax.bitcast_convert_type(p, jnp.uint16)
         same = jax.tree.map(lambda m, p: as_bits(cast(m)) == as_bits(p), masters, state.params)
-        return state, (jax.tree.map(jnp.all, same), jaxmp.all_finite(masters))
+        return state, (jax.tree.map(jnp.all, same), jaxmp._core._trees.all_finite(masters))
 
     state, (same, finite) = jax.jit(lambda s: jax.lax.scan(step, s, jnp.arange(1000)))(state)
     assert all(bool(jnp.all(leaf)) for leaf in jax.tree.leaves((same, finite)))
@@ -91,7 +91,9 @@ def test_both_forms_train_the_same_masters_as_fp32_parameters():
         ("fp32", BF16, "fp32"),
         ("packed", BF16, "packed"),
     ]:
-        tx = optim.mixed_precision(relaxed(optax.adamw(1e-2)), policies=policies, master=form)
+        tx = optim._mixed_precision.mixed_precision(
+            relaxed(optax.adamw(1e-2)), recipe=policies, master=form
+        )
         state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
         step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
         for g in grads:
@@ -111,7 +113,7 @@ def test_small_updates_stall_without_masters_and_not_with_them():
     params = {"w": jnp.ones(4)}
     ends = {}
     for form in ("none", "fp32", "packed"):
-        tx = optim.mixed_precision(optax.sgd(1e-3), policies=BF16, master=form)
+        tx = optim._mixed_precision.mixed_precision(optax.sgd(1e-3), recipe=BF16, master=form)
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
         step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.ones(4)}))
         for _ in range(1000):
@@ -124,9 +126,9 @@ def test_small_updates_stall_without_masters_and_not_with_them():
 @pytest.mark.parametrize("form", ["fp32", "packed"])
 def test_plain_optax_loop_lands_on_the_cast_master(form):
     params = toy_params()
-    tx = optim.mixed_precision(relaxed(optax.adam(1e-2)), policies=BF16, master=form)
+    tx = optim._mixed_precision.mixed_precision(relaxed(optax.adam(1e-2)), recipe=BF16, master=form)
     state = tx.init(params)
-    params = optim.cast_params(params, BF16, form)
+    params = optim._storage.cast_params(params, BF16, form)
 
     @jax.jit
     def step(params, state, grads):
@@ -149,14 +151,14 @@ def test_plain_optax_loop_lands_on_the_cast_master(form):
 
 def test_moments_are_fp32_whatever_the_parameters_are():
     for form in ("fp32", "packed", "none"):
-        tx = optim.mixed_precision(optax.adam(1e-2), policies=BF16, master=form)
+        tx = optim._mixed_precision.mixed_precision(optax.adam(1e-2), recipe=BF16, master=form)
         state = tx.init(toy_params())
         adam = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
         assert {leaf.dtype for leaf in jax.tree.leaves(adam)} == {np.dtype("float32")}
 
 
 def test_fp32_parameters_have_no_second_copy():
-    state = optim.mixed_precision(optax.sgd(0.1), policies=FP32).init(toy_params())
+    state = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP32).init(toy_params())
     assert not jax.tree.leaves(state.inner_state.masters)
 
 
@@ -164,7 +166,7 @@ def test_rules_choose_the_storage_of_each_parameter():
     policies = jaxmp.PolicyMap(
         "p=bf16,c=bf16,o=f32", [jaxmp.Rule("dense:bias", "p=f32", why="small and sensitive")]
     )
-    tx = optim.mixed_precision(optax.sgd(0.1), policies=policies)
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=policies)
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
     assert state.params["dense"]["kernel"].dtype == jnp.bfloat16
     assert state.params["dense"]["bias"].dtype == jnp.float32
@@ -174,48 +176,52 @@ def test_rules_choose_the_storage_of_each_parameter():
 def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
     params = {"a": {"w": jnp.full((2,), 60000.0)}, "b": jnp.ones(2)}
     for skip in ("cond", "select"):
-        tx = optim.mixed_precision(optax.sgd(1.0), policies=FP16, skip=skip)
+        tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16, skip=skip)
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
         grads = {"a": {"w": jnp.array([0.0, -6000.0])}, "b": jnp.ones(2)}
         new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
         assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
         stats = jaxmp.get_skip_stats(new)
         assert int(stats.total) == 1 and not bool(stats.last_finite)
-        with pytest.raises(jaxmp.MasterOverflowError, match=r"'a:w'.*Rule\('a:w', 'p=f32'\)"):
+        with pytest.raises(
+            jaxmp.errors.MasterOverflowError, match=r"'a:w'.*Rule\('a:w', 'p=f32'\)"
+        ):
             jaxmp.check(new)
         again = new.apply_gradients(grads=jax.tree.map(jnp.zeros_like, grads))
         jaxmp.check(again)
 
 
 def test_packed_is_refused_for_float16_with_a_fix_that_works():
-    tx = optim.mixed_precision(optax.sgd(0.1), policies=FP16, master="packed")
-    with pytest.raises(jaxmp.CompositionError, match="dense:bias") as error:
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP16, master="packed")
+    with pytest.raises(jaxmp.errors.CompositionError, match="dense:bias") as error:
         tx.init(toy_params())
     rule = re.search(r"Rule\(.*\)", str(error.value)).group()
     mended = jaxmp.PolicyMap(
         FP16.default, [eval(rule, {"Rule": jaxmp.Rule}), jaxmp.Rule("**", "p=bf16")]
     )
-    optim.mixed_precision(optax.sgd(0.1), policies=mended, master="packed").init(toy_params())
+    optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=mended, master="packed").init(
+        toy_params()
+    )
 
 
 def test_uncast_parameters_are_refused_in_a_plain_loop():
-    tx = optim.mixed_precision(optax.sgd(0.1), policies=BF16)
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=BF16)
     params = toy_params()
     state = tx.init(params)
-    with pytest.raises(jaxmp.CompositionError, match=r"recipe.cast_params\(params\)"):
+    with pytest.raises(jaxmp.errors.CompositionError, match=r"recipe.cast_params\(params\)"):
         tx.update(params, state, params)
 
 
 @pytest.mark.parametrize("bad", [{"master": "fp64"}, {"skip": "maybe"}])
 def test_unknown_modes_are_refused_with_the_menu(bad):
     (value,) = bad.values()
-    with pytest.raises(jaxmp.CompositionError, match=f"{value}.*Allowed.*auto"):
-        optim.mixed_precision(optax.sgd(0.1), policies=FP32, **bad)
+    with pytest.raises(jaxmp.errors.CompositionError, match=f"{value}.*Allowed.*auto"):
+        optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP32, **bad)
 
 
 def test_no_guard_and_a_dynamic_scale_contradict():
-    with pytest.raises(jaxmp.CompositionError, match="skip='auto'"):
-        optim.skip_nonfinite(optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(), skip="none")
+    with pytest.raises(jaxmp.errors.CompositionError, match="skip='auto'"):
+        optim._skip.skip_nonfinite(optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(), skip="none")
 
 
 # ---------------------------------------------------------------------------
@@ -230,8 +236,10 @@ def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
     inner = relaxed(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 9)))
     )
-    tx = optim.mixed_precision(inner, policies=BF16, loss_scale=jaxmp.DynamicLossScale(), skip=skip)
-    params = optim.cast_params(toy_params(), BF16)
+    tx = optim._mixed_precision.mixed_precision(
+        inner, recipe=BF16, loss_scale=jaxmp.DynamicLossScale(), skip=skip
+    )
+    params = optim._storage.cast_params(toy_params(), BF16)
     state = tx.init(toy_params())
     grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
     _, state = tx.update(grads, state, params)
@@ -246,7 +254,7 @@ def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
 
 @pytest.mark.parametrize("skip", ["cond", "select"])
 def test_counters(skip):
-    tx = optim.skip_nonfinite(
+    tx = optim._skip.skip_nonfinite(
         optax.sgd(0.1), skip=skip, loss_scale=jaxmp.DynamicLossScale(init_scale=4.0, min_scale=2.0)
     )
     state = tx.init(jnp.ones(2))
@@ -264,7 +272,7 @@ def test_counters(skip):
 
 
 def test_check_raises_when_the_scale_collapses():
-    tx = optim.skip_nonfinite(
+    tx = optim._skip.skip_nonfinite(
         optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(init_scale=4.0, min_scale=2.0)
     )
     state = tx.init(jnp.ones(2))
@@ -272,15 +280,17 @@ def test_check_raises_when_the_scale_collapses():
     _, state = tx.update(bad, state)
     jaxmp.check(state)
     _, state = tx.update(bad, state)
-    with pytest.raises(jaxmp.ScaleCollapsedError, match=r"minimum, 2, and 1 consecutive step"):
+    with pytest.raises(
+        jaxmp.errors.ScaleCollapsedError, match=r"minimum, 2, and 1 consecutive step"
+    ):
         jaxmp.check(state)
 
 
 @pytest.mark.parametrize(
     "around",
     [
-        functools.partial(optim.mixed_precision, policies=FP32),
-        optim.skip_nonfinite,
+        functools.partial(optim._mixed_precision.mixed_precision, recipe=FP32),
+        optim._skip.skip_nonfinite,
         optim.master_params,
     ],
     ids=["mixed_precision", "skip_nonfinite", "master_params"],
@@ -295,7 +305,9 @@ def test_sixteen_bit_gradients_reach_the_inner_transformation_in_fp32(around):
 
 
 def test_devices_agree_on_the_skip():
-    tx = optim.skip_nonfinite(optax.sgd(1.0), axis_name="d", loss_scale=jaxmp.DynamicLossScale())
+    tx = optim._skip.skip_nonfinite(
+        optax.sgd(1.0), axis_name="d", loss_scale=jaxmp.DynamicLossScale()
+    )
     grads = jnp.array([[1.0], [jnp.inf], [1.0], [1.0]])
     state = tx.init(jnp.zeros(1))
 
@@ -316,7 +328,7 @@ def test_auto_skip_is_the_small_program_when_compiling_for_cpu():
     params = {f"w{i}": jnp.ones((8, 8)) for i in range(24)}
 
     def program(skip):
-        tx = optim.skip_nonfinite(
+        tx = optim._skip.skip_nonfinite(
             relaxed(optax.adamw(1e-3)), loss_scale=jaxmp.DynamicLossScale(), skip=skip
         )
         state = tx.init(params)
@@ -330,14 +342,14 @@ def test_auto_skip_is_the_small_program_when_compiling_for_cpu():
             "select",
         )
     }
-    tx = optim.skip_nonfinite(relaxed(optax.adamw(1e-3)), skip="none")
+    tx = optim._skip.skip_nonfinite(relaxed(optax.adamw(1e-3)), skip="none")
     unguarded = hlo_ops(lambda g, s: tx.update(g, s, params), params, tx.init(params))
     assert sizes["auto"] == sizes["cond"]
     assert sizes["auto"] <= 2.0 * unguarded, (sizes, unguarded)
 
 
 def test_auto_skip_asks_for_the_compile_target():
-    tx = optim.skip_nonfinite(optax.sgd(0.1))
+    tx = optim._skip.skip_nonfinite(optax.sgd(0.1))
     state = tx.init(jnp.ones(2))
     jaxpr = lambda: str(jax.make_jaxpr(tx.update)(jnp.ones(2), state))
     assert "cond[" in jaxpr()
@@ -355,8 +367,10 @@ def quadratic(params):
 
 
 def mixed(inner=None, **kwargs):
-    options = {"policies": BF16, "loss_scale": jaxmp.DynamicLossScale(), **kwargs}
-    return optim.mixed_precision(relaxed(optax.adamw(1e-2) if inner is None else inner), **options)
+    options = {"recipe": BF16, "loss_scale": jaxmp.DynamicLossScale(), **kwargs}
+    return optim._mixed_precision.mixed_precision(
+        relaxed(optax.adamw(1e-2) if inner is None else inner), **options
+    )
 
 
 COMPOSITIONS = {
@@ -442,12 +456,12 @@ def test_multi_transform_outside_guards_each_group_and_names_the_scales():
     ],
 )
 def test_what_would_break_silently_is_refused(wrap, fix):
-    with pytest.raises(jaxmp.CompositionError, match=re.escape(fix)):
+    with pytest.raises(jaxmp.errors.CompositionError, match=re.escape(fix)):
         jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=wrap(mixed()))
 
 
 def test_parts_after_it_in_a_chain_are_fine_for_fp32_parameters():
-    tx = optax.chain(mixed(optax.sgd(0.5), policies=FP32), optax.scale(0.5))
+    tx = optax.chain(mixed(optax.sgd(0.5), recipe=FP32), optax.scale(0.5))
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     state = state.apply_gradients(grads={"w": jnp.ones(2)})
     np.testing.assert_allclose(state.params["w"], 0.75)
@@ -455,7 +469,7 @@ def test_parts_after_it_in_a_chain_are_fine_for_fp32_parameters():
 
 def test_state_around_the_guard_is_restored_on_a_skip():
     """Otherwise, momentum outside of the guard would keep the NaN permanently."""
-    tx = optax.chain(optax.trace(0.9), mixed(optax.sgd(0.5), policies=FP32), optax.trace(0.9))
+    tx = optax.chain(optax.trace(0.9), mixed(optax.sgd(0.5), recipe=FP32), optax.trace(0.9))
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     state = state.apply_gradients(grads={"w": jnp.ones(2)})
     skipped = state.apply_gradients(grads={"w": jnp.array([1.0, jnp.nan])})
@@ -464,8 +478,8 @@ def test_state_around_the_guard_is_restored_on_a_skip():
 
 def test_flax_nnx_optimizer_holds_it():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = optim.mixed_precision(
-        relaxed(optax.adamw(1e-1)), policies=FP32, loss_scale=jaxmp.DynamicLossScale()
+    tx = optim._mixed_precision.mixed_precision(
+        relaxed(optax.adamw(1e-1)), recipe=FP32, loss_scale=jaxmp.DynamicLossScale()
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
@@ -492,7 +506,7 @@ def test_flax_nnx_optimizer_holds_it():
 
 
 def test_master_params_of_fp32_parameters_are_the_parameters():
-    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=mixed(policies=FP32))
+    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=mixed(recipe=FP32))
     assert not changed(state.params, jaxmp.get_master_params(state))
     with pytest.raises(jaxmp.JaxmpError, match=r"get_master_params\(train_state\)"):
         jaxmp.get_master_params(state.opt_state)
@@ -585,7 +599,7 @@ def test_stochastic_rounding_is_a_function_of_its_state():
 
 
 def two_groups(policies=FP32):
-    guarded = lambda: optim.mixed_precision(optax.sgd(1.0), policies=policies)
+    guarded = lambda: optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=policies)
     return optax.multi_transform({"a": guarded(), "b": guarded()}, {"x": "a", "y": "b"})
 
 
@@ -813,7 +827,7 @@ def test_a_step_outside_of_the_mapped_function_is_explained():
 
 
 def test_masked_out_gradients_are_guarded_too():
-    tx = optax.masked(mixed(optax.sgd(1.0), policies=FP32), {"x": True, "y": False})
+    tx = optax.masked(mixed(optax.sgd(1.0), recipe=FP32), {"x": True, "y": False})
     params = {"x": jnp.ones(3), "y": jnp.ones(2)}
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.array([1.0, jnp.nan])})
@@ -822,7 +836,7 @@ def test_masked_out_gradients_are_guarded_too():
 
 def test_devices_with_other_parts_of_the_parameters_skip_together():
     """Only the part of one device overflows float16."""
-    tx = optim.mixed_precision(optax.sgd(1.0), policies=FP16, axis_name="d")
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d")
 
     def one(w):
         state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
@@ -835,7 +849,9 @@ def test_devices_with_other_parts_of_the_parameters_skip_together():
 @pytest.mark.parametrize("skip", ["cond", "select"])
 def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
-    tx = optim.mixed_precision(optax.sgd(1.0), policies=FP16, axis_name="d", skip=skip)
+    tx = optim._mixed_precision.mixed_precision(
+        optax.sgd(1.0), recipe=FP16, axis_name="d", skip=skip
+    )
 
     def one(w, grad):
         state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
@@ -853,26 +869,28 @@ def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
 
 
 def test_a_stored_value_that_never_fit_is_named_at_once():
-    tx = optim.mixed_precision(optax.sgd(1.0), policies=FP16)
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.full(2, 70000.0)}, tx=tx)
-    with pytest.raises(jaxmp.MasterOverflowError, match="':w'"):
+    with pytest.raises(jaxmp.errors.MasterOverflowError, match="':w'"):
         jaxmp.check(state)
 
 
 @pytest.mark.parametrize("skip", ["select", "cond"])
 @pytest.mark.parametrize("master", ["fp32", "packed"])
 def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master, skip):
-    tx = optim.mixed_precision(optax.sgd(1e20), policies=BF16, master=master, skip=skip)
+    tx = optim._mixed_precision.mixed_precision(
+        optax.sgd(1e20), recipe=BF16, master=master, skip=skip
+    )
     params = {"a": {"v": jnp.ones(2), "w": jnp.full(2, 3.38e38)}}
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     grads = lambda value: {"a": {"v": jnp.zeros(2), "w": jnp.full(2, value)}}
     state = state.apply_gradients(grads=grads(-3e18))
-    assert bool(jaxmp.all_finite(state.params)) and int(state.step) == 1
+    assert bool(jaxmp._core._trees.all_finite(state.params)) and int(state.step) == 1
     jaxmp.check(state)
     # Such a parameter usually makes the next gradients infinite.
     for value in (jnp.inf, jnp.inf, 0.0):
         state = state.apply_gradients(grads=grads(value))
-        with pytest.raises(jaxmp.MasterOverflowError, match=r"'a:w'.*saturated"):
+        with pytest.raises(jaxmp.errors.MasterOverflowError, match=r"'a:w'.*saturated"):
             jaxmp.check(state)
     assert int(state.step) == 2
     state = state.apply_gradients(grads=grads(1e18)).apply_gradients(grads=grads(0.0))
@@ -883,7 +901,7 @@ def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master,
 def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
     """optax would divide all gradients by the infinite norm, and decay the momentum."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-    tx = optim.mixed_precision(inner, policies=BF16, skip=skip)
+    tx = optim._mixed_precision.mixed_precision(inner, recipe=BF16, skip=skip)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     largest = state.apply_gradients(grads={"w": jnp.array([1.8e19, 1.0])})
     assert int(largest.step) == 1
@@ -898,7 +916,7 @@ def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
 
 def test_the_update_has_no_check_of_new_bfloat16_masters():
     """XLA:GPU would write these masters to memory in FP32, for the check and for the parameters."""
-    tx = optim.mixed_precision(optax.sgd(0.5), policies=BF16, skip="none")
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.5), recipe=BF16, skip="none")
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(7)}, tx=tx)
     step = lambda state, grads: state.apply_gradients(grads=grads).params
     jaxpr = jax.make_jaxpr(step)(state, {"w": jnp.ones(7)}).jaxpr
@@ -922,17 +940,20 @@ def test_check_reads_ensembles_and_explains_itself_under_jit():
         (lambda tx: optax.named_chain(("a", tx), ("b", optax.scale(0.5))), "optax.chain(inner"),
         (lambda tx: optim.stochastic_rounding(tx), "StochasticRoundingState"),
         (lambda tx: optax.contrib.schedule_free(tx, 1.0), "ScheduleFreeState"),
-        (lambda tx: optim.mixed_precision(tx, policies=BF16), "recipe.optimizer(inner)"),
+        (
+            lambda tx: optim._mixed_precision.mixed_precision(tx, recipe=BF16),
+            "recipe.optimizer(inner)",
+        ),
     ],
 )
 def test_wrappers_that_masters_would_ignore_are_refused(wrap, fix):
-    with pytest.raises(jaxmp.CompositionError, match=re.escape(fix)):
+    with pytest.raises(jaxmp.errors.CompositionError, match=re.escape(fix)):
         jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=wrap(mixed()))
 
 
 def test_paths_that_collide_are_refused():
     params = {"a": {"b": {"c": jnp.ones(2)}}, "a/b": {"c": jnp.ones(2)}}
-    with pytest.raises(jaxmp.CompositionError, match="'a/b:c'"):
+    with pytest.raises(jaxmp.errors.CompositionError, match="'a/b:c'"):
         mixed().init(params)
 
 
@@ -961,9 +982,9 @@ def test_donation_takes_nothing_of_the_callers():
 @pytest.mark.parametrize(
     "tx",
     [
-        optim.mixed_precision(optax.adamw(1e-3), policies="bf16"),
-        optim.master_params(optax.adamw(1e-3), policies="bf16"),
-        optim.skip_nonfinite(optax.adamw(1e-3)),
+        optim._mixed_precision.mixed_precision(optax.adamw(1e-3), recipe="bf16"),
+        optim.master_params(optax.adamw(1e-3), recipe="bf16"),
+        optim._skip.skip_nonfinite(optax.adamw(1e-3)),
     ],
     ids=["mixed_precision", "master_params", "skip_nonfinite"],
 )

@@ -175,11 +175,11 @@ def test_lookahead_trains_two_copies_of_the_parameters(recipe, around):
 
 
 def test_lookahead_in_a_plain_loop_skips_with_zero_updates():
-    tx = jaxmp.optim.skip_nonfinite(LOOKAHEAD_SGD)
+    tx = jaxmp.optim._skip.skip_nonfinite(LOOKAHEAD_SGD)
     params = lookahead_params()
     state = tx.init(params)
     for skip in ("cond", "select"):
-        tx = jaxmp.optim.skip_nonfinite(LOOKAHEAD_SGD, skip=skip)
+        tx = jaxmp.optim._skip.skip_nonfinite(LOOKAHEAD_SGD, skip=skip)
         updates, _ = tx.update(jax.grad(loss_fn)(params.fast), state, params)
         assert isinstance(updates, optax.LookaheadParams) and np.any(updates.fast["head"])
         updates, new = tx.update(jax.tree.map(lambda p: p * jnp.nan, params.fast), state, params)
@@ -196,7 +196,7 @@ def test_parameters_that_an_addition_made_wide_are_named_with_both_fixes():
     tx.update(updates, state, kept)
     added = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, params, updates)
     for wide in (make_params(), added):
-        with pytest.raises(jaxmp.CompositionError) as error:
+        with pytest.raises(jaxmp.errors.CompositionError) as error:
             tx.update(updates, state, wide)
         message = str(error.value)
         assert "':head' is float32, but its policy stores it in bfloat16" in message

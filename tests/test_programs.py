@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._core._jaxprs import equations
+from jaxmp._core._programs._analysis import Backward, Body, Forward, primitives
 from jaxmp._core._programs._constructs import CALLS, CONSTRUCTS, OPAQUE, REMATS, call_of
 from jaxmp._core._programs._interpreter import Interpreter
+from jaxmp._core._programs._operations import axes_of, dot_of, jit_of, loop_of, name_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
@@ -246,24 +248,130 @@ def test_an_unknown_operation_with_a_jaxpr_is_reported_once():
         f"does not enter the operation 'jaxmp_test_operation' of JAX {jax.__version__}.*"
         "It runs as it was recorded: nothing is certain"
     )
-    with pytest.warns(jaxmp.RecipeWarning, match=message):
+    with pytest.warns(jaxmp.errors.RecipeWarning, match=message):
         np.testing.assert_array_equal(Client().run(closed, [X])[0], X)
     Client().run(closed, [X])
 
 
 def test_autocast_and_gradients_name_the_consequence():
     fn = unknown_operation("jaxmp_test_autocast")
-    with pytest.warns(jaxmp.RecipeWarning, match="computes in the dtypes in which it was traced"):
+    with pytest.warns(
+        jaxmp.errors.RecipeWarning, match="computes in the dtypes in which it was traced"
+    ):
         jax.make_jaxpr(jaxmp.autocast(fn, "bf16"))(X)
 
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     fn = unknown_operation("jaxmp_test_gradients")
     w = jax.device_put(X, jax.NamedSharding(mesh, P()))
     loss = lambda w: jnp.sum(fn(w) @ w.astype(jnp.bfloat16).astype(jnp.float32))
-    with pytest.warns(jaxmp.RecipeWarning, match="weights that it reads are summed in the dtype"):
+    with pytest.warns(
+        jaxmp.errors.RecipeWarning, match="weights that it reads are summed in the dtype"
+    ):
         jax.make_jaxpr(lambda w: jaxmp.value_and_grad(loss)(w))(w)
 
 
 def test_the_documentation_names_every_construct():
     text = (Path(__file__).parents[1] / "docs" / "how-it-works.md").read_text("utf-8")
     assert [name for name in CONSTRUCTS if f"`{name}`" not in text] == []
+
+
+# ---------------------------------------------------------------------------
+# Analyses
+# ---------------------------------------------------------------------------
+
+
+class DependsOn(Forward):
+    """For each variable, the numbers of the arguments from which it is computed."""
+
+    nothing = frozenset()
+    join = staticmethod(frozenset.union)
+
+    def equation(self, equation, operands, frame):
+        if primitives_inside(equation):
+            return self.enter(equation, operands, frame)
+        return [frozenset().union(*operands)] * len(equation.outvars)
+
+
+class Reaches(Backward):
+    """For each variable, the numbers of the results that are computed from it."""
+
+    nothing = frozenset()
+    join = staticmethod(frozenset.union)
+
+    def equation(self, equation, results, frame):
+        if primitives_inside(equation):
+            return self.enter(equation, results, frame)
+        return [frozenset().union(*results)] * len(equation.invars)
+
+
+def primitives_inside(equation):
+    return equation.primitive.name in CONSTRUCTS
+
+
+def rotated(x, y, z):
+    """Returns three values, of which the first depends on `z` only after two iterations."""
+    return lax.scan(lambda c, row: ((c[1], c[2] + row, 0.0), row), (x, y, 0.0), z)
+
+
+def looped(x, y, z):
+    return lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 1, c[2], z[0]), (x, y, 0.0))
+
+
+# Name -> function of two scalars and a vector, and the arguments on which each result depends.
+DEPENDENCES = {
+    "scan": (rotated, ["12", "2", "", "2"]),
+    "while": (looped, ["0", "12", "2"]),
+    "branches": (
+        lambda x, y, z: lax.cond(x > 0, lambda y, z: (y, 1.0), lambda y, z: (z[0], y), y, z),
+        ["12", "1"],
+    ),
+    "remat": (jax.checkpoint(lambda x, y, z: (x * y, z)), ["01", "2"]),
+    "own derivative": (lambda x, y, z: (own_tangent(y), x), ["1", "0"]),
+    "call": (jax.jit(lambda x, y, z: (y + z, x), inline=False), ["12", "0"]),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDENCES)
+def test_facts_pass_through_constructs_in_both_directions(name):
+    fn, expected = DEPENDENCES[name]
+    closed = jax.make_jaxpr(fn)(1.0, 1.0, X[0])
+    forward = DependsOn().run(closed, [frozenset({n}) for n in range(3)])
+    assert ["".join(map(str, sorted(each))) for each in forward] == expected
+    numbers = range(len(expected))
+    backward = Reaches().run(closed, [frozenset({n}) for n in numbers])
+    assert backward == [frozenset(n for n in numbers if a in forward[n]) for a in range(3)]
+
+
+def test_a_body_has_an_index_of_its_variables():
+    def fn(x, y):
+        z = jnp.sin(x)
+        return (z + y).T, jnp.cos(y)
+
+    body = Body(jax.make_jaxpr(fn)(X, X))
+    (x, y), (moved, other) = body.jaxpr.invars, body.jaxpr.outvars
+    assert body.source_of(moved, frozenset({"transpose"})) is body.maker(moved).invars[0]
+    assert body.maker_through(moved, frozenset({"transpose"})).primitive.name == "add"
+    assert {each.primitive.name for each in body.readers(y)} == {"add", "cos"}
+    assert x in body.sources([moved]) and x not in body.sources([other])
+    assert moved in body.dependents([x]) and other not in body.dependents([x])
+    assert x not in body.sources([moved], lambda each: each.primitive.name != "sin")
+    assert body.positions[other] == 3
+
+
+def test_records_read_the_parameters_of_operations():
+    def fn(x):
+        return jnp.einsum("bij,bjk->bik", x, x).sum(0), jnp.cumsum(x, 1)
+
+    closed = jax.make_jaxpr(jax.jit(fn, donate_argnums=0))(jnp.ones((2, 3, 3)))
+    rows = {each.primitive.name: each for each in equations(closed)}
+    outer = next(equations(closed))
+    assert name_of(outer) == "fn" and jit_of(outer).donated == (True,)
+    dot = dot_of(rows["dot_general"])
+    assert (dot.contracted, dot.batch) == (((2,), (1,)), ((0,), (0,)))
+    assert axes_of(rows["reduce_sum"]) == (0,) and axes_of(rows["cumsum"]) == (1,)
+    (loop,) = [each for each in equations(jax.make_jaxpr(rotated)(1.0, 1.0, X[0]))][-1:]
+    assert loop_of(loop) is None
+    for each, length in ((rotated, 4), (looped, None)):
+        loop = next(filter(None, map(loop_of, equations(jax.make_jaxpr(each)(1.0, 1.0, X[0])))))
+        assert (len(loop.incoming), len(loop.outgoing), loop.length) == (3, 3, length)
+    assert {"scan", "add"} <= primitives(jax.make_jaxpr(rotated)(1.0, 1.0, X[0]))

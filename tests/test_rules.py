@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import jaxmp
 from jaxmp._policies._patterns import compile_pattern
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._required import check_required
+from jaxmp._policies._required import check_required, explain_modules
 from jaxmp._policies._resolve import PolicyMap, resolve_first, resolve_policy, storage_dtype
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import PolicyError, RuleError
@@ -144,7 +144,7 @@ TREE = {"": Block, "norm": LayerNorm, "block": Block, "block/norm": LayerNorm, "
 
 
 def deciding(rule):
-    rows = PolicyMap("p=f32", [rule]).explain(TREE).rows
+    rows = explain_modules(PolicyMap("p=f32", [rule]), TREE).rows
     return [row.path for row in rows if row.rule is not None]
 
 
@@ -277,12 +277,12 @@ def test_explain_says_who_decides_and_what_is_unused():
     unused = Rule("tail", "c=f32", required=False)
     shadowed = Rule("head", "c=f16")
     policies = PolicyMap("p=f32,c=bf16", [head, unused, shadowed])
-    explanation = policies.explain({"": Block, "head": LayerNorm})
+    explanation = explain_modules(policies, {"": Block, "head": LayerNorm})
     assert [(row.path, row.rule, row.why) for row in explanation.rows] == [
         ("", None, ""),
         ("head", 0, "logits"),
     ]
-    assert explanation.unused == policies.unused(["", "head"]) == (unused, shadowed)
+    assert explanation.unused == (unused, shadowed)
     assert str(explanation).splitlines() == [
         "1 of 2 paths follow a rule.",
         "path    type       policy               rule     why",
@@ -410,9 +410,8 @@ def test_a_rule_for_fp32_is_no_rule_for_fp8():
 
 def test_an_explanation_is_a_public_type_with_json():
     policies = PolicyMap("bf16", [Rule("head", "c=f32", why="logits")])
-    explanation = policies.explain(["head"])
-    assert isinstance(explanation, jaxmp.Explanation)
-    result = json.loads(explanation.to_json())
+    explanation = explain_modules(policies, ["head"])
+    result = json.loads(jaxmp.typing.Explanation(policies=explanation).to_json())["policies"]
     assert result["summary"] == "1 of 1 paths follow a rule."
     (row,) = result["rows"]
     assert row == {

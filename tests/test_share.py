@@ -184,9 +184,9 @@ def test_a_model_that_cannot_be_traced_again_runs():
 
 def test_explain_reports_the_share():
     for explanation in (
-        jaxmp.linen.explain(OwnNet(), "bf16", X),
-        jaxmp.nnx.explain(OwnNnxNet(), "bf16", X),
-        jaxmp.nnx.explain(OwnNnxNet(), "bf16", jax.ShapeDtypeStruct((2, 8), jnp.float32)),
+        jaxmp.explain(OwnNet(), "bf16")(X).policies,
+        jaxmp.explain(OwnNnxNet(), "bf16")(X).policies,
+        jaxmp.explain(OwnNnxNet(), "bf16")(jax.ShapeDtypeStruct((2, 8), jnp.float32)).policies,
     ):
         np.testing.assert_allclose(explanation.low_precision_share, 1 / 3)
         _, first, second, *_ = str(explanation).splitlines()
@@ -195,15 +195,15 @@ def test_explain_reports_the_share():
 
 
 def test_explain_of_a_model_that_follows_names_no_remedy():
-    explanation = jaxmp.linen.explain(nn.Dense(4), "fp16", X)
+    explanation = jaxmp.explain(nn.Dense(4), "fp16")(X).policies
     assert explanation.low_precision_share == 1
     assert "autocast" not in str(explanation)
-    assert "autocast" not in str(jaxmp.linen.explain(nn.Dense(4), "fp32", X))
+    assert "autocast" not in str(jaxmp.explain(nn.Dense(4), "fp32")(X).policies)
 
 
 def test_explain_without_inputs_or_matmuls_knows_no_share():
-    assert jaxmp.nnx.explain(OwnNnxNet(), "bf16").low_precision_share is None
-    explanation = jaxmp.linen.explain(nn.Embed(3, 4), "bf16", jnp.array([1]))
+    assert jaxmp.explain(OwnNnxNet(), "bf16")().policies.low_precision_share is None
+    explanation = jaxmp.explain(nn.Embed(3, 4), "bf16")(jnp.array([1])).policies
     assert explanation.low_precision_share is None
     assert "FLOPs" not in str(explanation)
 
@@ -219,7 +219,7 @@ class Dropping(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed", "bf16_params"])
 def test_explain_takes_random_numbers_and_state(recipe):
-    explanation = jaxmp.linen.explain(Dropping(), recipe, X, train=True)
+    explanation = jaxmp.explain(Dropping(), recipe)(X, train=True).policies
     assert explanation.low_precision_share == 1
 
 

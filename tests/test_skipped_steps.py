@@ -39,7 +39,7 @@ def state_after(skipped, recipe="bf16", grads=BAD, skip="auto", **changes):
 
 
 def message_of(call):
-    with pytest.warns(jaxmp.SkippedStepsWarning) as warned:
+    with pytest.warns(jaxmp.errors.SkippedStepsWarning) as warned:
         call()
     (warning,) = warned
     assert warning.filename == __file__
@@ -58,6 +58,7 @@ def test_check_names_the_steps_the_scale_and_the_first_leaf(skip):
     assert message.startswith("The last 12 steps were skipped (12 in total)")
     assert "The loss scale is 16." in message
     assert "that of 'b:w'." in message
+    assert "by print(jaxmp.locate_nonfinite(train_step, state, batch))." in message
     causes = message.split("\n  ")[1:]
     assert [cause[:2] for cause in causes] == ["1.", "2.", "3.", "4.", "5."]
     assert "65504" in causes[0] and "not finite" in causes[1] and "sigmoid" in causes[2]
@@ -87,7 +88,7 @@ def test_a_collapsed_scale_names_the_leaf_too():
     scale = jaxmp.DynamicLossScale(init_scale=2.0, min_scale=1.0)
     state = state_after(3, "fp16", loss_scale=scale)
     with pytest.raises(
-        jaxmp.ScaleCollapsedError, match=r"\(3 skipped in total\)\. .* that of 'b:w'\."
+        jaxmp.errors.ScaleCollapsedError, match=r"\(3 skipped in total\)\. .* that of 'b:w'\."
     ):
         jaxmp.check(state)
 
@@ -123,7 +124,7 @@ def test_the_rule_for_a_saturated_sigmoid_repairs_it():
             def __call__(self, x):
                 return Saturated(name="head")(x)
 
-        model = jaxmp.linen.apply_policy(Model(), policies)
+        model = jaxmp.load_recipe(policies).wrap(Model())
         q = model.apply(model.init(jax.random.key(0), x), x)
         return -jnp.log(1 - q).mean()
 
@@ -233,7 +234,7 @@ def test_the_first_leaf_that_is_not_finite(tree, first):
 def test_gradients_in_fp32_and_fp64(skip, size, leaf):
     """Each array is tested in its own dtype: in FP64, the square of 1e38 is finite."""
     with jax.enable_x64(True):
-        tx = optim.skip_nonfinite(optax.sgd(0.1), skip=skip)
+        tx = optim._skip.skip_nonfinite(optax.sgd(0.1), skip=skip)
         grads = {"a": jnp.ones(3, jnp.float32), "b": jnp.array([1.0, size], jnp.float64)}
         _, state = jax.jit(tx.update)(grads, tx.init(grads))
     assert int(state.stats.nonfinite_leaf) == leaf
@@ -243,23 +244,23 @@ def test_gradients_in_fp32_and_fp64(skip, size, leaf):
 @pytest.mark.parametrize(("size", "skipped"), [(1e18, 0), (1.7e19, 0), (1.9e19, 1)])
 def test_a_gradient_whose_square_overflows_is_skipped(skip, size, skipped):
     # Adam's second moment would be infinite, and clipping by norm would set all gradients to zero.
-    tx = optim.skip_nonfinite(optax.adam(0.1), skip=skip)
+    tx = optim._skip.skip_nonfinite(optax.adam(0.1), skip=skip)
     grads = {"a": jnp.ones(3), "b": jnp.float32([1.0, -size])}
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         _, state = jax.jit(tx.update)(grads, tx.init(grads))
     assert int(state.stats.total) == skipped
     assert int(state.stats.nonfinite_leaf) == (1 if skipped else -1)
-    assert jaxmp.all_finite(state.inner_state)
+    assert jaxmp._core._trees.all_finite(state.inner_state)
 
 
 @pytest.mark.parametrize(("skip", "skipped"), [("select", 1), ("cond", 0)])
 def test_finite_squares_with_an_infinite_sum(skip, skipped):
-    tx = optim.skip_nonfinite(optax.adam(0.1), skip=skip)
+    tx = optim._skip.skip_nonfinite(optax.adam(0.1), skip=skip)
     grads = {"a": jnp.full(3, 1.5e19)}
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         _, state = jax.jit(tx.update)(grads, tx.init(grads))
     assert int(state.stats.total) == skipped
-    assert jaxmp.all_finite(state.inner_state)
+    assert jaxmp._core._trees.all_finite(state.inner_state)
 
 
 def test_the_check_is_part_of_the_clipped_norm():
@@ -272,7 +273,7 @@ def test_the_check_is_part_of_the_clipped_norm():
             text = jax.jit(tx.update).lower(grads, tx.init(grads)).compile().as_text()
         return len(re.findall(r"= f32\[\]\S* reduce\(", text))
 
-    guarded = sums(optim.skip_nonfinite(clip, skip="select"))
+    guarded = sums(optim._skip.skip_nonfinite(clip, skip="select"))
     assert guarded == sums(clip) == len(grads)
 
 
@@ -289,7 +290,7 @@ def test_the_index_costs_a_few_operations_whatever_the_number_of_leaves():
 @pytest.mark.parametrize("skip", ["select", "cond"])
 def test_a_branch_tests_each_element(skip):
     """A branch does not share sums with the code in front of it, and sums cost more on a CPU."""
-    tx = optim.skip_nonfinite(optax.sgd(0.1), skip=skip)
+    tx = optim._skip.skip_nonfinite(optax.sgd(0.1), skip=skip)
     grads = {"a": jnp.ones(3), "b": jnp.ones(2)}
     primitives = [e.primitive.name for e in jax.make_jaxpr(tx.update)(grads, tx.init(grads)).eqns]
     name = {"select": "reduce_sum", "cond": "reduce_and"}[skip]

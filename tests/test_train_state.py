@@ -225,7 +225,7 @@ def test_recipe_dtypes_of_accumulation_reach_value_and_grad():
 
 
 def test_the_dtypes_of_gradients_do_not_change_the_update():
-    """A recipe records them around its optimizer, whose parameters are still assigned."""
+    """A recipe records them in its optimizer, whose parameters are still assigned."""
     results = []
     for dtype in ("float32", "float64"):
         recipe = jaxmp.load_recipe("bf16_params").replace(reduce_dtype=dtype)
@@ -235,7 +235,7 @@ def test_the_dtypes_of_gradients_do_not_change_the_update():
         )
         results.append(state.apply_gradients(grads={"w": jnp.ones(3)}))
     plain, recorded = results
-    assert isinstance(recorded.opt_state, jaxmp.optim.GradientDtypesState)
+    assert recorded.opt_state.settings.gradients.reduce_dtype == "float64"
     for one, other in zip(
         jax.tree.leaves(plain.opt_state), jax.tree.leaves(recorded.opt_state), strict=True
     ):
@@ -266,18 +266,18 @@ def test_random_keys_move_on_when_a_step_is_skipped():
 def test_required_path_rules_about_storage_are_judged_at_create():
     rule = jaxmp.Rule("hed", "p=f32", why="a typing error")
     policies = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32", [rule])
-    tx = jaxmp.optim.mixed_precision(optax.sgd(0.1), policies=policies)
+    tx = jaxmp.optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=policies)
     params = {"head": {"kernel": jnp.ones((2, 2))}, "body": {"kernel": jnp.ones((2, 2))}}
-    with pytest.raises(jaxmp.RuleError, match="'head'"):
+    with pytest.raises(jaxmp.errors.RuleError, match="'head'"):
         jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     compute_only = jaxmp.PolicyMap(policies.default, [jaxmp.Rule("hed", "c=f32")])
-    tx = jaxmp.optim.mixed_precision(optax.sgd(0.1), policies=compute_only)
+    tx = jaxmp.optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=compute_only)
     jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
 
 
 def test_rules_leave_the_collection_out():
     policies = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32", [jaxmp.Rule("head", "p=f32")])
-    tx = jaxmp.optim.mixed_precision(optax.sgd(0.1), policies=policies)
+    tx = jaxmp.optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=policies)
     variables = {
         "params": {"head": {"kernel": jnp.ones((2, 2))}, "body": {"kernel": jnp.ones((2, 2))}},
         "_overwrite_with_gradient": {"amax": jnp.zeros(4)},
@@ -442,7 +442,9 @@ def test_frozen_parameters_in_fp32_are_reported_with_a_fix(abstract):
     params, tx = frozen_and_trained(recipe)
     if abstract:
         params = jax.eval_shape(lambda: params)
-    with pytest.warns(jaxmp.RecipeWarning, match="'frozen:kernel' is stored in float32") as warned:
+    with pytest.warns(
+        jaxmp.errors.RecipeWarning, match="'frozen:kernel' is stored in float32"
+    ) as warned:
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     assert stored_dtypes(state.params) == ["float32", "bfloat16"]
     if abstract:

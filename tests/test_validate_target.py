@@ -11,7 +11,6 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp import cli
-from jaxmp.testing import assert_equivalent
 from test_validate import make_run
 
 # The defaults of JAX, as users of Flax and optax have them.
@@ -36,14 +35,17 @@ def make_larger_run(recipe, seed):
 @EXPENSIVE
 def test_memory_and_kernels_for_the_target_are_compared_with_the_baseline(tmp_path):
     file = tmp_path / "baseline.json"
-    report = assert_equivalent(make_run, "bf16", **OPTIONS)
+    report = jaxmp.validate(make_run, ["bf16"], **OPTIONS)
+    report.check()
     program = report["bf16"].program
     assert "H200" in program.target and report.program.target == program.target
     assert program.kernels > 0 and program.argument_bytes > 0
     file.write_text(report.to_json())
-    assert_equivalent(make_run, "bf16", baseline=file, **OPTIONS)
-    with pytest.raises(jaxmp.ValidationFailedError, match=r"the compiled program rose from \d+ to"):
-        assert_equivalent(make_larger_run, "bf16", baseline=file, **OPTIONS)
+    jaxmp.validate(make_run, ["bf16"], **OPTIONS).check(baseline=file)
+    with pytest.raises(
+        jaxmp.errors.ValidationFailedError, match=r"the compiled program rose from \d+ to"
+    ):
+        jaxmp.validate(make_larger_run, ["bf16"], **OPTIONS).check(baseline=file)
 
 
 RUN = """
@@ -63,7 +65,7 @@ def test_the_command_compares_the_program_for_the_target(tmp_path, monkeypatch, 
     (tmp_path / "target_run.py").write_text(RUN.format(folder=str(Path(__file__).parent)))
 
     def run(function, *options):
-        common = ["--steps", "2", "--seeds", "1", "--candidates", "bf16", "--target", "h200"]
+        common = ["--steps", "2", "--seeds", "1", "--recipes", "bf16", "--target", "h200"]
         with pytest.raises(SystemExit) as stop:
             cli.main(
                 ["validate", f"target_run.py:{function}", *common, "--budget", "0.9", *options]
@@ -98,6 +100,6 @@ def test_a_reference_that_diverges_is_named_before_the_candidates_train():
         return dataclasses.replace(run, step=step)
 
     match = r"The reference 'fp32' ends with a training loss of nan .* seed 0, first at step 2"
-    with pytest.raises(jaxmp.ValidationError, match=match):
+    with pytest.raises(jaxmp.errors.ValidationError, match=match):
         jaxmp.validate(make, ["bf16"], steps=4, seeds=1)
     assert set(trained) == {"fp32"}

@@ -6,16 +6,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, overload
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 from jax.typing import ArrayLike
 
 from jaxmp._attention._arguments import (
     Arguments,
-    Settings,
     arguments,
     as_array,
     check_implementation,
@@ -41,48 +42,6 @@ _RUN: dict[str, Callable[[Arguments], Any]] = {
 }
 
 
-@overload
-def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    *,
-    scale: float | ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
-    return_residual: Literal[False] = False,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    policy: PolicyLike | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def dot_product_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    *,
-    scale: float | ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
-    return_residual: Literal[True],
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    policy: PolicyLike | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
-
-
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -100,7 +59,7 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     policy: PolicyLike | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """Computes `softmax(scale * q k^T + bias) v` with logits and softmax in FP32.
 
     Arguments and result are those of `jax.nn.dot_product_attention`, except for queries that see no
@@ -187,37 +146,21 @@ def dot_product_attention(
     return out if residual is None else (out, residual.reshape(leading).astype(dtype))
 
 
-def explain_attention(
-    query: ArrayLike | jax.ShapeDtypeStruct,
-    key: ArrayLike | jax.ShapeDtypeStruct,
-    value: ArrayLike | jax.ShapeDtypeStruct,
-    bias: ArrayLike | jax.ShapeDtypeStruct | None = None,
-    mask: ArrayLike | jax.ShapeDtypeStruct | None = None,
-    *,
-    implementation: str | None = None,
-    **options: Any,
-) -> AttentionExplanation:
-    """Explains the implementation that `dot_product_attention` chooses for these arguments.
+# The choices of the calls that a block traces.
+_record: contextvars.ContextVar[list[AttentionExplanation] | None] = contextvars.ContextVar(
+    "jaxmp_attention_record", default=None
+)
 
-    Args:
-      query, key, value, bias, mask: arrays, or shapes (`jax.ShapeDtypeStruct`).
-      implementation: as in `dot_product_attention`.
-      **options: its other arguments.
 
-    Returns:
-      The choice, with all reasons why the fused kernel does not support the call.
-
-    Raises:
-      AttentionError, PolicyError: as in `dot_product_attention`.
-
-    Example:
-      >>> q = jax.ShapeDtypeStruct((1, 8192, 16, 64), jnp.float32)
-      >>> choice = explain_attention(q, q, q, is_causal=True)
-      >>> choice.implementation, [blocker.argument for blocker in choice.rows]
-      ('blockwise', ['device', 'policy'])
-    """
-    implementation = check_implementation(implementation)
-    return choose(arguments(query, key, value, bias, mask, **options), implementation)
+@contextlib.contextmanager
+def recorded_choices() -> Iterator[list[AttentionExplanation]]:
+    """Records the choices of a block, for `jaxmp.explain`."""
+    record: list[AttentionExplanation] = []
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
 
 
 def run(args: Arguments, implementation: str) -> Any:
@@ -227,16 +170,17 @@ def run(args: Arguments, implementation: str) -> Any:
       `[B, T, N, V]`; with `settings.residual`, a pair of that and the log-sum-exp `[B, T, N]`.
     """
     choice = choose(args, implementation)
-    log_once(choice)
+    record, implementation = _record.get(), choice.implementation
+    if record is None:
+        log_once(choice)
+    else:
+        record.append(choice)
+        # A fused kernel may not be present where it is only explained.
+        implementation = "xla" if implementation in FUSED else implementation
     because = choice.rows[0].argument if choice.rows else ""
-    arrays = {
-        field: getattr(args, field)
-        for field in Arguments.__dataclass_fields__
-        if field != "settings" and getattr(args, field) is not None
-    }
-    name = f"{MARK}_{choice.implementation}" + f"_{because}" * bool(because)
-    _choices.setdefault(name, {})[_operands_of(arrays.values())] = choice
-    return _compiled(choice.implementation, name)(arrays, args.settings)
+    name = f"{MARK}_{implementation}" + f"_{because}" * bool(because)
+    _choices.setdefault(name, {})[_operands_of(jax.tree.leaves(args))] = choice
+    return _compiled(implementation, name)(args)
 
 
 # Prefix of the name of the jitted function, which appears in jaxprs and compiled programs.
@@ -284,11 +228,10 @@ def _operands_of(operands: Iterable[Any]) -> tuple[str, ...]:
 def _compiled(implementation: str, name: str) -> Callable[..., Any]:
     """Returns a jitted function, so that layers of the same shapes share one trace."""
 
-    def attention(arrays: dict[str, jax.Array], settings: Settings) -> Any:
-        fields = {name: arrays.get(name) for name in Arguments.__dataclass_fields__}
-        args = Arguments(**{**fields, "settings": settings})
-        # The partitioner divides cuDNN's kernel, and `_splash` that of JAX's splash attention.
-        return run_on_parts(_RUN[implementation], args, maps=implementation not in FUSED)
+    def attention(args: Arguments) -> Any:
+        # JAX partitions cuDNN's kernel. A Pallas kernel requires that all axes are mapped.
+        mapped = {"cudnn": "none", "splash": "all"}.get(implementation, "split")
+        return run_on_parts(_RUN[implementation], args, mapped)
 
     attention.__name__ = name
-    return jax.jit(attention, static_argnums=1)
+    return jax.jit(attention)

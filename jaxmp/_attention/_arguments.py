@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -17,10 +18,11 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._core._dtypes import bits, wide_dtype
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import ArrayLike
 from jaxmp._policies._policy import PolicyLike, get_policy
 from jaxmp._policies._policy_fields import ATTENTION
-from jaxmp.errors import AttentionError, did_you_mean
+from jaxmp.errors import AttentionError
 
 _ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 _ArrayLikeOrShape: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
@@ -54,7 +56,8 @@ class Settings:
     precision: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
     """Checked arguments of attention. Optional arrays are None if they are not passed.
 
@@ -62,17 +65,24 @@ class Arguments:
     dimensions, each of size 1 or that of `[B, N, T, S]`. Lengths are int32 `[B]`.
     """
 
-    query: Any
-    key: Any
-    value: Any
     bias: Any
-    mask: Any
-    query_lengths: Any
-    key_lengths: Any
     dropout_rng: Any
+    key: Any
+    key_lengths: Any
+    mask: Any
+    query: Any
+    query_lengths: Any
     # Scalar array that multiplies the logits; None if the scale is the number `settings.scale`.
     scale: Any
-    settings: Settings
+    value: Any
+    settings: Settings = dataclasses.field(metadata={"static": True})
+
+    def map(self, function: Callable[[str, Any], Any]) -> Arguments:
+        """Returns the results of `function(name, array)` for the arrays that are passed."""
+        fields = [field.name for field in dataclasses.fields(self) if field.name != "settings"]
+        arrays = {name: getattr(self, name) for name in fields}
+        new = {name: function(name, a) for name, a in arrays.items() if a is not None}
+        return dataclasses.replace(self, **new)
 
     @property
     def logits_shape(self) -> tuple[int, int, int, int]:
@@ -159,20 +169,21 @@ def arguments(
     batch, queries, heads, size = query.shape
     logits = (batch, heads, queries, key.shape[1])
     number, array = _scale(scale, size)
+    causal, window = _structure(is_causal, local_window_size)
     return Arguments(
-        query,
-        key,
-        value,
-        _bias(bias, logits),
-        _mask(mask, logits),
-        _lengths(query_seq_lengths, "query_seq_lengths", batch, queries),
-        _lengths(key_value_seq_lengths, "key_value_seq_lengths", batch, key.shape[1]),
-        _checked_rng(dropout_rate, dropout_rng),
-        array,
-        Settings(
+        query=query,
+        key=key,
+        value=value,
+        bias=_bias(bias, logits),
+        mask=_mask(mask, logits),
+        query_lengths=_lengths(query_seq_lengths, "query_seq_lengths", batch, queries),
+        key_lengths=_lengths(key_value_seq_lengths, "key_value_seq_lengths", batch, key.shape[1]),
+        dropout_rng=_checked_rng(dropout_rate, dropout_rng),
+        scale=array,
+        settings=Settings(
             scale=number,
-            window=_window(local_window_size, is_causal),
-            is_causal=_is_causal(is_causal, local_window_size),
+            is_causal=causal,
+            window=window,
             dropout_rate=float(dropout_rate),
             broadcast_dropout=broadcast_dropout,
             wide_gradients=wide_gradients,
@@ -202,19 +213,19 @@ def as_array(value: _ArrayLikeOrShape) -> _ArrayOrShape:
     return value if is_array else jnp.asarray(value)
 
 
+def _mapped(function: Callable[[Any], Any], array: _ArrayOrShape) -> _ArrayOrShape:
+    """Applies a function to an array, or to a shape."""
+    is_shape = isinstance(array, jax.ShapeDtypeStruct)
+    return jax.eval_shape(function, array) if is_shape else function(array)
+
+
 def _cast(array: _ArrayOrShape, dtype: np.dtype) -> _ArrayOrShape:
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(array.shape, dtype)
-    return array.astype(dtype)
+    return _mapped(lambda array: array.astype(dtype), array)
 
 
 def _with_batch(array: _ArrayOrShape, ndim: int) -> _ArrayOrShape:
     shape = (1,) * (ndim - array.ndim) + array.shape
-    if shape == array.shape:
-        return array
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, array.dtype)
-    return array.reshape(shape)
+    return array if shape == array.shape else _mapped(lambda array: array.reshape(shape), array)
 
 
 def _check_dtypes(query: _ArrayOrShape, key: _ArrayOrShape, value: _ArrayOrShape) -> None:
@@ -310,15 +321,13 @@ def _lengths(
             f"{name} is {lengths.dtype.name} of shape {lengths.shape}. Allowed: integers, one for "
             f"each of the {batch} sequences; for example {name}=mask.sum(-1)."
         )
-    if isinstance(lengths, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(lengths.shape, np.dtype("int32"))
-    if not isinstance(lengths, Tracer):
+    if not isinstance(lengths, (Tracer, jax.ShapeDtypeStruct)):
         values = np.asarray(lengths)
         if values.min() < 0 or values.max() > positions:
             raise AttentionError(
                 f"{name}={values.tolist()}: a length lies between 0 and the {positions} positions."
             )
-    return jnp.asarray(lengths, jnp.int32)
+    return _cast(lengths, np.dtype("int32"))
 
 
 # ---------------------------------------------------------------------------
@@ -345,9 +354,11 @@ def _scale(scale: Any, size: int) -> tuple[float, Any]:
     return value, None
 
 
-def _window(size: object, is_causal: bool) -> tuple[int, int] | None:
+def _structure(is_causal: object, size: object) -> tuple[bool, tuple[int, int] | None]:
+    """Returns causality and window."""
+    causal = _flag(is_causal, "is_causal")
     if size is None:
-        return None
+        return causal, None
     pair = _pair(size)
     if pair is None or min(pair) < 0:
         raise AttentionError(
@@ -355,7 +366,8 @@ def _window(size: object, is_causal: bool) -> tuple[int, int] | None:
             "integers that are not negative; for example local_window_size=(1023, 0)."
         )
     left, right = pair
-    return (left, 0) if is_causal else (left, right)
+    # A window with right = 0 is causal, and cuDNN supports windows only with a causal mask.
+    return (True, (left, 0)) if causal or right == 0 else (False, pair)
 
 
 def _pair(size: Any) -> tuple[int, int] | None:
@@ -368,12 +380,6 @@ def _pair(size: Any) -> tuple[int, int] | None:
     except TypeError:
         return None
     return left, right
-
-
-def _is_causal(is_causal: object, window: object) -> bool:
-    # A window with right = 0 is causal, and cuDNN supports windows only with a causal mask.
-    pair = None if window is None else _pair(window)
-    return _flag(is_causal, "is_causal") or (pair is not None and pair[1] == 0)
 
 
 def _flag(value: object, name: str) -> bool:

@@ -48,19 +48,6 @@ class _Shape(NamedTuple):
         return -(-self.keys // self.key_block)
 
 
-class _Operands(NamedTuple):
-    """Differentiated operands, and arrays that only mask."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None
-    mask: jax.Array | None
-    query_lengths: jax.Array | None
-    key_lengths: jax.Array | None
-    rng: jax.Array | None
-
-
 def blockwise_attention(args: Arguments, block: int = _BLOCK) -> Any:
     """Returns `[B, T, N, V]` in the operands' dtype, zero for queries that see no key.
 
@@ -86,26 +73,16 @@ def blockwise_attention(args: Arguments, block: int = _BLOCK) -> Any:
         min(block, _rounded_up(queries, 8)),
         min(block, _rounded_up(keys, 8)),
     )
-    operands = _Operands(
-        args.query,
-        args.key,
-        args.value,
-        args.bias,
-        args.mask,
-        args.query_lengths,
-        args.key_lengths,
-        args.dropout_rng,
-    )
-    return _attention(shape, settings, operands)
+    return _attention(shape, dataclasses.replace(args, settings=settings))
 
 
 def _rounded_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(shape: _Shape, settings: Settings, operands: _Operands) -> Any:
-    return _forward_rule(shape, settings, operands)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(shape: _Shape, operands: Arguments) -> Any:
+    return _forward_rule(shape, operands)[0]
 
 
 # ---------------------------------------------------------------------------
@@ -192,8 +169,8 @@ def _filled(like: jax.Array, value: float, dtype: np.dtype) -> jax.Array:
 class _Blocks:
     """Operands in blocks, with the logits and dropout factors of each pair."""
 
-    def __init__(self, shape: _Shape, settings: Settings, operands: _Operands) -> None:
-        self.shape, self.settings, self.operands = shape, settings, operands
+    def __init__(self, shape: _Shape, operands: Arguments) -> None:
+        self.shape, self.settings, self.operands = shape, operands.settings, operands
         self.dtype = operands.query.dtype
         self.wide = wide_dtype(self.dtype)
         self.query = _split(operands.query, shape.query_block, shape.query_blocks, shape)
@@ -243,10 +220,10 @@ class _Blocks:
     def kept(self, i: jax.Array, j: jax.Array) -> jax.Array | None:
         """Returns the dropout factors of the weights of a pair, the same in both passes."""
         rate = self.settings.dropout_rate
-        if self.operands.rng is None:
+        if self.operands.dropout_rng is None:
             return None
         shape = self.shape
-        rng = jax.random.fold_in(self.operands.rng, i * shape.key_blocks + j)
+        rng = jax.random.fold_in(self.operands.dropout_rng, i * shape.key_blocks + j)
         heads = (shape.batch, shape.groups, shape.shared)
         heads = (1, 1, 1) if self.settings.broadcast_dropout else heads
         keep = jax.random.bernoulli(rng, 1.0 - rate, (*heads, shape.query_block, shape.key_block))
@@ -258,11 +235,9 @@ class _Blocks:
 # ---------------------------------------------------------------------------
 
 
-def _forward(
-    shape: _Shape, settings: Settings, operands: _Operands
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(shape: _Shape, operands: Arguments) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns the result `[B, T, N, V]` in FP32; largest logit, 1 / sum `[I, B, K, G, block]`."""
-    blocks = _Blocks(shape, settings, operands)
+    blocks = _Blocks(shape, operands)
     value_size = operands.value.shape[-1]
 
     def step(carry: tuple[Any, ...], pair: jax.Array) -> tuple[Any, None]:
@@ -291,7 +266,7 @@ def _forward(
         _filled(row[..., 0], 0, blocks.wide),
     )
     start = vary(start, varying_axes(operands))
-    (sums, most, total), _ = lax.scan(step, start, jnp.asarray(_pairs(shape, settings)))
+    (sums, most, total), _ = lax.scan(step, start, jnp.asarray(_pairs(shape, operands.settings)))
     # A row that sees no key: its weights are exp(-inf - 0) / inf.
     most = jnp.where(most == -jnp.inf, 0, most)
     shares = 1 / jnp.where(total == 0, jnp.inf, total)
@@ -299,8 +274,9 @@ def _forward(
     return _joined(out, shape.queries), (most, shares)
 
 
-def _forward_rule(shape: _Shape, settings: Settings, operands: _Operands) -> Any:
-    wide, rows = _forward(shape, settings, operands)
+def _forward_rule(shape: _Shape, operands: Arguments) -> Any:
+    settings = operands.settings
+    wide, rows = _forward(shape, operands)
     out = wide.astype(operands.query.dtype)
     saved = operands, wide if settings.wide_gradients else out, rows
     return (out, _residual(shape, rows)) if settings.residual else out, saved
@@ -319,10 +295,11 @@ def _residual(shape: _Shape, rows: tuple[jax.Array, jax.Array]) -> jax.Array:
 # ---------------------------------------------------------------------------
 
 
-def _backward_rule(shape: _Shape, settings: Settings, saved: tuple[Any, ...], d_out: PyTree) -> Any:
-    d_out = d_out[0] if settings.residual else d_out
+def _backward_rule(shape: _Shape, saved: tuple[Any, ...], d_out: PyTree) -> Any:
     operands, out, (most, shares) = saved
-    blocks = _Blocks(shape, settings, operands)
+    settings = operands.settings
+    d_out = d_out[0] if settings.residual else d_out
+    blocks = _Blocks(shape, operands)
     wide = blocks.wide
     scale = wide.type(settings.scale)
     d_outs = _split(d_out, shape.query_block, shape.query_blocks, shape)
@@ -360,18 +337,19 @@ def _backward_rule(shape: _Shape, settings: Settings, saved: tuple[Any, ...], d_
         None if blocks.bias is None else _filled(blocks.bias, 0, wide),
     )
     start = vary(start, varying_axes((operands, d_out)))
-    pairs = jnp.asarray(_pairs(shape, settings))
+    pairs = jnp.asarray(_pairs(shape, operands.settings))
     (d_query, d_key, d_value, d_bias), _ = lax.scan(step, start, pairs)
-    gradients = _Operands(
-        _joined(d_query, shape.queries).astype(operands.query.dtype),
-        _joined(d_key[:, :, :, None], shape.keys).astype(operands.key.dtype),
-        _joined(d_value[:, :, :, None], shape.keys).astype(operands.value.dtype),
-        None
-        if d_bias is None or operands.bias is None
-        else _joined_logits(d_bias, operands.bias).astype(operands.bias.dtype),
-        *(None,) * 4,
+    d_bias = None if d_bias is None else _joined_logits(d_bias, operands.bias)
+    gradients = {
+        "query": _joined(d_query, shape.queries),
+        "key": _joined(d_key[:, :, :, None], shape.keys),
+        "value": _joined(d_value[:, :, :, None], shape.keys),
+        "bias": d_bias,
+    }
+    cast = lambda name, array: (
+        None if gradients.get(name) is None else gradients[name].astype(array.dtype)
     )
-    return (gradients,)
+    return (operands.map(cast),)
 
 
 _attention.defvjp(_forward_rule, _backward_rule)

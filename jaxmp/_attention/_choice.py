@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -30,8 +29,9 @@ from jaxmp._core._compat import (
     varying_axes,
 )
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._explanation import Explanation, ExplanationRow
-from jaxmp.errors import AttentionError, install_command
+from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._messages import install_command
+from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")
 _logged: set[tuple[str, str]] = set()
@@ -66,8 +66,8 @@ class Blocker(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionExplanation(Explanation[Blocker]):
-    """Implementation of an attention call, with the reason, as `explain_attention` returns it.
+class AttentionExplanation(Section[Blocker]):
+    """Implementation of an attention call, with the reason.
 
     Attributes:
       rows: reasons why the fused kernel cannot serve the call; empty if it can.
@@ -75,11 +75,6 @@ class AttentionExplanation(Explanation[Blocker]):
       implementation: "cudnn", "splash", "blockwise" or "xla".
       reason: why it was chosen.
       kernel: the fused kernel to which `rows` refer: "splash" on TPUs, otherwise "cudnn".
-
-    Example:
-      >>> q = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.bfloat16)
-      >>> explain_attention(q, q, q, is_causal=True).implementation
-      'xla'
     """
 
     columns: ClassVar = ("blocks the kernel", "reason", "change")
@@ -98,8 +93,8 @@ class _Kernel(NamedTuple):
     """A fused kernel."""
 
     title: str
-    blockers: Callable[[Arguments], list[Blocker]]
-    notes: Callable[[Arguments], list[str]]
+    blockers: Callable[[Arguments], Iterable[Blocker]]
+    notes: Callable[[Arguments], Iterable[str]]
 
 
 def choose(args: Arguments, implementation: str) -> AttentionExplanation:
@@ -118,42 +113,31 @@ def choose(args: Arguments, implementation: str) -> AttentionExplanation:
     name = implementation
     if name not in FUSED:
         name = "splash" if target() == "tpu" else "cudnn"
-    kernel = FUSED[name]
-    moved = notes_of(args)
-    explain = functools.partial(_explain, kernel=name, notes=moved)
-    if not math.prod(args.logits_shape):
-        return explain("xla", "the result is empty")
-    blockers = tuple(kernel.blockers(args))
+    kernel, moved = FUSED[name], tuple(notes_of(args))
+    blockers = tuple(kernel.blockers(args)) if math.prod(args.logits_shape) else ()
+    chosen, reason = _choice(args, implementation, name, blockers)
+    notes = (*kernel.notes(args), *moved) if chosen == name else moved
+    return AttentionExplanation(
+        rows=blockers, notes=notes, implementation=chosen, reason=reason, kernel=name
+    )
+
+
+def _choice(
+    args: Arguments, implementation: str, name: str, blockers: tuple[Blocker, ...]
+) -> tuple[str, str]:
+    """Returns the implementation and the reason; `name` is that of the fused kernel."""
+    size, kernel = 4 * math.prod(args.logits_shape), FUSED[name]
+    if not size:
+        return "xla", "the result is empty"
     if implementation in ("blockwise", "xla"):
-        return explain(implementation, ASKED, blockers)
+        return implementation, ASKED
     if implementation == name and blockers:
         raise _refusal(kernel, implementation, blockers)
     if not blockers:
-        reason = ASKED if implementation == name else f"{kernel.title} fits"
-        return explain(name, reason, notes=[*kernel.notes(args), *moved])
-    size = 4 * math.prod(args.logits_shape)
+        return name, ASKED if implementation == name else f"{kernel.title} fits"
     if size > _WHOLE_LOGITS:
-        reason = f"the logits of all pairs would take {_mebibytes(size)}"
-        return explain("blockwise", reason, blockers)
-    reason = f"the logits of all pairs take only {_mebibytes(size)}"
-    return explain("xla", reason, blockers)
-
-
-def _explain(
-    implementation: str,
-    reason: str,
-    blockers: Iterable[Blocker] = (),
-    notes: Iterable[str] = (),
-    *,
-    kernel: str,
-) -> AttentionExplanation:
-    return AttentionExplanation(
-        rows=tuple(blockers),
-        notes=tuple(notes),
-        implementation=implementation,
-        reason=reason,
-        kernel=kernel,
-    )
+        return "blockwise", f"the logits of all pairs would take {_mebibytes(size)}"
+    return "xla", f"the logits of all pairs take only {_mebibytes(size)}"
 
 
 def _refusal(kernel: _Kernel, implementation: str, blockers: Iterable[Blocker]) -> AttentionError:
@@ -186,37 +170,33 @@ def log_once(choice: AttentionExplanation) -> None:
 # ---------------------------------------------------------------------------
 
 
-def cudnn_blockers(args: Arguments) -> list[Blocker]:
-    """Lists why `jax.nn.dot_product_attention(implementation="cudnn")` cannot serve a call."""
-    return [*_device_blockers(), *_operand_blockers(args), *_mask_blockers(args)]
+def cudnn_blockers(args: Arguments) -> Iterator[Blocker]:
+    """Yields why `jax.nn.dot_product_attention(implementation="cudnn")` cannot serve a call."""
+    yield from _device_blockers()
+    yield from _operand_blockers(args)
+    yield from _mask_blockers(args)
 
 
-def _device_blockers() -> list[Blocker]:
+def _device_blockers() -> Iterator[Blocker]:
     device = target()
     if device != "gpu":
-        return [
-            Blocker(
-                "device", f"the program is compiled for {device}", "Compile the program for a GPU."
-            )
-        ]
-    if cudnn_version() is None:
+        reason = f"the program is compiled for {device}"
+        yield Blocker("device", reason, "Compile the program for a GPU.")
+    elif cudnn_version() is None:
         commands = " or ".join(map(install_command, ("cuda12", "cuda13")))
         change = f"Install it, in a checkout of jaxmp: {commands}."
-        return [Blocker("device", "JAX finds no cuDNN", change)]
-    gpu = unsupported_gpu(FUSED_ATTENTION)
-    if gpu:
+        yield Blocker("device", "JAX finds no cuDNN", change)
+    elif gpu := unsupported_gpu(FUSED_ATTENTION):
         first = capability_text(FUSED_ATTENTION)
         reason = f"the kernel requires compute capability {first} or more, this is {gpu}"
-        return [Blocker("device", reason, "Use implementation='auto'.")]
-    return []
+        yield Blocker("device", reason, "Use implementation='auto'.")
 
 
-def _operand_blockers(args: Arguments) -> list[Blocker]:
-    blockers = []
+def _operand_blockers(args: Arguments) -> Iterator[Blocker]:
     dtype = args.query.dtype
     if not is_16bit(dtype):
         reason = f"the kernel takes 16 bits, the operands are {dtype.name}"
-        blockers.append(Blocker("policy", reason, "Write policy='bfloat16'."))
+        yield Blocker("policy", reason, "Write policy='bfloat16'.")
     # JAX reads the capability of the local GPU, even if it compiles for another one.
     capability = compute_capability()
     is_hopper = capability is not None and capability >= LARGE_ATTENTION_HEADS
@@ -225,66 +205,59 @@ def _operand_blockers(args: Arguments) -> list[Blocker]:
     if padded > largest:
         unknown = " (without a GPU here JAX assumes an A100)" if capability is None else ""
         reason = f"heads of {padded} are larger than {largest}{unknown}"
-        blockers.append(Blocker("query", reason, f"Use more heads, of at most {largest}."))
+        yield Blocker("query", reason, f"Use more heads, of at most {largest}.")
     if args.dropout_rng is not None:
         reason = "JAX has no dropout in the fused kernel"
-        blockers.append(Blocker("dropout_rate", reason, "Write dropout_rate=0.0."))
+        yield Blocker("dropout_rate", reason, "Write dropout_rate=0.0.")
     window = args.settings.window
     if window is not None and not args.settings.is_causal:
         reason = f"the kernel has windows of past positions only, not {window}"
-        blockers.append(Blocker("local_window_size", reason, "Write is_causal=True."))
-    return blockers
+        yield Blocker("local_window_size", reason, "Write is_causal=True.")
 
 
-def _mask_blockers(args: Arguments) -> list[Blocker]:
-    blockers = []
+def _mask_blockers(args: Arguments) -> Iterator[Blocker]:
     bias, dtype = args.bias, args.query.dtype
     if bias is not None and is_16bit(dtype) and bias.dtype != dtype:
         reason = f"the kernel reads the bias as {dtype.name}, and it is {bias.dtype.name}"
         change = "Write bias=bias.astype(query.dtype) if its precision suffices."
-        blockers.append(Blocker("bias", reason, change))
+        yield Blocker("bias", reason, change)
     for name, array in (("bias", bias), ("mask", args.mask)):
         if array is not None and args.logits_shape[2] == 1:
             reason = f"the kernel's backward pass with a {name} needs even lengths, and padding a "
             reason += "single query would double its work"
             declared = "Declare it by is_causal, local_window_size or lengths, or use two queries."
-            padding = "Use two queries."
-            blockers.append(Blocker(name, reason, declared if name == "mask" else padding))
-    return blockers
+            yield Blocker(name, reason, declared if name == "mask" else "Use two queries.")
 
 
-def _cudnn_notes(args: Arguments) -> list[str]:
-    notes = []
+def _cudnn_notes(args: Arguments) -> Iterator[str]:
     if args.scale is not None:
-        notes.append(_TRACED_SCALE)
+        yield _TRACED_SCALE
     sizes = args.query.shape[-1], args.value.shape[-1]
     padded = padded_size(*sizes)
     if sizes != (padded, padded):
-        notes.append(
-            f"heads of {' and '.join(map(str, sorted(set(sizes))))} are padded to {padded}"
-        )
+        yield f"heads of {' and '.join(map(str, sorted(set(sizes))))} are padded to {padded}"
     _, _, queries, keys = args.logits_shape
     for positions in dict.fromkeys((queries, keys)):
         if positions % 2:
-            notes.append(
+            yield (
                 f"{positions} positions are padded to {positions + 1} in training, because JAX "
                 "defines no gradient of the kernel for odd lengths"
             )
     if args.mask is not None:
-        notes.append(
+        yield (
             "a bool mask is added to the logits as an array of all pairs, and its gradient may be "
             "computed; is_causal, local_window_size and lengths cost nothing"
         )
-    return [*notes, *_unsplit_heads(args)]
+    yield from _unsplit_heads(args)
 
 
-def _unsplit_heads(args: Arguments) -> list[str]:
+def _unsplit_heads(args: Arguments) -> Iterator[str]:
     """Describes automatic mesh axes over which XLA must not split the heads of the query.
 
     XLA chooses the sharding after the implementation has been traced; see `_sharding`.
     """
     if not isinstance(args.query, jax.Array):
-        return []
+        return
     mesh = jax.typeof(args.query).sharding.mesh
     heads, groups = args.query.shape[2], args.key.shape[2]
     sizes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -293,13 +266,12 @@ def _unsplit_heads(args: Arguments) -> list[str]:
         for name, size, kind in sizes
         if kind == AxisType.Auto and heads % size == 0 and groups % size
     }
-    if not axes:
-        return []
-    return [
-        f"if XLA splits the {heads} heads over {axes}, compilation raises an error, because the "
-        f"{groups} heads of key and value cannot be split alike: repeat them, key = "
-        f"jnp.repeat(key, {heads // groups}, axis=-2)"
-    ]
+    if axes:
+        yield (
+            f"if XLA splits the {heads} heads over {axes}, compilation raises an error, because "
+            f"the {groups} heads of key and value cannot be split alike: repeat them, key = "
+            f"jnp.repeat(key, {heads // groups}, axis=-2)"
+        )
 
 
 _TRACED_SCALE = "a scale that is an array multiplies the query, in the query's dtype"
@@ -310,89 +282,81 @@ _TRACED_SCALE = "a scale that is an array multiplies the query, in the query's d
 # ---------------------------------------------------------------------------
 
 
-def splash_blockers(args: Arguments) -> list[Blocker]:
-    """Lists why JAX's splash attention cannot serve a call."""
+def splash_blockers(args: Arguments) -> Iterator[Blocker]:
+    """Yields why JAX's splash attention cannot serve a call."""
     device = target()
     if device != "tpu":
         reason = f"the program is compiled for {device}"
-        return [Blocker("device", reason, "Compile the program for a TPU.")]
-    if load_splash_attention() is None:
+        yield Blocker("device", reason, "Compile the program for a TPU.")
+    elif load_splash_attention() is None:
         reason = f"JAX {jax.__version__} has no splash attention that jaxmp knows"
-        return [Blocker("device", reason, "Use implementation='auto'.")]
-    return [*_mesh_blockers(args), *_splash_operand_blockers(args), *_splash_mask_blockers(args)]
+        yield Blocker("device", reason, "Use implementation='auto'.")
+    else:
+        yield from _mesh_blockers(args)
+        yield from _splash_operand_blockers(args)
+        yield from _splash_mask_blockers(args)
 
 
-def _mesh_blockers(args: Arguments) -> list[Blocker]:
+def _mesh_blockers(args: Arguments) -> Iterator[Blocker]:
     if not isinstance(args.query, jax.Array):
-        return []
+        return
+    mesh = jax.typeof(args.query).sharding.mesh
+    sizes = zip(mesh.axis_types, mesh.shape.values(), strict=True)
+    kinds = {kind for kind, size in sizes if size > 1}
     if varying_axes(args.query):
         reason = "the kernel does not declare the mesh axes over which its results vary"
-        return [Blocker("device", reason, "Write jax.shard_map(..., check_vma=False).")]
-    mesh = jax.typeof(args.query).sharding.mesh
-    kinds = {
-        kind for kind, size in zip(mesh.axis_types, mesh.shape.values(), strict=True) if size > 1
-    }
-    if AxisType.Auto in kinds:
+        yield Blocker("device", reason, "Write jax.shard_map(..., check_vma=False).")
+    elif AxisType.Auto in kinds:
         reason = f"XLA cannot partition the kernel over the automatic axes of the mesh {mesh.shape}"
         change = "Make the axes explicit (AxisType.Explicit), or map all of them in jax.shard_map."
-        return [Blocker("device", reason, change)]
-    if len(kinds) > 1:
+        yield Blocker("device", reason, change)
+    elif len(kinds) > 1:
         reason = "jax.shard_map maps only some axes of the mesh"
-        return [Blocker("device", reason, "Map all axes of the mesh.")]
-    return []
+        yield Blocker("device", reason, "Map all axes of the mesh.")
 
 
-def _splash_operand_blockers(args: Arguments) -> list[Blocker]:
-    blockers = []
+def _splash_operand_blockers(args: Arguments) -> Iterator[Blocker]:
     if args.query.dtype.name != "bfloat16":
         reason = f"the kernel multiplies in bfloat16, the operands are {args.query.dtype.name}"
-        blockers.append(Blocker("policy", reason, "Write policy='bfloat16'."))
+        yield Blocker("policy", reason, "Write policy='bfloat16'.")
     _, _, queries, keys = args.logits_shape
     for name, positions in (("query", queries), ("key", keys)):
         if positions < LEAST_BLOCK:
             reason = f"the kernel computes blocks of {LEAST_BLOCK} positions, not {positions}"
-            blockers.append(Blocker(name, reason, "Use implementation='auto' for short sequences."))
+            yield Blocker(name, reason, "Use implementation='auto' for short sequences.")
     for name, array in (("query", args.query), ("value", args.value)):
         if array.shape[-1] > _LARGEST_HEAD_TPU:
             reason = f"heads of {array.shape[-1]} are larger than {_LARGEST_HEAD_TPU}"
-            change = f"Use more heads, of at most {_LARGEST_HEAD_TPU}."
-            blockers.append(Blocker(name, reason, change))
+            yield Blocker(name, reason, f"Use more heads, of at most {_LARGEST_HEAD_TPU}.")
     if args.dropout_rng is not None:
-        blockers.append(
-            Blocker("dropout_rate", "the kernel has no dropout", "Write dropout_rate=0.0.")
-        )
+        yield Blocker("dropout_rate", "the kernel has no dropout", "Write dropout_rate=0.0.")
     if args.settings.residual:
         reason = "the kernel has no gradient if it returns the log-sum-exp"
-        blockers.append(Blocker("return_residual", reason, "Write return_residual=False."))
-    return blockers
+        yield Blocker("return_residual", reason, "Write return_residual=False.")
 
 
-def _splash_mask_blockers(args: Arguments) -> list[Blocker]:
-    blockers = []
+def _splash_mask_blockers(args: Arguments) -> Iterator[Blocker]:
     if args.bias is not None:
-        blockers.append(Blocker("bias", "the kernel has no bias", "Remove the bias."))
+        yield Blocker("bias", "the kernel has no bias", "Remove the bias.")
     if args.mask is not None:
         change = "Declare it by is_causal, local_window_size or lengths."
-        blockers.append(Blocker("mask", "the kernel reads no mask array", change))
+        yield Blocker("mask", "the kernel reads no mask array", change)
     _, _, queries, keys = args.logits_shape
     window = args.settings.window
     if window is not None and queries > keys + window[0]:
         reason = f"queries from {keys + window[0]} on see no key, and the kernel divides by zero"
-        change = f"Use at most {keys + window[0]} queries."
-        blockers.append(Blocker("local_window_size", reason, change))
-    return blockers
+        yield Blocker("local_window_size", reason, f"Use at most {keys + window[0]} queries.")
 
 
-def _splash_notes(args: Arguments) -> list[str]:
-    notes = [] if args.scale is None else [_TRACED_SCALE]
+def _splash_notes(args: Arguments) -> Iterator[str]:
+    if args.scale is not None:
+        yield _TRACED_SCALE
     scale = abs(args.settings.scale)
     if scale and math.frexp(scale)[0] != 0.5:
-        notes.append(f"the query is multiplied by the scale {scale:.4g} and rounded")
-    _, _, queries, keys = args.logits_shape
-    for positions in dict.fromkeys((queries, keys)):
+        yield f"the query is multiplied by the scale {scale:.4g} and rounded"
+    for positions in dict.fromkeys(args.logits_shape[2:]):
         if padded_positions(positions) != positions:
-            notes.append(f"{positions} positions are padded to {padded_positions(positions)}")
-    return notes
+            yield f"{positions} positions are padded to {padded_positions(positions)}"
 
 
 FUSED: dict[str, _Kernel] = {

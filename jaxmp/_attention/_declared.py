@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from jaxmp._core._jaxprs import Atom, Equation, is_literal
 from jaxmp.errors import AttentionError
 
 
@@ -175,7 +176,7 @@ def check_known(mask: np.ndarray, declared: Declaration) -> None:
     raise AttentionError(
         f"{_layer(declared)} declares {declared}, and contradicts its mask: for query {query} "
         f"(sequence {batch}, head {head}) the mask {does} key {key}, which the declaration "
-        f"{declares}.{name} {rule_fix(declared.path, actual)}"
+        f"{declares}.{name} {rule_fix(declared.path, actual or Declaration('array'))}"
     )
 
 
@@ -183,7 +184,7 @@ def refuse_lengths(declared: Declaration, queries: int, keys: int) -> AttentionE
     """Returns the error for different numbers of queries and keys in a causal structure."""
     return AttentionError(
         f"{_layer(declared)} declares {declared}, which relates query t to key t, and attends from "
-        f"{queries} queries to {keys} keys. {rule_fix(declared.path, None, 'padding')}"
+        f"{queries} queries to {keys} keys. {rule_fix(declared.path, Declaration('padding'))}"
     )
 
 
@@ -208,25 +209,14 @@ def declaration_code(actual: Declaration, path: str | None) -> tuple[str, list[s
     toml = [f"{key} = {_toml(value)}" for key, value in settings.items()]
     if path is None:
         return f"recipe = recipe.replace({python})", ["[attention]", *toml]
-    rule = f'jaxmp.Rule("{path}", {python})'
-    rules = f"policies = jaxmp.PolicyMap(recipe, [{rule}])"
-    return f"{rules}; recipe = recipe.replace(policies=policies)", [
-        "[[rules]]",
-        f'path = "{path}"',
-        *toml,
-    ]
+    return f'jaxmp.Rule("{path}", {python})', ["[[rules]]", f'path = "{path}"', *toml]
 
 
-def rule_fix(path: str, actual: Declaration | None, mask: str = "array") -> str:
-    """Returns the rule that declares the structure of a mask, or `mask` if it is unknown."""
-    settings = {"mask": mask} if actual is None else actual.settings()
-    python = ", ".join(f"{key}={_quoted(value)}" for key, value in settings.items())
-    toml = "\n".join(f"    {key} = {_toml(value)}" for key, value in settings.items())
-    rule = f'jaxmp.Rule("{path}", {python})'
-    return (
-        f"Declare its structure by a rule, {rule}, or in the recipe file:\n"
-        f'    [[rules]]\n    path = "{path}"\n{toml}'
-    )
+def rule_fix(path: str, actual: Declaration) -> str:
+    """Returns the rule that declares the structure of a mask."""
+    rule, toml = declaration_code(actual, path)
+    lines = "".join(f"\n    {line}" for line in toml)
+    return f"Declare its structure by a rule, {rule}, or in the recipe file:{lines}"
 
 
 def _words(actual: Declaration) -> str:
@@ -256,12 +246,21 @@ def mark(query: jax.Array, mask: jax.Array, declared: Declaration) -> jax.Array:
     return _marker(f"{MASK_MARK}_{declared.mask}{window}")(query, mask)
 
 
-def declaration_of(name: str, path: str) -> Declaration | None:
+def declaration_of(name: str) -> Declaration | None:
     """Returns the declaration in the name of a jitted function; None for other functions."""
     if not name.startswith(f"{MASK_MARK}_"):
         return None
     mask, *window = name.removeprefix(f"{MASK_MARK}_").split("_")
-    return Declaration(mask, (int(window[0]), int(window[1])) if window else None, path)
+    return Declaration(mask, (int(window[0]), int(window[1])) if window else None)
+
+
+def mask_operand(equation: Equation) -> Atom | None:
+    """Returns the bool operand `[B, N, T, S]` of a jitted function, or None."""
+    for var in equation.invars:
+        aval = var.aval
+        if not is_literal(var) and getattr(aval, "dtype", None) == np.bool_ and aval.ndim == 4:
+            return var
+    return None
 
 
 @functools.cache

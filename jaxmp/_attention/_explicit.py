@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -77,39 +77,37 @@ def parts_of(args: Arguments) -> Parts | None:
     return Parts(mesh, batch, heads, query, key_heads)
 
 
-def notes_of(args: Arguments) -> list[str]:
+def notes_of(args: Arguments) -> Iterator[str]:
     """Describes the data that a call moves between devices of explicit mesh axes."""
     parts = parts_of(args)
     if parts is None:
-        return []
-    notes = []
+        return
     for name in ("query", "key", "value"):
-        array = getattr(args, name)
-        before, after = (
-            _spec(map(_axes, jax.typeof(array).sharding.spec)),
-            parts.spec(name, (2,) * 4),
-        )
+        before = _spec(map(_axes, jax.typeof(getattr(args, name)).sharding.spec))
+        after = parts.spec(name, (2,) * 4)
         if before != after:
-            notes.append(f"{name} is resharded from {before} to {after}")
+            yield f"{name} is resharded from {before} to {after}"
     if parts.key_heads != args.key.shape[2]:
-        notes.append(
+        yield (
             f"the {args.key.shape[2]} heads of key and value are repeated to {parts.key_heads}, "
             f"because the query's are split over {parts.heads}"
         )
     _, positions, heads, size = parts.query
-    gathered = [axis for axis in heads + positions + size if axis not in parts.heads]
+    gathered = tuple(axis for axis in heads + positions + size if axis not in parts.heads)
     if gathered:
-        notes.append(f"each device of {tuple(gathered)} computes the same heads")
-    return notes
+        yield f"each device of {gathered} computes the same heads"
 
 
-def run_on_parts(compute: Callable[[Arguments], Any], args: Arguments, *, maps: bool = True) -> Any:
+def run_on_parts(
+    compute: Callable[[Arguments], Any], args: Arguments, mapped: str = "split"
+) -> Any:
     """Calls an implementation, on explicit mesh axes on each device for its batch and heads.
 
     Args:
       compute: returns `[B, T, N, V]`, or with `settings.residual` a pair of that and `[B, T, N]`.
       args: the arguments.
-      maps: False if `compute` accepts operands that are sharded alike.
+      mapped: the axes over which `compute` is mapped: those that "split" batch or heads; "all" axes
+        of the mesh; or "none", if it accepts operands that are sharded alike.
 
     Returns:
       The result of `compute`, sharded as the query. A head size that differs from that of the query
@@ -119,20 +117,21 @@ def run_on_parts(compute: Callable[[Arguments], Any], args: Arguments, *, maps: 
     if parts is None:
         return compute(args)
     operands = _arranged(args, parts)
-    axes = set(parts.batch + parts.heads)
-    if maps and axes:
+    split = parts.batch + parts.heads if mapped != "none" else ()
+    compute = functools.partial(_compute_part, compute, split, getattr(args.bias, "dtype", None))
+    axes = parts.mesh.axis_names if mapped == "all" else split
+    if axes:
         out = _spec((parts.batch, (), parts.heads))
-        results = jax.shard_map(
-            functools.partial(_compute_part, compute, args, parts),
+        compute = jax.shard_map(
+            compute,
             mesh=parts.mesh,
-            in_specs=({name: parts.spec(name, array.shape) for name, array in operands.items()},),
+            in_specs=(operands.map(lambda name, array: parts.spec(name, array.shape)),),
             out_specs=(out, out) if args.settings.residual else out,
-            axis_names=axes,
+            axis_names=set(axes),
             # The gradients of the parts are not summed over further axes.
             check_vma=False,
-        )(operands)
-    else:
-        results = compute(_with_operands(args, operands))
+        )
+    results = compute(operands)
     batch, positions, heads, size = parts.query
     size = size if args.value.shape[-1] == args.query.shape[-1] else ()
     entries = (batch, positions, heads, size)
@@ -142,42 +141,31 @@ def run_on_parts(compute: Callable[[Arguments], Any], args: Arguments, *, maps: 
     return jax.tree.map(place, results)
 
 
-def _arranged(args: Arguments, parts: Parts) -> dict[str, jax.Array]:
+def _arranged(args: Arguments, parts: Parts) -> Arguments:
     """Returns the operands, sharded alike, with repeated heads of key and value."""
-    fields = {name: getattr(args, name) for name in _DIMENSIONS}
-    operands = {name: array for name, array in fields.items() if array is not None}
     repeats = parts.key_heads // args.key.shape[2]
-    for name in ("key", "value"):
-        operands[name] = jnp.repeat(operands[name], repeats, 2) if repeats > 1 else operands[name]
-    if "bias" in operands:
-        # Its gradient may be summed over devices, in this dtype.
-        operands["bias"] = operands["bias"].astype(wide_dtype(operands["bias"].dtype))
-    return {
-        name: jax.reshard(array, NamedSharding(parts.mesh, parts.spec(name, array.shape)))
-        for name, array in operands.items()
-    }
+
+    def arrange(name: str, array: Any) -> Any:
+        if name in ("key", "value") and repeats > 1:
+            array = jnp.repeat(array, repeats, 2)
+        if name == "bias":
+            # Its gradient may be summed over devices, in this dtype.
+            array = array.astype(wide_dtype(array.dtype))
+        return jax.reshard(array, NamedSharding(parts.mesh, parts.spec(name, array.shape)))
+
+    return args.map(arrange)
 
 
 def _compute_part(
-    compute: Callable[[Arguments], Any],
-    args: Arguments,
-    parts: Parts,
-    operands: dict[str, jax.Array],
+    compute: Callable[[Arguments], Any], axes: Axes, bias_dtype: Any, part: Arguments
 ) -> Any:
-    """Computes the part of a device, in `shard_map`."""
-    part = _with_operands(args, operands)
-    rng = part.dropout_rng
+    """Computes the part of a device in a `shard_map` over `axes`, or the whole without axes."""
+    bias, rng = part.bias, part.dropout_rng
     if rng is not None and not part.settings.broadcast_dropout:
-        for axis in parts.batch + parts.heads:  # devices drop different weights
+        for axis in axes:  # devices drop different weights
             rng = jax.random.fold_in(rng, jax.lax.axis_index(axis))
-    return compute(dataclasses.replace(part, dropout_rng=rng))
-
-
-def _with_operands(args: Arguments, operands: dict[str, jax.Array]) -> Arguments:
-    bias = operands.get("bias")
-    if bias is not None:
-        operands = {**operands, "bias": bias.astype(args.bias.dtype)}
-    return dataclasses.replace(args, **operands)
+    bias = None if bias is None else bias.astype(bias_dtype)
+    return compute(dataclasses.replace(part, dropout_rng=rng, bias=bias))
 
 
 def _axes(entry: object) -> Axes:

@@ -1,11 +1,12 @@
-"""Attention of a layer: masks and weights as Flax's attention layers pass them."""
+"""Attention functions of Flax layers, common to Linen and NNX."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +26,26 @@ from jaxmp._attention._declared import (
     sequence_lengths,
 )
 from jaxmp._attention._plain import attend, weight_dropout
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._policies._policy import Policy
 from jaxmp.errors import AttentionError
+
+# A mask whose elements are known is a NumPy array.
+MaskArray: TypeAlias = jax.Array | np.ndarray
+# Query, key and value.
+Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskHints:
-    """Properties of a layer's mask that the author of the model specifies."""
+class AttentionFunction:
+    """Result of `attention_fn`; compared by its fields.
 
-    implementation: str = "auto"
+    The first four fields are the arguments of `attention_fn`.
+    """
+
+    implementation: str | None = None
     is_causal: bool = False
     local_window_size: int | tuple[int, int] | None = None
-    # The layer's mask is a prefix of each sequence, and is passed to the kernel as lengths.
     padding_mask: bool = False
     # The structure that the layer's policy declares for its mask; None: it declares none.
     declared: Declaration | None = None
@@ -45,51 +55,138 @@ class MaskHints:
         if isinstance(self.local_window_size, list):
             object.__setattr__(self, "local_window_size", tuple(self.local_window_size))
 
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Uses of the attention weights other than the multiplication with the values."""
-
-    dropout_rate: float = 0.0
-    dropout_rng: jax.Array | None = None
-    broadcast_dropout: bool = True
-    # Accepts weights `[B..., N, T, S]`.
-    sow: Callable[[jax.Array], Any] | None = None
-    precision: PrecisionLike = None
-    qk_einsum: Callable[..., jax.Array] | None = None
-    value_einsum: Callable[..., jax.Array] | None = None
-
-    @property
-    def stored_for(self) -> str:
-        """The argument that requires the weights of all pairs to be stored; "" if none does."""
-        users = {
-            "sow_weights": self.sow,
-            "precision": self.precision,
-            "qk_attn_weights_einsum": self.qk_einsum,
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: DTypeLike | None = None,
+        precision: PrecisionLike = None,
+        module: Any = None,
+        # Arguments of Linen.
+        force_fp32_for_softmax: bool = True,
+        qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+        attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+        # Arguments of NNX.
+        promote_dtype: Callable[..., Any] | None = None,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        del force_fp32_for_softmax  # The softmax is always computed in FP32.
+        if (qk_attn_weights_einsum is None) != (attn_weights_value_einsum is None):
+            raise AttentionError(
+                "qk_attn_weights_einsum and attn_weights_value_einsum replace two matmuls of one "
+                "computation. Pass both, or neither."
+            )
+        if precision and qk_attn_weights_einsum:
+            raise AttentionError(
+                "qk_attn_weights_einsum ignores precision. Pass either precision or the einsums."
+            )
+        sow = None
+        if module is not None:
+            # In NNX, this is the name of `nnx.Intermediate`.
+            sow = functools.partial(module.sow, "intermediates", "attention_weights")
+        is_dropped = bool(dropout_rate) and not deterministic
+        dropout = {
+            "dropout_rate": 0.0 if deterministic else dropout_rate,
+            "dropout_rng": dropout_rng if is_dropped else None,
+            "broadcast_dropout": broadcast_dropout,
         }
-        return next((name for name, value in users.items() if value is not None), "")
+        weights = {
+            "sow": sow,
+            "precision": precision,
+            "qk_einsum": qk_attn_weights_einsum,
+            "value_einsum": attn_weights_value_einsum,
+        }
+        if promote_dtype is None:
+            dtype = dtype or jnp.result_type(query, key, value)
+            arrays = (query, key, value)
+            operands: Any = tuple(jnp.asarray(array, dtype) for array in arrays)
+        else:
+            operands = promote_dtype((query, key, value), dtype=dtype)
+        hints = dataclasses.replace(self, is_causal=True) if is_causal else self
+        return layer_attention(operands, bias, mask, hints, dropout, weights)
 
 
-# A mask whose elements are known is a NumPy array.
-MaskArray: TypeAlias = jax.Array | np.ndarray
-# Query, key and value.
-Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+def attention_fn(
+    *,
+    implementation: str | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    padding_mask: bool = False,
+) -> AttentionFunction:
+    """Returns an `attention_fn` for an attention layer of Flax.
+
+    The layer is a `flax.linen.MultiHeadDotProductAttention` or a `flax.nnx.MultiHeadAttention`. The
+    function calls `jaxmp.dot_product_attention`. 16-bit policies install it automatically. Install
+    it yourself to declare the structure of the mask (causal, window, padding), which lets the fused
+    kernel skip masked blocks. A dense mask is read in full.
+
+    Args:
+      implementation: as in `dot_product_attention`; None or "auto": the policy decides.
+      is_causal: position t attends to positions 0 to t. Do not pass a causal mask as well.
+      local_window_size: `(left, right)`, or one number for both.
+      padding_mask: the layer's mask hides only the padding at the end of each sequence and what
+        the other arguments declare. It is passed to the kernel as lengths.
+
+    Returns:
+      A function; equal arguments give equal functions.
+
+    Raises:
+      AttentionError: if `implementation` is not valid; when the function is called, the errors of
+        `dot_product_attention`, or an error if `sow_weights`, `precision` or custom einsums
+        require all weights and the implementation does not store them.
+
+    Example:
+      >>> layer = flax.linen.MultiHeadDotProductAttention(
+      ...     num_heads=2, attention_fn=jaxmp.attention_fn(is_causal=True)
+      ... )
+      >>> x = jnp.ones((1, 4, 8))
+      >>> layer.init_with_output(jax.random.key(0), x)[0].shape
+      (1, 4, 8)
+    """
+    return AttentionFunction(implementation, is_causal, local_window_size, padding_mask)
 
 
-def operands(
-    query: jax.Array, key: jax.Array, value: jax.Array, dtype: DTypeLike | None
-) -> Operands:
-    """Casts query, key and value to `dtype`; None: to the dtype to which they promote."""
-    dtype = dtype or jnp.result_type(query, key, value)
-    return jnp.asarray(query, dtype), jnp.asarray(key, dtype), jnp.asarray(value, dtype)
+def attention_under_policy(
+    current: Callable[..., jax.Array],
+    default: Callable[..., jax.Array],
+    policy: Policy,
+    path: str,
+) -> Callable[..., jax.Array]:
+    """Returns the attention function of a layer under a policy.
+
+    Args:
+      current: the function that the layer has. One that is neither `default` nor jaxmp's is kept.
+      default: the framework's default function.
+      policy: the policy of the layer.
+      path: the path of the layer.
+    """
+    is_requested = policy.implementation != "auto" or policy.mask != "array"
+    if current is default and (is_requested or is_16bit(policy.compute_dtype)):
+        current = AttentionFunction()
+    if not isinstance(current, AttentionFunction):
+        return current
+    if current.implementation == "auto":
+        current = dataclasses.replace(current, implementation=policy.implementation)
+    if policy.mask != "array":
+        declared = Declaration(policy.mask, policy.window, path)
+        current = dataclasses.replace(current, declared=declared)
+    return current
 
 
 def layer_attention(
     operands: Operands,
     bias: jax.Array | None,
     mask: MaskArray | None,
-    hints: MaskHints,
-    weights: Weights,
+    hints: AttentionFunction,
+    dropout: dict[str, Any],
+    weights: dict[str, Any],
 ) -> jax.Array:
     """Computes the attention of a Flax layer.
 
@@ -98,7 +195,8 @@ def layer_attention(
       bias: broadcastable to `[B..., N, T, S]`, or None.
       mask: broadcastable to the same shape, or None; nonzero elements are visible.
       hints: known properties of the mask.
-      weights: further uses of the weights.
+      dropout: arguments of `arguments` for dropout.
+      weights: arguments of `attend` that require the weights of all pairs.
 
     Returns:
       `[B..., T, N, H]` in the dtype of the operands.
@@ -110,19 +208,22 @@ def layer_attention(
     query, key, value = operands
     visible = None if mask is None else _as_bool(mask)
     structure = _structure(operands, visible, hints)
-    if weights.stored_for:
+    flags = ("sow_weights", "precision", "qk_attn_weights_einsum")
+    users = [flag for flag, use in zip(flags, weights.values(), strict=False) if use is not None]
+    if users:
         if hints.implementation not in ("auto", "xla"):
             raise AttentionError(
-                f"{weights.stored_for} requires the attention weights of all pairs, which "
+                f"{users[0]} requires the attention weights of all pairs, which "
                 f"implementation={hints.implementation!r} never stores. Remove "
-                f"{weights.stored_for}, or add a rule with implementation='xla' for the layer."
+                f"{users[0]}, or add a rule with implementation='xla' for the layer."
             )
-        return _attend_with_weights(operands, bias, visible, hints, weights)
+        return _attend_with_weights(operands, bias, visible, hints, dropout, weights)
     batch = query.shape[:-3]
     count = math.prod(batch)
     lengths: dict[str, Any] = {}
     if structure is not None:
-        query, visible, hints, lengths = structure.query, None, structure.hints, structure.lengths
+        query, hints, lengths = structure
+        visible = None
     elif hints.padding_mask and visible is not None:
         visible, lengths = None, _lengths(_flatten_batch(visible, batch), query.shape[-3])
     call = arguments(
@@ -133,25 +234,17 @@ def layer_attention(
         None if visible is None else _flatten_batch(visible, batch),
         is_causal=hints.is_causal,
         local_window_size=hints.local_window_size,
-        dropout_rate=weights.dropout_rate,
-        dropout_rng=weights.dropout_rng,
-        broadcast_dropout=weights.broadcast_dropout,
+        **dropout,
         **lengths,
     )
-    out = run(call, hints.implementation)
+    out = run(call, check_implementation(hints.implementation))
     return out.reshape(*batch, *out.shape[1:])
 
 
-class _Structure(NamedTuple):
-    """Arguments of the kernel that replace a declared mask."""
-
-    query: jax.Array
-    hints: MaskHints
-    lengths: dict[str, jax.Array]
-
-
-def _structure(operands: Operands, mask: jax.Array | None, hints: MaskHints) -> _Structure | None:
-    """Returns the declared structure of a layer's mask; None if the mask array is used.
+def _structure(
+    operands: Operands, mask: jax.Array | None, hints: AttentionFunction
+) -> tuple[jax.Array, AttentionFunction, dict[str, jax.Array]] | None:
+    """Returns query, hints and lengths for a declared mask; None if the mask array is used.
 
     The declaration is compared with the array as far as its elements are known. A layer with one
     query performs a step of autoregressive decoding: its mask hides the unused end of the cache,
@@ -167,9 +260,7 @@ def _structure(operands: Operands, mask: jax.Array | None, hints: MaskHints) -> 
         return None
     if declared.is_square and queries != keys:
         raise refuse_lengths(declared, queries, keys)
-    if hints.is_causal or hints.local_window_size is not None:
-        visible = _hinted_mask(operands, hints)
-        mask = visible if mask is None else jnp.logical_and(_rank(mask, visible.ndim), visible)
+    mask = _with_hints(operands, mask, hints)
     lengths: dict[str, jax.Array] = {}
     if mask is not None:
         full = _full_mask(mask, batch, (queries, keys))
@@ -181,8 +272,9 @@ def _structure(operands: Operands, mask: jax.Array | None, hints: MaskHints) -> 
             lengths = _declared_lengths(full, declared, math.prod(batch))
     elif declared.is_square:
         raise refuse_missing(declared)
-    plain = MaskHints(hints.implementation, declared.is_causal, declared.window)
-    return _Structure(query, plain, lengths)
+    window = declared.window
+    hints = AttentionFunction(hints.implementation, declared.is_causal, window)
+    return query, hints, lengths
 
 
 def _full_mask(mask: jax.Array, batch: tuple[int, ...], positions: tuple[int, int]) -> MaskArray:
@@ -230,32 +322,27 @@ def _attend_with_weights(
     operands: Operands,
     bias: jax.Array | None,
     mask: jax.Array | None,
-    hints: MaskHints,
-    weights: Weights,
+    hints: AttentionFunction,
+    dropout: dict[str, Any],
+    weights: dict[str, Any],
 ) -> jax.Array:
     """Computes attention that stores the weights of all pairs."""
-    query, key, value = operands
-    if hints.is_causal or hints.local_window_size is not None:
-        visible = _hinted_mask(operands, hints)
-        mask = visible if mask is None else jnp.logical_and(_rank(mask, visible.ndim), visible)
-    deterministic = weights.dropout_rng is None
-    rate, rng, broadcast = weights.dropout_rate, weights.dropout_rng, weights.broadcast_dropout
+    mask, ndim = _with_hints(operands, mask, hints), operands[0].ndim
     return attend(
-        query,
-        key,
-        value,
-        bias=None if bias is None else _rank(bias, query.ndim),
-        mask=None if mask is None else _rank(mask, query.ndim),
-        dropout=weight_dropout(deterministic, rate, rng, broadcast),
-        sow=weights.sow,
-        precision=weights.precision,
-        qk_einsum=weights.qk_einsum,
-        value_einsum=weights.value_einsum,
+        *operands,
+        bias=None if bias is None else _rank(bias, ndim),
+        mask=None if mask is None else _rank(mask, ndim),
+        dropout=weight_dropout(**dropout),
+        **weights,
     )
 
 
-def _hinted_mask(operands: Operands, hints: MaskHints) -> jax.Array:
-    """Returns the bool mask `[1..., T, S]` of the hinted causality and window."""
+def _with_hints(
+    operands: Operands, mask: jax.Array | None, hints: AttentionFunction
+) -> jax.Array | None:
+    """Combines a mask with the hinted causality and window, a bool mask `[1..., T, S]`."""
+    if not hints.is_causal and hints.local_window_size is None:
+        return mask
     query, key, _ = operands
     settings = arguments(
         *(jax.ShapeDtypeStruct(array.shape[-3:], array.dtype) for array in operands),
@@ -265,7 +352,8 @@ def _hinted_mask(operands: Operands, hints: MaskHints) -> jax.Array:
     ones = (1,) * (query.ndim - 2)
     rows = jnp.arange(query.shape[-3], dtype=jnp.int32).reshape(*ones, -1, 1)
     columns = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape(*ones, 1, -1)
-    return sees(settings, rows, columns)
+    visible = sees(settings, rows, columns)
+    return visible if mask is None else jnp.logical_and(_rank(mask, visible.ndim), visible)
 
 
 def _rank(array: jax.Array, ndim: int) -> jax.Array:

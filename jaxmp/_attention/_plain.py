@@ -140,24 +140,24 @@ def _masked(
 
 
 def weight_dropout(
-    deterministic: bool, rate: float, rng: Any, broadcast: bool
+    dropout_rate: float, dropout_rng: Any, broadcast_dropout: bool
 ) -> Callable[[jax.Array], jax.Array] | None:
     """Returns a function that applies dropout to weights `[B..., N, T, S]`; None for no dropout.
 
     Args:
-      deterministic: True for no dropout.
-      rate: probability that a weight is dropped.
-      rng: key of the dropout.
-      broadcast: True to drop the same weights for all batch entries and heads.
+      dropout_rate: probability that a weight is dropped.
+      dropout_rng: key of the dropout; None for no dropout.
+      broadcast_dropout: True to drop the same weights for all batch entries and heads.
     """
-    if deterministic or rate == 0.0:
+    rate = dropout_rate
+    if dropout_rng is None or rate == 0.0:
         return None
 
     def dropout(weights: jax.Array) -> jax.Array:
         shape = weights.shape
-        if broadcast:
+        if broadcast_dropout:
             shape = (1,) * (weights.ndim - 2) + shape[-2:]
-        keep = jax.random.bernoulli(rng, 1.0 - rate, shape)
+        keep = jax.random.bernoulli(dropout_rng, 1.0 - rate, shape)
         multiplier = keep.astype(weights.dtype) / jnp.asarray(1.0 - rate, weights.dtype)
         return weights * multiplier
 
@@ -172,14 +172,14 @@ def xla_attention(args: Arguments) -> Any:
       log-sum-exp `[B, T, N]` in FP32.
     """
     settings = args.settings
-    rate, broadcast = settings.dropout_rate, settings.broadcast_dropout
+    dropout = settings.dropout_rate, args.dropout_rng, settings.broadcast_dropout
     return attend(
         args.query,
         args.key,
         args.value,
         bias=args.bias,
         mask=whole_mask(args),
-        dropout=weight_dropout(args.dropout_rng is None, rate, args.dropout_rng, broadcast),
+        dropout=weight_dropout(*dropout),
         sow=None,
         precision=None,
         scale=settings.scale if args.scale is None else args.scale,

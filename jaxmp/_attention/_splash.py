@@ -1,9 +1,8 @@
 """Attention by JAX's splash attention: fused kernels for TPUs, written in Pallas.
 
-XLA cannot partition a Pallas kernel, and libtpu supports no custom partitioning. `_run` therefore
-calls the kernels in `shard_map` if the axes of the mesh are explicit; `_explicit` has given all
-operands the batch and the heads of the query. `_choice` refuses automatic axes, whose sharding is
-not known while a program is traced.
+XLA cannot partition a Pallas kernel, and libtpu supports no custom partitioning. `_explicit`
+therefore maps the kernels over all axes of an explicit mesh. `_choice` refuses automatic axes,
+whose sharding is not known while a program is traced.
 
 The kernels read `[heads, positions, size]`, and positions in blocks. Queries and keys are padded
 with zeros to whole blocks. Padded keys, and those beyond a length, are hidden by segment ids.
@@ -12,13 +11,11 @@ with zeros to whole blocks. Padded keys, and those beyond a length, are hidden b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._attention._arguments import Arguments, with_scaled_query
 from jaxmp._attention._plain import seeing_queries
@@ -31,16 +28,6 @@ LEAST_BLOCK, _LARGEST_BLOCK = 128, 512
 
 Arrays = dict[str, jax.Array]
 
-# Array -> its dimensions: the batch, positions, heads (of the query or of the key), the head size.
-_DIMENSIONS = {
-    "query": "btnh",
-    "key": "bskh",
-    "value": "bskv",
-    "key_lengths": "b",
-    "out": "btnv",
-    "residual": "btn",
-    "gradient": "btnv",
-}
 _OPERANDS = ("query", "key", "value")
 
 
@@ -82,12 +69,12 @@ def _attention(call: _Call, arrays: Arrays) -> jax.Array:
 
 
 def _forward_rule(call: _Call, arrays: Arrays) -> tuple[jax.Array, Arrays]:
-    results = _run(_forward, call, arrays)
+    results = _forward(call, arrays)
     return results["out"], {**arrays, **results}
 
 
 def _backward_rule(call: _Call, saved: Arrays, d_out: jax.Array) -> tuple[dict[str, Any]]:
-    gradients = _run(_backward, call, {**saved, "gradient": d_out})
+    gradients = _backward(call, {**saved, "gradient": d_out})
     return ({**dict.fromkeys(set(saved) & {"key_lengths"}), **gradients},)
 
 
@@ -196,43 +183,3 @@ def _segment_ids(call: _Call, arrays: Arrays) -> Any:
         lengths = jnp.full((batch,), keys, jnp.int32)
     seen = lax.broadcasted_iota(jnp.int32, (batch, columns), 1) < lengths[:, None]
     return splash.package.SegmentIds(jnp.ones((batch, rows), jnp.int32), seen.astype(jnp.int32))
-
-
-# ---------------------------------------------------------------------------
-# Sharding
-# ---------------------------------------------------------------------------
-
-_Function = Callable[[_Call, Arrays], Arrays]
-_RESULTS: dict[_Function, tuple[str, ...]] = {
-    _forward: ("out", "residual"),
-    _backward: _OPERANDS,
-}
-
-
-def _run(function: _Function, call: _Call, arrays: Arrays) -> Arrays:
-    """Computes a function of sharded arrays, on each device for its part of batch and heads."""
-    mesh = jax.typeof(arrays["query"]).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
-        return function(call, arrays)
-    names, results = tuple(arrays), _RESULTS[function]
-    before, after = _specs(arrays, names), _specs(arrays, results)
-    sharded = [
-        jax.reshard(array, NamedSharding(mesh, spec))
-        for array, spec in zip(arrays.values(), before, strict=True)
-    ]
-
-    def compute(*parts: jax.Array) -> tuple[jax.Array, ...]:
-        computed = function(call, dict(zip(names, parts, strict=True)))
-        return tuple(computed[name] for name in results)
-
-    specs: Any = {"in_specs": tuple(before), "out_specs": tuple(after)}
-    mapped = jax.shard_map(compute, mesh=mesh, check_vma=False, **specs)
-    return dict(zip(results, mapped(*sharded), strict=True))
-
-
-def _specs(arrays: Arrays, names: tuple[str, ...]) -> list[PartitionSpec]:
-    """Returns the shardings of arrays by name: those of batch and heads of the query."""
-    batch, _, heads, _ = jax.typeof(arrays["query"]).sharding.spec
-    axes = {"b": batch, "n": heads, "k": heads}
-    of = lambda name: PartitionSpec(*(axes.get(kind) for kind in _DIMENSIONS[name]))
-    return list(map(of, names))

@@ -46,12 +46,13 @@ from jaxmp._audit._compile import check_target, compile_for
 from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._make_report import make_report
+from jaxmp._audit._program import is_attention
 from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._rows import Finding as Finding
 from jaxmp._audit._trace import Traced, trace
 from jaxmp._core import _compat
-from jaxmp._core._locations import Location
+from jaxmp._core._static_values import Scope
 from jaxmp._recipe_files._load import as_recipe_data
 from jaxmp.errors import AuditError
 
@@ -59,20 +60,20 @@ from jaxmp.errors import AuditError
 def audit(
     fn: Callable[..., Any],
     *args: PyTree,
-    policies: RecipeLike | None = None,
+    recipe: RecipeLike | None = None,
     target: str | None = None,
     **kwargs: PyTree,
 ) -> AuditReport:
     """Reports the dtypes of a program's operations, and precision defects with their fixes.
 
-    The function is traced, and with `target` also compiled, but never run. The policies are only
+    The function is traced, and with `target` also compiled, but never run. The recipe is only
     compared with the program, not applied to it.
 
     Args:
       fn: any JAX function, such as a whole train step, jitted or not.
       *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`. Objects that are not pytrees of
         arrays are passed to `fn` unchanged.
-      policies: the policies that the program should follow: a recipe's name, a policy string, a
+      recipe: the recipe that the program should follow: its name, a policy string, a
         `Policy`, a `PolicyMap` or a `Recipe`. None: an FP32 matmul is an error if an operand was
         cast up from 16 bits. A program contains no module types, so a dtype that a rule by type
         requires is allowed in every module.
@@ -92,16 +93,16 @@ def audit(
         arguments, if `target` is not a known GPU, or if XLA cannot
         compile the program.
       MissingDependencyError: if neither the GPU nor XLA's compiler for it is installed.
-      PolicyError, RecipeError: if the policies are not valid.
+      PolicyError, RecipeError: if the recipe is not valid.
 
     Example:
       >>> def attend(q, k):
       ...     return jax.nn.softmax(q @ k.T)
       >>> x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-      >>> [finding.check for finding in audit(attend, x, x, policies="bf16").findings]
+      >>> [finding.check for finding in audit(attend, x, x, recipe="bf16").findings]
       ['softmax_16bit']
     """
-    return audit_call(fn, args, kwargs, policies=policies, target=target)
+    return audit_call(fn, args, kwargs, recipe=recipe, target=target)
 
 
 def audit_call(
@@ -109,20 +110,20 @@ def audit_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    policies: RecipeLike | None,
+    recipe: RecipeLike | None,
     target: str | None,
 ) -> AuditReport:
     """Audits a function whose keyword arguments may have any name, such as `target`."""
     _check_function(fn)
     if target is not None:
         check_target(target)
-    recipe = None if policies is None else as_recipe_data(policies)
-    name = policies if isinstance(policies, str) else "bf16" if policies is None else ""
-    code = repr(name) if name else "recipe" if hasattr(policies, "data") else "policies"
+    data = None if recipe is None else as_recipe_data(recipe)
+    name = recipe if isinstance(recipe, str) else "bf16" if recipe is None else ""
+    code = repr(name) if name else "recipe" if hasattr(recipe, "data") else "policies"
     # JAX may start its backends at any step of an audit.
     with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
         device = _compat.target() if target is None else "gpu"
-        return _audit(PolicyContext(recipe, device, code), fn, args, kwargs, target)
+        return _audit(PolicyContext(data, device, code), fn, args, kwargs, target)
 
 
 def _audit(
@@ -137,8 +138,8 @@ def _audit(
         traced = _traced(fn, args, kwargs)
     auditor = Auditor(context)
     label_arguments(auditor, traced)
-    auditor.known.bind_constants(traced.closed)
-    auditor.run(traced.jaxpr, Location(), 1)
+    # Masks that attention makes for its own derivative are not the model's.
+    auditor.run(Scope(traced.closed, stops=is_attention))
     compiled = None if target is None else compile_for(target, traced)
     return make_report(auditor, traced, compiled, function=fn, target=target or "")
 

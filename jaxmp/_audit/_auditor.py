@@ -7,14 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from jax.extend.core import Jaxpr
-
 from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT
 from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._audit._pending import PendingFindings
-from jaxmp._audit._program import FLOATS, Body, OpOccurrence, dtype_of, half_of, is_attention, named
+from jaxmp._audit._program import FLOATS, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT16, is_fp8
 from jaxmp._core._jaxprs import (
     BACKWARD,
@@ -22,6 +20,7 @@ from jaxmp._core._jaxprs import (
     Equation,
     Inner,
     Path,
+    equations,
     inners,
     is_literal,
     sub_jaxprs,
@@ -32,19 +31,15 @@ from jaxmp._core._matmuls import (
     MULTIPLES,
     WIDENED_MATMUL,
     Matmul,
+    count_flops,
     is_inner_product,
     kernel_matmuls,
     matmul_of,
 )
-from jaxmp._core._static_values import Known
+from jaxmp._core._programs._analysis import Body, visit
+from jaxmp._core._programs._constructs import CONSTRUCTS, OPAQUE, OPAQUE_CALLS
+from jaxmp._core._static_values import Scope
 
-# Equations whose jaxprs are parts of the program, as opposed to kernels and to functions that
-# combine elements.
-_CALLS = named(
-    "jit pjit call closed_call core_call scan while cond remat2 checkpoint shard_map"
-    " custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call linear_call"
-    " custom_lin run_state xla_metadata_call compute_on composite eval_jaxpr"
-)
 _KERNELS = named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
     " scaled_dot scaled_matmul"
@@ -63,7 +58,9 @@ class Auditor:
         self.findings = PendingFindings(self._is_after_gradient)
         # For checks: reports an operation.
         self.add = self.findings.add
-        self.flow, self.known = Flow(context.ops), Known()
+        self.flow = Flow(context.ops)
+        # The jaxpr that is being walked, in which checks look up constants.
+        self.known: Scope
         self.equations = 0
         self.has_backward = False
         # The first matmul of the backward pass that reads float16.
@@ -84,7 +81,6 @@ class Auditor:
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
         # computed from gradients, by line.
         self.after_gradient: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
-        self._flops: dict[int, tuple[Any, int]] = {}
 
     @functools.cached_property
     def root(self) -> Path:
@@ -110,44 +106,49 @@ class Auditor:
 
     # -- the walk ---------------------------------------------------------------------------
 
-    def run(
-        self, jaxpr: Jaxpr, outer: Location, times: int, enclosing: tuple[Equation, ...] = ()
-    ) -> None:
+    def run(self, scope: Scope, times: int = 1, outer: OpOccurrence | None = None) -> None:
         """Visits the equations of a jaxpr and of its sub-jaxprs.
 
         Args:
-          jaxpr: without constants.
-          outer: location of the equation that contains it.
+          scope: the jaxpr.
           times: number of its executions; 0 for a branch that is not counted.
-          enclosing: the equations that contain it, innermost first.
+          outer: the operation that contains it.
         """
-        body = Body(jaxpr)
-        for equation in jaxpr.eqns:
-            self.equations += 1
-            location = self.locations.of(equation, outer)
-            self.has_backward |= location.phase != FORWARD
-            op = OpOccurrence(equation, location, times, body, enclosing)
-            name = op.name
-            if name in MATMULS:
-                self._visit_matmul(op)
-            labels = [function(op, self) for function in ON_OPERATION.get(name, ())]
-            if name in _CALLS:
-                self._enter(op)
-            else:
-                if name == "convert_element_type":
-                    self._count_cast(op)
-                elif name in _KERNELS or name.startswith(_FUSED_ATTENTION):
-                    self._count_kernel(op)
-                labels += self._check_16_bits(op)
-                self.flow.step(op)
-                self.known.step(equation)
-            for label in labels:
-                if label is not None:
-                    self.flow.mark(equation.outvars[0], label)
-            if name == "dot_general" and location.phase == FORWARD:
-                self.flow.mark(equation.outvars[0], Logits(op))
-            for function in ON_RESULT.get(name, ()):
-                function(op, self)
+        self.known, body = scope, Body(scope.jaxpr)
+        above = Location() if outer is None else outer.location
+
+        def visit_equation(equation: Equation) -> None:
+            location = self.locations.of(equation, above)
+            self._visit(OpOccurrence(equation, location, times, body, outer))
+
+        visit(scope.jaxpr, visit_equation)
+
+    def _visit(self, op: OpOccurrence) -> None:
+        self.equations += 1
+        self.has_backward |= op.location.phase != FORWARD
+        name, result = op.name, next(iter(op.equation.outvars), None)
+        if name in MATMULS:
+            self._visit_matmul(op)
+        labels = [function(op, self) for function in ON_OPERATION.get(name, ())]
+        if name in CONSTRUCTS | OPAQUE_CALLS:
+            self._enter(op)
+        else:
+            if name == "convert_element_type":
+                self._count_cast(op)
+            elif name in _KERNELS or name.startswith(_FUSED_ATTENTION):
+                self._count_kernel(op)
+            elif name not in OPAQUE and sub_jaxprs(op.equation):
+                where = self.findings.where(op)
+                self.notes[f"the operations inside of {name} at {where} are not inspected"] = None
+            labels += self._check_16_bits(op)
+            self.flow.step(op)
+        for label in labels:
+            if label is not None:
+                self.flow.mark(result, label)
+        if name == "dot_general" and op.location.phase == FORWARD:
+            self.flow.mark(result, Logits(op))
+        for function in ON_RESULT.get(name, ()):
+            function(op, self)
 
     def _check_16_bits(self, op: OpOccurrence) -> list[Any]:
         """Returns labels of an operation that reads 16 bits where the op table requires FP32."""
@@ -169,47 +170,27 @@ class Auditor:
                 f"the while loop at {self.findings.where(op)} has an unknown number of iterations;"
                 " one is counted"
             ] = None
-        for inner in inside:
+        scope = self.known
+        for inner, inner_scope in zip(inside, scope.inside(equation), strict=True):
             times = op.times * inner.times * (largest is None or inner is largest)
             self.flow.enter(inner)
-            self.known.enter(equation, inner)
-            self.run(inner.jaxpr, op.location, times, (equation, *op.enclosing))
+            self.run(inner_scope, times, op)
             self.flow.leave(inner)
-            self.known.leave(equation, inner)
-        if is_attention(equation):
-            # Masks that attention makes for its own derivative are not the model's.
-            self.known.forget(equation.outvars)
+        self.known = scope
 
-    # -- FLOPs ------------------------------------------------------------------------------
-
-    def flops_of(self, jaxpr: Jaxpr) -> int:
-        """Returns the FLOPs of one execution of a jaxpr."""
-        known = self._flops.get(id(jaxpr))
-        if known is None:
-            # The jaxpr is stored beside its FLOPs, so that no other object gets the same id.
-            known = self._flops[id(jaxpr)] = jaxpr, sum(map(self._flops_in, jaxpr.eqns))
-        return known[1]
-
-    def _flops_in(self, equation: Equation) -> int:
-        name = equation.primitive.name
-        if name in MATMULS:
-            return matmul_of(equation).flops
-        if name not in _CALLS:
-            return sum(matmul.flops for matmul in kernel_matmuls(equation) or ())
-        counts = [inner.times * self.flops_of(inner.jaxpr) for inner in inners(equation)]
-        return max(counts, default=0) if name == "cond" else sum(counts)
-
-    def _largest(self, branches: list[Inner]) -> Inner:
+    @staticmethod
+    def _largest(branches: list[Inner]) -> Inner:
         """Returns the branch with the most FLOPs, or without any, the longest."""
-        return max(branches, key=lambda b: (self.flops_of(b.jaxpr), len(b.jaxpr.eqns)))
+        size = lambda jaxpr: (count_flops(jaxpr).total(), len(list(equations(jaxpr))))
+        return max(branches, key=lambda branch: size(branch.jaxpr))
 
     # -- matmuls ----------------------------------------------------------------------------
 
     def _visit_matmul(self, op: OpOccurrence) -> None:
         """Counts and checks a matmul or convolution."""
         matmul = matmul_of(op.equation)
-        if op.enclosing and op.enclosing[0].params.get("name") == WIDENED_MATMUL:
-            lhs, rhs = (dtype_of(var) for var in op.enclosing[0].invars[:2])
+        if op.outer is not None and op.caller == WIDENED_MATMUL:
+            lhs, rhs = (dtype_of(var) for var in op.outer.equation.invars[:2])
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
         dtypes = matmul.lhs, matmul.rhs
         if matmul.is_integer:

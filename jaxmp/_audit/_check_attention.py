@@ -10,10 +10,11 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._labels import Logits
 from jaxmp._audit._program import OpOccurrence, is_attention
-from jaxmp._audit._units import bytes_text
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import FORWARD, Equation, inners
-from jaxmp._core._matmuls import matmul_of
+from jaxmp._core._matmuls import count_flops, matmul_of
+from jaxmp._core._programs._operations import dot_of, name_of
+from jaxmp._report._units import bytes_text
 
 UNFUSED_ATTENTION = Check(
     id="unfused_attention",
@@ -63,18 +64,18 @@ def check_matmuls(op: OpOccurrence, audit: Auditor) -> None:
     audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
 
 
-@UNFUSED_ATTENTION.on_operation("jit", "pjit")
+@UNFUSED_ATTENTION.on_operation("jit")
 def check_calls(op: OpOccurrence, audit: Auditor) -> None:
     """Reports calls of jaxmp's attention that do not run a fused kernel."""
     if not is_attention(op.equation) or op.location.phase != FORWARD:
         return
-    name = op.equation.params["name"]
+    name = name_of(op.equation)
     implementation, argument = implementation_of(name)
     if implementation in FUSED:
         return
     choice = choice_of(name, [var.aval for var in op.equation.invars])
     message, fix = _explain_choice(implementation, argument, choice)
-    flops = sum(audit.flops_of(inner.jaxpr) for inner in inners(op.equation)) * op.times
+    flops = sum(count_flops(inner.jaxpr).total() for inner in inners(op.equation)) * op.times
     audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops)
 
 
@@ -82,14 +83,15 @@ def _attention_logits(op: OpOccurrence, audit: Auditor) -> OpOccurrence | None:
     """Returns the matmul q k^T if `op` multiplies the softmax of its result by the values."""
     if op.location.phase != FORWARD:
         return None
-    contracted, batch = op.equation.params["dimension_numbers"]
+    values = dot_of(op.equation)
     for index, var in enumerate(op.equation.invars[:2]):
         for label in audit.flow.of(var):
             if not isinstance(label, Logits) or not label.normalized:
                 continue
             logits = label.op.equation
-            batches = logits.params["dimension_numbers"][1][0]
-            is_one_axis = len(contracted[index]) == 1 and len(batches) == len(batch[0])
+            batches = dot_of(logits).batch[0]
+            is_one_axis = len(values.contracted[index]) == 1
+            is_one_axis &= len(batches) == len(values.batch[0])
             size = math.prod(logits.outvars[0].aval.shape)
             is_softmax = any(logits is each.logits for each in audit.collected[_Summed])
             heads = math.prod(logits.outvars[0].aval.shape[: len(batches)])
@@ -103,8 +105,7 @@ def _why_unfused(logits: OpOccurrence) -> str:
     """Returns the reason why no fused kernel computes attention that is written as matmuls."""
     equation = logits.equation
     operand = equation.invars[0].aval
-    (axes, _), _ = equation.params["dimension_numbers"]
-    head = math.prod(operand.shape[axis] for axis in axes)
+    head = math.prod(operand.shape[axis] for axis in dot_of(equation).contracted[0])
     if not is_16bit(operand.dtype):
         return f"the operands are {operand.dtype.name}, and cuDNN's fused kernel requires 16 bits"
     if head % 8 or head > 256:
@@ -128,7 +129,7 @@ def _explain_choice(
     message = f"attention runs as {implementation!r}, which {_LOGITS[implementation]}"
     if choice is None:
         reason = argument or "the requested implementation"
-        fix = "jaxmp.explain_attention(query, key, value)"
+        fix = "jaxmp.explain(jaxmp.dot_product_attention)(query, key, value)"
         return f"{message}; the reason is: {reason}.", fix
     blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.rows]
     kernel = "cuDNN's kernel" if choice.kernel == "cudnn" else FUSED[choice.kernel].title

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._expressions import fix_origins
 from jaxmp._audit._labels import Reduction16Bit
 from jaxmp._audit._program import OpOccurrence, dtype_of
-from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import BACKWARD
 from jaxmp._core._matmuls import MATMULS
+from jaxmp._core._programs._operations import mesh_axes_of
 
 ALL_REDUCE_16BIT = Check(
     id="all_reduce_16bit",
@@ -40,7 +38,7 @@ Gather in 16 bits, and sum the gradient in FP32:
     gather.defvjp(lambda w: (gather(w), None), gather_bwd)"""
 
 
-@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "psum2", "reduce_scatter")
+@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "reduce_scatter")
 def label_reductions(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a sum over devices in 16 bits."""
     for operand, result in zip(op.equation.invars, op.equation.outvars, strict=True):
@@ -60,12 +58,11 @@ def label_activations(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @ALL_REDUCE_16BIT.on_program
-def report_reductions(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_reductions(audit: Auditor, traced: Traced) -> None:
     """Reports the sums over devices, after the walk."""
     audit.collected[Traced].append(traced)
     for reduction in audit.collected[Reduction16Bit]:
         _report(reduction, audit)
-    return ()
 
 
 def sum_note(dtype: str) -> str:
@@ -76,9 +73,8 @@ def sum_note(dtype: str) -> str:
 def _report(reduction: Reduction16Bit, audit: Auditor) -> None:
     op = reduction.op
     dtype = dtype_of(op.equation.invars[0]).name
-    axes = op.equation.params.get("axes", op.equation.params.get("axis_name"))
-    names = axes if isinstance(axes, (tuple, list)) else (axes,)
-    name = repr(names[0]) if len(names) == 1 else repr(tuple(names))
+    names = mesh_axes_of(op.equation)
+    name = repr(names[0]) if len(names) == 1 else repr(names)
     if not reduction.is_gradient or reduction.is_activation:
         audit.notes[sum_note(dtype)] = None
         return

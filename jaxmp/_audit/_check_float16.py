@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxmp._audit._auditor import Auditor
@@ -14,10 +13,10 @@ from jaxmp._audit._dataflow import From, Update
 from jaxmp._audit._expressions import expression_of, fix_before, with_number, with_operand
 from jaxmp._audit._labels import ConditionalFinding, Logits
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
-from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOAT16
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom
+from jaxmp._core._programs._operations import exponent_of
 
 FLOAT16_RANGE = Check(
     id="float16_range",
@@ -115,7 +114,8 @@ def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
     """Labels the square of a float16 value."""
     del audit
     operands = _float16_operands(op)
-    is_square = len({id(var) for var in operands}) == 1 and op.equation.params.get("y", 2) > 1
+    is_square = op.name != "integer_pow" or exponent_of(op.equation) > 1
+    is_square &= len({id(var) for var in operands}) == 1
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
     fix = "Square in FP32:\n    x = x.astype(jnp.float32)"
     return Square(op, message, fix) if is_square else None
@@ -130,14 +130,13 @@ def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @FLOAT16_RANGE.on_program
-def report_sums(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_sums(audit: Auditor, traced: Traced) -> None:
     """Reports summed squares, unless they are the statistics of a norm that is reported."""
     del traced
     norms = {f.line for f in audit.findings if f.check is NORM_16BIT}
     for square, op in audit.collected[_Sum]:
         if audit.findings.line_of(op) not in norms:
             square.report(f"; they are summed at {audit.findings.where(op)}", audit.findings)
-    return ()
 
 
 @FLOAT16_RANGE.on_operation("mul", "div")

@@ -14,11 +14,9 @@ from jaxmp._audit._rows import Finding
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import FORWARD
 from jaxmp._core._matmuls import Matmul
-from jaxmp.fp8._copies import COPIES
+from jaxmp._core._programs._operations import dot_of, name_of
 from jaxmp.fp8._eligible import explain_exclusion
-from jaxmp.fp8._explain import recorded as recorded
-from jaxmp.fp8._operands import QUANTIZE
-from jaxmp.fp8._stats import with_stats as with_stats
+from jaxmp.fp8._operands import COPIES, QUANTIZE
 
 NOT_FP8 = Check(
     id="not_fp8",
@@ -44,7 +42,7 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
     operands = op.equation.invars[:2]
     if op.name != "dot_general" or op.location.phase != FORWARD:
         return
-    (_, contracted), (_, batch) = op.equation.params["dimension_numbers"]
+    (_, contracted), (_, batch), *_ = dot_of(op.equation)
     # Batched matmuls belong to attention or to stacked kernels, not to linear layers.
     if batch or not (is_16bit(matmul.lhs) and is_16bit(matmul.rhs)):
         return
@@ -73,10 +71,10 @@ _ONE_SCALE = (
 )
 
 
-@NOT_FP8.on_operation("jit", "pjit")
+@NOT_FP8.on_operation("jit")
 def note_scales(op: OpOccurrence, audit: Auditor) -> None:
     """Notes once in a program that tensors are quantized with one scale."""
-    is_quantization = str(op.equation.params.get("name")).startswith((QUANTIZE, COPIES))
+    is_quantization = name_of(op.equation).startswith((QUANTIZE, COPIES))
     if is_quantization and any(var.aval.shape == () for var in op.equation.outvars):
         audit.notes[_ONE_SCALE] = None
 

@@ -10,9 +10,9 @@ from jaxmp._audit._dataflow import From
 from jaxmp._audit._expressions import expression_of, narrowed
 from jaxmp._audit._labels import Fact
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
-from jaxmp._audit._units import bytes_text
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import FORWARD
+from jaxmp._report._units import bytes_text
 
 WIDE_GATHER = Check(
     id="wide_gather",

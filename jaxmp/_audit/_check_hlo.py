@@ -68,8 +68,7 @@ def check_donation(program: CompiledProgram, audit: Auditor) -> Iterator[Finding
     del audit
     if not program.rows.memory.aliased:
         message = "no argument is donated: the old and the new state are in memory together."
-        fix = UNDONATED_STATE.fix
-        yield Finding(check=UNDONATED_STATE.id, severity=WARNING, message=message, fix=fix)
+        yield UNDONATED_STATE.finding(message)
 
 
 def requires_16_bits(audit: Auditor, module: str) -> bool:
@@ -80,15 +79,13 @@ def requires_16_bits(audit: Auditor, module: str) -> bool:
 
 
 def finding(check: Check, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
-    return Finding(
-        check=check.id,
-        severity=check.severity,
+    return check.finding(
+        message,
+        fix,
         module=row.module,
         primitive=row.operation if isinstance(row, CollectiveRow) else "dot",
         file=row.file,
         line=row.line,
-        message=message,
-        fix=fix or check.fix,
         count=row.count,
         flops=row.flops if isinstance(row, GemmRow) else 0,
     )

@@ -21,7 +21,8 @@ ROUNDED_INPUT = Check(
 @ROUNDED_INPUT.on_operation("sin", "cos", "tan")
 def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a periodic function of an argument that was rounded to 16 bits."""
-    for source, dtype in _rounded(op, audit) if op.location.phase == FORWARD else ():
+    for label in _rounded(op, audit) if op.location.phase == FORWARD else ():
+        source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
         fix = _keep_input(source.name, dtype, op) or fix_operation(op, audit.findings, dtype)

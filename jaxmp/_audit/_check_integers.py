@@ -16,6 +16,7 @@ from jaxmp._audit._labels import ConditionalFinding, Fact
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom
+from jaxmp._core._programs._operations import axes_of, count_of_keys, iota_length
 
 ROUNDED_INTEGER = Check(
     id="rounded_integer",
@@ -121,9 +122,9 @@ def check_index(op: OpOccurrence, audit: Auditor) -> None:
 
 
 def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
-    params, (result,) = op.equation.params, op.equation.outvars
+    (result,) = op.equation.outvars
     if op.name == "iota":
-        return Integers(params["shape"][params["dimension"]] - 1, "positions")
+        return Integers(iota_length(op.equation) - 1, "positions")
     each = [_integers(var, audit) for var in op.equation.invars]
     bounds = [integers.bound for integers in each if integers is not None]
     if each[0] is None or len(bounds) < len(each):
@@ -136,7 +137,7 @@ def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
     if op.name == "reduce_sum":
         bound *= op.equation.invars[0].aval.size / max(size, 1)
     if op.name == "cumsum":
-        bound *= result.aval.shape[params["axis"]]
+        bound *= result.aval.shape[axes_of(op.equation)[0]]
     return Integers(bound, "counts")
 
 
@@ -180,7 +181,7 @@ def label_keys(op: OpOccurrence, audit: Auditor) -> RoundedKeys | None:
 def check_keys(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a sort of rounded keys."""
     if op.location.phase != BACKWARD:
-        keys = op.equation.invars[: op.equation.params.get("num_keys", 1)]
+        keys = op.equation.invars[: count_of_keys(op.equation)]
         audit.report(RoundedKeys, keys, f", and they are sorted at {audit.findings.where(op)}")
 
 

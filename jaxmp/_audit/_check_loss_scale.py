@@ -119,13 +119,8 @@ def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
         powers = _of_gradient(var, audit)
         is_state = any(isinstance(label, From) for label in audit.flow.of(var))
         is_norm = var.aval.size == 1 and not is_state and any(powers.get(n) for n in scales)
-        if is_norm and not events:
-            file, line = audit.findings.lines.of(traced.makers_of(var))
-            yield Finding(
-                check=SCALED_GRADIENTS.id,
-                message=f"result{jtu.keystr(path)} is computed from gradients that are multiplied"
-                " by the loss scale.",
-                fix=_FIX,
-                file=file,
-                line=line,
-            )
+        maker = traced.maker_of(var) if is_norm and not events else None
+        if maker is not None:
+            file, line = audit.findings.line_of(maker)
+            message = f"result{jtu.keystr(path)} is computed from gradients that are multiplied by"
+            yield SCALED_GRADIENTS.finding(f"{message} the loss scale.", _FIX, file=file, line=line)

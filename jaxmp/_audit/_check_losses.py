@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import LOSS_16BIT
@@ -11,7 +10,6 @@ from jaxmp._audit._checks import ERROR, Check
 from jaxmp._audit._expressions import expression_of, fix_operation, in_fp32
 from jaxmp._audit._labels import ConditionalFinding, Fact, Logits
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
-from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import BACKWARD, FORWARD
@@ -89,11 +87,10 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
 
 
 @LOSS_16BIT.on_program
-def report_losses(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_losses(audit: Auditor, traced: Traced) -> None:
     """Reports rounded losses that the program returns in FP32."""
     results = [v for v in traced.jaxpr.outvars if v.aval.size == 1 and not is_16bit(dtype_of(v))]
     audit.report(RoundedLoss, results, ", and the program returns it")
-    return ()
 
 
 # ---------------------------------------------------------------------------

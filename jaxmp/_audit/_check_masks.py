@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp._attention._declared import (
-    Declaration,
-    check_known,
-    declaration_code,
-    declaration_of,
-    structure_of,
-)
+from jaxmp._attention._declared import Declaration, declaration_code, mask_operand, structure_of
+from jaxmp._attention._explained import declared_masks
 from jaxmp._attention._layer import layer_attention
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._program import OpOccurrence, is_attention
-from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._compat import is_within
-from jaxmp._core._jaxprs import FORWARD, Atom, Equation, Path, is_literal
+from jaxmp._core._jaxprs import FORWARD
 from jaxmp._core._locations import module_of
+from jaxmp._core._static_values import Scope
 
 DENSE_MASK = Check(
     id="dense_mask",
@@ -33,102 +27,60 @@ DENSE_MASK = Check(
 )
 
 
-class _DeclaredMask(NamedTuple):
-    """Mask of a layer whose policy declares its structure."""
-
-    names: Path
-    declared: Declaration
-    # `[B, N, T, S]`; None if it depends on the program's inputs.
-    mask: np.ndarray | None
-
-
 class _PassedMask(NamedTuple):
     """Mask that attention receives as an array."""
 
     op: OpOccurrence
-    # None if the mask depends on the program's inputs, or has no known structure.
-    actual: Declaration | None
+    # None if the mask depends on the program's inputs.
+    elements: np.ndarray | None
 
 
-@DENSE_MASK.on_operation("jit", "pjit")
+@DENSE_MASK.on_operation("jit")
 def collect_mask(op: OpOccurrence, audit: Auditor) -> None:
-    """Collects the mask of a call of attention, or of a declaration, in the forward pass."""
-    mask = _mask_of(op.equation)
-    if mask is None or op.location.phase != FORWARD:
+    """Collects the mask of a call of attention in the forward pass."""
+    if not is_attention(op.equation) or op.location.phase != FORWARD:
         return
-    elements = audit.known.value(mask)
-    declared = declaration_of(str(op.equation.params.get("name", "")), "")
-    if declared is not None:
-        row = _DeclaredMask(op.location.names, declared, elements)
-        audit.collected[_DeclaredMask].append(row)
-    elif is_attention(op.equation) and mask.aval.shape[-2] > 1:
-        audit.collected[_PassedMask].append((op, elements))
+    mask = mask_operand(op.equation)
+    if mask is not None and mask.aval.shape[-2] > 1:
+        audit.collected[_PassedMask].append(_PassedMask(op, audit.known.value(mask)))
 
 
 @DENSE_MASK.on_program
-def check_masks(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def check_masks(audit: Auditor, traced: Traced) -> None:
     """Compares masks with their declarations, and reports masks that could be declared.
 
     Raises:
       AttentionError: if a mask contradicts its declaration.
     """
-    del traced
-    declared: list[_DeclaredMask] = audit.collected[_DeclaredMask]
-    _check_declared(declared, audit)
-    passed = _with_structures(audit.collected[_PassedMask])
-    layers = [row for row in passed if is_within(row.op.equation.source_info, layer_attention)]
-    structures = {row.actual for row in layers} | {row.declared for row in declared}
-    for row in passed:
-        if row.actual is None:
-            continue
-        message = (
-            f"attention reads its mask as an array, and the mask is {_structure_text(row.actual)}"
-            " for every input."
-        )
-        if row in layers:
-            path = module_of(row.op.location.names, audit.root)
-            fix = _fix_declaration(row.actual, path if len(structures) > 1 else None)
-        else:
-            fix = _fix_argument(row.actual)
-        audit.add(DENSE_MASK, row.op, message, fix)
-    return ()
-
-
-def _check_declared(declared: list[_DeclaredMask], audit: Auditor) -> None:
-    unknown: dict[str, None] = {}
-    checked = set()
-    for names, declaration, mask in declared:
-        path = module_of(names, audit.root)
-        if mask is None:
-            unknown[path or "the model"] = None
-        elif (id(mask), declaration) not in checked:
-            checked.add((id(mask), declaration))
-            check_known(mask, Declaration(declaration.mask, declaration.window, path))
+    declared = declared_masks(Scope(traced.closed))
+    unknown = dict.fromkeys(mask.path or "the model" for mask, is_known in declared if not is_known)
     if unknown:
         audit.notes[
             f"the declared masks of {_paths_text(list(unknown))} depend on the program's inputs and"
-            " were not compared; call jaxmp.linen.explain or jaxmp.nnx.explain with a batch"
+            " were not compared; call jaxmp.explain(model, recipe) with a batch"
         ] = None
+    passed = _with_structures(audit.collected[_PassedMask])
+    in_layer = lambda op: is_within(op.equation.source_info, layer_attention)
+    structures = {actual for op, actual in passed if in_layer(op)} | {mask for mask, _ in declared}
+    for op, actual in passed:
+        if actual is None:
+            continue
+        message = (
+            f"attention reads its mask as an array, and the mask is {_structure_text(actual)}"
+            " for every input."
+        )
+        path = module_of(op.location.names, audit.root) if len(structures) > 1 else None
+        fix = _fix_declaration(actual, path) if in_layer(op) else _fix_argument(actual)
+        audit.add(DENSE_MASK, op, message, fix)
 
 
-def _with_structures(passed: list[tuple[OpOccurrence, np.ndarray | None]]) -> list[_PassedMask]:
-    """Determines the structure of each mask, once for each array."""
+def _with_structures(passed: list[_PassedMask]) -> list[tuple[OpOccurrence, Declaration | None]]:
+    """Determines the structure of each mask, once for each array; None if it is not known."""
     structures: dict[int, Declaration | None] = {}
-    rows = []
-    for op, elements in passed:
+    for _, elements in passed:
         if elements is not None and id(elements) not in structures:
             structures[id(elements)] = structure_of(elements)
-        rows.append(_PassedMask(op, structures.get(id(elements))))
-    return rows
-
-
-def _mask_of(equation: Equation) -> Atom | None:
-    """Returns the bool operand `[B, N, T, S]` of a jitted function, or None."""
-    for var in equation.invars:
-        aval = var.aval
-        if not is_literal(var) and getattr(aval, "dtype", None) == np.bool_ and aval.ndim == 4:
-            return var
-    return None
+    return [(op, structures.get(id(elements))) for op, elements in passed]
 
 
 # ---------------------------------------------------------------------------
@@ -149,6 +101,9 @@ def _paths_text(paths: list[str]) -> str:
 def _fix_declaration(actual: Declaration, path: str | None) -> str:
     """Returns the declaration in a recipe, for all attention layers or for the one at `path`."""
     python, toml = declaration_code(actual, path)
+    if path is not None:
+        rules = f"policies = jaxmp.PolicyMap(recipe, [{python}])"
+        python = f"{rules}; recipe = recipe.replace(policies=policies)"
     return (
         "Declare the mask in the recipe; the model is not edited:\n"
         f"    {python}\nOr in the recipe file:\n" + "\n".join(f"    {line}" for line in toml)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,13 +15,13 @@ from jaxmp._audit._expressions import expression_of, narrowed
 from jaxmp._audit._labels import WAS_16_BITS, FloatInput, RoundedInput
 from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._program import FLOATS, OpOccurrence, dtype_of, is_internal_matmul, named
-from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
-from jaxmp._audit._units import bytes_text
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
 from jaxmp._core._jaxprs import FORWARD
 from jaxmp._core._locations import FULL_PRECISION, call_site
 from jaxmp._core._matmuls import Matmul, multiple_of, padded
+from jaxmp._core._programs._operations import arithmetic_of
+from jaxmp._report._units import bytes_text
 
 FP32_MATMUL = Check(
     id="fp32_matmul",
@@ -114,7 +113,7 @@ def check_policy(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
 
 
 @FP32_MATMUL.on_program
-def suggest_autocast(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def suggest_autocast(audit: Auditor, traced: Traced) -> None:
     """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
     del traced
     rows = audit.matmuls
@@ -123,7 +122,6 @@ def suggest_autocast(audit: Auditor, traced: Traced) -> Iterable[Finding]:
             if finding.check in (FP32_MATMUL, OFF_POLICY_MATMUL):
                 context = audit.context
                 finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
-    return ()
 
 
 class _Moved(NamedTuple):
@@ -141,7 +139,7 @@ def collect_bytes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) 
 
 
 @FP32_MATMUL.on_program
-def report_bytes(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_bytes(audit: Auditor, traced: Traced) -> None:
     """Adds the share of bytes to the messages about matmuls that leave 16 bits."""
     del traced
     rows = audit.collected[_Moved]
@@ -150,7 +148,6 @@ def report_bytes(audit: Auditor, traced: Traced) -> Iterable[Finding]:
         size = sum(row.size for row in rows if row.finding is finding)
         share = f"{bytes_text(size)}, {size / total:.0%} of the bytes of all matmuls"
         finding.message = f"{finding.message.removesuffix('.')}; it moves {share}."
-    return ()
 
 
 def _add(
@@ -181,7 +178,8 @@ def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
-    is_highest = "HIGHEST" in str(op.equation.params.get("precision"))
+    options = arithmetic_of(op.equation)
+    is_highest = options is not None and options.is_highest
     message = f"{op.name} of float32, but the policies require {required}"
     message += "; the code sets precision=HIGHEST." if is_highest else "."
     fix = promotion_fix(op, audit) or _fix_cast(op, audit)

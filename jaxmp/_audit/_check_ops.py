@@ -23,7 +23,6 @@ from jaxmp._audit._expressions import (
 from jaxmp._audit._labels import REDUCES, ConditionalFinding
 from jaxmp._audit._program import (
     LAYOUT,
-    Body,
     OpOccurrence,
     dtype_of,
     half_of,
@@ -32,7 +31,6 @@ from jaxmp._audit._program import (
 from jaxmp._audit._rounding import error_text, rounding_error
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
-from jaxmp._core._compat import scan_counts
 from jaxmp._core._dtypes import FLOATS_16BIT
 from jaxmp._core._jaxprs import (
     BACKWARD,
@@ -40,11 +38,12 @@ from jaxmp._core._jaxprs import (
     Atom,
     Equation,
     equations,
-    inners,
     is_literal,
     sub_jaxprs,
 )
-from jaxmp._core._locations import Location, call_site
+from jaxmp._core._locations import call_site
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._operations import axes_of, loop_of, name_of, window_of
 
 # ---------------------------------------------------------------------------
 # Checks
@@ -160,13 +159,12 @@ def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned
-        makers = traced.makers_of(var) if is_loss else []
-        if makers:
-            file, line = audit.findings.lines.of(makers)
+        op = traced.maker_of(var) if is_loss else None
+        if op is not None:
+            file, line = audit.findings.line_of(op)
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            op = OpOccurrence(makers[0], Location(), 1, Body(traced.jaxpr), (*makers[1:],))
-            fix = fix_operation(op, audit.findings) or LOSS_16BIT.fix
-            yield Finding(check=LOSS_16BIT.id, file=file, line=line, message=message, fix=fix)
+            fix = fix_operation(op, audit.findings)
+            yield LOSS_16BIT.finding(message, fix, file=file, line=line)
 
 
 def _role_of_exponential(op: OpOccurrence) -> str:
@@ -284,18 +282,12 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
 
     A residual stream, whose summand is computed from the carry itself, is not an accumulator.
     """
-    inside = inners(op.equation)
-    if op.name == "scan":
-        jaxpr = inside[0].jaxpr
-        consts, carried = scan_counts(op.equation.params)
-    else:
-        jaxpr = inside[1].jaxpr
-        consts, carried = op.equation.params["body_nconsts"], len(op.equation.outvars)
-    loop = Body(jaxpr)
-    incoming = jaxpr.invars[consts : consts + carried]
-    for before, after in zip(incoming, jaxpr.outvars[:carried], strict=True):
+    loop = loop_of(op.equation)
+    assert loop is not None
+    body = Body(loop.body)
+    for before, after in zip(loop.incoming, loop.outgoing, strict=True):
         if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
-            addition = next(_additions(before, after, loop), None)
+            addition = next(_additions(before, after, body), None)
             if addition is not None:
                 _report_carry(op, before, addition, audit)
 
@@ -314,14 +306,11 @@ def check_terms(op: OpOccurrence, audit: Auditor) -> None:
 
 def _terms(op: OpOccurrence) -> int:
     """Returns the largest number of elements that a reduction combines into one."""
-    equation, params = op.equation, op.equation.params
-    operand = equation.invars[0].aval
-    if "axes" in params:
-        return math.prod(operand.shape[axis] for axis in params["axes"])
-    if "axis" in params:
-        return operand.shape[params["axis"]]
+    equation, operand = op.equation, op.equation.invars[0].aval
     if op.name == "reduce_window_sum":
-        return math.prod(params["window_dimensions"])
+        return window_of(equation)
+    if not op.name.startswith("scatter"):
+        return math.prod(operand.shape[axis] for axis in axes_of(equation))
     updates = math.prod(equation.invars[1].aval.shape[:-1])
     if op.location.phase == BACKWARD:
         # In the gradient of a lookup, the indices are those of different rows; the mean counts.
@@ -356,15 +345,15 @@ def _additions(before: Atom, after: Atom, loop: Body) -> Iterator[Equation]:
 
 
 def _report_carry(op: OpOccurrence, carry: Atom, addition: Equation, audit: Auditor) -> None:
-    dtype = dtype_of(carry)
-    body = Body(inners(op.equation)[-1].jaxpr)
-    inner = op._replace(equation=addition, body=body, enclosing=(op.equation, *op.enclosing))
+    dtype, loop = dtype_of(carry), loop_of(op.equation)
+    assert loop is not None
+    length = loop.length
+    inner = op._replace(equation=addition, body=Body(loop.body), outer=op)
     fix = fix_carry(op, carry, inner, audit)
     if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
         audit.add(ACCUMULATOR_16BIT, inner, message, fix or FIX_ACCUMULATOR)
         return
-    length = op.equation.params.get("length")
     message = f"a loop adds terms in {dtype.name}."
     if length is not None:
         # The gradient of a weight that all iterations share is one sum.
@@ -388,9 +377,9 @@ def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Au
     Returns:
       Sentences and code, or "" if the code of the first value is not known.
     """
-    body = inners(loop.equation)[-1].jaxpr
-    first = loop.equation.invars[len(loop.equation.invars) - len(body.invars) :]
-    start = first[body.invars.index(carry)]
+    inside = addition.body.jaxpr
+    first = loop.equation.invars[len(loop.equation.invars) - len(inside.invars) :]
+    start = first[inside.invars.index(carry)]
     maker = loop.body.maker_through(start, LAYOUT - {"broadcast_in_dim"})
     code = ""
     if maker is not None:
@@ -401,7 +390,7 @@ def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Au
     where = audit.findings.where(made)
     lines = [f"Start in FP32, at {where}:\n    {code}"]
     summand = None
-    dependents = _dependents(carry, addition.body)
+    dependents = addition.body.dependents([carry])
     for index, var in enumerate(addition.equation.invars):
         cast = addition.body.maker(var)
         if cast is not None and cast.primitive.name == "convert_element_type":
@@ -429,15 +418,7 @@ def _adds_to(addition: Equation, before: Atom, loop: Body) -> bool:
     if not positions:
         return False
     other = addition.invars[1 - positions[0]]
-    return is_literal(other) or other not in _dependents(before, loop)
-
-
-def _dependents(start: Atom, body: Body) -> set[Atom]:
-    dependents = {start}
-    for equation in body.jaxpr.eqns:
-        if any(not is_literal(var) and var in dependents for var in equation.invars):
-            dependents.update(equation.outvars)
-    return dependents
+    return is_literal(other) or other not in loop.dependents([before])
 
 
 # ---------------------------------------------------------------------------
@@ -467,8 +448,7 @@ def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Forw
         return _report_forward_use(ForwardUse(op, message, "", WARNING), audit)
     if _role_of_exponential(op) or is_rounded(op, audit):
         return None
-    is_call = bool(op.enclosing) and op.enclosing[0].params.get("name") in _BOUNDED
-    if is_call or _is_bounded(op.equation, op.body):
+    if op.caller in _BOUNDED or _is_bounded(op.equation, op.body):
         return None
     # A logarithm that is rounded again is reported where a loss sums it.
     back = "" if op.name in ("log", "log1p") and audit.findings.is_own_call(op.equation) else dtype
@@ -485,10 +465,9 @@ def report_reduced(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @EXP_16BIT.on_program
-def report_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_results(audit: Auditor, traced: Traced) -> None:
     """Reports exponentials that the program returns."""
     audit.report(ForwardUse, traced.jaxpr.outvars, "")
-    return ()
 
 
 def _report_forward_use(use: ForwardUse, audit: Auditor) -> ForwardUse | None:
@@ -518,7 +497,7 @@ def _is_bounded(equation: Equation, body: Body) -> bool:
     if name == "neg":
         positive = body.maker(maker.invars[0])
         return positive is not None and positive.primitive.name in ("abs", "square")
-    is_choice = name in ("select_n", "min") or maker.params.get("name") == "_where"
+    is_choice = name in ("select_n", "min") or name_of(maker) == "_where"
     return is_choice and any(_is_zero(var, body) for var in maker.invars)
 
 

@@ -74,14 +74,6 @@ def check_difference(op: OpOccurrence, audit: Auditor) -> None:
 
 def _depends(var: Atom, label: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for a value that is computed from the same result, such as its mean."""
-    waiting, seen = [var], {var}
-    while waiting:
-        each = waiting.pop()
-        labels = (x for x in audit.flow.of(each) if isinstance(x, (RoundedOutput, Logits)))
-        if any(x.op.equation is label.op.equation for x in labels):
-            return True
-        maker = op.body.maker(each)
-        inputs = () if maker is None else maker.invars
-        waiting += [x for x in inputs if not is_literal(x) and x not in seen]
-        seen.update(waiting)
-    return False
+    labels = audit.flow.of_all(op.body.sources([var]))
+    made = (x.op.equation for x in labels if isinstance(x, (RoundedOutput, Logits)))
+    return any(equation is label.op.equation for equation in made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from types import CodeType
 
 import numpy as np
@@ -14,14 +13,14 @@ from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._expressions import expression_of, narrowed, with_operand
 from jaxmp._audit._labels import GATED, STREAM, ConditionalFinding, WideValue
 from jaxmp._audit._pending import PendingFindings
-from jaxmp._audit._program import Body, OpOccurrence, dtype_of, is_internal_matmul, named
-from jaxmp._audit._rows import Finding
+from jaxmp._audit._program import OpOccurrence, dtype_of, is_internal_matmul, named
 from jaxmp._audit._trace import Traced
-from jaxmp._core._compat import scan_counts
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit
 from jaxmp._core._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_literal
 from jaxmp._core._locations import call_site
 from jaxmp._core._matmuls import Matmul
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._operations import loop_of
 
 IMPLICIT_PROMOTION = Check(
     id="implicit_promotion",
@@ -88,10 +87,9 @@ def report_matmul(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) 
 
 
 @IMPLICIT_PROMOTION.on_program
-def report_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def report_results(audit: Auditor, traced: Traced) -> None:
     """Reports promotions of values that the program returns."""
     audit.report(Promotion, traced.jaxpr.outvars, ", and the program returns the wide result")
-    return ()
 
 
 def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
@@ -168,7 +166,8 @@ def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bo
     """Returns True for a wide value, such as a residual stream, that `operand` is added to."""
     if STREAM in audit.flow.of(var) or _is_carry(var, op):
         return True
-    return _derives(operand, var, op.body)
+    is_other = operand is not var and not is_literal(var)
+    return is_other and var in op.body.sources([operand])
 
 
 def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> bool:
@@ -179,34 +178,8 @@ def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> 
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
     """Returns True for a carry of the enclosing loop."""
-    if not op.enclosing or is_literal(var):
-        return False
-    loop = op.enclosing[0]
-    if loop.primitive.name == "scan":
-        consts, carried = scan_counts(loop.params)
-    elif loop.primitive.name == "while":
-        consts, carried = loop.params["body_nconsts"], len(loop.outvars)
-    else:
-        return False
-    return var in op.body.jaxpr.invars[consts : consts + carried]
-
-
-def _derives(var: Atom, source: Atom, body: Body) -> bool:
-    """Returns True if `var` is computed from `source` within one jaxpr."""
-    if is_literal(var) or is_literal(source):
-        return False
-    first = body.positions.get(source, -1)
-    waiting, seen = [var], set()
-    while waiting:
-        maker = body.maker(waiting.pop())
-        for operand in () if maker is None else maker.invars:
-            if operand is source:
-                return True
-            if not is_literal(operand) and operand not in seen:
-                seen.add(operand)
-                if body.positions.get(operand, -1) > first:
-                    waiting.append(operand)
-    return False
+    loop = None if op.outer is None or is_literal(var) else loop_of(op.outer.equation)
+    return loop is not None and any(var is each for each in loop.incoming)
 
 
 # ---------------------------------------------------------------------------
@@ -232,7 +205,7 @@ def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Ato
 
 def _is_where(op: OpOccurrence) -> bool:
     """Returns True inside of `jnp.where`, whose only casts are promotions."""
-    return bool(op.enclosing) and op.enclosing[0].params.get("name") == "_where"
+    return op.caller == "_where"
 
 
 def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: Body) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import JaxprEqn
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import ACCUMULATOR_16BIT, fix_carry
-from jaxmp._audit._program import FLOATS, LAYOUT, Body, OpOccurrence, dtype_of, named
-from jaxmp._core._compat import scan_counts
+from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._core._dtypes import FLOATS_16BIT
-from jaxmp._core._jaxprs import FORWARD, Atom, Equation, inners, is_literal
+from jaxmp._core._jaxprs import FORWARD, Atom, Equation, is_literal
+from jaxmp._core._programs._analysis import Body, Forward
+from jaxmp._core._programs._interpreter import Frame
+from jaxmp._core._programs._operations import Loop, loop_of, name_of
 
 _KEEPS = LAYOUT | named("neg select_n")
 _SUMS = named("add add_any sub")
@@ -37,40 +39,37 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     carry; both are not linear recurrences. A sum without a factor is a running sum, which
     `reduction_16bit` reports.
     """
-    jaxpr = inners(op.equation)[-1].jaxpr
-    if op.name == "scan":
-        consts, carried = scan_counts(op.equation.params)
-    else:
-        consts, carried = op.equation.params["body_nconsts"], len(op.equation.outvars)
-    carries = [v for v in jaxpr.invars[consts : consts + carried] if dtype_of(v) in FLOATS]
-    results = dict(zip(jaxpr.invars[consts:], jaxpr.outvars[:carried], strict=False))
-    for carry in carries if op.location.phase == FORWARD else ():
-        if dtype_of(carry) in FLOATS_16BIT and not is_literal(results[carry]):
-            linear = _linear_in(carry, carries, jaxpr).get(results[carry])
-            if linear is not None and linear.addition is not None and linear.is_scaled:
-                _report(op, carry, linear, audit)
+    loop = loop_of(op.equation)
+    assert loop is not None
+    carries = [var for var in loop.incoming if dtype_of(var) in FLOATS]
+    pairs = zip(loop.incoming, loop.outgoing, strict=True)
+    for carry, result in pairs if op.location.phase == FORWARD else ():
+        if dtype_of(carry) in FLOATS_16BIT and not is_literal(result):
+            carried = {var: False for var in carries} | {carry: _Linear()}
+            args = [carried.get(var) for var in loop.body.invars]
+            linear = _Linearity().facts(loop.body, args).get(result)
+            if linear and linear.addition is not None and linear.is_scaled:
+                _report(op, carry, linear, loop, audit)
 
 
-def _linear_in(carry: Atom, carries: list[Atom], jaxpr: Jaxpr) -> dict[Atom, _Linear | None]:
-    """Returns the values that depend on carries; None for those that are not linear in `carry`."""
-    values: dict[Atom, _Linear | None] = dict.fromkeys(carries) | {carry: _Linear()}
-    for equation in jaxpr.eqns:
-        if any(not is_literal(var) and var in values for var in equation.invars):
-            values.update(dict.fromkeys(equation.outvars, _after(equation, values)))
-    return values
+class _Linearity(Forward):
+    """Facts of values in a loop: `None` without a carry, `False` if they are not linear in it."""
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        is_read = any(operand is not None for operand in operands)
+        return [_after(equation, operands) if is_read else None] * len(equation.outvars)
 
 
-def _after(equation: Equation, values: dict[Atom, _Linear | None]) -> _Linear | None:
+def _after(equation: Equation, facts: list[Any]) -> _Linear | Literal[False]:
     name, operands = equation.primitive.name, equation.invars
-    if name in ("jit", "pjit") and equation.params.get("name") == "_where":
-        name = "select_n"
-    rows = [values.get(var) for var in operands if not is_literal(var) and var in values]
-    if any(row is None for row in rows):
-        return None
-    linear = max((row for row in rows if row is not None), key=lambda row: row.addition is not None)
-    is_first = not is_literal(operands[0]) and operands[0] in values
+    name = "select_n" if name_of(equation) == "_where" else name
+    rows = [fact for fact in facts if fact is not None]
+    if not all(rows):
+        return False
+    linear: _Linear = max(rows, key=lambda row: row.addition is not None)
+    is_first = facts[0] is not None
     if name in _KEEPS:
-        return None if name == "select_n" and is_first else linear
+        return False if name == "select_n" and is_first else linear
     if name in _SUMS:
         is_scaled = len(rows) > 1 or linear.is_scaled
         return _Linear(linear.factor if len(rows) == 1 else None, is_scaled, equation)
@@ -81,12 +80,11 @@ def _after(equation: Equation, values: dict[Atom, _Linear | None]) -> _Linear | 
             return linear._replace(factor=None, is_scaled=True)
         factor = linear.factor * (constant if name == "mul" else 1 / constant)
         return linear._replace(factor=factor, is_scaled=True)
-    return None
+    return False
 
 
-def _report(op: OpOccurrence, carry: Atom, linear: _Linear, audit: Auditor) -> None:
-    dtype = dtype_of(carry).name
-    length, factor = op.equation.params.get("length"), linear.factor
+def _report(op: OpOccurrence, carry: Atom, linear: _Linear, loop: Loop, audit: Auditor) -> None:
+    dtype, length, factor = dtype_of(carry).name, loop.length, linear.factor
     terms = length or 2**31
     if factor is not None and abs(factor) < 1:
         terms = min(terms, 1 / (1 - abs(factor)))
@@ -96,13 +94,8 @@ def _report(op: OpOccurrence, carry: Atom, linear: _Linear, audit: Auditor) -> N
     decay = "" if factor is None else f" with the factor {factor:.4g}"
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
     assert linear.addition is not None
-    body = Body(inners(op.equation)[-1].jaxpr)
-    enclosing = (op.equation, *op.enclosing)
-    inner = op._replace(equation=linear.addition, body=body, enclosing=enclosing)
-    fix = fix_carry(op, carry, inner, audit)
-    if not fix:
-        fix = "Start from zeros in FP32, and cast the results after the loop:\n"
-        fix += (
-            f"    carry = jnp.zeros(shape, jnp.float32)\n    results = results.astype(jnp.{dtype})"
-        )
+    inner = op._replace(equation=linear.addition, body=Body(loop.body), outer=op)
+    fix = "Start from zeros in FP32, and cast the results after the loop:\n"
+    fix += f"    carry = jnp.zeros(shape, jnp.float32)\n    results = results.astype(jnp.{dtype})"
+    fix = fix_carry(op, carry, inner, audit) or fix
     audit.add(ACCUMULATOR_16BIT, inner, f"{message} away.", fix)

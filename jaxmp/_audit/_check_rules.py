@@ -32,8 +32,7 @@ def check_rules(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     for rule, row in zip(rules, rows, strict=True):
         if row.required and not row.modules:
             message = f"the required rule {row.rule} decides for no module of this program."
-            fix = _fix(rule, [module.module for module in modules])
-            yield Finding(check=UNUSED_RULE.id, message=message, fix=fix)
+            yield UNUSED_RULE.finding(message, _fix(rule, [module.module for module in modules]))
 
 
 def decisions(audit: Auditor) -> tuple[tuple[ModuleRow, ...], tuple[RuleRow, ...]]:

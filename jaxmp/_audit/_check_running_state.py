@@ -88,7 +88,7 @@ def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
 
 
 @MISSING_MASTER.on_program
-def report_changes(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+def report_changes(audit: Auditor, traced: Traced) -> None:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
     shapes = {(v.aval.shape, dtype_of(v)) for v in traced.variables.values() if v.aval.size > 1}
     arguments = traced.jaxpr.invars
@@ -100,4 +100,3 @@ def report_changes(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, dtype_of(v)) in shapes]
     results = [v for v in outs if is_literal(v) or not is_average(v)]
     audit.report(ChangedCopy, results, ", so that the masters do not have the change")
-    yield from ()

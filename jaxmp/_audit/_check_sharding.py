@@ -16,9 +16,10 @@ from jaxmp._audit._hlo_collectives import ACTIVATION, GRADIENT, UPDATE, WEIGHT
 from jaxmp._audit._program import OpOccurrence
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
-from jaxmp._audit._units import bytes_text
-from jaxmp._core._jaxprs import BACKWARD, FORWARD, equations, inners, phase_of
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, equations, phase_of
+from jaxmp._core._programs._operations import loop_of
 from jaxmp._fp32_gradients import with_fp32_gradients
+from jaxmp._report._units import bytes_text
 
 FP32_ALL_GATHER = Check(
     id="fp32_all_gather",
@@ -230,13 +231,15 @@ def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
     if op.location.differentiated or op.location.phase != FORWARD:
         return
-    body = inners(op.equation)[-1].jaxpr
+    loop = loop_of(op.equation)
+    assert loop is not None
+    body = loop.body
     labels = audit.flow.of_all(body.outvars)
     if any(isinstance(label, Update) for label in labels):
         return
     stacks = (str(equation.source_info.name_stack) for equation in equations(body))
     if any(phase_of(stack) == BACKWARD for stack in stacks):
-        audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(op.equation.params.get("length")))
+        audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(loop.length))
 
 
 @REDUCTION_PER_MICROBATCH.on_compiled

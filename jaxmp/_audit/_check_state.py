@@ -73,7 +73,7 @@ _FIX_INIT = (
 )
 _FIX_ROUNDED = (
     "Make FP32 moments, from the optimizer without its rounding:\n"
-    "    tx = jaxmp.optim.mixed_precision(tx, policies='{recipe}', master='none')\n"
+    "    tx = jaxmp.load_recipe('{recipe}').replace(master='none').optimizer(tx)\n"
     "    tx = jaxmp.optim.stochastic_rounding(tx)"
 )
 _FIX_AVERAGE = (
@@ -145,7 +145,7 @@ def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
             f"the dynamic loss scale at {location} is not applied to the loss, so small float16"
             " gradients underflow."
         )
-        yield Finding(check=UNUSED_LOSS_SCALE.id, message=message, fix=UNUSED_LOSS_SCALE.fix)
+        yield UNUSED_LOSS_SCALE.finding(message)
 
 
 def _optimizer_state_finding(
@@ -167,13 +167,12 @@ def _optimizer_state_finding(
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
     fix = _FIX_INIT if has_fp32 else _FIX_OPTAX_STATE
     fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else fix
-    return Finding(
-        check=OPTIMIZER_STATE_16BIT.id,
+    return OPTIMIZER_STATE_16BIT.finding(
+        message,
+        _FIX_AVERAGE if _OPTAX_AVERAGE.search(location) else _fill(fix, dtype),
         severity=WARNING if is_first else ERROR,
         file=file,
         line=line,
-        message=message,
-        fix=_FIX_AVERAGE if _OPTAX_AVERAGE.search(location) else _fill(fix, dtype),
         count=len(leaves),
     )
 
@@ -301,15 +300,8 @@ class _Step:
             file, line = self.audit.findings.line_of(updates[numbers[0]].op)
             example = self.locations[numbers[0]]
             message = f"arguments in {dtype}, such as {example}, {text}."
-            yield Finding(
-                check=check.id,
-                severity=severity,
-                file=file,
-                line=line,
-                message=_fill(message, dtype),
-                fix=_fill(fix, dtype),
-                count=len(numbers),
-            )
+            texts, count = (_fill(message, dtype), _fill(fix, dtype)), len(numbers)
+            yield check.finding(*texts, severity=severity, file=file, line=line, count=count)
 
     def fix(self, number: int, update: Update, wide: str = "float32") -> str:
         """Returns code that makes an argument in FP32, and does not round its new value.
@@ -418,13 +410,7 @@ def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
         # Reported as an unused loss scale.
         return
     file, line = audit.findings.line_of(op)
-    yield Finding(
-        check=MISSING_LOSS_SCALE.id,
-        message="the backward pass multiplies in float16 without a loss scale: gradients below"
-        " 6e-8 become zero.",
-        fix=MISSING_LOSS_SCALE.fix
-        if any(step.in_optimizer)
-        else "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)",
-        file=file,
-        line=line,
-    )
+    message = "the backward pass multiplies in float16 without a loss scale: gradients below 6e-8"
+    fix = "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
+    fix = "" if any(step.in_optimizer) else fix
+    yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, file=file, line=line)

@@ -7,7 +7,7 @@ decorators register the functions that search for it:
 - `on_result`: after that.
 - `on_16_bits`: for 16-bit operations of the op table's FP32 rows; may return a label.
 - `on_matmul`: for floating-point matmuls and convolutions.
-- `on_program`: once, after the walk over the traced program.
+- `on_program`: once, after the walk over the traced program; may return findings.
 - `on_compiled`: once, for the program compiled for a GPU.
 """
 
@@ -17,7 +17,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-ERROR, WARNING = "error", "warning"
+from jaxmp._audit._rows import ERROR as ERROR
+from jaxmp._audit._rows import WARNING as WARNING
+from jaxmp._audit._rows import Finding
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -57,6 +59,17 @@ class Check:
             f"| `{self.id}` | {self.severity} | {self.needs_target} | {self.explanation} | {fix} |"
         )
 
+    def finding(self, message: str, fix: str = "", **fields: Any) -> Finding:
+        """Returns a finding of this check.
+
+        Args:
+          message: the defect and its consequence.
+          fix: the remedy; "" for that of the check.
+          **fields: other fields of `Finding`.
+        """
+        fields = {"severity": self.severity} | fields
+        return Finding(check=self.id, message=message, fix=fix or self.fix, **fields)
+
     def on_operation(self, *primitives: str) -> Callable[[Function], Function]:
         """Registers a function `(op, audit) -> label or None` for some primitives."""
         return _registration(lambda function: _register(ON_OPERATION, primitives, function))
@@ -76,7 +89,7 @@ class Check:
         return function
 
     def on_program(self, function: Function) -> Function:
-        """Registers a function `(audit, traced) -> findings`."""
+        """Registers a function `(audit, traced) -> findings or None`."""
         ON_PROGRAM.append(function)
         return function
 

@@ -24,9 +24,12 @@ from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._trace import Traced
 from jaxmp._core._capability import TF32_MATMULS
 from jaxmp._core._compat import current_mesh, described_gpus
-from jaxmp._core._jaxprs import equations, is_literal, with_parameters
+from jaxmp._core._jaxprs import equations, with_parameters
 from jaxmp._core._locations import Lines
-from jaxmp.errors import AuditError, did_you_mean, install_command, missing_dependency
+from jaxmp._core._messages import did_you_mean, install_command, missing_dependency
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._operations import jit_of
+from jaxmp.errors import AuditError
 
 _CALLBACKS = frozenset(
     ("debug_callback", "debug_print", "io_callback", "pure_callback", "inspect_sharding")
@@ -90,11 +93,10 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     real = _real_gpus(target, mesh, count)
     devices = real or _described(target, count)
     move = _Move(mesh, devices)
-    asked = _asked_shardings(traced.jaxpr)
+    asked, donated = _asked(traced.jaxpr)
     shapes = [move.shape(array, asked.get(n)) for n, array in enumerate(traced.arrays)]
     closed = traced.closed if mesh is None else with_parameters(_in_jit(traced), move.parameter)
     run = jax.extend.core.jaxpr_as_fun(closed)
-    donated = _donated(traced.jaxpr)
     options = None if real else _WITHOUT_GPU
     try:
         with move.context():
@@ -221,16 +223,18 @@ def _meshes_in(value: object) -> list[Any]:
     return [m for m in meshes if isinstance(m, (Mesh, AbstractMesh)) and not m.empty]
 
 
-def _asked_shardings(jaxpr: Jaxpr) -> dict[int, NamedSharding]:
-    """Returns the shardings that the user's `jit` sets, by the number of the argument."""
-    numbers = {var: number for number, var in enumerate(jaxpr.invars)}
-    shardings: dict[int, NamedSharding] = {}
-    for equation in jaxpr.eqns:
-        asked = equation.params.get("in_shardings") or [None] * len(equation.invars)
-        for var, sharding in zip(equation.invars, asked, strict=True):
-            if isinstance(sharding, NamedSharding) and not is_literal(var) and var in numbers:
-                shardings.setdefault(numbers[var], sharding)
-    return shardings
+def _asked(jaxpr: Jaxpr) -> tuple[dict[int, NamedSharding], list[int]]:
+    """Returns what the user's `jit` sets for arguments: their shardings, and those it donates."""
+    body, shardings, donated = Body(jaxpr), {}, []
+    for number, var in enumerate(jaxpr.invars):
+        for reader in body.readers(var):
+            flags = jit_of(reader)
+            rows = zip(reader.invars, flags.shardings, flags.donated, strict=True)
+            for _, sharding, is_donated in (row for row in rows if row[0] is var):
+                if isinstance(sharding, NamedSharding):
+                    shardings.setdefault(number, sharding)
+                donated += [number] * (is_donated and number not in donated)
+    return shardings, donated
 
 
 class _Move:
@@ -294,15 +298,3 @@ def _no_callbacks(target: str, traced: Traced) -> AuditError:
         "on a machine without such a GPU. Remove the call for the audit, for example by\n"
         "    if verbose:\n        jax.debug.print(...)"
     )
-
-
-def _donated(jaxpr: Jaxpr) -> list[int]:
-    """Returns the numbers of the arguments that the user's `jit` donates."""
-    numbers = {var: number for number, var in enumerate(jaxpr.invars)}
-    donated: dict[int, None] = {}
-    for equation in jaxpr.eqns:
-        flags = equation.params.get("donated_invars") or [False] * len(equation.invars)
-        for var, is_donated in zip(equation.invars, flags, strict=True):
-            if is_donated and not is_literal(var) and var in numbers:
-                donated[numbers[var]] = None
-    return sorted(donated)

@@ -56,7 +56,7 @@ class PolicyContext:
     def wrap_code(self) -> str:
         """Returns code that applies the policies to a model."""
         if self.text == "policies":
-            return "model = jaxmp.linen.apply_policy(model, policies)"
+            return "model = jaxmp.load_recipe(policies).wrap(model)"
         recipe = self.text if self.text == "recipe" else f"jaxmp.load_recipe({self.text})"
         return f"model = {recipe}.wrap(model)"
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxmp._audit._pending import PendingFindings
-from jaxmp._audit._program import FLOATS, LAYOUT, Body, OpOccurrence, dtype_of, half_of, named
+from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import (
     FORWARD,
@@ -24,6 +24,8 @@ from jaxmp._core._jaxprs import (
     sub_jaxprs,
 )
 from jaxmp._core._locations import call_site
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._constructs import CALLS
 
 _MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
 # Operations that round each element of a 16-bit array.
@@ -362,15 +364,13 @@ def _rounded_by(op: OpOccurrence) -> list[OpOccurrence]:
 
 def _through_calls(var: Atom, op: OpOccurrence) -> tuple[Atom, OpOccurrence]:
     """Returns the operand of a call such as `jnp.cumsum` in place of a parameter of its jaxpr."""
-    while len(op.enclosing) > 1 and op.enclosing[0].primitive.name in ("jit", "pjit"):
-        call, outer = op.enclosing[:2]
-        jaxprs = (jaxpr for jaxpr in sub_jaxprs(outer) if any(e is call for e in jaxpr.eqns))
-        body, inner = next(jaxprs, None), inners(call)[0]
+    while op.outer is not None and op.outer.name in CALLS:
+        inner = inners(op.outer.equation)[0]
         pairs = zip(inner.operands, inner.jaxpr.invars, strict=True)
         operand = next((o for o, i in pairs if i is var), None)
-        if body is None or operand is None:
+        if operand is None:
             break
-        var, op = operand, op._replace(body=Body(body), enclosing=op.enclosing[1:])
+        var, op = operand, op.outer
     return var, op
 
 

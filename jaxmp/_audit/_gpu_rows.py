@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import NamedTuple
 
-
-class _Row:
-    file: str
-    line: int
-
-    @property
-    def location(self) -> str:
-        """The source line as `model.py:12`; "" if it is not known."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+from jaxmp._audit._rows import Located
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmRow(_Row):
+class GemmRow(Located):
     """Matmuls or convolutions of one module, pass, line, kernel and pair of dtypes.
 
     Args:
@@ -51,7 +42,7 @@ class GemmRow(_Row):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionRow(_Row):
+class AttentionRow(Located):
     """Fused attention kernels of one module, pass and line.
 
     Args:
@@ -78,7 +69,7 @@ class AttentionRow(_Row):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveRow(_Row):
+class CollectiveRow(Located):
     """Collectives of one module, pass, line and dtype.
 
     Args:

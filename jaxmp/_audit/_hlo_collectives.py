@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmp._audit._hlo_flow import DataFlow, Value, is_differentiated, is_matmul
 from jaxmp._audit._program import named
-from jaxmp._core._hlo import Computation, Instruction, Program, Shape
+from jaxmp._core._hlo import Computation, Instruction, Shape
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, RECOMPUTE, phase_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def sent_arrays(instruction: Instruction, computation: Computation) -> list[Shap
 
 
 def named_reader(
-    program: Program, origins: Origins, inside: Computation, instruction: Instruction, number: int
+    origins: Origins, inside: Computation, instruction: Instruction, number: int
 ) -> Instruction:
     """Returns the instruction whose name stack contains the module of an array.
 
@@ -85,7 +85,7 @@ def named_reader(
                 return here
         if is_matmul(here):
             continue
-        for reader in program.readers(inside, here.name):
+        for reader in origins.program.readers(inside, here.name):
             picks = whole and reader.opcode == "get-tuple-element"
             if not picks or reader.numbers("index") == (number,):
                 waiting.append(reader)
@@ -100,13 +100,13 @@ def named_reader(
 class Content(NamedTuple):
     """Content of an array that devices send.
 
-    name: "weight", "gradient", "activation", "update" (of a parameter), or "".
+    content: "weight", "gradient", "activation", "update" (of a parameter), or "".
     read_as: for weights, the dtype to which all readers cast the array; its own if one does not.
     is_kept: True for a weight that a forward and a backward pass read.
     in_matmul: True for a weight or an activation that a matmul reads.
     """
 
-    name: str = ""
+    content: str = ""
     read_as: str = ""
     is_kept: bool = False
     in_matmul: bool = False
@@ -115,18 +115,17 @@ class Content(NamedTuple):
 class Contents:
     """Tells weights, gradients and activations apart."""
 
-    def __init__(self, program: Program, is_weight: Sequence[bool]) -> None:
+    def __init__(self, flow: DataFlow, is_weight: Sequence[bool]) -> None:
         """Prepares the analysis of a program.
 
         Args:
-          program: the compiled program.
+          flow: the data flow of the compiled program.
           is_weight: for each argument, True if it may be a parameter or a part of the optimizer
             state.
         """
-        self._program = program
-        self._flow = DataFlow(program)
+        self._flow = flow
         self._is_weight = is_weight
-        self._entry = program.entry.name
+        self._entry = flow.program.entry.name
 
     def of(self, inside: Computation, instruction: Instruction, number: int) -> Content:
         """Returns the content of an array that a collective sends.

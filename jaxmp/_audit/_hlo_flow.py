@@ -38,7 +38,7 @@ class DataFlow:
     """The arrays that read an array of a program, and those that it is made from."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self.program = program
         # Computation -> the instructions that execute it, and the numbers of their branches.
         self._callers: dict[str, list[tuple[Computation, Instruction, int]]] = {}
         self.has_backward = False
@@ -55,7 +55,7 @@ class DataFlow:
     def readers(self, value: Value) -> Iterator[Value]:
         """Yields the arrays that are made from an array in one step."""
         computation, made, index = value
-        for reader in self._program.readers(computation, made.name):
+        for reader in self.program.readers(computation, made.name):
             yield from self._read(value, reader)
         if made.is_root:
             for outside, caller, _ in self._callers.get(computation.name, ()):
@@ -73,17 +73,17 @@ class DataFlow:
         elif opcode.endswith("-done"):
             yield Value(computation, reader, index if len(reader.shapes) > 1 else None)
         elif opcode == "while":
-            body = self._program.computations[reader.attribute("body")]
+            body = self.program.computations[reader.attribute("body")]
             yield from self._parameters(body, 0, index)
         elif opcode in _CALLS:
             names = _executed(reader)
             for position in positions:
                 if opcode == "conditional":
                     if position:
-                        branch = self._program.computations[names[position - 1]]
+                        branch = self.program.computations[names[position - 1]]
                         yield from self._parameters(branch, 0, index)
                 elif names:
-                    called = self._program.computations[names[0]]
+                    called = self.program.computations[names[0]]
                     yield from self._parameters(called, position, index)
         elif opcode == "tuple" or _sends_several(reader):
             for position in positions:
@@ -111,7 +111,7 @@ class DataFlow:
             yield operands[0]._replace(number=index), False
         elif opcode in _CALLS and _executed(made):
             for name in _executed(made):
-                inside = self._program.computations[name]
+                inside = self.program.computations[name]
                 yield Value(inside, inside.root, index), False
         elif (opcode == "tuple" or _sends_several(made)) and index is not None:
             yield operands[index], False

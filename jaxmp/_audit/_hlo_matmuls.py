@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from jaxmp._audit._hlo_flow import DataFlow, Value
 from jaxmp._core._hlo import Computation, Instruction, Program, Shape, Step
 
 _CONVOLUTIONS = ("__cudnn$conv",)
@@ -16,6 +17,7 @@ _MOVES = frozenset({"bitcast", "copy", "transpose", "reshape", "convert"})
 # Scaling and clipping do not change that an operand is quantized.
 _SCALES = frozenset({"multiply", "divide", "broadcast", "clamp", "select", "pad", "slice"})
 _SCALES |= {"abs", "negate", "maximum", "minimum"}
+_CONTAINERS = frozenset({"fusion", "tuple", "get-tuple-element", "parameter"})
 
 
 class HloMatmul(NamedTuple):
@@ -50,94 +52,85 @@ def fused(program: Program, fusion: Instruction) -> Iterator[tuple[Computation, 
             yield from fused(program, inner)
 
 
+class _Kernel(NamedTuple):
+    """Library and FLOPs of a matmul, and the settings that determine its dtypes."""
+
+    name: str
+    flops: int
+    precision: str = ""
+    algorithm: str = ""
+
+
 def matmul_of_instruction(
-    program: Program, step: Step, inside: Computation, instruction: Instruction
+    flow: DataFlow, step: Step, inside: Computation, instruction: Instruction
 ) -> HloMatmul | None:
     """Returns the matmul or convolution of an instruction; None for other instructions."""
-    target = (
-        instruction.attribute("custom_call_target") if instruction.opcode == "custom-call" else ""
-    )
+    kernel = _kernel_of(step, inside, instruction)
+    if kernel is None:
+        return None
+    dtypes = [
+        _runs_in(shape_of(inside, name).dtype, kernel.precision, kernel.algorithm)
+        for name in instruction.operands[:2]
+    ]
+    is_fp8 = all(dtype.startswith("float8") for dtype in dtypes)
+    name = "cublas fp8" if is_fp8 and kernel.name == "cublas" else kernel.name
+    was_fp8 = "" if is_fp8 else _was_fp8(flow, inside, instruction)
+    named = instruction if instruction.op_name else step.instruction
+    return HloMatmul(*dtypes, instruction.shapes[0].dtype, name, was_fp8, kernel.flops, named)
+
+
+def _kernel_of(step: Step, inside: Computation, instruction: Instruction) -> _Kernel | None:
+    target, opcode = instruction.attribute("custom_call_target"), instruction.opcode
     if target.startswith("__cublas$"):
-        return _cublas(program, step, inside, instruction)
+        return _cublas(inside, instruction)
     if target.startswith(_CONVOLUTIONS):
-        return _cudnn_convolution(inside, instruction, target)
+        return _Kernel("cudnn", _convolution_flops(inside, instruction, target))
     if target == _BLOCK_SCALED:
-        return _block_scaled(inside, instruction)
-    if instruction.opcode in ("dot", "convolution", "scaled-dot"):
-        return _plain(program, step, inside, instruction)
-    return None
-
-
-def _kernel(holder: Instruction) -> str:
-    """Returns the library that runs a matmul inside of a fusion."""
-    kind = str(holder.config.get("fusion_backend_config", {}).get("kind", ""))
-    return "cudnn" if "cudnn" in kind else "triton" if "triton" in kind else "xla"
-
-
-def _plain(program: Program, step: Step, inside: Computation, dot: Instruction) -> HloMatmul:
-    lhs, rhs = (shape_of(inside, name) for name in dot.operands[:2])
-    out = dot.shapes[0]
-    if dot.opcode == "convolution":
-        labels = dot.attribute("dim_labels").partition("_")[2].partition("-")[0]
-        flops = 2 * out.elements * rhs.elements // max(1, rhs.sizes[labels.index("o")])
+        # The operands are `[B, M, K]` and `[B, N, K]`, with scales per block along K.
+        inner = shape_of(inside, instruction.operands[0]).sizes[-1]
+        return _Kernel("cudnn mx", 2 * instruction.shapes[0].elements * inner)
+    if opcode not in ("dot", "convolution", "scaled-dot"):
+        return None
+    if opcode == "convolution":
+        flops = _convolution_flops(inside, instruction, "")
     else:
-        inner = math.prod(lhs.sizes[axis] for axis in dot.numbers("lhs_contracting_dims"))
-        flops = 2 * out.elements * inner
-    precision = dot.attribute("operand_precision")
-    algorithm = dot.attribute("algorithm")
-    dtypes = _runs_in(lhs.dtype, precision, algorithm), _runs_in(rhs.dtype, precision, algorithm)
-    was_fp8 = "" if _is_fp8(dtypes) else _was_fp8(program, step, dot, inside)
-    named = dot if dot.op_name else step.instruction
-    return HloMatmul(*dtypes, out.dtype, _kernel(step.instruction), was_fp8, flops, named)
+        flops = _dot_flops(inside, instruction, instruction.numbers("lhs_contracting_dims"))
+    # The library that runs a matmul inside of a fusion.
+    kind = str(step.instruction.config.get("fusion_backend_config", {}).get("kind", ""))
+    name = "cudnn" if "cudnn" in kind else "triton" if "triton" in kind else "xla"
+    settings = instruction.attribute("operand_precision"), instruction.attribute("algorithm")
+    return _Kernel(name, flops, *settings)
 
 
-def _cublas(
-    program: Program, step: Step, inside: Computation, instruction: Instruction
-) -> HloMatmul:
+def _cublas(inside: Computation, instruction: Instruction) -> _Kernel:
     config = instruction.config.get("gemm_backend_config", {})
-    lhs, rhs = (shape_of(inside, name) for name in instruction.operands[:2])
     axes = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", ())
-    flops = 2 * instruction.shapes[0].elements * math.prod(lhs.sizes[int(axis)] for axis in axes)
     settings = config.get("precision_config", {})
     precision = ",".join(settings.get("operand_precision", ())).lower()
     algorithm = str(settings.get("algorithm", "")).lower().removeprefix("alg_")
-    dtypes = _runs_in(lhs.dtype, precision, algorithm), _runs_in(rhs.dtype, precision, algorithm)
-    fp8 = _is_fp8(dtypes)
-    was_fp8 = "" if fp8 else _was_fp8(program, step, instruction, inside)
-    kernel = "cublas fp8" if fp8 else "cublas"
-    return HloMatmul(*dtypes, instruction.shapes[0].dtype, kernel, was_fp8, flops, instruction)
+    flops = _dot_flops(inside, instruction, map(int, axes))
+    return _Kernel("cublas", flops, precision, algorithm)
 
 
-def _cudnn_convolution(inside: Computation, instruction: Instruction, target: str) -> HloMatmul:
-    """Returns a convolution of cuDNN. Its backward passes have the FLOPs of the forward pass."""
-    first, second = (shape_of(inside, name) for name in instruction.operands[:2])
-    result = instruction.shapes[0]
-    kernel, out = second, result
+def _dot_flops(inside: Computation, instruction: Instruction, contracted: Iterable[int]) -> int:
+    sizes = shape_of(inside, instruction.operands[0]).sizes
+    return 2 * instruction.shapes[0].elements * math.prod(sizes[axis] for axis in contracted)
+
+
+def _convolution_flops(inside: Computation, instruction: Instruction, target: str) -> int:
+    """Returns the FLOPs of a convolution; backward passes of cuDNN have those of the forward."""
+    first, kernel = (shape_of(inside, name) for name in instruction.operands[:2])
+    out = instruction.shapes[0]
     if target.endswith("convBackwardInput"):
         out = first
     elif target.endswith("convBackwardFilter"):
-        kernel, out = result, second
+        kernel, out = out, kernel
     labels = instruction.attribute("dim_labels").partition("_")[2].partition("-")[0]
-    flops = 2 * out.elements * kernel.elements // max(1, kernel.sizes[labels.index("o")])
-    dtypes = _runs_in(first.dtype, "", ""), _runs_in(second.dtype, "", "")
-    return HloMatmul(*dtypes, result.dtype, "cudnn", "", flops, instruction)
-
-
-def _block_scaled(inside: Computation, instruction: Instruction) -> HloMatmul:
-    """Returns a matmul of `[B, M, K]` and `[B, N, K]` with scales per block along K."""
-    lhs, rhs = (shape_of(inside, name) for name in instruction.operands[:2])
-    flops = 2 * instruction.shapes[0].elements * lhs.sizes[-1]
-    return HloMatmul(
-        lhs.dtype, rhs.dtype, instruction.shapes[0].dtype, "cudnn mx", "", flops, instruction
-    )
+    return 2 * out.elements * kernel.elements // max(1, kernel.sizes[labels.index("o")])
 
 
 def shape_of(computation: Computation, name: str) -> Shape:
     return computation.instructions[name].shapes[0]
-
-
-def _is_fp8(dtypes: tuple[str, str]) -> bool:
-    return all(dtype.startswith("float8") for dtype in dtypes)
 
 
 def _runs_in(dtype: str, precision: str, algorithm: str) -> str:
@@ -157,67 +150,16 @@ def _runs_in(dtype: str, precision: str, algorithm: str) -> str:
     return dtype
 
 
-class _Value(NamedTuple):
-    """Name of a value in a computation; `holder` is the fusion that contains the computation."""
-
-    computation: Computation
-    name: str
-    holder: Instruction | None
-
-
-def _was_fp8(program: Program, step: Step, dot: Instruction, inside: Computation) -> str:
+def _was_fp8(flow: DataFlow, inside: Computation, dot: Instruction) -> str:
     """Returns the FP8 dtype that an operand had before casts and elementwise operations, or ""."""
-    holder = step.instruction if inside is not step.computation else None
-    waiting = [_Value(inside, name, holder) for name in dot.operands[:2]]
-    seen: set[tuple[str, str]] = set()
-    while waiting and len(seen) < 200:
-        value = waiting.pop()
-        instruction = value.computation.instructions.get(value.name)
-        if instruction is None or (value.computation.name, value.name) in seen:
-            continue
-        seen.add((value.computation.name, value.name))
-        if len(instruction.shapes) == 1 and instruction.shapes[0].dtype.startswith("float8"):
-            return instruction.shapes[0].dtype
-        waiting += _sources(program, step, value, instruction)
+    for name in dot.operands[1::-1]:
+        for value in flow.before(Value(inside, inside.instructions[name]), _is_scaled_copy):
+            shapes = value.instruction.shapes
+            if len(shapes) == 1 and shapes[0].dtype.startswith("float8"):
+                return shapes[0].dtype
     return ""
 
 
-def _sources(program: Program, step: Step, value: _Value, instruction: Instruction) -> list[_Value]:
-    """Returns the values that a value is an elementwise function of.
-
-    It is empty if a matmul, a sum or another device computes the value.
-    """
-    holder = value.holder
-    if instruction.opcode == "parameter" and holder is not None:
-        number = int(instruction.rest.partition(")")[0])
-        if number < len(holder.operands) and holder.name in step.computation.instructions:
-            return [_Value(step.computation, holder.operands[number], None)]
-    elif instruction.opcode == "get-tuple-element":
-        # XLA combines fusions of several layers. Follow only this result.
-        (index,) = instruction.numbers("index")
-        maker = value.computation.instructions[instruction.operands[0]]
-        body = _simple_body(program, maker)
-        if body is not None and body.root.opcode == "tuple":
-            return [_Value(body, body.root.operands[index], maker)]
-        if maker.opcode == "tuple":
-            return [_Value(value.computation, maker.operands[index], holder)]
-    elif instruction.opcode == "fusion":
-        body = _simple_body(program, instruction)
-        return [] if body is None else [_Value(body, body.root.name, instruction)]
-    elif _is_elementwise(instruction):
-        return [_Value(value.computation, operand, holder) for operand in instruction.operands]
-    return []
-
-
-def _simple_body(program: Program, fusion: Instruction) -> Computation | None:
-    """Returns the computation of a fusion without matmuls and sums; None for others."""
-    body = program.inside(fusion) if fusion.opcode == "fusion" else None
-    if body is None or any(
-        instruction.opcode in ("dot", "reduce") for instruction in body.instructions.values()
-    ):
-        return None
-    return body
-
-
-def _is_elementwise(instruction: Instruction) -> bool:
-    return instruction.opcode in _MOVES | _SCALES
+def _is_scaled_copy(value: Value) -> bool:
+    """Returns True unless a matmul, a sum or another device computes a value."""
+    return value.instruction.opcode in _MOVES | _SCALES | _CONTAINERS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._audit._compile import Compiled
@@ -15,10 +15,12 @@ from jaxmp._audit._hlo_collectives import (
     named_reader,
     sent_arrays,
 )
-from jaxmp._audit._hlo_matmuls import matmul_of_instruction, parts, shape_of
+from jaxmp._audit._hlo_flow import DataFlow
+from jaxmp._audit._hlo_matmuls import HloMatmul, matmul_of_instruction, parts, shape_of
 from jaxmp._audit._hlo_memory import memory_row
+from jaxmp._audit._rows import merged
 from jaxmp._core._hlo import Computation, Instruction, Program
-from jaxmp._core._jaxprs import Path, phase_of
+from jaxmp._core._jaxprs import BACKWARD, Path, phase_of
 from jaxmp._core._locations import Lines, module_of
 from jaxmp._core._matmuls import attention_flops
 
@@ -38,7 +40,7 @@ class Origins:
     """Finds module, pass and source line of instructions."""
 
     def __init__(self, program: Program, names: dict[Path, None], root: Path) -> None:
-        self._program, self._known, self._root = program, names, root
+        self.program, self._known, self._root = program, names, root
         self._lines = Lines()
 
     def names(self, op_name: str) -> Path:
@@ -54,11 +56,11 @@ class Origins:
                 path = (*path, name)
         return path
 
-    def of(self, instruction: Instruction) -> tuple[str, str, str, int]:
-        """Returns (module, pass, file, line)."""
-        op_name = instruction.op_name
-        file, line = self._lines.first_own(self._program.frames(instruction))
-        return self.module(op_name), phase_of(op_name), file, line
+    def of(self, instruction: Instruction) -> dict[str, Any]:
+        """Returns module, phase, file and line of an instruction, the fields of a row."""
+        name = instruction.op_name
+        file, line = self._lines.first_own(self.program.frames(instruction))
+        return {"module": self.module(name), "phase": phase_of(name), "file": file, "line": line}
 
     def module(self, op_name: str) -> str:
         """Returns the module path of a name stack; "" for the root."""
@@ -87,44 +89,64 @@ def read_program(
       is_weight: for each argument, True if it may be a parameter.
     """
     program = Program(compiled.text)
-    contents = Contents(program, is_weight)
-    origins = Origins(program, names, root)
-    gemms: dict[tuple[Any, ...], list[int]] = {}
-    attention: dict[tuple[Any, ...], list[int]] = {}
-    collectives: dict[tuple[Any, ...], list[int]] = {}
+    flow, origins = DataFlow(program), Origins(program, names, root)
+    contents = Contents(flow, is_weight)
+    gemms: list[GemmRow] = []
+    attention: list[AttentionRow] = []
+    collectives: list[CollectiveRow] = []
     fusions, endless = 0, 0
     for step in program.steps():
         instruction = step.instruction
         fusions += instruction.opcode in ("fusion", "fusion-start")
         endless += instruction.opcode == "while" and "known_trip_count" not in instruction.config
         for inside, part in parts(program, step):
-            matmul = matmul_of_instruction(program, step, inside, part)
+            matmul = matmul_of_instruction(flow, step, inside, part)
             if matmul is not None:
-                dtypes = [_actual(name, compiled) for name in matmul[:2]]
-                key = (*origins.of(matmul.named), *dtypes, *matmul[2:5])
-                _count(gemms, key, matmul.flops * step.times, step.times)
+                gemms.append(_gemm_row(matmul, step.times, origins, compiled))
             elif part.attribute("custom_call_target").startswith("__cudnn$fmha"):
-                flops = _attention_flops(inside, part) * step.times
-                _count(attention, _attention_key(origins, inside, part), step.times, flops)
+                attention.append(_attention_row(inside, part, step.times, origins))
             elif collective_name(part):
-                for number, sent in enumerate(sent_arrays(part, inside)):
-                    reader = named_reader(program, origins, inside, part, number)
-                    content = contents.of(inside, part, number)
-                    key = (*origins.of(reader), collective_name(part), sent.dtype, *content)
-                    key += mesh_axes(part, compiled.mesh), _is_in_outer_loop(reader.op_name)
-                    _count(collectives, key, sent.bytes * step.times, step.times)
-    notes = [_UNKNOWN_LOOPS.format(endless)] if endless else []
+                mesh = compiled.mesh
+                collectives += _collective_rows(inside, part, step.times, origins, contents, mesh)
     return Compilation(
-        _rows(GemmRow, ("lhs", "rhs", "out", "kernel", "was_fp8"), ("flops", "count"), gemms),
-        _rows(AttentionRow, ("kernel", "dtype", "shape"), ("count", "flops"), attention),
-        _rows(CollectiveRow, _COLLECTIVE_KEYS, ("bytes", "count"), collectives),
+        merged(gemms, "flops", "count"),
+        merged(attention, "count", "flops"),
+        merged(collectives, "bytes", "count"),
         memory_row(compiled.memory, program, fusions, in_optimizer),
-        tuple(notes),
+        (_UNKNOWN_LOOPS.format(endless),) if endless else (),
     )
 
 
-_COLLECTIVE_KEYS = ("operation", "dtype", "content", "read_as", "is_kept", "in_matmul", "axes")
-_COLLECTIVE_KEYS += ("in_outer_loop",)
+def _collective_rows(
+    inside: Computation,
+    part: Instruction,
+    times: int,
+    origins: Origins,
+    contents: Contents,
+    mesh: dict[str, int],
+) -> Iterator[CollectiveRow]:
+    """Yields a row for each array that a collective sends."""
+    for number, sent in enumerate(sent_arrays(part, inside)):
+        reader = named_reader(origins, inside, part, number)
+        yield CollectiveRow(
+            **origins.of(reader),
+            **contents.of(inside, part, number)._asdict(),
+            operation=collective_name(part),
+            dtype=sent.dtype,
+            bytes=sent.bytes * times,
+            count=times,
+            axes=mesh_axes(part, mesh),
+            in_outer_loop=_is_in_outer_loop(reader.op_name),
+        )
+
+
+def _gemm_row(matmul: HloMatmul, times: int, origins: Origins, compiled: Compiled) -> GemmRow:
+    fields = matmul._asdict()
+    place = origins.of(fields.pop("named"))
+    for side in ("lhs", "rhs"):
+        fields[side] = _actual(fields[side], compiled)
+    fields["flops"] *= times
+    return GemmRow(**place, **fields, count=times)
 
 
 def _actual(dtype: str, compiled: Compiled) -> str:
@@ -138,11 +160,15 @@ def _is_in_outer_loop(op_name: str) -> bool:
     return bool(derivative) and "while/" in before
 
 
-def _attention_key(origins: Origins, inside: Computation, call: Instruction) -> tuple[Any, ...]:
+def _attention_row(
+    inside: Computation, call: Instruction, times: int, origins: Origins
+) -> AttentionRow:
     target, query = call.attribute("custom_call_target"), shape_of(inside, call.operands[0])
-    module, phase, file, line = origins.of(call)
-    phase = "backward" if "Backward" in target else phase
-    return module, phase, file, line, target, query.dtype, query.sizes
+    place = origins.of(call) | ({"phase": BACKWARD} if "Backward" in target else {})
+    flops = _attention_flops(inside, call) * times
+    return AttentionRow(
+        **place, kernel=target, dtype=query.dtype, shape=query.sizes, count=times, flops=flops
+    )
 
 
 def _attention_flops(inside: Computation, call: Instruction) -> int:
@@ -159,20 +185,3 @@ def _attention_flops(inside: Computation, call: Instruction) -> int:
         window=int(config.get("sliding_window_length") or 0),
         backward="Backward" in target,
     )
-
-
-def _count(table: dict[tuple[Any, ...], list[int]], key: tuple[Any, ...], *amounts: int) -> None:
-    row = table.setdefault(key, [0] * len(amounts))
-    for index, amount in enumerate(amounts):
-        row[index] += amount
-
-
-def _rows(
-    cls: Callable[..., Any],
-    keys: tuple[str, ...],
-    sums: tuple[str, ...],
-    table: dict[tuple[Any, ...], list[int]],
-) -> tuple[Any, ...]:
-    names = ("module", "phase", "file", "line", *keys, *sums)
-    rows = (cls(**dict(zip(names, (*key, *row), strict=True))) for key, row in table.items())
-    return tuple(sorted(rows, key=lambda row: -getattr(row, sums[0])))

@@ -6,6 +6,7 @@ Checks attach labels to results and read those of operands.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Iterable
@@ -32,6 +33,12 @@ from jaxmp._policies._op_table import OpTable
 # Labels
 # ---------------------------------------------------------------------------
 
+# Primitives that move elements, and the limits of a saturating cast.
+_MOVES = named(
+    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose rev copy slice"
+    " dynamic_slice gather split unstack stack concatenate tile clamp select_n stop_gradient"
+)
+
 # An FP32 value that was computed from 16 bits, element by element.
 WAS_16_BITS = "was 16 bits"
 
@@ -40,21 +47,6 @@ class WasFp8(NamedTuple):
     """Label of a value that was cast up from FP8 and only scaled since."""
 
     name: str
-
-
-class FloatInput(NamedTuple):
-    """Label of an FP32 argument of the program whose elements were only moved."""
-
-    name: str
-    # Its key path among the arguments.
-    location: str
-
-
-class RoundedInput(NamedTuple):
-    """Label of an FP32 argument that was rounded to 16 bits and only shifted or scaled since."""
-
-    input: FloatInput
-    dtype: str
 
 
 _NUMBERS = itertools.count()
@@ -93,6 +85,25 @@ class Fact:
     """Label that only some primitives of the forward pass propagate."""
 
     survives: ClassVar[frozenset[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatInput(Fact):
+    """Label of an FP32 argument of the program whose elements were only moved."""
+
+    name: str
+    # Its key path among the arguments.
+    location: str
+    survives: ClassVar = _MOVES
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedInput(Fact):
+    """Label of an FP32 argument that was rounded to 16 bits and only shifted or scaled since."""
+
+    input: FloatInput
+    dtype: str
+    survives: ClassVar = _MOVES | named("mul div add sub neg")
 
 
 class WideValue:
@@ -140,12 +151,6 @@ _PROPAGATED_BY_ALL = _ONLY_GRADIENT
 # Primitives that propagate `Logits`, besides those that the op table runs in the widest operand
 # dtype or in the dtype of the operand.
 _KEEPS_LOGITS = named("convert_element_type exp exp2 stop_gradient")
-# Primitives that move elements, and the limits of a saturating cast.
-_MOVES = named(
-    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose rev copy slice"
-    " dynamic_slice gather split unstack stack concatenate tile clamp select_n stop_gradient"
-)
-_MOVES_OR_SCALES = _MOVES | named("mul div add sub neg")
 # Primitives that combine elements, so that a promoted array ends there.
 REDUCES = named(
     "reduce_sum reduce_prod reduce_max reduce_min argmax argmin dot_general conv_general_dilated"
@@ -225,57 +230,57 @@ class Flow:
         self._step(op, is_call=False)
 
     def _step(self, op: OpOccurrence, *, is_call: bool) -> None:
+        equation, name = op.equation, op.name
+        labels = self._read(op, is_call)
+        if labels == _ONLY_GRADIENT and name in _PLAIN:
+            self._label_results(equation, labels)
+            return
+        if not labels and name != "broadcast_in_dim":
+            self._label_results(equation, _NONE)
+            return
+        special = frozenset(x for x in labels if isinstance(x, _SPECIAL) or is_lineage(x))
+        kept = self._kept(labels - special, name) - {SCALAR}
+        if not is_call:
+            kept |= labels & {SCALAR} if _are_scalars(equation) else _NONE
+            kept |= lineage(op, self.of) | self._specials_after(op, special)
+        elif op.location.phase == FORWARD and _is_matched(equation):
+            kept -= {GRADIENT}
+        self._label_results(equation, kept)
+
+    def _read(self, op: OpOccurrence, is_call: bool) -> Labels:
+        """Returns the labels of the operands, as the operation reads them."""
         equation, phase = op.equation, op.location.phase
-        labels = _NONE
-        for var in equation.invars:
-            if not is_literal(var) and var in self._labels:
-                labels |= self._labels[var]
-        name = equation.primitive.name
+        labels = frozenset(self.of_all(equation.invars))
         if phase == BACKWARD:
             if self.has_float16 and not self.has_scale:
                 self.has_scale = is_scale(op, self.of)
             labels |= _ONLY_GRADIENT
         elif op.location.differentiated and phase == FORWARD and not is_call:
             self.differentiated.update(x.number for x in labels if isinstance(x, From))
-        if name == "convert_element_type":
+        if op.name == "convert_element_type":
             labels = _after_cast(labels, equation)
         elif labels:
             labels = self._still_fp8(labels, equation)
-        if self.has_float16 and is_chosen_scale(equation):
-            labels |= {SCALAR}
-        if labels == _ONLY_GRADIENT and name in _PLAIN:
-            for var in equation.outvars:
-                self._labels[var] = _ONLY_GRADIENT
-            return
-        if not labels and name != "broadcast_in_dim":
-            for var in equation.outvars:
-                self._labels.pop(var, None)
-            return
-        special = frozenset(x for x in labels if isinstance(x, _SPECIAL) or is_lineage(x))
-        kept = self._kept(labels - special, name) | _inputs_after(labels, name)
-        if _are_scalars(equation) and not is_call:
-            kept |= labels & {SCALAR}
-        else:
-            kept -= {SCALAR}
-        if is_call:
-            kept -= {GRADIENT} if phase == FORWARD and _is_matched(equation) else set()
-        else:
-            kept |= lineage(op, self.of)
-            lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
-            moved = self._of_moved(op)
-            kept |= {
-                x
-                for x in special
-                if isinstance(x, lasting) and _survives(x, name) and (moved is None or x in moved)
-            }
-            powers = [x for x in special if isinstance(x, Power)]
-            if powers:
-                kept |= powers_after(op, self.of)
-            if powers and phase == BACKWARD:
-                self.scaled_by.update(x.number for x in powers if x.exponent)
+        is_chosen = self.has_float16 and is_chosen_scale(equation)
+        return labels | {SCALAR} if is_chosen else labels
+
+    def _specials_after(self, op: OpOccurrence, special: Labels) -> Labels:
+        phase, moved = op.location.phase, self._of_moved(op)
+        lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
+        kept = frozenset(
+            x
+            for x in special
+            if isinstance(x, lasting) and _survives(x, op.name) and (moved is None or x in moved)
+        )
+        powers = [x for x in special if isinstance(x, Power)]
+        if powers and phase == BACKWARD:
+            self.scaled_by.update(x.number for x in powers if x.exponent)
+        return kept | powers_after(op, self.of) if powers else kept
+
+    def _label_results(self, equation: Equation, labels: Labels) -> None:
+        narrow = frozenset(x for x in labels if not _is_wide(x))
         for var in equation.outvars:
-            wide = dtype_of(var) in (FLOAT32, FLOAT64)
-            self._labels[var] = kept if wide else frozenset(x for x in kept if not _is_wide(x))
+            self._labels[var] = labels if dtype_of(var) in (FLOAT32, FLOAT64) else narrow
 
     def _of_moved(self, op: OpOccurrence) -> set[Any] | None:
         """Returns the labels of the operands that `op` selects from; None for other operations."""
@@ -293,7 +298,6 @@ class Flow:
         return labels
 
     def _kept(self, labels: Labels, name: str) -> Labels:
-        labels = frozenset(x for x in labels if not isinstance(x, (FloatInput, RoundedInput)))
         if name == "sub":
             # A difference of a softmax and labels is the gradient of a loss. The weights of
             # attention are never an operand of a subtraction.
@@ -308,15 +312,6 @@ class Flow:
                 x._replace(normalized=True) if isinstance(x, Logits) else x for x in labels
             )
         return labels
-
-
-def _inputs_after(labels: Labels, name: str) -> Labels:
-    return frozenset(
-        label
-        for label in labels
-        if (isinstance(label, FloatInput) and name in _MOVES)
-        or (isinstance(label, RoundedInput) and name in _MOVES_OR_SCALES)
-    )
 
 
 def _are_scalars(equation: Equation) -> bool:

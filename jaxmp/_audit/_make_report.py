@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import inspect
 import linecache
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import JaxprEqn
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_hlo import CompiledProgram
@@ -23,11 +23,15 @@ from jaxmp._audit._hlo_stats import read_program
 from jaxmp._audit._optimizer import checked_findings
 from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._report import AuditReport
-from jaxmp._audit._rows import CastRow, Finding, MatmulRow
+from jaxmp._audit._rows import CastRow, Finding, MatmulRow, merged
 from jaxmp._audit._trace import Traced
-from jaxmp._core._jaxprs import Atom, Path, inners
+from jaxmp._core._jaxprs import Path
 from jaxmp._core._locations import module_of
 from jaxmp._core._matmuls import MULTIPLES
+from jaxmp._core._programs._analysis import Forward
+from jaxmp._core._programs._constructs import CALLS
+from jaxmp._core._programs._interpreter import Frame
+from jaxmp._core._programs._operations import sharding_of_result
 from jaxmp._policies._policy import summarized
 
 _EMULATED = (
@@ -55,7 +59,7 @@ def make_report(
       function: the audited function.
       target: the GPU that `audit` received; "" without one.
     """
-    of_program = [f for function in ON_PROGRAM for f in function(auditor, traced)]
+    of_program = [f for function in ON_PROGRAM for f in function(auditor, traced) or ()]
     findings = [*_final_findings(auditor, traced), *of_program]
     modules, rules = decisions(auditor)
     policies = auditor.context.policies
@@ -79,8 +83,8 @@ def make_report(
         target=target,
         recipe="" if recipe is None else recipe.name,
         findings=tuple(sorted(findings, key=_sort_key)),
-        matmuls=_rows(MatmulRow, auditor.matmuls, auditor.root),
-        casts=_rows(CastRow, auditor.casts, auditor.root),
+        matmuls=merged(_matmul_rows(auditor), "flops", "count"),
+        casts=merged(_cast_rows(auditor), "bytes", "count"),
         aligned=tuple((multiple, auditor.aligned[multiple]) for multiple in MULTIPLES),
         modules=modules,
         rules=rules,
@@ -105,32 +109,31 @@ def _fsdp_axes(compiled: Compiled, traced: Traced) -> frozenset[str]:
     """Returns the mesh axes that split both parameters and the first dimension of the batch."""
     of_weights: set[str] = set()
     of_batch: set[str] = set()
-    batch: list[Atom] = []
-    rows = zip(compiled.shardings, traced.may_be_weights(), traced.jaxpr.invars, strict=True)
-    for sharding, is_weight, var in rows:
+    are_weights = traced.may_be_weights()
+    for sharding, is_weight in zip(compiled.shardings, are_weights, strict=True):
         spec = getattr(sharding, "spec", ())
         if is_weight:
             of_weights |= {name for entry in spec for name in _axis_names(entry)}
         else:
             of_batch |= {name for entry in spec[:1] for name in _axis_names(entry)}
-            batch.append(var)
-    return frozenset(of_weights & (of_batch | _constrained_axes(traced.jaxpr, batch)))
+    constrained = _ConstrainedAxes()
+    constrained.run(traced.jaxpr, [not is_weight for is_weight in are_weights])
+    return frozenset(of_weights & (of_batch | constrained.found))
 
 
-def _constrained_axes(jaxpr: Jaxpr, batch: list[Atom]) -> set[str]:
-    """Returns the mesh axes to which the program constrains the rows of its batch."""
-    axes: set[str] = set()
-    for equation in jaxpr.eqns:
-        operands = [var for var in equation.invars if any(var is other for other in batch)]
-        if operands and equation.primitive.name == "sharding_constraint":
-            spec = getattr(equation.params["sharding"], "spec", ())
-            axes |= {name for entry in spec[:1] for name in _axis_names(entry)}
-        elif operands and equation.primitive.name in ("jit", "pjit"):
-            for inner in inners(equation):
-                pairs = zip(inner.operands, inner.jaxpr.invars, strict=True)
-                inside = [var for outer, var in pairs if any(outer is o for o in operands)]
-                axes |= _constrained_axes(inner.jaxpr, inside)
-    return axes
+class _ConstrainedAxes(Forward):
+    """Finds the mesh axes to which a program constrains the rows of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        if any(operands) and equation.primitive.name == "sharding_constraint":
+            spec = getattr(sharding_of_result(equation), "spec", ())
+            self.found |= {name for entry in spec[:1] for name in _axis_names(entry)}
+        is_call = equation.primitive.name in CALLS
+        return self.enter(equation, operands, frame) if is_call else [None] * len(equation.outvars)
 
 
 def _axis_names(entry: object) -> tuple[str, ...]:
@@ -222,16 +225,14 @@ def _sort_key(finding: Finding) -> tuple[bool, int, int]:
 # ---------------------------------------------------------------------------
 
 
-def _rows(
-    cls: type[MatmulRow] | type[CastRow], counts: dict[Any, list[int]], root: Path
-) -> tuple[Any, ...]:
-    """Returns rows, summed over scopes of the same module, the largest first."""
-    sums: dict[Any, list[int]] = {}
-    for (names, *rest), (size, count) in counts.items():
-        row = sums.setdefault((module_of(names, root), *rest), [0, 0])
-        row[0] += size
-        row[1] += count
-    fields = [field.name for field in dataclasses.fields(cls)]
-    make = cast("Callable[..., Any]", cls)
-    rows = (make(**dict(zip(fields, (*key, *row), strict=True))) for key, row in sums.items())
-    return tuple(sorted(rows, key=lambda row: -getattr(row, fields[4])))
+def _matmul_rows(auditor: Auditor) -> Iterator[MatmulRow]:
+    for (names, phase, lhs, rhs), (flops, count) in auditor.matmuls.items():
+        module = module_of(names, auditor.root)
+        yield MatmulRow(module=module, phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)
+
+
+def _cast_rows(auditor: Auditor) -> Iterator[CastRow]:
+    for (names, phase, source, target), (size, count) in auditor.casts.items():
+        dtypes = {"source": source, "target": target}
+        module = module_of(names, auditor.root)
+        yield CastRow(module=module, phase=phase, **dtypes, bytes=size, count=count)

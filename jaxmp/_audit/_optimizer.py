@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import JaxprEqn
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._dataflow import Update
 from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._trace import Traced
-from jaxmp._core._jaxprs import inners, is_literal
+from jaxmp._core._jaxprs import inners
+from jaxmp._core._programs._analysis import Backward
+from jaxmp._core._programs._interpreter import Frame
+from jaxmp._core._programs._operations import loop_of
 
 
 def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
@@ -25,12 +27,13 @@ def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
     suspects = [f for f in pending if f.after_gradient and not f.check.includes_optimizer]
     if not suspects and not auditor.after_gradient:
         return pending
-    updated = [
-        var
+    is_updated = [
+        any(isinstance(x, Update) and x.has_gradient for x in auditor.flow.of(var))
         for var in traced.jaxpr.outvars
-        if any(isinstance(x, Update) and x.has_gradient for x in auditor.flow.of(var))
     ]
-    sources = sources_of(traced.jaxpr, updated)
+    search = _Sources()
+    search.run(traced.jaxpr, is_updated)
+    sources = search.found
     _note_matmuls(auditor, sources)
     dropped = [f for f in suspects if not sources.isdisjoint(f.after_gradient)]
     for finding in (f for f in dropped if not f.flops):
@@ -40,31 +43,31 @@ def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
     return [finding for finding in pending if id(finding) not in ids]
 
 
-def sources_of(jaxpr: Jaxpr, results: Iterable[Any]) -> set[Any]:
-    """Returns the variables of a jaxpr and of its sub-jaxprs that some results depend on.
+class _Sources(Backward):
+    """Finds the variables at any depth that some results depend on.
 
     A loop depends on all that its body computes.
     """
-    sources = {var for var in results if not is_literal(var)}
-    for equation in reversed(jaxpr.eqns):
-        if sources.isdisjoint(equation.outvars):
-            continue
-        inside = inners(equation)
-        is_loop = equation.primitive.name in ("scan", "while")
-        if not inside or equation.primitive.name == "cond":
-            read = equation.invars[:1] if inside else equation.invars
-            sources.update(var for var in read if not is_literal(var))
-        for inner in inside:
-            pairs = zip(inner.jaxpr.outvars, inner.results, strict=True)
-            read = [v for v, outer in pairs if is_loop or outer is None or outer in sources]
-            within = sources_of(inner.jaxpr, read)
-            operands = zip(inner.operands, inner.jaxpr.invars, strict=True)
-            sources |= within | {
-                outer
-                for outer, var in operands
-                if outer is not None and not is_literal(outer) and var in within
-            }
-    return sources
+
+    nothing = False
+
+    def __init__(self) -> None:
+        self.found: set[Any] = set()
+
+    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+        if not any(results):
+            return [False] * len(equation.invars)
+        pairs = zip(equation.outvars, results, strict=True)
+        self.found.update(var for var, is_needed in pairs if is_needed)
+        if not inners(equation):
+            return [True] * len(equation.invars)
+        is_loop = loop_of(equation) is not None
+        operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
+        # The index of a branch.
+        return [True, *operands[1:]] if equation.primitive.name == "cond" else operands
+
+    def join(self, first: bool, second: bool) -> bool:
+        return first or second
 
 
 def _note_matmuls(auditor: Auditor, sources: set[Any]) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import Jaxpr
 
 from jaxmp._attention import MARK
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, FLOATS_16BIT
-from jaxmp._core._jaxprs import Atom, Equation, consumers, is_literal
+from jaxmp._core._jaxprs import Atom, Equation
 from jaxmp._core._locations import Location
 from jaxmp._core._matmuls import Matmul
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._operations import name_of
 
 # Floating-point dtypes that the audit compares; FP8 is not among them.
 FLOATS = CASTABLE | {FLOAT64}
@@ -32,51 +32,6 @@ LAYOUT = named(
 )
 
 
-class Body:
-    """A jaxpr with an index of the producer and the consumers of each variable."""
-
-    def __init__(self, jaxpr: Jaxpr) -> None:
-        self.jaxpr = jaxpr
-
-    @functools.cached_property
-    def consumers(self) -> dict[Any, list[Any]]:
-        """Variable -> the equations that read it, and None if the jaxpr returns it."""
-        return consumers(self.jaxpr)
-
-    @functools.cached_property
-    def producers(self) -> dict[Any, Equation]:
-        """Variable -> the equation that computes it."""
-        return {var: equation for equation in self.jaxpr.eqns for var in equation.outvars}
-
-    @functools.cached_property
-    def positions(self) -> dict[Any, int]:
-        """Variable -> the index of the equation that computes it."""
-        return {var: n for n, equation in enumerate(self.jaxpr.eqns) for var in equation.outvars}
-
-    def readers(self, var: Atom) -> list[Equation]:
-        """Returns the equations that read a variable."""
-        return [reader for reader in self.consumers.get(var, ()) if reader is not None]
-
-    def maker(self, var: Atom) -> Equation | None:
-        """Returns the equation that computes a variable; None for an argument or a constant."""
-        return None if is_literal(var) else self.producers.get(var)
-
-    def maker_through(self, var: Atom, primitives: frozenset[str]) -> Equation | None:
-        """Returns the first maker of a value that is none of the named primitives."""
-        maker = self.maker(var)
-        while maker is not None and maker.primitive.name in primitives:
-            maker = self.maker(maker.invars[0])
-        return maker
-
-    def source_of(self, var: Atom, primitives: frozenset[str]) -> Atom:
-        """Returns the value that `var` is made from by the named primitives alone."""
-        maker = self.maker(var)
-        while maker is not None and maker.primitive.name in primitives:
-            var = maker.invars[0]
-            maker = self.maker(var)
-        return var
-
-
 class OpOccurrence(NamedTuple):
     """An equation, its location, and the number of its executions."""
 
@@ -84,12 +39,22 @@ class OpOccurrence(NamedTuple):
     location: Location
     times: int
     body: Body
-    # Enclosing equations, innermost first.
-    enclosing: tuple[Equation, ...]
+    # The operation that contains it.
+    outer: OpOccurrence | None = None
 
     @property
     def name(self) -> str:
         return self.equation.primitive.name
+
+    @property
+    def enclosing(self) -> tuple[Equation, ...]:
+        """The equations that contain it, innermost first."""
+        return () if self.outer is None else (self.outer.equation, *self.outer.enclosing)
+
+    @property
+    def caller(self) -> str:
+        """Name of the jitted function that contains it directly; "" if there is none."""
+        return "" if self.outer is None else name_of(self.outer.equation)
 
 
 def dtype_of(var: Atom) -> Any:
@@ -108,7 +73,7 @@ def half_of(variables: Iterable[Atom]) -> np.dtype | None:
 
 def is_attention(equation: Equation) -> bool:
     """Returns True for a call of jaxmp's own attention, in any implementation."""
-    return str(equation.params.get("name", "")).startswith(f"{MARK}_")
+    return name_of(equation).startswith(f"{MARK}_")
 
 
 def is_internal_matmul(op: OpOccurrence, matmul: Matmul) -> bool:

@@ -1,29 +1,26 @@
-"""The report of an audit. All views are rendered from its plain data."""
+"""The report of an audit, and the comparison of two."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import jax
 
 from jaxmp import __version__
 from jaxmp._audit._checks import CHECKS, ERROR, WARNING
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
-from jaxmp._audit._render import WIDTH, html_page, plain_text
 from jaxmp._audit._rows import CastRow, Finding, MatmulRow, ModuleRow, RuleRow
 from jaxmp._audit._sections import difference_sections, report_sections
-from jaxmp._core._typing import RichRenderable
-from jaxmp.errors import AuditError, AuditFailedError, did_you_mean
+from jaxmp._core._messages import did_you_mean
+from jaxmp._report._section import Section
+from jaxmp._report._views import Report, Views, read_report
+from jaxmp.errors import AuditError, AuditFailedError
 
-# Version of the JSON text, which is increased if a field changes; `docs/audit.md` describes it.
-SCHEMA_VERSION = 1
 # Findings that an error message lists.
 _MAX_LISTED = 20
 # Operand dtypes of more than 16 bits.
@@ -35,7 +32,7 @@ _WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditReport:
+class AuditReport(Report):
     """Report of an audit: findings, and FLOPs and bytes by dtype. Frozen; contains plain data.
 
     `print(report)` shows the verdict, the errors with their fixes, the matmuls and the memory;
@@ -68,6 +65,14 @@ class AuditReport:
       >>> report.matmul_flops, report.ok
       ({('float32', 'float32'): 1024}, True)
     """
+
+    _subject = "audit"
+    _title = "Precision audit"
+    _command = "jaxmp audit my_package.train:make_step --json audit.json"
+    _error = AuditError
+    # The version is increased if a field changes; `docs/audit.md` describes them.
+    _schema: ClassVar = {"schema_version": 1}
+    _summary = ("ok", "low_precision_share")
 
     function: str = ""
     target: str = ""
@@ -186,7 +191,7 @@ class AuditReport:
         checks = known_checks(fail_on)
         failed = [f for f in self.findings if _fails(f, checks)]
         if baseline is not None:
-            before = as_report(baseline)
+            before = read_report(AuditReport, baseline)
             self._check_target(before)
             failed = _without(failed, (f for f in before.findings if _fails(f, checks)))
         if failed:
@@ -218,140 +223,16 @@ class AuditReport:
           >>> audit(lambda x: x @ x, x).diff(audit(lambda x: x @ x @ x, x)).matmul_flops
           {('float32', 'float32'): 1024}
         """
-        return AuditDiff(before=self, after=as_report(other))
+        return AuditDiff(before=self, after=read_report(AuditReport, other))
 
     # -- views ------------------------------------------------------------------------------
-
-    def __str__(self) -> str:
-        return self.to_text()
 
     def __repr__(self) -> str:
         errors = ", ".join(f"{check}: {count}" for check, count in self.counts().items())
         return f"<AuditReport of {self.equations} equations; {errors or 'ok'}>"
 
-    def to_text(self, *, full: bool = False, width: int = WIDTH) -> str:
-        """Returns the report as plain text, as `print(report)` does.
-
-        Args:
-          full: False for the verdict, the errors with their fixes, the matmuls and the memory; True
-            for warnings, modules, casts, alignment, collectives and rules, too.
-          width: characters per line; only code may be longer.
-
-        Example:
-          >>> report = audit(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))
-          >>> print(report.to_text().splitlines()[0])
-          Precision audit: ok
-        """
-        return plain_text(report_sections(self, full), width)
-
-    def to_html(self, *, full: bool = False) -> str:
-        """Returns the report as one HTML page without scripts or links.
-
-        Args:
-          full: as in `to_text`.
-        """
-        return html_page(report_sections(self, full))
-
-    def to_rich(self, *, full: bool = False) -> RichRenderable:
-        """Returns an object that rich prints in color, in the width of its console.
-
-        Args:
-          full: as in `to_text`.
-
-        Raises:
-          MissingDependencyError: if rich is not installed.
-        """
-        return importlib.import_module("jaxmp._audit._rich").Renderable(report_sections(self, full))
-
-    def __rich__(self) -> RichRenderable:
-        return self.to_rich()
-
-    def _repr_html_(self) -> str:
-        return self.to_html()
-
-    def to_json(self) -> str:
-        """Returns the whole report as JSON; `AuditReport.from_json` reads it.
-
-        `docs/audit.md` describes the fields. They are those of this class, `schema_version`, and
-        the properties `ok` and `low_precision_share`.
-        """
-        summary = {name: getattr(self, name) for name in _SUMMARY}
-        fields = {"schema_version": SCHEMA_VERSION} | summary | dataclasses.asdict(self)
-        return json.dumps(fields, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> AuditReport:
-        """Reads the JSON text that `to_json` returns.
-
-        Args:
-          text: the JSON text.
-
-        Raises:
-          AuditError: if the text is not a report, or has another schema version.
-        """
-        try:
-            fields = json.loads(text)
-            version = fields.pop("schema_version", None)
-            if version != SCHEMA_VERSION:
-                raise ValueError(f"schema_version is {version}, and must be {SCHEMA_VERSION}")
-            for name in _SUMMARY:
-                fields.pop(name, None)
-            rows = {name: tuple(_row(name, row) for row in fields.pop(name)) for name in _ROWS}
-            aligned = tuple((int(m), int(flops)) for m, flops in fields.pop("aligned"))
-            memory = fields.pop("memory")
-            return cls(
-                **rows,
-                aligned=aligned,
-                notes=tuple(fields.pop("notes")),
-                memory=None if memory is None else MemoryRow(**memory),
-                **fields,
-            )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise AuditError(
-                f"{text[:80]!r} is not the JSON text of an audit ({error}). Write one with:\n"
-                "    pathlib.Path('audit.json').write_text(report.to_json())"
-            ) from None
-
-
-# Properties at the top of the JSON text.
-_SUMMARY = ("ok", "low_precision_share")
-
-_ROWS: Mapping[str, Any] = {
-    "findings": Finding,
-    "matmuls": MatmulRow,
-    "casts": CastRow,
-    "modules": ModuleRow,
-    "rules": RuleRow,
-    "gemms": GemmRow,
-    "attention": AttentionRow,
-    "collectives": CollectiveRow,
-}
-
-
-def _row(name: str, fields: dict[str, Any]) -> Any:
-    """Returns a row from JSON; its lists become tuples."""
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
-    return _ROWS[name](**values)
-
-
-def as_report(baseline: AuditReport | str | os.PathLike[str]) -> AuditReport:
-    """Returns a report, given itself, its JSON text, or a path that ends in `.json`.
-
-    Raises:
-      AuditError: if it cannot be read.
-    """
-    if isinstance(baseline, AuditReport):
-        return baseline
-    if isinstance(baseline, str) and not baseline.endswith(".json"):
-        return AuditReport.from_json(baseline)
-    try:
-        text = Path(baseline).read_text(encoding="utf-8")
-    except (OSError, TypeError, ValueError) as error:
-        raise AuditError(
-            f"The audit {str(baseline)!r} cannot be read ({error}). Write one with:\n"
-            "    jaxmp audit my_package.train:make_step --json audit.json"
-        ) from None
-    return AuditReport.from_json(text)
+    def _sections(self, full: bool) -> list[Section]:
+        return report_sections(self, full)
 
 
 def known_checks(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
@@ -381,7 +262,7 @@ def _fails(finding: Finding, checks: frozenset[str] | None) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditDiff:
+class AuditDiff(Views):
     """Differences between two audits, such as those before and after a change; prints as a table.
 
     Args:
@@ -421,12 +302,9 @@ class AuditDiff:
         """Bytes of casts that were added (negative: removed)."""
         return self.after.cast_bytes - self.before.cast_bytes
 
-    def __str__(self) -> str:
-        return plain_text(difference_sections(self))
-
-    def __rich__(self) -> RichRenderable:
-        rich = importlib.import_module("jaxmp._audit._rich")
-        return rich.Renderable(difference_sections(self))
+    def _sections(self, full: bool) -> list[Section]:
+        del full
+        return difference_sections(self)
 
 
 def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, TypeVar
 
-from jaxmp._audit._checks import ERROR
+ERROR, WARNING = "error", "warning"
+
+Row = TypeVar("Row", bound=Any)
+
+
+def merged(rows: Iterable[Row], *sums: str) -> tuple[Row, ...]:
+    """Returns one row for those that are equal except for some counts, the largest first.
+
+    Args:
+      rows: frozen dataclasses.
+      *sums: the fields that are added up; the rows are sorted by the first of them.
+    """
+    groups: dict[Row, list[Row]] = {}
+    for row in rows:
+        key = dataclasses.replace(row, **dict.fromkeys(sums, 0))
+        groups.setdefault(key, []).append(row)
+    totals = (
+        dataclasses.replace(key, **{n: sum(getattr(row, n) for row in group) for n in sums})
+        for key, group in groups.items()
+    )
+    return tuple(sorted(totals, key=lambda row: -getattr(row, sums[0])))
+
+
+class Located:
+    """Row about one source line."""
+
+    file: str
+    line: int
+
+    @property
+    def location(self) -> str:
+        """File name and line of the source, joined by a colon; "" if they are not known."""
+        return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(Located):
     """Result of one check of an audit, at one source line of the audited program.
 
     `AuditReport.findings` contains them; `docs/audit.md` explains every check.
@@ -52,11 +86,6 @@ class Finding:
     def identity(self) -> tuple[str, ...]:
         """The values by which the same finding is known in another version of the program."""
         return self.check, self.module, self.text or self.message
-
-    @property
-    def location(self) -> str:
-        """The source line as `model.py:12`; "" if it is not known."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
     def __str__(self) -> str:
         where = " at ".join(part for part in (self.module or "(root)", self.location) if part)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmp._audit._program import OpOccurrence, dtype_of, named
 from jaxmp._core._jaxprs import BACKWARD, Atom, is_literal
+from jaxmp._core._programs._operations import exponent_of
 
 _PRODUCTS = named("mul dot_general conv_general_dilated ragged_dot_general")
 _JOINS = named(
@@ -63,7 +64,7 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
     if name == "div":
         return known[0] - known[1]
     if name in _ROOTS or name == "integer_pow":
-        return known[0] * (_ROOTS[name] if name in _ROOTS else op.equation.params["y"])
+        return known[0] * (_ROOTS[name] if name in _ROOTS else exponent_of(op.equation))
     if name in _LINEAR:
         return known[0]
     if name in _JOINS:

@@ -29,14 +29,16 @@ import jaxmp
 from jaxmp._audit import audit_call
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._context import PolicyContext
-from jaxmp._audit._program import named
+from jaxmp._audit._dataflow import PLUS, From, Update
 from jaxmp._audit._report import AuditReport
 from jaxmp._core import _compat
-from jaxmp._core._jaxprs import equations, inners, is_literal
-from jaxmp._core._locations import Lines, Location
-from jaxmp._core._matmuls import MATMULS
+from jaxmp._core._jaxprs import equations
+from jaxmp._core._locations import Lines
+from jaxmp._core._matmuls import count_flops
+from jaxmp._core._messages import did_you_mean
+from jaxmp._core._static_values import Scope
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import AuditError, JaxmpError, did_you_mean
+from jaxmp.errors import AuditError, JaxmpError
 
 # ---------------------------------------------------------------------------
 # Results
@@ -170,14 +172,11 @@ class _Watched:
 
     def __init__(self, call: _compat.JitCall) -> None:
         body = _compat.jaxpr_body(call.jaxpr)[0]
-        auditor = Auditor(PolicyContext(None))
-        if any(equation.primitive.name in MATMULS for equation in equations(body)):
-            auditor.run(body, Location(), 1)
         takes_gradients = has_backward(body)
         self.row = ScriptFunction(
             name=call.name,
             location=_place(call.source, body),
-            flops=sum(flops for flops, _ in auditor.matmuls.values()),
+            flops=count_flops(body).total(),
             takes_gradients=takes_gradients,
             updates=takes_gradients and updates_state(body),
         )
@@ -275,7 +274,7 @@ class Watcher:
             chosen.call.function,
             chosen.call.args,
             chosen.call.kwargs,
-            policies=self.options.recipe,
+            recipe=self.options.recipe,
             target=self.options.target,
         )
         return fields | {"audited": dataclasses.asdict(chosen.row), "report": report.to_json()}
@@ -305,62 +304,26 @@ def has_backward(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     return any("transpose(" in str(e.source_info.name_stack) for e in equations(jaxpr))
 
 
-# Primitives that return the elements of an operand in another form.
-_MOVES = named(
-    "convert_element_type copy copy_p reshape squeeze expand_dims broadcast_in_dim select_n"
-    " sharding_constraint optimization_barrier reduce_precision pvary pcast transpose"
-)
-_STEPS = named("add sub")
-
-
 def updates_state(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
-    """Returns True if a program returns an argument to which something was added.
+    """Returns True if a program returns an argument to which gradients or others were added.
 
     A train step returns parameters in this way. Gradients and predictions are computed from
     arguments by matmuls, and from each other by `add_any`.
     """
-    body = _compat.jaxpr_body(jaxpr)[0]
-    origins = _origins(body, {var: (n, False) for n, var in enumerate(body.invars)})
-    for var in body.outvars:
-        origin = None if is_literal(var) else origins.get(var)
-        if origin is None or not origin[1]:
-            continue
-        before, after = body.invars[origin[0]].aval, var.aval
-        if before.shape == after.shape and before.size > 1 and _is_float(before):
-            return True
-    return False
+    body, auditor = _compat.jaxpr_body(jaxpr)[0], Auditor(PolicyContext(None))
+    for number, var in enumerate(body.invars):
+        auditor.flow.mark(var, From(number, PLUS))
+    auditor.run(Scope(body))
+    return any(
+        isinstance(label, Update) and _is_same(body.invars[label.number].aval, var.aval)
+        for var in body.outvars
+        for label in auditor.flow.of(var)
+    )
 
 
-def _is_float(aval: Any) -> bool:
-    return jax.numpy.issubdtype(aval.dtype, np.floating)
-
-
-def _origins(jaxpr: Jaxpr, origins: dict[Any, tuple[int, bool]]) -> dict[Any, tuple[int, bool]]:
-    """Returns variable -> (number of the argument it comes from, True if something was added)."""
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name in _MOVES or name in _STEPS:
-            operands = [v for v in equation.invars if not is_literal(v) and v in origins]
-            sources = sorted((origins[v] for v in operands), key=lambda origin: not origin[1])
-            if sources:
-                number, is_added = sources[0]
-                origins[equation.outvars[0]] = number, is_added or name in _STEPS
-            continue
-        for inner in inners(equation):
-            known = {
-                inside: origins[outside]
-                for inside, outside in zip(inner.jaxpr.invars, inner.operands, strict=True)
-                if outside is not None and not is_literal(outside) and outside in origins
-            }
-            if not known:
-                continue
-            below = _origins(inner.jaxpr, known)
-            for inside, outside in zip(inner.jaxpr.outvars, inner.results, strict=True):
-                if outside is not None and not is_literal(inside) and inside in below:
-                    known_origin = origins.get(outside)
-                    if known_origin is None or not known_origin[1]:
-                        origins[outside] = below[inside]
-    return origins
+def _is_same(before: Any, after: Any) -> bool:
+    is_array = before.size > 1 and jax.numpy.issubdtype(before.dtype, np.floating)
+    return is_array and before.shape == after.shape
 
 
 def _place(source: Callable[..., Any] | None, jaxpr: Jaxpr | ClosedJaxpr) -> str:

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxmp._audit._section import (
-    MAX_ROWS,
-    PHASES,
-    Section,
-    abbreviate,
-    left_out_text,
-    nonempty,
-    numberless,
-    pair_text,
-)
+from jaxmp._audit._rows import merged
 from jaxmp._audit._sections_compiled import (
     attention_kernels,
     collectives,
@@ -29,7 +21,18 @@ from jaxmp._audit._sections_findings import (
     group_findings,
     warning_sections,
 )
-from jaxmp._audit._units import bytes_text, counted, flops_text, module_text, share_text
+from jaxmp._report._section import (
+    MAX_ROWS,
+    PHASES,
+    Section,
+    abbreviate,
+    grouped,
+    left_out_text,
+    nonempty,
+    numberless,
+    pair_text,
+)
+from jaxmp._report._units import bytes_text, counted, flops_text, module_text, share_text
 
 if TYPE_CHECKING:
     from jaxmp._audit._report import AuditDiff, AuditReport
@@ -149,21 +152,17 @@ def _alignment(report: AuditReport) -> Section:
 def _modules(report: AuditReport) -> Section:
     """Returns a row for each module with matmuls; modules that differ in a number share one."""
     rules = {row.module: row.rule for row in report.modules}
-    casts: Counter[str] = Counter()
-    for row in report.casts:
-        casts[row.module] += row.bytes
-    dtypes: dict[str, set[str]] = {}
-    for row in report.matmuls:
-        dtypes.setdefault(row.module, set()).add(pair_text(row.lhs, row.rhs))
+    casts = grouped(report.casts, lambda row: row.module)
+    matmuls = grouped(report.matmuls, lambda row: row.module)
     flops = report.flops_by("module")
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for (module,) in flops:
-        operands = ", ".join(sorted(dtypes[module]))
-        key = numberless(module), operands, rules.get(module) or ""
-        groups.setdefault(key, []).append(module)
+
+    def key_of(module: str) -> tuple[str, str, str]:
+        dtypes = {pair_text(row.lhs, row.rhs) for row in matmuls[module]}
+        return numberless(module), ", ".join(sorted(dtypes)), rules.get(module) or ""
+
     rows = []
-    for (_, operands, rule), modules in groups.items():
-        size = sum(casts[module] for module in modules)
+    for (_, operands, rule), modules in grouped((module for (module,) in flops), key_of).items():
+        size = sum(row.bytes for module in modules for row in casts.get(module, ()))
         total = flops_text(sum(flops[module,] for module in modules))
         rows.append((abbreviate(modules), total, operands, bytes_text(size) if size else "", rule))
     columns = ("module", "FLOPs", "operands", "casts", "rule")
@@ -174,14 +173,14 @@ def _modules(report: AuditReport) -> Section:
 
 
 def _casts(report: AuditReport) -> Section:
-    sums: Counter[tuple[str, ...]] = Counter()
-    counts: Counter[tuple[str, ...]] = Counter()
-    for row in report.casts:
-        key = (f"{row.source} -> {row.target}", row.phase)
-        sums[key] += row.bytes
-        counts[key] += row.count
     rows = tuple(
-        (*key, counted(counts[key], "cast"), bytes_text(size)) for key, size in sums.most_common()
+        (
+            f"{row.source} -> {row.target}",
+            row.phase,
+            counted(row.count, "cast"),
+            bytes_text(row.bytes),
+        )
+        for row in merged((replace(row, module="") for row in report.casts), "bytes", "count")
     )
     return Section("Casts before compiler fusion", "", ("cast", "pass", "count", "bytes"), rows)
 

@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
-from jaxmp._audit._section import (
+from jaxmp._report._section import (
     MAX_ROWS,
     PHASES,
     Section,
     abbreviate,
+    grouped,
     left_out_text,
     numberless,
     pair_text,
 )
-from jaxmp._audit._units import bytes_text, counted, flops_text, module_text, share_text
+from jaxmp._report._units import bytes_text, counted, flops_text, module_text, share_text
 
 
 def compiled_matmuls(gemms: Iterable[GemmRow], attention: Iterable[AttentionRow]) -> Section:
     """Returns the FLOPs of the GPU's kernels by dtype."""
-    flops: Counter[tuple[str, ...]] = Counter()
-    counts: Counter[tuple[str, ...]] = Counter()
-    for row in gemms:
-        key = (pair_text(row.lhs, row.rhs), row.out, row.kernel)
-        flops[key] += row.flops
-        counts[key] += row.count
-    for row in attention:
-        key = (row.dtype, row.dtype, "fused attention")
-        flops[key] += row.flops
-        counts[key] += row.count
-    whole = sum(flops.values())
+
+    def kernel_of(row: GemmRow | AttentionRow) -> tuple[str, str, str]:
+        if isinstance(row, AttentionRow):
+            return row.dtype, row.dtype, "fused attention"
+        return pair_text(row.lhs, row.rhs), row.out, row.kernel
+
+    groups = grouped((*gemms, *attention), kernel_of)
+    flops = Counter({key: sum(row.flops for row in group) for key, group in groups.items()})
     rows = tuple(
-        (*key, counted(counts[key], "launch"), flops_text(value), share_text(value, whole))
+        (
+            *key,
+            counted(sum(row.count for row in groups[key]), "launch"),
+            flops_text(value),
+            share_text(value, flops.total()),
+        )
         for key, value in flops.most_common()
     )
     columns = ("multiplied in", "result", "kernel", "count", "FLOPs", "share")
@@ -41,10 +44,7 @@ def compiled_matmuls(gemms: Iterable[GemmRow], attention: Iterable[AttentionRow]
 
 def compiled_lines(gemms: Iterable[GemmRow]) -> Section:
     """Returns the GPU's matmuls by module and source line."""
-    groups: dict[tuple[str, ...], list[GemmRow]] = {}
-    for row in gemms:
-        key = numberless(row.module), row.location, pair_text(row.lhs, row.rhs)
-        groups.setdefault(key, []).append(row)
+    key_of = lambda row: (numberless(row.module), row.location, pair_text(row.lhs, row.rhs))
     rows = [
         (
             abbreviate(sorted({row.module for row in group})),
@@ -53,7 +53,7 @@ def compiled_lines(gemms: Iterable[GemmRow]) -> Section:
             ", ".join(phase for phase in PHASES if phase in {row.phase for row in group}),
             flops_text(sum(row.flops for row in group)),
         )
-        for (_, location, dtypes), group in groups.items()
+        for (_, location, dtypes), group in grouped(gemms, key_of).items()
     ]
     columns = ("module", "line", "multiplied in", "passes", "FLOPs")
     text = left_out_text(rows, "gemms")
@@ -62,21 +62,17 @@ def compiled_lines(gemms: Iterable[GemmRow]) -> Section:
 
 def attention_kernels(attention: Iterable[AttentionRow], gpu: str) -> Section:
     """Returns the fused attention kernels; "none" if a compiled program has no such kernel."""
-    groups: dict[Hashable, list[AttentionRow]] = {}
-    for row in attention:
-        key = numberless(row.module), row.location, row.phase, row.kernel, row.dtype
-        groups.setdefault(key, []).append(row)
+    groups = grouped(
+        attention, lambda x: (numberless(x.module), x.location, x.phase, x.kernel, x.dtype)
+    )
     rows = tuple(
         (
             abbreviate(sorted({row.module for row in group})),
-            group[0].location,
-            group[0].phase,
-            group[0].kernel,
-            group[0].dtype,
+            *key[1:],
             counted(sum(row.count for row in group), "launch"),
             flops_text(sum(row.flops for row in group)),
         )
-        for group in groups.values()
+        for key, group in groups.items()
     )
     columns = ("module", "line", "pass", "kernel", "dtype", "count", "FLOPs")
     text = "none" if gpu and not rows else ""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
-from jaxmp._audit._checks import WARNING
 from jaxmp._audit._rows import Finding
-from jaxmp._audit._section import Fix, Section, abbreviate, numberless
-from jaxmp._audit._units import counted
+from jaxmp._report._section import Fix, Section, abbreviate, grouped, numberless
+from jaxmp._report._units import counted
 
 # Rows of the table of errors in the short report.
 _MAX_ERRORS = 20
@@ -20,10 +19,7 @@ Groups = list[list[Finding]]
 
 def group_findings(findings: Iterable[Finding]) -> Groups:
     """Groups the findings that share one row: their modules differ in numbers only."""
-    groups: dict[Hashable, list[Finding]] = {}
-    for finding in findings:
-        key = finding.check, numberless(finding.module), finding.file, finding.line, finding.fix
-        groups.setdefault(key, []).append(finding)
+    groups = grouped(findings, lambda f: (f.check, numberless(f.module), f.file, f.line, f.fix))
     return list(groups.values())
 
 
@@ -42,10 +38,7 @@ def error_sections(groups: Groups, full: bool) -> list[Section]:
 
 def warning_sections(findings: Iterable[Finding]) -> list[Section]:
     """Returns the table of warnings, grouped by check and fix, and suggestions."""
-    groups: dict[Hashable, list[Finding]] = {}
-    for finding in findings:
-        if finding.severity == WARNING:
-            groups.setdefault((finding.check, finding.fix), []).append(finding)
+    groups = grouped(findings, lambda finding: (finding.check, finding.fix))
     return finding_sections("Warnings", list(groups.values()), "Suggestions")
 
 
@@ -59,13 +52,11 @@ def finding_sections(title: str, groups: Groups, fixes: str, text: str = "") -> 
       text: a sentence above the table.
     """
     rows = tuple((str(n), *_row(group)) for n, group in enumerate(groups, start=1))
-    by_fix: dict[str, list[int]] = {}
-    for number, group in enumerate(groups):
-        if group[0].fix:
-            by_fix.setdefault(group[0].fix, []).append(number)
+    by_fix = grouped(range(len(groups)), lambda number: groups[number][0].fix)
     remedies = tuple(
         Fix(_fix_title(numbers, groups[numbers[0]][0].location), fix_parts(fix))
         for fix, numbers in by_fix.items()
+        if fix
     )
     return [
         Section(title, text, ("#", "check", "location", "finding"), rows),

@@ -12,10 +12,12 @@ import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr
 
 from jaxmp._audit._labels import FloatInput
+from jaxmp._audit._program import OpOccurrence
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._jaxprs import Atom, Equation, inners
-from jaxmp._core._locations import Lines
+from jaxmp._core._jaxprs import Atom, inners
+from jaxmp._core._locations import Lines, Location
+from jaxmp._core._programs._analysis import Body
 from jaxmp._core._trees import dtype_of
 from jaxmp._core._typing import PyTree
 from jaxmp._loss_scale import DynamicLossScale
@@ -100,32 +102,31 @@ class Traced:
         Args:
           number: of the leaf among the arguments.
         """
-        jaxpr, var = self.jaxpr, self.variables.get(number)
-        enclosing: list[Equation] = []
-        while var is not None:
-            reader = next((e for e in jaxpr.eqns if any(v is var for v in e.invars)), None)
-            if reader is None:
-                break
-            enclosing.insert(0, reader)
+        jaxpr, var, enclosing = self.jaxpr, self.variables.get(number), []
+        while readers := [] if var is None else Body(jaxpr).readers(var):
+            enclosing.insert(0, readers[0])
             inside = [
                 (inner.jaxpr, inner_var)
-                for inner in inners(reader)
+                for inner in inners(readers[0])
                 for outer_var, inner_var in zip(inner.operands, inner.jaxpr.invars, strict=True)
                 if outer_var is var
             ]
             jaxpr, var = inside[0] if inside else (jaxpr, None)
         return Lines().of(enclosing)
 
-    def makers_of(self, result: Atom) -> list[Equation]:
-        """Returns the equation that computes a result, and the enclosing ones, innermost first."""
-        jaxpr, var, makers = self.jaxpr, result, []
-        while maker := next((e for e in jaxpr.eqns if any(v is var for v in e.outvars)), None):
-            makers.insert(0, maker)
-            below, var = var, None
+    def maker_of(self, result: Atom) -> OpOccurrence | None:
+        """Returns the operation that computes a result, inside of the calls that return it."""
+        jaxpr, var, op = self.jaxpr, result, None
+        while var is not None:
+            body = Body(jaxpr)
+            maker = body.maker(var)
+            if maker is None:
+                break
+            op, below, var = OpOccurrence(maker, Location(), 1, body, op), var, None
             for inner in inners(maker)[-1:]:
                 pairs = zip(inner.results, inner.jaxpr.outvars, strict=True)
                 jaxpr, var = inner.jaxpr, next((i for o, i in pairs if o is below), None)
-        return makers
+        return op
 
     def _parameter(self, keys: list[Any]) -> str:
         return self.names[keys[0]] if keys and keys[0] in range(len(self.names)) else "NAME"

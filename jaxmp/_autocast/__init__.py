@@ -20,14 +20,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from jaxmp._autocast._explain import AutocastDecision as AutocastDecision
-from jaxmp._autocast._explain import AutocastExplanation as AutocastExplanation
-from jaxmp._autocast._explain import Recorder
+from jaxmp._autocast._explain import AutocastExplanation, Recorder
 from jaxmp._autocast._fp8 import decisions, warn_if_unused
 from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._trace import make_config, trace
 from jaxmp._core._locations import FULL_PRECISION
-from jaxmp._policies._device import check_device
+from jaxmp._policies._device import check_device, check_gradient, note_policies
 from jaxmp._policies._op_table import OpTable
 from jaxmp._recipe_files._load import RecipeLike
 
@@ -54,7 +52,7 @@ def full_precision() -> Iterator[None]:
 
 
 def autocast(
-    fn: Callable[P, R], policies: RecipeLike, *, ops: Mapping[str, str] | OpTable | None = None
+    fn: Callable[P, R], recipe: RecipeLike, *, ops: Mapping[str, str] | OpTable | None = None
 ) -> Callable[P, R]:
     """Returns `fn` with each operation in a dtype chosen for it; the results keep their dtypes.
 
@@ -66,17 +64,17 @@ def autocast(
 
     Apply `jax.jit` to the outermost function. Outside `jit`, each call traces `fn` again, because
     values in its closure may have changed. A `custom_vjp` function and its rules run in the dtypes
-    in which they were traced. `explain_autocast` lists every matmul with its dtype and the reason.
+    in which they were traced. `jaxmp.explain` lists every matmul with its dtype and the reason.
 
     If a policy sets `matmul = "fp8"`, each `dot_general` without batch dimensions becomes an
     `fp8.dot_general`, which runs three matmuls in FP8 under `jax.grad(autocast(fn, ...))`. If only
     one operand is an argument, or is computed from arguments without a matmul, an FP32 operation or
-    a cast, it is the kernel; otherwise the second operand is. `fp8.explain` lists these matmuls,
-    and why some stay in 16 bits.
+    a cast, it is the kernel; otherwise the second operand is. `jaxmp.explain` lists these
+    matmuls, and why some stay in 16 bits.
 
     Args:
       fn: a pure function of pytrees of arrays. Arguments that are not arrays are passed unchanged.
-      policies: a recipe's name, a policy string, a `Policy`, a `PolicyMap` or a `Recipe`. Rules
+      recipe: a recipe's name, a policy string, a `Policy`, a `PolicyMap` or a `Recipe`. Rules
         match the paths of name scopes, such as those of Flax modules. `param_dtype` has no effect.
       ops: changes to the op table of the recipe, such as `{"exp": "low"}`; None for no changes.
 
@@ -102,11 +100,13 @@ def autocast(
       >>> half(jnp.ones((3, 4)), jnp.ones((2, 3))).dtype
       dtype('float32')
     """
-    config = make_config(fn, policies, ops, "autocast")
+    config = make_config(fn, recipe, ops, "autocast")
+    note_policies(config.policies)
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
         check_device(config.policies)
+        check_gradient(config.policies, lambda: (args, kwargs))
         with decisions(config.policies.default.matmul == "fp8") as rows:
             traced = trace(fn, args, kwargs)
             interpreter = Autocast(config, traced.in_custom_vjp)
@@ -117,48 +117,18 @@ def autocast(
     return autocast_fn
 
 
-def explain_autocast(
-    fn: Callable[P, Any], policies: RecipeLike, *, ops: Mapping[str, str] | OpTable | None = None
-) -> Callable[P, AutocastExplanation]:
+def explain_operations(
+    fn: Callable[..., Any], recipe: RecipeLike, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AutocastExplanation:
     """Lists each matmul and convolution of a function under `autocast`, its dtype and the reason.
-
-    The function is traced, not executed. Pass the function that you would pass to `autocast`:
-    `loss_fn` for `jax.grad(autocast(loss_fn, ...))`, whose backward matmuls run in the dtypes of
-    the forward ones, and `jax.grad(loss_fn)` for `autocast(jax.grad(loss_fn), ...)`.
-
-    Args:
-      fn: a pure function of arrays, as for `autocast`.
-      policies: as for `autocast`.
-      ops: as for `autocast`.
-
-    Returns:
-      A function of the arguments of `fn`, which may be `jax.ShapeDtypeStruct`. It returns an
-      `AutocastExplanation`: its `rows`, and the `share` of the FLOPs that runs in 16 bits or FP8;
-      `str()` formats it as a table.
 
     Raises:
       PolicyError, RuleError, CompositionError, OpError: as `autocast`.
-
-    Example:
-      >>> def model(w, x):
-      ...     with jax.named_scope("head"):
-      ...         return x @ w
-      >>> explanation = explain_autocast(model, "bf16")(jnp.ones((3, 16)), jnp.ones((2, 3)))
-      >>> print(explanation.summary)
-      100.0% of the matmul FLOPs run in 16 bits or FP8: 1 of 1 matmuls and convolutions.
-      >>> row = explanation.rows[0]
-      >>> row.path, row.dtype, row.reason
-      ('head', 'bfloat16', 'default policy p=f32,c=bf16,o=f32')
     """
-    config = make_config(fn, policies, ops, "explain_autocast")
-
-    @functools.wraps(fn)
-    def explain(*args: P.args, **kwargs: P.kwargs) -> AutocastExplanation:
-        traced = trace(fn, args, kwargs)
-        record = Recorder(config)
-        interpreter = Autocast(config, traced.in_custom_vjp, record)
-        run = lambda *arrays: interpreter.function(traced.closed, list(arrays))
-        jax.make_jaxpr(run)(*traced.arrays)
-        return record.explanation()
-
-    return explain
+    config = make_config(fn, recipe, None, "explain")
+    traced = trace(fn, args, kwargs)
+    record = Recorder(config)
+    interpreter = Autocast(config, traced.in_custom_vjp, record)
+    run = lambda *arrays: interpreter.function(traced.closed, list(arrays))
+    jax.make_jaxpr(run)(*traced.arrays)
+    return record.explanation()

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast._magnified import Effect
 from jaxmp._autocast._values import Priority, Value, is_castable_aval
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import array_aval
+from jaxmp._core._matmuls import is_outer_product
+from jaxmp._core._programs._operations import arithmetic_of, dot_of
 
 
 def is_matmul(equation: JaxprEqn) -> bool:
     """Returns True for a `dot_general` of castable operands that contracts a dimension."""
     return (
         equation.primitive.name == "dot_general"
-        and bool(equation.params["dimension_numbers"][0][0])
+        and not is_outer_product(equation)
         and all(is_castable_aval(var.aval) for var in equation.invars)
     )
 
@@ -42,7 +43,8 @@ def outputs_of(equation: JaxprEqn, values: Sequence[Value]) -> int | None:
     computed = [value.priority >= Priority.NARROW for value in values]
     if computed[kernel] or not is_matmul(equation):
         return None
-    used = {axis for axes in equation.params["dimension_numbers"] for axis in axes[kernel]}
+    dot = dot_of(equation)
+    used = {*dot.contracted[kernel], *dot.batch[kernel]}
     free = [n for axis, n in enumerate(values[kernel].array.shape) if axis not in used]
     return math.prod(free) if free or any(computed) else None
 
@@ -56,8 +58,7 @@ def why_as_recorded(equation: JaxprEqn, effect: Effect) -> str:
     """
     if is_16bit(array_aval(equation.invars[0]).dtype):
         return ""
-    precision = equation.params.get("precision")
-    precision = precision if isinstance(precision, tuple) else (precision,)
-    if lax.Precision.HIGHEST in precision:
+    options = arithmetic_of(equation)
+    if options is not None and options.is_highest:
         return "its author asked for precision=HIGHEST"
     return "a factorization or a solve reads its result" if effect is Effect.SOLVED else ""

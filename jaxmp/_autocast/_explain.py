@@ -17,10 +17,10 @@ from jaxmp._autocast._magnified import Effect
 from jaxmp._autocast._resolve import AutocastConfig, path_of
 from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
 from jaxmp._core._dtypes import FLOAT32, bits
-from jaxmp._core._explanation import Explanation, ExplanationRow
-from jaxmp._core._jaxprs import FORWARD, Path, array_aval, inners, phase_of
+from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._jaxprs import FORWARD, Path, array_aval, equations, inners, phase_of
 from jaxmp._core._locations import Lines
-from jaxmp._core._matmuls import MATMULS, matmul_of
+from jaxmp._core._matmuls import MATMULS, is_outer_product, matmul_of
 from jaxmp._core._typing import Array
 from jaxmp._policies._resolve import narrow_reason
 
@@ -74,7 +74,7 @@ class AutocastDecision(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutocastExplanation(Explanation[AutocastDecision]):
+class AutocastExplanation(Section[AutocastDecision]):
     """The matmuls and convolutions of a function under autocast; `str()` prints a table.
 
     Attributes:
@@ -164,7 +164,7 @@ class Recorder:
             return
         with self.inside(equation):
             for inner in inners(equation):
-                for each in inner.jaxpr.eqns:
+                for each in equations(inner.jaxpr, inside=False):
                     self.as_recorded(each, scope_path, reason)
 
     def equation(
@@ -232,17 +232,15 @@ class Recorder:
                 return jnp.float8_e4m3fn, self.config.reason(scope_path)
             if policy.is_full_precision:
                 return policy.dtype, "inside jaxmp.full_precision()"
-            why_not = "; not in FP8, see jaxmp.fp8.explain" if policy.uses_fp8 else ""
+            why_not = "; not in FP8, see .fp8" if policy.uses_fp8 else ""
             narrow = narrow_reason(policy.policy, outputs_of(equation, values))
             why_not += f"; {narrow}" if narrow else ""
             return policy.dtype, f"{self.config.reason(scope_path)}{why_not}"
         if category == "fp32" or policy.is_fp32:
             reason = edited if category == "fp32" else self.config.reason(scope_path)
             return FLOAT32, reason
-        outer = name == "dot_general" and not equation.params["dimension_numbers"][0][0]
-        reason = (
-            "an outer product, which sums nothing, keeps its wider operand" if outer else edited
-        )
+        outer = "an outer product, which sums nothing, keeps its wider operand"
+        reason = outer if is_outer_product(equation) else edited
         return common_dtype(values), reason
 
     def _why_opaque(self, name: str) -> str:

@@ -9,13 +9,17 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast._equations import is_matmul
 from jaxmp._core._jaxprs import array_aval
+from jaxmp._core._programs._operations import dot_of
 from jaxmp._policies._resolve import PolicyMap, Scaling, matmul_scaling
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._dot_general import dot_general
+from jaxmp.fp8._explain import Fp8Explanation as Fp8Explanation
 from jaxmp.fp8._explain import decide_product
 from jaxmp.fp8._explain import decisions as decisions
+from jaxmp.fp8._explain import explanation_of as explanation_of
 from jaxmp.fp8._explain import is_explained as is_explained
 from jaxmp.fp8._explain import note_unsupported as note_unsupported
+from jaxmp.fp8._explain import recorded as recorded
 from jaxmp.fp8._explain import warn_if_unused as warn_if_unused
 
 
@@ -55,16 +59,16 @@ def fp8_matmul(
       kernel: 0 or 1, the operand that is treated as the kernel.
       why: reason to exclude the matmul whatever its sizes are; "" if there is none.
     """
-    if not decide_product(scaling, path, shapes, equation.params, kernel, why):
+    if not decide_product(scaling, path, shapes, dot_of(equation), kernel, why):
         return None
     return dot_general(scaling, kernel="rhs" if kernel else "lhs")
 
 
 def record_excluded(scaling: Scaling, equations: Iterable[JaxprEqn], path: str, why: str) -> None:
-    """Records for `fp8.explain` the matmuls among equations that run in their recorded dtypes."""
+    """Records for `jaxmp.explain` the matmuls among equations that run in their recorded dtypes."""
     if not is_explained():
         return
     for equation in equations:
         if is_matmul(equation):
             lhs, rhs = (array_aval(var).shape for var in equation.invars)
-            decide_product(scaling, path, (lhs, rhs), equation.params, 1, why)
+            decide_product(scaling, path, (lhs, rhs), dot_of(equation), 1, why)

@@ -11,9 +11,12 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from jaxmp._core._jaxprs import inners, is_literal
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._programs._analysis import Backward
+from jaxmp._core._programs._interpreter import Frame, Place
+from jaxmp._core._programs._operations import exponent_of
 
 
 class Effect(enum.IntEnum):
@@ -48,59 +51,50 @@ _POWERS_AND_SUMS = frozenset(("integer_pow", "square", "reduce_sum", "cumsum"))
 _FLAT = frozenset(("tanh", "atan", "erf", "erfc", "logistic"))
 
 
-class Magnified:
-    """Effects of rounding the variables of one jaxpr.
+class Magnified(Backward):
+    """Effects of rounding the variables of jaxprs, given those of their results.
 
     Args:
-      jaxpr: without its constants.
       category: equation -> its category in the op table.
-      results: the effects of the results; () if they are all bounded.
-      inside: (jaxpr, effects of its results) -> the effects inside it.
     """
 
-    def __init__(
-        self,
-        jaxpr: Jaxpr,
-        category: Callable[[JaxprEqn], str],
-        results: Effects,
-        inside: Callable[[Jaxpr, Effects], Magnified],
-    ) -> None:
-        self._category, self._inside = category, inside
-        self._effects: dict[Any, Effect] = {}
-        self._raise(jaxpr.outvars, results)
-        for equation in reversed(jaxpr.eqns):
-            for inner in inners(equation):
-                effects = inside(inner.jaxpr, self.of(inner.results)).of(inner.jaxpr.invars)
-                self._raise(inner.operands, effects)
-            self._raise(equation.invars, self._operands(equation))
+    nothing = Effect.BOUNDED
+    join = staticmethod(max)
 
-    def of(self, variables: Sequence[Any]) -> Effects:
-        """Returns the effect of each variable; that of a literal or of None is bounded."""
-        known = (var is not None and not is_literal(var) for var in variables)
-        return tuple(
-            self._effects.get(var, Effect.BOUNDED) if is_known else Effect.BOUNDED
-            for var, is_known in zip(variables, known, strict=True)
-        )
+    def __init__(self, category: Callable[[JaxprEqn], str]) -> None:
+        self._category = category
+        # (id of a jaxpr, effects of its results) -> (the jaxpr, the effects inside it).
+        self._known: dict[Any, tuple[Any, dict[Any, Effect]]] = {}
 
-    def _raise(self, variables: Sequence[Any], effects: Effects) -> None:
-        for var, effect in zip(variables, effects, strict=False):
-            if effect and var is not None and not is_literal(var):
-                self._effects[var] = max(effect, self._effects.get(var, effect))
+    def facts(
+        self, jaxpr: Any, results: Sequence[Any], place: Place | None = None, state: Any = None
+    ) -> dict[Any, Effect]:
+        """Returns variable -> effect for one jaxpr; results that are () are all bounded."""
+        body, _ = jaxpr_body(jaxpr)
+        results = tuple(results) or (Effect.BOUNDED,) * len(body.outvars)
+        key = id(body), results
+        if key not in self._known:
+            self._known[key] = body, super().facts(body, results)
+        return self._known[key][1]
 
-    def _operands(self, equation: JaxprEqn) -> Effects:
+    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+        inside = self.enter(equation, results, frame)
+        return list(map(max, inside, self._operands(equation, results)))
+
+    def _operands(self, equation: JaxprEqn, results: list[Effect]) -> Effects:
         """Returns the effects of the operands of an equation without regard to inner jaxprs."""
         name, count = equation.primitive.name, len(equation.invars)
         if name in _SOLVERS:
             return (Effect.SOLVED,) * count
         category = self._category(equation)
-        effect = max(self.of(equation.outvars), default=Effect.BOUNDED)
+        effect = max(results, default=Effect.BOUNDED)
         passes = (
             category in ("widest", "follow") and name not in _FLAT
         ) or name in _POWERS_AND_SUMS
         is_elementwise = category in ("widest", "follow", "fp32")
         if not (passes or (is_elementwise and effect is Effect.SOLVED)):
             effect = Effect.BOUNDED
-        if name in _UNARY or (name == "integer_pow" and equation.params["y"] < 0):
+        if name in _UNARY or exponent_of(equation) < 0:
             effect = max(effect, Effect.MAGNIFIED)
         if name == "div":
             return (effect, max(effect, Effect.MAGNIFIED))

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxmp._autocast._control_flow import INSIDE, as_recorded_dtypes
+from jaxmp._autocast._control_flow import RULES, as_recorded_dtypes
 from jaxmp._autocast._equations import is_matmul, kernel_of, outputs_of, why_as_recorded
 from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._fp8 import fp8_matmul, is_explained, note_unsupported, record_excluded
-from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers
+from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers, is_identity
 from jaxmp._autocast._magnified import Effect, Effects, Magnified
 from jaxmp._autocast._resolve import (
     IN_CUSTOM_VJP,
@@ -36,15 +36,19 @@ from jaxmp._autocast._values import (
     is_castable_aval,
     literal_value,
     scalar_of,
+    to_aval,
     with_dtype,
     wrap,
 )
-from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, jaxpr_like
+from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body
 from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
 from jaxmp._core._jaxprs import Path, array_aval, equations, scope_names, sub_jaxprs
 from jaxmp._core._programs._bind import bind
-from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._core._trees import cast
+from jaxmp._core._programs._constructs import CONSTRUCTS
+from jaxmp._core._programs._in_place import InPlace
+from jaxmp._core._programs._interpreter import Frame, Place
+from jaxmp._core._programs._operations import arithmetic_of, dot_of
+from jaxmp._core._trees import cast, is_castable
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._policies._policy import Policy
@@ -52,7 +56,7 @@ from jaxmp._policies._precision import matmul_precision
 from jaxmp._policies._resolve import narrow_reason, resolve_policy
 
 
-class Autocast(Interpreter):
+class Autocast(InPlace):
     """Interpreter of one traced function, whose values are arrays with priorities.
 
     Args:
@@ -71,13 +75,9 @@ class Autocast(Interpreter):
         self.config = config
         self.in_custom_vjp = in_custom_vjp
         self.record = record
-        # Cache of retraced sub-jaxprs, as JAX shares equal ones between calls: (id, dtypes, ...)
-        # -> (jaxpr, its result). It also stores the jaxpr, so that its id is not reused.
-        self.inner: dict[Any, tuple[Any, tuple[Any, list[Priority]]]] = {}
         # Id of a jaxpr -> (the jaxpr, the consumers of its variables).
         self.consumers: dict[int, tuple[Any, Consumers]] = {}
-        # (id of a jaxpr, effects of its results) -> (the jaxpr, the effects inside it).
-        self.magnified: dict[Any, tuple[Any, Magnified]] = {}
+        self.magnified = Magnified(self.category)
         # Id of a jaxpr -> (the jaxpr, the scopes of its equations).
         self.inside: dict[int, tuple[Any, dict[tuple[str, ...], None]]] = {}
         # Scopes of all equations, for `AutocastConfig.check_required`.
@@ -118,18 +118,18 @@ class Autocast(Interpreter):
         jaxpr: Jaxpr | ClosedJaxpr,
         args: Sequence[Value],
         place: Place | None = None,
-        state: Effects = (),
+        state: Effects | None = None,
     ) -> list[Value]:
         """Runs one jaxpr; its results may have other dtypes than the recorded ones.
 
         Args:
           jaxpr, args, place: as in `Interpreter.run`.
-          state: effects of the rounding of its results; () if they are all bounded.
+          state: effects of the rounding of its results; None if they are all bounded.
         """
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.consumers:
             self.consumers[id(body)] = body, Consumers(body, self.category)
-        env = Environment(self.consumers[id(body)][1], self.effects_in(body, state))
+        env = Environment(self.consumers[id(body)][1], self.magnified.facts(body, state or ()))
         return super().run(jaxpr, args, place, env)
 
     def equation(self, equation: JaxprEqn, operands: list[Value], frame: Frame) -> list[Value]:
@@ -139,14 +139,6 @@ class Autocast(Interpreter):
             scope_path = with_phase(scope_path, stack)
         self.seen.add(scope_path)
         return self.run_equation(equation, operands, frame.state, scope_path)
-
-    def effects_in(self, body: Jaxpr, results: Effects) -> Magnified:
-        """Returns the effects of rounding the variables of a jaxpr, given those of its results."""
-        key = id(body), results if any(results) else ()
-        if key not in self.magnified:
-            inside = Magnified(body, self.category, key[1], self.effects_in)
-            self.magnified[key] = body, inside
-        return self.magnified[key][1]
 
     def is_as_written(self, equation: JaxprEqn) -> bool:
         """Returns True for equations of a `custom_vjp` rule, which run in their recorded dtypes.
@@ -167,11 +159,14 @@ class Autocast(Interpreter):
         """Runs one equation, located at the scopes `scope_path`, in the dtype of its category."""
         if self.is_as_written(equation):
             return as_recorded_dtypes(self, equation, env, values, scope_path)
-        special = INSIDE.get(equation.primitive.name)
-        if special is not None:
+        name = equation.primitive.name
+        if name in CONSTRUCTS:
             with contextlib.nullcontext() if self.record is None else self.record.inside(equation):
-                return special(self, equation, env, values, scope_path)
-        effect = max(env.magnified.of(equation.outvars), default=Effect.BOUNDED)
+                if name in RULES:
+                    return RULES[name](self, equation, env, values, scope_path)
+                effects, place = env.effects_of(equation), Place(scope_path)
+                return self.in_place(equation, values, env, place, effects)
+        effect = max(env.effects_of(equation), default=Effect.BOUNDED)
         if self.record is not None:
             self._explain(self.record, equation, values, scope_path, effect)
         floating = [value for value in values if value.castable]
@@ -179,9 +174,9 @@ class Autocast(Interpreter):
         priority = max((value.priority for value in floating), default=Priority.CONSTANT)
         if not floating:
             return wrap(equation, bind(equation, [v.array for v in values]), priority)
+        if is_identity(equation):
+            return values  # only its weak type changed
         if equation.primitive.name == "convert_element_type":
-            if array_aval(equation.invars[0]).dtype == equation.params["new_dtype"]:
-                return values  # only its weak type changed
             return wrap(equation, bind(equation, [v.array for v in values]))
         policy = self.config.scope_policy(scope_path)
         category = self.category(equation)
@@ -247,7 +242,6 @@ class Autocast(Interpreter):
         4. the output dtype of the deciding rule, if it is wider than the compute dtype;
         5. the compute dtype.
         """
-        params = equation.params
         recorded = [array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
         why = why_as_recorded(equation, effect)
         in_fp8 = self._fp8_product(equation, values, policy, scope_path, why)
@@ -255,9 +249,10 @@ class Autocast(Interpreter):
             return wrap(equation, bind(equation, in_recorded_dtypes(equation, env, values)))
         dtype, priority = policy.dtype, Priority.COMPUTED
         arrays = [env.cast(value, dtype) for value in values]
-        if "preferred_element_type" not in params:
+        options = arithmetic_of(equation)
+        if options is None:
             return wrap(equation, bind(equation, arrays))
-        preferred = params["preferred_element_type"]
+        preferred = options.result_dtype
         if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
             wide = preferred
         elif is_16bit(dtype) and self._is_fp32_only(equation, env, dtype):
@@ -272,14 +267,14 @@ class Autocast(Interpreter):
         if in_fp8 is not None:
             out = in_fp8(
                 *arrays,
-                params["dimension_numbers"],
-                params["precision"],
+                tuple(dot_of(equation)),
+                options.precision,
                 dtype if wide is None else wide,
-                out_sharding=params["out_sharding"],
+                out_sharding=options.out_sharding,
             )
             return [Value(out, priority)]
         changes: dict[str, Any] = {"preferred_element_type": dtype}
-        if not is_16bit(dtype) and "precision" in params and params["precision"] is None:
+        if not is_16bit(dtype) and options.precision is None:
             changes["precision"] = _precision(policy.policy)
         if wide is None or wide == dtype or len(arrays) != 2:
             return wrap(equation, bind(equation, arrays, **changes))
@@ -337,13 +332,41 @@ class Autocast(Interpreter):
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
+    def key(self, jaxpr: Jaxpr, place: Place, state: Effects | None) -> Hashable:
+        """Returns the policies of scopes, and effects, for which a jaxpr is traced again."""
+        # `Explanation.fp8` lists each location of a call, and `.autocast` counts each call, so
+        # they do not share retraced jaxprs.
+        call = object() if self.record is not None else place if is_explained() else None
+        return self.scope_policies(jaxpr, place.scopes), call, state if any(state or ()) else ()
+
+    def aval(self, var: Any, value: Value) -> ShapedArray:
+        return with_dtype(var.aval, value)
+
+    def with_array(self, value: Value, array: Array) -> Value:
+        return dataclasses.replace(value, array=array)
+
+    def note(self, value: Value) -> tuple[Priority, bytes | None]:
+        return value.priority, None if value.scalar is None else value.scalar.tobytes()
+
+    def noted(self, array: Array, note: Any) -> Value:
+        return Value(array) if note is None else Value(array, note[0])
+
+    def array(self, value: Value) -> Any:
+        return value.array
+
+    def as_carry(self, value: Value, var: Any, outer: Environment) -> Value:
+        return Value(to_aval(outer, value, var.aval))
+
+    def as_result(self, value: Value, aval: ShapedArray) -> Value:
+        is_cast = is_castable(value.array)
+        return Value(cast(jnp.asarray(value.array), aval.dtype)) if is_cast else value
+
     def scope_policies(
         self, jaxpr: Jaxpr | ClosedJaxpr, scope_path: Path
     ) -> tuple[ScopePolicy, ...]:
         """Returns the resolved policy of each scope in a jaxpr that is called at `scope_path`.
 
-        They are part of the cache key of `retraced`: layers that call the same function share one
-        retraced jaxpr if their resolved policies are equal.
+        Layers that call the same function share one retraced jaxpr if these policies are equal.
         """
         if not self.config.by_path:
             return (self.config.scope_policy(scope_path),)
@@ -357,62 +380,13 @@ class Autocast(Interpreter):
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.inside:
             result: dict[tuple[str, ...], None] = {(): None}
-            for equation in body.eqns:
+            for equation in equations(body, inside=False):
                 own = scope_names(str(equation.source_info.name_stack))
                 result[own] = None
                 for inner in sub_jaxprs(equation):
                     result |= {own + path: None for path in self.scope_paths(inner)}
             self.inside[id(body)] = body, result
         return self.inside[id(body)][1]
-
-    def retraced(
-        self,
-        jaxpr: Jaxpr | ClosedJaxpr,
-        values: list[Value],
-        scope_path: Path,
-        outputs: Callable[[list[Array], list[ShapedArray]], list[Array]] | None = None,
-        effects: Effects = (),
-    ) -> tuple[Any, list[Priority]]:
-        """Retraces a sub-jaxpr for the current dtypes of its operands.
-
-        Args:
-          jaxpr: open or closed.
-          values: its operands.
-          scope_path: the scopes of the equation that contains it.
-          outputs: (results, recorded types) -> results, such as a cast to the recorded dtypes; None
-            to keep the dtypes of the results.
-          effects: effects of the rounding of the results; () if they are all bounded.
-
-        Returns:
-          The new jaxpr, in the same form (open or closed), and the `Priority` of each result.
-        """
-        body, _ = jaxpr_body(jaxpr)
-        avals = [with_dtype(var.aval, v) for var, v in zip(body.invars, values, strict=True)]
-        flags = [(v.priority, None if v.scalar is None else v.scalar.tobytes()) for v in values]
-        # `fp8.explain` lists each location of a call, and `explain_autocast` counts each call, so
-        # they do not share retraced jaxprs.
-        call = object() if self.record is not None else scope_path if is_explained() else None
-        key = (
-            id(jaxpr),
-            tuple(map(str, avals)),
-            tuple(flags),
-            self.scope_policies(body, scope_path),
-            call,
-            effects if any(effects) else (),
-        )
-        if key not in self.inner:
-            priorities: list[Priority] = []
-
-            def run(*arrays: Array) -> list[Array]:
-                pairs = zip(arrays, values, strict=True)
-                args = [Value(array, v.priority, v.scalar) for array, v in pairs]
-                outs = self.run(jaxpr, args, Place(scope_path), effects)
-                priorities[:] = [out.priority for out in outs]
-                results = [out.array for out in outs]
-                return outputs(results, [var.aval for var in body.outvars]) if outputs else results
-
-            self.inner[key] = jaxpr, (jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr), priorities)
-        return self.inner[key][1]
 
 
 def _precision(policy: Policy) -> tuple[lax.Precision, ...] | None:

@@ -11,6 +11,7 @@ from jaxmp._autocast._fp8 import autocast_scaling
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import BACKWARD, Path, module_paths_of, phase_of, sub_jaxprs
 from jaxmp._core._locations import FULL_PRECISION
+from jaxmp._core._matmuls import is_outer_product
 from jaxmp._core._programs._bind import SCATTERS
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy
@@ -100,11 +101,11 @@ class AutocastConfig:
         The interpreter handles control flow and calls separately.
         """
         name = equation.primitive.name
-        if name == "dot_general" and not equation.params["dimension_numbers"][0][0]:
+        if is_outer_product(equation):
             return "widest"  # an outer product sums nothing; rotary angles require FP32
         if name == "mul" and equation.invars[0] is equation.invars[1]:
             name = "square"
-        if name == "scatter" and equation.params["update_jaxpr"] is not None:
+        if name == "scatter" and sub_jaxprs(equation):
             return "opaque"  # `x.at[i].apply(f)`: f was traced for its dtypes
         category = self._categories.get(name)
         if category is None:
@@ -124,7 +125,7 @@ class AutocastConfig:
         except RuleError as error:
             raise RuleError(
                 f"{error} autocast matches name scopes: Linen modules create them, NNX modules do "
-                "under jaxmp.nnx.apply_policy(model, 'f32'), and other code does in a block "
+                "wrapped by jaxmp.load_recipe('fp32'), and other code does in a block "
                 "`with jax.named_scope(...):`."
             ) from None
 

@@ -43,23 +43,23 @@ def is_traced_by_autocast() -> bool:
 
 def make_config(
     fn: Callable[..., Any],
-    policies: RecipeLike,
+    recipe: RecipeLike,
     ops: Mapping[str, str] | OpTable | None,
     name: str,
 ) -> AutocastConfig:
     """Checks the arguments of the public function `name` and returns them as `AutocastConfig`.
 
     Raises:
-      PolicyError: if `fn` is not a function, or the policies are not valid.
+      PolicyError: if `fn` is not a function, or the recipe is not valid.
       RuleError, CompositionError, OpError: as `autocast`.
     """
     if not callable(fn):
         raise PolicyError(
             f"{name} received {fn!r} instead of a function. Pass the function first, and then the "
-            f"policies: {name}(loss_fn, 'bf16')."
+            f"recipe: {name}(loss_fn, 'bf16')."
         )
-    table = as_op_table(policies).replace({} if ops is None else ops)
-    return AutocastConfig(as_policy_map(policies), table)
+    table = as_op_table(recipe).replace({} if ops is None else ops)
+    return AutocastConfig(as_policy_map(recipe), table)
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:

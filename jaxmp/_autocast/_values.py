@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -15,7 +15,7 @@ from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast._fp32_consumers import Consumers
-from jaxmp._autocast._magnified import Magnified
+from jaxmp._autocast._magnified import Effect, Effects
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import AUTOCAST, array_aval
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
@@ -68,11 +68,15 @@ def _to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
 
 
 class Environment:
-    """State of one jaxpr: the consumers of its variables, and a cache of casts."""
+    """State of one jaxpr: consumers and effects of its variables, and a cache of casts."""
 
-    def __init__(self, consumers: Consumers, magnified: Magnified) -> None:
+    def __init__(self, consumers: Consumers, effects: Mapping[Any, Effect]) -> None:
         self.casts: dict[tuple[int, Any], Any] = {}
-        self.consumers, self.magnified = consumers, magnified
+        self.consumers, self._effects = consumers, effects
+
+    def effects_of(self, equation: JaxprEqn) -> Effects:
+        """Returns the effect of the rounding of each result of an equation."""
+        return tuple(self._effects.get(var, Effect.BOUNDED) for var in equation.outvars)
 
     def cast(self, value: Value, dtype: DTypeLike) -> Array:
         """Returns the array of a value in `dtype`; values that are not castable are unchanged."""

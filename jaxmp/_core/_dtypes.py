@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import ArrayLike, DTypeLike
-from jaxmp.errors import JaxmpError, PolicyError, did_you_mean
+from jaxmp.errors import JaxmpError, PolicyError
 
 # Short name (as printed by `str(Policy)`) -> dtype. One row per format.
 _SHORT: dict[str, np.dtype] = {

@@ -1,10 +1,9 @@
-"""Result type of the `explain` functions."""
+"""Base classes of the sections of an explanation."""
 
 # Annotations are evaluated here, so that `typing.get_type_hints` works on the generated
 # `__init__` of subclasses in other modules.
 import abc
 import dataclasses
-import json
 from typing import Any, ClassVar, Generic, TypeVar
 
 
@@ -20,11 +19,10 @@ RowT = TypeVar("RowT", bound=ExplanationRow)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Explanation(abc.ABC, Generic[RowT]):
-    """Result of an `explain` function: typed rows and a summary.
+class Section(abc.ABC, Generic[RowT]):
+    """Section of an explanation: typed rows and a summary.
 
-    `str()` formats the summary, the rows as a table, and the notes. Each `explain` function returns
-    its own subclass, which may have further fields.
+    `str()` formats the summary, the rows as a table, and the notes.
 
     Attributes:
       rows: one object for each module, matmul, layer or obstacle, with named fields.
@@ -53,9 +51,9 @@ class Explanation(abc.ABC, Generic[RowT]):
             lines.append(f"and {len(self.rows) - len(printed)} more in .rows")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
-    def to_json(self) -> str:
-        """Returns the summary and all fields as JSON; policies, rules and dtypes are strings."""
-        return json.dumps({"summary": self.summary, **_fields(self)}, indent=1, default=_to_json)
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the summary and all fields; `to_text` converts those that are not JSON."""
+        return {"summary": self.summary, **_fields(self)}
 
 
 def _table(lines: list[tuple[str, ...]]) -> list[str]:
@@ -70,5 +68,6 @@ def _fields(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
-def _to_json(value: object) -> dict[str, Any] | str:
+def to_text(value: object) -> dict[str, Any] | str:
+    """Returns a row as a dict of its fields; policies, rules and dtypes as strings."""
     return _fields(value) if isinstance(value, ExplanationRow) else str(value)

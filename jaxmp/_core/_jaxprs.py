@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
+import jax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._programs._constructs import scan_of, shard_map_of, while_of
+from jaxmp._core._typing import PyTree
 
 Path = tuple[str, ...]
 # A variable or a literal. To a type checker, the abstract value of JAX's own types has no shape or
@@ -45,15 +47,35 @@ FIRST_STEP = "jaxmp_fp8_first_step"
 _NO_MODULES = frozenset({"rematted_computation", "checkpoint", AUTOCAST})
 
 
-def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
+def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) -> ClosedJaxpr:
+    """Returns the jaxpr of a function; its arguments that are not arrays are passed unchanged.
+
+    Args:
+      fn: any JAX function.
+      args, kwargs: its arguments. Arrays may be `jax.ShapeDtypeStruct`.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    positions = [n for n, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
+        args, kwargs = structure.unflatten(filled.values())
+        out = jax.tree.leaves(fn(*args, **kwargs))
+        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+
+    return jax.make_jaxpr(run)(*(leaves[n] for n in positions))
+
+
+def equations(jaxpr: Jaxpr | ClosedJaxpr, *, inside: bool = True) -> Iterator[Any]:
     """Yields every equation of a jaxpr; those of a sub-jaxpr follow the equation that contains it.
 
     Args:
       jaxpr: open or closed.
+      inside: False for the equations of the jaxpr itself alone.
     """
     for equation in jaxpr_body(jaxpr)[0].eqns:
         yield equation
-        for inner in sub_jaxprs(equation):
+        for inner in sub_jaxprs(equation) if inside else ():
             yield from equations(inner)
 
 
@@ -173,46 +195,65 @@ def with_parameters(
 
 
 class Inner(NamedTuple):
-    """Jaxpr inside an equation, with the corresponding variables of the equation."""
+    """Jaxpr inside an equation, with the corresponding variables of the equation.
 
-    jaxpr: Any  # without its constants
-    # For each of its invars and outvars: the variable of the equation, or None if unknown.
+    jaxpr: without its constants.
+    recorded: the same, as the equation contains it.
+    operands: for each argument, the operand of the equation; None if it is unknown.
+    results: for each result, the result of the equation; None if it is unknown.
+    times: number of executions per execution of the equation; 1 for a while loop.
+    indices: for each argument, the index of the operand; None if it is unknown.
+    carried: of a loop, the arguments that are its first results of the iteration before. Those in
+      front of them are constants, and those behind them rows of scanned arrays.
+    """
+
+    jaxpr: Any
+    recorded: Any
     operands: list[Any]
     results: list[Any]
-    # Number of executions per execution of the equation; 1 for a while loop.
     times: int
+    indices: list[int | None]
+    carried: range
 
 
 def inners(equation: Equation) -> list[Inner]:
     """Returns the jaxprs of an equation, each with its operands and results."""
-    name, times = equation.primitive.name, 1
+    name, times, count = equation.primitive.name, 1, len(equation.invars)
+    carried: range | None = None
     if name == "while":
-        return _inner_while(equation)
+        loop = while_of(equation)
+        of_test, of_body, carry = loop.split(range(count))
+        test = _inner(equation, loop.test, [*of_test, *carry], is_result=False)
+        carried = range(len(of_body), len(of_body) + len(carry))
+        return [test, _inner(equation, loop.body, [*of_body, *carry], carried=carried)]
     if name == "scan":
-        times = scan_of(equation).options["length"]
+        scan = scan_of(equation)
+        times, carried = scan.options["length"], range(scan.consts, scan.consts + scan.carry)
     if name == "shard_map":
         times = shard_map_of(equation).devices
-    operands = equation.invars[1:] if name == "cond" else equation.invars
+    indices = range(name == "cond", count)
     return [
-        Inner(
-            body, _matched(operands, body.invars), _matched(equation.outvars, body.outvars), times
-        )
-        for body in (jaxpr_body(jaxpr)[0] for jaxpr in sub_jaxprs(equation))
+        _inner(equation, jaxpr, indices, times=times, carried=carried)
+        for jaxpr in sub_jaxprs(equation)
     ]
 
 
-def _inner_while(equation: Equation) -> list[Inner]:
-    loop, outvars = while_of(equation), list(equation.outvars)
-    of_test, of_body, carry = loop.split(equation.invars)
-    return [
-        Inner(jaxpr_body(loop.test)[0], [*of_test, *carry], [None], 1),
-        Inner(jaxpr_body(loop.body)[0], [*of_body, *carry], outvars, 1),
-    ]
-
-
-def _matched(outside: Sequence[Atom], inside: Sequence[Atom]) -> list[Atom | None]:
-    same = len(outside) == len(inside)
-    return list(outside) if same else [None] * len(inside)
+def _inner(
+    equation: Equation,
+    jaxpr: Jaxpr | ClosedJaxpr,
+    indices: Sequence[int],
+    *,
+    times: int = 1,
+    carried: range | None = None,
+    is_result: bool = True,
+) -> Inner:
+    body, _ = jaxpr_body(jaxpr)
+    args, outs = len(body.invars), len(body.outvars)
+    known = list(indices) if len(indices) == args else [None] * args
+    results = list(equation.outvars) if is_result and len(equation.outvars) == outs else []
+    operands = [None if n is None else equation.invars[n] for n in known]
+    carried = range(args, args) if carried is None else carried
+    return Inner(body, jaxpr, operands, results or [None] * outs, times, known, carried)
 
 
 # ---------------------------------------------------------------------------

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import bits
-from jaxmp._core._jaxprs import Equation, inners, sub_jaxprs
+from jaxmp._core._jaxprs import Equation, equations, inners, sub_jaxprs
+from jaxmp._core._programs._operations import dot_of, name_of
 from jaxmp._core._typing import DTypeLike
 
 # Multiples that GEMM sizes are compared with: 8 elements of 16 bits are the 16 bytes that a Tensor
@@ -56,9 +57,14 @@ def is_inner_product(equation: Equation) -> bool:
     """
     if equation.primitive.name != "dot_general":
         return False
-    contracted, batch = equation.params["dimension_numbers"]
-    arrays = zip(equation.invars[:2], contracted, batch, strict=True)
+    dot = dot_of(equation)
+    arrays = zip(equation.invars[:2], dot.contracted, dot.batch, strict=True)
     return all(len(var.aval.shape) == len(k) + len(b) for var, k, b in arrays)
+
+
+def is_outer_product(equation: Equation) -> bool:
+    """Returns True for products that sum nothing."""
+    return equation.primitive.name == "dot_general" and not dot_of(equation).contracted[0]
 
 
 def matmul_of(equation: Equation) -> Matmul:
@@ -223,7 +229,7 @@ def _pallas(equation: Equation) -> list[Matmul] | None:
 def _matmuls_in(jaxpr: Jaxpr | ClosedJaxpr) -> list[Matmul] | None:
     """Returns the matmuls of a kernel's body; None if a loop or branch depends on data."""
     matmuls: list[Matmul] = []
-    for equation in jaxpr_body(jaxpr)[0].eqns:
+    for equation in equations(jaxpr, inside=False):
         name = equation.primitive.name
         if name in MATMULS:
             matmuls.append(matmul_of(equation))
@@ -236,6 +242,40 @@ def _matmuls_in(jaxpr: Jaxpr | ClosedJaxpr) -> list[Matmul] | None:
                     return None
                 matmuls += [matmul._replace(flops=matmul.flops * times) for matmul in below]
     return matmuls
+
+
+# ---------------------------------------------------------------------------
+# Programs
+# ---------------------------------------------------------------------------
+
+
+def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Counter[tuple[Any, Any]]:
+    """Returns the FLOPs of a program's matmuls by the dtypes of their operands, without integers.
+
+    Of the branches of a `cond`, the one with the most FLOPs counts.
+    """
+    counts: Counter[tuple[Any, Any]] = Counter()
+    for equation in equations(jaxpr, inside=False):
+        name = equation.primitive.name
+        matmuls = [matmul_of(equation)] if name in MATMULS else kernel_matmuls(equation) or []
+        for matmul in matmuls:
+            if not matmul.is_integer:
+                counts[matmul.lhs, matmul.rhs] += matmul.flops
+        if matmuls or name == "pallas_call":
+            continue
+        inside = [_multiplied(count_flops(inner.jaxpr), inner.times) for inner in inners(equation)]
+        if name == "cond":
+            inside = [max(inside, key=Counter.total)]
+        elif name_of(equation) == WIDENED_MATMUL:
+            lhs, rhs = (var.aval.dtype for var in equation.invars[:2])
+            inside = [Counter({(lhs, rhs): flops.total()}) for flops in inside]
+        for flops in inside:
+            counts.update(flops)
+    return counts
+
+
+def _multiplied(flops: Counter[tuple[Any, Any]], times: int) -> Counter[tuple[Any, Any]]:
+    return Counter({pair: count * times for pair, count in flops.items()})
 
 
 def multiple_of(dtype: DTypeLike) -> int:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._trees import Path, path_names
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import JaxmpError, did_you_mean
+from jaxmp.errors import JaxmpError
 
 # Names under which a Variable of Flax NNX stores its array.
 _CONTENTS = frozenset({"value", "raw_value"})

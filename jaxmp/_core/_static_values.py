@@ -1,157 +1,131 @@
 """Computes values of a traced program that depend only on its shapes and constants, such as masks.
 
-`Known` processes the equations of a program in order, and records those whose operands are all
-known. JAX computes a value on the CPU when `Known.value` is called.
+`Scope.value` follows a variable back to the equations that compute it, through the jaxprs that
+contain them. If all are known, JAX computes the value on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxmp._core._compat import jaxpr_body, scan_counts
-from jaxmp._core._jaxprs import (
-    Atom,
-    Equation,
-    Inner,
-    Path,
-    inners,
-    is_literal,
-    scope_names,
-    sub_jaxprs,
-)
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._jaxprs import Atom, Equation, Inner, inners, is_literal
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._bind import bind
+from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, REMATS
+from jaxmp._core._programs._operations import sharding_of_result
 
 # Known value: an array, or the node that computes it and the index of the result; None if unknown.
 _Value: TypeAlias = "np.ndarray | tuple[_Node, int] | None"
 # Maximum size in bytes of a computed value: a float32 mask of 16,384 x 16,384 elements.
 _LARGEST = 2**30
+# Equations whose results are those of their jaxpr.
+_ENTERED = CALLS | REMATS | CUSTOM_DERIVATIVES
 
 
-class _Node:
-    """Equation whose operands are known, and its results after they are computed."""
+class Scope:
+    """A jaxpr of a program, in which values of variables are looked up.
 
-    __slots__ = ("equation", "operands", "results")
-
-    def __init__(self, equation: Equation, operands: list[Any]) -> None:
-        self.equation, self.operands = equation, operands
-        self.results: list[np.ndarray] | None = None
-
-
-class Known:
-    """Known values of a program's variables.
+    Args:
+      jaxpr: the whole program, open or closed.
+      inputs: its arguments; None for those that are not known.
+      stops: returns True for equations whose results are not looked up.
 
     Example:
       >>> jaxpr = jax.make_jaxpr(lambda x: jnp.tril(jnp.ones_like(x)))(jnp.ones((2, 2)))
-      >>> known = Known()
-      >>> for equation, _ in walk(jaxpr, known):
-      ...     pass
-      >>> known.value(jaxpr.jaxpr.outvars[0])
+      >>> Scope(jaxpr).value(jaxpr.jaxpr.outvars[0])
       array([[1., 0.],
              [1., 1.]], dtype=float32)
     """
 
-    def __init__(self) -> None:
-        self._values: dict[Atom, _Value] = {}
-
-    def bind(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
-        """Sets the values of variables; None: the value is not known."""
-        for var, value in zip(variables, values, strict=True):
-            self._set(var, value)
-
-    def bind_constants(self, jaxpr: Jaxpr | ClosedJaxpr) -> None:
-        """Sets the values of the constants of a closed jaxpr."""
-        body, consts = jaxpr_body(jaxpr)
-        if consts:
-            self.bind(body.constvars, map(_array, consts))
-
-    def step(self, equation: Equation) -> None:
-        """Processes an equation without inner jaxprs."""
-        operands = [self._get(var) for var in equation.invars]
-        # A collective, such as the index of a device, has an effect.
-        is_known = not equation.effects and all(x is not None for x in operands)
-        node = _Node(equation, operands) if is_known else None
-        for index, var in enumerate(equation.outvars):
-            self._set(var, None if node is None else (node, index))
-
-    def enter(self, equation: Equation, inner: Inner) -> None:
-        """Sets the variables of an inner jaxpr, before its equations are processed."""
-        body = inner.jaxpr
-        values = [None if var is None else self._get(var) for var in inner.operands]
-        name = equation.primitive.name
-        if name == "scan":
-            consts, carried = scan_counts(equation.params)
-            loop = consts + carried
-            for index in range(consts, loop):
-                if body.outvars[index - consts] is not body.invars[index]:
-                    values[index] = None
-            values[loop:] = map(self._row, values[loop:])
-        elif name == "while":
-            values = [None] * len(values)
-        for var, outer, value in zip(body.invars, inner.operands, values, strict=True):
-            # Inside a `shard_map`, a variable is a part of the array.
-            same = outer is not None and (
-                name == "scan" or getattr(outer.aval, "shape", None) == var.aval.shape
-            )
-            self._set(var, value if same else None)
-
-    def leave(self, equation: Equation, inner: Inner) -> None:
-        """Sets the results of an equation, after those of its inner jaxpr."""
-        is_loop = equation.primitive.name in ("scan", "while", "cond", "shard_map")
-        for var, result in zip(inner.jaxpr.outvars, inner.results, strict=True):
-            if result is not None:
-                self._set(result, None if is_loop else self._get(var))
-
-    def forget(self, variables: Iterable[Any]) -> None:
-        """Marks the values of variables as unknown."""
-        for var in variables:
-            self._set(var, None)
+    def __init__(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        inputs: Sequence[np.ndarray | None] = (),
+        stops: Callable[[Equation], bool] = lambda _: False,
+    ) -> None:
+        self.jaxpr, consts = jaxpr_body(jaxpr)
+        self._body = Body(jaxpr)
+        self.stops = stops
+        # The scope, the equation and its part that contain this scope.
+        self._outer: tuple[Scope, Equation, Inner] | None = None
+        self._inside: dict[int, list[Scope]] = {}
+        self._values: dict[Atom, _Value] = dict(zip(self.jaxpr.invars, inputs, strict=False))
+        self._values |= zip(self.jaxpr.constvars, map(_array, consts), strict=False)
 
     def value(self, var: Atom) -> np.ndarray | None:
         """Returns the value of a variable; None if it depends on an input, or is too large."""
-        return _evaluated(self._get(var))
-
-    def _get(self, var: Atom) -> _Value:
-        return np.asarray(var.val, var.aval.dtype) if is_literal(var) else self._values.get(var)
-
-    def _set(self, var: Atom, value: _Value) -> None:
-        if value is None:
-            self._values.pop(var, None)
-        else:
-            self._values[var] = value
-
-    def _row(self, value: _Value) -> _Value:
-        """Returns the value in each step of a loop, if it is the same in all steps."""
-        array = _evaluated(value)
-        if array is None or not len(array) or not (array == array[:1]).all():
+        try:
+            return _evaluated(self._find(var))
+        except RecursionError:  # The value depends on thousands of operations, unlike a mask.
             return None
-        return array[0]
+
+    def inside(self, equation: Equation) -> list[Scope]:
+        """Returns the scopes of the jaxprs in an equation of this scope."""
+        if id(equation) not in self._inside:
+            scopes = self._inside[id(equation)] = []
+            for inner in inners(equation):
+                scope = Scope(inner.jaxpr, stops=self.stops)
+                scope._outer = self, equation, inner
+                scopes.append(scope)
+        return self._inside[id(equation)]
+
+    def _find(self, var: Atom) -> _Value:
+        if is_literal(var):
+            return np.asarray(var.val, var.aval.dtype)
+        if var not in self._values:
+            maker = self._body.maker(var)
+            self._values[var] = self._argument(var) if maker is None else self._result(maker, var)
+        return self._values[var]
+
+    def _argument(self, var: Atom) -> _Value:
+        if self._outer is None or var not in self.jaxpr.invars:
+            return None
+        outer, equation, inner = self._outer
+        position = self.jaxpr.invars.index(var)
+        source = inner.operands[position]
+        if source is None or equation.primitive.name == "while":
+            return None
+        if equation.primitive.name == "scan":
+            first, last = inner.carried.start, inner.carried.stop
+            if position >= last:
+                return _row(_evaluated(outer._find(source)))
+            is_changed = position >= first and self.jaxpr.outvars[position - first] is not var
+            return None if is_changed else outer._find(source)
+        # Inside a `shard_map`, a variable is a part of the array.
+        return outer._find(source) if source.aval.shape == var.aval.shape else None
+
+    def _result(self, equation: Equation, var: Atom) -> _Value:
+        index = equation.outvars.index(var)
+        # A collective, such as the index of a device, has an effect.
+        if equation.effects or self.stops(equation):
+            return None
+        inside = self.inside(equation)
+        if inside:
+            is_entered = equation.primitive.name in _ENTERED
+            return inside[0]._find(inside[0].jaxpr.outvars[index]) if is_entered else None
+        operands = []
+        for operand in equation.invars:
+            value = self._find(operand)
+            if value is None:
+                return None
+            operands.append(value)
+        node = _Node(equation, operands)
+        for number, result in enumerate(equation.outvars):
+            self._values[result] = node, number
+        return node, index
 
 
-def walk(jaxpr: Jaxpr | ClosedJaxpr, known: Known, names: Path = ()) -> Iterator[tuple[Any, Path]]:
-    """Yields each equation of a jaxpr with its name scopes; inner equations follow.
-
-    While an equation is yielded, `known` contains the values of its operands.
-
-    Args:
-      jaxpr: open or closed.
-      known: values of its variables; it processes every equation.
-      names: scopes of the equation that contains the jaxpr.
-    """
-    known.bind_constants(jaxpr)
-    for equation in jaxpr_body(jaxpr)[0].eqns:
-        scopes = (*names, *scope_names(str(equation.source_info.name_stack)))
-        yield equation, scopes
-        if not sub_jaxprs(equation):
-            known.step(equation)
-            continue
-        for inner in inners(equation):
-            known.enter(equation, inner)
-            yield from walk(inner.jaxpr, known, scopes)
-            known.leave(equation, inner)
+def _row(array: np.ndarray | None) -> np.ndarray | None:
+    """Returns the value in each step of a loop, if it is the same in all steps."""
+    is_same = array is not None and len(array) and (array == array[:1]).all()
+    return array[0] if array is not None and is_same else None
 
 
 def _array(value: object) -> np.ndarray | None:
@@ -167,34 +141,41 @@ def _array(value: object) -> np.ndarray | None:
 # ---------------------------------------------------------------------------
 
 
+class _Node:
+    """Equation whose operands are known, and its results after they are computed."""
+
+    def __init__(self, equation: Equation, operands: list[Any]) -> None:
+        self.equation, self.operands = equation, operands
+
+    @functools.cached_property
+    def results(self) -> list[np.ndarray]:
+        """The results of the equation; an empty list if they cannot be computed."""
+        known = [_evaluated(operand) for operand in self.operands]
+        operands = [operand for operand in known if operand is not None]
+        avals = [var.aval for var in self.equation.outvars]
+        sizes = [getattr(aval, "size", 0) * aval.dtype.itemsize for aval in avals]
+        if len(operands) < len(known) or max(sizes, default=0) > _LARGEST:
+            return []
+        if self.equation.primitive.name in _PLACEMENTS:
+            return operands
+        # The mesh of the program is not necessarily that of this machine.
+        is_placed = sharding_of_result(self.equation) is not None
+        changes = {"sharding": None} if is_placed else {}
+        try:
+            with jax.default_device(jax.devices("cpu")[0]):
+                results = bind(self.equation, operands, **changes)
+            many = isinstance(results, (list, tuple))
+            return list(map(np.asarray, results if many else [results]))
+        except Exception:
+            # For example a PRNG key, which has no elements, or a callback to another machine.
+            return []
+
+
 def _evaluated(value: _Value) -> np.ndarray | None:
     if not isinstance(value, tuple):
         return value
     node, index = value
-    if node.results is None:
-        node.results = _results(node)
     return node.results[index] if node.results else None
-
-
-def _results(node: _Node) -> list[np.ndarray]:
-    """Computes the results of an equation; an empty list if they cannot be computed."""
-    known = [_evaluated(operand) for operand in node.operands]
-    operands = [operand for operand in known if operand is not None]
-    avals = [var.aval for var in node.equation.outvars]
-    sizes = [getattr(aval, "size", 0) * aval.dtype.itemsize for aval in avals]
-    if len(operands) < len(known) or max(sizes, default=0) > _LARGEST:
-        return []
-    if node.equation.primitive.name in _PLACEMENTS:
-        return operands
-    # The mesh of the program is not necessarily that of this machine.
-    params = {k: None if k == "sharding" else v for k, v in node.equation.params.items()}
-    try:
-        with jax.default_device(jax.devices("cpu")[0]):
-            results = node.equation.primitive.bind(*operands, **params)
-        return list(map(np.asarray, results if isinstance(results, (list, tuple)) else [results]))
-    except Exception:
-        # For example a PRNG key, which has no elements, or a callback to another machine.
-        return []
 
 
 # Primitives that return their operand, on other devices.

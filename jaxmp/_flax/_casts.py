@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, bits, is_16bit, wide_dtype
+from jaxmp._core._dtypes import FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._core._wide_dot import is_weak_float32, strongly_typed, weakly_typed, wide_product
+from jaxmp._core._wide_dot import is_weak_float32, strongly_typed, weakly_typed
 from jaxmp._flax._layer_table import LayerTraits, is_flax
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
@@ -122,19 +120,11 @@ def resolve_module(
     )
 
 
-@functools.cache
-def restores_inputs(policies: PolicyMap) -> bool:
-    """Returns True if some modules cast inputs to 16 bits and others receive such inputs uncast."""
-    holders = (policies.default, *policies.rules)
-    widths = {bits(holder.compute_dtype) for holder in holders if holder.compute_dtype is not None}
-    return min(widths) <= 16 and (max(widths) > 16 or any(holder.keep_inputs for holder in holders))
-
-
 # ---------------------------------------------------------------------------
 # Casts
 # ---------------------------------------------------------------------------
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 IsLeaf: TypeAlias = Callable[[Any], bool] | None
 
 
@@ -151,7 +141,7 @@ def cast_tree(
     """
 
     def cast_array(leaf: object) -> object:
-        if not isinstance(leaf, _ARRAYS):
+        if not isinstance(leaf, ARRAYS):
             return leaf
         leaf = canonical(leaf) if leaf.dtype == FLOAT64 else leaf
         return cast_leaf(leaf, dtype) if is_castable(leaf, cast_float64) else leaf
@@ -174,7 +164,7 @@ def keeps_dtype(operands: PyTree, cast_float64: bool, is_leaf: IsLeaf = None) ->
     """
     uncast = _COMPLEX if cast_float64 else _COMPLEX | {FLOAT64}
     leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
-    return any(isinstance(leaf, _ARRAYS) and canonical(leaf).dtype in uncast for leaf in leaves)
+    return any(isinstance(leaf, ARRAYS) and canonical(leaf).dtype in uncast for leaf in leaves)
 
 
 def cast_like(tree: PyTree, like: PyTree, cast_float64: bool = False) -> PyTree:
@@ -192,52 +182,6 @@ def cast_like(tree: PyTree, like: PyTree, cast_float64: bool = False) -> PyTree:
         saturating_cast(leaf, model.dtype) if castable(leaf) and castable(model) else leaf
         for leaf, model in pairs
     )
-
-
-def cast_inputs(
-    module_policy: ModulePolicy,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    is_leaf: IsLeaf = None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Casts the arguments of a method to the module's input dtype.
-
-    The carries of recurrent modules, and arguments in `keep_inputs`, are not cast.
-
-    Args:
-      module_policy: of the module.
-      method: name of the method.
-      args, kwargs: its arguments.
-      is_leaf: as in `jax.tree.map`.
-    """
-    # Positions below `carried`, and the argument called `carry`, are recurrent state.
-    carried, carry = 0, ""
-    if module_policy.traits.is_cell and method == "__call__":
-        carried, carry = 1, "carry"
-    elif module_policy.traits.is_rnn:
-        carry = "initial_carry"
-    cast_in = functools.partial(
-        cast_tree,
-        dtype=module_policy.input_dtype,
-        cast_float64=module_policy.policy.cast_float64,
-        is_leaf=is_leaf,
-        cast_leaf=_cast_input,
-    )
-    kept = module_policy.kept(method)
-    return tuple(
-        value if index < carried or index in kept.positions else cast_in(value)
-        for index, value in enumerate(args)
-    ), {
-        name: value if name == carry or name in kept.names else cast_in(value)
-        for name, value in kwargs.items()
-    }
-
-
-def _cast_input(leaf: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
-    """Casts an argument, unless `jit` made it from a Python number, which has no dtype."""
-    is_number = jnp.ndim(leaf) == 0 and getattr(leaf, "weak_type", False)
-    return leaf if is_number else saturating_cast(leaf, dtype)
 
 
 def ignores_dtype(module_policy: ModulePolicy) -> bool:
@@ -287,7 +231,7 @@ def widen_outputs(
       is_leaf: as in `jax.tree.map`.
     """
     arguments = jax.tree.leaves(incoming, is_leaf=is_leaf)
-    known = {(leaf.shape, leaf.dtype) for leaf in arguments if isinstance(leaf, _ARRAYS)}
+    known = {(leaf.shape, leaf.dtype) for leaf in arguments if isinstance(leaf, ARRAYS)}
     resolved = module_policy.resolved
 
     def widen(leaf: Any, dtype: Any) -> Any:
@@ -303,9 +247,8 @@ def split_carry(
     module: Any,
     method: str,
     out: PyTree,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    scanned: bool = False,
+    incoming: tuple[tuple[Any, ...], dict[str, Any]],
+    lifted: str = "",
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Separates the carry of a recurrent module from its result.
 
@@ -316,17 +259,20 @@ def split_carry(
       module: the module.
       method: name of the method.
       out: its result.
-      args, kwargs: its arguments before any cast.
-      scanned: True if the module is the body of a scan.
+      incoming: its arguments before any cast.
+      lifted: the transformation of Linen whose body is called, such as "scan(block)".
 
     Returns:
       The part of the result to cast; and the function that adds the carry, in its incoming dtypes.
     """
+    args, kwargs = incoming
+    if "while_loop(" in lifted and args:
+        carry = cast_like(out, args[0])
+        return (), lambda _: carry
     if type(out) is not tuple or len(out) != 2:
         return out, lambda result: result
-    if scanned or (traits.is_cell and method == "__call__"):
-        incoming = args[0] if args else kwargs.get("carry")
-        carry = cast_like(out[0], incoming)
+    if "scan(" in lifted or (traits.is_cell and method == "__call__"):
+        carry = cast_like(out[0], args[0] if args else kwargs.get("carry"))
         return out[1], lambda result: (carry, result)
     if traits.is_rnn and _returns_carry(module, kwargs):
         return out[1], lambda result: (out[0], result)
@@ -354,136 +300,3 @@ def written_back(value: Array, read: Array, stored: Array) -> Array:
     if value.dtype != read.dtype or value.shape != read.shape:
         return wide
     return jnp.where(value == read, stored, wide)
-
-
-# ---------------------------------------------------------------------------
-# Errors of JAX under a policy
-# ---------------------------------------------------------------------------
-
-_NOTE = "jaxmp: "
-# JAX's messages for an operation that has no 16-bit form; the last one is that of JAX 0.10.
-_NO_16BIT = re.compile(r"(\w+) does not accept dtype|(\w+) input must be|Unsupported dtype")
-
-
-def explain_mismatch(
-    error: Exception,
-    module_policy: ModulePolicy,
-    path: tuple[str, ...],
-    cls: type,
-    arguments: Mapping[str, Any],
-    is_param: IsLeaf = None,
-    method: str = "",
-) -> None:
-    """Adds a note to an error of JAX about the dtypes of a module that computes in 16 bits.
-
-    Either two dtypes do not match, or an operation such as `lu` or `rfft` has no 16-bit form. The
-    note contains the module, the arguments concerned and the fix.
-
-    Args:
-      error: raised by a method of the module.
-      module_policy, path, cls: those of the module.
-      arguments: name -> value of the method's arguments.
-      is_param: returns True for a parameter in the arguments; a policy casts it when it is read.
-      method: name of the method, if it is not a forward pass, so that its arguments are not cast.
-    """
-    compute, text = module_policy.policy.compute_dtype, str(error)
-    has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
-    refusal = _NO_16BIT.search(text)
-    concerns = compute.name in text and ("float32" in text or refusal is not None)
-    if not (is_16bit(compute) and concerns) or has_note:
-        return
-    name = "/".join(path)
-    subtree = f"{name}/**" if path else "**"
-    where = f"the module {name!r}" if path else "the root module"
-    start = (
-        f"{_NOTE}this happened in {cls.__name__}, {where}, which computes in {compute} under its "
-        f"policy ({module_policy.policy})"
-    )
-    if refusal is not None:
-        operation = next(filter(None, refusal.groups()), "the operation")
-        error.add_note(f"{start}. {_fix_operand(operation, name, arguments)}")
-        return
-    lines = [f"{start}; another array is float32."]
-    if "carry" in text:
-        lines.append(
-            "Create the initial carry of the loop in the dtype of what the loop computes: "
-            "jnp.zeros(shape, x.dtype), not jnp.zeros(shape). If the loop calls a module that "
-            "returns the next carry, you can also let it return float32: "
-            f"Rule({'/'.join((*path, '*'))!r}, 'o=f32')."
-        )
-        if module_policy.policy.fp32_outputs_below:
-            lines.append(
-                f"Layers with fewer than {module_policy.policy.fp32_outputs_below} outputs return "
-                f"float32. If they compute the carry: Rule({subtree!r}, fp32_outputs_below=0)."
-            )
-    wide = _float32_names(arguments, is_param)
-    if method:
-        lines.append(
-            f"The method {method!r} is not a forward pass, so its arguments are not cast, but "
-            "modules return 16 bits. Convert their results: self(x).astype(jnp.float32). Or "
-            f"declare the method as a forward pass: Rule({name!r}, forward_methods=[{method!r}])."
-        )
-    elif wide:
-        lines.append(
-            f"Its arguments contain float32 arrays that are not cast: {', '.join(wide)}. Create "
-            f"them in the compute dtype: jnp.zeros(shape, jnp.{compute})."
-        )
-    lines.append(f"Or compute this module in float32: Rule({subtree!r}, 'c=f32').")
-    error.add_note(" ".join(lines))
-
-
-def _fix_operand(operation: str, name: str, arguments: Mapping[str, Any]) -> str:
-    """Returns the fix for an operation without a 16-bit form in the module called `name`."""
-    arrays = [key for key, value in arguments.items() if is_castable(value)]
-    kept = repr(arrays[0]) if arrays else "'x'"
-    return (
-        f"JAX does not compute {operation} in 16 bits. Convert its operand in the module: "
-        f"x.astype(jnp.float32). If the operand is an argument of the module, do not cast it: "
-        f"Rule({name!r}, keep_inputs=[{kept}])."
-    )
-
-
-def _float32_names(arguments: Mapping[str, Any], is_param: IsLeaf) -> list[str]:
-    """Returns the names of float32 arrays in arguments, such as `cache[0].k_cache`; at most 3."""
-    names = [
-        name + jax.tree_util.keystr(key_path)
-        for name, value in arguments.items()
-        for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=is_param)
-        if isinstance(leaf, _ARRAYS) and leaf.dtype == FLOAT32
-    ]
-    return names[:3] + ["..."] * (len(names) > 3)
-
-
-def named_arguments(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the arguments of a call by name."""
-    try:
-        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        return {**{f"args[{index}]": arg for index, arg in enumerate(args)}, **kwargs}
-
-
-# ---------------------------------------------------------------------------
-# Wide outputs: 16-bit operands, FP32 result
-# ---------------------------------------------------------------------------
-
-
-@functools.cache
-def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., jax.Array]:
-    """Returns `product` with results in `wide`; one object per dtype, so equal modules stay equal.
-
-    Args:
-      product: a function of two operands with the option `preferred_element_type`.
-      wide: dtype of the result.
-    """
-
-    def operator(lhs: jax.Array, rhs: jax.Array, *args: object, **kwargs: object) -> jax.Array:
-        def bound(
-            lhs: Array, rhs: Array, preferred_element_type: DTypeLike | None = None
-        ) -> jax.Array:
-            return product(lhs, rhs, *args, **kwargs, preferred_element_type=preferred_element_type)
-
-        return wide_product(bound, lhs, rhs, wide)
-
-    return operator

@@ -52,6 +52,30 @@ class _LayerFunction:
     # Returns the layer's state; None for a scaling without state.
     state: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)
 
+    def _multiply(
+        self,
+        product: Callable[..., jax.Array],
+        in_fp8: Callable[..., jax.Array],
+        operands: tuple[jax.Array, jax.Array],
+        preferred: DTypeLike | None,
+        sizes: tuple[int, int, str],
+    ) -> jax.Array:
+        """Computes the dot of a layer, in FP8 if its sizes allow it.
+
+        Args:
+          product: function of the operands that computes the dot without FP8.
+          in_fp8: the same function in FP8, which also accepts a state.
+          operands: input and kernel.
+          preferred: argument `preferred_element_type` of the dot.
+          sizes: from `einsum_sizes`.
+        """
+        k, n, exclusion = sizes
+        if not decide(self.scaling, self.path, k, n, exclusion):
+            return _plain(product, *operands, self.wide, preferred)
+        wide = _result_dtype(*operands, preferred, self.wide)
+        state = {} if self.state is None else {"state": self.state()}
+        return in_fp8(*operands, preferred_element_type=wide, **state)
+
 
 class LayerDot(_LayerFunction):
     """Replacement of a Flax layer's `dot_general`."""
@@ -66,18 +90,14 @@ class LayerDot(_LayerFunction):
         **options: Any,
     ) -> jax.Array:
         dims = make_dims(lhs, rhs, dimension_numbers)
-        sizes = lambda axes: math.prod(rhs.shape[axis] for axis in axes)
-        if decide(self.scaling, self.path, sizes(dims.contract[1]), sizes(dims.free(1))):
-            wide = _result_dtype(lhs, rhs, preferred_element_type, self.wide)
-            if self.state is not None:
-                options["state"] = self.state()
-            return dot_general(self.scaling)(
-                lhs, rhs, dimension_numbers, precision, wide, **options
-            )
-        product = functools.partial(
-            lax.dot_general, dimension_numbers=dimension_numbers, precision=precision, **options
+        k, n = (
+            math.prod(rhs.shape[axis] for axis in axes) for axes in (dims.contract[1], dims.free(1))
         )
-        return _plain(product, lhs, rhs, self.wide, preferred_element_type)
+        options |= {"dimension_numbers": dimension_numbers, "precision": precision}
+        product, in_fp8 = (
+            functools.partial(fn, **options) for fn in (lax.dot_general, dot_general(self.scaling))
+        )
+        return self._multiply(product, in_fp8, (lhs, rhs), preferred_element_type, (k, n, ""))
 
 
 class LayerEinsum(_LayerFunction):
@@ -92,22 +112,12 @@ class LayerEinsum(_LayerFunction):
         preferred_element_type: DTypeLike | None = None,
         **options: Any,
     ) -> jax.Array:
-        k = n = 0
-        try:
-            (_, contract), (_, batch) = plan_einsum(equation, lhs.ndim, rhs.ndim).numbers
-        except JaxmpError as error:
-            exclusion = str(error)
-        else:
-            exclusion = ""
-            k = math.prod(rhs.shape[axis] for axis in contract)
-            n = rhs.size // max(k * math.prod(rhs.shape[axis] for axis in batch), 1)
-        if decide(self.scaling, self.path, k, n, exclusion):
-            wide = _result_dtype(lhs, rhs, preferred_element_type, self.wide)
-            if self.state is not None:
-                options["state"] = self.state()
-            return einsum(self.scaling)(equation, lhs, rhs, precision, wide, **options)
-        product = functools.partial(jnp.einsum, equation, precision=precision, **options)
-        return _plain(product, lhs, rhs, self.wide, preferred_element_type)
+        product, in_fp8 = (
+            functools.partial(fn, equation, precision=precision, **options)
+            for fn in (jnp.einsum, einsum(self.scaling))
+        )
+        sizes = einsum_sizes(equation, lhs.ndim, rhs.shape)
+        return self._multiply(product, in_fp8, (lhs, rhs), preferred_element_type, sizes)
 
 
 def einsum_sizes(

@@ -6,9 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxmp._audit._share import matrix_elements
-from jaxmp._audit._trace import trace
-from jaxmp._core._jaxprs import equations
+from jaxmp._core._jaxprs import equations, trace
 from jaxmp._core._matmuls import MATMULS
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import ModulePolicy
@@ -20,6 +18,7 @@ from jaxmp._flax._fp8_layers import (
     warn_if_unused,
 )
 from jaxmp._flax._layer_table import CONV
+from jaxmp._flax._share import matrix_elements
 from jaxmp._policies._resolve import PolicyMap
 
 # Classes of models that were reported, and their policies.
@@ -37,11 +36,9 @@ def fp8_decisions(
     return decisions(is_fp8 and not path and (cls, policies) not in _reported)
 
 
-def note_weights(
-    module_policy: ModulePolicy, path: tuple[str, ...], own: Callable[[], Iterable[Any]]
-) -> None:
+def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) -> None:
     """Records a module with a policy for FP8 and weights, `own()`, that no FP8 dot multiplies."""
-    traits, cls = module_policy.traits, module_policy.cls
+    traits, cls, path = module_policy.traits, module_policy.cls, module_policy.resolved.path
     if not is_recording() or module_policy.resolved.scaling is None:
         return
     has_fp8 = traits.fp8_call is not None or getattr(traits.dot, "fp8", None) is not None
@@ -50,7 +47,7 @@ def note_weights(
     if not (has_fp8 or is_part or traits.is_norm or traits.embedding) and matrix_elements(own()):
         is_conv = traits.dot is CONV
         why = "FP8 has no convolutions" if is_conv else f"{cls.__name__} {UNKNOWN_DOT}"
-        note_unsupported("/".join(path), why)
+        note_unsupported(path, why)
 
 
 def warn_of_model(
@@ -75,7 +72,7 @@ def _multiplies_without_fp8(fn: Callable[..., Any], args: PyTree, kwargs: Any) -
     """Traces a function again, because a layer that was jitted before records no decision."""
     # A model that cannot be traced a second time probably has matmuls.
     with contextlib.suppress(Exception):
-        traced = list(equations(trace(fn, args, kwargs).closed))
+        traced = list(equations(trace(fn, args, kwargs)))
         names = {equation.primitive.name for equation in traced}
         casts = (str(equation.params.get("new_dtype")) for equation in traced)
         return not names.isdisjoint(MATMULS) and not any("float8" in dtype for dtype in casts)

@@ -1,7 +1,7 @@
 """Table of layer classes: the properties of a class that do not depend on the policy.
 
 `_linen_layers` and `_nnx_layers` contain the rows of Flax's own classes. Users add rows with
-`jaxmp.linen.register_layer` and `jaxmp.nnx.register_layer`.
+`jaxmp.register_layer`.
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ class LayerTraits:
 # ---------------------------------------------------------------------------
 
 
+FUNCTION = "jaxmp.register_layer"
+
+
 class LayerTable:
     """The rows of one framework.
 
@@ -116,13 +119,12 @@ class LayerTable:
 
     def __init__(
         self,
-        framework: str,
         module_class: type,
         rows: Mapping[type, LayerTraits],
         flax_dtype: Callable[[type], str],
         check_attribute: Callable[[type, str, str], None] = lambda *_: None,
     ) -> None:
-        self._framework, self._module_class = framework, module_class
+        self._module_class = module_class
         self._rows = {cls: dataclasses.replace(row, layer=cls) for cls, row in rows.items()}
         self._flax_dtype, self._check_attribute = flax_dtype, check_attribute
         # The traits of all classes that have been used under a policy.
@@ -196,36 +198,28 @@ class LayerTable:
 
     # -- checks ---------------------------------------------------------------------------------
 
-    @property
-    def _function(self) -> str:
-        return f"jaxmp.{self._framework}.register_layer"
-
     def _check_class(self, cls: object) -> None:
-        if isinstance(cls, type) and issubclass(cls, self._module_class):
-            if hasattr(cls, "_jaxmp_class"):
-                raise CompositionError(
-                    f"{self._function} received the class of a wrapped model. Register the class "
-                    f"itself: {self._function}({cls.__name__}, ...)."
-                )
-            return
-        kind, framework = type(cls), f"flax.{self._framework}.Module"
         if isinstance(cls, self._module_class):
-            fix = f"Pass its class: {self._function}({kind.__name__}, ...)"
-        elif isinstance(cls, type) and cls.__module__.startswith("flax"):
-            fix = f"Pass a subclass of {framework}"
-        else:
-            fix = (
-                f"Pass a subclass of {framework}; for the other framework use "
-                f"jaxmp.{'nnx' if self._framework == 'linen' else 'linen'}.register_layer"
+            name = type(cls).__name__
+            raise CompositionError(
+                f"{FUNCTION} received a model instead of a class. Pass its class: "
+                f"{FUNCTION}({name}, ...)."
             )
-        raise CompositionError(
-            f"{self._function} received {cls!r}, which is not a subclass of {framework}. {fix}."
-        )
+        if not isinstance(cls, type) or not issubclass(cls, self._module_class):
+            raise CompositionError(
+                f"{FUNCTION} received {cls!r}. Pass a subclass of flax.linen.Module or "
+                "flax.nnx.Module."
+            )
+        if hasattr(cls, "_jaxmp_class"):
+            raise CompositionError(
+                f"{FUNCTION} received the class of a wrapped model. Register the class itself: "
+                f"{FUNCTION}({cls.__name__}, ...)."
+            )
 
     def _check_name(self, cls: type, argument: str, name: object) -> None:
         if not isinstance(name, str) or not name.isidentifier():
             raise CompositionError(
-                f"{self._function}({cls.__name__}, {argument}={name!r}): {argument} must be the "
+                f"{FUNCTION}({cls.__name__}, {argument}={name!r}): {argument} must be the "
                 f"name of an attribute, for example {argument}={argument!r}."
             )
         self._check_attribute(cls, argument, name)
@@ -235,23 +229,23 @@ class LayerTable:
     ) -> None:
         if not changes:
             raise CompositionError(
-                f"{self._function}({cls.__name__}) specifies nothing about the class. Pass at "
+                f"{FUNCTION}({cls.__name__}) specifies nothing about the class. Pass at "
                 "least one property, for example norm=True or dot_general='dot_general'."
             )
         if both:
             raise CompositionError(
-                f"{self._function}({cls.__name__}): a layer has one dot. Pass either dot_general "
+                f"{FUNCTION}({cls.__name__}): a layer has one dot. Pass either dot_general "
                 "or einsum, not both."
             )
         if row.is_norm and row.dot is not None:
             raise CompositionError(
-                f"{self._function}({cls.__name__}): a norm computes in FP32, but "
+                f"{FUNCTION}({cls.__name__}): a norm computes in FP32, but "
                 f"{row.dot.name!r} would run in FP8. Pass either norm=True or the attribute of a "
                 "dot, not both."
             )
         if row.dot is not None and not row.kernel:
             raise CompositionError(
-                f"{self._function}({cls.__name__}): the name of the parameter that "
+                f"{FUNCTION}({cls.__name__}): the name of the parameter that "
                 f"{row.dot.name!r} multiplies by is missing. Pass it too, for example "
                 "kernel='kernel'."
             )
@@ -259,14 +253,14 @@ class LayerTable:
     def _check_unused(self, cls: type) -> None:
         if cls in self._rows:
             raise CompositionError(
-                f"{self._function}: {cls.__module__}.{cls.__qualname__} has a row with other "
+                f"{FUNCTION}: {cls.__module__}.{cls.__qualname__} has a row with other "
                 "values already. Register a class once; to change the row of a class of Flax, "
                 "register a subclass of it."
             )
         users = [used for used in self._used if issubclass(used, cls)]
         if users:
             raise CompositionError(
-                f"{self._function}: {users[0].__module__}.{users[0].__qualname__} has been used "
+                f"{FUNCTION}: {users[0].__module__}.{users[0].__qualname__} has been used "
                 "under a policy already, and compiled functions depend on it. Register "
                 f"{cls.__name__} directly below its definition, before a model is wrapped."
             )

@@ -13,19 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype
 
+from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
-from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp._core._typing import PyTree
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._attention import AttentionFunction, attention_function
-from jaxmp._flax._casts import ModulePolicy, is_complex, wide_operator, written_back
+from jaxmp._flax._casts import ModulePolicy, is_complex, written_back
+from jaxmp._flax._dots import Promotion, wide_operator
 from jaxmp._flax._fp8_layers import (
     LayerDot,
     LayerEinsum,
     linen_dot,
-    promote_around_kernel,
     quantizes_float32_kernels,
 )
+from jaxmp._flax._method_call import MethodCall
 
 _UNSET = object()
 
@@ -73,7 +74,7 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
     if traits.attention_fn:
         current, default = getattr(module, traits.attention_fn), nn.dot_product_attention
         path = module_policy.resolved.path
-        function = attention_function(current, default, AttentionFunction, policy, path)
+        function = attention_under_policy(current, default, policy, path)
         fields[traits.attention_fn] = function
     if traits.caches:
         fields["variable"] = _casting_variable(weakref.ref(module), module_policy)
@@ -195,69 +196,30 @@ def _has_default_dot(module: nn.Module, name: str) -> bool:
     return is_default and getattr(module, f"{name}_cls", None) is None
 
 
-@dataclasses.dataclass(frozen=True)
-class Promotion:
-    """Flax's `promote_dtype` for a layer with another dot."""
-
-    # Dtype of the result, to which biases are cast; None: the compute dtype.
-    wide: np.dtype | None
-    # An FP32 kernel is not cast.
-    keeps_kernel: bool
-
-    def __call__(
-        self, *arrays: Array | None, dtype: DTypeLike | None = None, inexact: bool = True
-    ) -> list[Array | None]:
-        count = len(arrays) if self.wide is None else 2
-        operands, biases = arrays[:count], arrays[count:]
-        if self.keeps_kernel:
-            flax_promote = lambda arrays, **options: promote_dtype(*arrays, **options)
-            promoted = promote_around_kernel(flax_promote, operands, dtype, inexact)
-        else:
-            promoted = promote_dtype(*operands, dtype=dtype, inexact=inexact)
-        wide_biases = [None if bias is None else jnp.asarray(bias, self.wide) for bias in biases]
-        return promoted + wide_biases
-
-
 # ---------------------------------------------------------------------------
 # Methods that a policy replaces
 # ---------------------------------------------------------------------------
 
 
-def method_under_policy(
-    module: nn.Module,
-    module_policy: ModulePolicy,
-    method: str,
-    call: Callable[..., Any],
-    *,
-    at_boundary: bool,
-    is_overridden: bool,
-    keeps_dtype: bool,
-) -> Callable[..., Any]:
-    """Returns the function that replaces a method of a Flax layer.
+def method_under_policy(under_policy: MethodCall, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that replaces `call`, a method of a Flax layer.
 
     A method that a user overrides in a subclass is called as it is.
-
-    Args:
-      module: a bound module.
-      module_policy: its policy.
-      method: name of the method.
-      call: the method.
-      at_boundary: the caller is another module.
-      is_overridden: the policy replaces the author's dtypes.
-      keeps_dtype: the operands require the dtype that the author of the model chose.
     """
-    traits, resolved = module_policy.traits, module_policy.resolved
+    module, module_policy = under_policy.module, under_policy.module_policy
+    traits, resolved, method = module_policy.traits, module_policy.resolved, under_policy.method
     if not traits.embedding and traits.fp8_call is None:
         return call
     if getattr(author_class(module), method, None) is not getattr(traits.layer, method, call):
         return call
+    at_boundary, wide = under_policy.at_boundary, resolved.wide_output
     if method == "attend" and traits.embedding:
-        if at_boundary and resolved.wide_output is not None and not keeps_dtype:
-            return _wide_attend(module, resolved.wide_output)
-    elif method == "__call__" and is_overridden:
+        if at_boundary and wide is not None and not under_policy.keeps_dtype:
+            return _wide_attend(module, wide)
+    elif method == "__call__" and under_policy.is_overridden:
         if resolved.scaling is not None and traits.fp8_call is not None:
-            args = resolved.scaling, resolved.wide_output, resolved.path
-            return traits.fp8_call(module, linen_dot(LayerEinsum, module, *args))
+            dot = linen_dot(LayerEinsum, module, resolved.scaling, wide, resolved.path)
+            return traits.fp8_call(module, dot)
         if at_boundary and _looks_up_float32(module, module_policy):
             return _lookup(module, module_policy, call)
     return call

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxmp._autocast._trace import trace
 from jaxmp._core._compat import context
 from jaxmp._core._trees import is_castable, leaves_with_path, parameter_path
-from jaxmp._core._typing import Array, PyTree
+from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import cast_like
 from jaxmp._flax._linen_interceptor import Plain
 from jaxmp._flax._linen_layers import LINEN_LAYERS
@@ -100,17 +101,8 @@ def module_paths(
     rngs: PyTree,
     outputs: dict[str, int | None],
 ) -> dict[str, type | None]:
-    """Implements `jaxmp.linen.module_paths`; adds the numbers of outputs to `outputs`."""
+    """Lists every path that a rule can match; adds the numbers of outputs to `outputs`."""
     paths: dict[str, type | None] = {}
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-
-    def init(rngs: PyTree, values: list[Array]) -> PyTree:
-        filled = leaves.copy()
-        for index, value in zip(arrays, values, strict=True):
-            filled[index] = value
-        args, kwargs = structure.unflatten(filled)
-        return model.init(rngs, *args, **kwargs)
 
     def record(
         call: Callable[..., PyTree],
@@ -126,8 +118,9 @@ def module_paths(
             outputs[path] = LINEN_LAYERS.outputs(where.module)
         return call(*args, **kwargs)
 
+    rngs = jax.random.key(0) if rngs is None else rngs
     with context(policies=Plain(object())), nn.intercept_methods(record):
-        rngs = jax.random.key(0) if rngs is None else rngs
-        variables = jax.eval_shape(init, rngs, [leaves[index] for index in arrays])
+        traced = trace(model.init, (rngs, *args), dict(kwargs))
+    variables = traced.results(traced.closed.out_avals)
     names = [path for path, _ in leaves_with_path(variables.get("params", {}))]
     return {**paths, **dict.fromkeys(map(parameter_path, names))}

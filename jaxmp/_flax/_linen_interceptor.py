@@ -12,31 +12,20 @@ import flax.linen as nn
 import jax
 from flax.core import Scope
 
-from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32
 from jaxmp._core._compat import current_context
-from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import (
     ModulePolicy,
-    cast_inputs,
-    cast_like,
-    cast_outputs,
-    explain_mismatch,
-    ignores_dtype,
     is_complex,
     keeps_dtype,
-    named_arguments,
     resolve_module,
-    restores_inputs,
-    split_carry,
-    widen_outputs,
 )
-from jaxmp._flax._fp8_use import note_weights
-from jaxmp._flax._linen_fields import author_class, method_under_policy, prepare
+from jaxmp._flax._linen_fields import method_under_policy, prepare
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes
-from jaxmp._flax._originals import Originals, noted, originals_of, with_originals
+from jaxmp._flax._method_call import MethodCall
+from jaxmp._flax._share import Suspect, are_many
 from jaxmp._policies._device import check_device
 from jaxmp._policies._precision import matmul_precision, precision_scope
 from jaxmp._policies._resolve import PolicyMap
@@ -103,7 +92,7 @@ def _check_bridge(module: nn.Module, path: Path) -> None:
         raise CompositionError(
             f"The ToLinen at {'/'.join(path)!r} contains an NNX {name}, which Linen policies "
             "do not reach. Apply its policies inside the bridge: nnx.bridge.to_linen(lambda *args, "
-            f"**kwargs: jaxmp.nnx.apply_policy({name}(*args, **kwargs), policies), ...)."
+            f"**kwargs: recipe.wrap({name}(*args, **kwargs)), ...)."
         )
 
 
@@ -112,16 +101,11 @@ def _check_bridge(module: nn.Module, path: Path) -> None:
 # ---------------------------------------------------------------------------
 
 
-class _Frame(NamedTuple):
-    module: nn.Module
-    path: Path
-    precision: str | None
-    # The call is that of a function, to which a lifted transformation passes the module.
-    is_function: bool
-    # The operands of the layer require the dtype that the author of the model chose.
-    keeps_dtype: bool
-    # The call is part of a forward pass of the module, whose arguments have been cast.
-    is_forward: bool
+class _LinenCall(MethodCall):
+    @staticmethod
+    def own_params(module: Any) -> list[Any]:
+        own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
+        return jax.tree.leaves(own)
 
 
 class PolicyInterceptor:
@@ -131,7 +115,7 @@ class PolicyInterceptor:
         check_device(root.policies)
         self.root = root
         self.scope = scope
-        self.frames: list[_Frame] = []
+        self.frames: list[MethodCall] = []
         self.module_policies: dict[Any, ModulePolicy] = {}
         origin = root.origin
         self.types: dict[Path, type] = {
@@ -141,8 +125,7 @@ class PolicyInterceptor:
         self.by_subtree = any(rule.subtree for rule in root.policies.rules)
         self.by_path = is_by_path(root.policies)
         # Modules that appear to ignore the dtype of their policy.
-        self.suspects: dict[Path, Suspect] = {}
-        self.restores = restores_inputs(root.policies)
+        self.suspects: dict[str, Suspect] = {}
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
 
     def __call__(
@@ -165,77 +148,24 @@ class PolicyInterceptor:
             key_scopes(module)
         if method == "setup":
             return call(*args, **kwargs)
-        body = self._lifted_body(module)
-        is_function = not hasattr(type(module), method)
-        caller = self._own_caller(module, path)
-        is_inside = is_function or (caller is not None and caller.is_forward)
-        at_boundary = not is_inside and module_policy.is_forward(method)
-        incoming = args, kwargs
-        originals: Originals = {}
-        if at_boundary and is_overridden:
-            if self.restores:
-                args, kwargs = with_originals(module_policy, method, args, kwargs, None)
-            uncast = args, kwargs
-            args, kwargs = cast_inputs(module_policy, method, args, kwargs)
-            if self.restores and is_16bit(module_policy.input_dtype):
-                originals = originals_of(uncast, (args, kwargs), None)
-        call = method_under_policy(
+        under_policy = _LinenCall(
             module,
             module_policy,
             method,
-            call,
-            at_boundary=at_boundary,
-            is_overridden=is_overridden,
-            keeps_dtype=keeps_dtype,
+            self._own_caller(module_policy),
+            is_overridden,
+            keeps_dtype,
+            self.suspects,
+            is_function=not hasattr(type(module), method),
+            lifted=self._lifted_body(module),
         )
-        precision = matmul_precision(module_policy.policy, self.precision)
-        is_forward = is_inside or at_boundary
-        frame = _Frame(module, path, precision, is_function, keeps_dtype, is_forward)
-        with self._entered(frame), noted(originals):
-            try:
-                out = call(*args, **kwargs)
-            except (TypeError, ValueError, NotImplementedError) as error:
-                arguments = named_arguments(call, args, kwargs)
-                cls, other = author_class(module), "" if is_forward else method
-                explain_mismatch(error, module_policy, path, cls, arguments, method=other)
-                raise
-        out, carry = self._split_carry(module_policy, module, method, body, out, *incoming)
-        expects_16bit = is_overridden and ignores_dtype(module_policy)
-        if expects_16bit and not is_inside and returns_float32(out):
-            self._suspect(module, path, "" if at_boundary else method)
-        if at_boundary:
-            note_weights(module_policy, path, lambda: _own_params(module))
-        if at_boundary and (is_overridden or module_policy.resolved.casts_output):
-            out = cast_outputs(module_policy, out)
-        elif is_overridden and not is_function and caller is None:
-            out = widen_outputs(module_policy, out, incoming)
-        return carry(out)
-
-    def _suspect(self, module: Any, path: Path, method: str) -> None:
-        elements = matrix_elements(_own_params(module))
-        if elements:
-            cls = author_class(module)
-            self.suspects[path] = Suspect("/".join(path), cls.__name__, elements, method)
+        call = method_under_policy(under_policy, call)
+        return under_policy.run(call, args, kwargs, self._entered(under_policy))
 
     def many_suspects(self) -> list[Suspect]:
         """Returns the modules that appear to ignore their policy, if they own many parameters."""
         suspects = list(self.suspects.values())
         return suspects if suspects and are_many(suspects, _params(self.scope)) else []
-
-    def _split_carry(
-        self,
-        module_policy: ModulePolicy,
-        module: nn.Module,
-        method: str,
-        body: str,
-        out: PyTree,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-    ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-        if "while_loop(" in body and args:
-            carry = cast_like(out, args[0])
-            return (), lambda _: carry
-        return split_carry(module_policy.traits, module, method, out, args, kwargs, "scan(" in body)
 
     # -- location of the call -----------------------------------------------------------------
 
@@ -245,11 +175,11 @@ class PolicyInterceptor:
         inside = path[:depth] == self.root.path
         return self.root.origin.path + path[depth:] if inside else path
 
-    def _own_caller(self, module: nn.Module, path: Path) -> _Frame | None:
+    def _own_caller(self, module_policy: ModulePolicy) -> MethodCall | None:
         """Returns the enclosing call if a module calls its own method; otherwise None."""
         callers = (frame for frame in reversed(self.frames) if not frame.is_function)
         caller = next(callers, None)
-        is_own = caller and (caller.path, type(caller.module)) == (path, type(module))
+        is_own = caller is not None and caller.module_policy is module_policy
         return caller if is_own else None
 
     def _lifted_body(self, module: Any) -> str:
@@ -261,11 +191,12 @@ class PolicyInterceptor:
         return debug_path[-1] if lifted and debug_path else ""
 
     @contextlib.contextmanager
-    def _entered(self, frame: _Frame) -> Iterator[None]:
-        outer = self.frames[-1].precision if self.frames else self.precision
+    def _entered(self, frame: MethodCall) -> Iterator[None]:
+        precision = lambda frame: matmul_precision(frame.module_policy.policy, self.precision)
+        outer = precision(self.frames[-1]) if self.frames else self.precision
         self.frames.append(frame)
         try:
-            with precision_scope(frame.precision, outer):
+            with precision_scope(precision(frame), outer):
                 yield
         finally:
             self.frames.pop()
@@ -281,12 +212,7 @@ class PolicyInterceptor:
         wide = module_policy.policy.cast_float64
         if keeps_dtype(operands, wide) or is_complex(getattr(module, "param_dtype", None)):
             return True
-        return self._has_unusual_params and keeps_dtype(_params(module.scope), wide)
-
-    @functools.cached_property
-    def _has_unusual_params(self) -> bool:
-        """True if parameters of the model may require the dtype that its author chose."""
-        return keeps_dtype(_params(self.scope), False)
+        return keeps_dtype(_params(module.scope), wide)
 
     def _module_policy(self, module: nn.Module, path: Path) -> ModulePolicy:
         cls = type(module)
@@ -312,17 +238,3 @@ class PolicyInterceptor:
 
 def _params(scope: Scope) -> PyTree:
     return scope.variables().get(PARAMS, {})
-
-
-def _own_params(module: Any) -> list[Any]:
-    """Returns the parameters of a module without those of its submodules."""
-    own = [leaf for leaf in _params(module.scope).values() if not isinstance(leaf, Mapping)]
-    return jax.tree.leaves(own)
-
-
-def nested(variables: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the variables of a module at `path` as variables of the enclosing model."""
-    tree: dict[str, Any] = dict(variables)
-    for name in reversed(path):
-        tree = {collection: {name: values} for collection, values in tree.items()}
-    return tree

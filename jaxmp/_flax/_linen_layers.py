@@ -51,7 +51,7 @@ def _check_field(cls: type, argument: str, name: str) -> None:
     if argument != "kernel" and name not in fields:
         own = [field for field in fields if field not in ("parent", "name")]
         raise CompositionError(
-            f"jaxmp.linen.register_layer({cls.__name__}, {argument}={name!r}): the class has no "
+            f"jaxmp.register_layer({cls.__name__}, {argument}={name!r}): the class has no "
             f"field {name!r}. Its fields are {', '.join(map(repr, own)) or 'none'}. Add the field "
             f"to {cls.__name__}, for example {_FIELDS[argument].format(name)}."
         )
@@ -64,4 +64,4 @@ _FIELDS = {
     "attention_fn": "{}: Callable = flax.linen.dot_product_attention",
 }
 
-LINEN_LAYERS = LayerTable("linen", nn.Module, ROWS, _flax_dtype, _check_field)
+LINEN_LAYERS = LayerTable(nn.Module, ROWS, _flax_dtype, _check_field)

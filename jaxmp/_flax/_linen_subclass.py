@@ -13,7 +13,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxmp._audit._share import warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import cast_outputs, resolve_module
@@ -24,6 +23,8 @@ from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyIntercept
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._linen_scopes import is_by_path, key_scopes, modules_in
 from jaxmp._flax._shardings import constrain_variables
+from jaxmp._flax._share import warn_if_low
+from jaxmp._policies._device import check_gradient
 from jaxmp._policies._resolve import PolicyMap
 
 # ---------------------------------------------------------------------------
@@ -61,14 +62,6 @@ def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Origin) -> ty
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__reduce__": nn.nowrap(_reduce),
-        "__getattribute__": nn.nowrap(_make_lookup(cls.__getattribute__)),
-        "__getattr__": nn.nowrap(_make_lookup(cls.__getattr__)),
-        "__post_init__": nn.nowrap(_make_post_init(cls)),
-        "clone": nn.nowrap(_make_clone(cls)),
-        "apply": nn.nowrap(_make_apply(cls)),
-        "init_with_output": nn.nowrap(_make_init_with_output(cls)),
-        "tabulate": nn.nowrap(_make_tabulate(cls)),
         "_jaxmp_class": cls,
         "_jaxmp_policies": policies,
         "_jaxmp_origin": origin,
@@ -77,7 +70,7 @@ def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Origin) -> ty
         # Decisions on the layers of a call of the whole model, until `apply` reports them.
         "_jaxmp_fp8": (),
     }
-    return type(cls.__name__, (cls,), members)
+    return type(cls.__name__, (_UnderPolicies, cls), members)
 
 
 def _methods(cls: type[nn.Module]) -> list[str]:
@@ -122,6 +115,7 @@ def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
         return
     if is_by_path(root.policies):
         key_scopes(module)
+    check_gradient(root.policies, lambda: module.variables.get("params", {}))
     interceptor, cls = PolicyInterceptor(root, module.scope), type(module)
     fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin.path)
     with fp8 as rows, nn.intercept_methods(interceptor), context(policies=root):
@@ -134,30 +128,6 @@ def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
 def _root_of(module: Any) -> Root:
     path = module.__dict__.get("_jaxmp_root_path", module.scope.path)
     return make_root(type(module)._jaxmp_policies, path, type(module)._jaxmp_origin)
-
-
-def _make_apply(cls: type[nn.Module]) -> Callable[..., Any]:
-    @functools.wraps(cls.apply)
-    def apply(
-        self: nn.Module,
-        variables: PyTree,
-        *args: PyTree,
-        method: str | Callable[..., PyTree] | None = None,
-        **kwargs: PyTree,
-    ) -> PyTree:
-        variables = constrain_variables(variables, self.__dict__.get("_jaxmp_shardings", {}))
-        call = functools.partial(cls.apply, self, method=_method_of_apply(self, method))
-        out = call(variables, *args, **kwargs)
-        wrapped: Any = type(self)
-        suspects, rows = wrapped._jaxmp_suspects, wrapped._jaxmp_fp8
-        if suspects:
-            wrapped._jaxmp_suspects = ()
-            warn_if_low(cls, suspects, 2, call, variables, *args, **kwargs)
-        key = cls, wrapped._jaxmp_policies
-        warn_of_model(key, rows, 2, (call, (variables, *args), kwargs))
-        return out
-
-    return apply
 
 
 def _method_of_apply(
@@ -213,21 +183,16 @@ _FLAX_NAMES = frozenset(
 )
 
 
-def _make_lookup(inherited: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """Returns `__getattribute__`, or `__getattr__`, whose submodules have policies."""
-
-    @functools.wraps(inherited)
-    def lookup(self: nn.Module, name: str) -> Any:
-        if name in _FLAX_NAMES or name.startswith("__") or self.scope is None:
-            return inherited(self, name)
-        active = current_context().policies
-        if isinstance(active, Plain) or active == _root_of(self):
-            return inherited(self, name)
-        with _entered(self):
-            value = inherited(self, name)
-        return _with_policies(self, value)
-
-    return lookup
+def _lookup(module: Any, name: str, inherited: Callable[[str], Any]) -> Any:
+    """Returns an attribute of a wrapped module; submodules have policies."""
+    if name in _FLAX_NAMES or name.startswith("__") or module.scope is None:
+        return inherited(name)
+    active = current_context().policies
+    if isinstance(active, Plain) or active == _root_of(module):
+        return inherited(name)
+    with _entered(module):
+        value = inherited(name)
+    return _with_policies(module, value)
 
 
 def _with_policies(owner: nn.Module, value: PyTree) -> PyTree:
@@ -264,23 +229,6 @@ def is_wrapped(module: nn.Module) -> bool:
     return hasattr(type(module), "_jaxmp_class")
 
 
-def _make_clone(cls: type[nn.Module]) -> Callable[..., Any]:
-    @functools.wraps(cls.clone)
-    def clone(self: nn.Module, **changes: Any) -> nn.Module:
-        with context(policies=Plain()), _author_fields_in(self):
-            copy = cls.clone(self, **changes)
-        if "_jaxmp_shardings" in self.__dict__:
-            object.__setattr__(copy, "_jaxmp_shardings", self.__dict__["_jaxmp_shardings"])
-        if "_jaxmp_root_path" not in self.__dict__:
-            return copy
-        # A submodule that leaves its model keeps its policies; inside, the model applies them.
-        is_unbound = copy.scope is None
-        object.__setattr__(copy, "__class__", _taken_out(self) if is_unbound else cls)
-        return copy
-
-    return clone
-
-
 @contextlib.contextmanager
 def _author_fields_in(module: nn.Module) -> Iterator[None]:
     """Runs a block in which a module, and the modules in its fields, have their author's values."""
@@ -312,67 +260,102 @@ def _taken_out(module: Any) -> type[nn.Module]:
     return wrapped_class(cls._jaxmp_class, cls._jaxmp_policies, origin)
 
 
-def _make_post_init(cls: type[nn.Module]) -> Callable[..., None]:
-    @functools.wraps(cls.__post_init__)
-    def __post_init__(self: nn.Module) -> None:
-        with context(policies=Plain()):
-            cls.__post_init__(self)
-
-    return __post_init__
-
-
-def _reduce(self: Any) -> tuple[Any, ...]:
-    cls = type(self)
-    key = cls._jaxmp_class, cls._jaxmp_policies, cls._jaxmp_origin
-    return _rebuild, key, self.__getstate__()
-
-
 def _rebuild(cls: type[nn.Module], policies: PolicyMap, origin: Origin = WHOLE) -> nn.Module:
     return object.__new__(wrapped_class(cls, policies, origin))
 
 
 # ---------------------------------------------------------------------------
-# Initialization, with the dtypes that the author of the model chose
+# Methods of all wrapped classes
 # ---------------------------------------------------------------------------
 
+_TABULATE_OPTIONS = frozenset(inspect.signature(nn.Module.tabulate).parameters)
+# To a type checker, `super()` has all attributes.
+_Base: Any = object
 
-def _make_init_with_output(cls: type[nn.Module]) -> Callable[..., Any]:
-    @functools.wraps(cls.init_with_output)
+
+class _UnderPolicies(_Base):
+    """First base of a wrapped class; the class that the author of the model wrote follows."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return _lookup(self, name, super().__getattribute__)
+
+    def __getattr__(self, name: str) -> Any:
+        return _lookup(self, name, super().__getattr__)
+
+    def __post_init__(self) -> None:
+        with context(policies=Plain()):
+            super().__post_init__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        cls: Any = type(self)
+        key = cls._jaxmp_class, cls._jaxmp_policies, cls._jaxmp_origin
+        return _rebuild, key, self.__getstate__()
+
+    def clone(self, **changes: Any) -> nn.Module:
+        """Copies the module. Fields that a policy replaced have their author's values."""
+        module: Any = self
+        with context(policies=Plain()), _author_fields_in(module):
+            copy = super().clone(**changes)
+        if "_jaxmp_shardings" in self.__dict__:
+            object.__setattr__(copy, "_jaxmp_shardings", self.__dict__["_jaxmp_shardings"])
+        if "_jaxmp_root_path" not in self.__dict__:
+            return copy
+        # A submodule that leaves its model keeps its policies; inside, the model applies them.
+        cls = _taken_out(module) if copy.scope is None else module._jaxmp_class
+        object.__setattr__(copy, "__class__", cls)
+        return copy
+
+    def apply(
+        self,
+        variables: PyTree,
+        *args: PyTree,
+        method: str | Callable[..., PyTree] | None = None,
+        **kwargs: PyTree,
+    ) -> PyTree:
+        """Applies the module to variables under its policies."""
+        module: Any = self
+        variables = constrain_variables(variables, self.__dict__.get("_jaxmp_shardings", {}))
+        call = functools.partial(super().apply, method=_method_of_apply(module, method))
+        out = call(variables, *args, **kwargs)
+        wrapped: Any = type(self)
+        suspects, rows = wrapped._jaxmp_suspects, wrapped._jaxmp_fp8
+        if suspects:
+            wrapped._jaxmp_suspects = ()
+            warn_if_low(wrapped._jaxmp_class, suspects, 2, call, variables, *args, **kwargs)
+        key = wrapped._jaxmp_class, wrapped._jaxmp_policies
+        warn_of_model(key, rows, 2, (call, (variables, *args), kwargs))
+        return out
+
     def init_with_output(
-        self: nn.Module,
+        self,
         rngs: PyTree,
         *args: PyTree,
         method: str | Callable[..., PyTree] | None = None,
         **kwargs: PyTree,
     ) -> tuple[PyTree, PyTree]:
+        """Initializes the module, in the dtypes that the author of the model chose."""
+        module: Any = self
+        initialize = super().init_with_output
+
         def init(*, plain: bool) -> tuple[PyTree, PyTree]:
-            called = method if plain else _method_of_apply(self, method)
-            return cls.init_with_output(self, rngs, *args, method=called, **kwargs)
+            called = method if plain else _method_of_apply(module, method)
+            return initialize(rngs, *args, method=called, **kwargs)
 
         if "_jaxmp_tabulated" in self.__dict__:
             return init(plain=False)
         if isinstance(current_context().policies, Plain):
             return init(plain=True)
         if method is None:
-            check_required_rules(self, rngs, args, kwargs)
+            check_required_rules(module, rngs, args, kwargs)
         with context(policies=Plain()):
             out, variables = init(plain=True)
-        variables = add_policy_state(self, variables, lambda: init(plain=False)[1])
-        return _cast_to_output(self, out), variables
+        variables = add_policy_state(module, variables, lambda: init(plain=False)[1])
+        return _cast_to_output(module, out), variables
 
-    return init_with_output
-
-
-_TABULATE_OPTIONS = frozenset(inspect.signature(nn.Module.tabulate).parameters)
-
-
-def _make_tabulate(cls: type[nn.Module]) -> Callable[..., str]:
-    @functools.wraps(cls.tabulate)
-    def tabulate(self: nn.Module, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> str:
+    def tabulate(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> str:
+        """Returns Flax's table of the module under its policies."""
         called_with = {key: kwargs[key] for key in kwargs if key not in _TABULATE_OPTIONS}
         check_required_rules(self, rngs, args, called_with)
-        shown = self.clone()
+        shown: Any = self.clone()
         object.__setattr__(shown, "_jaxmp_tabulated", True)
-        return cls.tabulate(shown, rngs, *args, **kwargs)
-
-    return tabulate
+        return super(_UnderPolicies, shown).tabulate(rngs, *args, **kwargs)

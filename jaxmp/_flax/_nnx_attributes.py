@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
-from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._attention import AttentionFunction, attention_function
-from jaxmp._flax._casts import ModulePolicy, wide_operator
-from jaxmp._flax._fp8_layers import promote_around_kernel, quantizes_float32_kernels
-from jaxmp._flax._layer_table import EINSUM_OP, PREFERRED, DotAttribute, LayerTraits
+from jaxmp._attention._layer import attention_under_policy
+from jaxmp._core._typing import DTypeLike
+from jaxmp._flax._casts import ModulePolicy
+from jaxmp._flax._dots import Promotion, wide_operator
+from jaxmp._flax._fp8_layers import quantizes_float32_kernels
+from jaxmp._flax._layer_table import PREFERRED, DotAttribute, LayerTraits
 from jaxmp._flax._nnx_bound import ATTRIBUTE, AUTHOR_KEPT, Bound, Path, bound_of
 from jaxmp._flax._nnx_cast_on_read import cast_on_read
 from jaxmp._flax._nnx_fp8 import set_fp8_state
@@ -95,8 +90,7 @@ def _changes(module: nnx.Module, module_policy: ModulePolicy) -> dict[str, Any]:
     if traits.attention_fn in attributes:
         current, default = attributes[traits.attention_fn], nnx.dot_product_attention
         policy, path = module_policy.policy, module_policy.resolved.path
-        make = functools.partial(AttentionFunction, intermediates=nnx.Intermediate)
-        function = attention_function(current, default, make, policy, path)
+        function = attention_under_policy(current, default, policy, path)
         changes[traits.attention_fn] = function
     return changes | _dot_changes(attributes, module_policy)
 
@@ -131,8 +125,7 @@ def _wide_changes(attributes: dict[str, Any], dot: DotAttribute, wide: np.dtype)
         return {}
     function: Any = wide
     if dot.function is not None and attributes.get(dot.name) in (None, dot.function):
-        is_einsum = dot.function is EINSUM_OP.function
-        function = _wide_einsum(wide) if is_einsum else wide_operator(dot.function, wide)
+        function = wide_operator(dot.function, wide)
     elif PREFERRED.name in attributes:
         dot = PREFERRED
     else:
@@ -141,39 +134,3 @@ def _wide_changes(attributes: dict[str, Any], dot: DotAttribute, wide: np.dtype)
     if "promote_dtype" in attributes:
         changes["promote_dtype"] = Promotion(wide, False)
     return changes
-
-
-@dataclasses.dataclass(frozen=True)
-class Promotion:
-    """Flax's `promote_dtype` for a layer with another dot."""
-
-    # Dtype of the result, to which biases are cast; None: the compute dtype.
-    wide: np.dtype | None
-    # An FP32 kernel is not cast.
-    keeps_kernel: bool
-
-    def __call__(
-        self,
-        arrays: tuple[Array | None, ...],
-        /,
-        *,
-        dtype: DTypeLike | None = None,
-        inexact: bool = True,
-    ) -> tuple[Array | None, ...]:
-        count = len(arrays) if self.wide is None else 2
-        operands, biases = arrays[:count], arrays[count:]
-        if self.keeps_kernel:
-            flax_promote = lambda arrays, **options: flax_promote_dtype(tuple(arrays), **options)
-            promoted = promote_around_kernel(flax_promote, operands, dtype, inexact)
-        else:
-            promoted = flax_promote_dtype(operands, dtype=dtype, inexact=inexact)
-        wide_biases = (None if bias is None else jnp.asarray(bias, self.wide) for bias in biases)
-        return (*promoted, *wide_biases)
-
-
-@functools.cache
-def _wide_einsum(wide: np.dtype) -> Callable[..., jax.Array]:
-    def einsum(equation: str, lhs: jax.Array, rhs: jax.Array, **options: Any) -> jax.Array:
-        return wide_product(functools.partial(jnp.einsum, equation, **options), lhs, rhs, wide)
-
-    return einsum

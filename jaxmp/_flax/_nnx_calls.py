@@ -7,58 +7,40 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmp._audit._share import Suspect, are_many, matrix_elements, returns_float32, warn_if_low
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._casts import (
-    ModulePolicy,
-    cast_inputs,
-    cast_outputs,
-    explain_mismatch,
-    ignores_dtype,
     is_complex,
     keeps_dtype,
-    named_arguments,
-    restores_inputs,
-    split_carry,
-    widen_outputs,
 )
-from jaxmp._flax._fp8_use import fp8_decisions, note_weights, warn_of_model
-from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, Path, bound_of
+from jaxmp._flax._fp8_use import fp8_decisions, warn_of_model
+from jaxmp._flax._method_call import MethodCall
+from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
-from jaxmp._flax._originals import Originals, noted, originals_of, with_originals
-from jaxmp._policies._device import check_device
+from jaxmp._flax._share import Suspect, are_many, warn_if_low
+from jaxmp._policies._device import check_device, check_gradient
 from jaxmp._policies._precision import matmul_precision, precision_scope
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp.errors import RecipeWarning
-
-
-class _Frame(NamedTuple):
-    bound: Bound
-    precision: str | None
-    # The operands of the layer require the dtype that the author of the model chose.
-    keeps_dtype: bool
-    # The call is part of a forward pass of the module, whose arguments have been cast.
-    is_forward: bool
 
 
 class _Frames(threading.local):
     """Calls of wrapped modules that a thread is running, the innermost last."""
 
     def __init__(self) -> None:
-        self.stack: list[_Frame] = []
+        self.stack: list[MethodCall] = []
         # Modules of the running model that appear to ignore the dtype of their policy.
-        self.suspects: dict[Path, Suspect] = {}
+        self.suspects: dict[str, Suspect] = {}
         # The precision of FP32 matmuls outside of all these calls.
         self.ambient: str | None = None
 
@@ -70,12 +52,19 @@ _WITHIN = contextlib.nullcontext(())
 _OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
 
 
-def _is_opaque(value: object) -> bool:
-    return isinstance(value, _OPAQUE)
+class _NnxCall(MethodCall):
+    @staticmethod
+    def is_leaf(value: object) -> bool:
+        return isinstance(value, _OPAQUE)
 
+    @staticmethod
+    def is_param(value: object) -> bool:
+        return isinstance(value, nnx.Param)
 
-def _is_param(value: object) -> bool:
-    return isinstance(value, nnx.Param)
+    @staticmethod
+    def own_params(module: Any) -> list[Any]:
+        own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
+        return [value.get_raw_value() for value in own]
 
 
 def call_method(
@@ -95,75 +84,49 @@ def call_method(
       call: the method, bound to the module.
       args, kwargs: its arguments.
     """
-    module_policy = bound.module_policy
     caller = _frames.stack[-1] if _frames.stack else None
-    caller = caller if caller and caller.bound == bound else None
-    is_inside = caller is not None and caller.is_forward
-    at_boundary = not is_inside and module_policy.is_forward(name)
-    incoming = args, kwargs
+    caller = caller if caller and bound_of(caller.module) == bound else None
     if caller is None:
         _check_containers(bound, module)
-    as_author = at_boundary and _keeps_dtype(module, module_policy, incoming)
+    is_forward = caller is None or not caller.is_forward
+    is_forward = is_forward and bound.module_policy.is_forward(name)
+    as_author = is_forward and _keeps_dtype(module, bound, (args, kwargs))
     is_overridden = bound.is_overridden and not as_author
-    originals: Originals = {}
-    wide = module_policy.resolved.wide_output
-    if at_boundary and is_overridden:
-        restores = restores_inputs(bound.policies)
-        if restores:
-            args, kwargs = with_originals(module_policy, name, args, kwargs, _is_opaque)
-        uncast = args, kwargs
-        args, kwargs = cast_inputs(module_policy, name, args, kwargs, _is_opaque)
-        if restores and is_16bit(module_policy.input_dtype):
-            originals = originals_of(uncast, (args, kwargs), _is_opaque)
-    if as_author:
-        call = functools.partial(_call_as_author, bound, module, name)
-    elif at_boundary and is_overridden and name == "__call__" and _looks_up_float32(bound, module):
-        call = functools.partial(_lookup, bound, module)
-    elif at_boundary and wide is not None and name == "attend" and _is_flax_embedding(bound, name):
-        call = _wide_attend(module, wide)
-    is_forward = is_inside or at_boundary
+    under_policy = _NnxCall(
+        module, bound.module_policy, name, caller, is_overridden, as_author, _frames.suspects
+    )
+    call = _replaced(under_policy, bound, call)
     is_whole = not _frames.stack and name == "__call__"
     fp8 = fp8_decisions(bound.cls, bound.policies, bound.path) if is_whole else _WITHIN
-    with fp8 as rows, _entered(bound, name, as_author, is_forward), noted(originals):
-        try:
-            out = call(*args, **kwargs)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            arguments = named_arguments(call, args, kwargs), _is_param, "" if is_forward else name
-            explain_mismatch(error, module_policy, bound.path, bound.cls, *arguments)
-            raise
-        if at_boundary:
-            note_weights(module_policy, bound.path, lambda: _own_params(module))
+    with fp8 as rows:
+        out = under_policy.run(call, args, kwargs, _entered(under_policy, bound))
     if rows:
-        again = _call_again, (module, name, *incoming), {}
+        again = _call_again, (module, name, args, kwargs), {}
         warn_of_model((bound.cls, bound.policies), rows, 3, again)
-    out, carry = split_carry(module_policy.traits, module, name, out, *incoming)
-    expects_16bit = is_overridden and ignores_dtype(module_policy)
-    if expects_16bit and not is_inside and returns_float32(out):
-        _suspect(bound, module, "" if at_boundary else name)
     if _frames.suspects and not _frames.stack:
-        _report_suspects(bound, module, name, *incoming)
-    if at_boundary and (is_overridden or module_policy.resolved.casts_output):
-        out = cast_outputs(module_policy, out, _is_opaque)
-    elif is_overridden and caller is None:
-        out = widen_outputs(module_policy, out, incoming, _is_opaque)
-    return carry(out)
+        _report_suspects(bound, module, name, args, kwargs)
+    return out
+
+
+def _replaced(
+    under_policy: MethodCall, bound: Bound, call: Callable[..., PyTree]
+) -> Callable[..., PyTree]:
+    """Returns the function that replaces `call`, a method of a Flax layer."""
+    module, name = under_policy.module, under_policy.method
+    wide = bound.module_policy.resolved.wide_output
+    if under_policy.keeps_dtype:
+        return functools.partial(_call_as_author, bound, module, name)
+    if not under_policy.at_boundary:
+        return call
+    if under_policy.is_overridden and name == "__call__" and _looks_up_float32(bound, module):
+        return functools.partial(_lookup, bound, module)
+    if wide is not None and name == "attend" and _is_flax_embedding(bound, name):
+        return _wide_attend(module, wide)
+    return call
 
 
 # Models whose share of FLOPs in 16 bits was counted.
 _counted: set[tuple[type, PolicyMap]] = set()
-
-
-def _own_params(module: nnx.Module) -> Iterator[Any]:
-    """Yields the parameters of a module without those of its submodules."""
-    own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
-    return (value.get_raw_value() for value in own)
-
-
-def _suspect(bound: Bound, module: nnx.Module, method: str) -> None:
-    elements = matrix_elements(_own_params(module))
-    if elements:
-        path = "/".join(bound.path)
-        _frames.suspects[bound.path] = Suspect(path, bound.cls.__name__, elements, method)
 
 
 def _report_suspects(
@@ -202,19 +165,17 @@ def _check_containers(bound: Bound, module: nnx.Module) -> None:
                 return
 
 
-def _keeps_dtype(module: nnx.Module, module_policy: ModulePolicy, operands: PyTree) -> bool:
+def _keeps_dtype(module: nnx.Module, bound: Bound, operands: PyTree) -> bool:
     """Returns True if a Flax layer, or an enclosing one, computes in its author's dtype."""
     if _frames.stack and _frames.stack[-1].keeps_dtype:
         return True
-    name = module_policy.traits.dtype
+    name = bound.module_policy.traits.dtype
     if not name:
         return False
-    bound, attributes = bound_of(module), vars(module)
-    assert bound is not None
-    author = dict(bound.author).get(name, attributes.get(name))
-    params = [v.get_raw_value() for v in attributes.values() if isinstance(v, nnx.Param)]
-    cast_float64 = module_policy.policy.cast_float64
-    return is_complex(author) or keeps_dtype((params, operands), cast_float64, _is_opaque)
+    author = dict(bound.author).get(name, vars(module).get(name))
+    cast_float64 = bound.module_policy.policy.cast_float64
+    values = _NnxCall.own_params(module), operands
+    return is_complex(author) or keeps_dtype(values, cast_float64, _NnxCall.is_leaf)
 
 
 def _call_as_author(
@@ -270,21 +231,22 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
 
 
 @contextlib.contextmanager
-def _entered(bound: Bound, method: str, keeps_dtype: bool, is_forward: bool) -> Iterator[None]:
+def _entered(frame: MethodCall, bound: Bound) -> Iterator[None]:
     """Runs one method under its precision and name scope, and a forward pass under its policies."""
     stack = _frames.stack
     if not stack:
         check_device(bound.policies)
+        check_gradient(bound.policies, lambda: nnx.state(frame.module, nnx.Param))
         _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
-    outer = stack[-1].precision if stack else _frames.ambient
-    precision = matmul_precision(bound.module_policy.policy, _frames.ambient)
+    precision = lambda frame: matmul_precision(frame.module_policy.policy, _frames.ambient)
+    outer = precision(stack[-1]) if stack else _frames.ambient
     active = current_context().policies == bound.policies
     policies = context(policies=bound.policies)
-    policies = policies if is_forward and not active else contextlib.nullcontext()
-    scope = _named(bound, method)
-    stack.append(_Frame(bound, precision, keeps_dtype, is_forward))
+    policies = policies if frame.is_forward and not active else contextlib.nullcontext()
+    scope = _named(bound, frame.method)
+    stack.append(frame)
     try:
-        with policies, precision_scope(precision, outer), scope:
+        with policies, precision_scope(precision(frame), outer), scope:
             yield
     finally:
         stack.pop()
@@ -292,7 +254,7 @@ def _entered(bound: Bound, method: str, keeps_dtype: bool, is_forward: bool) -> 
 
 def _named(bound: Bound, method: str) -> contextlib.AbstractContextManager[Any]:
     """Opens a name scope with the module's path below its caller, as Linen does."""
-    caller = _frames.stack[-1].bound if _frames.stack else None
+    caller = bound_of(_frames.stack[-1].module) if _frames.stack else None
     names = bound.path or (bound.cls.__name__,)
     if caller is not None and caller.policies == bound.policies:
         if caller.path == bound.path:

@@ -106,7 +106,7 @@ def read_fp8_state(module: nnx.Module, dot: LayerDot | LayerEinsum) -> dict[str,
         raise CompositionError(
             f"{scaling} finds no state for {dot.path!r}: its attributes {PREFIX}* have been "
             "removed. Apply the policy again: "
-            "jaxmp.nnx.apply_policy(model, policies)."
+            "recipe.wrap(model)."
         ) from None
     first = state[names[0]]
     if jnp.ndim(first) and jnp.shape(first) != ACTIVE_AMAX:

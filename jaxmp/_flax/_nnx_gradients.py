@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from operator import getitem
 from typing import Any
 
 import jax
@@ -109,7 +111,6 @@ class _Call:
         # The caller's Variables and arrays, each once; paths start with the index of the object.
         self.paths: tuple[Any, ...] = tuple(flat.paths)
         self.leaves: list[Any] = list(flat.leaves)
-        self.index = {path: i for i, path in enumerate(self.paths)}
         self.values = [_value(leaf) for leaf in self.leaves]
         self._classify()
 
@@ -166,10 +167,9 @@ class _Call:
             if i not in self.filters:
                 out.append(arg)
                 continue
-            states = [self._state(k, self.differentiated[k]) for k in range(len(self.objects))]
-            params = put_objects(arg, list(map(nnx.as_pure, states)))
+            params = put_objects(arg, list(map(self._nested, self.differentiated.values())))
             overwritten = {
-                str(k): nnx.as_pure(self._state(k, self.overwritten[k]))
+                str(k): self._nested(self.overwritten[k])
                 for k in ref_indices(arg)
                 if self.overwritten[k]
             }
@@ -178,19 +178,40 @@ class _Call:
             out.append(params)
         return out
 
-    def _state(self, k: int, indices: list[int]) -> nnx.State[Any, Any] | nnx.Variable[Any]:
-        """Returns the Variables of object `k` at `indices`: an `nnx.State` or the object itself."""
-        if isinstance(self.objects[k], nnx.Variable):
-            return self.leaves[indices[0]] if indices else nnx.State({})
-        return nnx.from_flat_state([(self.paths[i][1:], self.leaves[i]) for i in indices])
+    def _nested(self, indices: list[int]) -> PyTree:
+        """Returns the values of leaves of one object by their paths."""
+        if indices and not self._path(indices[0]):
+            return self.values[indices[0]]  # The object is a Variable.
+        return nnx.as_pure(nnx.from_flat_state([(self._path(i), self.leaves[i]) for i in indices]))
 
-    def _indices(self, k: int, state: Any) -> Iterator[tuple[int, Any]]:
-        """Yields each Variable of a state from `_state`, with its index in `leaves`."""
-        if isinstance(self.objects[k], nnx.Variable):
-            yield self.index[(k,)], state
-            return
-        for path, leaf in nnx.to_flat_state(state):
-            yield self.index[(k, *path)], leaf
+    def _path(self, i: int) -> tuple[Any, ...]:
+        """Returns the path of a leaf in its object."""
+        return self.paths[i][1:]
+
+    def _variables(self, arg: PyTree, pure: PyTree) -> tuple[PyTree, list[tuple[Any, PyTree]]]:
+        """Puts the arrays of a differentiated argument into Variables.
+
+        Returns:
+          The structure of the argument; and each of its leaves with its value, which is a dict of
+          index and Variable for an object.
+        """
+        params, overwritten = _overwritten.split(pure)
+        structure = jax.tree.structure(arg, is_leaf=is_ref)
+        rows = []
+        for leaf, value in zip(
+            jax.tree.leaves(arg, is_leaf=is_ref), structure.flatten_up_to(params), strict=True
+        ):
+            if is_ref(leaf):
+                k = leaf.index
+                states = {i: value for i in self.differentiated[k]}
+                if overwritten is not None:
+                    states |= {i: overwritten[str(k)] for i in self.overwritten[k]}
+                value = {
+                    i: _renewed(self.leaves[i], functools.reduce(getitem, self._path(i), state))
+                    for i, state in states.items()
+                }
+            rows.append((leaf, value))
+        return structure, rows
 
     def _inner_leaves(self, pure_args: Sequence[Any], carried: Sequence[Any]) -> list[Any]:
         """Creates Variables around the arrays with which the function is differentiated."""
@@ -198,20 +219,9 @@ class _Call:
         for i, value in zip(self.carried, carried, strict=True):
             inner[i] = _renewed(self.leaves[i], value)
         for i in self.filters:
-            params, overwritten = _overwritten.split(pure_args[i])
-            treedef = jax.tree.structure(self.args[i], is_leaf=is_ref)
-            refs = jax.tree.leaves(self.args[i], is_leaf=is_ref)
-            for ref, value in zip(refs, treedef.flatten_up_to(params), strict=True):
-                if not is_ref(ref):
-                    continue
-                groups = [(self.differentiated[ref.index], value)]
-                if overwritten is not None and str(ref.index) in overwritten:
-                    groups.append((self.overwritten[ref.index], overwritten[str(ref.index)]))
-                for indices, pure in groups:
-                    if indices:
-                        state = _in_variables(self._state(ref.index, indices), pure)
-                        for j, leaf in self._indices(ref.index, state):
-                            inner[j] = constrain_variable(leaf)
+            for leaf, variables in self._variables(self.args[i], pure_args[i])[1]:
+                for j, variable in variables.items() if is_ref(leaf) else ():
+                    inner[j] = constrain_variable(variable)
         return inner
 
     def _inner_args(self, pure_args: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
@@ -220,13 +230,10 @@ class _Call:
             if i not in self.filters:
                 out.append(put_objects(pure, objects))
                 continue
-            params, _ = _overwritten.split(pure)
-            treedef = jax.tree.structure(arg, is_leaf=is_ref)
-            refs = jax.tree.leaves(arg, is_leaf=is_ref)
+            structure, rows = self._variables(arg, pure)
             out.append(
-                treedef.unflatten(
-                    objects[ref.index] if is_ref(ref) else value
-                    for ref, value in zip(refs, treedef.flatten_up_to(params), strict=True)
+                structure.unflatten(
+                    objects[leaf.index] if is_ref(leaf) else value for leaf, value in rows
                 )
             )
         return out
@@ -303,22 +310,15 @@ class _Call:
 
     def _grads(self, i: int, grads: PyTree) -> PyTree:
         """Returns the gradients of argument `i`, with an `nnx.State` for each module."""
-        params, overwritten = _overwritten.split(grads)
-        treedef = jax.tree.structure(self.args[i], is_leaf=is_ref)
-        refs = jax.tree.leaves(self.args[i], is_leaf=is_ref)
+        structure, rows = self._variables(self.args[i], grads)
 
-        def of_object(k: int, pure: PyTree) -> PyTree:
-            states = [_in_variables(self._state(k, self.differentiated[k]), pure)]
-            if overwritten is not None and str(k) in overwritten:
-                state = self._state(k, self.overwritten[k])
-                states.append(_in_variables(state, overwritten[str(k)]))
+        def of_object(k: int, variables: dict[int, Any]) -> PyTree:
             if isinstance(self.objects[k], nnx.Variable):
-                return states[-1]
-            return nnx.merge_state(*states) if len(states) > 1 else states[0]
+                return next(iter(variables.values()))
+            return nnx.from_flat_state([(self._path(i), leaf) for i, leaf in variables.items()])
 
-        return treedef.unflatten(
-            of_object(ref.index, value) if is_ref(ref) else value
-            for ref, value in zip(refs, treedef.flatten_up_to(params), strict=True)
+        return structure.unflatten(
+            of_object(leaf.index, value) if is_ref(leaf) else value for leaf, value in rows
         )
 
     def _writes(self) -> list[Write]:
@@ -406,10 +406,6 @@ def _renewed(leaf: nnx.Variable[Any] | Array, value: PyTree) -> PyTree:
     if not isinstance(leaf, nnx.Variable):
         return value
     return jax.tree.structure(leaf).unflatten(jax.tree.leaves(value))
-
-
-def _in_variables(like: PyTree, values: PyTree) -> PyTree:
-    return jax.tree.structure(like).unflatten(jax.tree.leaves(values))
 
 
 def _is_overwritten(leaf: object) -> bool:

@@ -139,4 +139,4 @@ def check_attributes(module: nnx.Module, traits: LayerTraits, path: str) -> None
             )
 
 
-NNX_LAYERS = LayerTable("nnx", nnx.Module, ROWS, _flax_dtype)
+NNX_LAYERS = LayerTable(nnx.Module, ROWS, _flax_dtype)

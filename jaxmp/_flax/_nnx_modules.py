@@ -78,7 +78,7 @@ def _check_bridge(module: nnx.bridge.ToNNX | nnx.bridge.Module, path: Path) -> N
         raise CompositionError(
             f"The ToNNX at {'/'.join(path)!r} contains a Linen {type(inner).__name__}, which NNX "
             "policies do not reach. Apply its policies before the bridge: "
-            f"nnx.bridge.ToNNX(jaxmp.linen.apply_policy({type(inner).__name__}(...), policies), "
+            f"nnx.bridge.ToNNX(recipe.wrap({type(inner).__name__}(...)), "
             "rngs=rngs)."
         )
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
-from jax.core import Tracer
 
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _compat, _trees
@@ -19,7 +18,7 @@ from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
 from jaxmp._flax._nnx_writes import Write, continued, undo
-from jaxmp._loss_scale import DynamicLossScale, LossScale
+from jaxmp._loss_scale import LossScale
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _assign, _find
 from jaxmp.optim._apply import apply_update
@@ -30,8 +29,6 @@ from jaxmp.optim._composition import check_composition
 _pending: weakref.WeakKeyDictionary[Optimizer, list[Write]] = weakref.WeakKeyDictionary()
 # The model with which each optimizer was created.
 _models: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-# All optimizers, including those inside compiled functions.
-_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def trained_model(optimizer: object) -> nnx.Module | None:
@@ -78,19 +75,6 @@ class Optimizer(nnx.Optimizer):
         if isinstance(model, nnx.Module):
             _models[self] = weakref.ref(model)
 
-    if not TYPE_CHECKING:
-        # Flax creates the copies of an optimizer inside compiled functions by setting attributes,
-        # so this setter is called for each of them.
-        @property
-        def tx(self) -> optax.GradientTransformation:
-            """The optax transformation."""
-            return vars(self)["tx"]
-
-        @tx.setter
-        def tx(self, value: optax.GradientTransformation) -> None:
-            vars(self)["tx"] = value
-            _optimizers.add(self)
-
     def _pure_state(self) -> PyTree:
         return nnx.as_pure(self.opt_state)
 
@@ -120,12 +104,12 @@ class Optimizer(nnx.Optimizer):
           **options: those of `jaxmp.nnx.value_and_grad`, except `wrt`, which is the optimizer's.
 
         Returns:
-          A function of the arguments of `fn`. It can be created once, before the loop; in a
-          compiled function it reads the loss scale of the optimizer that is passed there.
+          A function of the arguments of `fn`.
 
         Raises:
-          JaxmpError: if the returned function is called in a compiled function to which the
-            optimizer is not passed, so that a dynamic loss scale would be a constant.
+          JaxmpError: if the returned function is called in a compiled function, and this method
+            was not called on the optimizer that the function receives. Otherwise the loss scale
+            would be a constant, and a skipped step would restore nothing.
         """
         if fn is None:
             return functools.partial(
@@ -136,58 +120,28 @@ class Optimizer(nnx.Optimizer):
 
         @functools.wraps(fn, updated=())
         def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            optimizer = self._present()
-            out, writes = gradient(args, kwargs, optimizer._gradient_options(options))
-            optimizer._remember(writes)
+            out, writes = gradient(args, kwargs, self._gradient_options(options))
+            self._remember(writes)
             return out
 
         return value_and_grad_fn
 
     def _gradient_options(self, options: dict[str, Any]) -> dict[str, Any]:
         if "loss_scale" not in options:
-            options = {**options, "loss_scale": self._readable_loss_scale()}
+            if not self._is_present():
+                raise JaxmpError(
+                    "optimizer.value_and_grad was called in a compiled function on an optimizer "
+                    "that the function does not receive as an argument, so its loss scale would "
+                    "never change there. Pass the optimizer, and call value_and_grad inside: "
+                    "nnx.jit(lambda model, optimizer, batch: "
+                    "optimizer.value_and_grad(loss_fn)(model, batch))."
+                )
+            options = {**options, "loss_scale": self.loss_scale}
         return _find.gradient_options(self._pure_state(), options)
-
-    def _readable_loss_scale(self) -> LossScale:
-        scale = self.loss_scale
-        is_constant = not isinstance(scale.scale_value, Tracer)
-        if isinstance(scale, DynamicLossScale) and is_constant and not self._is_present():
-            raise JaxmpError(
-                "optimizer.value_and_grad was called in a compiled function that does not receive "
-                "the optimizer as an argument, so its loss scale would never change there. Pass "
-                "the optimizer: nnx.jit(lambda model, optimizer, batch: "
-                "optimizer.value_and_grad(loss_fn)(model, batch))."
-            )
-        return scale
 
     def _is_present(self) -> bool:
         """Returns False inside a compiled function that did not receive this optimizer."""
         return _compat.can_update(self.step)
-
-    def _present(self) -> Optimizer:
-        """Returns this optimizer; in a compiled function, the copy that was passed to it."""
-        if self._is_present():
-            return self
-        signature = self._signature()
-        copies = [
-            other
-            for other in list(_optimizers)
-            if {"step", "opt_state", "wrt"} <= vars(other).keys()
-            and other._is_present()
-            and other._signature() == signature
-        ]
-        if len(copies) > 1:
-            raise JaxmpError(
-                "optimizer.value_and_grad was called outside of this compiled function, which "
-                f"received {len(copies)} optimizers of the same structure, so it is not known "
-                "whose loss scale applies. Call it inside, on the optimizer that the function "
-                "receives: loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)."
-            )
-        return copies[0] if copies else self
-
-    def _signature(self) -> tuple[object, ...]:
-        leaves, structure = jax.tree.flatten(self._pure_state())
-        return self.tx, self.wrt, structure, [(x.shape, x.dtype) for x in leaves]
 
     def _warn_of_wide(self, model: nnx.Module) -> None:
         """Warns about frozen FP32 parameters, after other optimizers have cast theirs."""

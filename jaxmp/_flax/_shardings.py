@@ -108,7 +108,7 @@ def _spec_of_box(box: nn.Partitioned[Any]) -> PartitionSpec | None:
 # ---------------------------------------------------------------------------
 
 
-# Name of the metadata with the partition spec that `apply_policy` received. Flax moves arrays with
+# Name of the metadata with the partition spec that `recipe.wrap` received. Flax moves arrays with
 # its own metadata as soon as an optimizer copies it.
 SPEC = "jaxmp_spec"
 

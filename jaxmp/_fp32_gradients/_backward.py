@@ -10,8 +10,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import consumers, without_unused
+from jaxmp._core._jaxprs import equations, without_unused
 from jaxmp._core._matmuls import WIDENED_MATMUL
+from jaxmp._core._programs._analysis import Body, primitives
 from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._constructs import CALLS
 from jaxmp._core._programs._interpreter import Frame, Interpreter
@@ -67,7 +68,9 @@ def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> lis
     possible = {var for var, arg in pairs if rounded(arg, var) is not arg}
     is_of_weights = bool(possible)
     factors = _OF_WEIGHTS if is_of_weights else _FACTORS
-    for equation in jaxpr.eqns:
+    body = Body(jaxpr)
+    flat = list(equations(jaxpr, inside=False))
+    for equation in flat:
         if _can_be_wide(equation, possible, factors):
             # FP32 variables that follow a 16-bit matmul, such as factors of rows, and 16-bit ones.
             is_after = not possible.isdisjoint(v for v in equation.invars if isinstance(v, Var))
@@ -80,12 +83,13 @@ def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> lis
     asked = {var for var, w in outputs if w}
     narrow = {var for var, w in outputs if not w}
     chosen = (asked & possible) - narrow
-    readers = consumers(jaxpr)
-    for equation in reversed(jaxpr.eqns):
+    for equation in reversed(flat):
         if chosen.isdisjoint(equation.outvars) or equation.primitive.name in MATMULS:
             continue
         for var in possible.intersection(v for v in equation.invars if isinstance(v, Var)):
-            is_wide = (r is not None and not chosen.isdisjoint(r.outvars) for r in readers[var])
+            is_wide = (
+                r is not None and not chosen.isdisjoint(r.outvars) for r in body.consumers[var]
+            )
             if is_of_weights or all(is_wide):
                 chosen.add(var)
     results = _Wide(chosen).run(ClosedJaxpr(jaxpr, consts), args)
@@ -127,7 +131,7 @@ class _Inline(Interpreter):
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a jaxpr without calls of jitted functions and without unused equations."""
     inlined = closed
-    if any(equation.primitive.name in CALLS for equation in closed.jaxpr.eqns):
+    if not CALLS.isdisjoint(primitives(closed)):
         inlined = jax.make_jaxpr(lambda *args: _Inline().run(closed, args))(*closed.in_avals)
     jaxpr, consts = jaxpr_body(inlined)
     return ClosedJaxpr(without_unused(jaxpr), consts)

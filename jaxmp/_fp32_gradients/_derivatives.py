@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._programs._bind import bind
+from jaxmp._core._programs._operations import arithmetic_of
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients._backward import is_16bit_aval, rounded, run_forward, run_in_fp32
 from jaxmp._fp32_gradients._equations import loops
@@ -78,7 +79,7 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
             low = gathered(low, layout)
         # A matmul with a wide result is differentiated in the dtype of its operands, as in
         # `_core._wide_dot`.
-        wide = equation.params["preferred_element_type"] is not None
+        wide = arithmetic_of(equation).result_dtype is not None
         narrow = {"preferred_element_type": low.dtype} if wide else {}
         cotangent = cotangent.astype(low.dtype)
 

@@ -18,6 +18,7 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._constructs import CALLS, REMATS, call_of, scan_of
 from jaxmp._core._programs._interpreter import Entry, Frame, Interpreter
+from jaxmp._core._programs._operations import is_partial, new_dtype_of, sharding_of_result
 from jaxmp._core._typing import Array
 from jaxmp._fp32_gradients._backward import MATMULS, MOVES, is_16bit_aval
 from jaxmp._fp32_gradients._derivatives import run_custom_derivative, run_matmul
@@ -239,11 +240,10 @@ def _is_data(value: Value) -> bool:
 
 def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Applies a sharding constraint. That of a parameter is its sharding."""
-    (value,), params = operands, equation.params
-    sharding = params["sharding"]
+    (value,), sharding = operands, sharding_of_result(equation)
     if not isinstance(value, (Weight, Copy)):
         return list(bound(equation, operands))
-    is_spec = isinstance(sharding, NamedSharding) and not params["unconstrained_dims"]
+    is_spec = isinstance(sharding, NamedSharding) and not is_partial(equation)
     if value.layout is None or not is_spec:
         if isinstance(value, Copy):
             return _move(equation, operands)
@@ -263,7 +263,7 @@ def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 def _reshard(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Moves a weight to another sharding of explicit mesh axes, after it was cast."""
-    (value,), sharding = operands, equation.params["dst_sharding"]
+    (value,), sharding = operands, sharding_of_result(equation)
     stored = jax.typeof(value.low if isinstance(value, Copy) else as_array(value)).sharding
     if stored.mesh != sharding.mesh:
         # Functions of `auto_axes` enter a mesh with automatic axes, where they read the weight.
@@ -357,7 +357,7 @@ _COPY_RULES: dict[str, Callable[[JaxprEqn, list[Value]], Value | None]] = {
 
 
 def _convert(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    (operand,), dtype = operands, equation.params["new_dtype"]
+    (operand,), dtype = operands, new_dtype_of(equation)
     if not jnp.issubdtype(dtype, jnp.floating):
         return list(bound(equation, operands))
     if isinstance(operand, Copy):
@@ -377,7 +377,7 @@ def _convert(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 def _narrowed_rows(rows: Rows, equation: JaxprEqn) -> Array:
     """Returns rows of the 16-bit copy of a table, which is gathered in 16 bits."""
-    dtype = equation.params["new_dtype"]
+    dtype = new_dtype_of(equation)
     if not is_16bit(dtype):
         return bind(equation, [rows.array])
     return as_array(_narrowed(Weight(rows.array, None, rows.origin), dtype))

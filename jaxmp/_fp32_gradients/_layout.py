@@ -13,15 +13,18 @@ from typing import Any, TypeAlias
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import equations, sub_jaxprs
+from jaxmp._core._jaxprs import sub_jaxprs
+from jaxmp._core._programs._analysis import Forward, primitives
 from jaxmp._core._programs._bind import bind
-from jaxmp._core._programs._constructs import CALLS
+from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, call_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._core._programs._operations import dimensions_of, sharding_of_result
 from jaxmp._core._typing import Array
+from jaxmp._fp32_gradients._equations import forwarded
 
 # Axes over which each dimension of an array is split.
 _Entries: TypeAlias = tuple[Any, ...]
@@ -198,31 +201,32 @@ def batch_axes(closed: ClosedJaxpr, is_param: list[bool]) -> tuple[Any, ...]:
       is_param: for each argument, True for a parameter. Constraints of arrays that depend on
         parameters and constants alone do not count.
     """
-    return _batch_axes(jaxpr_body(closed)[0], is_param) or ()
+    analysis = _BatchAxes()
+    analysis.run(closed, is_param)
+    return analysis.axes
 
 
-def _batch_axes(jaxpr: Jaxpr, is_weight: Sequence[bool]) -> tuple[Any, ...]:
-    weights = {var for var, weight in zip(jaxpr.invars, is_weight, strict=True) if weight}
-    for equation in jaxpr.eqns:
-        flags = [isinstance(var, Literal) or var in weights for var in equation.invars]
-        if all(flags):
-            weights |= set(equation.outvars)
-        elif equation.primitive.name == "sharding_constraint":
-            sharding = equation.params["sharding"]
+class _BatchAxes(Forward):
+    """For each variable, True if it depends on parameters and constants alone."""
+
+    nothing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.axes: tuple[Any, ...] = ()
+
+    def literal(self, var: Literal) -> bool:
+        return True
+
+    def equation(self, equation: JaxprEqn, operands: list[bool], frame: Frame) -> list[bool]:
+        if self.axes or all(operands):
+            return [all(operands)] * len(equation.outvars)
+        if equation.primitive.name == "sharding_constraint":
+            sharding = sharding_of_result(equation)
             if isinstance(sharding, NamedSharding) and sharding.spec:
-                axes = _names(sharding.spec[0])
-                if axes:
-                    return axes
-        else:
-            for inner in sub_jaxprs(equation):
-                body = jaxpr_body(inner)[0]
-                # The branches of a `cond` lack its first operand.
-                missing = len(flags) - len(body.invars)
-                inside = flags[missing:] if missing >= 0 else [False] * len(body.invars)
-                axes = _batch_axes(body, inside)
-                if axes:
-                    return axes
-    return ()
+                self.axes = _names(sharding.spec[0])
+        self.enter(equation, operands, frame)
+        return self.bound(equation, operands)
 
 
 # ---------------------------------------------------------------------------
@@ -248,23 +252,13 @@ def _without(entry: object, axes: Sequence[object]) -> object:
 
 def _moved(equation: JaxprEqn, entries: _Entries) -> _Entries | None:
     """Returns the entries of a partition spec after an operation; None if there are none."""
-    name, params = equation.primitive.name, equation.params
+    dimensions = dimensions_of(equation)
+    if dimensions is not None:
+        return tuple(None if n is None else entries[n] for n in dimensions)
+    name = equation.primitive.name
     avals: list[Any] = [equation.invars[0].aval, equation.outvars[0].aval]
     operand, result = (tuple(aval.shape) for aval in avals)
-    if name in ("copy", "rev"):
-        return entries
-    if name == "transpose":
-        return tuple(entries[n] for n in params["permutation"])
-    if name == "squeeze":
-        gone = {n % len(operand) for n in params["dimensions"]}
-        return tuple(entry for n, entry in enumerate(entries) if n not in gone)
-    if name == "broadcast_in_dim":
-        new: list[Any] = [None] * len(result)
-        for n, dimension in enumerate(params["broadcast_dimensions"]):
-            if operand[n] == result[dimension]:
-                new[dimension] = entries[n]
-        return tuple(new)
-    if name == "reshape" and params["dimensions"] is None:
+    if name == "reshape":
         return _reshaped(operand, result, entries)
     if name in ("slice", "dynamic_slice", "split", "unstack") and len(operand) == len(result):
         cut = (
@@ -417,14 +411,13 @@ def _as_recorded_sharding(array: Array, var: Var) -> Array:
 
 def _is_identity(equation: JaxprEqn) -> bool:
     """Returns True for a function with a custom derivative that returns arguments unchanged."""
-    call = equation.params.get("call_jaxpr")
-    return call is not None and not jaxpr_body(call)[0].eqns
+    is_function = equation.primitive.name in CUSTOM_DERIVATIVES
+    return is_function and call_of(equation).is_empty
 
 
 def _returned_marks(equation: JaxprEqn, operands: Sequence[_Marked]) -> list[Layout | None]:
-    jaxpr, _ = jaxpr_body(equation.params["call_jaxpr"])
-    marks = dict(zip(jaxpr.invars, (mark for _, mark in operands), strict=True))
-    return [None if isinstance(var, Literal) else marks.get(var) for var in jaxpr.outvars]
+    sources = forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
+    return [None if n is None else operands[n][1] for n in sources]
 
 
 def _has_split(operands: Sequence[_Marked]) -> bool:
@@ -453,10 +446,9 @@ def _mark(equation: JaxprEqn, operands: Sequence[_Marked]) -> tuple[bool, Layout
 
 def _is_reduction(equation: JaxprEqn) -> bool:
     """Returns True for a function with a custom batching rule that only reduces its arguments."""
-    inner = equation.params.get("call") if equation.primitive.name == "custom_vmap_call" else None
-    if inner is None:
+    if equation.primitive.name != "custom_vmap_call":
         return False
-    names = {inside.primitive.name for inside in equations(inner)}
+    names = set().union(*map(primitives, sub_jaxprs(equation)))
     return not REDUCTIONS.isdisjoint(names) and names <= ELEMENTWISE | REDUCTIONS | CALLS | _SHAPES
 
 

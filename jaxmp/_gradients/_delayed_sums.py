@@ -11,15 +11,18 @@ see `_unreduced.py` for the function that it returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import consumers, without_unused
+from jaxmp._core._jaxprs import equations, without_unused
+from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._bind import scatter_of
 from jaxmp._core._programs._constructs import CALLS, call_of, scan_of
+from jaxmp._core._programs._operations import axes_of, dot_of
 from jaxmp._gradients._unreduced import (
     FACTORS,
     MERGES,
@@ -47,7 +50,7 @@ def delay_sums(closed: ClosedJaxpr, asked: Sequence[bool]) -> Delayed:
       closed: the function.
       asked: for each result, True if it may be unreduced.
     """
-    return _delay(closed, tuple(asked), {})
+    return _delay({}, closed, tuple(asked), {})
 
 
 # ---------------------------------------------------------------------------
@@ -55,12 +58,34 @@ def delay_sums(closed: ClosedJaxpr, asked: Sequence[bool]) -> Delayed:
 # ---------------------------------------------------------------------------
 
 
+# (id of a jaxpr, results that may be unreduced, arguments) -> the jaxpr, and the function that
+# replaces it. It stores the jaxpr so that its id is not used again.
+_Known: TypeAlias = dict[Any, tuple[Any, Delayed]]
+
+
 def _delay(
-    closed: ClosedJaxpr | Jaxpr, asked: tuple[bool, ...], arguments: Mapping[int, Axes]
+    known: _Known,
+    closed: ClosedJaxpr | Jaxpr,
+    asked: tuple[bool, ...],
+    arguments: Mapping[int, Axes],
+) -> Delayed:
+    """Returns the function that replaces a jaxpr, which equal calls share."""
+    key = id(closed), asked, frozenset(arguments.items())
+    if key not in known:
+        known[key] = closed, _choose(known, closed, asked, arguments)
+    return known[key][1]
+
+
+def _choose(
+    known: _Known,
+    closed: ClosedJaxpr | Jaxpr,
+    asked: tuple[bool, ...],
+    arguments: Mapping[int, Axes],
 ) -> Delayed:
     """Chooses the variables of a jaxpr that are unreduced.
 
     Args:
+      known: functions that replace other jaxprs.
       closed: the jaxpr.
       asked: for each result, True if it may be unreduced.
       arguments: index of an argument -> mesh axes over which it may be unreduced.
@@ -69,48 +94,48 @@ def _delay(
       A function whose unreduced arguments are all among `arguments`.
     """
     jaxpr, consts = jaxpr_body(closed)
-    jaxpr = without_unused(jaxpr)
-    definitions = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    body = Body(without_unused(jaxpr))
+    jaxpr = body.jaxpr
+    numbered = list(enumerate(equations(jaxpr, inside=False)))
     pairs = list(zip(jaxpr.outvars, asked, strict=True))
     wanted = {var for var, flag in pairs if flag and isinstance(var, Var)}
     wanted -= {var for var, flag in pairs if not flag and isinstance(var, Var)}
-    chain = _linear_ancestors(jaxpr, wanted)
-    readers = consumers(jaxpr)
+    chain = body.sources(wanted, _may_be_linear)
     banned: set[Var] = set()
     while True:
         possible = {jaxpr.invars[n]: axes for n, axes in arguments.items()}
         possible = {var: axes for var, axes in possible.items() if var not in banned}
-        for equation in jaxpr.eqns:
+        for _, equation in numbered:
             if chain.isdisjoint(equation.outvars):
                 continue
-            results = _axes_of_results(equation, possible, definitions)
+            results = _axes_of_results(known, equation, possible, body)
             named = zip(equation.outvars, results, strict=True)
             possible |= {v: axes for v, axes in named if axes and v in chain and v not in banned}
         # The ancestors of results, and how equations with a jaxpr run it.
         chosen = wanted & possible.keys()
         inner: dict[int, Delayed] = {}
         used: set[tuple[int, int]] = set()
-        for index, equation in reversed([*enumerate(jaxpr.eqns)]):
+        for index, equation in reversed(numbered):
             if chosen.isdisjoint(equation.outvars):
                 continue
             flags = tuple(var in chosen for var in equation.outvars)
             before = _operands_in(equation, possible)
             if kind_of(equation) in RUN_INNER:
-                inner[index] = _INNER[kind_of(equation)](equation, flags, before)
+                inner[index] = _INNER[kind_of(equation)](known, equation, flags, before)
                 entering = inner[index].operands
                 before = {n: axes for n, axes in before.items() if entering[n] == axes}
             elif equation.primitive.name in SUMS and not _linear(equation, before):
                 before = {}
             used |= {(id(equation), n) for n in before}
             chosen |= {_var(equation.invars[n]) for n in before}
-        wrong = {v for v in chosen if not _all_used(v, readers, used, wanted)}
+        wrong = {v for v in chosen if not _all_used(v, body, used, wanted)}
         for index, plan in inner.items():
-            pairs = list(zip(jaxpr.eqns[index].outvars, plan.results, strict=True))
+            pairs = list(zip(numbered[index][1].outvars, plan.results, strict=True))
             wrong |= {v for v, axes in pairs if v in chosen and axes != possible[v]}
         if not wrong:
             added = {
-                n: _added_rows(equation, definitions)
-                for n, equation in enumerate(jaxpr.eqns)
+                n: _added_rows(equation, body)
+                for n, equation in numbered
                 if not chosen.isdisjoint(equation.outvars)
             }
             rows = {n: each for n, each in added.items() if each is not None}
@@ -119,20 +144,12 @@ def _delay(
         banned |= wrong
 
 
-def _linear_ancestors(jaxpr: Jaxpr, wanted: set[Var]) -> set[Var]:
-    """Returns the variables from which linear operations and calls may compute results."""
-    chain = set(wanted)
-    for equation in reversed(jaxpr.eqns):
-        name = equation.primitive.name
-        is_linear = name in UNARY | MERGES | FACTORS | {"reduce_sum", "reshard"}
-        if (is_linear or name in CALLS) and not chain.isdisjoint(equation.outvars):
-            chain |= {var for var in equation.invars if isinstance(var, Var)}
-    return chain
+def _may_be_linear(equation: JaxprEqn) -> bool:
+    """Returns True for linear operations and calls."""
+    return equation.primitive.name in UNARY | MERGES | FACTORS | CALLS | {"reduce_sum", "reshard"}
 
 
-def _all_used(
-    var: Var, readers: Mapping[Any, list[Any]], used: set[tuple[int, int]], wanted: set[Var]
-) -> bool:
+def _all_used(var: Var, body: Body, used: set[tuple[int, int]], wanted: set[Var]) -> bool:
     """Returns True if all equations that read a variable accept it unreduced."""
     return all(
         var in wanted
@@ -140,21 +157,21 @@ def _all_used(
         else all(
             (id(reader), n) in used for n, operand in enumerate(reader.invars) if operand is var
         )
-        for reader in readers.get(var, [])
+        for reader in body.consumers.get(var, [])
     )
 
 
 def _axes_of_results(
-    equation: JaxprEqn, possible: Mapping[Var, Axes], definitions: Mapping[Var, JaxprEqn]
+    known: _Known, equation: JaxprEqn, possible: Mapping[Var, Axes], body: Body
 ) -> list[Axes]:
     """Returns for each result of an equation the mesh axes over which it can be unreduced."""
     before = _operands_in(equation, possible)
     if kind_of(equation) in RUN_INNER:
         every = tuple(_is_wide(var) for var in equation.outvars)
-        return _INNER[kind_of(equation)](equation, every, before).results
+        return _INNER[kind_of(equation)](known, equation, every, before).results
     if len(equation.outvars) > 1 or not _is_wide(equation.outvars[0]):
         return [NO_AXES] * len(equation.outvars)
-    added = _added_rows(equation, definitions)
+    added = _added_rows(equation, body)
     if added is not None:
         return [_split(added.rows)]
     return [_linear(equation, before) or _summed(equation, before)]
@@ -200,7 +217,7 @@ def _summed(equation: JaxprEqn, before: Mapping[int, Axes]) -> Axes:
     return axes if axes.isdisjoint(_split(out)) else NO_AXES
 
 
-def _added_rows(equation: JaxprEqn, definitions: Mapping[Var, JaxprEqn]) -> AddedRows | None:
+def _added_rows(equation: JaxprEqn, body: Body) -> AddedRows | None:
     """Returns the addition of rows that an equation passes on, if each device can add its rows.
 
     If rows of a table are read with `.at[...].get(out_sharding=...)`, JAX gathers their gradients
@@ -208,7 +225,7 @@ def _added_rows(equation: JaxprEqn, definitions: Mapping[Var, JaxprEqn]) -> Adde
     """
 
     def definition(var: Var | Literal, name: str) -> JaxprEqn | None:
-        producer = definitions.get(var) if isinstance(var, Var) else None
+        producer = body.maker(var)
         return producer if producer is not None and producer.primitive.name == name else None
 
     scatter = definition(equation.invars[0], "scatter-add") if equation.invars else None
@@ -217,7 +234,7 @@ def _added_rows(equation: JaxprEqn, definitions: Mapping[Var, JaxprEqn]) -> Adde
     zeros, gather = (
         definition(scatter.invars[n], name) for n, name in ((0, "broadcast_in_dim"), (2, "reshard"))
     )
-    indices, numbers = scatter.invars[1], scatter.params["dimension_numbers"]
+    indices, numbers = scatter.invars[1], scatter_of(scatter)["dimension_numbers"]
     if zeros is None or gather is None or not isinstance(indices, Var):
         return None
     rows, (table,) = _var(gather.invars[0]), equation.outvars
@@ -239,8 +256,8 @@ def _is_zero(var: Var | Literal) -> bool:
 def _reduced_axes(equation: JaxprEqn) -> Axes:
     """Returns the mesh axes that split the dimensions over which an operation sums."""
     if equation.primitive.name == "reduce_sum":
-        return _split(equation.invars[0], equation.params["axes"])
-    lhs, rhs = equation.params["dimension_numbers"][0]
+        return _split(equation.invars[0], axes_of(equation))
+    lhs, rhs = dot_of(equation).contracted
     sides = list(zip(equation.invars, (lhs, rhs), strict=True))
     entries = [[entries_of(var)[n] for n in dims] for var, dims in sides]
     if entries[0] != entries[1]:
@@ -295,26 +312,31 @@ def _has_sum_type(var: Var | Literal) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _delay_call(equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]) -> Delayed:
-    return _delay(call_of(equation).jaxpr, asked, before)
+def _delay_call(
+    known: _Known, equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]
+) -> Delayed:
+    return _delay(known, call_of(equation).jaxpr, asked, before)
 
 
 def _delay_remat(
-    equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]
+    known: _Known, equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]
 ) -> Delayed:
-    return _delay(call_of(equation).jaxpr, asked, {})
+    return _delay(known, call_of(equation).jaxpr, asked, {})
 
 
-def _delay_scan(equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]) -> Delayed:
+def _delay_scan(
+    known: _Known, equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int, Axes]
+) -> Delayed:
     """Chooses results of a scan. A carried sum is unreduced in all iterations or in none."""
     loop = scan_of(equation)
     num_consts, num_carry = loop.consts, loop.carry
     carried = frozenset(range(num_carry))
     while True:
         flags = tuple(flag and (n in carried or n >= num_carry) for n, flag in enumerate(asked))
-        first = _delay(loop.jaxpr, flags, {})
+        first = _delay(known, loop.jaxpr, flags, {})
         axes = {n: first.results[n] for n in carried if first.results[n]}
         plan = _delay(
+            known,
             loop.jaxpr,
             tuple(f and (n in axes or n >= num_carry) for n, f in enumerate(flags)),
             {num_consts + n: each for n, each in axes.items()},
@@ -326,7 +348,7 @@ def _delay_scan(equation: JaxprEqn, asked: tuple[bool, ...], before: Mapping[int
         carried = frozenset(equal)
 
 
-_INNER: dict[str, Callable[[JaxprEqn, tuple[bool, ...], Mapping[int, Axes]], Delayed]] = {
+_INNER: dict[str, Callable[[_Known, JaxprEqn, tuple[bool, ...], Mapping[int, Axes]], Delayed]] = {
     "call": _delay_call,
     "remat": _delay_remat,
     "scan": _delay_scan,

@@ -21,6 +21,7 @@ from jaxmp._gradients._arguments import Options
 from jaxmp._gradients._result import parse_result
 from jaxmp._gradients._unreduced import summed
 from jaxmp._loss_scale import NoLossScale
+from jaxmp._loss_scale._use import contains_float16, present
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +63,11 @@ def differentiate(
             _overwritten.without_active(_overwritten.to_float32(aux), options.before),
         )
 
+    if not isinstance(options.loss_scale, NoLossScale):
+        present.scaled_gradient = True
+        if not present.float16:
+            traced = jax.make_jaxpr(lambda *inputs: fn_of_inputs(*inputs)[0])(*inputs)
+            present.float16 = contains_float16(traced)
     run = fn_of_inputs
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
     if not is_16bit(options.reduce_dtype) and is_on_several_devices(args, kwargs):

@@ -11,11 +11,7 @@ from jax import lax
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._gradients._arguments import Options
-from jaxmp.errors import JaxmpError
-
-
-class LossDtypeWarning(UserWarning):
-    """Warning that a loss function returned its loss in 16 bits."""
+from jaxmp.errors import JaxmpError, RecipeWarning
 
 
 def parse_result(out: PyTree, options: Options) -> tuple[jax.Array, jax.Array | None, PyTree]:
@@ -71,7 +67,7 @@ def _scalar(value: PyTree, what: str) -> jax.Array:
         warnings.warn(
             f"The loss function returned its loss in {array.dtype}, which rounds it. "
             "Compute it in FP32: logits.astype(jnp.float32) before the loss.",
-            LossDtypeWarning,
+            RecipeWarning,
             stacklevel=2,
         )
     return array.astype(FLOAT32)

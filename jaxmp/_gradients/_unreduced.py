@@ -18,9 +18,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_like
-from jaxmp._core._programs._bind import OF_SCATTER, SCATTERS, bind
+from jaxmp._core._programs._bind import SCATTERS, bind, scatter_of
 from jaxmp._core._programs._constructs import CALLS, REMATS, call_of, scan_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter
+from jaxmp._core._programs._operations import sharding_of_result
 from jaxmp._core._typing import Array
 
 # Mesh axes over which an array is unreduced; empty: it is an ordinary array.
@@ -57,6 +58,7 @@ class Delayed:
       axes: for each unreduced variable, its mesh axes.
       inner: index of an equation that contains a jaxpr -> the function that replaces that jaxpr.
       rows: index of an equation whose result is a table to which rows were added -> the addition.
+      jitted: name -> the function as a jitted one, so that its calls share one jaxpr.
     """
 
     jaxpr: Jaxpr
@@ -64,6 +66,7 @@ class Delayed:
     axes: Mapping[Var, Axes]
     inner: Mapping[int, Delayed]
     rows: Mapping[int, AddedRows]
+    jitted: dict[str, Callable[..., list[Array]]] = dataclasses.field(default_factory=dict)
 
     @property
     def results(self) -> list[Axes]:
@@ -167,7 +170,7 @@ def _run_linear(equation: JaxprEqn, operands: list[Array], axes: Axes) -> Any:
     if name in SUMS:
         return bind(equation, operands, out_sharding=sharding)
     if name in UNARY:
-        is_placed = equation.params.get("sharding") is not None
+        is_placed = sharding_of_result(equation) is not None
         return bind(equation, operands, **({"sharding": sharding} if is_placed else {}))
     # Ordinary operands are a term of the sum, or factors of each of its terms.
     mark = {"unreduced": axes} if name in MERGES else {"reduced": axes}
@@ -184,11 +187,11 @@ def _run_linear(equation: JaxprEqn, operands: list[Array], axes: Axes) -> Any:
 
 def _add_rows(equation: JaxprEqn, operands: list[Array], added: AddedRows, axes: Axes) -> Array:
     """Adds the rows of each device to zeros; the result is unreduced."""
-    (out,), params = equation.outvars, added.scatter.params
+    (out,), options = equation.outvars, scatter_of(added.scatter)
     aval: Any = out.aval
     sharding = _with_axes(out, axes)
     assert sharding is not None
-    numbers, entries = params["dimension_numbers"], entries_of(added.rows)
+    numbers, entries = options["dimension_numbers"], entries_of(added.rows)
     of_rows = [e for n, e in enumerate(entries) if n not in numbers.update_window_dims]
     specs = PartitionSpec(*of_rows, None), PartitionSpec(*entries)
     indices, rows = operands
@@ -196,7 +199,6 @@ def _add_rows(equation: JaxprEqn, operands: list[Array], added: AddedRows, axes:
 
     def add(indices: Array, rows: Array) -> Array:
         zeros = lax.pcast(jnp.zeros(aval.shape, rows.dtype), tuple(axes), to="varying")
-        options = {name: params[name] for name in OF_SCATTER}
         total = SCATTERS["scatter-add"](zeros, indices, rows, **options)
         return lax.pcast(total, tuple(axes), to="unreduced")
 
@@ -218,7 +220,7 @@ def kind_of(equation: JaxprEqn) -> str:
 def _run_call(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> list[Array]:
     call = lambda *args: inner.run(*args)
     call.__name__ = call_of(equation).name or "call"
-    return jax.jit(call)(*operands)
+    return inner.jitted.setdefault(call.__name__, jax.jit(call))(*operands)
 
 
 def _run_remat(equation: JaxprEqn, operands: list[Array], inner: Delayed) -> Any:

@@ -23,6 +23,7 @@ from jaxmp._loss_scale._arguments import (
 )
 from jaxmp._loss_scale._leaves import float32, int32, new_leaf
 from jaxmp._loss_scale._static import Scaling
+from jaxmp._loss_scale._use import present
 
 
 class _Settings(TypedDict, total=False):
@@ -141,6 +142,7 @@ class DynamicLossScale(Scaling):
         hysteresis_refill: Refill = "growth",
         first_growth_delay: int = 0,
     ) -> None:
+        present.scale = True
         vars(self).update(
             growth_factor=check_factor("growth_factor", growth_factor, 1.0, math.inf),
             backoff_factor=check_factor("backoff_factor", backoff_factor, 0.0, 1.0),

@@ -15,6 +15,7 @@ from jaxmp._core._trees import cast_floating
 from jaxmp._loss_scale._arguments import LARGEST_DIVISOR, LARGEST_SCALE, check_scale
 from jaxmp._loss_scale._base import LossScale
 from jaxmp._loss_scale._leaves import float32, new_leaf, rescale_leaf
+from jaxmp._loss_scale._use import present
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ class Scaling(LossScale):
         return LARGEST_SCALE
 
     def scale(self, tree: T) -> T:
+        present.scaled_gradient = True
         return jax.tree.map(lambda leaf: rescale_leaf(self._multiply, leaf), tree)
 
     def unscale(self, tree: T) -> T:
@@ -102,6 +104,7 @@ class StaticLossScale(Scaling):
     LEAVES = ("scale_value",)
 
     def __init__(self, loss_scale: ArrayLike) -> None:
+        present.scale = True
         scale = check_scale("loss_scale", loss_scale)
         vars(self).update(scale_value=new_leaf(scale, jnp.float32))
 

@@ -1,19 +1,42 @@
-"""Warns of a device that computes slowly in the dtypes of a policy."""
+"""Warns of policies that do not fit the device, or the training around the model."""
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._core import _compat
 from jaxmp._core._capability import BFLOAT16_MATMULS, capability_text, unsupported_gpu
+from jaxmp._core._typing import PyTree
+from jaxmp._loss_scale._use import check_float16_gradient, present
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import PolicyMap
 from jaxmp.errors import RecipeWarning
 
-_BFLOAT16 = np.dtype(jnp.bfloat16)
+_BFLOAT16, _FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
+
+
+def note_policies(policies: PolicyMap) -> None:
+    """Notes that policies are applied to a model or a function; see `jaxmp._loss_scale._use`."""
+    present.float16 = present.float16 or computes_in(policies, _FLOAT16)
+
+
+def check_gradient(policies: PolicyMap, inputs: Callable[[], PyTree]) -> None:
+    """Warns if a model in float16 is differentiated in a program without a loss scale.
+
+    Args:
+      policies: the policies of the model.
+      inputs: returns the parameters, or other arrays that the model reads.
+    """
+    if present.scale or not computes_in(policies, _FLOAT16):
+        return
+    if any(map(_compat.is_differentiated, jax.tree.leaves(inputs()))):
+        check_float16_gradient()
 
 
 def check_device(policies: PolicyMap) -> None:
@@ -22,15 +45,16 @@ def check_device(policies: PolicyMap) -> None:
     Called while a model is traced, because the device that is compiled for is known only then.
     """
     gpu = unsupported_gpu(BFLOAT16_MATMULS)
-    if gpu and _computes_in_bfloat16(policies):
+    if gpu and computes_in(policies, _BFLOAT16):
         is_stored = policies.default.param_dtype == _BFLOAT16
         _warn_of_bfloat16(gpu, "fp16_params" if is_stored else "fp16")
 
 
 @functools.cache
-def _computes_in_bfloat16(policies: PolicyMap) -> bool:
+def computes_in(policies: PolicyMap, dtype: np.dtype) -> bool:
+    """Returns True if the default policy or a rule has this compute dtype."""
     names = named_dtypes(policies)
-    return any(field == "compute_dtype" and dtype == _BFLOAT16 for _, field, dtype in names)
+    return any(field == "compute_dtype" and each == dtype for _, field, each in names)
 
 
 @functools.cache

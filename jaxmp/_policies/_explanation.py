@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._explanation import Explanation, ExplanationRow
+from jaxmp._core._explanation import ExplanationRow, Section
 from jaxmp._policies._policy import Policy, with_fields
 from jaxmp._policies._rules import Rule
 
@@ -63,11 +63,12 @@ class MaskRow(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyExplanation(Explanation[PolicyDecision]):
-    """Policies of a model's modules, from `PolicyMap.explain`, `linen.explain` or `nnx.explain`.
+class PolicyExplanation(Section[PolicyDecision]):
+    """Policies of a model's modules.
 
     Attributes:
       rows: a `PolicyDecision` for each path.
+      paths: every path that a rule can match: modules, and `module/path:name` of parameters.
       unused: rules that decide for no path.
       low_precision_share: share of the model's matmul FLOPs, from 0 to 1, with both operands in 16
         bits or fewer; None if it was not counted, or if the model has no matmul.
@@ -76,6 +77,7 @@ class PolicyExplanation(Explanation[PolicyDecision]):
 
     columns: ClassVar = ("path", "type", "policy", "rule", "why")
 
+    paths: tuple[str, ...] = ()
     unused: tuple[Rule, ...] = ()
     low_precision_share: float | None = None
     masks: tuple[MaskRow, ...] = ()

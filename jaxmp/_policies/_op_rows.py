@@ -15,7 +15,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from jaxmp.errors import OpError, did_you_mean
+from jaxmp._core._messages import did_you_mean
+from jaxmp.errors import OpError
 
 # ---------------------------------------------------------------------------
 # Rows and categories

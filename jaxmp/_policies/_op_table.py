@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from jaxmp._core._messages import nearest
 from jaxmp._policies._op_rows import CATEGORIES as CATEGORIES
 from jaxmp._policies._op_rows import DEFAULT_OPS as DEFAULT_OPS
 from jaxmp._policies._op_rows import OpRule as OpRule
-from jaxmp.errors import OpError, nearest
+from jaxmp.errors import OpError
 
 # Common names of operations -> the JAX primitives that implement them.
 _ALSO_CALLED: Mapping[str, tuple[str, ...]] = {

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._trees import cast_floating
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._policies._inputs import Names, inputs_text
@@ -21,7 +22,7 @@ from jaxmp._policies._policy_fields import (
     window_text,
 )
 from jaxmp._policies._recipe_names import shipped
-from jaxmp.errors import PolicyError, did_you_mean
+from jaxmp.errors import PolicyError
 
 T = TypeVar("T")
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmp._core._dtypes import canonical_dtype
+from jaxmp._core._messages import did_you_mean
 from jaxmp._policies._inputs import Names, canonical_inputs
-from jaxmp.errors import PolicyError, did_you_mean
+from jaxmp.errors import PolicyError
 
 MATMUL_PRECISIONS = ("default", "highest", "tf32", "fp8")
 ATTENTION = ("auto", "cudnn", "splash", "blockwise", "xla")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
 from jaxmp._core._dtypes import bits, short_name
-from jaxmp._policies._explanation import PolicyExplanation
+from jaxmp._core._messages import nearest
+from jaxmp._policies._explanation import PolicyDecision, PolicyExplanation
 from jaxmp._policies._inputs import methods_of, own_inputs
 from jaxmp._policies._patterns import ModuleType, module_type_names
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._resolve import PolicyMap, lineage, typed_paths
+from jaxmp._policies._resolve import PolicyMap, lineage, resolve_policy, typed_paths
 from jaxmp._policies._rules import Rule
-from jaxmp.errors import PolicyError, RuleError, nearest
+from jaxmp.errors import PolicyError, RuleError
 
 # ---------------------------------------------------------------------------
 # Dtypes
@@ -43,7 +45,7 @@ def check_module_dtypes(policies: PolicyMap) -> None:
             raise PolicyError(
                 f"{field}={short_name(dtype)} in {owner}: modules store and compute in 16 bits or "
                 "more; FP8 is available for dots only (matmul=fp8). Use 16 bits here, such as "
-                "apply_policy(model, 'p=f32,c=bf16,o=f32')."
+                "load_recipe('p=f32,c=bf16,o=f32')."
             )
 
 
@@ -53,23 +55,38 @@ def check_module_dtypes(policies: PolicyMap) -> None:
 
 
 def explain_modules(
-    policies: PolicyMap, paths: Mapping[str, ModuleType], outputs: Mapping[str, int | None]
+    policies: PolicyMap,
+    paths: Iterable[str] | Mapping[str, ModuleType],
+    outputs: Mapping[str, int | None] = MappingProxyType({}),
 ) -> PolicyExplanation:
     """Explains all modules of a model, and the parameters that a `path:name` rule decides.
 
     Args:
       policies: the policies.
-      paths: module path -> class, and `path:name` -> None for every parameter.
+      paths: every module path and `path:name` of a model, or a mapping to classes.
       outputs: module path -> number of outputs of a linear layer, or None.
     """
-    explanation = policies.explain(paths, outputs)
-    rows = tuple(
-        row
-        for row in explanation.rows
-        if ":" not in row.path
-        or (row.rule is not None and policies.rules[row.rule].addresses_parameter)
-    )
-    return dataclasses.replace(explanation, rows=rows)
+    types = typed_paths(paths)
+    rows, used = [], set()
+    for path, module_type in types.items():
+        owner, ancestors = lineage(path, types)
+        resolved = resolve_policy(policies, path, owner, ancestors, outputs.get(path))
+        rule = resolved.rule
+        number = None if rule is None else policies.rules.index(rule)
+        used.add(number)
+        if ":" in path and (rule is None or not rule.addresses_parameter):
+            continue
+        row = PolicyDecision(
+            path=path,
+            module_type=(module_type_names(module_type) or ("",))[0],
+            policy=resolved.policy,
+            rule=number,
+            why="" if rule is None else rule.why,
+            narrow=resolved.narrow,
+        )
+        rows.append(row)
+    unused = tuple(rule for number, rule in enumerate(policies.rules) if number not in used)
+    return PolicyExplanation(rows=tuple(rows), paths=tuple(types), unused=unused)
 
 
 def check_required(

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
-from jaxmp._policies._explanation import PolicyDecision, PolicyExplanation
 from jaxmp._policies._inputs import own_inputs
-from jaxmp._policies._patterns import ModuleType, module_type_names, path_string
+from jaxmp._policies._patterns import ModuleType, path_string
 from jaxmp._policies._policy import Policy, summarized, with_fields
 from jaxmp._policies._rules import Rule, override, rule_text
 from jaxmp.errors import PolicyError, RuleError
@@ -121,49 +119,6 @@ class PolicyMap:
           ancestors: classes of the modules above it, for rules with `subtree`.
         """
         return resolve_policy(self, path, module_type, ancestors).policy
-
-    def explain(
-        self,
-        paths: Iterable[str | Iterable[str | int]] | Mapping[str, ModuleType],
-        outputs: Mapping[str, int | None] = MappingProxyType({}),
-    ) -> PolicyExplanation:
-        """Lists the policy and the deciding rule of each path, and the unused rules.
-
-        Args:
-          paths: module paths, or a mapping from module path to the module's class.
-          outputs: module path -> number of outputs of a linear layer, or None.
-
-        Example:
-          >>> print(PolicyMap("p=f32,c=bf16", [Rule("head", "c=f32")]).explain(["body", "head"]))
-          1 of 2 paths follow a rule.
-          path  type  policy               rule     why
-          body        p=f32,c=bf16,o=bf16  default
-          head        p=f32,c=f32,o=bf16   1
-        """
-        types = typed_paths(paths)
-        rows = []
-        for path, module_type in types.items():
-            owner, ancestors = lineage(path, types)
-            resolved = resolve_policy(self, path, owner, ancestors, outputs.get(path))
-            rule = resolved.rule
-            row = PolicyDecision(
-                path=path,
-                module_type=(module_type_names(module_type) or ("",))[0],
-                policy=resolved.policy,
-                rule=None if rule is None else self.rules.index(rule),
-                why="" if rule is None else rule.why,
-                narrow=resolved.narrow,
-            )
-            rows.append(row)
-        deciding = {row.rule for row in rows}
-        unused = tuple(rule for index, rule in enumerate(self.rules) if index not in deciding)
-        return PolicyExplanation(rows=tuple(rows), unused=unused)
-
-    def unused(
-        self, paths: Iterable[str | Iterable[str | int]] | Mapping[str, ModuleType]
-    ) -> tuple[Rule, ...]:
-        """Returns the rules that decide for none of `paths`."""
-        return self.explain(paths).unused
 
 
 def _checked_rules(rules: Iterable[Rule] | Rule) -> tuple[Rule, ...]:

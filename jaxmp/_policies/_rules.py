@@ -51,10 +51,10 @@ class Rule:
         refused, because `"bf16"` could mean either. None: the fields are passed by keyword.
       module_type: a class, or a class name (`*` allowed); base classes match too. The rule applies
         to modules of that type, not to their children. None: any type.
-      param_dtype, compute_dtype, output_dtype, matmul, implementation, mask, window,
-        respect_explicit, cast_float64, keep_inputs, forward_methods, fp32_outputs_below: fields of
-        `Policy`. None: the default policy's value. A rule with a mask and without a window declares
-        a mask without a window.
+      param_dtype, compute_dtype, output_dtype, matmul, implementation: fields of `Policy`. None:
+        the default policy's value.
+      mask, window: likewise. A rule with a mask and without a window declares no window.
+      respect_explicit, cast_float64, keep_inputs, forward_methods, fp32_outputs_below: likewise.
       why: the reason, which `explain` and `jaxmp show` print.
       required: refuse a model in which the rule matches nothing.
       subtree: apply a rule by type to everything below modules of that type, too.
@@ -135,7 +135,7 @@ class Rule:
 
     @functools.cached_property
     def addresses_parameter(self) -> bool:
-        """True for a rule about one parameter (`path:name`), False for a rule about modules."""
+        """True for a rule about one parameter, and False for a rule about modules."""
         return self.path is not None and names_parameter(self.path)
 
     def matches(

@@ -18,14 +18,18 @@ _LOSS_SCALE = {
     "none": "# Gradients are not scaled.",
     "static": "# Gradients are multiplied by a constant and divided by it in FP32.",
     "dynamic": "# Gradients are multiplied by the largest scale at which they stay finite, and\n"
-    "# divided by it in FP32.",
+    "# divided by it in FP32, before clipping and weight decay.",
 }
-_OPTIMIZER = "# FP32 masters of 16-bit parameters, and how a non-finite step is skipped."
+_OPTIMIZER = (
+    "# FP32 masters of parameters that are stored in 16 bits: fp32 (and auto) takes 4 more bytes\n"
+    "# each, packed 2. With none, small updates are lost. A non-finite step changes only the loss\n"
+    '# scale and counters, unless skip = "none"; select and cond are forms of the program.'
+)
 _ATTENTION = (
     "# Attention layers of Flax. auto: the fused kernel of cuDNN if it supports the call. A mask\n"
     "# other than array is declared: it replaces the array that the model passes."
 )
-_SCALING = '# Scaling of modules with matmul = "fp8".'
+_SCALING = '# Scaling of modules with matmul = "fp8". A CPU emulates it.'
 _GRADIENTS = (
     "# Dtypes of the sums of gradients over microbatches and over devices. With regather, split\n"
     "# weights are gathered again in the backward pass."

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxmp._core._dtypes import bits, canonical_dtype
+from jaxmp._core._messages import did_you_mean
 from jaxmp._loss_scale import LARGEST_SCALE
 from jaxmp._recipe_files import _toml
-from jaxmp.errors import RecipeError, did_you_mean
+from jaxmp.errors import RecipeError
 
 
 class Field(NamedTuple):

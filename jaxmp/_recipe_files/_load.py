@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
+from jaxmp._core._messages import did_you_mean
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import PolicyLike, complete_policy, get_policy, summarized
 from jaxmp._policies._recipe_names import recipe_names, shipped
@@ -31,7 +32,7 @@ from jaxmp._recipe_files._schema import (
     fix_line,
     read_contents,
 )
-from jaxmp.errors import PolicyError, RecipeError, did_you_mean
+from jaxmp.errors import PolicyError, RecipeError
 
 _FLOAT16 = np.dtype("float16")
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from jaxmp._core._dtypes import canonical_dtype
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import DTypeLike
 from jaxmp._loss_scale import LossScaleLike
 from jaxmp._policies._op_table import OpTable
@@ -16,7 +17,7 @@ from jaxmp._recipe_files._load import RecipeData, RecipeLike, as_policy_map, che
 from jaxmp._recipe_files._loss_scale_table import LossScaleData, automatic_kind, loss_scale_data
 from jaxmp._recipe_files._scaling_table import ScalingLike, replace_scaling
 from jaxmp._recipe_files._schema import TABLES, TOP
-from jaxmp.errors import PolicyError, RecipeError, did_you_mean
+from jaxmp.errors import PolicyError, RecipeError
 
 # Settings of `replace` whose values are checked as in a file.
 _REPLACEABLE = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxmp._core._messages import did_you_mean
 from jaxmp._policies._inputs import canonical_inputs
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
 from jaxmp._policies._policy_fields import (
@@ -18,7 +19,7 @@ from jaxmp._policies._policy_fields import (
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe_files import _scaling_table, _toml
 from jaxmp._recipe_files._fields import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
-from jaxmp.errors import OpError, RecipeError, RuleError, did_you_mean
+from jaxmp.errors import OpError, RecipeError, RuleError
 
 KINDS = ("auto", "none", "static", "dynamic")
 PRESETS = ("torch", "deepspeed", "megatron", "keras", "tensorflow")

@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxmp._core._messages import did_you_mean
 from jaxmp._recipe import Recipe
 from jaxmp._validate._rows import MAX, MIN, TWO_SIDED, MetricChoice, TrainingRecord
-from jaxmp.errors import ValidationError, did_you_mean
+from jaxmp.errors import ValidationError
 
 LOSS, TRAINING = "loss", "training_loss"
 # Below this share of its initial value, a loss is compared in absolute terms.
@@ -77,8 +78,7 @@ class Budget:
             )
 
 
-# By the narrowest format of the recipe's matmuls. Healthy gradients in 16 bits have errors of up to
-# 1 % in a byte-level GPT, and of 6 % in a CNN with batch statistics (docs/validate.md).
+# By the narrowest format of the recipe's matmuls.
 DEFAULTS: Mapping[str, Budget] = {
     "fp8": Budget(loss=0.01, gradient=0.15, loss_error=0.05),
     "16-bit": Budget(),

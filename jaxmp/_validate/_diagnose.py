@@ -16,6 +16,7 @@ from jaxmp._audit import AuditReport, Finding
 from jaxmp._validate._emulate import Origin
 from jaxmp._validate._probe import Measurements
 from jaxmp._validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow
+from jaxmp._validate._sections import percent
 from jaxmp._validate._trials import SHARE, LineTrial, Trial, finite
 
 # Smallest shares of elements that count as a symptom.
@@ -82,10 +83,6 @@ def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
     return causes if causes or not evidence.measurements.gradients else (_located(evidence),)
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %" if math.isfinite(value) else "infinite"
-
-
 # ---------------------------------------------------------------------------
 # Loss scale and masters
 # ---------------------------------------------------------------------------
@@ -104,10 +101,10 @@ def _underflow(evidence: Evidence) -> Diagnosis:
     cause = "without loss scaling" if is_missing else f"with a loss scale of {evidence.scale:g}"
     return before + 2, Cause(
         id="fp16_underflow",
-        summary=(f"training {cause}: {_percent(share)} of the gradient elements underflow to zero"),
+        summary=(f"training {cause}: {percent(share)} of the gradient elements underflow to zero"),
         evidence=(
-            f"The gradient has an error of {_percent(before)}, and of "
-            f"{_percent(trial.wide_range.error)} if float16 had the range of FP32."
+            f"The gradient has an error of {percent(before)}, and of "
+            f"{percent(trial.wide_range.error)} if float16 had the range of FP32."
         ),
         fix="recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale())",
     )
@@ -122,11 +119,11 @@ def _masters(evidence: Evidence) -> Diagnosis:
     return share, Cause(
         id="missing_masters",
         summary=(
-            f"16-bit parameters without FP32 masters: {_percent(share)} of the updates are below "
+            f"16-bit parameters without FP32 masters: {percent(share)} of the updates are below "
             "half a ulp"
         ),
         evidence=(
-            f"A step leaves {_percent(share)} more of the parameters with a nonzero gradient "
+            f"A step leaves {percent(share)} more of the parameters with a nonzero gradient "
             "unchanged than in the reference."
         ),
         fix='recipe = recipe.replace(master="fp32")',
@@ -159,7 +156,7 @@ def _skipped(evidence: Evidence) -> Diagnosis:
         fix = "recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale())"
     return share, Cause(
         id="skipped_steps",
-        summary=f"{_percent(share)} of the steps were skipped {scale}",
+        summary=f"{percent(share)} of the steps were skipped {scale}",
         evidence=(
             f"{training.skipped} steps were skipped in all seeds, {training.skipped_after_warmup} "
             "of them after the first tenth of the training. In a short run, such steps delay the "
@@ -222,7 +219,7 @@ def _is_scale(evidence: Evidence) -> bool:
 def _effect(trial: Trial, quantity: str, error: float, dtype: str) -> str:
     """Returns the effect of one line on the gradient, the loss or the update."""
     if math.isfinite(error):
-        return f"changes the {quantity} by {_percent(error)}"
+        return f"changes the {quantity} by {percent(error)}"
     is_range = math.isfinite(trial.wide_range.error + trial.wide_range.update_error)
     reason = f": values are outside of the range of {dtype}" if is_range else ""
     return f"makes the {quantity} infinite or NaN{reason}"
@@ -340,7 +337,7 @@ def _located(evidence: Evidence) -> Cause:
         return Cause(
             id="update",
             summary=(
-                f"gradients agree (error {_percent(error)}), and the update of step {row.step} is "
+                f"gradients agree (error {percent(error)}), and the update of step {row.step} is "
                 f"{size if row.update_ratio else 'zero'}"
             ),
             evidence=(
@@ -362,7 +359,7 @@ def _located(evidence: Evidence) -> Cause:
         )
     return Cause(
         id="unknown",
-        summary=f"gradients agree at the compared steps (error {_percent(error)})",
+        summary=f"gradients agree at the compared steps (error {percent(error)})",
         evidence="The error accumulates over many steps, or begins after these steps.",
         fix="report = jaxmp.validate(make_run, steps=500, compare_steps=[0, 100, 200, 300, 499])",
     )
@@ -387,7 +384,7 @@ def _without_roundings(trial: Trial) -> Cause | None:
     return Cause(
         id="module",
         summary=(
-            f"with all operations in FP32, {where} is the first to differ, by {_percent(error)}"
+            f"with all operations in FP32, {where} is the first to differ, by {percent(error)}"
         ),
         evidence=(
             f"At step {exact.step}, on the same parameters and batch, what precedes it agrees, so "
@@ -423,17 +420,17 @@ def find_origin(modules: Sequence[ModuleRow]) -> ErrorOrigin:
     if first is not None:
         texts.append(
             f"The error first appears in the output of {name(first)} "
-            f"({_percent(first.activation_error or 0.0)})"
+            f"({percent(first.activation_error or 0.0)})"
         )
     if growth is not None:
         texts.append(
             f"it grows by a factor of {factor:.3g} in {name(growth)} "
-            f"(to {_percent(growth.activation_error or 0.0)})"
+            f"(to {percent(growth.activation_error or 0.0)})"
         )
     if backward is not None:
         texts.append(
             f"the gradient with the largest error is that of {name(backward)} "
-            f"({_percent(backward.gradient_error or 0.0)})"
+            f"({percent(backward.gradient_error or 0.0)})"
         )
     return ErrorOrigin(
         forward=name(first),

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from jaxmp._audit import AuditReport, audit
-from jaxmp._audit._section import abbreviate
-from jaxmp._audit._units import counted
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe
+from jaxmp._report._section import abbreviate
+from jaxmp._report._units import counted
 from jaxmp._validate._budget import Budget, choose_metrics, choose_training
 from jaxmp._validate._compare import (
     compare_figures,
@@ -334,7 +334,7 @@ def _train_recipe(
     params = jax.eval_shape(first.params, first.arrays)
     audited, objects = first.audited
     batch = first.first
-    report = audit(audited, *objects, batch, policies=recipe, target=settings.target)
+    report = audit(audited, *objects, batch, recipe=recipe, target=settings.target)
     program = make_program(first, first.arrays, batch, None)
     size = _program_row(program, report)
 

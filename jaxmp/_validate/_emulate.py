@@ -21,11 +21,11 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._core import _trees
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_fp8
-from jaxmp._core._jaxprs import Equation, array_aval, is_literal, sub_jaxprs
+from jaxmp._core._dtypes import is_fp8
+from jaxmp._core._jaxprs import Equation, is_literal
 from jaxmp._core._locations import Lines, Location, Locations, module_of, root_of
-from jaxmp._core._programs._bind import SCATTERS, bind
 from jaxmp._core._programs._constructs import CONSTRUCTS
+from jaxmp._core._programs._fp32 import bind_in_fp32, is_narrow, runs_in_fp32, wide
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._validate._pure import PureRun, StepResult
@@ -42,8 +42,6 @@ _MOVES = frozenset({
     *("optimization_barrier", "pad", "reduce_max", "reduce_min", "reshape", "rev", "select_n"),
     *("slice", "sort", "split", "squeeze", "transpose"),
 })  # fmt: skip
-# Operations with other results for operands in FP32.
-_OPAQUE = frozenset({"bitcast_convert_type", "nextafter"})
 
 
 class Origin(NamedTuple):
@@ -120,7 +118,7 @@ class Emulation(Interpreter):
         paths = ["/".join(path) for path, _ in _trees.leaves_with_path(batch)]
         inputs = [f"{path!r} of the batch" if path else "the batch" for path in paths]
         labels = [*[""] * len(jax.tree.leaves(arrays)), *inputs]
-        args = list(map(_wide, jax.tree.leaves((arrays, batch))))
+        args = list(map(wide, jax.tree.leaves((arrays, batch))))
         outs = self.run(self._closed, args, state=_Inside(labels=tuple(labels)))
         new, result = jax.tree.unflatten(jax.tree.structure(self._shape), outs)
         new = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), new, self._shape[0])
@@ -129,7 +127,7 @@ class Emulation(Interpreter):
     # -- equations --------------------------------------------------------------------------
 
     def constant(self, array: Any) -> Any:
-        return _wide(array)
+        return wide(array)
 
     def run(
         self,
@@ -146,36 +144,21 @@ class Emulation(Interpreter):
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         state: _Inside = frame.state
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         labels = ["" if is_literal(v) else state.named.get(v, "") for v in equation.invars]
         location = self._locations.of(equation, state.location)
         inside = _Inside(location, (equation, *state.enclosing), tuple(labels))
         if name in _MOVES and any(labels):
             state.named.update(dict.fromkeys(equation.outvars, max(labels)))
-        if name in CONSTRUCTS or name in _OPAQUE or self._contains_function(equation):
+        if name in CONSTRUCTS or not runs_in_fp32(equation):
             # The first operand of a branch is its index.
             inside = inside._replace(labels=tuple(labels[name == "cond" :]))
             return self.enter(equation, operands, frame, inside)
-        dtypes = {key: x for key, x in params.items() if isinstance(x, np.dtype)}
-        changes: dict[str, Any] = {
-            key: FLOAT32 for key, x in dtypes.items() if x in FLOATS_16BIT or is_fp8(x)
-        }
-        if "precision" in params and any(_is_narrow(var.aval) for var in equation.invars):
-            changes["precision"] = (lax.Precision.HIGHEST,) * 2
-        outs = bind(equation, operands, **changes)
-        outs = list(map(_wide, outs if equation.primitive.multiple_results else [outs]))
-        return self._rounded(equation, outs, inside, labels)
+        return self._rounded(equation, bind_in_fp32(equation, operands), inside, labels)
 
     def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Runs an equation in the dtypes of the step."""
-        if _is_of_fp8_bytes(equation):
-            return operands
-        pairs = zip(operands, equation.invars, strict=True)
-        narrow = [x.astype(array_aval(v).dtype) if _is_narrow(v.aval) else x for x, v in pairs]
-        return list(map(_wide, super().bound(equation, narrow)))
-
-    def _contains_function(self, equation: Equation) -> bool:
-        return bool(sub_jaxprs(equation)) and equation.primitive.name not in SCATTERS
+        return bind_in_fp32(equation, operands)
 
     # -- roundings --------------------------------------------------------------------------
 
@@ -184,7 +167,7 @@ class Emulation(Interpreter):
     ) -> list[Any]:
         """Rounds the results of an operation that computes, and registers its line."""
         name = equation.primitive.name
-        dtypes = [var.aval.dtype if _is_narrow(var.aval) else None for var in equation.outvars]
+        dtypes = [var.aval.dtype if is_narrow(var.aval) else None for var in equation.outvars]
         if name in _MOVES or not any(dtypes):
             return outs
         source = ""
@@ -211,23 +194,6 @@ class Emulation(Interpreter):
             self._numbers[key] = len(self.origins)
             self.origins.append(Origin(location, inside.location.names, dtype, source))
         return self._numbers[key]
-
-
-def _is_of_fp8_bytes(equation: Equation) -> bool:
-    """Returns True for a conversion of FP8 arrays to the bytes that the backward pass saves."""
-    avals = [var.aval for var in (*equation.invars, *equation.outvars)]
-    is_cast = equation.primitive.name == "bitcast_convert_type"
-    return is_cast and any(is_fp8(aval.dtype) for aval in avals)
-
-
-def _is_narrow(aval: Any) -> bool:
-    """Returns True for a float of 16 bits or FP8."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype in FLOATS_16BIT or (isinstance(dtype, np.dtype) and is_fp8(dtype))
-
-
-def _wide(x: Any) -> Any:
-    return jnp.asarray(x, FLOAT32) if _is_narrow(x) else x
 
 
 def _as_format(x: Array, dtype: np.dtype, mode: Array) -> Array:

@@ -52,24 +52,29 @@ def make_model_runs(
         stream = batches(seed) if callable(batches) else batches
         tx = recipe.optimizer(optimizer)
         if isinstance(made, nn.Module):
-            parts = _linen_run(recipe, seed, made, loss_fn, tx, held_out)
+            state, step, loss = _linen_run(recipe, seed, made, loss_fn, tx, held_out[0])
         else:
-            parts = _nnx_run(recipe, made, loss_fn, tx, held_out)
-        return TrainingRun(batches=stream, **parts)
+            state, step, loss = _nnx_run(recipe, made, loss_fn, tx)
+
+        def evaluate(*state: PyTree) -> dict[str, PyTree]:
+            losses = [jnp.asarray(each, np.float32) for each in loss(*state, held_out)]
+            return {"loss": jnp.mean(jnp.stack(losses))}
+
+        return TrainingRun(state=state, step=step, batches=stream, evaluate=evaluate)
 
     return make_run
 
 
-# Fields of a TrainingRun.
-_Parts: TypeAlias = dict[str, Any]
+# State, step, and a function of the state and the held-out batches that returns their losses.
+_Parts: TypeAlias = tuple[PyTree, Callable[..., PyTree], Callable[..., list[ArrayLike]]]
 
 
 def _linen_run(
-    recipe: Recipe, seed: int, model: Any, loss_fn: LossFn, tx: Any, held_out: Sequence[PyTree]
+    recipe: Recipe, seed: int, model: Any, loss_fn: LossFn, tx: Any, batch: PyTree
 ) -> _Parts:
     wrapped = recipe.wrap(model)
     # The wrapped model may have FP8 state in addition to the parameters.
-    init = lambda module: nn.init(loss_fn, module)(jax.random.key(seed), held_out[0])
+    init = lambda module: nn.init(loss_fn, module)(jax.random.key(seed), batch)
     variables = init(wrapped)
     variables = {**variables, "params": init(model)["params"]}
     others = set(variables) - {"params", "_overwrite_with_gradient"}
@@ -95,15 +100,10 @@ def _linen_run(
         loss, grads = state.value_and_grad(call)(batch)
         return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
 
-    def evaluate(state: TrainState) -> dict[str, PyTree]:
-        return {"loss": _mean([call(state.params, batch) for batch in held_out])}
-
-    return {"state": state, "step": step, "evaluate": evaluate}
+    return state, step, lambda state, batches: [call(state.params, batch) for batch in batches]
 
 
-def _nnx_run(
-    recipe: Recipe, model: Any, loss_fn: LossFn, inner: Any, held_out: Sequence[PyTree]
-) -> _Parts:
+def _nnx_run(recipe: Recipe, model: Any, loss_fn: LossFn, inner: Any) -> _Parts:
     if not isinstance(model, nnx.Module):
         raise ValidationError(
             f"The model is a {type(model).__name__}, not a Flax module. Pass a Linen module, or a "
@@ -117,16 +117,12 @@ def _nnx_run(
         tx.update(model, grads)
         return {"loss": loss, "grads": grads}
 
-    def evaluate(model: nnx.Module, tx: mp_nnx.Optimizer) -> dict[str, PyTree]:
+    def losses(model: nnx.Module, tx: Any, batches: Sequence[PyTree]) -> list[ArrayLike]:
         del tx
         # Without dropout and with running averages, where the model has them.
         fixed = nnx.view(
             model, raise_if_not_found=False, deterministic=True, use_running_average=True
         )
-        return {"loss": _mean([loss_fn(fixed, batch) for batch in held_out])}
+        return [loss_fn(fixed, batch) for batch in batches]
 
-    return {"state": (wrapped, tx), "step": step, "evaluate": evaluate}
-
-
-def _mean(losses: list[Any]) -> jax.Array:
-    return jnp.mean(jnp.stack([jnp.asarray(loss, np.float32) for loss in losses]))
+    return (wrapped, tx), step, losses

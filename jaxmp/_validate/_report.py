@@ -38,13 +38,11 @@ gradients, can be read, too). Non-finite numbers are the strings "nan", "inf" an
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import json
 import os
-from pathlib import Path
+from typing import Any, ClassVar
 
-from jaxmp._audit._render import WIDTH, plain_text
-from jaxmp._core._typing import RichRenderable
+from jaxmp._report._section import Section
+from jaxmp._report._views import Report, read_report
 from jaxmp._validate._baseline import find_regressions
 from jaxmp._validate._budget import direction_of
 from jaxmp._validate._page import render_page
@@ -52,21 +50,16 @@ from jaxmp._validate._rows import (
     DIFFERS,
     FAIL,
     CandidateResult,
-    JSONValue,
     MetricChoice,
     ProgramRow,
     TrainingRecord,
-    from_plain,
-    to_plain,
 )
 from jaxmp._validate._sections import report_sections
 from jaxmp.errors import ValidationError, ValidationFailedError
 
-SCHEMA, SCHEMA_VERSION = "jaxmp.validation", 2
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValidationReport:
+class ValidationReport(Report):
     """Report of a validation: a verdict for each candidate. Frozen; contains plain data.
 
     `print(report)` shows the verdicts, the causes and the main figures; `report.to_text(full=True)`
@@ -85,6 +78,12 @@ class ValidationReport:
       program: audit and size of the reference's training step.
       notes: measurements that were not made, and why.
     """
+
+    _subject = "validation"
+    _title = "Precision validation"
+    _command = "jaxmp validate run.py:make_run --baseline validation.json --write-baseline"
+    _error = ValidationError
+    _schema: ClassVar = {"schema": "jaxmp.validation", "schema_version": 2}
 
     reference: str = "fp32"
     seeds: tuple[int, ...] = ()
@@ -130,106 +129,34 @@ class ValidationReport:
         """
         failed = [each.headline for each in self.candidates if each.verdict in (FAIL, DIFFERS)]
         if baseline is not None:
-            failed += find_regressions(self, read_report(baseline))
+            failed += find_regressions(self, read_report(ValidationReport, baseline))
         if failed:
             raise ValidationFailedError("\n".join(failed))
 
     # -- views ------------------------------------------------------------------------------
 
-    def __str__(self) -> str:
-        return self.to_text()
-
     def __repr__(self) -> str:
         verdicts = ", ".join(f"{each.name}: {each.verdict}" for each in self.candidates)
         return f"<ValidationReport of {verdicts or 'no candidates'}>"
 
-    def to_text(self, *, full: bool = False, width: int = WIDTH) -> str:
-        """Returns the report as plain text, as `print(report)` does.
+    def _sections(self, full: bool) -> list[Section]:
+        return report_sections(self, full)
 
-        Args:
-          full: True for every module, every seed and the audit, too.
-          width: characters per line; only code may be longer.
-        """
-        return plain_text(report_sections(self, full), width)
-
-    def to_rich(self, *, full: bool = False) -> RichRenderable:
-        """Returns an object that rich prints in colour, in the width of its console.
+    def to_html(self, *, full: bool = True) -> str:
+        """Returns the report as one HTML page with charts, without scripts or links.
 
         Args:
           full: as in `to_text`.
-
-        Raises:
-          MissingDependencyError: if rich is not installed.
-        """
-        return importlib.import_module("jaxmp._audit._rich").Renderable(report_sections(self, full))
-
-    def __rich__(self) -> RichRenderable:
-        return self.to_rich()
-
-    def to_html(self) -> str:
-        """Returns the report as one HTML page with charts, without scripts or links.
 
         Example:
           >>> page = ValidationReport(steps=100).to_html()
           >>> _ = Path("validation.html").write_text(page, encoding="utf-8")
         """
-        return render_page(self)
-
-    def _repr_html_(self) -> str:
-        return self.to_html()
-
-    def to_dict(self) -> dict[str, JSONValue]:
-        """Returns the report as plain data, in the layout above."""
-        head = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "ok": self.ok}
-        plain = to_plain(dataclasses.asdict(self))
-        assert isinstance(plain, dict)
-        return {**head, **plain}
-
-    def to_json(self) -> str:
-        """Returns the report as JSON text; `ValidationReport.from_json` reads it."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        return render_page(self, full)
 
     @classmethod
-    def from_json(cls, text: str) -> ValidationReport:
-        """Reads the JSON text that `to_json` returns.
-
-        Args:
-          text: the JSON text.
-
-        Raises:
-          ValidationError: if the text is not a report, or has another schema version.
-        """
-        try:
-            data = json.loads(text)
-            schema = data.pop("schema"), data.pop("schema_version")
-            data.pop("ok")
-            if schema == (SCHEMA, 1):
-                data["metric"]["direction"] = direction_of(data["metric"]["name"])
-            elif schema != (SCHEMA, SCHEMA_VERSION):
-                raise ValueError(f"its schema is {schema}, not {(SCHEMA, SCHEMA_VERSION)}")
-            return from_plain(cls, data)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValidationError(
-                f"{text[:80]!r} is not the JSON text of a validation ({error}). Write one with:\n"
-                "    pathlib.Path('validation.json').write_text(report.to_json())"
-            ) from None
-
-
-def read_report(source: ValidationReport | str | os.PathLike[str]) -> ValidationReport:
-    """Returns a report, given itself, its JSON text, or a path that ends in `.json`.
-
-    Raises:
-      ValidationError: if it cannot be read.
-    """
-    if isinstance(source, ValidationReport):
-        return source
-    if isinstance(source, str) and not source.endswith(".json"):
-        return ValidationReport.from_json(source)
-    try:
-        text = Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValidationError(
-            f"The baseline {str(source)!r} cannot be read ({error}). Write it with:\n"
-            f"    jaxmp validate run.py:make_run --baseline {source} --write-baseline"
-        ) from None
-    return ValidationReport.from_json(text)
+    def _converted(cls, schema: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+        if schema != cls._schema | {"schema_version": 1}:
+            return super()._converted(schema, data)
+        data["metric"]["direction"] = direction_of(data["metric"]["name"])
+        return data

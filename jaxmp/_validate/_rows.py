@@ -1,20 +1,14 @@
-"""Rows of a validation report, and their conversion to and from plain data."""
+"""Rows of a validation report."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias, TypeVar
 
 PASS, FAIL, INCONCLUSIVE, DIFFERS = "pass", "fail", "inconclusive", "differs"
 # Directions of metrics: which values are better.
 MIN, MAX, TWO_SIDED = "min", "max", "two-sided"
-
-# Data that `json.dumps` accepts.
-JSONValue: TypeAlias = "str | int | float | bool | list[JSONValue] | dict[str, JSONValue] | None"
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -353,64 +347,3 @@ class CandidateResult:
     origin: ErrorOrigin = dataclasses.field(default_factory=ErrorOrigin)
     training: TrainingRow = dataclasses.field(default_factory=TrainingRow)
     program: ProgramRow = dataclasses.field(default_factory=ProgramRow)
-
-
-# ---------------------------------------------------------------------------
-# Plain data
-# ---------------------------------------------------------------------------
-
-# Field -> class of its rows.
-_ROWS: Mapping[str, Any] = {
-    "candidates": CandidateResult,
-    "runs": TrainingRecord,
-    "causes": Cause,
-    "checks": Comparison,
-    "pairs": SeedPair,
-    "gradients": GradientRow,
-    "modules": ModuleRow,
-    "patterns": Pattern,
-    "metric": MetricChoice,
-    "power": Power,
-    "origin": ErrorOrigin,
-    "training": TrainingRow,
-    "program": ProgramRow,
-}
-
-
-def to_plain(value: object) -> JSONValue:
-    """Returns a value of dataclass fields as JSON data; non-finite numbers become strings."""
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [to_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    assert value is None or isinstance(value, (str, int, float, bool)), type(value)
-    return value
-
-
-def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
-    """Returns the dataclass that `to_plain(dataclasses.asdict(...))` was made from.
-
-    Raises:
-      TypeError: if a field is missing or unknown.
-    """
-    types = {field.name: str(field.type) for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    values = {}
-    for name, value in data.items():
-        row = _ROWS.get(name)
-        if row is not None and isinstance(value, list):
-            values[name] = tuple(from_plain(row, item) for item in value)
-        elif row is not None:
-            values[name] = from_plain(row, value)
-        else:
-            values[name] = _restored(value, "float" in types.get(name, ""))
-    return cls(**values)
-
-
-def _restored(value: Any, is_float: bool) -> Any:
-    if isinstance(value, list):
-        return tuple(_restored(item, is_float) for item in value)
-    if isinstance(value, dict):
-        return {key: _restored(item, is_float) for key, item in value.items()}
-    return float(value) if is_float and isinstance(value, str) else value

@@ -5,16 +5,24 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from jaxmp._audit._section import Fix, Section, nonempty
-from jaxmp._audit._units import counted
-from jaxmp._validate._rows import DIFFERS, FAIL, PASS, CandidateResult, Comparison, TrainingRow
+from jaxmp._report._section import Fix, Section, nonempty
+from jaxmp._report._units import counted
+from jaxmp._validate._rows import (
+    DIFFERS,
+    FAIL,
+    INCONCLUSIVE,
+    PASS,
+    CandidateResult,
+    Comparison,
+    TrainingRow,
+)
 
 if TYPE_CHECKING:
     from jaxmp._validate._report import ValidationReport
 
 # Modules of a table without `full`.
 _MAX_MODULES = 6
-_MOODS = {PASS: "good", FAIL: "bad", DIFFERS: "bad"}
+_MOODS = {PASS: "good", FAIL: "bad", DIFFERS: "bad", INCONCLUSIVE: "open"}
 # Figures without a sign; the others are differences.
 _ERRORS = ("gradient_error", "loss_error")
 
@@ -30,9 +38,7 @@ def report_sections(report: ValidationReport, full: bool) -> list[Section]:
     for candidate in report.candidates:
         sections += _candidate_sections(report, candidate, full)
     sections.append(Section("Notes", text=" ".join(report.notes)))
-    verdicts = [
-        Section(each.headline, mood=_MOODS.get(each.verdict, "")) for each in report.candidates
-    ]
+    verdicts = [Section(each.headline, mood=_MOODS[each.verdict]) for each in report.candidates]
     return verdicts + nonempty(sections)
 
 
@@ -107,13 +113,13 @@ def training_rows(training: TrainingRow) -> tuple[tuple[str, str], ...]:
     low, high = training.final_loss_scale
     scale = f"{low:g}" if low == high else f"{low:g} to {high:g}"
     return (
-        ("distance of the loss curves", f"{100 * training.curve_distance:.3g} %"),
-        ("distance between seeds of the reference", f"{100 * training.curve_band:.3g} %"),
+        ("distance of the loss curves", percent(training.curve_distance)),
+        ("distance between seeds of the reference", percent(training.curve_band)),
         ("steps within the range of these seeds", f"{100 * training.curve_inside:.0f} %"),
         ("gradient norms over those of the reference", f"{training.gradient_norm_ratio:.4g}"),
         ("skipped steps", str(training.skipped)),
         ("final loss scale", scale),
-        ("drift of the parameter norm", f"{100 * training.weight_norm_drift:.3g} %"),
+        ("drift of the parameter norm", percent(training.weight_norm_drift)),
     )
 
 
@@ -121,11 +127,11 @@ def _gradients(candidate: CandidateResult) -> Section:
     rows = tuple(
         (
             str(row.step),
-            f"{100 * row.error:.3g} %",
+            percent(row.error),
             f"{row.cosine:.6f}",
-            f"{100 * row.underflow:.3g} %",
-            f"{100 * row.nonfinite:.3g} %",
-            f"{100 * row.stalled:.3g} %",
+            percent(row.underflow),
+            percent(row.nonfinite),
+            percent(row.stalled),
             f"{row.update_ratio:.4g}",
         )
         for row in candidate.gradients
@@ -136,25 +142,39 @@ def _gradients(candidate: CandidateResult) -> Section:
 
 
 def _modules(candidate: CandidateResult, full: bool) -> Section:
-    rows = sorted(candidate.modules, key=lambda row: -(row.gradient_error or 0.0))
-    shown = rows if full else rows[:_MAX_MODULES]
-    text = "" if len(shown) == len(rows) else f"The {len(shown)} largest errors of {len(rows)}."
+    """Returns a table with a row per module, and columns for its errors at the compared steps."""
+    errors = {(row.module, row.step): row for row in candidate.modules}
+    steps = sorted({row.step for row in candidate.modules})
+    largest: dict[str, float] = {}
+    for row in candidate.modules:  # in the order of the forward pass
+        largest[row.module] = max(largest.get(row.module, 0.0), row.gradient_error or 0.0)
+    modules = list(largest)
+    if not full:
+        modules = sorted(modules, key=lambda module: -largest[module])[:_MAX_MODULES]
+    text = "Relative errors on the same parameters and batch."
+    if len(modules) < len(largest):
+        text += f" The {len(modules)} largest errors of gradients of {len(largest)} modules."
+    quantities = [("output", "activation_error"), ("gradient", "gradient_error")]
     cells = tuple(
         (
-            row.module or "(root)",
-            str(row.step),
-            _percent(row.gradient_error),
-            "" if row.gradient_cosine is None else f"{row.gradient_cosine:.6f}",
-            _percent(row.activation_error),
+            module or "(root)",
+            *(
+                percent(getattr(errors.get((module, step)), field, None))
+                for _, field in quantities
+                for step in steps
+            ),
         )
-        for row in shown
+        for module in modules
     )
-    columns = ("module", "step", "gradient error", "cosine", "activation error")
-    return Section(f"{candidate.name}: modules", text, columns, cells)
+    columns = ("module", *(f"{name} {step}" for name, _ in quantities for step in steps))
+    return Section(f"{candidate.name}: errors of modules by step", text, columns, cells)
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.3g} %"
+def percent(value: float | None) -> str:
+    """Returns a share as text; "" for None."""
+    if value is None:
+        return ""
+    return f"{100 * value:.3g} %" if math.isfinite(value) else "infinite"
 
 
 def _pairs(report: ValidationReport, candidate: CandidateResult) -> Section:

@@ -21,12 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._report._plain import from_plain, to_plain
 from jaxmp._validate._probe import Leaves, Measurements, Probe
-from jaxmp._validate._rows import (
-    TrainingRecord,
-    from_plain,
-    to_plain,
-)
+from jaxmp._validate._rows import TrainingRecord
 from jaxmp.errors import ValidationError
 
 # Parts of a fingerprint in error messages.
@@ -36,6 +33,8 @@ _PARTS = {
     "parameters": "initial parameters",
     "batch": "first batch",
 }
+# Fields of a `Probe` of the reference that are arrays by path.
+_TREES = ("grads", "outputs", "updates", "changes")
 
 
 class Store:
@@ -130,11 +129,8 @@ class Store:
 
     def save_step(self, step: int, params: Leaves, probe: Probe) -> None:
         """Saves parameters and measurements of the reference before a step."""
-        arrays = {f"param {path}": leaf for path, leaf in params.items()}
-        arrays |= {f"grad {path}": leaf for path, leaf in probe.grads.items()}
-        arrays |= {f"output {module}": leaf for module, leaf in probe.outputs.items()}
-        arrays |= {f"update {path}": leaf for path, leaf in probe.updates.items()}
-        arrays |= {f"change {path}": leaf for path, leaf in probe.changes.items()}
+        trees = {"params": params} | {field: getattr(probe, field) for field in _TREES}
+        arrays = {f"{field} {path}": x for field, tree in trees.items() for path, x in tree.items()}
         arrays["scalars"] = np.array([probe.loss, probe.stalled, probe.update])
         self._save_arrays(f"reference/{step}.npz", arrays)
 
@@ -143,22 +139,13 @@ class Store:
         arrays = self._load_arrays(f"reference/{step}.npz")
         if arrays is None:
             return None
-        select = lambda prefix: {
-            key.removeprefix(prefix): value
-            for key, value in arrays.items()
-            if key.startswith(prefix)
-        }
-        loss, stalled, update = map(float, arrays["scalars"])
-        probe = Probe(
-            loss=loss,
-            grads=select("grad "),
-            outputs=select("output "),
-            stalled=stalled,
-            update=update,
-            updates=select("update "),
-            changes=select("change "),
-        )
-        return select("param "), probe
+        loss, stalled, update = map(float, arrays.pop("scalars"))
+        trees: dict[str, Any] = {field: {} for field in ("params", *_TREES)}
+        for key, value in arrays.items():
+            field, _, path = key.partition(" ")
+            trees[field][path] = value
+        params = trees.pop("params")
+        return params, Probe(loss=loss, stalled=stalled, update=update, **trees)
 
     # -- files ------------------------------------------------------------------------------
 
@@ -176,7 +163,7 @@ class Store:
 
     def _load_arrays(self, name: str) -> dict[str, np.ndarray] | None:
         if self._directory is None or not self._path(name).exists():
-            return self._arrays.get(name)
+            return dict(self._arrays[name]) if name in self._arrays else None
         with np.load(self._path(name)) as arrays:
             return {str(key): arrays[str(index)] for index, key in enumerate(arrays["keys"])}
 

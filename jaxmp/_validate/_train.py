@@ -236,11 +236,17 @@ def train(
         on_step(len(runs))
     evaluate()
     seconds = time.perf_counter() - start - excluded
-    host = jax.device_get(rows)
-    columns = StepRow(*(np.stack(column) for column in zip(*host, strict=True)))
+    columns = StepRow(*(np.stack(c) for c in zip(*jax.device_get(rows), strict=True)))
+    of_seed = (lambda x, index: np.asarray(x)[..., index]) if stacked else (lambda x, _: x)
     return [
-        _record(name, seed, index if stacked else None, columns, schedule, evaluations, norms)(
-            f"{initial[index]:08x}", f"{sums[index]:08x}", seconds / len(runs)
+        _record(
+            *jax.tree.map(lambda x, n=index: of_seed(x, n), (columns, evaluations, norms)),
+            name=name,
+            seed=seed,
+            eval_steps=schedule.eval_steps,
+            initial_checksum=f"{initial[index]:08x}",
+            data_checksum=f"{sums[index]:08x}",
+            seconds=seconds / len(runs),
         )
         for index, seed in enumerate(seeds)
     ]
@@ -252,33 +258,17 @@ def stack(trees: list[PyTree]) -> PyTree:
 
 
 def _record(
-    name: str,
-    seed: int,
-    index: int | None,
-    columns: StepRow,
-    schedule: Schedule,
-    evaluations: list[dict[str, Any]],
-    norms: list[Any],
-) -> Callable[[str, str, float], TrainingRecord]:
-    """Returns a function of the checksums and the duration that makes the record of a seed."""
-    pick = (lambda x: x) if index is None else (lambda x: x[..., index])
+    columns: StepRow, evaluations: list[dict[str, Any]], norms: list[Any], **fields: Any
+) -> TrainingRecord:
+    """Returns the record of a seed from its measurements and other fields."""
     floats = lambda values: tuple(float(value) for value in values)
-    losses, gradients, scales, skipped = (pick(column) for column in columns)
-    has_gradients = not (gradients == _NO_NORM).all()
-    return lambda initial, data, seconds: TrainingRecord(
-        name=name,
-        seed=seed,
-        losses=floats(losses),
-        gradient_norms=floats(gradients) if has_gradients else (),
-        loss_scales=floats(scales),
-        skipped=tuple(int(step) for step in np.flatnonzero(skipped)),
-        eval_steps=schedule.eval_steps,
-        evaluations={
-            metric: floats(pick(np.asarray(row[metric])) for row in evaluations)
-            for metric in evaluations[0]
-        },
-        weight_norms=floats(pick(np.asarray(norm)) for norm in norms),
-        initial_checksum=initial,
-        data_checksum=data,
-        seconds=seconds,
+    has_gradients = not (columns.norm == _NO_NORM).all()
+    return TrainingRecord(
+        losses=floats(columns.loss),
+        gradient_norms=floats(columns.norm) if has_gradients else (),
+        loss_scales=floats(columns.scale),
+        skipped=tuple(int(step) for step in np.flatnonzero(columns.skipped)),
+        evaluations={name: floats(row[name] for row in evaluations) for name in evaluations[0]},
+        weight_norms=floats(norms),
+        **fields,
     )

@@ -25,14 +25,14 @@ from jaxmp._validate._run import MakeRun
 from jaxmp._validate._store import Store
 from jaxmp.errors import ValidationError
 
-CandidatesLike = Sequence[RecipeLike] | Mapping[str, RecipeLike]
+RecipesLike = Sequence[RecipeLike] | Mapping[str, RecipeLike]
 
 
 def validate(
     make_run: MakeRun | ModelLike,
-    candidates: CandidatesLike = ("bf16", "fp16", "fp8"),
+    recipes: RecipesLike = ("bf16", "fp16", "fp8"),
     *,
-    reference: RecipeLike = "fp32",
+    reference_recipe: RecipeLike = "fp32",
     seeds: int | Sequence[int] = 3,
     steps: int,
     budgets: BudgetsLike = None,
@@ -60,8 +60,8 @@ def validate(
       make_run: `make_run(recipe, seed)` returns a `TrainingRun`; it receives a `Recipe`. Or a Flax
         model: a Linen module, or a function from the seed to a Linen or NNX module, together with
         `loss_fn`, `batches`, `optimizer` and `held_out`.
-      candidates: recipes, or a dict from names to recipes.
-      reference: the recipe to compare with.
+      recipes: the candidates, in a list or a dict from names to recipes.
+      reference_recipe: the recipe to compare with.
       seeds: number of seeds, or the seeds. With one seed, the result has no interval.
       steps: number of training steps of each run.
       budgets: largest differences that pass. None: 0.5 % of the loss, 1 % in FP8; a number for the
@@ -114,20 +114,20 @@ def validate(
         "held_out": held_out,
     }
     make = _as_make_run(make_run, model_arguments)
-    reference_recipe = load_recipe(reference)
-    recipes = _named(candidates)
-    name = reference if isinstance(reference, str) else reference_recipe.name
-    if name in recipes:
+    reference = load_recipe(reference_recipe)
+    candidates = _named(recipes)
+    name = reference_recipe if isinstance(reference_recipe, str) else reference.name
+    if name in candidates:
         raise ValidationError(
             f"{name!r} is both the reference and a candidate. Name the candidate differently: "
-            f"candidates={{'my_{name}': recipe}}."
+            f"recipes={{'my_{name}': recipe}}."
         )
     if target is not None:
         check_target(target)
     settings = Settings(
-        reference=(name, reference_recipe),
-        candidates=recipes,
-        budgets=resolve_budgets(budgets, recipes),
+        reference=(name, reference),
+        candidates=candidates,
+        budgets=resolve_budgets(budgets, candidates),
         directions=check_directions({} if metrics is None else metrics),
         seeds=_as_seeds(seeds),
         schedule=make_schedule(steps, eval_every, compare_steps),
@@ -169,35 +169,35 @@ def _described(make_run: object, passed: Sequence[str]) -> str:
     return f"the class {make_run.__name__}" if is_class else f"a {type(make_run).__name__}"
 
 
-def _named(candidates: CandidatesLike) -> dict[str, Recipe]:
+def _named(recipes: RecipesLike) -> dict[str, Recipe]:
     """Returns the candidates by name.
 
     Raises:
       ValidationError: if there are none, or two have the same name.
     """
-    if isinstance(candidates, str):
+    if isinstance(recipes, str):
         raise ValidationError(
-            f"candidates={candidates!r} is a string. Pass a list: candidates=[{candidates!r}]."
+            f"recipes={recipes!r} is a string. Pass a list: recipes=[{recipes!r}]."
         )
-    if isinstance(candidates, Recipe) or not isinstance(candidates, Iterable):
+    if isinstance(recipes, Recipe) or not isinstance(recipes, Iterable):
         raise ValidationError(
-            f"candidates={candidates!r} is not a list of recipes. Pass a list or a dict: "
-            'candidates=["bf16", recipe], candidates={"mine": recipe}.'
+            f"recipes={recipes!r} is not a list of recipes. Pass a list or a dict: "
+            'recipes=["bf16", recipe], recipes={"mine": recipe}.'
         )
-    if isinstance(candidates, Mapping):
-        named = {str(name): load_recipe(recipe) for name, recipe in candidates.items()}
+    if isinstance(recipes, Mapping):
+        named = {str(name): load_recipe(recipe) for name, recipe in recipes.items()}
     else:
-        loaded = [(each, load_recipe(each)) for each in candidates]
+        loaded = [(each, load_recipe(each)) for each in recipes]
         names = [each if isinstance(each, str) else recipe.name for each, recipe in loaded]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValidationError(
-                f"Two candidates have the name {twice[0]!r}. Pass a dict: "
-                f"candidates={{'first': ..., 'second': ...}}."
+                f"Two recipes have the name {twice[0]!r}. Pass a dict: "
+                f"recipes={{'first': ..., 'second': ...}}."
             )
         named = {name: recipe for name, (_, recipe) in zip(names, loaded, strict=True)}
     if not named:
-        raise ValidationError('candidates is empty. Pass recipes: candidates=["bf16"].')
+        raise ValidationError('recipes is empty. Pass some: recipes=["bf16"].')
     return named
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxmp._core._messages import missing_dependency
 from jaxmp._core._trees import Path, path_names
 from jaxmp._overwritten import OVERWRITE
 from jaxmp.checkpoint._description import (
@@ -30,7 +31,7 @@ from jaxmp.checkpoint._description import (
     is_below,
     join,
 )
-from jaxmp.errors import CheckpointError, missing_dependency
+from jaxmp.errors import CheckpointError
 
 _ORBAX_FILE = "_METADATA"
 # In the directory of a step, or of a checkpoint that `orbax.checkpoint.v1` wrote under any name.

@@ -1,6 +1,6 @@
 """The `jaxmp` command. It requires the extra `cli`."""
 
-from jaxmp.errors import missing_dependency
+from jaxmp._core._messages import missing_dependency
 
 try:
     from jaxmp.cli._app import main as main

@@ -14,7 +14,9 @@ from rich.console import Console
 import jaxmp
 from jaxmp.cli._audit import audit
 from jaxmp.cli._checkpoint import checkpoint
+from jaxmp.cli._doctor import doctor
 from jaxmp.cli._explain import UnmatchedRuleError, explain
+from jaxmp.cli._locate import locate
 from jaxmp.cli._output import console, escape
 from jaxmp.cli._recipes import recipes
 from jaxmp.cli._show import show
@@ -33,6 +35,8 @@ app.command()(show)
 app.command()(explain)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
 app.command()(validate)
+app.command()(doctor)
+app.command()(locate)
 app.add_typer(checkpoint, name="checkpoint")
 
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import jaxmp
+from jaxmp._core._messages import did_you_mean
 from jaxmp.cli._output import check_output
-from jaxmp.errors import JaxmpError, did_you_mean
+from jaxmp.errors import JaxmpError
 
 T = TypeVar("T")
 

@@ -14,11 +14,12 @@ import typer
 import jaxmp
 from jaxmp._audit import AuditReport
 from jaxmp._audit._compile import check_target
-from jaxmp._audit._report import as_report, known_checks
+from jaxmp._audit._report import known_checks
 from jaxmp._audit._script import ScriptAudit, audit_script
-from jaxmp._audit._units import counted, flops_text
 from jaxmp._core._compat import unchecked_cuda
 from jaxmp._recipe import load_recipe
+from jaxmp._report._units import counted, flops_text
+from jaxmp._report._views import read_report
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._output import console, escape, make_table, write_file, write_json
 from jaxmp.errors import JaxmpError
@@ -81,7 +82,7 @@ def audit(
         None if fail_on == "any" else [check for check in fail_on.split(",") if check != "none"]
     )
     checks = known_checks(wanted)
-    before = None if baseline is None else as_report(Path(baseline))
+    before = None if baseline is None else read_report(AuditReport, Path(baseline))
     if not 0 < max_seconds < math.inf:
         raise JaxmpError(f"--max-seconds {max_seconds} is not a positive number of seconds.")
     if script is None:
@@ -133,12 +134,12 @@ def _only_argument(arguments: list[str]) -> str:
 
 
 def _audit_function(name: str, recipe: str | None, target: str | None) -> AuditReport:
-    policies = None if recipe is None else load_recipe(recipe)
+    loaded = None if recipe is None else load_recipe(recipe)
     with contextlib.nullcontext() if target is None else unchecked_cuda():
         step, *arguments = _make_step(name, recipe)
         return call(
             f"the step of {name}",
-            lambda: jaxmp.audit(step, *arguments, policies=policies, target=target),
+            lambda: jaxmp.audit(step, *arguments, recipe=loaded, target=target),
         )
 
 

@@ -31,7 +31,7 @@ def show(
     json: JsonOption = None,
 ) -> None:
     """Print the recipe, the master layout and the leaves of a checkpoint."""
-    checkpointer, step = _open(path, step)
+    checkpointer, step = open_run(path, step)
     info = checkpointer.describe(step)
     if write_json(json, _rows(info, steps=checkpointer.all_steps())):
         return
@@ -47,13 +47,13 @@ def show(
 @checkpoint.command()
 def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = None) -> None:
     """Read a checkpoint in full and compare all checksums; exits with 2 if it is damaged."""
-    checkpointer, step = _open(path, step)
+    checkpointer, step = open_run(path, step)
     info = checkpointer.verify(step)
     if not write_json(json, _rows(info, intact=True)):
         console().print(escape(f"Step {info.step} is intact: {len(info.leaves)} leaves.", "green"))
 
 
-def _open(path: Path, step: int | None) -> tuple[Checkpointer, int | None]:
+def open_run(path: Path, step: int | None) -> tuple[Checkpointer, int | None]:
     """Returns the checkpointer of a run and the step; `path` may be that of a step."""
     if step is None and path.name.isdigit() and (path / "state").is_dir():
         path, step = path.parent, int(path.name)

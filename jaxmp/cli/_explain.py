@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from typing import Annotated, Any
 
 import jax
@@ -10,14 +10,13 @@ import typer
 from rich.padding import Padding
 
 import jaxmp
-from jaxmp._policies._explanation import PolicyExplanation
 from jaxmp._policies._policy import with_fields
 from jaxmp._policies._required import check_required, explain_modules
 from jaxmp._policies._resolve import PolicyMap
-from jaxmp._recipe import load_recipe
+from jaxmp._policies._rules import rule_text
+from jaxmp._recipe import adapter_name, load_recipe
 from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, call, load_function
 from jaxmp.cli._output import console, escape, make_table, policy_lines, write_json
-from jaxmp.cli._recipe_text import rule_lines
 from jaxmp.errors import JaxmpError, RuleError
 
 
@@ -39,41 +38,49 @@ def explain(
     json: JsonOption = None,
 ) -> None:
     """Print the rule that applies to each module of a model, and the rules that are unused."""
-    policies = load_recipe(recipe).policies
-    explain_policies, paths = _load_model(function)
+    loaded = load_recipe(recipe)
+    model, inputs = _load_model(function)
+    description = f"the model of {function}"
+    paths = call(description, lambda: _module_paths(model, inputs))
     try:
-        check_required(policies, paths)
+        check_required(loaded.policies, paths)
     except RuleError as error:
-        _print(policies, explain_modules(policies, paths, {}), json)
+        partial = jaxmp.typing.Explanation(policies=explain_modules(loaded.policies, paths))
+        _print(loaded.policies, partial, json)
         raise UnmatchedRuleError(str(error)) from None
-    _print(policies, explain_policies(policies), json)
+    explained = call(description, lambda: jaxmp.explain(model, loaded)(*inputs))
+    _print(loaded.policies, explained, json)
 
 
-def _load_model(name: str) -> tuple[Callable[[PolicyMap], PolicyExplanation], dict[str, Any]]:
-    """Calls the user's function, and returns a function that explains policies, and all paths."""
+def _load_model(name: str) -> tuple[Any, list[Any]]:
+    """Calls the user's function, and returns its model and the inputs."""
     make = load_function(
         name, "jaxmp explain my_package.model:make --recipe bf16", "model, example_input"
     )
     result = call(f"{name}()", make)
     model, *inputs = (result or [result]) if isinstance(result, (tuple, list)) else [result]
-    if not inputs and not _is_nnx(model):
+    if _is_nnx(model):
+        # An NNX model has paths without inputs. With inputs, its FLOPs can be counted.
+        arrays = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(inputs))
+        return model, inputs if arrays else []
+    if not inputs:
         raise JaxmpError(
             f"{name}() returned {type(result).__name__}, not a model and its example inputs. "
             "Return both:\n    return model, example_input"
         )
-    description = f"the model of {name}"
-    if _is_nnx(model):
-        paths = call(description, lambda: jaxmp.nnx.module_paths(model))
-        # An NNX model has paths without inputs. With inputs, its FLOPs can be counted.
-        arrays = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(inputs))
-        inputs = inputs if arrays else []
-        explain_model = jaxmp.nnx.explain
-    else:
-        paths = call(description, lambda: jaxmp.linen.module_paths(model, *inputs))
-        explain_model = jaxmp.linen.explain
-    return lambda policies: call(
-        description, lambda: explain_model(model, policies, *inputs)
-    ), paths
+    return model, inputs
+
+
+def _module_paths(model: Any, inputs: list[Any]) -> dict[str, Any]:
+    """Returns the class of each module, and None for each parameter."""
+    adapter = adapter_name(model)
+    if adapter is None:
+        raise JaxmpError(
+            f"{type(model).__name__} is not a Flax module. Return a model and its example inputs:\n"
+            "    return model, example_input"
+        )
+    module = importlib.import_module(adapter)
+    return module.module_paths(model, *([] if _is_nnx(model) else inputs))
 
 
 def _is_nnx(model: object) -> bool:
@@ -81,8 +88,9 @@ def _is_nnx(model: object) -> bool:
     return any(cls.__module__ == "flax.nnx.module" for cls in type(model).__mro__)
 
 
-def _print(policies: PolicyMap, explanation: PolicyExplanation, json: str | None) -> None:
-    if write_json(json, explanation.to_json()):
+def _print(policies: PolicyMap, explained: jaxmp.typing.Explanation, json: str | None) -> None:
+    explanation = explained.policies
+    if write_json(json, explained.to_json()) or explanation is None:
         return
     output = console()
     table = make_table("path", "type", "policy", "rule")
@@ -100,4 +108,8 @@ def _print(policies: PolicyMap, explanation: PolicyExplanation, json: str | None
         if index not in used:
             label, style = f"{label}, unused", "yellow"
         output.print(escape(label, style))
-        output.print(Padding(escape(rule_lines(rule)), (0, 0, 0, 2)))
+        lines = filter(None, (rule_text(rule, with_reason=False), rule.why))
+        output.print(Padding(escape("\n".join(lines)), (0, 0, 0, 2)))
+    for title, section in explained.sections():
+        if title != "policies":
+            output.print(escape(f"{title}\n{section}"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 
 import rich.box
 from rich.console import Console
@@ -13,9 +12,6 @@ from rich.text import Text
 
 from jaxmp._policies._policy import Policy
 from jaxmp.errors import JaxmpError
-
-# (label, text) of the lines below a title.
-Rows = Sequence[tuple[str, str]]
 
 # Columns that are never wrapped.
 _WHOLE_COLUMNS = ("recipe", "policy", "loss scale", "rule")
@@ -38,16 +34,6 @@ def make_table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column in _WHOLE_COLUMNS)
     return table
-
-
-def make_grid(rows: Rows) -> Table:
-    """Returns a table of labels and texts without a header."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in rows:
-        grid.add_row(escape(label), escape(text))
-    return grid
 
 
 def policy_lines(policy: Policy) -> str:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.padding import Padding
-from rich.text import Text
 
-from jaxmp._recipe import Recipe, load_recipe
+from jaxmp._policies._op_table import CATEGORIES, OpTable
+from jaxmp._recipe import load_recipe
 from jaxmp.cli._arguments import JsonOption, RecipeArgument
-from jaxmp.cli._output import console, escape, make_grid, write_json
-from jaxmp.cli._recipe_text import op_sections, recipe_sections
+from jaxmp.cli._output import console, escape, make_table, write_json
 
 
 def show(
@@ -22,21 +20,28 @@ def show(
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Print all settings of a recipe, with reasons."""
+    """Print all settings of a recipe as a recipe file, with the reasons of its rules."""
     loaded = load_recipe(recipe)
-    if write_json(json, _settings(loaded, with_ops=ops)):
+    # The keys of a recipe file.
+    settings = tomllib.loads(loaded.to_toml())
+    if ops:
+        settings["ops"] = {op.name: loaded.ops.category(op.name) for op in loaded.ops}
+    if write_json(json, settings):
         return
-    output = console()
-    output.print(escape(loaded.name, "bold"), escape(loaded.summary, "dim"), sep="  ")
-    for title, rows in op_sections(loaded.ops) if ops else recipe_sections(loaded):
-        output.print()
-        output.print(Text(title, style="bold cyan"))
-        output.print(Padding(make_grid(rows), (0, 0, 0, 2)))
+    if ops:
+        _print_ops(loaded.ops)
+    else:
+        # Lines are not wrapped, so that the text can be saved as a file.
+        console().print(escape(loaded.to_toml()), soft_wrap=True, end="")
 
 
-def _settings(recipe: Recipe, *, with_ops: bool) -> dict[str, Any]:
-    """Returns the settings under the keys of a recipe file."""
-    settings = tomllib.loads(recipe.to_toml())
-    if with_ops:
-        settings["ops"] = {op.name: recipe.ops.category(op.name) for op in recipe.ops}
-    return settings
+def _print_ops(ops: OpTable) -> None:
+    """Prints a table of the operations of each category."""
+    for category, meaning in CATEGORIES.items():
+        table = make_table("operation", "reason")
+        for name in ops.names(category):
+            op = ops.op(name)
+            changed = "" if op.category == category else f"changed from {op.category}: "
+            table.add_row(escape(name, "dim"), escape(f"{changed}{op.reason}"))
+        console().print(escape(f"{category}: {meaning}", "bold cyan"))
+        console().print(table)

@@ -8,14 +8,15 @@ from typing import Annotated
 import typer
 
 import jaxmp
+from jaxmp._report._views import read_report
+from jaxmp._validate import ValidationReport
 from jaxmp._validate._baseline import find_regressions
-from jaxmp._validate._report import read_report
 from jaxmp._validate._rows import DIFFERS, FAIL
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._output import check_output, console, write_file, write_json
 from jaxmp.errors import JaxmpError
 
-_EXAMPLE = "jaxmp validate run.py:make_run --candidates bf16,fp16 --steps 500"
+_EXAMPLE = "jaxmp validate run.py:make_run --recipes bf16,fp16 --steps 500"
 
 
 def validate(
@@ -26,10 +27,10 @@ def validate(
             help=f"{FUNCTION_HELP} It takes a recipe and a seed, and returns a jaxmp.TrainingRun.",
         ),
     ],
-    candidates: Annotated[
+    recipes: Annotated[
         str, typer.Option(help="Recipes to compare, separated by commas.")
     ] = "bf16,fp16,fp8",
-    reference: Annotated[str, typer.Option(help="Recipe to compare with.")] = "fp32",
+    reference_recipe: Annotated[str, typer.Option(help="Recipe to compare with.")] = "fp32",
     seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
     steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 200,
     budget: Annotated[
@@ -79,14 +80,14 @@ def validate(
     if write_baseline:
         check_output(str(baseline))
     elif baseline is not None:
-        before = read_report(baseline)
+        before = read_report(ValidationReport, baseline)
     make_run = load_function(function, _EXAMPLE, "jaxmp.TrainingRun(...)", "recipe, seed")
     report = call(
         f"validating {function}",
         lambda: jaxmp.validate(
             make_run,
-            [name for name in candidates.split(",") if name],
-            reference=reference,
+            [name for name in recipes.split(",") if name],
+            reference_recipe=reference_recipe,
             seeds=seeds,
             steps=steps,
             budgets=budget,

@@ -26,9 +26,16 @@ from jaxmp.fp8._known_scales import are_known
 from jaxmp.fp8._layer import explain_kernels, linear
 from jaxmp.fp8._mlp import captured_row
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
-from jaxmp.fp8._operands import AMAX, Operand, kernel_amax, multiply, observed, quantized
+from jaxmp.fp8._operands import (
+    AMAX,
+    Operand,
+    is_repeated,
+    kernel_amax,
+    multiply,
+    observed,
+    quantized,
+)
 from jaxmp.fp8._quantize import as_floats
-from jaxmp.fp8._repeated import is_repeated
 from jaxmp.fp8._scaling import (
     DelayedScaling,
     MXScaling,
@@ -144,18 +151,19 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
             product = lambda lhs, rhs: _product(on_auto, lhs, rhs, None)
             run: Any = jax.sharding.auto_axes(product, out_sharding=call.shardings.result)
             return run(lhs, rhs)
-        row = captured_row(call, lhs, rhs, None if state is None else dict(state))
+        own = None if state is None else dict(state)
+        row = captured_row(call, lhs, rhs, own)
         if row is not None:
             return row
-        is_known = not is_explicit and are_known(scaling, None if state is None else dict(state))
+        is_known = not is_explicit and are_known(scaling, own)
         if scaling.uses_pallas:
             reason = explain_kernels(call, lhs, rhs, is_known)
             note_kernels(reason)
-            if not reason:
-                return linear(call, lhs, rhs, None if state is None else dict(state))
-        if isinstance(scaling, DelayedScaling) and state is not None and is_known:
-            return known_product(call, lhs, rhs, dict(state))
-        return _product(call, lhs, rhs, None if state is None else dict(state))
+            if own is not None and not reason:
+                return linear(call, lhs, rhs, own)
+        if own is not None and is_known:
+            return known_product(call, None, lhs, rhs, own)
+        return _product(call, lhs, rhs, own)
 
     return fp8_dot_general
 
@@ -237,13 +245,17 @@ def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
       The operand for the backward pass and the operand for the forward dot. Both read the named
       arrays, so that a recomputed forward dot quantizes nothing if the arrays were saved.
     """
-    values, factor = operand
-    if factor is None:
+    values = operand.values
+    if isinstance(operand, MXOperand):
+        exponents = named(operand.exponents)
+        of_backward, of_forward = named_values(values)
+        return MXOperand(of_backward, exponents), MXOperand(of_forward, exponents)
+    if operand.factor is None:
         values = named(values)
         return Operand(values, None), Operand(values, None)
-    factor = named(factor)
+    factor = named(operand.factor)
     of_backward, of_forward = named_values(values)
-    return type(operand)(of_backward, factor), type(operand)(of_forward, factor)
+    return Operand(of_backward, factor), Operand(of_forward, factor, operand.transposed)
 
 
 def _multiply(

@@ -7,15 +7,13 @@ import contextvars
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
-
-import jax
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
 
 from jaxmp._core import _compat
 from jaxmp._core._capability import FP8_MATMULS, capability_text, unsupported_gpu
-from jaxmp._core._explanation import Explanation, ExplanationRow
-from jaxmp._core._typing import PyTree
+from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._programs._operations import Dot
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._eligible import explain_exclusion
 from jaxmp.fp8._scaling import Scaling
@@ -47,8 +45,8 @@ class LayerDecision(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8Explanation(Explanation[LayerDecision]):
-    """FP8 decisions for the linear layers of a function, as `fp8.explain` returns them.
+class Fp8Explanation(Section[LayerDecision]):
+    """FP8 decisions for the linear layers of a model or function.
 
     Attributes:
       rows: a `LayerDecision` for each layer, in the order of the calls. Under `autocast`, one for
@@ -100,43 +98,12 @@ def recorded(*, is_full: bool = False) -> Iterator[Record]:
         _record.reset(token)
 
 
-def explain(
-    fn: Callable[..., Any], *args: PyTree, target: str | None = None, **kwargs: PyTree
-) -> Fp8Explanation:
-    """Lists the linear layers with `matmul = "fp8"`, and the decision for each of them.
+def explanation_of(record: Record) -> Fp8Explanation:
+    """Returns the decisions of a block as a section of an explanation.
 
-    The function is traced with `jax.eval_shape`; nothing is computed. Layers that a rule excludes
-    from FP8 are not listed.
-
-    Args:
-      fn: function that calls a Flax model with policies applied, or the result of `jaxmp.autocast`.
-        Pass the function itself, not its `jax.jit`: JAX may return a cached trace of a jitted
-        function, and decisions are recorded only while a function is traced.
-      *args, **kwargs: arguments of `fn`: arrays, or their shapes as `jax.ShapeDtypeStruct`.
-      target: "gpu" to decide as for an NVIDIA GPU, or "cpu". None: the default backend.
-
-    Returns:
-      The decisions: `rows` has one `LayerDecision` per layer, in the order of the calls. Under
-      `autocast`, it has one per traced matmul, identified by its name scopes. `notes` describe how
-      the results depend on the rest of the batch, if a scale covers a whole tensor.
-
-    Raises:
-      CompositionError: if the GPU has no FP8 matmuls and the scaling does not set `emulate=True`.
-
-    Example:
-      >>> model = jaxmp.linen.apply_policy(nn.Dense(10), "p=f32,c=bf16,matmul=fp8")
-      >>> variables = model.init(jax.random.key(0), jnp.ones((2, 32)))
-      >>> explain(model.apply, variables, jnp.ones((2, 32))).rows[0].exclusion_reason
-      'N = 10 is not a multiple of 16'
+    Its notes describe how the results depend on the rest of the batch, if a scale covers a whole
+    tensor.
     """
-    with recorded(is_full=True) as record:
-        # A new function object for each call, because JAX caches traces by function identity.
-        fresh = lambda *args, **kwargs: fn(*args, **kwargs)
-        if target is None:
-            jax.eval_shape(fresh, *args, **kwargs)
-        else:
-            with _compat.context(target=target):
-                jax.eval_shape(fresh, *args, **kwargs)
     notes = tuple(filter(None, (scaling.batch_note for scaling in record.scalings)))
     return Fp8Explanation(rows=tuple(record.rows), notes=notes)
 
@@ -161,7 +128,7 @@ def note_unsupported(path: str, why: str) -> None:
 
 UNKNOWN_DOT = "has no dot that jaxmp replaces"
 _REGISTER = (
-    " Register classes of linear layers (jaxmp.linen.register_layer, jaxmp.nnx.register_layer), or "
+    " Register classes of linear layers (jaxmp.register_layer), or "
     "apply the recipe to operations: loss_fn = jaxmp.autocast(loss_fn, 'fp8')."
 )
 _WIDEN = " For FP8 in narrow layers, write min_width = 0 in the table [fp8]."
@@ -224,7 +191,7 @@ def decide_product(
     scaling: Scaling,
     path: str,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    params: Mapping[str, Any],
+    dot: Dot,
     kernel: int,
     why: str = "",
 ) -> bool:
@@ -234,7 +201,7 @@ def decide_product(
       scaling: the FP8 scaling of the policies.
       path: the name scopes of the equation.
       shapes: shapes of the two operands.
-      params: parameters of the equation.
+      dot: its dimensions.
       kernel: 0 or 1, the operand that is treated as the kernel.
       why: reason to exclude the dot whatever its sizes are; "" if there is none.
 
@@ -244,7 +211,7 @@ def decide_product(
     Raises:
       CompositionError: as in `decide`.
     """
-    contract, batch = params["dimension_numbers"]
+    contract, batch = dot
     sizes = lambda axes: math.prod(shapes[kernel][axis] for axis in axes)
     k, batch_size = sizes(contract[kernel]), sizes(batch[kernel])
     n = math.prod(shapes[kernel]) // max(k * batch_size, 1)

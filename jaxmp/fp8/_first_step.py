@@ -19,10 +19,8 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxmp._core import _compat
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import FIRST_STEP, equations, is_jaxpr, sub_jaxprs
-from jaxmp._core._programs._bind import bind
-from jaxmp._core._programs._constructs import CALLS, REMATS
+from jaxmp._core._jaxprs import FIRST_STEP, equations, sub_jaxprs
+from jaxmp._core._programs._constructs import CALLS, REMATS, call_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter
 from jaxmp._core._typing import PyTree
 from jaxmp.fp8._scaling import DelayedScaling
@@ -76,13 +74,13 @@ def with_branches_outside(evaluate: Callable[[], PyTree], states: Sequence[State
 
 
 def _may_branch_in_loop(state: State) -> bool:
-    """Returns True for stacked layers that measure partial maxima; see `amax_in_force`."""
+    """Returns True for stacked layers that measure partial maxima."""
     return state[AGE].ndim > 0 and state[f"{OPERANDS[0]}_amax_history"].shape[-2] > 1
 
 
 def is_first_step(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Returns True for the version of a loop that only a step with an unknown amax runs."""
-    return any(each.params.get("name") == FIRST_STEP for each in jaxpr_body(jaxpr)[0].eqns)
+    return any(each.params.get("name") == FIRST_STEP for each in equations(jaxpr, inside=False))
 
 
 def _predicates(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:
@@ -130,50 +128,43 @@ class _BranchesOutside(Interpreter):
         inner = next(iter(sub_jaxprs(equation)), None)
         if inner is not None and _predicates(inner):
             if name == "scan":
-                return _branch_on(self.are_known, equation, operands)
+                return self._branch(equation, operands, frame)
             if name in CALLS | REMATS and any(e.primitive.name == "scan" for e in equations(inner)):
                 return self.enter(equation, operands, frame)
         return self.bound(equation, operands)
 
+    def _branch(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        """Evaluates the version of a loop for known or for unknown amaxes."""
 
-def _branch_on(are_known: jax.Array, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """Evaluates the version of a loop for known or for unknown amaxes."""
+        def version(is_known: bool) -> Callable[..., list[Any]]:
+            return lambda *operands: _Version(is_known).enter(equation, list(operands), frame)
 
-    def version(is_known: bool) -> Callable[..., list[Any]]:
-        jaxpr = _with_predicates(equation.params["jaxpr"], is_known, {})
-        return lambda *operands: bind(equation, list(operands), jaxpr=jaxpr)
-
-    measure = version(False)
-    measure.__name__ = FIRST_STEP
-    return lax.cond(are_known, version(True), jax.jit(measure), *operands)
+        measure = version(False)
+        measure.__name__ = FIRST_STEP
+        return lax.cond(self.are_known, version(True), jax.jit(measure), *operands)
 
 
-def _with_predicates(jaxpr: Any, is_known: bool, done: dict[int, Any]) -> Any:
-    """Replaces the predicates of `if_known` by a constant, at any depth of a jaxpr.
+class _Version(Interpreter):
+    """Interpreter of a loop with a constant instead of the predicates of `if_known`."""
 
-    Args:
-      jaxpr: open or closed.
-      is_known: the constant.
-      done: id of a jaxpr -> the jaxpr and its replacement; equations share jaxprs.
-    """
-    body, _ = jaxpr_body(jaxpr)
-    if id(jaxpr) not in done:
-        changed = [_with_constant(each, is_known, done) for each in body.eqns]
-        new = body.replace(eqns=changed)
-        done[id(jaxpr)] = jaxpr, new if body is jaxpr else jaxpr.replace(jaxpr=new)
-    return done[id(jaxpr)][1]
+    def __init__(self, is_known: bool) -> None:
+        super().__init__()
+        self.is_known = is_known
 
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        if _is_predicate(equation):
+            # XLA evaluates the comparison of a value with itself.
+            compare = lax.eq if self.is_known else lax.ne
+            return [compare(operands[0], operands[0])]
+        if not any(map(_predicates, sub_jaxprs(equation))):
+            return self.bound(equation, operands)
+        if equation.primitive.name != "jit":
+            return self.enter(equation, operands, frame)
+        # Jitted again, because `with_stats` and the audit read the names of functions.
+        call, place = call_of(equation), frame.place.of(equation)
 
-def _with_constant(equation: JaxprEqn, is_known: bool, done: dict[int, Any]) -> Any:
-    if _is_predicate(equation):
-        # XLA evaluates the comparison of a value with itself.
-        (predicate,) = equation.invars
-        compare = lax.eq_p if is_known else lax.ne_p
-        return equation.replace(primitive=compare, invars=[predicate] * 2, params={})
+        def function(*args: Any) -> list[Any]:
+            return self.run(call.jaxpr, args, place)
 
-    def changed(value: Any) -> Any:
-        if is_jaxpr(value):
-            return _with_predicates(value, is_known, done)
-        return type(value)(map(changed, value)) if type(value) in (tuple, list) else value
-
-    return equation.replace(params={key: changed(each) for key, each in equation.params.items()})
+        function.__name__ = call.name
+        return jax.jit(function)(*operands)

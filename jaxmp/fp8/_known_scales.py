@@ -49,27 +49,19 @@ def scale_of(amax: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
     return compute_scale(amax, dtype, scaling.margin, scaling.power_of_two)
 
 
-def are_shared(scaling: Scaling, state: State) -> bool:
+def are_known(scaling: Scaling, state: State | None) -> bool:
     """Returns True if `known_scales` applies to a layer.
 
-    Its state must be active on one device, and each operand must have one format in both dots that
-    use it.
+    It must use delayed scaling, its state must be active on one device, and each operand must have
+    one format in both dots that use it.
     """
     return (
-        is_active(state)
+        isinstance(scaling, DelayedScaling)
+        and state is not None
+        and is_active(state)
         and state[f"{OPERANDS[0]}_amax_history"].shape[0] > 1
         and len(formats(scaling)) == len(OPERANDS)
     )
-
-
-def are_known(scaling: Scaling, state: State | None) -> bool:
-    """Returns True if the scales do not depend on the place where an operand is quantized.
-
-    Those of `CurrentScaling` follow from the tensor. Those of `DelayedScaling` must be shared.
-    """
-    if not isinstance(scaling, DelayedScaling):
-        return True
-    return state is not None and are_shared(scaling, state)
 
 
 @functools.cache
@@ -133,7 +125,7 @@ def known_scales(scaling: DelayedScaling, state: State) -> dict[str, Known]:
 
     Args:
       scaling: the scaling.
-      state: the active state of the layer, for which `are_shared` is True.
+      state: the active state of the layer, for which `are_known` is True.
     """
     operands = {role: of_operand(state, role) for role in OPERANDS}
     amaxes = {role: known_amax(scaling, each) for role, each in operands.items()}

@@ -15,13 +15,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp import functional
 from jaxmp._core import _compat
-from jaxmp.errors import JaxmpError, did_you_mean
-from jaxmp.fp8._call import Call, differentiated_once
+from jaxmp._core._messages import did_you_mean
+from jaxmp.errors import JaxmpError
+from jaxmp.fp8._call import Call
 from jaxmp.fp8._cast_transpose import explain_fallback
 from jaxmp.fp8._checkpoint import named_result
+from jaxmp.fp8._copies import Source
+from jaxmp.fp8._known_dot import Saved, backward, forward
 from jaxmp.fp8._known_scales import are_known, formats
-from jaxmp.fp8._layer import Layer, Saved, is_matrix_product, pallas_mode, to_matrices
-from jaxmp.fp8._scaling import Scaling
+from jaxmp.fp8._layer import is_matrix_product, of_matrices, pallas_source, to_matrices
 from jaxmp.fp8._state import OPERANDS, State
 
 
@@ -95,7 +97,7 @@ def captured_row(
 ) -> jax.Array | None:
     """Returns the row that replaces the result of a dot if `mlp` calls its layer, else None."""
     dots, scaling = _captured.get(), call.scaling
-    if dots is None or not _mode(scaling) or call.shardings.result is not None:
+    if dots is None or not scaling.uses_pallas or call.shardings.result is not None:
         return None
     shape = (1,) * (lhs.ndim - 1) + rhs.shape[-1:]
     row = jnp.zeros(shape, call.out_dtype)
@@ -124,10 +126,10 @@ def mlp(
     pass saves only the results of `up` and `gate`, and quantized operands. Any other layers, as in
     `init` and with other recipes, are called as written.
 
-    Layers are fused with `kernels="pallas"` if the Pallas kernel can quantize all of their
-    matrices. This requires a program for one device, and `jaxmp.value_and_grad` with delayed
-    scaling. Rounding differs from that of the layers: the
-    activation is not rounded to 16 bits before it is quantized.
+    Layers are fused with `DelayedScaling(kernels="pallas")` if the Pallas kernel can quantize all
+    of their matrices. This requires a program for one device, and `jaxmp.value_and_grad`. Rounding
+    differs from that of the layers: the activation is not rounded to 16 bits before it is
+    quantized.
 
     Args:
       x: `[..., D]`, the input.
@@ -206,53 +208,39 @@ def _fused(
       rows: the results of the layers in front of the activation, of one row: their biases.
       out: the result of `down` of one row: its bias.
     """
-    *ups, down = dots
-    scaling = down.call.scaling
-    if explain_unfused(name, dots):
+    if not _can_fuse(dots):
         return None
+    *ups, down = dots
     biases = tuple(
         None if row is dot.row else row.reshape(-1) for row, dot in zip(rows, ups, strict=True)
     )
     x = ups[0].lhs
-    states = tuple(dot.state for dot in dots)
+    states = tuple(dict(dot.state or {}) for dot in dots)
     arrays = x.reshape(-1, x.shape[-1]), tuple(dot.rhs for dot in dots), biases, states
     axes = _compat.varying_axes(arrays)
     matrix, kernels, biases, _ = _compat.vary(arrays, axes)
-    call = MlpCall(
-        scaling,
-        _mode(scaling),
-        name,
-        residual_name,
-        (x.dtype, rows[0].dtype, down.call.out_dtype, *(kernel.dtype for kernel in kernels)),
-    )
+    hidden = rows[0].dtype
+    layers = tuple(of_matrices(dot.call)._replace(out_dtype=hidden) for dot in ups)
+    last = of_matrices(down.call)._replace(dtypes=(hidden, down.rhs.dtype))
+    call = MlpCall((*layers, last), name, residual_name, pallas_source())
     y: Any = _mlp(call, matrix, kernels, biases, states)
     y = y.reshape(*x.shape[:-1], y.shape[-1])
     y = y if out is down.row else y.astype(out.dtype) + out
     return y
 
 
-def explain_unfused(name: str, dots: list[Captured]) -> str:
-    """Returns the reason why the layers of an MLP cannot be fused, or ""."""
+def _can_fuse(dots: list[Captured]) -> bool:
+    """Returns True if the Pallas kernel can quantize all matrices of these layers."""
     scaling = dots[-1].call.scaling
-    if not _mode(scaling):
-        return "the scaling does not use Pallas kernels"
-    if any(dot.call.scaling != scaling for dot in dots):
-        return "the layers have different scalings"
-    if len(formats(scaling)) < len(OPERANDS):
-        return "an operand has two formats, or a dot does not use FP8"
-    for dot in dots:
-        if not are_known(scaling, dot.state):
-            return "jaxmp.value_and_grad does not update the state"
-        if dot.rhs.ndim != 2 or not is_matrix_product(dot.call):
-            return "a layer is not a product of two matrices"
-    interpret = _mode(scaling) == "interpret"
+
+    def is_linear(dot: Captured) -> bool:
+        is_product = dot.rhs.ndim == 2 and is_matrix_product(dot.call)
+        return is_product and dot.call.scaling == scaling and are_known(scaling, dot.state)
+
+    if len(formats(scaling)) < len(OPERANDS) or not all(map(is_linear, dots)):
+        return False
     matrices = [to_matrices(dots[0].call, dots[0].lhs, dots[0].rhs)[0], *(d.rhs for d in dots)]
-    return explain_fallback(*matrices, interpret=interpret)
-
-
-def _mode(scaling: Scaling) -> str:
-    """Returns how Pallas kernels run if the scaling uses them; otherwise ""."""
-    return pallas_mode() if scaling.uses_pallas else ""
+    return not explain_fallback(*matrices, interpret=pallas_source().interpret)
 
 
 # ---------------------------------------------------------------------------
@@ -263,16 +251,16 @@ def _mode(scaling: Scaling) -> str:
 class MlpCall(NamedTuple):
     """Static arguments of a fused MLP."""
 
-    scaling: Scaling
-    kernels: str
+    # The dots of matrices, that of `down` last.
+    layers: tuple[Call, ...]
     activation: str
     residual_name: str | None
-    # Dtypes of the input, of the hidden arrays, of the result, and of the kernels.
-    dtypes: tuple[Any, ...]
+    # That of tensors that are stored.
+    source: Source
 
 
 _Biases = tuple[jax.Array | None, ...]
-_States = tuple[State | None, ...]
+_States = tuple[State, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -302,45 +290,35 @@ def _forward(
     biases: _Biases,
     states: _States,
 ) -> tuple[jax.Array, _SavedMlp]:
-    x, *kernels_ = differentiated_once(type(call.scaling).__name__, x, *kernels)
+    *layers, last = call.layers
     ups, hidden = [], []
-    for kernel, bias, state in zip(kernels_[:-1], biases, states[:-1], strict=True):
-        layer = Layer(call.scaling, call.kernels, state)
-        h, saved = layer.forward(layer.quantize((x,)), layer.quantize((kernel,)), call.dtypes[1])
+    for layer, kernel, bias, state in zip(layers, kernels, biases, states, strict=False):
+        h, saved = forward(layer, call.source, (x,), (kernel,), state)
         h = h if bias is None else h + bias[None].astype(h.dtype)
         ups.append(saved)
         h = named_result(lax.optimization_barrier(h), batched=False)
         hidden.append(_named(h, call.residual_name))
-    layer = Layer(call.scaling, call.kernels, states[-1])
-    activated = layer.quantize(tuple(hidden), ACTIVATIONS[call.activation].value)
-    y, saved = layer.forward(activated, layer.quantize((kernels_[-1],)), call.dtypes[2])
-    y = named_result(y, batched=False)
-    return y, _SavedMlp(ups, hidden, saved, biases)
+    source = call.source._replace(prologue=ACTIVATIONS[call.activation].value)
+    y, saved = forward(last, source, tuple(hidden), (kernels[-1],), states[-1])
+    return named_result(y, batched=False), _SavedMlp(ups, hidden, saved, biases)
 
 
 def _backward(call: MlpCall, saved: _SavedMlp, gradient: jax.Array) -> tuple[Any, ...]:
-    (gradient,) = differentiated_once(type(call.scaling).__name__, gradient)
-    of_x, of_hidden, _, *of_kernels = call.dtypes
-    down = Layer.of_saved(call.scaling, call.kernels, saved.down)
-    pair = of_hidden, of_kernels[-1]
-    of_activated, of_down = down.backward(down.quantize((gradient,)), saved.down, pair)
-    gradients, biases, states, sums = [], [], [], []
+    *layers, last = call.layers
+    down = backward(last, call.source, saved.down, (gradient,))
+    arrays, gradients, biases = (*saved.hidden, down.lhs), [], []
     derivatives = ACTIVATIONS[call.activation].derivatives
-    operands = (*saved.hidden, of_activated)
-    if call.kernels == "xla":
-        # With the barrier, XLA computes the activation again, and stores no parts of it in FP32.
-        operands = lax.optimization_barrier(operands)
-    for number, each in enumerate(saved.ups):
-        layer, bias = Layer.of_saved(call.scaling, call.kernels, each), saved.biases[number]
-        hidden = layer.quantize(operands, derivatives[number], sums=bias is not None)
-        dx, dw = layer.backward(hidden, each, (of_x, of_kernels[number]))
-        gradients.append(dw)
-        sums.append(dx)
-        of_bias = hidden.sums
-        biases.append(None if bias is None or of_bias is None else of_bias.astype(bias.dtype))
-        states.append(layer.next_state())
-    of_input = functools.reduce(jnp.add, sums)
-    return of_input, (*gradients, of_down), tuple(biases), (*states, down.next_state())
+    rows = zip(layers, saved.ups, saved.biases, derivatives, strict=True)
+    for layer, up, bias, derivative in rows:
+        source = Source(call.source.interpret, derivative, sums=bias is not None)
+        result = backward(layer, source, up, arrays)
+        gradients.append(result)
+        sums = result.sums
+        biases.append(None if bias is None or sums is None else sums.astype(bias.dtype))
+    of_input = functools.reduce(jnp.add, (each.lhs for each in gradients))
+    gradients.append(down)
+    kernels, states = (each.rhs for each in gradients), (each.state for each in gradients)
+    return of_input, tuple(kernels), tuple(biases), tuple(states)
 
 
 _mlp.defvjp(_forward, _backward)

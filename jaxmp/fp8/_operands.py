@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +21,13 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._first_step import if_known
-from jaxmp.fp8._known_scales import Known, factor_of, resolve, scale_of
-from jaxmp.fp8._quantize import quantize_finite
+from jaxmp.fp8._known_scales import factor_of, scale_of
+from jaxmp.fp8._quantize import quantize
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._shardings import broadcast_factor
 from jaxmp.fp8._state import (
     KERNEL_AMAX,
+    OPERANDS,
     OperandState,
     State,
     has_stored_amax,
@@ -45,6 +48,36 @@ class Operand(NamedTuple):
     # float32: a scalar, or an array with size 1 on the contracted axes; NaN if an element was not
     # finite. None: the values are not scaled.
     factor: jax.Array | None
+    # Transposed copy of a kernel that is quantized before a loop, for a GPU; None: there is none.
+    transposed: jax.Array | None = None
+
+
+_is_repeated: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jaxmp_fp8_is_repeated", default=False
+)
+
+
+def is_repeated() -> bool:
+    """Returns True while a function is traced that runs several times with the same kernels."""
+    return _is_repeated.get()
+
+
+@contextlib.contextmanager
+def repeating() -> Iterator[None]:
+    token = _is_repeated.set(True)
+    try:
+        yield
+    finally:
+        _is_repeated.reset(token)
+
+
+def has_transposed_copy(kernel: jax.Array) -> bool:
+    """Returns True for a kernel of which a loop for a GPU reads a transposed copy.
+
+    cuBLAS multiplies FP8 matrices that are contracted along their last axes. Without the copy, XLA
+    would transpose the kernel in each iteration.
+    """
+    return is_repeated() and kernel.ndim == 2 and _compat.target() == "gpu"
 
 
 def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
@@ -64,19 +97,17 @@ def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
 
 
 @functools.cache
-def _state_maxima(leading: int, count: int | None) -> Any:
+def _state_maxima(leading: int, count: int) -> Any:
     """Returns a function of a tensor and the age of its state that measures the tensor.
 
-    It computes `count` partial maxima over all axes but the first `leading`; with None, the amax.
-    Under `vmap`, examples that share a state share them. If each example has a separate state, it
-    also has separate maxima.
+    It computes `count` partial maxima over all axes but the first `leading`. Under `vmap`, examples
+    that share a state share them. If each example has a separate state, it also has separate
+    maxima.
     """
 
     @custom_vmap
     def measure(x: jax.Array, age: jax.Array) -> jax.Array:
         del age
-        if count is None:
-            return amax(x, tuple(range(leading, x.ndim))).reshape(x.shape[:leading])
         return partial_maxima(x, leading, count)
 
     @measure.def_vmap
@@ -117,9 +148,9 @@ def partial_maxima(x: jax.Array, leading: int, count: int) -> jax.Array:
 
 AMAX = jax.jit(amax)
 
-# Prefix of the names of jitted functions that quantize; the operand's role follows.
-QUANTIZE = "jaxmp_fp8_quantize_"
-ROLES = ("input", "kernel", "output_grad")
+# Prefixes of the names of jitted functions that quantize, to one or two copies; the operand's role
+# follows.
+QUANTIZE, COPIES = "jaxmp_fp8_quantize_", "jaxmp_fp8_copies_"
 
 
 def jitted_by_role(
@@ -137,7 +168,7 @@ def jitted_by_role(
         call.__name__ = call.__qualname__ = prefix + role
         return jax.jit(call, static_argnames=static)
 
-    return {role: named(role) for role in ROLES}
+    return {role: named(role) for role in OPERANDS}
 
 
 def _quantize(
@@ -147,20 +178,22 @@ def _quantize(
     scaling: Scaling,
     dtype: DTypeLike,
     axes: tuple[int, ...] | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Quantizes `x` and returns its FP8 values and their factor.
+    is_copied: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Quantizes `x`; returns its FP8 values, their factor, and if requested a transposed copy.
 
     If an amax is None, the active and the measured amax are those of `x`.
     """
     if in_force is None or measured is None:
         in_force = measured = amax(x, axes)
     scale = scale_of(in_force, scaling, dtype)
-    return _cast(x, scale, scaling, dtype), factor_of(scale)
+    values, factor = cast(x, scale, scaling, dtype), factor_of(scale)
+    return (values, factor, _compat.row_major(values.T)) if is_copied else (values, factor)
 
 
-def _cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
+def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
     """Quantizes `x` with a scale in the layout and the kernel that the dots require."""
-    values = quantize_finite(x, scale, dtype)
+    values = quantize(x, scale, dtype)
     if _compat.target() == "gpu" and x.dtype == FLOAT32:
         # XLA would lay an FP32 kernel out as the transposed copy that cuBLAS reads, in a slow pass
         # over FP32, and transpose the copy again for the other matmul.
@@ -170,7 +203,7 @@ def _cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) ->
     return lax.optimization_barrier(values) if isinstance(scaling, DelayedScaling) else values
 
 
-_QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
+_QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes", "is_copied")
 
 
 def _over_devices(maxima: jax.Array, state: OperandState) -> jax.Array:
@@ -179,11 +212,9 @@ def _over_devices(maxima: jax.Array, state: OperandState) -> jax.Array:
     return _compat.largest(maxima, tuple(sorted(axes, key=str))) if axes else maxima
 
 
-def measure_amax(x: jax.Array, state: OperandState | None) -> jax.Array:
+def measure_amax(x: jax.Array, state: OperandState) -> jax.Array:
     """Returns the amax of `x`, over all examples and devices that share the state."""
-    if state is None:
-        return amax(x)
-    return _over_devices(_state_maxima(0, None)(x, state.age), state)
+    return _over_devices(_state_maxima(0, 1)(x, state.age), state).reshape(())
 
 
 def measure_partials(x: jax.Array, state: OperandState) -> jax.Array:
@@ -210,65 +241,36 @@ def kernel_amax(x: jax.Array, state: State) -> jax.Array:
     return stored
 
 
-def amax_in_force(
-    scaling: DelayedScaling, state: OperandState, measure: Callable[[], jax.Array]
-) -> jax.Array:
-    """Returns the active amax, from which the scale of this step is computed.
-
-    Args:
-      scaling: the scaling.
-      state: the operand's state before the step, or its active state.
-      measure: computes the amax of the tensor in this step, which is used if there is no earlier
-        one.
-
-    Returns:
-      A float32 scalar.
-    """
+def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:
+    """Returns the active amax, which is that of `x` if there is no earlier one, and the new one."""
     known, history = known_amax(scaling, state), state.amax_history
+    is_active, is_known = history.ndim > 1, known > np.float32(0)
+    measured = (measure_partials if is_active else measure_amax)(x, state)
     if not scaling.calibrate:
-        return known
-    is_known = known > np.float32(0)
-    if history.ndim == 1 or history.shape[0] == 1:
+        return known, measured
+    whole = lambda: measure_amax(x, state) if is_active else measured
+    select = lambda: lax.select(is_known, known, whole())
+    if not is_active or history.shape[0] == 1:
         # Every step measures the amax for the history anyway.
-        return lax.select(is_known, known, measure())
+        return select(), measured
     # With a branch, only the first step reads the tensor once more. The other steps measure it in
     # the kernel that quantizes it.
-    return if_known(
-        scaling, is_known, lambda: known, lambda: lax.select(is_known, known, measure())
-    )
-
-
-def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:
-    is_active = state.amax_history.ndim > 1
-    measured = (measure_partials if is_active else measure_amax)(x, state)
-    whole = lambda: measure_amax(x, state) if is_active else measured
-    return amax_in_force(scaling, state, whole), measured
+    return if_known(scaling, is_known, lambda: known, select), measured
 
 
 def _observe_and_quantize(
-    x: jax.Array, state: OperandState, scaling: DelayedScaling, dtype: DTypeLike
-) -> tuple[tuple[jax.Array, jax.Array], Seen]:
-    seen = _observe(x, state, scaling)
-    return _quantize(x, *seen, scaling, dtype, None), seen
-
-
-def _resolve_and_quantize(
     x: jax.Array,
     state: OperandState,
-    known: Known,
-    earlier: tuple[jax.Array, ...],
     scaling: DelayedScaling,
     dtype: DTypeLike,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array]:
-    """Quantizes `x`, and returns its values, scale, products of factors, and partial maxima."""
-    scale, products = resolve(scaling, known, dtype, earlier, lambda: measure_amax(x, state))
-    values = _cast(x, scale, scaling, dtype)
-    return values, scale, products, measure_partials(x, state)
+    is_copied: bool,
+) -> tuple[tuple[jax.Array, ...], Seen]:
+    seen = _observe(x, state, scaling)
+    return _quantize(x, *seen, scaling, dtype, None, is_copied), seen
 
 
-RESOLVE_AND_QUANTIZE = jitted_by_role(_resolve_and_quantize, "scaling", "dtype")
 _OBSERVE = jax.jit(_observe, static_argnames="scaling")
-_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype")
+_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype", "is_copied")
 
 
 def observed(
@@ -288,7 +290,9 @@ def observed(
     """
     if dtype is None:
         return Operand(x, None), _OBSERVE(x, state, scaling)
-    arrays, seen = _OBSERVE_AND_QUANTIZE[role](x, state, scaling=scaling, dtype=dtype)
+    is_copied = role == "kernel" and has_transposed_copy(x)
+    quantize = functools.partial(_OBSERVE_AND_QUANTIZE[role], scaling=scaling, dtype=dtype)
+    arrays, seen = quantize(x, state, is_copied=is_copied)
     return Operand(*arrays), seen
 
 
@@ -314,7 +318,9 @@ def quantized(
     if dtype is None:
         return Operand(x, None)
     along = axes if isinstance(scaling, RowwiseScaling) else None
-    return Operand(*_QUANTIZE[role](x, *seen, scaling=scaling, dtype=dtype, axes=along))
+    is_copied = role == "kernel" and has_transposed_copy(x)
+    quantize = functools.partial(_QUANTIZE[role], scaling=scaling, dtype=dtype, axes=along)
+    return Operand(*quantize(x, *seen, is_copied=is_copied))
 
 
 def multiply(
@@ -340,6 +346,8 @@ def multiply(
       shared: 0 or 1, the operand that may equal that of other dots; None: neither does.
       out_sharding: sharding of the result on explicit mesh axes.
     """
+    if rhs.transposed is not None and dims.contract[1] == (0,):
+        rhs, dims = rhs._replace(values=rhs.transposed), dims.with_last_axis()
     if lhs.factor is None or rhs.factor is None:
         return lax.dot_general(
             lhs.values,

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype, is_fp8
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT
 from jaxmp._core._typing import ArrayLike, DTypeLike
-from jaxmp.errors import JaxmpError, RecipeError
+from jaxmp.errors import JaxmpError
 from jaxmp.fp8._scaling import fp8_dtype
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -42,18 +42,6 @@ def as_floats(x: ArrayLike, name: str, caller: str) -> jax.Array:
     return array
 
 
-def _check_scale(scale: ArrayLike, name: str, shape: tuple[int, ...], caller: str) -> None:
-    """Raises if `scale` does not broadcast to an array of `shape`."""
-    actual = jnp.shape(scale)
-    wide = len(actual) > len(shape)
-    if wide or any(n not in (1, size) for n, size in zip(actual[::-1], shape[::-1], strict=False)):
-        raise JaxmpError(
-            f"{caller}: scale has shape {actual}, which does not broadcast to {name}'s {shape}. "
-            "Give a scalar, or size 1 on the axes that share a scale: "
-            f"fp8.compute_scale(jnp.abs({name}).max(axis=-1, keepdims=True), 'e4m3fn')."
-        )
-
-
 def compute_scale(
     amax: jax.typing.ArrayLike, dtype: DTypeLike, margin: int = 0, power_of_two: bool = False
 ) -> jax.Array:
@@ -68,7 +56,7 @@ def compute_scale(
     Args:
       amax: largest magnitude of a tensor: a number, or an array of any shape and float dtype.
       dtype: the FP8 format, as a name or dtype.
-      margin: the scale is divided by `2**margin`, an integer from 0 to 64.
+      margin: the scale is divided by `2**margin`.
       power_of_two: round the scale down to a power of two.
 
     Returns:
@@ -76,21 +64,13 @@ def compute_scale(
 
     Raises:
       PolicyError: if `dtype` is not an FP8 format.
-      RecipeError: if `margin` is not an integer from 0 to 64.
-      JaxmpError: if `amax` is not an array of floats.
 
     Example:
       >>> compute_scale(jnp.array([2.0, 0.0, jnp.inf]), "e4m3fn").tolist()
       [224.0, 1.0, 1.0]
     """
     limit = float(jnp.finfo(fp8_dtype(dtype)).max)
-    if isinstance(margin, bool) or not isinstance(margin, int) or not 0 <= margin <= 64:
-        raise RecipeError(
-            f"margin={margin!r} must be an integer from 0 to 64; for example "
-            "compute_scale(amax, 'e4m3fn', margin=1)."
-        )
-    amax = as_floats(float(amax) if isinstance(amax, int) else amax, "amax", "fp8.compute_scale")
-    amax = lax.convert_element_type(amax, FLOAT32)
+    amax = jnp.asarray(amax, FLOAT32)
     # Compare the bits: processors that flush subnormals treat a subnormal amax as zero.
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     usable = (bits != 0) & (bits < np.uint32(_EXPONENT))
@@ -119,19 +99,11 @@ def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax
 
     Raises:
       PolicyError: if `dtype` is not an FP8 format.
-      JaxmpError: if `x` is not an array of floats, or `scale` does not broadcast to it.
 
     Example:
       >>> quantize(jnp.array([1.0, 1000.0, jnp.inf]), 2.0, "e4m3fn").tolist()
       [2.0, 448.0, nan]
     """
-    x = as_floats(x, "x", "fp8.quantize")
-    _check_scale(scale, "x", x.shape, "fp8.quantize")
-    return quantize_finite(x, scale, dtype)
-
-
-def quantize_finite(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Quantizes as `quantize` does, without checks of the arguments."""
     dtype = fp8_dtype(dtype)
     limit = float(jnp.finfo(dtype).max)
     wide = FLOAT64 if x.dtype == FLOAT64 else FLOAT32
@@ -142,38 +114,6 @@ def quantize_finite(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike)
     # compute the constants of a selection outside of a scan, which would read them as an array.
     # `scaled` may overflow with a stale scale, and should saturate.
     return lax.convert_element_type(clipped + x * np.zeros((), wide), dtype)
-
-
-def dequantize(q: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike = FLOAT32) -> jax.Array:
-    """Computes `q / scale` in FP32, and casts the result to `dtype`.
-
-    Args:
-      q: FP8 array of any shape.
-      scale: broadcastable to `q`.
-      dtype: dtype of the result.
-
-    Returns:
-      Array of the shape of `q` in `dtype`.
-
-    Raises:
-      PolicyError: if `dtype` is not a float dtype.
-      JaxmpError: if `q` is not FP8, or `scale` does not broadcast to it.
-
-    Example:
-      >>> dequantize(quantize(jnp.array([0.5]), 4.0, "e4m3fn"), 4.0).tolist()
-      [0.5]
-    """
-    q, dtype = jnp.asarray(q), canonical_dtype(dtype)
-    if not is_fp8(q.dtype):
-        raise JaxmpError(
-            f"fp8.dequantize: q is {q.dtype}, and must be FP8, as fp8.quantize(x, scale, "
-            "'e4m3fn') gives it."
-        )
-    _check_scale(scale, "q", q.shape, "fp8.dequantize")
-    # Without the barrier, XLA would remove a cast to FP8 and back, and with it the rounding.
-    wide = lax.convert_element_type(lax.optimization_barrier(q), FLOAT32)
-    scale = jnp.broadcast_to(lax.convert_element_type(jnp.asarray(scale), FLOAT32), q.shape)
-    return lax.convert_element_type(wide / scale, dtype)
 
 
 class QuantizationStats(NamedTuple):
@@ -191,43 +131,11 @@ class QuantizationStats(NamedTuple):
     amax: jax.Array
 
 
-def quantization_stats(
-    x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike
-) -> QuantizationStats:
-    """Measures how many elements of `x` saturate, underflow or lose precision in FP8.
-
-    Args:
-      x: array of any shape and float dtype.
-      scale: broadcastable to `x`.
-      dtype: the FP8 format, as a name or dtype.
-
-    Returns:
-      The statistics. Fractions are 0 if `x` has no finite elements. Elements that exceed the range
-      only because the scale was rounded to FP32 do not count as saturated.
-
-    Raises:
-      PolicyError: if `dtype` is not an FP8 format.
-      JaxmpError: if `x` is not an array of floats, or `scale` does not broadcast to it.
-
-    Example:
-      >>> x = jnp.array([1.0, 1000.0, 1e-9, 0.0])
-      >>> stats = quantization_stats(x, 1.0, "e4m3fn")
-      >>> float(stats.saturated), float(stats.underflowed)
-      (0.25, 0.25)
-      >>> float(stats.subnormal), float(stats.finite), float(stats.amax)
-      (0.0, 1.0, 1000.0)
-    """
-    x, dtype = as_floats(x, "x", "fp8.quantization_stats"), fp8_dtype(dtype)
-    _check_scale(scale, "x", x.shape, "fp8.quantization_stats")
-    x = jnp.asarray(x)
-    scaled = lax.convert_element_type(x, FLOAT32) * jnp.broadcast_to(
-        lax.convert_element_type(jnp.asarray(scale), FLOAT32), x.shape
-    )
-    return stats_of(x, scaled, dtype)
-
-
 def stats_of(x: jax.Array, scaled: jax.Array, dtype: DTypeLike) -> QuantizationStats:
-    """Computes `quantization_stats` of a tensor that is already scaled.
+    """Measures how many elements saturate, underflow or lose precision in FP8.
+
+    Fractions are 0 if `x` has no finite elements. Elements that exceed the range only because the
+    scale was rounded to FP32 do not count as saturated.
 
     Args:
       x: array of any shape and float dtype.

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from jaxmp._core._dtypes import canonical_dtype, is_fp8
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import DTypeLike
-from jaxmp.errors import JaxmpError, PolicyError, RecipeError, did_you_mean
+from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 
 # The three dots of a linear layer, and the operands of each.
 GEMMS = {
@@ -180,13 +181,8 @@ class CurrentScaling(Scaling):
         (`use_split_accumulator`) and torchao.
       min_width: minimum number of input features and of output features of a layer that runs in
         FP8 on an accelerator, where a recipe decides for a whole model. "auto" uses the limits
-        described in `explain_exclusion`.
+        described in docs/fp8.md.
       emulate: allow devices without FP8 matmuls. Operands are rounded to FP8 in the same way.
-      kernels: "xla", or "pallas" for a CUDA kernel that reads a tensor once, and writes it and its
-        transpose in FP8, after XLA has measured it. It applies in a program for one GPU, to sizes
-        that are multiples of 64, and lets `fp8.mlp` compute its activation. Elsewhere XLA computes
-        the same values, and `fp8.explain` lists the reason. It was compiled for an H200, but not
-        timed.
       kernel_amax: "matmul" measures a layer's kernel in each step before it is quantized, one pass
         over it in FP32. "optimizer" lets `jaxmp.TrainState.apply_gradients` and
         `jaxmp.nnx.Optimizer.update` measure each new kernel while they write it, with the same
@@ -206,12 +202,10 @@ class CurrentScaling(Scaling):
 
     kind: ClassVar[str] = "current"
 
-    kernels: str = "xla"
     kernel_amax: str = "matmul"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_choice(self, "kernels", KERNELS)
         _check_choice(self, "kernel_amax", KERNEL_AMAX)
 
     @property
@@ -234,9 +228,10 @@ class DelayedScaling(Scaling):
       calibrate: if a history is empty, use the tensor's own amax. With False the scale is then 1,
         so that the cast never waits for an amax.
       kernels: "xla", or "pallas" for a CUDA kernel that reads a tensor once, and writes it and its
-        transpose in FP8, and its amax. It applies in a program for one GPU, under
-        `jaxmp.value_and_grad`, to sizes that are multiples of 64. Elsewhere XLA computes the same
-        values, and `fp8.explain` lists the reason. It was compiled for an H200, but not timed.
+        transpose in FP8, and its amax, and lets `fp8.mlp` compute its activation. It applies in a
+        program for one GPU, under `jaxmp.value_and_grad`, to sizes that are multiples of 64.
+        Elsewhere XLA computes the same values, and `jaxmp.explain` lists the reason. It was
+        compiled for an H200, but not timed.
       fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
         `CurrentScaling`.
 

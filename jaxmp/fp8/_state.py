@@ -18,9 +18,9 @@ from jax import lax
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._messages import missing_dependency
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import CompositionError, JaxmpError, missing_dependency
-from jaxmp.fp8._quantize import compute_scale
+from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._scaling import CurrentScaling, DelayedScaling, Scaling, ScalingLike, as_scaling
 
 State = dict[str, jax.Array]
@@ -68,21 +68,16 @@ def init_state(scaling: ScalingLike = "delayed") -> State:
     scaling = as_scaling(scaling)
     if isinstance(scaling, CurrentScaling) and scaling.is_stateful:
         return {KERNEL_AMAX: jnp.zeros((), FLOAT32)}
-    scaling = _as_delayed(scaling)
+    if not isinstance(scaling, DelayedScaling):
+        raise JaxmpError(
+            f"{type(scaling).__name__} has no state. Leave `state` out, or use "
+            "fp8.DelayedScaling()."
+        )
     state = {AGE: jnp.zeros((), FLOAT32), USES: jnp.zeros((), FLOAT32)}
     for operand in OPERANDS:
         state[f"{operand}_amax"] = jnp.zeros((), FLOAT32)
         state[f"{operand}_amax_history"] = jnp.zeros((scaling.amax_history_len,), FLOAT32)
     return state
-
-
-def _as_delayed(scaling: ScalingLike) -> DelayedScaling:
-    scaling = as_scaling(scaling)
-    if isinstance(scaling, DelayedScaling):
-        return scaling
-    raise JaxmpError(
-        f"{type(scaling).__name__} has no state. Leave `state` out, or use fp8.DelayedScaling()."
-    )
 
 
 def check_state(scaling: Scaling, state: object) -> None:
@@ -257,17 +252,18 @@ def _active_in_float32(state: State) -> State:
 def settled(state: Mapping[str, Any]) -> State:
     """Converts a state to float32, and undoes the summation if JAX summed several runs of a layer.
 
-    All leaves are divided by the number of runs, except the newest entries of the histories. Their
-    sum is not smaller than the largest of them, and a scale that is somewhat too small only loses
-    range at the small end.
+    The arrays of several layers may be stacked on their first axes. All leaves are divided by the
+    number of runs, except the newest entries of the histories. Their sum is not smaller than the
+    largest of them, and a scale that is somewhat too small only loses range at the small end.
     """
-    state = {name: lax.convert_element_type(leaf, FLOAT32) for name, leaf in state.items()}
+    state = to_float32(dict(state))
     uses = jnp.maximum(state[USES], np.float32(1))
-    averaged = {name: leaf / uses for name, leaf in state.items()}
+    divided = {name: leaf / uses for name, leaf in state.items() if leaf.ndim == uses.ndim}
     for operand in OPERANDS:
         name = f"{operand}_amax_history"
-        averaged[name] = averaged[name].at[0].set(state[name][0])
-    return averaged
+        is_newest = lax.broadcasted_iota(np.int32, state[name].shape, uses.ndim) == 0
+        divided[name] = jnp.where(is_newest, state[name], state[name] / uses[..., None])
+    return divided
 
 
 class OperandState(NamedTuple):
@@ -369,89 +365,3 @@ def _next_state(
         new[f"{operand}_amax"] = jnp.where(lax.is_finite(amax), amax, np.float32(0))
         new[f"{operand}_amax_history"] = jnp.where(lax.is_finite(latest), grown, history)
     return {name: lax.convert_element_type(leaf, like.dtype) for name, leaf in new.items()}
-
-
-# ---------------------------------------------------------------------------
-# Flax's FP8 collections
-# ---------------------------------------------------------------------------
-
-
-def from_flax(collection: Mapping[str, Any], scaling: ScalingLike = None) -> State:
-    """Converts the `_overwrite_with_gradient` collection of one of Flax's FP8 ops to a state.
-
-    Args:
-      collection: the collection of one `Fp8DirectDotGeneralOp` or `Fp8Einsum`: `X_scale` `(1,)` and
-        `X_amax_history` `(length,)` for each operand X.
-      scaling: a `DelayedScaling` with that history length; None: one is created.
-
-    Returns:
-      A state with which the next step uses the same scales as Flax.
-
-    Raises:
-      JaxmpError: if the collection has other keys, or the history length is not the scaling's.
-
-    Example:
-      >>> to_flax(from_flax(to_flax(init_state())))["kernel_scale"].tolist()
-      [1.0]
-    """
-    leaves = {f"{x}_{leaf}" for x in OPERANDS for leaf in ("scale", "amax_history")}
-    if not isinstance(collection, Mapping) or set(collection) != leaves:
-        keys = sorted(collection) if isinstance(collection, Mapping) else collection
-        raise JaxmpError(
-            f"A layer of Flax's FP8 collection has the keys {sorted(leaves)}, not {keys}. Give the "
-            "inner dict of one layer: variables['_overwrite_with_gradient']['Dense_0']"
-            "['Fp8DirectDotGeneralOp_0']."
-        )
-    length = jnp.shape(collection["input_amax_history"])[-1]
-    scaling = _as_delayed(DelayedScaling(amax_history_len=length) if scaling is None else scaling)
-    state = init_state(scaling)
-    for operand in OPERANDS:
-        history = jnp.asarray(collection[f"{operand}_amax_history"], FLOAT32)
-        state[f"{operand}_amax_history"] = _reordered(history)
-    check_state(scaling, state)
-    known = jnp.stack([jnp.max(state[f"{operand}_amax_history"]) for operand in OPERANDS])
-    # Flax recomputes the scales at each step from the history, so they are due for an update.
-    state[AGE] = jnp.where(jnp.max(known) > np.float32(0), np.float32(scaling.interval), state[AGE])
-    for operand, amax in zip(OPERANDS, known, strict=True):
-        state[f"{operand}_amax"] = amax
-    return state
-
-
-def to_flax(state: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Converts a state to the `_overwrite_with_gradient` collection of one of Flax's FP8 ops.
-
-    Args:
-      state: a state as returned by `init_state`.
-
-    Returns:
-      A dict of `X_scale` `(1,)`, the reciprocal of this library's scale, for the formats that Flax
-      uses (E4M3 for inputs and kernels, E5M2 for gradients), and of `X_amax_history` in Flax's
-      order.
-
-    Raises:
-      JaxmpError: if `state` is not the state of one layer.
-
-    Example:
-      >>> sorted(to_flax(init_state()))[:2]
-      ['input_amax_history', 'input_scale']
-    """
-    formats = {"input": "e4m3fn", "kernel": "e4m3fn", "output_grad": "e5m2"}
-    history = state.get("input_amax_history") if isinstance(state, Mapping) else None
-    check_state(DelayedScaling(amax_history_len=max(1, getattr(history, "size", 1))), state)
-    state = settled(state)
-    collection = {}
-    for operand, dtype in formats.items():
-        history = jnp.asarray(state[f"{operand}_amax_history"])
-        scale = compute_scale(jnp.asarray(state[f"{operand}_amax"]), dtype)
-        collection[f"{operand}_scale"] = (1 / scale)[None]
-        collection[f"{operand}_amax_history"] = _reordered(history)
-    return collection
-
-
-def _reordered(history: jax.Array) -> jax.Array:
-    """Converts a history from newest-first order to Flax's order, or back.
-
-    Flax rotates the history to the left and writes the newest entry to index 0, so that the other
-    entries are ordered from oldest to newest.
-    """
-    return jnp.concatenate([history[:1], history[:0:-1]])

@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
-from jaxmp._core._jaxprs import RECOMPUTE, is_literal, sub_jaxprs
+from jaxmp._core._jaxprs import RECOMPUTE, equations, is_literal, sub_jaxprs
 from jaxmp._core._programs._constructs import call_of, cond_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._typing import Array, PyTree
@@ -108,7 +107,7 @@ class _Measure(Interpreter):
         if id(jaxpr) not in self.known:
             quantizes = any(
                 _role(equation) or any(map(self.quantizes, sub_jaxprs(equation)))
-                for equation in jaxpr_body(jaxpr)[0].eqns
+                for equation in equations(jaxpr, inside=False)
             )
             self.known[id(jaxpr)] = jaxpr, quantizes
         return self.known[id(jaxpr)][1]
@@ -150,7 +149,7 @@ class _Quantization(Interpreter):
         if name == "clamp":
             clamped[equation.outvars[0]] = operands[1]
         if name == "add" and not is_literal(equation.invars[0]):
-            # `quantize_finite` adds NaN to elements that are not finite.
+            # `quantize` adds NaN to elements that are not finite.
             clamped[equation.outvars[0]] = clamped.get(equation.invars[0])
         results = self.bound(equation, operands)
         if name == "convert_element_type" and is_fp8(results[0].dtype):

@@ -24,7 +24,7 @@ from jax import lax
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp.fp8._known_scales import common_scales
 from jaxmp.fp8._operands import amax
-from jaxmp.fp8._state import AGE, OPERANDS, USES, State, to_float32
+from jaxmp.fp8._state import AGE, OPERANDS, USES, State, settled, to_float32
 
 # Number of partial maxima of a tensor: enough thread blocks to read it at full speed.
 PARTIALS = 4096
@@ -53,17 +53,6 @@ def _groups(states: Sequence[State]) -> list[list[int]]:
 # function. XLA inlines them, and runs the same operation of all layers in one kernel.
 
 
-def _settled(state: State) -> State:
-    """Undoes the summation of gradients as `settled` does, for layers that may be stacked."""
-    uses = jnp.maximum(state[USES], np.float32(1))
-    divided = {name: leaf / uses for name, leaf in state.items() if leaf.ndim == uses.ndim}
-    for operand in OPERANDS:
-        name = f"{operand}_amax_history"
-        is_newest = lax.broadcasted_iota(np.int32, state[name].shape, uses.ndim) == 0
-        divided[name] = jnp.where(is_newest, state[name], state[name] / uses[..., None])
-    return divided
-
-
 def _of_operands(state: State, leaf: str) -> jax.Array:
     """Returns `[3, ...]`, a leaf of each operand of a layer."""
     return jnp.stack([state[f"{x}_{leaf}"] for x in OPERANDS])
@@ -72,7 +61,7 @@ def _of_operands(state: State, leaf: str) -> jax.Array:
 @jax.jit
 def _stored(state: State) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the settled age of a state, and the amaxes and histories of its operands."""
-    state = _settled(state)
+    state = settled(state)
     return state[AGE], _of_operands(state, "amax"), _of_operands(state, "amax_history")
 
 
@@ -122,7 +111,7 @@ def _measured(gradient: State) -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def _finished(new: State, old: State, is_used: jax.Array, latest: jax.Array) -> State:
     """Returns the state of a layer after a step; `latest` has the amaxes of its operands."""
-    new, is_used, settled_old = to_float32(new), is_used[0], _settled(old)
+    new, is_used, settled_old = to_float32(new), is_used[0], settled(old)
     ran = {AGE: new[AGE], USES: lax.full_like(old[USES], 1)}
     state = {leaf: jnp.where(is_used, value, old[leaf]) for leaf, value in ran.items()}
     for place, operand in enumerate(OPERANDS):

@@ -23,3 +23,11 @@ from jaxmp.losses._elementwise import mse as mse
 from jaxmp.losses._elementwise import sigmoid_binary_cross_entropy as sigmoid_binary_cross_entropy
 from jaxmp.losses._linear import linear_cross_entropy as linear_cross_entropy
 from jaxmp.losses._softmax import softmax_cross_entropy as softmax_cross_entropy
+
+__all__ = [
+    "kl_divergence",
+    "linear_cross_entropy",
+    "mse",
+    "sigmoid_binary_cross_entropy",
+    "softmax_cross_entropy",
+]

@@ -12,8 +12,9 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._core import _compat
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import PyTree
-from jaxmp.errors import JaxmpError, did_you_mean
+from jaxmp.errors import JaxmpError
 
 Reduction = Literal["mean", "sum", "none", "sum_and_weight"]
 REDUCTIONS = ("mean", "sum", "none", "sum_and_weight")

@@ -15,7 +15,6 @@ from jaxmp._core import _trees
 from jaxmp._core._typing import PyTree
 from jaxmp.optim._assign import assign, unpack_masters, unpack_parameters
 from jaxmp.optim._find import find
-from jaxmp.optim._gradient_dtypes import GradientDtypesState
 from jaxmp.optim._master import MasterParamsState, add_update
 from jaxmp.optim._skip import SkipNonfiniteState
 
@@ -79,8 +78,6 @@ def _poison_all(grads: PyTree) -> PyTree:
 
 def _is_mixed_precision(opt_state: PyTree) -> bool:
     """Returns True for the state of `mixed_precision` itself, without wrappers."""
-    if isinstance(opt_state, GradientDtypesState):
-        return _is_mixed_precision(opt_state.inner_state)
     return _is_guarded(opt_state) and isinstance(opt_state.inner_state, MasterParamsState)
 
 

@@ -41,8 +41,7 @@ def unpack_masters(state: PyTree, params: PyTree) -> PyTree:
     def unpack(node: MasterParamsState) -> MasterParamsState:
         full = [read_master(stored[path], value) for _, path, value in node.values()]
         masters = jax.tree.structure(node.masters).unflatten(full)
-        unpacked = UnpackedMasters(masters, node.overflow, node.fits, node.inner_state, node.layout)
-        return dataclasses.replace(unpacked, overflow=first_saturated(unpacked))
+        return _unpacked(UnpackedMasters, node, masters)
 
     return map_master_states(unpack, state)
 
@@ -59,13 +58,16 @@ def unpack_parameters(state: PyTree, params: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params)
         stored = treedef.flatten_up_to(node.masters)
         full = [read_master(param, master) for param, master in zip(leaves, stored, strict=True)]
-        masters = treedef.unflatten(full)
-        unpacked = UnpackedParameters(
-            masters, node.overflow, node.fits, node.inner_state, node.layout
-        )
-        return dataclasses.replace(unpacked, overflow=first_saturated(unpacked))
+        return _unpacked(UnpackedParameters, node, treedef.unflatten(full))
 
     return map_master_states(unpack, state)
+
+
+def _unpacked(
+    cls: type[UnpackedMasters], node: MasterParamsState, masters: PyTree
+) -> MasterParamsState:
+    unpacked = cls(masters, node.overflow, node.fits, node.inner_state, node.layout)
+    return dataclasses.replace(unpacked, overflow=first_saturated(unpacked))
 
 
 def assign(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:

@@ -10,7 +10,6 @@ import optax
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError
 from jaxmp.optim._find import find
-from jaxmp.optim._gradient_dtypes import GradientDtypesState
 from jaxmp.optim._master import MasterParamsState, master_states
 from jaxmp.optim._skip import SkipNonfiniteState
 
@@ -29,7 +28,6 @@ def check_composition(opt_state: PyTree) -> None:
 
 # Wrappers that pass gradients and updates through unchanged, for their parameters.
 _TRANSPARENT = (
-    GradientDtypesState,
     optax.MaskedState,
     optax.PartitionState,
     optax.InjectHyperparamsState,

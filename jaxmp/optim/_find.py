@@ -18,7 +18,6 @@ from jaxmp.errors import (
     JaxmpError,
 )
 from jaxmp.optim._assign import unpack_masters
-from jaxmp.optim._gradient_dtypes import GradientDtypesState
 from jaxmp.optim._master import MasterParamsState, master_states
 from jaxmp.optim._skip import SkipNonfiniteState, SkipSettings, as_axes
 
@@ -58,8 +57,8 @@ def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, An
     defaults: dict[str, Any] = {}
     if settings:
         defaults["axis_name"] = _the_axes(settings, options)
-    for _, node in find(opt_state, GradientDtypesState)[:1]:
-        defaults.update(dataclasses.asdict(node.dtypes))
+        if settings[0].gradients is not None:
+            defaults |= dataclasses.asdict(settings[0].gradients)
     if "loss_scale" not in options:
         defaults["loss_scale"] = shared_loss_scale(opt_state)
     return {**defaults, **options}
@@ -134,7 +133,7 @@ def only(nodes: list[tuple[str, Any]], description: str) -> Any:
     if not nodes:
         raise JaxmpError(
             f"This state contains no {description}. Make the optimizer with "
-            "recipe.optimizer(inner) or jaxmp.optim.mixed_precision(inner, ...)."
+            "recipe.optimizer(inner) of a recipe."
         )
     if len(nodes) > 1:
         paths = ", ".join(path or "(top)" for path, _ in nodes)

@@ -20,7 +20,6 @@ from jaxmp._policies._resolve import PolicyMap, storage_dtype
 from jaxmp._recipe_files import _load
 from jaxmp.errors import CompositionError
 from jaxmp.optim import _storage
-from jaxmp.optim._overflow import OverflowState
 
 FLOAT16 = np.dtype(np.float16)
 # A saturated master of a bfloat16 parameter: larger ones round to infinity.
@@ -66,7 +65,7 @@ class Layout:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
-class MasterParamsState(OverflowState):
+class MasterParamsState:
     """State of `master_params`.
 
     In tree paths the masters are called `fp32_masters`, `packed_masters` or `no_masters`, according
@@ -118,10 +117,6 @@ class MasterParamsState(OverflowState):
             yield index, self.layout.storage[index][0], value
 
     @property
-    def leaf_count(self) -> int:
-        return len(self.layout.storage)
-
-    @property
     def can_overflow(self) -> bool:
         """True if a float16 parameter may be unable to represent its new value."""
         indices = filter(self.has_value, range(len(self.layout.storage)))
@@ -147,10 +142,6 @@ class UnpackedParameters(UnpackedMasters):
     def has_value(self, index: int) -> bool:
         return True
 
-    @property
-    def has_all_parameters(self) -> bool:
-        return True
-
 
 # ---------------------------------------------------------------------------
 # Transformation
@@ -160,7 +151,7 @@ class UnpackedParameters(UnpackedMasters):
 def master_params(
     inner: optax.GradientTransformation,
     *,
-    policies: _load.RecipeLike | None = None,
+    recipe: _load.RecipeLike | None = None,
     master: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Updates FP32 masters of 16-bit parameters, which are cast from them.
@@ -184,7 +175,7 @@ def master_params(
 
     Args:
       inner: any optax transformation.
-      policies: policies or a recipe, whose `param_dtype` determines the storage dtype of each
+      recipe: a recipe or policies, whose `param_dtype` determines the storage dtype of each
         parameter. None: each leaf keeps its dtype.
       master: "fp32" (also "auto"): a float32 master for each 16-bit parameter; "packed": the 16
         bits that bfloat16 drops, which makes 4 bytes per parameter in total and rounds ties away
@@ -199,7 +190,7 @@ def master_params(
 
     Example:
       >>> params = {"w": jnp.ones(3)}
-      >>> tx = master_params(optax.sgd(1e-3), policies="bf16_params")
+      >>> tx = master_params(optax.sgd(1e-3), recipe="bf16_params")
       >>> state = tx.init(params)
       >>> state.masters["w"].dtype
       dtype('float32')
@@ -210,7 +201,7 @@ def master_params(
             "for example master='auto'."
         )
     master = "fp32" if master == "auto" else master
-    policy_map = None if policies is None else _load.as_policy_map(policies)
+    policy_map = None if recipe is None else _load.as_policy_map(recipe)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> PyTree:

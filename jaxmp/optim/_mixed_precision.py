@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import optax
 
 from jaxmp._core._typing import AxisNames
 from jaxmp._loss_scale import LossScaleLike
+from jaxmp._policies._device import computes_in
 from jaxmp._recipe_files._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import master_params
-from jaxmp.optim._skip import skip_nonfinite
+from jaxmp.optim._skip import GradientSettings, SkipSettings, as_axes, guard
 
 
 def mixed_precision(
     inner: optax.GradientTransformation,
     *,
-    policies: RecipeLike,
+    recipe: RecipeLike,
     loss_scale: LossScaleLike | Literal["auto"] = "auto",
     master: str = "auto",
     skip: str = "auto",
@@ -27,7 +29,8 @@ def mixed_precision(
 
     Everything that depends on the raw gradient belongs inside: clipping, weight decay, schedules,
     `optax.MultiSteps`. `update` receives unscaled gradients, as `jaxmp.value_and_grad` returns
-    them.
+    them. The `value_and_grad` of a train state or NNX optimizer sums gradients in the dtypes of the
+    recipe.
 
     Each of the two transformations also works alone. The state of `master_params` reports if a
     float16 parameter could not represent its new master. `skip_nonfinite` skips a step for which
@@ -35,7 +38,7 @@ def mixed_precision(
 
     Args:
       inner: any optax transformation.
-      policies: policies or a recipe, whose `param_dtype` determines which parameters are stored in
+      recipe: a recipe or policies, whose `param_dtype` determines which parameters are stored in
         16 bits and therefore have a master.
       loss_scale: the loss scale to keep in the state and adjust. "auto": that of the recipe; for
         policies that are not a recipe, `DynamicLossScale()` if any of their dtypes is float16,
@@ -54,11 +57,11 @@ def mixed_precision(
 
     Example:
       >>> inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
-      >>> tx = mixed_precision(inner, policies="fp16")
+      >>> tx = mixed_precision(inner, recipe="fp16")
       >>> float(get_loss_scale(tx.init(jnp.ones(2))).scale_value)
       65536.0
     """
-    data = as_recipe_data(policies)
+    data = as_recipe_data(recipe)
     if isinstance(loss_scale, str):
         if loss_scale != "auto":
             raise CompositionError(
@@ -66,5 +69,8 @@ def mixed_precision(
                 "scale; for example loss_scale=jaxmp.DynamicLossScale()."
             )
         loss_scale = data.loss_scale.build()
-    masters = master_params(inner, policies=data.policies, master=master)
-    return skip_nonfinite(masters, loss_scale=loss_scale, skip=skip, axis_name=axis_name)
+    masters = master_params(inner, recipe=data.policies, master=master)
+    gradients = GradientSettings(data.accumulate_dtype, data.reduce_dtype, data.regather)
+    settings = SkipSettings(skip != "none", as_axes(axis_name), gradients)
+    expects_float16 = computes_in(data.policies, np.dtype(np.float16))
+    return guard(masters, loss_scale, skip, settings, expects_float16=expects_float16)

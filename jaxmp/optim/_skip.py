@@ -15,10 +15,17 @@ from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import Array, AxisNames, PyTree
-from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, as_loss_scale
+from jaxmp._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    LossScaleLike,
+    NoLossScale,
+    as_loss_scale,
+)
+from jaxmp._loss_scale._use import check_scaled_step
 from jaxmp.errors import CompositionError
+from jaxmp.optim._master import UnpackedParameters
 from jaxmp.optim._overflow import (
-    OverflowState,
     agree_on_overflow,
     all_fit,
     can_overflow,
@@ -88,19 +95,36 @@ class SkipStats:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class GradientSettings:
+    """Settings of a recipe for `value_and_grad`.
+
+    Attributes:
+      accumulate_dtype: name of the dtype in which microbatches are accumulated.
+      reduce_dtype: name of the dtype in which gradients are averaged over devices.
+      regather: True if split weights are gathered again in the backward pass.
+    """
+
+    accumulate_dtype: str
+    reduce_dtype: str
+    regather: bool
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class SkipSettings:
-    """Static settings of `skip_nonfinite` that a train state reads.
+    """Static settings of an optimizer that a train state reads.
 
     Attributes:
       guarded: True if steps with non-finite gradients are skipped.
       axis_name: mapped axes over which `value_and_grad` averages, and along which all devices skip
         the same steps.
+      gradients: further arguments of `value_and_grad`; None: its defaults.
     """
 
     guarded: bool
     axis_name: tuple[Hashable, ...]
+    gradients: GradientSettings | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -173,11 +197,28 @@ def skip_nonfinite(
       >>> updates.tolist(), int(state.stats.total)
       ([0.0, 0.0], 1)
     """
+    return guard(inner, loss_scale, skip, SkipSettings(skip != "none", as_axes(axis_name)))
+
+
+def guard(
+    inner: optax.GradientTransformation,
+    loss_scale: LossScaleLike,
+    skip: str,
+    settings: SkipSettings,
+    *,
+    expects_float16: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns `skip_nonfinite` with all settings that a train state reads.
+
+    Args:
+      inner, loss_scale, skip: as in `skip_nonfinite`.
+      settings: the settings.
+      expects_float16: the policies of the optimizer compute in float16.
+    """
     initial_scale = as_loss_scale(loss_scale)
     _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
-    axes = as_axes(axis_name)
-    settings = SkipSettings(skip != "none", axes)
+    axes = settings.axis_name
 
     def init_fn(params: PyTree) -> PyTree:
         _overwritten.check_is_absent(params)
@@ -189,11 +230,11 @@ def skip_nonfinite(
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
+        if not isinstance(initial_scale, NoLossScale):
+            check_scaled_step(expects_float16)
         grads = _trees.cast_floating(updates, FLOAT32)
         _compat.check_axes(axes)
-        inner_state = state.inner_state
-        has_all = isinstance(inner_state, OverflowState) and inner_state.has_all_parameters
-        updates_are_read = not has_all
+        updates_are_read = not isinstance(state.inner_state, UnpackedParameters)
         same_structure = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
 
         def do_update() -> tuple[PyTree, PyTree]:

@@ -123,7 +123,9 @@ def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
     return (
         f"The last {consecutive} steps were skipped ({total} in total), because their gradients "
         "were not finite. The parameters no longer change."
-        f"{scale}{_first_nonfinite(node, stats)} Possible causes, most likely first:"
+        f"{scale}{_first_nonfinite(node, stats)} Name the operation and its cause on this state by "
+        "print(jaxmp.locate_nonfinite(train_step, state, batch)). "
+        "Possible causes, most likely first:"
         + "".join(f"\n  {number}. {cause}" for number, cause in causes)
     )
 
@@ -138,10 +140,7 @@ def _first_nonfinite(node: SkipNonfiniteState, stats: SkipStats) -> str:
     return f" The first non-finite gradient is that of {paths[leaf]!r}{all_nan}."
 
 
-_NOT_FINITE = (
-    "The batch or the loss is not finite: check jnp.isfinite(loss), and set "
-    'jax.config.update("jax_debug_nans", True) to locate the operation.'
-)
+_NOT_FINITE = "The batch or the loss is not finite: check jnp.isfinite(loss)."
 _DIVERGED = (
     "The parameters have diverged: lower the learning rate, clip gradients by "
     "recipe.optimizer(optax.chain(optax.clip_by_global_norm(1.0), inner)), and restart from an "

@@ -19,7 +19,6 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 
 import jaxmp
-import jaxmp.linen
 import jaxmp.nnx
 
 Params = dict[str, jax.Array]
@@ -45,13 +44,13 @@ def predict(params: Params, x: jax.Array) -> jax.Array:
 
 
 def train_linen(x: jax.Array) -> jax.Array:
-    jaxmp.linen.register_layer(Norm, norm=True, dtype="dtype")
+    jaxmp.register_layer(Norm, norm=True, dtype="dtype")
     policies = jaxmp.PolicyMap("bf16", [jaxmp.Rule("head", "c=f32")])
-    model = jaxmp.linen.apply_policy(Norm(), policies)
+    model = jaxmp.load_recipe(policies).wrap(Norm())
     assert_type(model, Norm)
-    assert_type(jaxmp.linen.module_paths(model, x), dict[str, type | None])
-    print(jaxmp.linen.explain(model, "bf16", x).rows)
-    attention = jaxmp.linen.attention_fn(is_causal=True, local_window_size=(128, 0))
+    assert_type(jaxmp.explain(model, "fp32")(x).policies.paths, dict[str, type | None])
+    print(jaxmp.explain(model, "bf16")(x).policies.rows)
+    attention = jaxmp.attention_fn(is_causal=True, local_window_size=(128, 0))
     assert_type(attention(x, x, x), jax.Array)
 
     recipe = jaxmp.load_recipe("bf16_params")
@@ -99,17 +98,17 @@ def train_step(model: Model, optimizer: jaxmp.nnx.Optimizer, x: jax.Array) -> ja
 
 
 def train_nnx(x: jax.Array) -> None:
-    jaxmp.nnx.register_layer(Model, kernel="weight", dot_general="dot")
-    model = jaxmp.nnx.apply_policy(Model(nnx.Rngs(0)), jaxmp.Policy("f32", "bf16", "f32"))
+    jaxmp.register_layer(Model, kernel="weight", dot_general="dot")
+    model = jaxmp.load_recipe(jaxmp.Policy("f32", "bf16", "f32")).wrap(Model(nnx.Rngs(0)))
     assert_type(model, Model)
-    assert_type(jaxmp.nnx.module_paths(model), dict[str, type | None])
-    print(jaxmp.nnx.explain(model, "bf16", x).low_precision_share)
+    assert_type(jaxmp.explain(model, "fp32")().policies.paths, dict[str, type | None])
+    print(jaxmp.explain(model, "bf16")(x).policies.low_precision_share)
     recipe = jaxmp.load_recipe("fp16")
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.adamw(1e-3)), wrt=nnx.Param)
     train_step(model, optimizer, x)
     loss, grads = jaxmp.nnx.value_and_grad(nnx_loss, loss_scale=8.0)(model, x)
-    print(loss, grads, jaxmp.nnx.grad(nnx_loss)(model, x))
+    print(loss, grads)
     with jaxmp.nnx.compile_step(train_step, model, optimizer) as step:
-        assert_type(step, jaxmp.nnx.CompiledStep)
+        assert_type(step, jaxmp._flax._nnx_compiled_step.CompiledStep)
         step(x)
     print(step.nodes, optimizer.loss_scale.scale_value)

@@ -44,3 +44,11 @@ def declares_pytree(cls: type, base: type) -> bool | None:
     """Returns the `pytree` option of a Flax NNX module class; None if it is that of `base`."""
     option = getattr(cls, "_pytree__is_pytree", True)
     return None if option == getattr(base, "_pytree__is_pytree", True) else option
+
+
+def is_differentiated(leaf: object) -> bool:
+    """Returns True for a value inside of `jax.grad` and similar transformations.
+
+    The classes are private, and their names are those of JAX 0.10 to 0.12.
+    """
+    return type(leaf).__name__ in ("JVPTracer", "LinearizeTracer")

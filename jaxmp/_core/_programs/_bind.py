@@ -19,7 +19,7 @@ SCATTERS: dict[str, Callable[..., Any]] = {
     "scatter-min": lax.scatter_min,
     "scatter-max": lax.scatter_max,
 }
-OF_SCATTER = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+_OF_SCATTER = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
 
 
 def bind(equation: JaxprEqn, arrays: list[Any], **changes: object) -> Any:
@@ -27,12 +27,17 @@ def bind(equation: JaxprEqn, arrays: list[Any], **changes: object) -> Any:
     primitive, params = equation.primitive, {**equation.params, **changes}
     scatter = SCATTERS.get(primitive.name)
     if scatter is not None and arrays[0].dtype != getattr(equation.invars[0].aval, "dtype", None):
-        return scatter(*arrays, **{name: params[name] for name in OF_SCATTER})
+        return scatter(*arrays, **scatter_of(equation))
     if hasattr(primitive, "get_bind_params"):
         params = primitive.get_bind_params(params)
     results = primitive.bind(*arrays, **params)
     # JAX 0.12 returns the results of `shard_map` in a tree of its own.
     return list(results) if primitive.multiple_results else results
+
+
+def scatter_of(equation: JaxprEqn) -> dict[str, Any]:
+    """Returns the options of a scatter that the functions of `SCATTERS` accept."""
+    return {name: equation.params[name] for name in _OF_SCATTER}
 
 
 @contextlib.contextmanager

@@ -8,13 +8,13 @@ of the package has to know about them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax import lax
 
-from jaxmp._core._compat import scan_counts
+from jaxmp._core._compat import jaxpr_body, scan_counts
 
 # Calls, which run their jaxpr once. `eval_jaxpr` is a call of a `Traced` object, and a loop that is
 # differentiated leaves a `closed_call`.
@@ -24,12 +24,16 @@ REMATS = frozenset({"remat2"})
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 LOOPS = frozenset({"scan", "while"})
 CONSTRUCTS = CALLS | REMATS | CUSTOM_DERIVATIVES | LOOPS | {"cond", "shard_map"}
-# Equations whose jaxprs no interpreter enters: kernels, functions that combine two elements, and
-# functions that belong together with a rule of their author.
-OPAQUE = frozenset(
-    {"composite", "compute_on", "custom_linear_solve", "custom_partitioning", "custom_vmap_call"}
+# Calls that no interpreter enters, because their jaxpr belongs together with a rule of their
+# author. An analysis can enter them.
+OPAQUE_CALLS = frozenset(
+    {"composite", "compute_on", "custom_vmap_call", "linear_call", "xla_metadata_call"}
+)
+# Equations whose jaxprs no interpreter enters: these calls, kernels, and functions that combine two
+# elements.
+OPAQUE = OPAQUE_CALLS | frozenset(
+    {"custom_linear_solve", "custom_partitioning"}
     | {
-        "linear_call",
         "mpmd_map",
         "pallas_call",
         "reduce",
@@ -38,7 +42,7 @@ OPAQUE = frozenset(
         "scatter",
         "scatter-add",
     }
-    | {"scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "xla_metadata_call"}
+    | {"scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
 )
 
 
@@ -60,6 +64,11 @@ class Call(NamedTuple):
     is_recomputation: bool
     prevent_cse: bool | tuple[bool, ...]
     policy: Any
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the jaxpr returns arguments and constants, and computes nothing."""
+        return not jaxpr_body(self.jaxpr)[0].eqns
 
     def separated(self, operands: Sequence[Any]) -> list[Any]:
         """Returns operands behind the barrier with which JAX lowers a recomputation."""
@@ -201,3 +210,38 @@ def shard_map_of(equation: Any) -> ShardMap:
         params["check_vma"],
         params["newly_manual_axes"],
     )
+
+
+def parameters_with(equation: Any, new: Mapping[int, Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation that contain jaxprs, with other jaxprs.
+
+    Args:
+      equation: the equation.
+      new: id of a jaxpr -> the jaxpr that replaces it.
+    """
+    changed = lambda value: new.get(id(value), value)
+    params = {
+        key: tuple(map(changed, value)) if isinstance(value, tuple) else changed(value)
+        for key, value in equation.params.items()
+    }
+    return {key: value for key, value in params.items() if value is not equation.params[key]}
+
+
+class CustomJvp(NamedTuple):
+    """Function with a `custom_jvp` rule.
+
+    jaxpr: that of the function.
+    rule: (primals, then tangents) -> (primal results, then tangent results).
+    symbolic_zeros: True if the rule was defined with `symbolic_zeros=True`.
+    """
+
+    jaxpr: Any
+    rule: Any
+    symbolic_zeros: bool
+
+
+def custom_jvp_of(equation: Any) -> CustomJvp:
+    """Returns the record of a `custom_jvp_call`."""
+    params = equation.params
+    rule = equation.primitive.get_bind_params(params)["subfuns"][1]
+    return CustomJvp(params["call_jaxpr"], rule, params["symbolic_zeros"])

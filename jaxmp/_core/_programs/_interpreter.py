@@ -14,12 +14,15 @@ a plan or an analysis of that jaxpr.
 
 *Side results* are arrays that a client computes beside the program, such as statistics. It adds
 them to `side`; the rules return them from loops, branches and devices. Arrays of a scan and of a
-`shard_map` are stacked and then `joined`; of a while loop, those of the last iteration count; a
-branch or loop that does not run has the result of `absent`.
+`shard_map` are stacked and then `joined`; of a while loop, those of the last iteration count, or
+the client asks for `stacked_iterations`; a branch or loop that does not run has the result of
+`absent`. They are computed by primitives of `jax.lax`: JAX caches the traces of jitted functions,
+such as `jnp.where`, and traces of the user's programs would contain the source lines of this run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -99,6 +102,9 @@ class Interpreter:
     consequence = ""
     # True if the client adds to `side`.
     has_side_results = False
+    # Number of iterations of a while loop whose side results are stacked and then `joined`: the
+    # first ones and the last. 0: only those of the last iteration are returned.
+    stacked_iterations = 0
     # True: functions with custom derivatives are run as calls, without their rules, in a program
     # that is not differentiated again.
     drops_derivatives = False
@@ -153,17 +159,35 @@ class Interpreter:
           place: location of the equation that contains it; None: it is the whole program.
           state: state of the client for this jaxpr.
         """
+        values = self.frame(jaxpr, args, place, state).values
+        outvars = jaxpr_body(jaxpr)[0].outvars
+        return [self.literal(var) if is_literal(var) else values[var] for var in outvars]
+
+    def frame(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        args: Sequence[Any],
+        place: Place | None = None,
+        state: Any = None,
+    ) -> Frame:
+        """Runs a jaxpr as `run` does, and returns the values of all its variables."""
         body, consts = jaxpr_body(jaxpr)
+        # An analysis does not know the constants of an open jaxpr.
+        consts = consts or (None,) * len(body.constvars)
         values: dict[Any, Any] = dict(zip(body.constvars, map(self.constant, consts), strict=True))
         values |= zip(body.invars, args, strict=True)
         frame = Frame(place or Place(), state, values)
         read = lambda var: self.literal(var) if is_literal(var) else values[var]
         for frame.index, equation in enumerate(body.eqns):
             operands = list(map(read, equation.invars))
-            with as_recorded(equation):
+            with self.context(equation):
                 results = self.equation(equation, operands, frame)
             values |= zip(equation.outvars, results, strict=True)
-        return list(map(read, body.outvars))
+        return frame
+
+    def context(self, equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which an equation is run again: its scopes, source and mesh."""
+        return as_recorded(equation)
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         """Runs one equation."""
@@ -275,14 +299,24 @@ class Interpreter:
             run = lambda: self.run(loop.body, [*of_body, *carry], place, state)
             return self._inside(lambda: self.left(run(), operands))
 
-        none = self._absent(body, carry)
+        none, count = self._absent(body, carry), self.stacked_iterations
 
         def step(carry: Any) -> Any:
-            results, side = body(*carry[0])
-            return results, vary_as_here(list(side.values()))
+            values, (stacked, *number) = carry
+            results, side = body(*values)
+            rows = vary_as_here(list(side.values()))
+            for n in number:
+                at = lax.min(n, jnp.int32(count - 1))
+                put = lambda x, row, at=at: lax.dynamic_update_index_in_dim(x, row, at, 0)
+                rows = jax.tree.map(put, stacked, rows)
+            return results, (rows, *(lax.add(n, jnp.int32(1)) for n in number))
 
-        results, side = lax.while_loop(test, step, (carry, list(none.values())))
-        self._add(dict(zip(none, side, strict=True)))
+        kept: tuple[Any, ...] = (list(none.values()),)
+        if count:
+            rows = jax.tree.map(lambda row: lax.broadcast(row, (count,)), kept[0])
+            kept = vary_as_here(rows), jnp.int32(0)
+        results, (side, *_) = lax.while_loop(test, step, (carry, kept))
+        self._add(dict(zip(none, map(self.joined, side) if count else side, strict=True)))
         return results
 
     def _cond(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:

@@ -1,0 +1,178 @@
+"""Configuration of the site, which `make docs` builds with Sphinx.
+
+The pages are the Markdown files of this folder. This module adds pages for files elsewhere in the
+repository, one page of reference for each public module, and `llms.txt`, a list of all pages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from docutils import nodes
+
+import jaxmp
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+
+project = "jaxmp"
+author = "the jaxmp authors"
+copyright = f"2026, {author}"
+version = release = jaxmp.__version__
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+
+html_theme = "sphinx_book_theme"
+html_title = f"jaxmp {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {"show_toc_level": 2, "home_page_in_toc": False}
+# A change of the theme must not fetch fonts or scripts from another server.
+html_baseurl = ""
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 4
+nb_execution_mode = "force"
+nb_execution_timeout = 600
+nb_execution_raise_on_error = True
+
+# Docstrings write code between single backticks, as Markdown does.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+# Page of the site -> file outside of this folder.
+OUTSIDE = {
+    "readme": "README.md",
+    "recipe-keys": "policies/README.md",
+    "changelog": "CHANGELOG.md",
+    "contributing": "CONTRIBUTING.md",
+}
+# Public module -> the subject of its page of reference.
+MODULES = {
+    "jaxmp": "Recipes, training states, audit and validation",
+    "jaxmp.nnx": "Flax NNX",
+    "jaxmp.optim": "Masters and skipped steps",
+    "jaxmp.fp8": "FP8",
+    "jaxmp.losses": "Losses",
+    "jaxmp.functional": "Norms, activations and rotary positions",
+    "jaxmp.checkpoint": "Checkpoints",
+    "jaxmp.testing": "Tests of equivalence",
+    "jaxmp.typing": "Types and results",
+    "jaxmp.errors": "Errors and warnings",
+}
+
+
+def copy_page(path: str) -> str:
+    """Returns a Markdown file of the repository with links that are relative to this folder."""
+    folder = (ROOT / path).parent
+    pages = {(ROOT / file).resolve(): f"{page}.md" for page, file in OUTSIDE.items()}
+
+    def relative(match: re.Match[str]) -> str:
+        target, anchor = match[1], match[2] or ""
+        file = (folder / target).resolve()
+        if "://" in target or not file.is_file():
+            return match[0]
+        page = pages.get(file) or os.path.relpath(file, DOCS)
+        return f"]({page}{anchor})"
+
+    return re.sub(r"\]\(([^)#]+)(#[^)]*)?\)", relative, (ROOT / path).read_text("utf-8"))
+
+
+def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
+    """Replaces links to files of which the site has a copy."""
+    for copied, path in OUTSIDE.items():
+        source[0] = source[0].replace(f"](../{path}", f"]({copied}.md")
+
+
+def public_names() -> dict[str, list[str]]:
+    """Returns module -> the names that its page of reference describes.
+
+    A name that several modules export is described by the last of them in `MODULES`.
+
+    Raises:
+      ValueError: if a public module has no page, or a public name has no docstring.
+    """
+    modules = {name: importlib.import_module(name) for name in MODULES}
+    missing = {f"jaxmp.{each}" for each in jaxmp.__all__ if inspect.ismodule(getattr(jaxmp, each))}
+    if missing - set(modules):
+        raise ValueError(f"MODULES in docs/conf.py lacks {sorted(missing - set(modules))}.")
+    places = {each: name for name, module in modules.items() for each in module.__all__}
+    names: dict[str, list[str]] = {name: [] for name in modules}
+    for each, name in sorted(places.items(), key=lambda item: item[0].lower()):
+        value = getattr(modules[name], each)
+        if not inspect.ismodule(value):
+            if callable(value) and not inspect.getdoc(value):
+                raise ValueError(f"{name}.{each} has no docstring.")
+            names[name].append(each)
+    return names
+
+
+def reference_page(name: str, title: str, names: list[str]) -> str:
+    """Returns the page of reference of a module."""
+    module = importlib.import_module(name)
+    lines = [f"# {title}: `{name}`", "", (module.__doc__ or "").strip(), ""]
+    for each in names:
+        value = getattr(module, each)
+        is_class = isinstance(value, type)
+        if is_class and issubclass(value, BaseException):
+            block = [f".. autoexception:: {name}.{each}"]
+        elif is_class:
+            block = [f".. autoclass:: {name}.{each}", "   :members:"]
+        else:
+            kind = "autofunction" if callable(value) else "autodata"
+            block = [f".. {kind}:: {name}.{each}"]
+        lines += ["```{eval-rst}", *block, "```", ""]
+    return "\n".join(lines)
+
+
+def write_pages(app: Sphinx) -> None:
+    """Writes the copied pages and the pages of reference into this folder."""
+    for page, path in OUTSIDE.items():
+        write(DOCS / f"{page}.md", copy_page(path))
+    (DOCS / "reference").mkdir(exist_ok=True)
+    names = public_names()
+    for name, title in MODULES.items():
+        write(DOCS / "reference" / f"{name}.md", reference_page(name, title, names[name]))
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file unless it has the same text, so that Sphinx does not read it again."""
+    if not path.exists() or path.read_text("utf-8") != text:
+        path.write_text(text, "utf-8")
+
+
+def write_llms(app: Sphinx, error: Exception | None) -> None:
+    """Writes `llms.txt`: the title and first paragraph of each page, with a link to its source."""
+    if error or app.builder.name != "html":
+        return
+    lines = [f"# {project}", "", f"> {first_paragraph(app, 'index')}", ""]
+    for page in sorted(app.env.found_docs - {"index"}):
+        title = app.env.titles[page].astext()
+        lines.append(f"- [{title}](_sources/{page}.md): {first_paragraph(app, page)}")
+    (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def first_paragraph(app: Sphinx, page: str) -> str:
+    """Returns the first paragraph of a page, in one line."""
+    paragraph = next(app.env.get_doctree(page).findall(nodes.paragraph), None)
+    return "" if paragraph is None else " ".join(paragraph.astext().split())
+
+
+def setup(app: Sphinx) -> None:
+    """Connects the functions of this module to the build."""
+    app.connect("builder-inited", write_pages)
+    app.connect("source-read", link_copies)
+    app.connect("build-finished", write_llms)

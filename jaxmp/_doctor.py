@@ -1,0 +1,285 @@
+"""Describes a machine: devices, versions, the recipe that fits, and installation problems."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+from jaxmp._core._capability import (
+    BFLOAT16_MATMULS,
+    FP8_MATMULS,
+    FUSED_ATTENTION,
+    MX_MATMULS,
+    Capability,
+    capability_text,
+)
+from jaxmp._core._compat import compute_capability, cudnn_version
+
+# Packages whose versions belong together or matter for precision.
+_PACKAGES = (
+    *("jaxmp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12"),
+    *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "libtpu"),
+)
+# Lowest driver of each major version of CUDA: "Installing JAX" in JAX's documentation.
+_DRIVERS = {12: 525, 13: 580}
+
+
+class Machine(NamedTuple):
+    """Facts about a machine and the Python environment that runs there.
+
+    Args:
+      versions: package -> version, of the installed packages that JAX and jaxmp use.
+      devices: type of a device -> number of them that JAX sees, such as {"NVIDIA H200": 8}.
+      platform: "cpu", "gpu" or "tpu", the platform that JAX computes on.
+      capability: compute capability of the first NVIDIA GPU that JAX sees.
+      cudnn: version of cuDNN that JAX has loaded, such as 91200.
+      gpus: names of the NVIDIA GPUs that the driver reports.
+      driver: version of NVIDIA's driver, such as "580.65.06"; "" if there is none.
+      environment: the environment variables that influence JAX.
+      failure: message of JAX if it cannot use any device; "" otherwise.
+    """
+
+    versions: Mapping[str, str]
+    devices: Mapping[str, int]
+    platform: str
+    capability: Capability | None = None
+    cudnn: int | None = None
+    gpus: tuple[str, ...] = ()
+    driver: str = ""
+    environment: Mapping[str, str] = {}
+    failure: str = ""
+
+
+class Problem(NamedTuple):
+    """Fault of an installation, and the command that repairs it."""
+
+    message: str
+    command: str
+
+
+class MachineReport(NamedTuple):
+    """Result of `jaxmp.doctor`; `str(report)` is what the command `jaxmp doctor` prints.
+
+    Args:
+      machine: the facts.
+      recipe: name of the recipe that fits the device.
+      reason: why that recipe.
+      features: feature -> "available", or why it is not.
+      problems: what is wrong, most important first; empty if nothing is.
+    """
+
+    machine: Machine
+    recipe: str
+    reason: str
+    features: Mapping[str, str]
+    problems: tuple[Problem, ...]
+
+    def __str__(self) -> str:
+        machine = self.machine
+        devices = ", ".join(f"{n} x {name}" for name, n in machine.devices.items()) or "none"
+        memory = machine.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+        rows = {"devices": devices, "python": platform.python_version(), **machine.versions}
+        if machine.driver:
+            rows |= {"NVIDIA driver": machine.driver}
+        if machine.platform == "gpu":
+            rows |= {"share of GPU memory that JAX allocates": memory}
+        rows |= self.features
+        rows["recipe"] = f"{self.recipe}: {self.reason}"
+        lines = [f"{name}: {text}" for name, text in rows.items()]
+        lines += ["", "No problem was found." if not self.problems else "Problems:"]
+        for problem in self.problems:
+            lines += [f"- {problem.message} Run:", f"    {problem.command}"]
+        return "\n".join(lines)
+
+
+def doctor() -> MachineReport:
+    """Describes this machine, the recipe that fits it, and what is wrong with its installation.
+
+    It reads the devices that JAX sees, the versions of the installed packages, and NVIDIA's driver.
+
+    Returns:
+      The report; its `problems` are versions that do not belong together, a GPU that JAX does not
+      use, and a driver that is too old, each with a command.
+
+    Example:
+      >>> report = doctor()
+      >>> report.machine.platform in ("cpu", "gpu", "tpu")
+      True
+      >>> report.recipe in jaxmp.list_recipes()
+      True
+    """
+    return report_of(read_machine())
+
+
+def read_machine() -> Machine:
+    """Reads the facts about this machine."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    names: dict[str, int] = {}
+    failure = ""
+    try:
+        for device in jax.devices():
+            names[device.device_kind] = names.get(device.device_kind, 0) + 1
+        backend = jax.default_backend()
+    except RuntimeError as error:
+        backend, failure = "cpu", str(error).splitlines()[0]
+    gpus, driver = _nvidia()
+    prefixes = ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+    return Machine(
+        versions,
+        names,
+        backend,
+        compute_capability() if backend == "gpu" else None,
+        cudnn_version() if backend == "gpu" else None,
+        gpus,
+        driver,
+        {name: text for name, text in os.environ.items() if name.startswith(prefixes)},
+        failure,
+    )
+
+
+@functools.cache
+def _nvidia() -> tuple[tuple[str, ...], str]:
+    """Returns the names of the GPUs and the version of the driver that `nvidia-smi` prints."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return (), ""
+    rows = [line.rpartition(",") for line in done.stdout.splitlines() if "," in line]
+    return tuple(name.strip() for name, _, _ in rows), rows[0][2].strip() if rows else ""
+
+
+def report_of(machine: Machine) -> MachineReport:
+    """Makes the report about a machine."""
+    recipe, reason = _recipe(machine)
+    # Each of these may cause the next.
+    problems = _driver_problems(machine) or _version_problems(machine) or _use_problems(machine)
+    return MachineReport(machine, recipe, reason, _features(machine), tuple(problems))
+
+
+def _recipe(machine: Machine) -> tuple[str, str]:
+    """Returns the recipe for a device, and the reason for it."""
+    if machine.platform == "tpu":
+        return "bf16", "TPUs multiply in bfloat16"
+    if machine.platform != "gpu":
+        return "bf16", (
+            "programs of this recipe can be checked here; a CPU computes most 16-bit operations in "
+            "FP32, and is faster with `fp32`"
+        )
+    capability = machine.capability
+    if capability is None:
+        return "bf16", "the compute capability of this GPU is unknown"
+    name = f"compute capability {capability_text(capability)}"
+    if capability < BFLOAT16_MATMULS:
+        return "fp16", f"{name} has no bfloat16 matmuls, and fast ones in float16"
+    if capability < FP8_MATMULS:
+        return "bf16", f"{name} has fast matmuls in bfloat16, and none in FP8"
+    return "bf16", f"{name} has fast matmuls in bfloat16, and `fp8` for wide linear layers"
+
+
+def _features(machine: Machine) -> dict[str, str]:
+    """Returns which kernels are available, or why not."""
+    if machine.platform != "gpu":
+        why = f"JAX computes on a {machine.platform.upper()}"
+        return {"fused attention of cuDNN": f"no: {why}", "FP8 matmuls": f"no: {why}"}
+    lowest = {
+        "fused attention of cuDNN": FUSED_ATTENTION,
+        "FP8 matmuls": FP8_MATMULS,
+        "MX matmuls": MX_MATMULS,
+    }
+    texts = {}
+    for name, first in lowest.items():
+        is_sufficient = machine.capability is None or machine.capability >= first
+        wanted = f"no: it requires compute capability {capability_text(first)}"
+        texts[name] = "available" if is_sufficient else wanted
+    if machine.cudnn is None:
+        texts["fused attention of cuDNN"] = "no: JAX finds no cuDNN"
+    return texts
+
+
+def _cuda_versions(machine: Machine) -> list[int]:
+    return [n for n in _DRIVERS if f"jax-cuda{n}-plugin" in machine.versions]
+
+
+def _version_problems(machine: Machine) -> list[Problem]:
+    """Returns packages whose versions do not belong together."""
+    versions, problems = machine.versions, []
+    installed = _cuda_versions(machine)
+    if len(installed) > 1:
+        problems.append(
+            Problem(
+                "The plugins for CUDA 12 and for CUDA 13 are both installed.",
+                "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt",
+            )
+        )
+    jaxlib = versions.get("jaxlib", "")
+    for n in installed:
+        for package in (f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt"):
+            version = versions.get(package, "not installed")
+            if version.split(".")[:3] != jaxlib.split(".")[:3]:
+                command = f'pip install --upgrade "jax[cuda{n}]=={versions["jax"]}"'
+                message = f"{package} is {version}, and jaxlib is {jaxlib}."
+                problems.append(Problem(message, command))
+    return problems
+
+
+def _newest_cuda(machine: Machine) -> int:
+    """Returns the newest version of CUDA that the driver supports; 0 for none."""
+    major = re.match(r"\d+", machine.driver)
+    return max(
+        (n for n, lowest in _DRIVERS.items() if major and int(major[0]) >= lowest), default=0
+    )
+
+
+def _driver_problems(machine: Machine) -> list[Problem]:
+    """Returns a driver that is older than the installed CUDA requires."""
+    cuda = min(_cuda_versions(machine), default=min(_DRIVERS))
+    newest = _newest_cuda(machine)
+    if not machine.gpus or newest >= cuda:
+        return []
+    message = f"NVIDIA's driver {machine.driver} is too old for CUDA {cuda}, which requires "
+    message += f"version {_DRIVERS[cuda]} or newer. Install a newer driver"
+    if not newest:
+        return [Problem(f"{message}.", "nvidia-smi")]
+    command = (
+        f'pip uninstall jax-cuda{cuda}-plugin jax-cuda{cuda}-pjrt; pip install "jax[cuda{newest}]"'
+    )
+    return [Problem(f"{message}, or the plugin for CUDA {newest}.", command)]
+
+
+def _use_problems(machine: Machine) -> list[Problem]:
+    """Returns why JAX does not use the GPU of this machine, or its libraries."""
+    if machine.failure:
+        return [Problem(f"JAX finds no device: {machine.failure}", "unset JAX_PLATFORMS")]
+    if not machine.gpus:
+        return []
+    problems = []
+    install = f'pip install --upgrade "jax[cuda{_newest_cuda(machine)}]"'
+    if machine.platform != "gpu":
+        unused = f"JAX does not use the GPU ({machine.gpus[0]})"
+        if "cpu" in machine.environment.get("JAX_PLATFORMS", ""):
+            problems.append(Problem(f"{unused}: JAX_PLATFORMS is 'cpu'.", "unset JAX_PLATFORMS"))
+        elif _cuda_versions(machine):
+            problems.append(Problem(f"{unused}, although its plugin is installed.", install))
+        else:
+            problems.append(Problem(f"{unused}: its plugin is not installed.", install))
+    elif machine.cudnn is None:
+        problems.append(Problem("JAX finds no cuDNN.", install))
+    if re.search(r"cuda|cudnn", machine.environment.get("LD_LIBRARY_PATH", ""), re.IGNORECASE):
+        message = "LD_LIBRARY_PATH names a folder of CUDA, whose libraries replace those of JAX."
+        problems.append(Problem(message, "unset LD_LIBRARY_PATH"))
+    return problems

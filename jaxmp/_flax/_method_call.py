@@ -1,0 +1,237 @@
+"""Calls of methods of Flax modules under a policy, common to Linen and NNX.
+
+A module that computes in 16 bits casts its inputs. If it passes such an input unchanged, as the
+same Python object, to an inner module that computes in FP32, the inner module receives the uncast
+value. An input that was reshaped or indexed before is a new array in 16 bits: `keep_inputs` exempts
+it from the cast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._core._dtypes import bits, is_16bit
+from jaxmp._core._trees import saturating_cast
+from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp._flax._casts import (
+    IsLeaf,
+    ModulePolicy,
+    cast_outputs,
+    cast_tree,
+    ignores_dtype,
+    split_carry,
+    widen_outputs,
+)
+from jaxmp._flax._fp8_use import note_weights
+from jaxmp._flax._mismatch import explain_mismatch, named_arguments
+from jaxmp._flax._share import Suspect, matrix_elements, returns_float32
+
+# ---------------------------------------------------------------------------
+# Calls
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MethodCall:
+    """Call of a method of a module.
+
+    Attributes:
+      module, module_policy, method: the module, its policy, and the name of the method.
+      caller: the enclosing call if a module calls its own method; otherwise None.
+      is_overridden: the policy replaces the author's dtypes.
+      keeps_dtype: the operands require the dtype that the author of the model chose.
+      suspects: receives the module by its path if it appears to ignore the dtype of its policy.
+      is_function: a transformation of Linen calls a function with the module.
+      lifted: as in `split_carry`.
+    """
+
+    module: Any
+    module_policy: ModulePolicy
+    method: str
+    caller: MethodCall | None
+    is_overridden: bool
+    keeps_dtype: bool
+    suspects: dict[str, Suspect]
+    is_function: bool = False
+    lifted: str = ""
+
+    # The parameters of a module without those of its submodules.
+    own_params: ClassVar[Callable[[Any], list[Any]]]
+
+    @staticmethod
+    def is_leaf(value: object) -> bool:
+        """Returns True for values that are not pytrees of arrays."""
+        del value
+        return False
+
+    @staticmethod
+    def is_param(value: object) -> bool:
+        """Returns True for parameters in the arguments."""
+        del value
+        return False
+
+    @functools.cached_property
+    def is_inside(self) -> bool:
+        """True if a forward pass of the same module calls the method."""
+        return self.is_function or (self.caller is not None and self.caller.is_forward)
+
+    @functools.cached_property
+    def at_boundary(self) -> bool:
+        """True if arguments and results are cast: another module calls a forward pass."""
+        return not self.is_inside and self.module_policy.is_forward(self.method)
+
+    @property
+    def is_forward(self) -> bool:
+        """True if the call is a part of a forward pass, whose arguments have been cast."""
+        return self.is_inside or self.at_boundary
+
+    def run(
+        self,
+        call: Callable[..., PyTree],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        entered: contextlib.AbstractContextManager[Any],
+    ) -> PyTree:
+        """Calls the method with cast arguments, within `entered`, and casts its results."""
+        module_policy, incoming, originals = self.module_policy, (args, kwargs), {}
+        is_cast = self.at_boundary and self.is_overridden
+        if is_cast:
+            args, kwargs, originals = cast_inputs(
+                module_policy, self.method, args, kwargs, self.is_leaf
+            )
+        with entered, noted(originals):
+            try:
+                out = call(*args, **kwargs)
+            except (TypeError, ValueError, NotImplementedError) as error:
+                arguments = named_arguments(call, args, kwargs)
+                method = "" if self.is_forward else self.method
+                explain_mismatch(error, module_policy, arguments, self.is_param, method)
+                raise
+            if self.at_boundary:
+                note_weights(module_policy, lambda: self.own_params(self.module))
+        traits = module_policy.traits
+        out, carry = split_carry(traits, self.module, self.method, out, incoming, self.lifted)
+        expects_16bit = self.is_overridden and ignores_dtype(module_policy)
+        if expects_16bit and not self.is_inside and returns_float32(out):
+            self._suspect()
+        if is_cast or (self.at_boundary and module_policy.resolved.casts_output):
+            out = cast_outputs(module_policy, out, self.is_leaf)
+        elif self.is_overridden and not (self.at_boundary or self.is_function or self.caller):
+            out = widen_outputs(module_policy, out, incoming, self.is_leaf)
+        return carry(out)
+
+    def _suspect(self) -> None:
+        elements, path = (
+            matrix_elements(self.own_params(self.module)),
+            self.module_policy.resolved.path,
+        )
+        if elements:
+            method = "" if self.at_boundary else self.method
+            name = self.module_policy.cls.__name__
+            self.suspects[path] = Suspect(path, name, elements, method)
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+# Id of a cast array -> (the array, its original). Storing the array prevents the reuse of its id.
+Originals: TypeAlias = dict[int, tuple[Array, Array]]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # Of the running calls that cast some of their inputs, the innermost last.
+        self.calls: list[Originals] = []
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def noted(originals: Originals) -> Iterator[None]:
+    """Makes originals available to the modules that a `with` block calls."""
+    _thread.calls.append(originals)
+    try:
+        yield
+    finally:
+        _thread.calls.pop()
+
+
+def _original(leaf: PyTree) -> PyTree:
+    """Returns the value before all casts of the enclosing calls; the leaf itself without a cast."""
+    for originals in reversed(_thread.calls):
+        cast, uncast = originals.get(id(leaf), (None, None))
+        if cast is leaf:
+            leaf = uncast
+    return leaf
+
+
+def cast_inputs(
+    module_policy: ModulePolicy,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_leaf: IsLeaf = None,
+) -> tuple[tuple[Any, ...], dict[str, Any], Originals]:
+    """Casts the arguments of a method to the module's input dtype.
+
+    The carries of recurrent modules, and arguments in `keep_inputs`, are not cast. Arguments that
+    an enclosing module cast are replaced by their originals first, if this module computes in more
+    than 16 bits or lists them in `keep_inputs`.
+
+    Args:
+      module_policy: of the module.
+      method: name of the method.
+      args, kwargs: its arguments.
+      is_leaf: as in `jax.tree.map`.
+
+    Returns:
+      The new arguments; and for those that were cast to 16 bits, their originals.
+    """
+    # Positions below `carried`, and the argument called `carry`, are recurrent state.
+    carried, carry = 0, ""
+    if module_policy.traits.is_cell and method == "__call__":
+        carried, carry = 1, "carry"
+    elif module_policy.traits.is_rnn:
+        carry = "initial_carry"
+    kept, policy, originals = module_policy.kept(method), module_policy.policy, {}
+    notes = is_16bit(module_policy.input_dtype)
+    is_wide = bits(policy.compute_dtype) > 16
+
+    def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
+        new = _cast_input(leaf, dtype)
+        if notes and new is not leaf:
+            originals[id(new)] = new, leaf
+        return new
+
+    def argument(value: PyTree, is_carry: bool, is_kept: bool) -> PyTree:
+        if (is_kept or is_wide) and any(_thread.calls):
+            value = jax.tree.map(_original, value, is_leaf=is_leaf)
+        if is_carry or is_kept:
+            return value
+        return cast_tree(value, module_policy.input_dtype, policy.cast_float64, is_leaf, cast_leaf)
+
+    new_args = tuple(
+        argument(value, index < carried, index in kept.positions)
+        for index, value in enumerate(args)
+    )
+    new_kwargs = {
+        name: argument(value, name == carry, name in kept.names) for name, value in kwargs.items()
+    }
+    return new_args, new_kwargs, originals
+
+
+def _cast_input(leaf: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
+    """Casts an argument, unless `jit` made it from a Python number, which has no dtype."""
+    is_number = jnp.ndim(leaf) == 0 and getattr(leaf, "weak_type", False)
+    return leaf if is_number else saturating_cast(leaf, dtype)

@@ -1,0 +1,741 @@
+"""Training steps with planted faults, and the diagnosis that is expected of each.
+
+The table was written before the first run of `jaxmp.locate_nonfinite`. Since then, only the names
+of arguments were changed to code, and the lines of three faults: JAX records the call of a
+custom_vjp function as the line of the operations in its rules, and the line of an overflow by a
+loss scale was left open. Two losses were made smaller, so that the gradients of the fixed programs
+do not overflow float16. Five faults are those of
+public issue threads, which their names cite. Each source defines `make`, which returns a step and
+its arguments. `text` is the line of the source that has the fault, without indentation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+
+HEAD = """
+import functools
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxmp
+
+f16, f32 = jnp.float16, jnp.float32
+
+
+def mesh(count=4):
+    return jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def with_gradient(loss):
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def train(model, x, recipe="fp32", tx=optax.sgd(0.1), loss=lambda y: jnp.mean(y**2), **options):
+    recipe = jaxmp.load_recipe(recipe)
+    wrapped = recipe.wrap(model)
+    params = wrapped.init(jax.random.key(0), x)
+    state = jaxmp.TrainState.create(
+        apply_fn=wrapped.apply, params=params, tx=recipe.optimizer(tx)
+    )
+
+    @jax.jit
+    def step(state, batch):
+        loss_fn = lambda params, batch: loss(wrapped.apply(params, batch["x"]).astype(f32))
+        value, grads = state.value_and_grad(loss_fn, **options)(batch)
+        return state.apply_gradients(grads=grads), value
+
+    return step, state, {"x": x}
+
+
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plant:
+    """A planted fault.
+
+    Attributes:
+      name: the fault; with the number of a public issue where it was reported.
+      source: code after `HEAD` that defines `make`.
+      module: expected module path.
+      text: expected source line; "" for a fault of an argument.
+      phase: expected pass; "" for a fault of an argument.
+      cause: expected id of the cause.
+      iteration: expected iterations of the enclosing loops, outermost first.
+      device: expected device of a `shard_map`; None outside of one.
+      argument: expected argument, and None for a fault of an operation.
+      repair: how the printed fix is applied: "line" replaces the expression of the line, "recipe"
+        or "tx" changes this argument of `make`, and "arguments" the arguments of the step. Another
+        word is the denominator that the fix replaces.
+    """
+
+    name: str
+    source: str
+    module: str
+    text: str
+    phase: str
+    cause: str
+    iteration: tuple[int, ...] = ()
+    device: int | None = None
+    argument: str = ""
+    repair: str = "line"
+
+    @property
+    def program(self) -> str:
+        return HEAD + textwrap.dedent(self.source)
+
+
+PLANTS = [
+    # -- plain functions ----------------------------------------------------------------------
+    Plant(
+        "log of zero",
+        """
+        def loss(w, p):
+            with jax.named_scope("head"):
+                p = p * w
+                entropy = -jnp.log(p)
+            return entropy.sum()
+
+        def make():
+            return with_gradient(loss), jnp.ones(3), jnp.array([0.5, 0.0, 0.2])
+        """,
+        "head",
+        "entropy = -jnp.log(p)",
+        "forward",
+        "log_of_zero",
+    ),
+    Plant(
+        "jax#26796: log of a negative number under shard_map",
+        """
+        def f(x):
+            y = jnp.square(x)
+            return jnp.log(y - 4.0)
+
+        def make():
+            part = jax.shard_map(f, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
+            x = jnp.array([3.0, 3.0, 3.0, 3.0, 3.0, 1.0, 3.0, 3.0])
+            return with_gradient(lambda x: part(x).sum()), x
+        """,
+        "",
+        "return jnp.log(y - 4.0)",
+        "forward",
+        "log_of_negative",
+        device=2,
+    ),
+    Plant(
+        "jax#5798: gradient of the unused branch of a where",
+        """
+        def loss(x):
+            y = jnp.where(x < 1.0, x, jnp.sqrt(x))
+            return y.sum()
+
+        def make():
+            return with_gradient(loss), jnp.array([2.0, 0.0, 0.5])
+        """,
+        "",
+        "y = jnp.where(x < 1.0, x, jnp.sqrt(x))",
+        "backward",
+        "where_gradient",
+    ),
+    Plant(
+        "jax#21723: gradient of a norm at zero",
+        """
+        def loss(x):
+            with jax.named_scope("penalty"):
+                length = jnp.linalg.norm(x)
+            return length**2
+
+        def make():
+            return with_gradient(loss), jnp.zeros(3)
+        """,
+        "penalty",
+        "length = jnp.linalg.norm(x)",
+        "backward",
+        "root_of_zero",
+    ),
+    Plant(
+        "flax#982: attention in float16 with a mask of -1e10",
+        """
+        def loss(x, mask):
+            with jax.named_scope("attention"):
+                bias = jnp.where(mask, 0.0, -1e10).astype(f16)
+                logits = x @ x.T + bias
+                weights = jax.nn.softmax(logits, axis=-1)
+            return (weights @ x).astype(f32).sum()
+
+        def make():
+            x = jnp.ones((4, 8), f16) / 4
+            mask = jnp.arange(4)[None, :] < jnp.array([4, 2, 0, 1])[:, None]
+            return with_gradient(loss), x, mask
+        """,
+        "attention",
+        "weights = jax.nn.softmax(logits, axis=-1)",
+        "forward",
+        "masked_softmax",
+    ),
+    Plant(
+        "marin#7271: one leg of a weight gradient in MXFP8",
+        """
+        def quantized(x):
+            blocks = x.reshape(-1, 4)
+            amax = jnp.max(jnp.abs(blocks), axis=1, keepdims=True)
+            scale = amax / 448.0
+            rounded = (blocks / scale).astype(jnp.float8_e4m3fn).astype(f32)
+            return (rounded * scale).reshape(x.shape)
+
+        @jax.custom_vjp
+        def matmul(x, w):
+            return x @ w
+
+        def backward(residuals, g):
+            x, w = residuals
+            return g @ w.T, x.T @ quantized(g)
+
+        matmul.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+
+        def loss(params, x):
+            with jax.named_scope("w_up"):
+                h = jax.nn.relu(x @ params["up"])
+            with jax.named_scope("w_down"):
+                y = matmul(h, params["down"])
+            return jnp.mean(y[:, :4] ** 2)
+
+        def make():
+            params = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 8))}
+            return with_gradient(loss), params, jnp.ones((2, 4))
+        """,
+        "w_down",
+        'y = matmul(h, params["down"])',
+        "backward",
+        "division_by_zero",
+        repair="scale",
+    ),
+    Plant(
+        "exponential in a scan",
+        """
+        def loss(w, x):
+            def body(h, row):
+                h = jnp.exp(h * w) + row
+                return h, h
+            h, _ = lax.scan(body, x[0], x)
+            return h.sum()
+
+        def make():
+            return with_gradient(loss), jnp.float32(1.0), jnp.full((6, 2), 1.0)
+        """,
+        "",
+        "h = jnp.exp(h * w) + row",
+        "forward",
+        "exp_overflow",
+        iteration=(3,),
+    ),
+    Plant(
+        "quotient in a while loop",
+        """
+        def f(x):
+            def body(carry):
+                n, y = carry
+                return n + 1, y * (n / (x - n.astype(f32)))
+            n, y = lax.while_loop(lambda carry: carry[0] < 7, body, (jnp.int32(0), x * 0 + 1.0))
+            return y
+
+        def make():
+            return jax.jit(lambda x: f(x).sum()), jnp.array([9.5, 4.0])
+        """,
+        "",
+        "return n + 1, y * (n / (x - n.astype(f32)))",
+        "forward",
+        "division_by_zero",
+        iteration=(4,),
+    ),
+    Plant(
+        "root of a negative number in a branch",
+        """
+        def root(x):
+            return jnp.sqrt(x - 1.0)
+
+        def loss(x):
+            return lax.cond(x.sum() > 0, root, jnp.sin, x).sum()
+
+        def make():
+            return with_gradient(loss), jnp.array([2.0, 0.5])
+        """,
+        "",
+        "return jnp.sqrt(x - 1.0)",
+        "forward",
+        "root_of_negative",
+    ),
+    Plant(
+        "backward rule of a custom_vjp",
+        """
+        @jax.custom_vjp
+        def normalized(x):
+            return x / (jnp.abs(x).max() + 1.0)
+
+        def backward(x, g):
+            size = jnp.abs(x).sum(axis=-1, keepdims=True)
+            return (g / size,)
+
+        normalized.defvjp(lambda x: (normalized(x), x), backward)
+
+        def loss(x):
+            with jax.named_scope("norm"):
+                y = normalized(x)
+            return (y**2 + y).sum()
+
+        def make():
+            return with_gradient(loss), jnp.array([[1.0, 2.0], [0.0, 0.0]])
+        """,
+        "norm",
+        "y = normalized(x)",
+        "backward",
+        "division_by_zero",
+        repair="size",
+    ),
+    Plant(
+        "normalized examples under vmap",
+        """
+        def example_loss(w, x):
+            with jax.named_scope("normalize"):
+                y = w * x
+                y = y * lax.rsqrt(jnp.sum(y * y))
+            return y.sum()
+
+        def loss(w, batch):
+            return jax.vmap(example_loss, (None, 0))(w, batch).mean()
+
+        def make():
+            batch = jnp.array([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0]])
+            return with_gradient(loss), jnp.ones(2), batch
+        """,
+        "normalize",
+        "y = y * lax.rsqrt(jnp.sum(y * y))",
+        "forward",
+        "root_of_zero",
+    ),
+    Plant(
+        "range of float16 on one device of a shard_map",
+        """
+        def loss(w, x):
+            def part(w, x):
+                with jax.named_scope("dense"):
+                    y = x.astype(f16) @ w.astype(f16)
+                return lax.pmean(jnp.mean(y.astype(f32)), "data")
+            specs = (P(), P("data"))
+            return jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=P())(w, x)
+
+        def make():
+            x = jnp.ones((4, 16)).at[3].set(2000.0)
+            return with_gradient(loss), jnp.full((16, 2), 4.0), x
+        """,
+        "dense",
+        "y = x.astype(f16) @ w.astype(f16)",
+        "forward",
+        "float16_range",
+        device=3,
+    ),
+    Plant(
+        "unused branch of a where in a rematerialized function",
+        """
+        @jax.checkpoint
+        def block(w, x):
+            y = x * w
+            return jnp.where(y > 0, jnp.log(y), 0.0)
+
+        def loss(w, x):
+            return block(w, x).sum()
+
+        def make():
+            return with_gradient(loss), jnp.ones(3), jnp.array([1.0, 0.0, 2.0])
+        """,
+        "",
+        "return jnp.where(y > 0, jnp.log(y), 0.0)",
+        "backward",
+        "where_gradient",
+    ),
+    Plant(
+        "softmax of a masked row in FP32",
+        """
+        def loss(x, mask):
+            with jax.named_scope("attention"):
+                logits = jnp.where(mask, x @ x.T, -jnp.inf)
+                weights = jax.nn.softmax(logits)
+            return (weights @ x).sum()
+
+        def make():
+            mask = jnp.array([[True, False], [False, False]])
+            return with_gradient(loss), jnp.ones((2, 3)), mask
+        """,
+        "attention",
+        "weights = jax.nn.softmax(logits)",
+        "forward",
+        "masked_softmax",
+    ),
+    Plant(
+        "power of a negative number",
+        """
+        def loss(w, x):
+            y = x * w
+            return jnp.sum(y**0.3)
+
+        def make():
+            return with_gradient(loss), jnp.float32(1.0), jnp.array([1.0, -0.5])
+        """,
+        "",
+        "return jnp.sum(y**0.3)",
+        "forward",
+        "root_of_negative",
+    ),
+    Plant(
+        "empty group in a batch that jit shards",
+        """
+        def loss(w, x, weights):
+            with jax.named_scope("pool"):
+                total = weights.sum(axis=1)
+                mean = (x * weights).sum(axis=1) / total
+            return jnp.mean(mean * w)
+
+        def make():
+            place = lambda x, spec: jax.device_put(x, NamedSharding(mesh(), spec))
+            x = place(jnp.ones((8, 3)), P("data"))
+            weights = place(jnp.ones((8, 3)).at[5].set(0.0), P("data"))
+            return with_gradient(loss), place(jnp.float32(1.0), P()), x, weights
+        """,
+        "pool",
+        "mean = (x * weights).sum(axis=1) / total",
+        "forward",
+        "division_by_zero",
+    ),
+    Plant(
+        "range of float16 in one microbatch",
+        """
+        def loss(w, x):
+            with jax.named_scope("dense"):
+                y = x.astype(f16) * w.astype(f16)
+            return jnp.mean(y.astype(f32))
+
+        @jax.jit
+        def step(w, x):
+            return jaxmp.value_and_grad(loss, microbatches=4)(w, x)
+
+        def make():
+            return step, jnp.full(2, 300.0), jnp.ones((8, 2)).at[5, 1].set(300.0)
+        """,
+        "dense",
+        "y = x.astype(f16) * w.astype(f16)",
+        "forward",
+        "float16_range",
+        iteration=(2,),
+    ),
+    # -- Linen --------------------------------------------------------------------------------
+    Plant(
+        "Linen: range of float16 in one layer",
+        """
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x = nn.Dense(16, name="hidden", kernel_init=nn.initializers.ones)(x)
+                return nn.Dense(32, name="readout", kernel_init=nn.initializers.ones)(x)
+
+        def make(recipe="fp16"):
+            loss = lambda y: jnp.mean(y) * 1e-9
+            return train(Net(), jnp.full((2, 16), 400.0), recipe, loss=loss)
+        """,
+        "readout",
+        'return nn.Dense(32, name="readout", kernel_init=nn.initializers.ones)(x)',
+        "forward",
+        "float16_range",
+        repair="recipe",
+    ),
+    Plant(
+        "Linen: third layer of an nn.scan",
+        """
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, shift):
+                x = nn.Dense(4, name="up")(x)
+                with jax.named_scope("gate"):
+                    x = x / (shift - 2.0)
+                return x, None
+
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                axes, rngs = {"params": 0}, {"params": True}
+                layers = nn.scan(Block, variable_axes=axes, split_rngs=rngs, length=4)
+                return layers(name="layers")(x, jnp.arange(4.0))[0]
+
+        def make():
+            return train(Net(), jnp.ones((2, 4)))
+        """,
+        "layers/gate",
+        "x = x / (shift - 2.0)",
+        "forward",
+        "division_by_zero",
+        iteration=(2,),
+    ),
+    Plant(
+        "Linen: exponential in float16 in an nn.remat",
+        """
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x = nn.Dense(16, name="up", kernel_init=nn.initializers.ones)(x)
+                return jnp.exp(x)
+
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.remat(Block)(name="block")(x)
+
+        def make():
+            loss = lambda y: jnp.mean(y) * 1e-9
+            return train(Net(), jnp.ones((2, 16)), "fp16", loss=loss)
+        """,
+        "block",
+        "return jnp.exp(x)",
+        "forward",
+        "exp_overflow",
+    ),
+    Plant(
+        "Linen: loss scale too high",
+        """
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                x = nn.Dense(16, name="hidden")(x)
+                return nn.Dense(16, name="readout")(x)
+
+        def make(recipe=None):
+            scale = jaxmp.DynamicLossScale(2.0**24)
+            recipe = recipe or jaxmp.load_recipe("fp16").replace(loss_scale=scale)
+            x = jax.random.normal(jax.random.key(1), (4, 16))
+            return train(Net(), x, recipe, loss=lambda y: jnp.sum(y**2))
+        """,
+        "",
+        'loss_fn = lambda params, batch: loss(wrapped.apply(params, batch["x"]).astype(f32))',
+        "backward",
+        "loss_scale",
+        repair="recipe",
+    ),
+    Plant(
+        "Linen: bad row of a batch with microbatches",
+        """
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(4, name="readout")(x)
+
+        def make():
+            x = jnp.ones((8, 4)).at[5, 2].set(jnp.nan)
+            return train(Net(), x, microbatches=2)
+        """,
+        "",
+        "",
+        "",
+        "bad_input",
+        argument="batch['x']",
+        repair="arguments",
+    ),
+    Plant(
+        "Linen: poisoned parameter",
+        """
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(4, name="readout")(x)
+
+        def make():
+            step, state, batch = train(Net(), jnp.ones((2, 4)))
+            params = jax.tree.map(jnp.array, state.params)
+            params["params"]["readout"]["kernel"] = jnp.ones((4, 4)).at[1, 2].set(jnp.nan)
+            return step, state.replace(params=params), batch
+        """,
+        "",
+        "",
+        "",
+        "poisoned_parameter",
+        argument="state.params['params']['readout']['kernel']",
+        repair="arguments",
+    ),
+    Plant(
+        "Linen: poisoned second moment",
+        """
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(4, name="readout")(x)
+
+        def make():
+            model, x = Net(), jnp.ones((2, 4))
+            params = model.init(jax.random.key(0), x)
+            tx = optax.adam(0.1)
+            opt_state = tx.init(params)
+            nu = jax.tree.map(jnp.array, opt_state[0].nu)
+            nu["params"]["readout"]["bias"] = jnp.zeros(4).at[3].set(jnp.inf)
+            opt_state = (opt_state[0]._replace(nu=nu), *opt_state[1:])
+
+            @jax.jit
+            def step(params, opt_state, x):
+                grads = jax.grad(lambda p: jnp.mean(model.apply(p, x) ** 2))(params)
+                updates, opt_state = tx.update(grads, opt_state, params)
+                return optax.apply_updates(params, updates), opt_state
+
+            return step, params, opt_state, x
+        """,
+        "",
+        "",
+        "",
+        "poisoned_moment",
+        argument="opt_state[0].nu['params']['readout']['bias']",
+        repair="arguments",
+    ),
+    Plant(
+        "Linen: FP8 scale that is not finite",
+        """
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(32, name="up")(x)
+
+        def make():
+            scaling = jaxmp.fp8.DelayedScaling(amax_history_len=4, min_width=1, emulate=True)
+            recipe = jaxmp.load_recipe("fp8_delayed").replace(fp8=scaling)
+            step, state, batch = train(Net(), jnp.ones((16, 16)), recipe)
+            bad = lambda path, x: x * jnp.nan if "kernel" in str(path) else x
+            name = "_overwrite_with_gradient"
+            fp8 = jax.tree_util.tree_map_with_path(bad, state.params[name])
+            return step, state.replace(params={**state.params, name: fp8}), batch
+        """,
+        "",
+        "",
+        "",
+        "fp8_scale",
+        argument="_overwrite_with_gradient",
+        repair="arguments",
+    ),
+    # -- NNX ----------------------------------------------------------------------------------
+    Plant(
+        "NNX: root in an nnx.scan",
+        """
+        class Block(nnx.Module):
+            def __init__(self, rngs):
+                self.up = nnx.Linear(4, 4, rngs=rngs)
+
+            def __call__(self, x):
+                x = self.up(x)
+                with jax.named_scope("root"):
+                    x = jnp.sqrt(x - x.mean())
+                return x
+
+        class Net(nnx.Module):
+            def __init__(self, rngs):
+                self.blocks = nnx.split_rngs(splits=2)(nnx.vmap(Block))(rngs)
+
+            def __call__(self, x):
+                run = lambda x, block: block(x)
+                return nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+
+        @nnx.jit
+        def step(model, x):
+            return nnx.value_and_grad(lambda model: model(x).mean())(model)
+
+        def make():
+            return step, Net(nnx.Rngs(0)), jnp.ones((2, 4))
+        """,
+        "root",
+        "x = jnp.sqrt(x - x.mean())",
+        "forward",
+        "root_of_negative",
+        iteration=(0,),
+    ),
+    Plant(
+        "NNX: logarithm of a saturated sigmoid in 16 bits",
+        """
+        class Net(nnx.Module):
+            def __init__(self, rngs):
+                self.head = nnx.Linear(4, 32, kernel_init=nnx.initializers.ones, rngs=rngs)
+
+            def __call__(self, x):
+                return jnp.log(jax.nn.sigmoid(self.head(x)))
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            loss_fn = lambda model: -model(x).astype(f32).mean()
+            loss, grads = optimizer.value_and_grad(loss_fn)(model)
+            optimizer.update(model, grads)
+            return loss
+
+        def make():
+            recipe = jaxmp.load_recipe("fp16")
+            model = recipe.wrap(Net(nnx.Rngs(0)))
+            optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.sgd(0.1)))
+            return step, model, optimizer, jnp.full((2, 4), -5.0)
+        """,
+        "",
+        "return jnp.log(jax.nn.sigmoid(self.head(x)))",
+        "forward",
+        "log_of_zero",
+    ),
+    Plant(
+        "NNX: epsilon of the optimizer",
+        """
+        class Net(nnx.Module):
+            def __init__(self, rngs):
+                self.head = nnx.Linear(4, 4, rngs=rngs)
+                self.unused = nnx.Param(jnp.ones(3))
+
+            def __call__(self, x):
+                return self.head(x)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            grads = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+
+        def make(tx=optax.adam(0.1, eps=0.0)):
+            model = Net(nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+            return step, model, optimizer, jnp.ones((2, 4))
+        """,
+        "",
+        "optimizer.update(model, grads)",
+        "forward",
+        "optimizer_epsilon",
+        repair="tx",
+    ),
+    Plant(
+        "NNX: quotient in an nnx.remat",
+        """
+        class Block(nnx.Module):
+            def __init__(self, rngs):
+                self.up = nnx.Linear(4, 4, rngs=rngs)
+
+            def __call__(self, x):
+                x = nnx.relu(self.up(x))
+                with jax.named_scope("normalize"):
+                    x = x / (x.max(axis=-1, keepdims=True) - x.max(axis=-1, keepdims=True))
+                return x
+
+        @nnx.jit
+        def step(model, x):
+            run = nnx.remat(lambda model, x: model(x))
+            return nnx.value_and_grad(lambda model: run(model, x).mean())(model)
+
+        def make():
+            return step, Block(nnx.Rngs(0)), jnp.ones((2, 4))
+        """,
+        "normalize",
+        "x = x / (x.max(axis=-1, keepdims=True) - x.max(axis=-1, keepdims=True))",
+        "forward",
+        "division_by_zero",
+    ),
+]

@@ -1,0 +1,534 @@
+"""Located origins of values that are not finite: planted faults, their fixes, and healthy steps."""
+
+import ast
+import importlib.util
+import inspect
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+import jaxmp
+from grids import fast_cases
+from jaxmp import cli
+from jaxmp._core._jaxprs import equations
+from jaxmp._core._locations import Lines
+from planted_nonfinite import HEAD, PLANTS
+from test_audit_fixes import is_target
+
+NUMBERS = itertools.count()
+BY_NAME = {plant.name: plant for plant in PLANTS}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """The planted programs and their fixes rely on promotion, as user programs do."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def loaded(program, folder):
+    """Returns the function `make` of a module with this source."""
+    file = folder / f"planted_{next(NUMBERS)}.py"
+    file.write_text(program)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make
+
+
+def code_of(fix):
+    """Returns the lines of code of a printed fix."""
+    return "\n".join(line[4:] for line in fix.splitlines() if line.startswith("    "))
+
+
+def replaced(program, report):
+    """Returns a program in which the code of the fix replaces the expression of the line."""
+    lines = program.splitlines()
+    nodes = [n for n in ast.walk(ast.parse(program)) if isinstance(n, ast.expr)]
+    own = [n for n in nodes if n.lineno == report.line and not is_target(n)]
+    node = next(n for n in own if ast.unparse(n) == report.expression)
+    line = lines[node.lineno - 1]
+    code = f"({code_of(report.fix)})"
+    lines[node.lineno - 1] = line[: node.col_offset] + code + line[node.end_col_offset :]
+    return "\n".join(lines)
+
+
+def with_statement(program, variable, code):
+    """Returns a program with a statement after the one that computes a variable."""
+    pattern = rf"^( *)({variable} = .*)$"
+    new = re.sub(r"\bdenominator\b", variable, code)
+    return re.sub(pattern, rf"\1\2\n\1{new}", program, count=1, flags=re.MULTILINE)
+
+
+def fixed(plant, report, folder):
+    """Returns the step and the arguments after the printed fix was applied."""
+    code, make = code_of(report.fix), loaded(plant.program, folder)
+    if plant.repair == "line":
+        return loaded(replaced(plant.program, report), folder)()
+    names = {"jnp": jnp, "jaxmp": jaxmp, "optax": optax, "learning_rate": 0.1}
+    if plant.repair in ("recipe", "tx"):
+        names["recipe"] = jaxmp.load_recipe("fp16")
+        exec(code, names)
+        return make(names[plant.repair])
+    if plant.repair == "arguments":
+        step, *args = make()
+        parameters = list(inspect.signature(step).parameters)
+        healthy = jax.tree.map(lambda x: jnp.nan_to_num(x, posinf=1.0), args)
+        with jaxmp.checkpoint.Checkpointer(folder / "run") as checkpointer:
+            root = parameters.index(re.match(r"\w+", report.argument)[0])
+            checkpointer.save(1, healthy[root], recipe="fp32")
+            checkpointer.wait()
+            names |= {"checkpointer": checkpointer, **dict(zip(parameters, args, strict=True))}
+            exec(code, names)
+        return step, *(names[parameter] for parameter in parameters)
+    return loaded(with_statement(plant.program, plant.repair, code), folder)()
+
+
+def assert_finite(step, args):
+    report = jaxmp.locate_nonfinite(step, *args)
+    assert not report.reproduced, report
+    results = jax.tree.leaves(step(*args))
+    floats = [x for x in results if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert all(jnp.isfinite(x).all() for x in floats)
+
+
+@fast_cases(
+    "log of zero",
+    "jax#26796: log of a negative number under shard_map",
+    "jax#5798: gradient of the unused branch of a where",
+    "quotient in a while loop",
+    "softmax of a masked row in FP32",
+    "range of float16 in one microbatch",
+    "unused branch of a where in a rematerialized function",
+    "Linen: poisoned parameter",
+)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_planted_fault_is_named_and_its_fix_removes_it(name, tmp_path):
+    plant = BY_NAME[name]
+    step, *args = loaded(plant.program, tmp_path)()
+    report = jaxmp.locate_nonfinite(step, *args)
+    assert report.reproduced
+    assert (report.cause, report.phase) == (plant.cause, plant.phase), report
+    assert (report.module, report.text) == (plant.module, plant.text), report
+    assert (report.iteration, report.device) == (plant.iteration, plant.device), report
+    assert plant.argument in report.argument
+    step, *args = fixed(plant, report, tmp_path)
+    assert_finite(step, args)
+
+
+NORMALIZED = """
+def loss(w, x):
+    y = w * x
+    y = y / {length}
+    return y.sum()
+
+
+def make():
+    return with_gradient(loss), jnp.ones(3), jnp.array([[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]])
+"""
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        "jnp.sqrt(jnp.sum(y * y, axis=-1, keepdims=True))",
+        "jnp.linalg.norm(y, axis=-1, keepdims=True)",
+    ],
+)
+def test_a_quotient_by_a_root_keeps_the_root_positive(length, tmp_path):
+    """A root of zero has an infinite derivative, even if its result is replaced."""
+    program = HEAD + NORMALIZED.format(length=length)
+    step, *args = loaded(program, tmp_path)()
+    report = jaxmp.locate_nonfinite(step, *args)
+    assert report.cause == "division_by_zero"
+    step, *args = loaded(replaced(program, report), tmp_path)()
+    assert_finite(step, args)
+
+
+# ---------------------------------------------------------------------------
+# Healthy steps
+# ---------------------------------------------------------------------------
+
+
+def masked_attention(x, mask):
+    logits = jnp.where(mask, x @ x.T, -jnp.inf)
+    return (jax.nn.softmax(logits) @ x).sum()
+
+
+def running_softmax(x):
+    def body(carry, row):
+        largest, total = carry
+        new = jnp.maximum(largest, row.max())
+        return (new, total * jnp.exp(largest - new) + jnp.exp(row - new).sum()), None
+
+    (largest, total), _ = lax.scan(body, (-jnp.inf, 0.0), x)
+    return largest + jnp.log(total)
+
+
+def safe_where(x):
+    safe = jnp.where(x > 0, x, 1.0)
+    return jnp.where(x > 0, jnp.sqrt(safe), 0.0).sum()
+
+
+def untaken_branch(x):
+    return lax.cond(x.sum() > 100, lambda x: jnp.log(x - x), jnp.sin, x).sum()
+
+
+def pooled(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID").sum()
+
+
+def scaled_float16(x):
+    y = (x.astype(jnp.float16) * 2).astype(jnp.float32)
+    return jnp.mean(y**2)
+
+
+def with_infinite_constant(x):
+    distance = jnp.minimum(x, jnp.inf)
+    return jnp.exp(-jnp.inf) + distance.sum()
+
+
+def unread_log(x):
+    ratios = jnp.log(x)
+    return jnp.where(jnp.isfinite(ratios), x, 0.0).sum()
+
+
+def saturated_exponential(x):
+    return jnp.tanh(x * 1e30).sum() + jax.nn.logsumexp(x)
+
+
+X = jnp.array([[1.0, 0.0], [2.0, 3.0]])
+HEALTHY = {
+    "masked softmax": (masked_attention, X, jnp.array([[True, False], [True, True]])),
+    "running softmax": (running_softmax, X),
+    "safe where": (safe_where, X),
+    "untaken branch": (untaken_branch, X),
+    "pooling": (pooled, X),
+    "float16": (scaled_float16, X),
+    "infinite constant": (with_infinite_constant, X),
+    "discarded logarithm": (lambda x: lax.stop_gradient(unread_log(x)) + x.sum(), X),
+    "saturated": (saturated_exponential, X),
+    "while loop": (lambda x: lax.stop_gradient(lax.fori_loop(0, x.size, jnp.add, x)).sum(), X),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_step_is_not_reproduced(name):
+    loss, *args = HEALTHY[name]
+    report = jaxmp.locate_nonfinite(jax.value_and_grad(loss), *args)
+    assert not report.reproduced and not report.cause, report
+    assert "the step is finite for these arguments" in str(report).replace("\n", " ")
+
+
+# ---------------------------------------------------------------------------
+# Divergence
+# ---------------------------------------------------------------------------
+
+
+def growing(w, x):
+    y, _ = lax.scan(lambda y, _: (y @ w, None), x, length=40)
+    return y.sum()
+
+
+def half_cast(w, x):
+    return jnp.mean((x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32) * w.sum())
+
+
+def polynomial(w, x):
+    return jnp.sum((w @ x) ** 8)
+
+
+def squares(w, x):
+    return jnp.mean(jnp.square(x @ w.astype(jnp.bfloat16).astype(jnp.float32)))
+
+
+def weighted(w, x):
+    return jnp.sum(w.astype(jnp.bfloat16) * w.astype(jnp.bfloat16)).astype(jnp.float32) * x.sum()
+
+
+DIVERGED = {
+    "recurrence": (growing, jnp.full((2, 2), 50.0), X),
+    "float16 weights": (half_cast, jnp.full((2, 2), 3e38), X),
+    "polynomial": (polynomial, jnp.full((2, 2), 1e6), X),
+    "squares": (squares, jnp.full((2, 2), 1e25), X),
+    "bfloat16": (weighted, jnp.full((2, 2), 1e25), X),
+}
+
+
+@pytest.mark.parametrize("name", DIVERGED)
+def test_divergence_in_fp32_has_no_other_cause(name):
+    loss, *args = DIVERGED[name]
+    report = jaxmp.locate_nonfinite(jax.value_and_grad(loss), *args)
+    assert report.cause == "diverged", report
+    assert "in FP32 overflows too" in report.message
+    assert "clip_by_global_norm" in code_of(report.fix)
+
+
+# ---------------------------------------------------------------------------
+# After a skipped step
+# ---------------------------------------------------------------------------
+
+
+def fp16_training(scale, size):
+    recipe = jaxmp.load_recipe("fp16").replace(loss_scale=scale)
+    params = {"w": jnp.full((4, 4), size)}
+    tx = recipe.optimizer(optax.sgd(1e-3))
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    @jax.jit
+    def step(state, x):
+        def loss_fn(params, x):
+            y = (x.astype(jnp.float16) @ params["w"].astype(jnp.float16)).astype(jnp.float32)
+            return jnp.mean(y**2)
+
+        loss, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads=grads), loss
+
+    return step, state, jnp.ones((4, 4))
+
+
+def test_a_skipped_step_is_reproduced_from_the_returned_state():
+    step, state, x = fp16_training(jaxmp.DynamicLossScale(2.0**15), 1.0)
+    after, _ = step(state, x)
+    assert not after.opt_state.stats.last_finite
+    report = jaxmp.locate_nonfinite(step, after, x)
+    assert report.reproduced and report.cause == "loss_scale"
+    assert report.loss_scale == 2.0**15
+    assert "The loss scale 32768 is too high" in report.message
+    assert "with 16384, the step is finite" in report.message
+    # After an applied step, the scale is that of the state.
+    applied, _ = step(after, x)
+    report = jaxmp.locate_nonfinite(step, applied, x)
+    assert not report.reproduced and "loss scale 16384" in report.reason
+
+
+def test_the_largest_passing_scale_is_exact():
+    step, state, x = fp16_training(jaxmp.DynamicLossScale(2.0**20), 1.0)
+    report = jaxmp.locate_nonfinite(step, state, x)
+    scale = float(re.search(r"DynamicLossScale\((\d+)\)", report.fix)[1])
+    finite = lambda scale: (
+        step(fp16_training(jaxmp.DynamicLossScale(scale), 1.0)[1], x)[0].opt_state.stats.last_finite
+    )
+    assert finite(scale) and not finite(2 * scale)
+
+
+def test_a_forward_overflow_is_not_blamed_on_the_loss_scale():
+    step, state, x = fp16_training(jaxmp.DynamicLossScale(2.0**17), 30000.0)
+    report = jaxmp.locate_nonfinite(step, state, x)
+    assert (report.cause, report.phase) == ("float16_range", "forward"), report
+    assert "1.83 times the largest float16 number, 65504" in report.message
+
+
+def test_a_donated_batch_is_named():
+    x = jnp.ones(3)
+    jax.jit(lambda x: x * 2, donate_argnums=0)(x)
+    report = jaxmp.locate_nonfinite(lambda batch: jnp.sum(batch), x)
+    assert not report.reproduced
+    assert "batch was donated to an earlier call" in report.reason
+    assert "donate_argnums=0" in code_of(report.reason)
+
+
+def test_shapes_are_refused():
+    report = jaxmp.locate_nonfinite(jnp.sum, jax.ShapeDtypeStruct((2,), jnp.float32))
+    assert not report.reproduced and "is a shape" in report.reason
+
+
+# ---------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------
+
+
+def logarithm(w, x):
+    return jnp.log(w * x).sum()
+
+
+def test_the_report_measures_operands():
+    x = jnp.array([0.0, 1e-7, 60000.0, 1.0], jnp.float16)
+    report = jaxmp.locate_nonfinite(lambda x: jnp.log(x).astype(jnp.float32).sum(), x)
+    (operand,), (result,) = report.operands, report.results
+    shares = operand.zero, operand.subnormal, operand.near_largest, operand.nonfinite
+    assert shares == (0.25, 0.25, 0.25, 0)
+    assert (operand.low, operand.high, operand.value) == (0, 60000, 0)
+    assert (result.nonfinite, result.index, report.index) == (0.25, (0,), (0,))
+
+
+def test_the_report_prints_and_round_trips():
+    x = jnp.array([0.0, 1.0])
+    report = jaxmp.locate_nonfinite(jax.value_and_grad(logarithm), jnp.float32(1), x)
+    assert type(report).from_json(report.to_json()) == report
+    fields = json.loads(report.to_json())
+    assert fields["cause"] == "log_of_zero" and fields["results"][0]["value"] == "-inf"
+    text = str(report)
+    where = f"log in the forward pass, {report.location}, index [0]"
+    assert text.startswith(f"Not finite: {where}\nreturn jnp.log(w * x).sum()")
+    assert re.search(r"0 +float32\[2\] +0 to 1 +50.0%", text)
+    assert "Log of zero\nThe logarithm reads 0 (50.0%" in text
+    assert "jnp.log(jnp.maximum(w * x, jnp.finfo((w * x).dtype).tiny))" in text
+    assert report.to_html().startswith("<!doctype html>")
+
+
+def test_a_poisoned_argument_that_is_not_read_is_only_listed():
+    report = jaxmp.locate_nonfinite(lambda w, unused: w.sum(), X, X * jnp.nan)
+    assert not report.reproduced
+    (row,) = report.arguments
+    assert (row.name, row.count) == ("unused", 4)
+
+
+def test_an_origin_that_is_not_recorded_is_not_invented():
+    report = jaxmp.locate_nonfinite(lambda x: x * jnp.inf, X)
+    assert report.reproduced and report.cause == "" and report.primitive == "mul"
+    report = jaxmp.locate_nonfinite(lambda x: jnp.full(2, jnp.nan), X)
+    assert report.reproduced and "they come from a constant" in report.message
+
+    def late(x):
+        body = lambda carry: (carry[0] + 1, carry[1] / (carry[0] - 300))
+        return lax.while_loop(lambda carry: carry[0] < x.sum(), body, (0.0, 1.0))
+
+    report = jaxmp.locate_nonfinite(late, jnp.full(4, 100.0))
+    assert report.reproduced and report.cause == ""
+    assert "a while loop after its first 255 iterations" in report.message
+
+
+def test_an_opaque_kernel_is_named():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] / (x_ref[...] - 1.0)
+
+    @jax.jit
+    def step(x):
+        with jax.named_scope("kernel"):
+            call = pl.pallas_call(
+                kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+            )
+            return call(x)
+
+    report = jaxmp.locate_nonfinite(step, jnp.array([3.0, 1.0]))
+    assert (report.primitive, report.module, report.cause) == ("pallas_call", "kernel", "")
+    assert report.index == (1,)
+    assert "pallas_call returns values that are not finite" in report.message
+
+
+def selected(w, x):
+    y = w * x
+    return jnp.log(lax.select(x > 1.0, y, y * 0)).sum()
+
+
+def test_locating_leaves_the_lines_of_other_programs():
+    """JAX caches traces of functions such as `jnp.where`, with the lines of the first caller."""
+    jaxmp.locate_nonfinite(jax.value_and_grad(selected), jnp.float32(1), jnp.zeros(7))
+    lines = range(selected.__code__.co_firstlineno, selected.__code__.co_firstlineno + 3)
+    for dtype in (jnp.float32, jnp.int8):
+        clip = lambda x: jnp.where(x > 0, x, x[0] * 0)
+        closed = jax.make_jaxpr(clip)(jnp.zeros(7, dtype))
+        assert all(Lines().of((equation,))[1] not in lines for equation in equations(closed))
+
+
+# ---------------------------------------------------------------------------
+# Documents and command
+# ---------------------------------------------------------------------------
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "debugging.md"
+
+
+def blocks(language):
+    """Returns the blocks of the page in a language; "" for outputs."""
+    text = PAGE.read_text("utf-8")
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for name, block in found if name == language]
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """Changes to a directory with the program of the page, and returns its other programs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    sys.modules.pop("run", None)
+    program, *others = blocks("python")
+    (tmp_path / "run.py").write_text(program)
+    yield program, others
+    sys.modules.pop("run", None)
+
+
+def command(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["locate", *arguments])
+    return stop.value.code, capsys.readouterr()
+
+
+def test_the_command_prints_what_the_page_shows(page, capsys):
+    code, printed = command(capsys, "run.py:make_step")
+    assert code == 1, printed.err
+    assert "\n".join(map(str.rstrip, printed.out.splitlines())).strip() == blocks("")[0].strip()
+
+
+def test_the_command_reproduces_from_a_checkpoint(page, capsys, tmp_path):
+    names = {}
+    exec(page[0], names)
+    step, state, batches = names["make_step"]()
+    for batch in itertools.islice(batches, 10):
+        state, _ = step(state, batch)
+    with jaxmp.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(10, state, recipe="bf16", extra={"position": 10})
+        checkpointer.wait()
+    arguments = "run.py:make_step", "--checkpoint", "checkpoints", "--json", "-"
+    code, printed = command(capsys, *arguments, "--step", "10")
+    assert code == 1, printed.err
+    fields = json.loads(printed.out)
+    assert (fields["cause"], fields["index"]) == ("division_by_zero", [2, 0])
+    # The first three batches are healthy.
+    code, printed = command(capsys, *arguments, "--batches", "3")
+    assert code == 0 and not json.loads(printed.out)["reproduced"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run.py:make_step", "--step", "3"], "--step requires --checkpoint DIR"),
+        (["run.py:make_stop"], "Did you mean 'make_step'?"),
+        (["run.py:np.ones"], "does not name a function"),
+        (["run.py:empty"], "Return those after the checkpoint"),
+        (["run.py:state"], "returned dict, not a function and its arguments"),
+    ],
+)
+def test_the_command_refuses_bad_input(page, capsys, tmp_path, arguments, message):
+    more = (
+        "def empty():\n    return jnp.sum, jnp.ones(2), iter([])\n\ndef state():\n    return {}\n"
+    )
+    (tmp_path / "run.py").write_text(page[0] + more)
+    code, printed = command(capsys, *arguments)
+    assert code == 2
+    assert message in " ".join(printed.err.split())
+
+
+def test_the_programs_of_the_page_print_its_outputs(page, capsys, tmp_path):
+    names = {}
+    texts = blocks("")[1:]
+    for number, program in enumerate([page[0], *page[1]]):
+        file = tmp_path / f"step_{number}.py"
+        file.write_text(program)
+        exec(compile(program, str(file), "exec"), names)
+        printed = "\n".join(map(str.rstrip, capsys.readouterr().out.splitlines())).strip()
+        if number >= 2:
+            assert printed == texts[number - 2].strip()
+        elif number:
+            assert printed.startswith("Not finite: div in the forward pass, module normalize")
+
+
+def test_the_page_names_every_cause():
+    causes = {plant.cause for plant in PLANTS} | {"diverged"}
+    text = PAGE.read_text("utf-8")
+    assert [cause for cause in causes if f"`{cause}`" not in text] == []
+    table = text.partition("### Causes")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    documented = {name for row in named for name in re.findall(r"`(\w+)`", row)}
+    assert documented - {"cause"} == causes
