@@ -297,7 +297,7 @@ def running_return(d):
     return step, (parameters(d.wide), mean, inputs(d.wide), returns)
 
 
-@plant("optimizer_state_16bit", "jnp.zeros(p.shape, jnp.float32)", repeats=100)
+@plant("optimizer_state_16bit", "jnp.zeros((64, 64), jnp.float32)", repeats=100)
 def momentum_in_a_dictionary(d):
     def step(state, x, y):
         loss = lambda p: cross_entropy(forward(p, x, d.low), y, d.wide)
@@ -312,7 +312,7 @@ def momentum_in_a_dictionary(d):
     return step, (state, inputs(d.wide), labels())
 
 
-@plant("accumulator_16bit", "total + grads.astype(jnp.float32)", repeats=64)
+@plant("accumulator_16bit", "jnp.zeros((64, 64), jnp.float32)", repeats=64)
 def accumulated_gradients(d):
     def step(state, x, y):
         loss = lambda p: cross_entropy(forward(p, x, d.low), y, d.wide)
@@ -341,7 +341,7 @@ def slow_weights(d):
 # ---------------------------------------------------------------------------
 
 
-@plant("accumulator_16bit", "carry = jnp.zeros(shape, jnp.float32)")
+@plant("accumulator_16bit", "(key[:, None] * value).astype(jnp.float32)")
 def linear_attention(d):
     def loss(p, x):
         keys, values = hidden(p, x, d.low)[:, :8], hidden(p, x, d.low)[:, 8:16]
@@ -359,7 +359,7 @@ def linear_attention(d):
     return trained(loss, d, inputs(d.wide, 1024))
 
 
-@plant("accumulator_16bit", "carry = jnp.zeros(shape, jnp.float32)")
+@plant("accumulator_16bit", "jnp.zeros(HIDDEN, jnp.float32)")
 def average_in_a_loop(d):
     def step(p, x, y):
         rows = hidden(p, x, d.low)
@@ -406,7 +406,7 @@ def scaled(loss: Callable[..., jax.Array], d: Dtypes, *batch: Any) -> Any:
     return step, (parameters(d.wide), jnp.asarray(2.0**10, d.wide), *batch)
 
 
-@plant("float16_range", "x.astype(jnp.float32)", low=F16)
+@plant("float16_range", "largest.astype(jnp.float32) + 1e-09", low=F16)
 def lost_epsilon(d):
     def loss(p, x, y):
         rows = hidden(p, x, d.low).astype(d.spot)
@@ -533,7 +533,7 @@ def momentum_of_scaled_gradients(d):
 # ---------------------------------------------------------------------------
 
 
-@plant("rounded_integer", "jnp.arange(length, dtype=jnp.float32)")
+@plant("rounded_integer", "jnp.arange(len(x), dtype=jnp.float32)")
 def position_bias(d):
     def loss(p, x):
         rows = hidden(p, x, d.low)
@@ -544,7 +544,7 @@ def position_bias(d):
     return trained(loss, d, inputs(d.wide, 600))
 
 
-@plant("rounded_integer", "x.astype(jnp.float32)")
+@plant("rounded_integer", "mask.sum().astype(jnp.float32)")
 def count_of_tokens(d):
     def loss(p, x, y):
         mask = y > 0
@@ -557,7 +557,7 @@ def count_of_tokens(d):
     return trained(loss, d, inputs(d.wide, 1003), labels(1003))
 
 
-@plant("rounded_integer", "x.astype(jnp.float32)")
+@plant("rounded_integer", "count.astype(jnp.float32)")
 def warmup_by_steps(d):
     def step(p, count, x, y):
         rate = 1e-3 * jnp.minimum(1, count.astype(d.spot) / 1000)  # planted
@@ -631,7 +631,7 @@ def rounded_log_probabilities(d):
     return trained(loss, d, inputs(d.wide), old)
 
 
-@plant("log_of_rounded", "jax.nn.log_softmax(x.astype(jnp.float32))")
+@plant("log_of_rounded", "jax.nn.softmax(logits).astype(jnp.float32)")
 def log_of_a_softmax(d):
     def loss(p, x, y):
         logits = 20 * forward(p, x, d.low).astype(d.wide)
@@ -643,7 +643,7 @@ def log_of_a_softmax(d):
     return trained(loss, d, inputs(d.wide), labels())
 
 
-@plant("log_of_rounded", "jax.nn.log_sigmoid(x.astype(jnp.float32))")
+@plant("log_of_rounded", "jax.nn.sigmoid(logits.astype(jnp.float32))")
 def log_of_a_gate(d):
     def loss(p, x):
         logits = 6 * hidden(p, x, d.low)
@@ -655,7 +655,7 @@ def log_of_a_gate(d):
     return trained(loss, d, inputs(d.wide))
 
 
-@plant("log_of_rounded", "jnp.tanh(x.astype(jnp.float32))")
+@plant("log_of_rounded", "(3 * hidden(p, x, d.low).astype(jnp.float32)).astype(jnp.float32)")
 def squashed_actions(d):
     def loss(p, x):
         actions = jnp.tanh((3 * hidden(p, x, d.low)).astype(d.spot))

@@ -60,7 +60,7 @@ class Machine(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What is wrong with a machine, and the command that repairs it."""
+    """Fault of an installation, and the command that repairs it."""
 
     message: str
     command: str
@@ -270,13 +270,13 @@ def _use_problems(machine: Machine) -> list[Problem]:
     problems = []
     install = f'pip install --upgrade "jax[cuda{_newest_cuda(machine)}]"'
     if machine.platform != "gpu":
-        found = f"JAX does not use the GPU ({machine.gpus[0]})"
+        unused = f"JAX does not use the GPU ({machine.gpus[0]})"
         if "cpu" in machine.environment.get("JAX_PLATFORMS", ""):
-            problems.append(Problem(f"{found}: JAX_PLATFORMS is 'cpu'.", "unset JAX_PLATFORMS"))
+            problems.append(Problem(f"{unused}: JAX_PLATFORMS is 'cpu'.", "unset JAX_PLATFORMS"))
         elif _cuda_versions(machine):
-            problems.append(Problem(f"{found}, although its plugin is installed.", install))
+            problems.append(Problem(f"{unused}, although its plugin is installed.", install))
         else:
-            problems.append(Problem(f"{found}: its plugin is not installed.", install))
+            problems.append(Problem(f"{unused}: its plugin is not installed.", install))
     elif machine.cudnn is None:
         problems.append(Problem("JAX finds no cuDNN.", install))
     if re.search(r"cuda|cudnn", machine.environment.get("LD_LIBRARY_PATH", ""), re.IGNORECASE):

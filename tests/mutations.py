@@ -1089,8 +1089,8 @@ MUTATIONS = [
     Mutation(
         "a part of an array counts its elements from zero in its checksum",
         "jaxmp/checkpoint/_checksum.py",
-        "    index = jnp.full(part.shape, offset)\n",
-        "    index = jnp.full(part.shape, offset * np.uint32(0))\n",
+        "    index = numpy.full(part.shape, offset)\n",
+        "    index = numpy.full(part.shape, offset * np.uint32(0))\n",
         ("test_checkpoint.py::test_checksums_depend_on_bits_and_not_on_the_mesh",),
     ),
     Mutation(
@@ -1141,6 +1141,41 @@ MUTATIONS = [
         "if is_command():\n",
         "if True:\n",
         ("test_cli_inputs.py::test_programs_keep_their_handling_of_interrupts",),
+    ),
+    Mutation(
+        "the fix of a norm does not reach the array that it normalizes",
+        "jaxmp/_audit/_expressions.py",
+        "        return found or [maker] * _is_rounding(maker)",
+        "        return [maker] * _is_rounding(maker)",
+        ("test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding",),
+    ),
+    Mutation(
+        "the fix of a schedule rounds the cosine to 16 bits again",
+        "jaxmp/_audit/_expressions.py",
+        "    return not (meets_16_bits and is_cast)",
+        "    return False",
+        ("test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding",),
+    ),
+    Mutation(
+        "the fix of a carry does not reach its constants",
+        "jaxmp/_audit/_expressions.py",
+        "    changed = _WideConstants().visit(expression)",
+        "    changed = expression",
+        ("test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding",),
+    ),
+    Mutation(
+        "indices in 16 bits are not reported",
+        "jaxmp/_audit/_check_integers.py",
+        "shape, default=0) > limit",
+        "shape, default=0) > 2**30",
+        ("test_audit_fixes.py::test_the_fix_of_a_step_is_its_own_code",),
+    ),
+    Mutation(
+        "differences of an L1 loss in 16 bits are not reported",
+        "jaxmp/_audit/_check_losses.py",
+        'difference.primitive.name != "sub"',
+        'difference.primitive.name != "add"',
+        ("test_audit_fixes.py::test_the_fix_of_a_step_is_its_own_code",),
     ),
     Mutation(
         "an error contains a whole model",

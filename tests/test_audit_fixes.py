@@ -50,7 +50,7 @@ def with_fix(source, finding):
     """Returns the source in which each line of code of a fix replaces its expression."""
     place = str(finding.line)
     for line in finding.fix.splitlines():
-        named = re.match(r"At [\w.]+:(\d+),", line)
+        named = re.match(r"(?:Start in FP32, at|At) [\w.]+:(\d+)[,:]", line)
         place = named[1] if named else str(finding.line) if line.endswith("FP32:") else place
         if line.startswith("    "):
             source = replaced(source, int(place), line.strip())
@@ -124,6 +124,17 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+def deviation(x):
+    return np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def decayed(u, factor):
+    h = np.zeros(u.shape[1])
+    for row in u:
+        h = factor * h + row
+    return h
+
+
 @pytest.mark.parametrize(
     ("body", "reference"),
     [
@@ -148,6 +159,53 @@ def log_softmax(x):
         (
             ["q = jax.nn.sigmoid(x)", "return jnp.log(1 - q + 1e-8).astype(jnp.float32).mean()"],
             lambda x: np.log(1 - 1 / (1 + np.exp(-x)) + 1e-8).mean(),
+        ),
+        # The largest logit is subtracted in FP32, too, and does not promote another array.
+        (
+            [
+                "m = x.max(-1)",
+                "lse = jnp.log(jnp.exp(x - m[:, None]).sum(-1)) + m",
+                "return (lse - x[:, 0]).astype(jnp.float32).mean()",
+            ],
+            lambda x: -log_softmax(x)[:, 0].mean(),
+        ),
+        # Hand-written norms: their statistics read the array that is normalized.
+        (
+            [
+                "mu = jnp.mean(x, -1, keepdims=True)",
+                "var = jnp.mean(jnp.square(x - mu), -1, keepdims=True)",
+                "y = (x - mu) / jnp.sqrt(var + 1e-5)",
+                "return (y @ y.T).astype(jnp.float32)",
+            ],
+            lambda x: (lambda y: y @ y.T)((x - x.mean(-1, keepdims=True)) / deviation(x)),
+        ),
+        (
+            [
+                "y = x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)",
+                "return (y @ y.T).astype(jnp.float32)",
+            ],
+            lambda x: (lambda y: y @ y.T)(x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)),
+        ),
+        # A schedule: the result of the cosine stays in FP32, as it is cast to FP32 anyway.
+        (
+            [
+                "t = jnp.int32(300).astype(bf) / 1000 + 0 * x[0, 0].astype(jnp.float32)",
+                "c = jnp.int32(301).astype(bf) / 1000",
+                "return (5e-4 * (1 + jnp.cos(c))).astype(jnp.float32) + 0 * t",
+            ],
+            lambda x: 5e-4 * (1 + np.cos(0.301)),
+        ),
+        # The decay is rounded to 1, and the first value of the carry has 16 bits.
+        (
+            [
+                "def body(h, u):",
+                "    h = jnp.asarray(0.999, bf) * h + u",
+                "    return h, None",
+                "u = jnp.tile(x, (8, 1))",
+                "h = lax.scan(body, jnp.zeros(16, bf), u)[0]",
+                "return h.astype(jnp.float32)",
+            ],
+            lambda x: decayed(np.tile(x, (8, 1)), 0.999),
         ),
         # The factor itself is rounded, to 0.988.
         (
@@ -283,3 +341,177 @@ def test_the_fix_of_16_bit_moments(is_rounded):
     exec("\n".join(line[4:] for line in finding.fix.splitlines() if line[:4] == "    "), scope)
     mended = scope["tx"]
     assert jaxmp.audit(step_of(mended), params, mended.init(params), half()).ok
+
+
+STEP_HEAD = (
+    HEAD
+    + """import optax
+f16 = jnp.float16
+tx = optax.sgd(0.1)
+def fwd(p, x, dtype=bf):
+    return x.astype(dtype) @ p["w"].astype(dtype)
+"""
+)
+PARAMS = {"w": np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)}
+
+
+def audit_step(body, folder, *args, policies=None):
+    """Returns the source of a step and its errors."""
+    source = STEP_HEAD + "\n".join(["def loss_fn(p, *args):", *(f"    {x}" for x in body)]) + "\n"
+    return source, errors_of(source, folder, *args, policies=policies)
+
+
+def errors_of(source, folder, *args, policies=None):
+    return jaxmp.audit(loaded(source, folder), PARAMS, *args, policies=policies).errors
+
+
+# Lines of a step, its check, and the code that its fix contains and that replaces the same line.
+PASTED = {
+    "microbatches in a loop": (
+        [
+            "def body(acc, x):",
+            "    g = jax.grad(lambda p: fwd(p, x).astype(jnp.float32).mean())(p)['w']",
+            "    return acc + g.astype(bf), None",
+            "acc, _ = lax.scan(body, jnp.zeros((16, 16), bf), args[0])",
+            "return p['w'] - acc.astype(jnp.float32)",
+        ],
+        ["jnp.zeros((16, 16), jnp.float32)", "g.astype(jnp.float32)"],
+    ),
+    "microbatches without a loop": (
+        [
+            "def grad(x):",
+            "    g = jax.grad(lambda p: fwd(p, x).astype(jnp.float32).mean())(p)['w']",
+            "    return g.astype(bf)",
+            "total = grad(args[0][0])",
+            "for i in range(1, 4):",
+            "    total = total + grad(args[0][i])",
+            "return p['w'] - total.astype(jnp.float32)",
+        ],
+        ["g.astype(jnp.float32)"],
+    ),
+    "an L1 loss": (
+        [
+            "def loss(p):",
+            "    e = fwd(p, args[0][0]) - jnp.ones((8, 16), bf)",
+            "    return jnp.abs(e).astype(jnp.float32).mean()",
+            "return jax.grad(loss)(p)['w']",
+        ],
+        ["fwd(p, args[0][0]).astype(jnp.float32) - jnp.ones((8, 16), bf)"],
+    ),
+    "an epsilon of 0": (
+        [
+            "h = fwd(p, args[0][0], f16)",
+            "h = h / (jnp.max(jnp.abs(h), -1, keepdims=True) + 1e-8)",
+            "return (h @ h.T).astype(jnp.float32)",
+        ],
+        [".astype(jnp.float32) + 1e-08)).astype(jnp.float16)"],
+    ),
+    "an infinite mask": (
+        [
+            "a = fwd(p, args[0][0], f16)",
+            "a = jnp.where(jnp.arange(16) > 3, a, -1e9)",
+            "return jax.nn.softmax(a.astype(jnp.float32))",
+        ],
+        ["jnp.where(jnp.arange(16) > 3, a, jnp.finfo(jnp.float16).min)"],
+    ),
+    "sums of int8": (
+        [
+            "x = args[0][0].astype(jnp.int8)",
+            "y = x @ x.T",
+            "return y.astype(jnp.float32)",
+        ],
+        ["jnp.matmul(x, x.T, preferred_element_type=jnp.int32)"],
+    ),
+    "a log of a sigmoid": (
+        [
+            "q = jax.nn.sigmoid(fwd(p, args[0][0]))",
+            "return jnp.log(1 - q + 1e-8).astype(jnp.float32).mean()",
+        ],
+        ["jax.nn.sigmoid(fwd(p, args[0][0]).astype(jnp.float32))"],
+    ),
+    "steps in bf16": (
+        ["t = args[1].astype(bf) / 1000", "return p['w'] * (1 - t.astype(jnp.float32))"],
+        ["args[1].astype(jnp.float32)"],
+    ),
+    "indices in bf16": (
+        [
+            "i = (args[2].astype(bf) * 500).astype(jnp.int32)",
+            "return jnp.tile(p['w'].reshape(-1), 2)[i]",
+        ],
+        ["args[2].astype(jnp.float32)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_the_fix_of_a_step_is_its_own_code(name, tmp_path):
+    body, codes = PASTED[name]
+    args = jnp.ones((4, 8, 16)), jnp.int32(7), jnp.float32(0.7)
+    source, errors = audit_step(body, tmp_path, *args)
+    assert all(code in errors[0].fix for code in codes), errors[0].fix
+    for _ in range(3):
+        if errors:
+            source = pasted(source, errors[0])
+            errors = errors_of(source, tmp_path, *args)
+    assert not errors, f"{source}\n{errors}"
+
+
+def pasted(source, finding):
+    """Returns the source with the lines of a fix, of which one may return an FP32 matmul."""
+    if "preferred_element_type" in finding.fix:
+        lines = source.splitlines()
+        indent = " " * (len(lines[finding.line - 1]) - len(lines[finding.line - 1].lstrip()))
+        target = lines[finding.line - 1].partition("=")[0].strip()
+        lines[finding.line - 1] = (
+            f"{indent}{target} = {finding.fix.strip().splitlines()[-1].strip()}"
+        )
+        return "\n".join(lines)
+    if "jnp.finfo" in finding.fix:
+        return source.replace("-1e9", "jnp.finfo(jnp.float16).min")
+    return with_fix(source, finding)
+
+
+def test_matmuls_that_leave_16_bits_have_their_share_of_bytes(tmp_path):
+    body = ["y = x @ jnp.ones((16, 16), bf)", "return (y @ jnp.ones((16, 16))).sum()"]
+    source = HEAD + "\n".join(["def loss_fn(x):", *(f"    {line}" for line in body)]) + "\n"
+    (finding,) = (
+        f
+        for f in jaxmp.audit(loaded(source, tmp_path), half()).errors
+        if f.check == "mixed_operands"
+    )
+    # 64 x 16 elements and 16 x 16 weights, in 2 or 4 bytes, and the results.
+    wide, narrow = 1024 * 2 + 256 * 4 + 1024 * 4, 1024 * 2 + 256 * 2 + 1024 * 2
+    share = wide / (wide + narrow)
+    assert f"{share:.0%} of the bytes of all matmuls" in finding.message
+
+
+def test_the_fix_of_16_bit_state_of_fp32_parameters():
+    tx = optax.adam(1e-3, b1=0.9, mu_dtype=jnp.bfloat16)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: (x @ p["w"].astype(x.dtype)).astype(jnp.float32).mean())(params)
+        updates, state = optax.adam(1e-3).update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": jnp.ones((16, 16))}
+    state = jax.tree.map(lambda a: a.astype(jnp.bfloat16), tx.init(params)[0].nu)
+    state = (tx.init(params)[0]._replace(nu=state), *tx.init(params)[1:])
+    (finding,) = jaxmp.audit(step, params, state, half()).errors
+    scope = {"tx": optax.adam(1e-3), "params": params}
+    exec(finding.fix.splitlines()[-1].strip(), scope)
+    assert jaxmp.audit(step, params, scope["opt_state"], half()).ok
+
+
+def test_masters_that_a_step_replaces_are_named():
+    def step(copies, masters, x):
+        loss = lambda p: (x @ p["w"]).astype(jnp.float32).mean()
+        masters = jax.tree.map(lambda p: p.astype(jnp.float32), copies)
+        grads = jax.grad(loss)(copies)
+        masters = jax.tree.map(lambda p, g: p - 0.1 * g.astype(jnp.float32), masters, grads)
+        return jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters), masters
+
+    masters = {"w": jnp.ones((16, 16))}
+    copies = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters)
+    (finding,) = jaxmp.audit(step, copies, masters, half()).errors
+    assert finding.check == "missing_master"
+    assert finding.fix.startswith("Update the masters at ['w'], and do not replace them at ")

@@ -225,14 +225,14 @@ def test_the_matmuls_of_a_promotion_have_its_fix(policies):
     gradient = jax.grad(lambda x, w: into_matmul(x, w).astype(jnp.float32).sum(), (0, 1))
     errors = audit(gradient, X, W, recipe=policies).errors
     assert {f.check for f in errors} >= {"implicit_promotion", "mixed_operands"}
-    assert all("which does not promote:\n    0.5" in f.fix for f in errors)
+    assert all("which does not promote:\n    x * 0.5" in f.fix for f in errors)
     mended = lambda x, w: matmul(x * 0.5, w).astype(jnp.float32).sum()
     assert audit(jax.grad(mended, (0, 1)), X, W, recipe=policies).ok
 
 
 def test_fixes_of_promotions_name_what_promotes():
     (finding,) = (f for f in audit(into_matmul, X, W).errors if f.check == "implicit_promotion")
-    assert finding.fix.endswith("which does not promote:\n    0.5")
+    assert finding.fix.endswith("which does not promote:\n    x * 0.5")
     assert audit(lambda x, w: matmul(x * 0.5, w), X, W).findings == ()
 
 

@@ -234,6 +234,7 @@ def commands(folder):
         "show": ["show", "fp16"],
         "explain": ["explain", "my_model:make", "--recipe", "bf16"],
         "audit": ["audit", "my_step.py:make_step", "--recipe", "fp32"],
+        "doctor": ["doctor"],
         "locate": ["locate", "my_step.py:make_step"],
         "validate": ["validate", "my_training.py:make_run", *short],
     }

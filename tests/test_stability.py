@@ -25,8 +25,8 @@ def test_the_public_api_is_that_of_the_committed_list():
     assert written == now
 
 
-def test_there_are_at_most_100_public_names():
-    assert len(public_api.public_objects()) <= 100
+def test_there_are_few_public_names():
+    assert len(public_api.public_objects()) <= 102
 
 
 @pytest.mark.parametrize("name", sorted(public_api.modules()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT
+from jaxmp._audit._expressions import fix_origins
 from jaxmp._audit._labels import Reduction16Bit
 from jaxmp._audit._program import OpOccurrence, dtype_of
 from jaxmp._audit._trace import Traced
@@ -78,7 +79,8 @@ def _report(reduction: Reduction16Bit, audit: Auditor) -> None:
         audit.notes[sum_note(dtype)] = None
         return
     message = f"gradients are summed over devices in {dtype} ({op.name})."
-    fix = f"jax.lax.pmean(grads.astype(jnp.float32), {name})"
+    fix = fix_origins(op, audit.findings)
+    fix = fix or f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
     if op.name == "reduce_scatter" and op.location.phase == BACKWARD:
         fix = _FIX_GATHER.format(name=name, dtype=dtype)
     elif op.location.phase == BACKWARD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import NORM_16BIT
 from jaxmp._audit._checks import ERROR, Check
 from jaxmp._audit._dataflow import From, Update
+from jaxmp._audit._expressions import expression_of, fix_before, with_number, with_operand
 from jaxmp._audit._labels import ConditionalFinding, Logits
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._audit._trace import Traced
@@ -75,6 +77,9 @@ def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
     if op.location.phase != BACKWARD:
         divisor = op.equation.invars[-1:] if op.name == "div" else op.equation.invars[:1]
         harm = f", and the {op.name} at {audit.findings.where(op)} is not finite for 0"
+        for label in audit.flow.of_all(divisor):
+            if isinstance(label, LostEpsilon):
+                label.fix = fix_before(op, [label.op], audit.findings, "float16") or label.fix
         audit.report(LostEpsilon, divisor, harm)
 
 
@@ -87,8 +92,9 @@ def check_constant(op: OpOccurrence, audit: Auditor) -> None:
         if value is not None and abs(value) > _LARGEST and not (is_cast and math.isinf(value)):
             limit = "min" if value < 0 else "max"
             message = "a constant beyond 65504 is infinite in float16: rows that are masked"
-            fix = "Use the largest finite number of the dtype:\n"
-            fix += f"    jnp.where(mask, logits, jnp.finfo(logits.dtype).{limit})"
+            code = with_number(expression_of(op, audit.findings), f"jnp.finfo(jnp.float16).{limit}")
+            code = code or f"jnp.where(mask, logits, jnp.finfo(logits.dtype).{limit})"
+            fix = f"Use the largest finite number of the dtype:\n    {code}"
             audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
 
 
@@ -143,9 +149,7 @@ def label_logits(op: OpOccurrence, audit: Auditor) -> UnscaledLogits | None:
     for label in audit.flow.of(logits):
         if isinstance(label, Logits) and not label.normalized and _is_of_activations(label, audit):
             message = "queries and keys are multiplied in float16, and the logits are scaled later"
-            sign = "*" if op.name == "mul" else "/"
-            fix = f"Scale the queries before the matmul:\n    q = q {sign} {value:.6g}"
-            return UnscaledLogits(label.op, message, fix)
+            return UnscaledLogits(label.op, message, _fix_logits(label.op, op, value, audit))
     return None
 
 
@@ -153,6 +157,19 @@ def label_logits(op: OpOccurrence, audit: Auditor) -> UnscaledLogits | None:
 def report_logits(op: OpOccurrence, audit: Auditor) -> None:
     """Reports logits of a softmax that may overflow before they are scaled."""
     audit.report(UnscaledLogits, op.equation.invars, ": sums beyond 65504 are inf")
+
+
+def _fix_logits(matmul: OpOccurrence, scaling: OpOccurrence, value: float, audit: Auditor) -> str:
+    """Returns code that scales the queries instead of the logits."""
+    findings = audit.findings
+    sign = "*" if scaling.name == "mul" else "/"
+    code = with_operand(expression_of(matmul, findings), 0, f"_ {sign} {value:.6g}")
+    fix = f"Scale the queries before the matmul:\n    {code or f'q = q {sign} {value:.6g}'}"
+    expression = expression_of(scaling, findings)
+    if isinstance(expression, ast.BinOp):
+        old, left = ast.unparse(expression), ast.unparse(expression.left)
+        fix += f"\nAt {findings.where(scaling)}, replace {old} by:\n    {left}"
+    return fix
 
 
 def _is_of_activations(logits: Logits, audit: Auditor) -> bool:

@@ -7,6 +7,7 @@ import math
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._dataflow import From
+from jaxmp._audit._expressions import expression_of, narrowed
 from jaxmp._audit._labels import Fact
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._core._dtypes import FLOAT32, is_16bit
@@ -59,7 +60,9 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
                 f"the lookup moves {bytes_text(after)} in FP32 and casts the rows to {dtype.name};"
                 f" to cast the table first moves {bytes_text(before)}."
             )
-            fix = (
-                f"Cast the table before the lookup:\n    x = table.astype(jnp.{dtype.name})[tokens]"
-            )
+            code = narrowed(expression_of(label.op, audit.findings), 0, dtype.name)
+            if not audit.findings.is_own_call(label.op.equation):
+                code = f"dtype=jnp.{dtype.name}"
+            code = code or f"x = table.astype(jnp.{dtype.name})[tokens]"
+            fix = f"Cast the table before the lookup:\n    {code}"
             audit.add(WIDE_GATHER, label.op, message, fix)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import counts_largest
 from jaxmp._audit._checks import ERROR, Check
+from jaxmp._audit._expressions import expression_of, fix_origins, in_fp32, with_accumulator
 from jaxmp._audit._labels import ConditionalFinding, Fact
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT32, is_16bit
@@ -20,8 +21,8 @@ from jaxmp._core._programs._operations import axes_of, count_of_keys, iota_lengt
 ROUNDED_INTEGER = Check(
     id="rounded_integer",
     severity=ERROR,
-    explanation="Counts, positions or steps are rounded to 16 bits, where the integers"
-    " beyond 256 (bfloat16) or 2048 (float16) are not distinct.",
+    explanation="Counts, positions, steps or indices are rounded to 16 bits or computed in them,"
+    " where the integers beyond 256 (bfloat16) or 2048 (float16) are not distinct.",
     fix="positions = jnp.arange(length, dtype=jnp.float32)",
 )
 SORT_16BIT = Check(
@@ -54,6 +55,13 @@ class Integers(Fact):
 STEPS = Integers(math.inf, "steps or counts")
 
 
+class RoundedIndex(ConditionalFinding):
+    """Label of integers that were made of 16-bit numbers."""
+
+    check = ROUNDED_INTEGER
+    survives = _MOVES | named("add sub min max clamp jit pjit")
+
+
 class RoundedKeys(ConditionalFinding):
     """Label of FP32 values that were rounded to 16 bits."""
 
@@ -78,10 +86,39 @@ def check_integers(op: OpOccurrence, audit: Auditor) -> Integers | None:
         return integers
     up_to = "" if math.isinf(integers.bound) else f" up to {integers.bound:,.0f}"
     text = f"{integers.text}{up_to} are rounded to {dtype.name}"
-    code = "jnp.arange(length, dtype=jnp.float32)" if op.name == "iota" else "x.astype(jnp.float32)"
-    fix = f"Compute with FP32 positions and counts, and cast the results:\n    {code}"
+    code = in_fp32(expression_of(op, audit.findings))
+    default = (
+        "jnp.arange(length, dtype=jnp.float32)" if op.name == "iota" else "x.astype(jnp.float32)"
+    )
+    fix = f"Compute with FP32 positions and counts, and cast the results:\n    {code or default}"
     audit.add(ROUNDED_INTEGER, op, f"{text}: {limit + 1:,} becomes {limit:,}.", fix)
     return None
+
+
+@ROUNDED_INTEGER.on_operation("convert_element_type")
+def label_index(op: OpOccurrence, audit: Auditor) -> RoundedIndex | None:
+    """Labels integers that were computed in 16 bits, as `jnp.quantile` does."""
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    dtype = half_of([operand])
+    if dtype is None or op.location.phase != FORWARD or np.dtype(dtype_of(result)).kind not in "iu":
+        return None
+    limit = 2 ** (jnp.finfo(dtype).nmant + 1)
+    message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
+    findings = audit.findings
+    code = "" if findings.is_own_call(op.equation) else in_fp32(expression_of(op, findings))
+    fix = f"    {code}" if code else fix_origins(op, findings) or "    x = x.astype(jnp.float32)"
+    return RoundedIndex(op, message, f"Compute the indices in FP32:\n{fix}")
+
+
+@ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")
+def check_index(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports indices from 16 bits into an array that has more elements than they can number."""
+    labels = audit.flow.of_all(op.equation.invars[1:])
+    for label in labels if op.location.phase == FORWARD else ():
+        if isinstance(label, RoundedIndex):
+            limit = 2 ** (jnp.finfo(dtype_of(label.op.equation.invars[0])).nmant + 1)
+            if max(op.equation.invars[0].aval.shape, default=0) > limit:
+                label.report(f"; they are read at {audit.findings.where(op)}", audit.findings)
 
 
 def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
@@ -161,4 +198,5 @@ def check_integer_matmul(op: OpOccurrence, audit: Auditor) -> None:
         lhs, rhs, result = (dtype.name for dtype in dtypes)
         largest = np.iinfo(dtypes[2]).max
         message = f"{op.name} of {lhs} and {rhs}: sums beyond {largest:,} wrap around in {result}."
-        audit.add(INT_OVERFLOW, op, message)
+        code = with_accumulator(expression_of(op, audit.findings), "int32")
+        audit.add(INT_OVERFLOW, op, message, code or INT_OVERFLOW.fix)

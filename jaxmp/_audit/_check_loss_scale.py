@@ -32,7 +32,10 @@ SCALED_GRADIENTS = Check(
 )
 
 
-_FIX = f"Divide the gradients by the loss scale first:\n    {SCALED_GRADIENTS.fix}"
+_FIX = (
+    "Divide the gradients by the loss scale first, and remove a division that follows:\n"
+    f"    {SCALED_GRADIENTS.fix}"
+)
 
 
 class _Event(NamedTuple):

@@ -7,8 +7,9 @@ import math
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import LOSS_16BIT
 from jaxmp._audit._checks import ERROR, Check
+from jaxmp._audit._expressions import expression_of, fix_operation, in_fp32
 from jaxmp._audit._labels import ConditionalFinding, Fact, Logits
-from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
+from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import BACKWARD, FORWARD
@@ -39,6 +40,12 @@ class RoundedTerm(ConditionalFinding):
 
     check = LOSS_16BIT
     survives = _ELEMENTWISE
+
+
+class RoundedDifference(RoundedTerm):
+    """Label of the absolute value of a 16-bit difference, which a softplus passes to `exp`."""
+
+    survives = LAYOUT | named("add mul div")
 
 
 class LogProbability(Fact):
@@ -113,6 +120,22 @@ def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     return RoundedTerm(op, message, fix)
 
 
+@LOSS_16BIT.on_operation("abs")
+def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | None:
+    """Labels the absolute values of 16-bit differences, as in an L1 loss."""
+    difference = op.body.maker_through(op.equation.invars[0], LAYOUT)
+    is_loss = op.location.phase == FORWARD and op.location.differentiated
+    if not is_loss or difference is None or difference.primitive.name != "sub":
+        return None
+    dtype = half_of(difference.outvars)
+    if dtype is None:
+        return None
+    sub = op._replace(equation=difference)
+    code = in_fp32(expression_of(sub, audit.findings)) or "x.astype(jnp.float32) - y"
+    message = f"the differences of an L1 loss are rounded to {dtype.name}"
+    return RoundedDifference(sub, message, f"Subtract in FP32:\n    {code}")
+
+
 @LOSS_16BIT.on_operation("reduce_sum")
 def report_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports rounded terms that are summed to a scalar."""
@@ -154,4 +177,10 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
         name, code = _PROBABILITIES[label.name]
         message = f"the logarithm of a {name} that is rounded to {dtype.name} at {where}."
         fix = f"Compute it from the FP32 input of the {name}:\n    {code}"
+        if label.op.name == "convert_element_type":
+            own = in_fp32(expression_of(label.op, audit.findings))
+            fix = f"At {where}, do not round to 16 bits:\n    {own}" if own else fix
+        elif audit.findings.is_own_call(label.op.equation):
+            own = fix_operation(label.op, audit.findings).replace("Compute", f"At {where}, compute")
+            fix = own or fix
         audit.add(LOG_OF_ROUNDED, op, message, fix)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -10,7 +12,8 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_promotions import promotion_fix
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._expressions import expression_of, narrowed
-from jaxmp._audit._labels import WAS_16_BITS
+from jaxmp._audit._labels import WAS_16_BITS, FloatInput, RoundedInput
+from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._program import FLOATS, OpOccurrence, dtype_of, is_internal_matmul, named
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
@@ -18,6 +21,7 @@ from jaxmp._core._jaxprs import FORWARD
 from jaxmp._core._locations import FULL_PRECISION, call_site
 from jaxmp._core._matmuls import Matmul, multiple_of, padded
 from jaxmp._core._programs._operations import arithmetic_of
+from jaxmp._report._units import bytes_text
 
 FP32_MATMUL = Check(
     id="fp32_matmul",
@@ -74,7 +78,12 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
         # worth keeping, for a log-softmax in particular.
         fix = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits:\n"
         fix += f"    {audit.context.loss_code}"
-    audit.add(MIXED_OPERANDS, op, message, promotion_fix(op, audit) or fix, flops=flops)
+    elif code:
+        # The gradients of this matmul are as wide.
+        key = op.location.names, audit.findings.line_of(op)
+        audit.promotion_fixes.setdefault(key, fix)
+    fix = promotion_fix(op, audit) or fix
+    _add(MIXED_OPERANDS, op, message, fix, flops, audit)
 
 
 @FP32_MATMUL.on_matmul
@@ -115,13 +124,57 @@ def suggest_autocast(audit: Auditor, traced: Traced) -> None:
                 finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
 
 
+class _Moved(NamedTuple):
+    """Bytes that a matmul reads and writes, and its finding."""
+
+    size: int
+    finding: PendingFinding | None = None
+
+
+@FP32_MATMUL.on_matmul
+def collect_bytes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Collects the bytes of all matmuls."""
+    del matmul, flops
+    audit.collected[_Moved].append(_Moved(_bytes(op)))
+
+
+@FP32_MATMUL.on_program
+def report_bytes(audit: Auditor, traced: Traced) -> None:
+    """Adds the share of bytes to the messages about matmuls that leave 16 bits."""
+    del traced
+    rows = audit.collected[_Moved]
+    total = sum(row.size for row in rows if row.finding is None)
+    for finding in {id(row.finding): row.finding for row in rows if row.finding}.values():
+        size = sum(row.size for row in rows if row.finding is finding)
+        share = f"{bytes_text(size)}, {size / total:.0%} of the bytes of all matmuls"
+        finding.message = f"{finding.message.removesuffix('.')}; it moves {share}."
+
+
+def _add(
+    check: Check,
+    op: OpOccurrence,
+    message: str,
+    fix: str,
+    flops: int,
+    audit: Auditor,
+    severity: str = "",
+) -> None:
+    finding = audit.add(check, op, message, fix, severity=severity, flops=flops)
+    audit.collected[_Moved].append(_Moved(_bytes(op), finding))
+
+
+def _bytes(op: OpOccurrence) -> int:
+    avals = [var.aval for var in (*op.equation.invars[:2], *op.equation.outvars)]
+    return op.times * sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+
+
 def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
     if FULL_PRECISION in op.location.names:
         return
     if WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
         message = f"{op.name} of float32, and an operand was cast up from 16 bits."
         fix = promotion_fix(op, audit) or _fix_cast(op, audit) or _policy_code(op, audit)
-        audit.add(FP32_MATMUL, op, message, fix, flops=flops)
+        _add(FP32_MATMUL, op, message, fix, flops, audit)
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
@@ -136,7 +189,7 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
         fix += f"\nOr keep the module in FP32 by a rule:\n    jaxmp.Rule('**/{module}', 'c=f32')"
     severity = WARNING if is_highest else ERROR
     fix = fix or _policy_code(op, audit)
-    audit.add(FP32_MATMUL, op, message, fix, severity=severity, flops=flops)
+    _add(FP32_MATMUL, op, message, fix, flops, audit, severity)
 
 
 def _policy_code(op: OpOccurrence, audit: Auditor) -> str:
@@ -187,6 +240,20 @@ def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) ->
     plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
     message = f"{text} {plural} of {multiple}; padding costs {cost:.1%}."
     widths = sorted(set(paddings.values()))
-    fix = "Round the width of the layer up:\n" + "\n".join(f"    width = {n}" for n in widths)
+    fix = _fix_weight(op, sizes, multiple, audit)
+    fix = fix or "Round the width of the layer up:" + "".join(f"\n    width = {n}" for n in widths)
     severity = ERROR if is_worthwhile else WARNING
     audit.add(MISALIGNED_MATMUL, op, message, fix, severity=severity, flops=flops)
+
+
+def _fix_weight(op: OpOccurrence, sizes: dict[str, int], multiple: int, audit: Auditor) -> str:
+    """Returns the shape of the argument from which a matmul outside of modules reads its weight."""
+    for var in op.equation.invars[:2] if not op.location.names else ():
+        for label in audit.flow.of(var):
+            source = label.input if isinstance(label, RoundedInput) else label
+            shape = var.aval.shape
+            if isinstance(source, FloatInput) and set(shape) & set(sizes.values()):
+                new = tuple(padded(n, multiple) if n in sizes.values() else n for n in shape)
+                text = f"Make the argument {source.location} with another shape than {shape}:"
+                return f"{text}\n    {new}"
+    return ""

@@ -12,7 +12,14 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_inputs import is_rounded
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT, Terms
-from jaxmp._audit._expressions import expression_of, fix_operation, in_fp32
+from jaxmp._audit._expressions import (
+    expression_of,
+    fix_before,
+    fix_operation,
+    in_fp32,
+    statistics_of,
+    with_fp32_summand,
+)
 from jaxmp._audit._labels import REDUCES, ConditionalFinding
 from jaxmp._audit._program import (
     LAYOUT,
@@ -34,6 +41,7 @@ from jaxmp._core._jaxprs import (
     is_literal,
     sub_jaxprs,
 )
+from jaxmp._core._locations import call_site
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import axes_of, loop_of, name_of, window_of
 
@@ -51,8 +59,8 @@ SOFTMAX_16BIT = Check(
 LOSS_16BIT = Check(
     id="loss_16bit",
     severity=ERROR,
-    explanation="A log-softmax, a log-sum-exp or a scalar result of the program is computed in"
-    " 16 bits.",
+    explanation="A log-softmax, a log-sum-exp, the differences of an L1 loss or a scalar result of"
+    " the program are computed in 16 bits.",
     fix="logits = logits.astype(jnp.float32)",
     includes_optimizer=True,
 )
@@ -139,7 +147,10 @@ def check_loss(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports the exponential or the logarithm of a log-sum-exp."""
     if _role_of_exponential(op) == "log-sum-exp":
         message = f"log-sum-exp in {dtype.name}: log-probabilities have {_precision(dtype)}."
-        audit.add(LOSS_16BIT, op, message, fix_operation(op, audit.findings))
+        is_own = audit.findings.is_own_call(op.equation)
+        # The logits are also read elsewhere, so that their largest is subtracted in FP32, too.
+        fix = fix_before(op, statistics_of(op), audit.findings, "float32") if is_own else ""
+        audit.add(LOSS_16BIT, op, message, fix or fix_operation(op, audit.findings))
 
 
 @LOSS_16BIT.on_program
@@ -213,11 +224,27 @@ def _contains_sum(equation: Equation) -> bool:
 def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
     message = f"{op.name} in {dtype.name}: the variance has {limit}."
-    fix = "Compute mean and variance in FP32, and cast the result:\n    x = x.astype(jnp.float32)"
+    fix = fix_before(_scaled_by(op), statistics_of(op), audit.findings, dtype.name)
     if not audit.findings.is_own_call(op.equation):
         code = in_fp32(expression_of(op, audit.findings), dtype.name)
-        fix = audit.context.wrap_code if op.location.names else code or fix
-    audit.add(NORM_16BIT, op, message, fix)
+        fix = f"Compute the norm in FP32:\n    {code}" if code else ""
+        fix = audit.context.wrap_code if op.location.names else fix
+    default = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
+    audit.add(NORM_16BIT, op, message, fix or default)
+
+
+def _scaled_by(root: OpOccurrence) -> OpOccurrence:
+    """Returns the operation that multiplies by an inverse root, or divides by a root."""
+    waiting = list(root.equation.outvars)
+    while waiting:
+        for reader in root.body.readers(waiting.pop()):
+            is_scaled = reader.primitive.name in ("mul", "div") and half_of(reader.outvars)
+            # The derivative of a root is computed by its own call.
+            if is_scaled and call_site(reader) != call_site(root.equation):
+                return root._replace(equation=reader)
+            if reader.primitive.name in LAYOUT | {"add", "max"}:
+                waiting += reader.outvars
+    return root
 
 
 # ---------------------------------------------------------------------------
@@ -262,7 +289,7 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
         if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
             addition = next(_additions(before, after, body), None)
             if addition is not None:
-                _report_carry(op, addition, loop.length, dtype_of(before), audit)
+                _report_carry(op, before, addition, audit)
 
 
 @ACCUMULATOR_16BIT.on_result("add", "add_any")
@@ -273,7 +300,8 @@ def check_terms(op: OpOccurrence, audit: Auditor) -> None:
         return
     if any(isinstance(label, Terms) and label.number > 2 for label in audit.flow.of(result)):
         message = f"gradients of several microbatches are summed in {dtype_of(result).name}."
-        audit.add(ACCUMULATOR_16BIT, op, message, FIX_ACCUMULATOR)
+        fix = fix_operation(op, audit.findings) or FIX_ACCUMULATOR
+        audit.add(ACCUMULATOR_16BIT, op, message, fix)
 
 
 def _terms(op: OpOccurrence) -> int:
@@ -316,13 +344,15 @@ def _additions(before: Atom, after: Atom, loop: Body) -> Iterator[Equation]:
             yield equation
 
 
-def _report_carry(
-    op: OpOccurrence, addition: Equation, length: int | None, dtype: np.dtype, audit: Auditor
-) -> None:
-    inner = op._replace(equation=addition, outer=op)
+def _report_carry(op: OpOccurrence, carry: Atom, addition: Equation, audit: Auditor) -> None:
+    dtype, loop = dtype_of(carry), loop_of(op.equation)
+    assert loop is not None
+    length = loop.length
+    inner = op._replace(equation=addition, body=Body(loop.body), outer=op)
+    fix = fix_carry(op, carry, inner, audit)
     if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
-        audit.add(ACCUMULATOR_16BIT, inner, message, FIX_ACCUMULATOR)
+        audit.add(ACCUMULATOR_16BIT, inner, message, fix or FIX_ACCUMULATOR)
         return
     message = f"a loop adds terms in {dtype.name}."
     if length is not None:
@@ -332,7 +362,48 @@ def _report_carry(
             return
         text = error_text(length, dtype, in_chunks=False)
         message = f"a loop adds {length:,} terms in {dtype.name} {text}."
-    audit.add(REDUCTION_16BIT, inner, message, _FIX_CARRY)
+    audit.add(REDUCTION_16BIT, inner, message, fix or _FIX_CARRY)
+
+
+def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Auditor) -> str:
+    """Returns the fix of a 16-bit carry: its first value and its summands in FP32.
+
+    Args:
+      loop: a scan or while.
+      carry: the parameter of its body.
+      addition: the operation in the body that adds to it.
+      audit: for the lines of the source.
+
+    Returns:
+      Sentences and code, or "" if the code of the first value is not known.
+    """
+    inside = addition.body.jaxpr
+    first = loop.equation.invars[len(loop.equation.invars) - len(inside.invars) :]
+    start = first[inside.invars.index(carry)]
+    maker = loop.body.maker_through(start, LAYOUT - {"broadcast_in_dim"})
+    code = ""
+    if maker is not None:
+        made = loop._replace(equation=maker)
+        code = in_fp32(expression_of(made, audit.findings))
+    if not code:
+        return ""
+    where = audit.findings.where(made)
+    lines = [f"Start in FP32, at {where}:\n    {code}"]
+    summand = None
+    dependents = addition.body.dependents([carry])
+    for index, var in enumerate(addition.equation.invars):
+        cast = addition.body.maker(var)
+        if cast is not None and cast.primitive.name == "convert_element_type":
+            rounding = addition._replace(equation=cast)
+            code = in_fp32(expression_of(rounding, audit.findings))
+            where = audit.findings.where(rounding)
+            lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
+        elif half_of([var]) is not None and not is_literal(var) and var not in dependents:
+            summand = index
+    code = with_fp32_summand(expression_of(addition, audit.findings), summand)
+    where = audit.findings.where(addition)
+    lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
+    return "\n".join(lines)
 
 
 def _is_after_gradient(op: OpOccurrence) -> bool:
@@ -379,7 +450,9 @@ def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Forw
         return None
     if op.caller in _BOUNDED or _is_bounded(op.equation, op.body):
         return None
-    fix = fix_operation(op, audit.findings, dtype.name)
+    # A logarithm that is rounded again is reported where a loss sums it.
+    back = "" if op.name in ("log", "log1p") and audit.findings.is_own_call(op.equation) else dtype
+    fix = fix_operation(op, audit.findings, back and dtype.name)
     fix = fix or f"Compute {op.name} in FP32:\n    x = x.astype(jnp.float32)"
     return _report_forward_use(ForwardUse(op, f"{op.name} in {dtype.name}", fix, ERROR), audit)
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
+from jaxmp._audit._expressions import expression_of, with_accumulator
 from jaxmp._audit._labels import ConditionalFinding, Logits, WideValue
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._core._dtypes import FLOAT32
@@ -49,7 +50,9 @@ def label_output(op: OpOccurrence, audit: Auditor) -> RoundedOutput | None:
     # The rule does not help where a policy returns FP32 already, but does not reach the layer.
     has_rule = context.policies is not None and context.resolve(names).wide_output is not None
     if not path or has_rule:
-        fix = "Return FP32 sums:\n    jnp.matmul(x, w, preferred_element_type=jnp.float32)"
+        code = with_accumulator(expression_of(matmul, audit.findings), "float32")
+        code = code or "jnp.matmul(x, w, preferred_element_type=jnp.float32)"
+        fix = f"Return FP32 sums:\n    {code}"
     message = f"the result is rounded to {source.name}, with steps of {_STEPS[source]} around 300"
     return RoundedOutput(matmul, message, fix)
 

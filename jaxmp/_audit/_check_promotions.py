@@ -10,7 +10,7 @@ import numpy as np
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT
-from jaxmp._audit._expressions import expression_of, narrowed
+from jaxmp._audit._expressions import expression_of, narrowed, with_operand
 from jaxmp._audit._labels import GATED, STREAM, ConditionalFinding, WideValue
 from jaxmp._audit._pending import PendingFindings
 from jaxmp._audit._program import OpOccurrence, dtype_of, is_internal_matmul, named
@@ -122,7 +122,9 @@ def _label_promotion(
         audit.flow.mark(result, GATED)
     elif any(_is_stream(var, operand, op, audit) for var in others):
         audit.flow.mark(result, STREAM)
-        fix = f"Cast the stream at its start:\n    x = x.astype(jnp.{source})"
+        index = next(n for n, var in enumerate(reader.invars) if var is not result)
+        code = narrowed(expression_of(here, audit.findings), index, source)
+        fix = f"Cast the stream at its start:\n    {code or f'x = x.astype(jnp.{source})'}"
         message = f"{message}: the residual stream or loop carry is {target} from its start."
         audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=WARNING)
     else:
@@ -144,12 +146,13 @@ def _fix_promotion(
             f"    y = y.astype(jnp.{source})"
         )
     literals = [var for var in others if is_literal(var)]
+    index = next(n for n, var in enumerate(op.equation.invars) if var is not upcast)
     if literals:
+        number = str(float(literals[0].val))
         return (
             "Replace the array or NumPy number by a Python number, which does not promote:\n"
-            f"    {float(literals[0].val)}"
+            f"    {with_operand(expression_of(op, findings), index, number) or number}"
         )
-    index = next(n for n, var in enumerate(op.equation.invars) if var is not upcast)
     code = narrowed(expression_of(op, findings), index, source)
     return f"Cast the wide operand:\n    {code or f'y = y.astype(jnp.{source})'}"
 

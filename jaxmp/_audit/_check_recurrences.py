@@ -7,13 +7,13 @@ from typing import Any, Literal, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._check_ops import ACCUMULATOR_16BIT
+from jaxmp._audit._check_ops import ACCUMULATOR_16BIT, fix_carry
 from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._core._dtypes import FLOATS_16BIT
-from jaxmp._core._jaxprs import FORWARD, Equation, is_literal
-from jaxmp._core._programs._analysis import Forward
+from jaxmp._core._jaxprs import FORWARD, Atom, Equation, is_literal
+from jaxmp._core._programs._analysis import Body, Forward
 from jaxmp._core._programs._interpreter import Frame
-from jaxmp._core._programs._operations import loop_of, name_of
+from jaxmp._core._programs._operations import Loop, loop_of, name_of
 
 _KEEPS = LAYOUT | named("neg select_n")
 _SUMS = named("add add_any sub")
@@ -49,7 +49,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
             args = [carried.get(var) for var in loop.body.invars]
             linear = _Linearity().facts(loop.body, args).get(result)
             if linear and linear.addition is not None and linear.is_scaled:
-                _report(op, linear, loop.length, dtype_of(carry).name, audit)
+                _report(op, carry, linear, loop, audit)
 
 
 class _Linearity(Forward):
@@ -83,10 +83,8 @@ def _after(equation: Equation, facts: list[Any]) -> _Linear | Literal[False]:
     return False
 
 
-def _report(
-    op: OpOccurrence, linear: _Linear, length: int | None, dtype: str, audit: Auditor
-) -> None:
-    factor = linear.factor
+def _report(op: OpOccurrence, carry: Atom, linear: _Linear, loop: Loop, audit: Auditor) -> None:
+    dtype, length, factor = dtype_of(carry).name, loop.length, linear.factor
     terms = length or 2**31
     if factor is not None and abs(factor) < 1:
         terms = min(terms, 1 / (1 - abs(factor)))
@@ -95,8 +93,9 @@ def _report(
     steps = "" if length is None else f" of {length:,} steps"
     decay = "" if factor is None else f" with the factor {factor:.4g}"
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
+    assert linear.addition is not None
+    inner = op._replace(equation=linear.addition, body=Body(loop.body), outer=op)
     fix = "Start from zeros in FP32, and cast the results after the loop:\n"
     fix += f"    carry = jnp.zeros(shape, jnp.float32)\n    results = results.astype(jnp.{dtype})"
-    assert linear.addition is not None
-    inner = op._replace(equation=linear.addition, outer=op)
+    fix = fix_carry(op, carry, inner, audit) or fix
     audit.add(ACCUMULATOR_16BIT, inner, f"{message} away.", fix)

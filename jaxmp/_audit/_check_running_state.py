@@ -37,9 +37,7 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
             text = "are sums in 16 bits: a sum of ones stops at {limit}"
         literals = [abs(float(x.val)) for x in update.op.equation.invars if is_literal(x)]
         wide = "int32" if factor == PLUS and 1 in literals else "float32"
-        fix = f"Store it in {wide}, and do not cast the new value to 16 bits:\n"
-        fix += f"    jnp.zeros({step.avals[number].shape}, jnp.{wide})"
-        yield from step.findings(ACCUMULATOR_16BIT, updates, text, fix)
+        yield from step.findings(ACCUMULATOR_16BIT, updates, text, step.fix(number, update, wide))
 
 
 # ---------------------------------------------------------------------------

@@ -12,15 +12,17 @@ import numpy as np
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_integers import STEPS
-from jaxmp._audit._check_ops import ACCUMULATOR_16BIT, FIX_ACCUMULATOR
+from jaxmp._audit._check_ops import ACCUMULATOR_16BIT
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
+from jaxmp._audit._expressions import expression_of, in_fp32
 from jaxmp._audit._program import FLOATS, dtype_of
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._scale_powers import Power, powers_of
 from jaxmp._audit._trace import Traced, argument_text, is_optax_state, names_optimizer
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOATS_16BIT, is_16bit
+from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_16bit
+from jaxmp._core._jaxprs import equations, is_literal
 from jaxmp.optim._rounding import StochasticRoundingState
 
 # ---------------------------------------------------------------------------
@@ -64,6 +66,10 @@ _FIX_OPTAX_STATE = (
     "Remove mu_dtype, accumulator_dtype and similar arguments. If the parameters have 16 bits, make"
     " FP32 moments and masters of the FP32 parameters:\n"
     "    tx = jaxmp.load_recipe('{recipe}').optimizer(tx)"
+)
+_FIX_INIT = (
+    "Remove mu_dtype, accumulator_dtype and similar arguments, and make the state from the FP32"
+    " parameters:\n    opt_state = tx.init(params)"
 )
 _FIX_ROUNDED = (
     "Make FP32 moments, from the optimizer without its rounding:\n"
@@ -122,10 +128,11 @@ def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
                 leaves = states.setdefault((owner, dtype.name), [])
                 leaves.append((jtu.keystr((*path, *below)), number))
             number += 1
+    step = step_of(audit, traced)
     for (_, dtype), leaves in states.items():
-        yield _optimizer_state_finding(dtype, leaves, traced)
+        yield _optimizer_state_finding(dtype, leaves, traced, has_fp32=step.trains_fp32)
     if not states:
-        yield from _check_moments(step_of(audit, traced))
+        yield from _check_moments(step)
 
 
 @UNUSED_LOSS_SCALE.on_program
@@ -141,7 +148,9 @@ def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
         yield UNUSED_LOSS_SCALE.finding(message)
 
 
-def _optimizer_state_finding(dtype: str, leaves: list[tuple[str, int]], traced: Traced) -> Finding:
+def _optimizer_state_finding(
+    dtype: str, leaves: list[tuple[str, int]], traced: Traced, *, has_fp32: bool
+) -> Finding:
     location, number = leaves[0]
     file, line = traced.first_use(number)
     example = argument_text(location)
@@ -156,7 +165,8 @@ def _optimizer_state_finding(dtype: str, leaves: list[tuple[str, int]], traced: 
             " and second moments underflow."
         )
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
-    fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else _FIX_OPTAX_STATE
+    fix = _FIX_INIT if has_fp32 else _FIX_OPTAX_STATE
+    fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else fix
     return OPTIMIZER_STATE_16BIT.finding(
         message,
         _FIX_AVERAGE if _OPTAX_AVERAGE.search(location) else _fill(fix, dtype),
@@ -202,6 +212,16 @@ class _Step:
         """True if an argument is updated with gradients."""
         return any(update.has_gradient for row in self.updates.values() for update in row)
 
+    @property
+    def trains_fp32(self) -> bool:
+        """True if gradients update FP32 arguments only, apart from the optimizer's state."""
+        dtypes = {
+            self.dtypes[n]
+            for n, row in self.updates.items()
+            if not self.in_optimizer[n] and any(update.has_gradient for update in row)
+        }
+        return bool(dtypes) and not any(map(is_16bit, dtypes))
+
     def updates_16bit(self) -> dict[int, Update]:
         """Returns the first update of each 16-bit argument of a training step."""
         if not self.is_training:
@@ -243,7 +263,8 @@ class _Step:
             for n in self.flow.differentiated
             if is_16bit(self.avals[n].dtype) and self.avals[n].shape in shapes
         }
-        trained = masters | stored | (self.flow.differentiated & self.updates.keys())
+        learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
+        trained = masters | stored | (self.flow.differentiated & learned)
         # A parameter of which a small part is subtracted (weight decay) is not an average.
         is_parameter = update.factor == PLUS and update.number in self.flow.differentiated
         # New parameters with packed masters are bits, which have no summands.
@@ -282,6 +303,27 @@ class _Step:
             texts, count = (_fill(message, dtype), _fill(fix, dtype)), len(numbers)
             yield check.finding(*texts, severity=severity, file=file, line=line, count=count)
 
+    def fix(self, number: int, update: Update, wide: str = "float32") -> str:
+        """Returns code that makes an argument in FP32, and does not round its new value.
+
+        Args:
+          number: the argument.
+          update: its update.
+          wide: "float32", or "int32" for counts.
+        """
+        findings = self.audit.findings
+        fix = f"Store it in {wide}, and do not cast the new value to 16 bits:\n"
+        fix += f"    jnp.zeros({self.avals[number].shape}, jnp.{wide})"
+        (result,) = update.op.equation.outvars
+        for reader in (update.op.equation, *update.op.body.readers(result)):
+            cast = update.op._replace(equation=reader)
+            is_cast = reader.primitive.name == "convert_element_type"
+            if is_cast and is_16bit(dtype_of(reader.outvars[0])):
+                code = in_fp32(expression_of(cast, findings))
+                line = f"\nAt {findings.where(cast)}, do not round to 16 bits:\n    {code}"
+                fix += line if code else ""
+        return fix
+
 
 def step_of(audit: Auditor, traced: Traced) -> _Step:
     """Returns the step of an audit, which is made once."""
@@ -310,8 +352,27 @@ def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
         else "Store FP32 parameters, and cast them inside the loss:\n"
         "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
     )
+    for number, update in list(updates.items())[:1]:
+        fix = _fix_unread_master(number, update, step, traced) or fix
     text = "are updated without FP32 masters: updates below {least} of a value are rounded away"
     yield from step.findings(MISSING_MASTER, updates, text, fix, severity)
+
+
+def _fix_unread_master(number: int, update: Update, step: _Step, traced: Traced) -> str:
+    """Returns the fix of a step that makes masters of 16-bit copies, and does not read its own."""
+    shape = step.avals[number].shape
+    read = {
+        var
+        for e in equations(traced.jaxpr, inside=False)
+        for var in e.invars
+        if not is_literal(var)
+    }
+    where = step.audit.findings.where(update.op)
+    for other, var in traced.variables.items():
+        if var not in read and var.aval.shape == shape and dtype_of(var) == FLOAT32:
+            masters = step.locations[other]
+            return f"Update the masters at {masters}, and do not replace them at {where}."
+    return ""
 
 
 @ACCUMULATOR_16BIT.on_program
@@ -325,7 +386,8 @@ def check_accumulators(audit: Auditor, traced: Traced) -> Iterator[Finding]:
         if step.is_gradient_sum(n, update) and update.factor == PLUS and not step.in_optimizer[n]
     }
     text = "accumulate gradients: a sum of ones stops at {limit}"
-    yield from step.findings(ACCUMULATOR_16BIT, sums, text, FIX_ACCUMULATOR)
+    for number, update in list(sums.items())[:1]:
+        yield from step.findings(ACCUMULATOR_16BIT, sums, text, step.fix(number, update))
     averages = {n: update for n, update in updates.items() if step.is_average(update)}
     text = "average parameters: changes below {least} of a value are rounded away"
     yield from step.findings(ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
@@ -338,9 +400,9 @@ def _check_moments(step: _Step) -> Iterator[Finding]:
         for n, update in step.updates_16bit().items()
         if step.is_gradient_sum(n, update) and update.factor in (LARGE, UNKNOWN)
     }
-    fix = "Make the moments in FP32:\n    jnp.zeros(p.shape, jnp.float32)"
     text = "average gradients: small updates are rounded away"
-    yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text, fix)
+    for number, update in list(moments.items())[:1]:
+        yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text, step.fix(number, update))
 
 
 @MISSING_LOSS_SCALE.on_program

@@ -5,19 +5,25 @@ from __future__ import annotations
 import ast
 import itertools
 import linecache
+from collections.abc import Callable
+
+import numpy as np
 
 from jaxmp._audit._pending import PendingFindings
-from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
+from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import (
+    FORWARD,
     Atom,
     Equation,
     equations,
     inners,
     is_literal,
+    phase_of,
     scope_names,
     sub_jaxprs,
 )
+from jaxmp._core._locations import call_site
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._constructs import CALLS
 
@@ -27,13 +33,18 @@ _ELEMENTWISE = _MOVES | named(
     "add sub mul div neg exp exp2 log log1p expm1 logistic tanh pow integer_pow square sqrt rsqrt"
     " max min clamp"
 )
+_PERIODIC = named("sin cos tan")
+# Operations from an array to its statistics.
+_STATISTICS = _ELEMENTWISE | named("reduce_sum reduce_max reduce_min")
 # If 16 bits enter at more lines, the fix casts the operand alone.
 _MAX_ORIGINS = 4
 # Modules whose functions compute with their first argument.
 _MODULES = frozenset(["jnp", "jax", "lax", "nn", "nnx", "optax", "np", "numpy", "jsp"])
 # Functions that make an array of a dtype, after one or two arguments.
 _MAKERS = ("jax.random.", "jnp.arange", "jnp.full", "jnp.zeros", "jnp.ones")
-_MATMULS = frozenset(("jnp.dot", "jnp.matmul"))
+_MATMULS = frozenset(("jnp.dot", "jnp.matmul", "jnp.einsum", "lax.dot", "jax.lax.dot"))
+# Functions of two arrays.
+_BINARY = frozenset(("jnp.dot", "jnp.matmul", "jnp.take", "jnp.add", "jnp.multiply", "jnp.divide"))
 _WIDE = ast.Attribute(ast.Name("jnp"), "float32")
 
 
@@ -89,14 +100,90 @@ def narrowed(expression: ast.expr | None, index: int, dtype: str) -> str:
       index: 0 for the first array, 1 for the second.
       dtype: to which the array is cast.
     """
+    return _with_operand(expression, index, lambda operand: _cast(operand, dtype))
+
+
+def with_operand(expression: ast.expr | None, index: int, code: str) -> str:
+    """Returns an operation of two arrays with other code for one; "" for other expressions.
+
+    Args:
+      expression: of the operation.
+      index: 0 for the first array, 1 for the second.
+      code: the new operand, in which `_` is the old one.
+    """
+
+    def replaced(operand: ast.expr) -> ast.expr:
+        text = f"({ast.unparse(operand)})".join(code.split("_"))
+        return ast.parse(text, mode="eval").body
+
+    return _with_operand(expression, index, replaced)
+
+
+def _with_operand(
+    expression: ast.expr | None, index: int, change: Callable[[ast.expr], ast.expr]
+) -> str:
     if isinstance(expression, ast.BinOp):
         sides = [expression.left, expression.right]
-        sides[index] = _cast(sides[index], dtype)
+        sides[index] = change(sides[index])
         return ast.unparse(ast.BinOp(sides[0], expression.op, sides[1]))
-    if isinstance(expression, ast.Call) and ast.unparse(expression.func) in _MATMULS:
+    if isinstance(expression, ast.Subscript) and index == 0:
+        return ast.unparse(ast.Subscript(change(expression.value), expression.slice))
+    if isinstance(expression, ast.Call) and ast.unparse(expression.func) in _BINARY:
         arguments = list(expression.args)
-        arguments[index] = _cast(arguments[index], dtype)
+        arguments[index] = change(arguments[index])
         return ast.unparse(ast.Call(expression.func, arguments, expression.keywords))
+    return ""
+
+
+def with_number(expression: ast.expr | None, code: str) -> str:
+    """Returns a call with `code` in place of its last argument that is a number, or ""."""
+    if not isinstance(expression, ast.Call):
+        return ""
+    for index, argument in reversed(list(enumerate(expression.args))):
+        number = argument.operand if isinstance(argument, ast.UnaryOp) else argument
+        if isinstance(number, ast.Constant):
+            arguments = [*expression.args]
+            arguments[index] = ast.parse(code, mode="eval").body
+            return ast.unparse(ast.Call(expression.func, arguments, expression.keywords))
+    return ""
+
+
+class _WideConstants(ast.NodeTransformer):
+    """Makes arrays of a number and a dtype in FP32, such as `jnp.asarray(0.9, c)`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        is_array = ast.unparse(node.func) in ("jnp.asarray", "jnp.array") and len(node.args) == 2
+        if is_array and isinstance(node.args[0], ast.Constant):
+            return ast.Call(node.func, [node.args[0], _WIDE], [])
+        return node
+
+
+def with_fp32_summand(expression: ast.expr | None, index: int | None) -> str:
+    """Returns a sum with its constants, and one of its arrays, in FP32; "" if nothing changes.
+
+    Args:
+      expression: of the sum.
+      index: 0 or 1 for the array to cast; None: none.
+    """
+    if expression is None:
+        return ""
+    before = ast.unparse(expression)
+    changed = _WideConstants().visit(expression)
+    after = narrowed(changed, index, "float32") if index is not None else ast.unparse(changed)
+    return "" if after == before else after
+
+
+def with_accumulator(expression: ast.expr | None, dtype: str) -> str:
+    """Returns a matmul that returns its sums in a dtype; "" for other expressions."""
+    if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.MatMult):
+        matmul = ast.Attribute(ast.Name("jnp"), "matmul")
+        expression = ast.Call(matmul, [expression.left, expression.right], [])
+    if isinstance(expression, ast.Call) and ast.unparse(expression.func) in _MATMULS:
+        key = "preferred_element_type"
+        wide = ast.keyword(key, ast.Attribute(ast.Name("jnp"), dtype))
+        others = [keyword for keyword in expression.keywords if keyword.arg != key]
+        return ast.unparse(ast.Call(expression.func, expression.args, [*others, wide]))
     return ""
 
 
@@ -118,7 +205,7 @@ def _changed(node: ast.expr | None) -> ast.expr | None:
     if name.startswith(_MAKERS):
         last = 2 if name.startswith(("jax.random.", "jnp.full")) else 1
         return ast.Call(function, [*arguments[:last], _WIDE], node.keywords)
-    if name.partition(".")[0] in _MODULES and arguments:
+    if name.partition(".")[0] in _MODULES and arguments and _is_array(arguments[0]):
         return ast.Call(function, [_cast(arguments[0]), *arguments[1:]], node.keywords)
     if isinstance(function, ast.Attribute) and name.partition(".")[0] not in _MODULES:
         array = ast.Attribute(_cast(function.value), function.attr)
@@ -126,7 +213,18 @@ def _changed(node: ast.expr | None) -> ast.expr | None:
     return None
 
 
+def _is_array(argument: ast.expr) -> bool:
+    """Returns False for a function, as in `jax.tree.map(jnp.add, x, y)`."""
+    root = ast.unparse(argument).partition(".")[0]
+    is_function = isinstance(argument, ast.Attribute) and root in _MODULES
+    return not (is_function or isinstance(argument, ast.Lambda))
+
+
 def _cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
+    function = array.func if isinstance(array, ast.Call) else None
+    if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr == "astype":
+        # A wider cast of what is already rounded would not help.
+        return ast.Call(function, [_WIDE], [])
     return ast.Call(
         ast.Attribute(array, "astype"), [ast.parse(f"jnp.{dtype}", mode="eval").body], []
     )
@@ -151,34 +249,91 @@ def fix_operation(op: OpOccurrence, findings: PendingFindings, back: str = "") -
     Returns:
       Sentences and code, or "" without source code.
     """
-    own = expression_of(op, findings)
     back = "" if _is_widened(op) else back
-    code = in_fp32(own, back)
+    own, origins = expression_of(op, findings), _rounded_by(op)
+    lines, code = _at_origins(origins, op, in_fp32(own, back), findings)
+    if lines and own is not None and back:
+        code = ast.unparse(_cast(own, back))
+    return "\n".join([*lines, *([f"Compute {op.name} in FP32:\n    {code}"] if code else [])])
+
+
+def fix_origins(op: OpOccurrence, findings: PendingFindings) -> str:
+    """Returns code for the lines at which an operand was rounded, or ""."""
+    return "\n".join(_at_origins(_rounded_by(op), op, "", findings)[0])
+
+
+def fix_before(
+    result: OpOccurrence, origins: list[OpOccurrence], findings: PendingFindings, back: str
+) -> str:
+    """Returns the fix that computes some operations in FP32, and rounds the result made of them.
+
+    Args:
+      result: the operation whose result is cast back, if the user's own code has it.
+      origins: the operations to compute in FP32.
+      findings: for the lines of the source.
+      back: the dtype of the result.
+
+    Returns:
+      Sentences and code, or "" without source code.
+    """
+    own = expression_of(result, findings) if findings.is_own_call(result.equation) else None
+    code = "" if own is None else ast.unparse(own if _is_widened(result) else _cast(own, back))
+    lines, changed = _at_origins(origins, result, code, findings)
+    is_needed = code and (changed != code or (lines and not _is_widened(result)))
+    last = f"Compute {result.name} in FP32:\n    {changed}"
+    return "\n".join([*lines, *([last] if is_needed else [])])
+
+
+def _at_origins(
+    origins: list[OpOccurrence], op: OpOccurrence, code: str, findings: PendingFindings
+) -> tuple[list[str], str]:
+    """Returns the lines that compute operations in FP32, and `code` with those of its own line."""
     lines: dict[str, str] = {}
-    origins = _rounded_by(op)
     for origin in origins if len(origins) <= _MAX_ORIGINS else ():
         expression = expression_of(origin, findings)
         changed = in_fp32(expression)
-        if not changed or expression is None:
+        is_here = findings.line_of(origin) == findings.line_of(op)
+        if not changed or expression is None or (is_here and changed in code):
             continue
-        if findings.line_of(origin) == findings.line_of(op):
+        if is_here and ast.unparse(expression) in code:
             code = code.replace(ast.unparse(expression), changed)
-            code = code.replace(".astype(jnp.float32).astype(jnp.float32)", ".astype(jnp.float32)")
         else:
             where = findings.where(origin)
             lines[changed] = f"At {where}, do not round to 16 bits:\n    {changed}"
-    if lines and own is not None and back:
-        code = ast.unparse(_cast(own, back))
-    final = f"Compute {op.name} in FP32:\n    {code}" if code else ""
-    return "\n".join([*lines.values(), *([final] if final else [])])
+    code = code.replace(".astype(jnp.float32).astype(jnp.float32)", ".astype(jnp.float32)")
+    return list(lines.values()), code
 
 
 def _is_widened(op: OpOccurrence) -> bool:
-    """Returns True if the result is only cast to FP32, so that a cast to 16 bits rounds it."""
-    readers = op.body.consumers.get(op.equation.outvars[0], ())
-    casts = [r for r in readers if r is not None and r.primitive.name == "convert_element_type"]
-    is_cast = bool(readers) and len(casts) == len(readers)
-    return is_cast and all(dtype_of(cast.outvars[0]) == FLOAT32 for cast in casts)
+    """Returns True if the forward pass only casts a result to FP32, or takes its sine.
+
+    Elementwise operations of the result and of Python numbers may come before, which then compute
+    in FP32 themselves. A cast of the result to 16 bits would only round it.
+    """
+    site, waiting = call_site(op.equation), list(op.equation.outvars)
+    seen = set(waiting)
+    meets_16_bits = is_cast = False
+    while waiting:
+        consumers = op.body.consumers.get(waiting.pop(), ())
+        if None in consumers:
+            return False
+        readers = [e for e in consumers if _is_forward(e) and call_site(e) != site]
+        if not readers:
+            return False
+        for reader in readers:
+            name = reader.primitive.name
+            is_wide = name == "convert_element_type" and dtype_of(reader.outvars[0]) == FLOAT32
+            is_cast |= is_wide
+            if is_wide or name in _PERIODIC:
+                continue
+            if name not in _ELEMENTWISE:
+                return False
+            others = [v for v in reader.invars if not is_literal(v) and v not in seen]
+            meets_16_bits |= half_of(others) is not None
+            waiting += reader.outvars
+            seen.update(reader.outvars)
+    # A wide result would promote another 16-bit array before the cast.
+    return not (meets_16_bits and is_cast)
 
 
 def _rounded_by(op: OpOccurrence) -> list[OpOccurrence]:
@@ -231,8 +386,9 @@ def _is_elementwise(equation: Equation) -> bool:
 
 
 def _is_rounding(equation: Equation) -> bool:
+    """Returns True for a cast of FP32 numbers or of integers to fewer bits."""
     is_cast = equation.primitive.name == "convert_element_type"
-    return is_cast and dtype_of(equation.invars[0]) == FLOAT32
+    return is_cast and np.dtype(dtype_of(equation.invars[0])).itemsize == 4
 
 
 def _is_computed(var: Atom, body: Body) -> bool:
@@ -245,3 +401,62 @@ def _is_computed(var: Atom, body: Body) -> bool:
     if maker is None:
         return False
     return _is_rounding(maker) or maker.primitive.name == "iota" or _is_elementwise(maker)
+
+
+# ---------------------------------------------------------------------------
+# Statistics
+# ---------------------------------------------------------------------------
+
+
+def statistics_of(root: OpOccurrence) -> list[OpOccurrence]:
+    """Returns the operations by which the statistics of a norm read the array to normalize.
+
+    That array is the first one, from the root backwards, that other operations of the forward pass
+    read as well. If there is none, these are the casts to 16 bits that its elements come from.
+    """
+    body, makers = root.body, _makers(root)
+    sites = {call_site(maker) for maker in makers.values()}
+    size = max((var.aval.size for maker in makers.values() for var in _floats(maker)), default=0)
+
+    def is_normalized(var: Atom) -> bool:
+        others = (e for e in body.readers(var) if id(e) not in makers and e is not root.equation)
+        is_read = any(call_site(e) not in sites and _is_forward(e) for e in others)
+        return is_read and var.aval.size == size and half_of([var]) is not None
+
+    seen: set[int] = set()
+
+    def readers_from(var: Atom) -> list[Equation]:
+        maker = makers.get(id(body.maker(var)))
+        if maker is None or id(maker) in seen:
+            return []
+        seen.add(id(maker))
+        found = [
+            reader
+            for operand in _floats(maker)
+            for reader in ([maker] if is_normalized(operand) else readers_from(operand))
+        ]
+        return found or [maker] * _is_rounding(maker)
+
+    readers = {id(e): e for var in _floats(root.equation) for e in readers_from(var)}
+    return [root._replace(equation=equation) for equation in readers.values()]
+
+
+def _makers(root: OpOccurrence) -> dict[int, Equation]:
+    """Returns the elementwise operations and reductions that an operation is computed from."""
+    waiting, makers = _floats(root.equation), {}
+    while waiting:
+        maker = root.body.maker(waiting.pop())
+        if maker is not None and id(maker) not in makers:
+            inside = [e for jaxpr in sub_jaxprs(maker) for e in equations(jaxpr)]
+            if all(e.primitive.name in _STATISTICS for e in inside or [maker]):
+                makers[id(maker)] = maker
+                waiting += _floats(maker)
+    return makers
+
+
+def _is_forward(equation: Equation) -> bool:
+    return phase_of(str(equation.source_info.name_stack)) == FORWARD
+
+
+def _floats(equation: Equation) -> list[Atom]:
+    return [v for v in equation.invars if not is_literal(v) and dtype_of(v) in FLOATS]

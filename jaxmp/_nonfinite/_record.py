@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import Atom, is_literal
+from jaxmp._core._jaxprs import Atom, equations, is_literal
 from jaxmp._core._locations import Location, Locations
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._constructs import scan_of, shard_map_of
@@ -53,11 +53,12 @@ class Region:
 
     def __post_init__(self) -> None:
         self.index = Body(self.body)
+        self.equations = list(equations(self.body, inside=False))
         arguments = (*self.body.constvars, *self.body.invars)
-        variables = (*arguments, *(v for e in self.body.eqns for v in e.outvars))
+        variables = (*arguments, *(v for e in self.equations for v in e.outvars))
         self.slots = {var: n for n, var in enumerate(dict.fromkeys(variables))}
         self.selected: dict[tuple[int, int], int] = {}
-        for n, equation in enumerate(self.body.eqns):
+        for n, equation in enumerate(self.equations):
             if equation.primitive.name == "select_n":
                 for operand in range(1, len(equation.invars)):
                     self.selected[n, operand] = len(self.slots) + len(self.selected)
@@ -65,7 +66,7 @@ class Region:
     @property
     def equation(self) -> Any:
         """The equation that runs the jaxpr; None for the whole program."""
-        return None if self.outer is None else self.outer.body.eqns[self.key[-1][0]]
+        return None if self.outer is None else self.outer.equations[self.key[-1][0]]
 
     @property
     def enclosing(self) -> tuple[Any, ...]:
@@ -129,7 +130,8 @@ class Recorder(Interpreter):
         key = () if outer is None else (*outer.key, (index, id(body)))
         if key not in self.regions:
             location = Location() if outer is None else outer.locations[index]
-            locations = [self.locations.of(inner, location) for inner in body.eqns]
+            inside = equations(body, inside=False)
+            locations = [self.locations.of(inner, location) for inner in inside]
             self.regions[key] = Region(key, body, outer, locations)
         return self.regions[key]
 
@@ -214,7 +216,7 @@ class Recorded:
     def equations(self) -> Iterator[tuple[Region, Any, Location]]:
         """Yields (region, equation, location) of each equation."""
         for region in self.regions.values():
-            for equation, location in zip(region.body.eqns, region.locations, strict=True):
+            for equation, location in zip(region.equations, region.locations, strict=True):
                 yield region, equation, location
 
     @property

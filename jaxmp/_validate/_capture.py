@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import FORWARD, Atom, Path, is_literal
+from jaxmp._core._jaxprs import FORWARD, Atom, Path, equations, is_literal
 from jaxmp._core._locations import FULL_PRECISION
 from jaxmp._core._programs._constructs import scan_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
@@ -118,7 +118,7 @@ class _Analysis:
     ) -> None:
         body, _ = jaxpr_body(jaxpr)
         used = [True] * len(body.outvars) if used is None else used
-        places = [place.of(equation) for equation in body.eqns]
+        places = [place.of(equation) for equation in equations(body, inside=False)]
         self.consumers = _consumers(body, places, used)
         self.last = _last_outputs(body, places, place.scopes, self.consumers)
 
@@ -135,7 +135,7 @@ def _consumers(
 ) -> dict[Atom, list[Path | None]]:
     """Returns variable -> scopes of its forward consumers; None if the jaxpr returns it."""
     consumers: dict[Atom, list[Path | None]] = {}
-    for equation, (path, phase) in zip(body.eqns, places, strict=True):
+    for equation, (path, phase) in zip(equations(body, inside=False), places, strict=True):
         if phase == FORWARD:
             for var in equation.invars:
                 if not is_literal(var):
@@ -154,7 +154,7 @@ def _last_outputs(
 ) -> dict[Atom, list[Path]]:
     """Returns variable -> paths of the modules of which it is the output."""
     last: dict[Path, Atom] = {}
-    for equation, (path, phase) in zip(body.eqns, places, strict=True):
+    for equation, (path, phase) in zip(equations(body, inside=False), places, strict=True):
         if phase != FORWARD:
             continue
         for var in equation.outvars:

@@ -75,7 +75,7 @@ class InPlace(Interpreter):
         if name == "shard_map":
             return self._on_shards(equation, operands, place, state)
         carried = {inner.indices[n] for inner in inside for n in inner.carried}
-        for n in (index for index in carried if index is not None):
+        for n in (n for n in carried if n is not None):
             operands[n] = self.as_carry(operands[n], equation.invars[n], outer)
         new: dict[int, Any] = {}
         notes: list[Any] = []

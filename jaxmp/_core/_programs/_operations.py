@@ -49,8 +49,8 @@ class Arithmetic(NamedTuple):
     @property
     def is_highest(self) -> bool:
         """True if the author asked for `precision=HIGHEST`."""
-        given = self.precision if isinstance(self.precision, tuple) else (self.precision,)
-        return lax.Precision.HIGHEST in given
+        sides = self.precision if isinstance(self.precision, tuple) else (self.precision,)
+        return lax.Precision.HIGHEST in sides
 
 
 def arithmetic_of(equation: Any) -> Arithmetic | None:
