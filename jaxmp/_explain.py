@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxmp._attention import recorded_choices
 from jaxmp._attention._choice import AttentionExplanation
-from jaxmp._autocast import explain_operations
+from jaxmp._autocast import autocast, explain_operations
 from jaxmp._autocast._explain import AutocastExplanation
 from jaxmp._autocast._fp8 import Fp8Explanation, explanation_of, recorded
 from jaxmp._autocast._trace import trace
@@ -158,15 +158,15 @@ def explain(
                 policies, call, first = module.explain_model(fn, loaded, args, kwargs)
             if call is None:
                 return Explanation(policies=policies)
+            operations, run = None, call
+            if adapter is None and loaded is not None:
+                operations = explain_operations(fn, loaded, args, kwargs)
+                run = autocast(fn, loaded)
             with recorded(is_full=True) as record, recorded_choices() as attention:
-                autocast = None
-                if adapter is None and loaded is not None:
-                    autocast = explain_operations(fn, loaded, args, kwargs)
-                else:
-                    trace(call, (*first, *args), kwargs)
+                trace(run, (*first, *args), kwargs)
         return Explanation(
             policies=policies,
-            autocast=autocast,
+            autocast=operations,
             fp8=explanation_of(record),
             attention=tuple(attention),
         )
