@@ -957,8 +957,8 @@ MUTATIONS = [
     Mutation(
         "a fix casts a value after it was rounded",
         "jaxmp/_audit/_expressions.py",
-        "    origins = _rounded_by(op)",
-        "    origins = []",
+        "origins = expression_of(op, findings), _rounded_by(op)",
+        "origins = expression_of(op, findings), []",
         ("test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding",),
     ),
     Mutation(
