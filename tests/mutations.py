@@ -964,8 +964,8 @@ MUTATIONS = [
     Mutation(
         "a fix casts the narrow operand",
         "jaxmp/_audit/_expressions.py",
-        "sides[index] = _cast(sides[index], dtype)",
-        "sides[1 - index] = _cast(sides[1 - index], dtype)",
+        "sides[index] = change(sides[index])",
+        "sides[1 - index] = change(sides[1 - index])",
         ("test_audit_fixes.py::test_the_fix_of_two_dtypes_casts_the_wide_operand",),
     ),
     Mutation(

@@ -22,7 +22,7 @@ from jaxmp._audit._scale_powers import Power, powers_of
 from jaxmp._audit._trace import Traced, argument_text, is_optax_state, names_optimizer
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_16bit
-from jaxmp._core._jaxprs import is_literal
+from jaxmp._core._programs._analysis import Body
 from jaxmp.optim._rounding import StochasticRoundingState
 
 # ---------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 def _fix_unread_master(number: int, update: Update, step: _Step, traced: Traced) -> str:
     """Returns the fix of a step that makes masters of 16-bit copies, and does not read its own."""
     shape = step.avals[number].shape
-    read = {var for e in traced.jaxpr.eqns for var in e.invars if not is_literal(var)}
+    read = Body(traced.jaxpr).consumers
     where = step.audit.findings.where(update.op)
     for other, var in traced.variables.items():
         if var not in read and var.aval.shape == shape and dtype_of(var) == FLOAT32:
