@@ -807,7 +807,7 @@ def test_a_choice_is_logged_once(caplog, monkeypatch):
 
 def test_a_policy_casts_operands_and_result():
     query, key, value = inputs(4, 4)
-    assert dot_product_attention(query, key, value, policy="bf16").dtype == jnp.bfloat16
+    assert dot_product_attention(query, key, value, policy="bfloat16").dtype == jnp.bfloat16
     out = dot_product_attention(query, key, value, policy="c=f16,o=f32")
     assert out.dtype == jnp.float32
     got = trace(functools.partial(dot_product_attention, policy="c=f16,o=f32"), query, key, value)

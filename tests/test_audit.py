@@ -1294,7 +1294,7 @@ def test_the_json_has_the_documented_schema(faulty):
     assert (fields["schema_version"], fields["target"], fields["recipe"]) == (1, "", "bf16")
     assert (fields["jaxmp_version"], fields["jax_version"]) == (jaxmp.__version__, jax.__version__)
     # The rows that only other programs have.
-    hints = typing.get_type_hints(jaxmp.AuditReport)
+    hints = typing.get_type_hints(jaxmp.typing.AuditReport)
     rows = {
         name: {field.name for field in dataclasses.fields(cls)}
         for name, hint in hints.items()

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxmp
 from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
 from jaxmp._policies._policy import Policy, get_policy
 from jaxmp._policies._policy_fields import MATMUL_PRECISIONS
@@ -55,7 +56,6 @@ def fields(policy):
         ("o=f16", (F32, F32, F16)),
         ("p=bf16", (BF16, BF16, BF16)),
         ("p=bf16,o=f32", (BF16, BF16, F32)),
-        ("bf16", (BF16, BF16, BF16)),
         ("half", (F16, F16, F16)),
         ("full", (F32, F32, F32)),
         ("mixed_bfloat16", (F32, BF16, BF16)),
@@ -77,7 +77,11 @@ def test_a_missing_key_follows_jmp(text):
 
 @pytest.mark.parametrize("name, dtype", sorted(DTYPE_NAMES.items()))
 def test_every_dtype_name_is_a_policy_of_three(name, dtype):
-    assert fields(get_policy(name)) == (dtype, dtype, dtype)
+    if name in jaxmp.list_recipes():
+        with pytest.raises(PolicyError, match=f"load_recipe.'{name}'.*{dtype.name!r} for all"):
+            get_policy(name)
+    else:
+        assert fields(get_policy(name)) == (dtype, dtype, dtype)
     assert fields(get_policy(f"p=f32,c={name}")) == (F32, dtype, dtype)
 
 
@@ -217,7 +221,7 @@ def test_casts_touch_floating_arrays_only(getkey):
 
 def test_float64_is_cast_only_on_request():
     array = np.ones(2)
-    assert get_policy("bf16").cast_to_compute(array) is array
+    assert get_policy("bfloat16").cast_to_compute(array) is array
     assert get_policy("p=bf16,cast_float64=true").cast_to_compute(array).dtype == BF16
 
 
@@ -280,4 +284,4 @@ def test_equal_policies_do_not_trace_again():
 
 def test_it_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        get_policy("bf16").param_dtype = F32
+        get_policy("bfloat16").param_dtype = F32

@@ -68,15 +68,16 @@ def matmul_of_instruction(
     kernel = _kernel_of(step, inside, instruction)
     if kernel is None:
         return None
-    dtypes = [
+    lhs, rhs = (
         _runs_in(shape_of(inside, name).dtype, kernel.precision, kernel.algorithm)
         for name in instruction.operands[:2]
-    ]
-    is_fp8 = all(dtype.startswith("float8") for dtype in dtypes)
+    )
+    is_fp8 = lhs.startswith("float8") and rhs.startswith("float8")
     name = "cublas fp8" if is_fp8 and kernel.name == "cublas" else kernel.name
     was_fp8 = "" if is_fp8 else _was_fp8(flow, inside, instruction)
     named = instruction if instruction.op_name else step.instruction
-    return HloMatmul(*dtypes, instruction.shapes[0].dtype, name, was_fp8, kernel.flops, named)
+    result = instruction.shapes[0].dtype
+    return HloMatmul(lhs, rhs, result, name, was_fp8, kernel.flops, named)
 
 
 def _kernel_of(step: Step, inside: Computation, instruction: Instruction) -> _Kernel | None:

@@ -164,7 +164,7 @@ def _attention_row(
     inside: Computation, call: Instruction, times: int, origins: Origins
 ) -> AttentionRow:
     target, query = call.attribute("custom_call_target"), shape_of(inside, call.operands[0])
-    place = origins.of(call) | ({"phase": BACKWARD} if "Backward" in target else {})
+    place: dict[str, Any] = origins.of(call) | ({"phase": BACKWARD} if "Backward" in target else {})
     flops = _attention_flops(inside, call) * times
     return AttentionRow(
         **place, kernel=target, dtype=query.dtype, shape=query.sizes, count=times, flops=flops

@@ -59,7 +59,9 @@ class Magnified(Backward):
     """
 
     nothing = Effect.BOUNDED
-    join = staticmethod(max)
+
+    def join(self, first: Any, second: Any) -> Any:
+        return max(first, second)
 
     def __init__(self, category: Callable[[JaxprEqn], str]) -> None:
         self._category = category

@@ -249,7 +249,7 @@ def _inner(
 ) -> Inner:
     body, _ = jaxpr_body(jaxpr)
     args, outs = len(body.invars), len(body.outvars)
-    known = list(indices) if len(indices) == args else [None] * args
+    known: list[int | None] = [*indices] if len(indices) == args else [None] * args
     results = list(equation.outvars) if is_result and len(equation.outvars) == outs else []
     operands = [None if n is None else equation.invars[n] for n in known]
     carried = range(args, args) if carried is None else carried

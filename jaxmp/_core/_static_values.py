@@ -144,7 +144,7 @@ def _array(value: object) -> np.ndarray | None:
 class _Node:
     """Equation whose operands are known, and its results after they are computed."""
 
-    def __init__(self, equation: Equation, operands: list[Any]) -> None:
+    def __init__(self, equation: Any, operands: list[Any]) -> None:
         self.equation, self.operands = equation, operands
 
     @functools.cached_property

@@ -79,8 +79,9 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
             low = gathered(low, layout)
         # A matmul with a wide result is differentiated in the dtype of its operands, as in
         # `_core._wide_dot`.
-        wide = arithmetic_of(equation).result_dtype is not None
-        narrow = {"preferred_element_type": low.dtype} if wide else {}
+        options = arithmetic_of(equation)
+        is_wide = options is not None and options.result_dtype is not None
+        narrow = {"preferred_element_type": low.dtype} if is_wide else {}
         cotangent = cotangent.astype(low.dtype)
 
         def of_other(other: Array) -> Array:

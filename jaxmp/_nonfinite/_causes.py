@@ -12,12 +12,13 @@ import numpy as np
 
 from jaxmp._audit._expressions import expression_of
 from jaxmp._audit._pending import PendingFindings
-from jaxmp._audit._program import Body, OpOccurrence
+from jaxmp._audit._program import OpOccurrence
 from jaxmp._core._compat import is_in_custom_vjp
 from jaxmp._core._locations import module_of, root_of
 from jaxmp._nonfinite import _fixes
 from jaxmp._nonfinite._arguments import FP8, INPUT, MOMENT, PARAMETER, ArgumentRow, ScaleArgument
 from jaxmp._nonfinite._measure import ArrayRow, Measured
+from jaxmp._nonfinite._record import Region
 from jaxmp._nonfinite._walk import MOVES, Operation, Origin, Variable, Walk
 
 _LOGS = frozenset({"log", "log1p", "log2"})
@@ -88,10 +89,8 @@ class Evidence:
 
     def expression(self, operation: Operation | None = None) -> ast.expr | None:
         """Returns the user's expression that makes an operation."""
-        region, _, index = operation or self.op
-        equation, location = region.body.eqns[index], region.locations[index]
-        op = OpOccurrence(equation, location, 1, Body(region.body), region.enclosing)
-        return expression_of(op, PendingFindings(lambda _: False))
+        region, _, number = operation or self.op
+        return expression_of(_occurrence(region, number), PendingFindings(lambda _: False))
 
     def cause(
         self, name: str, message: str, sentence: str, code: str, operation: Operation | None = None
@@ -101,6 +100,13 @@ class Evidence:
         if not code or old is None:
             return Cause(name, message, f"{sentence}.", "", operation)
         return Cause(name, message, f"{sentence}:\n    {code}", ast.unparse(old), operation)
+
+
+def _occurrence(region: Region, number: int) -> OpOccurrence:
+    """Returns an equation of a region in the form in which the audit reads it."""
+    outer = None if region.outer is None else _occurrence(region.outer, region.key[-1][0])
+    equation, location = region.equations[number], region.locations[number]
+    return OpOccurrence(equation, location, 1, region.index, outer)
 
 
 def cause_of(evidence: Evidence) -> Cause:

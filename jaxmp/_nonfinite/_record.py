@@ -53,12 +53,12 @@ class Region:
 
     def __post_init__(self) -> None:
         self.index = Body(self.body)
+        self.equations = list(equations(self.body, inside=False))
         arguments = (*self.body.constvars, *self.body.invars)
-        own = list(equations(self.body, inside=False))
-        variables = (*arguments, *(var for equation in own for var in equation.outvars))
+        variables = (*arguments, *(v for e in self.equations for v in e.outvars))
         self.slots = {var: n for n, var in enumerate(dict.fromkeys(variables))}
         self.selected: dict[tuple[int, int], int] = {}
-        for n, equation in enumerate(own):
+        for n, equation in enumerate(self.equations):
             if equation.primitive.name == "select_n":
                 for operand in range(1, len(equation.invars)):
                     self.selected[n, operand] = len(self.slots) + len(self.selected)
@@ -66,7 +66,7 @@ class Region:
     @property
     def equation(self) -> Any:
         """The equation that runs the jaxpr; None for the whole program."""
-        return None if self.outer is None else self.outer.body.eqns[self.key[-1][0]]
+        return None if self.outer is None else self.outer.equations[self.key[-1][0]]
 
     @property
     def enclosing(self) -> tuple[Any, ...]:
@@ -216,8 +216,7 @@ class Recorded:
     def equations(self) -> Iterator[tuple[Region, Any, Location]]:
         """Yields (region, equation, location) of each equation."""
         for region in self.regions.values():
-            own = equations(region.body, inside=False)
-            for equation, location in zip(own, region.locations, strict=True):
+            for equation, location in zip(region.equations, region.locations, strict=True):
                 yield region, equation, location
 
     @property

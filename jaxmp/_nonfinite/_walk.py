@@ -40,7 +40,7 @@ class Operation(NamedTuple):
 
     @property
     def equation(self) -> Any:
-        return self.region.body.eqns[self.number]
+        return self.region.equations[self.number]
 
     @property
     def name(self) -> str:
@@ -132,7 +132,7 @@ class Walk:
         index = region.index.positions.get(var)
         if index is None:
             yield from self._outside(region, at, region.body.invars.index(var))
-        elif region.body.eqns[index].primitive.name in CONSTRUCTS:
+        elif region.equations[index].primitive.name in CONSTRUCTS:
             yield from self._inside(Operation(region, at, index), var)
         else:
             yield Operation(region, at, index)

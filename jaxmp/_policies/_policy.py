@@ -228,8 +228,9 @@ def get_policy(policy: PolicyLike) -> Policy:
         * a string of `key=dtype` pairs such as `"p=f32,c=bf16,o=f32"`, with the keys `p`, `c` and
           `o` or their long forms. Defaults follow jmp: params are float32, compute follows params,
           and output follows compute;
-        * a name such as `"bf16"` (all three dtypes), `"mixed_bfloat16"` or `"bf16-mixed"` (FP32
-          parameters, otherwise bfloat16), or `"bf16-true"` (all three dtypes);
+        * a name such as `"bfloat16"` (all three dtypes), `"mixed_bfloat16"` or `"bf16-mixed"` (FP32
+          parameters, otherwise bfloat16), or `"bf16-true"` (all three dtypes), but not the name of
+          a recipe, such as `"bf16"`;
         * a dtype;
         * a dict with the keys of the string.
 
@@ -265,6 +266,14 @@ def is_policy(value: object) -> TypeGuard[PolicyDtypes]:
 
 def _parse_policy(text: str) -> Policy:
     name = text.strip().lower()
+    if name in shipped():
+        is_dtype = name in DTYPE_NAMES
+        dtype = f", or {canonical_dtype(name).name!r} for all three dtypes" if is_dtype else ""
+        raise PolicyError(
+            f"{text!r} is the name of a recipe, which contains more than one policy. Use "
+            f"jaxmp.load_recipe({name!r}), or its default policy: "
+            f"jaxmp.load_recipe({name!r}).policies.default{dtype}."
+        )
     if name in _MIXED:
         return Policy("f32", _MIXED[name], _MIXED[name])
     if name in _TRUE or name in DTYPE_NAMES:
@@ -278,15 +287,9 @@ def _parse_policy(text: str) -> Policy:
 def _unknown_name_error(text: str, name: str) -> PolicyError:
     if name.removeprefix("u").startswith("int"):
         canonical_dtype(text)  # raises
-    if name in shipped():
-        return PolicyError(
-            f"{text!r} is the name of a recipe, which contains more than one policy. Use "
-            f"jaxmp.load_recipe({name!r}), or its default policy: "
-            f"jaxmp.load_recipe({name!r}).policies.default."
-        )
     names = [*DTYPE_NAMES, *_MIXED, *_TRUE]
     return PolicyError(
-        f"Unknown policy {text!r}.{did_you_mean(name, names)} Use a name such as 'bf16' or "
+        f"Unknown policy {text!r}.{did_you_mean(name, names)} Use a name such as 'bfloat16' or "
         "'mixed_bfloat16', or pairs such as 'p=f32,c=bf16,o=f32'."
     )
 

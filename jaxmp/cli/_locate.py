@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import typer
 
 import jaxmp
+from jaxmp._core._trees import all_finite
 from jaxmp._nonfinite._arguments import last_step_was_skipped
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._checkpoint import open_run
@@ -84,7 +85,7 @@ def _failing(step: Callable[..., Any], state: Any, batches: Iterator[Any]) -> tu
         # The step may donate its arguments.
         results = step(*jax.tree.map(jnp.copy, (state, batch)))
         following = next(batches, None)
-        is_finite = bool(jaxmp.all_finite(results)) and not last_step_was_skipped(results)
+        is_finite = bool(all_finite(results)) and not last_step_was_skipped(results)
         if following is None or not is_finite:
             return state, [batch]
         state = results[0] if type(results) in (tuple, list) else results

@@ -20,6 +20,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._cast_transpose import Prologue, Written, cast_transpose
 from jaxmp.fp8._operands import measure_partials
+from jaxmp.fp8._quantize import quantize
 from jaxmp.fp8._state import OperandState
 
 
@@ -70,7 +71,7 @@ def _by_pallas(source: Source, dtype: DTypeLike, count: int) -> Any:
     """Returns a function of `xs`, the scale and the age of the state that runs the kernel."""
 
     @custom_vmap
-    def quantize(xs: tuple[jax.Array, ...], scale: jax.Array, age: jax.Array) -> Any:
+    def run(xs: tuple[jax.Array, ...], scale: jax.Array, age: jax.Array) -> Any:
         del age
         written = cast_transpose(
             xs,
@@ -90,7 +91,7 @@ def _by_pallas(source: Source, dtype: DTypeLike, count: int) -> Any:
         return values, values.T, jnp.sum(tensor, axis=0) if source.sums else None
 
     # The kernel is not mapped: XLA quantizes the examples.
-    @quantize.def_vmap
+    @run.def_vmap
     def _(axis_size: int, in_batched: list[Any], xs: Any, scale: Any, age: Any) -> Any:
         in_axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(in_batched))
         mapped = functools.partial(jax.vmap, axis_size=axis_size)
@@ -102,4 +103,4 @@ def _by_pallas(source: Source, dtype: DTypeLike, count: int) -> Any:
         results = values, transposed, partials, sums
         return results, (True, True, in_batched[2], True if source.sums else None)
 
-    return quantize
+    return run

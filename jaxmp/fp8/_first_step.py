@@ -22,6 +22,7 @@ from jaxmp._core import _compat
 from jaxmp._core._jaxprs import FIRST_STEP, equations, sub_jaxprs
 from jaxmp._core._programs._constructs import CALLS, REMATS, call_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter
+from jaxmp._core._programs._operations import name_of
 from jaxmp._core._typing import PyTree
 from jaxmp.fp8._scaling import DelayedScaling
 from jaxmp.fp8._state import AGE, OPERANDS, State
@@ -80,7 +81,7 @@ def _may_branch_in_loop(state: State) -> bool:
 
 def is_first_step(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Returns True for the version of a loop that only a step with an unknown amax runs."""
-    return any(each.params.get("name") == FIRST_STEP for each in equations(jaxpr, inside=False))
+    return any(name_of(each) == FIRST_STEP for each in equations(jaxpr, inside=False))
 
 
 def _predicates(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:

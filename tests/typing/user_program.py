@@ -20,6 +20,7 @@ from flax import nnx
 
 import jaxmp
 import jaxmp.nnx
+from jaxmp._flax._nnx_compiled_step import CompiledStep
 
 Params = dict[str, jax.Array]
 
@@ -48,8 +49,9 @@ def train_linen(x: jax.Array) -> jax.Array:
     policies = jaxmp.PolicyMap("bf16", [jaxmp.Rule("head", "c=f32")])
     model = jaxmp.load_recipe(policies).wrap(Norm())
     assert_type(model, Norm)
-    assert_type(jaxmp.explain(model, "fp32")(x).policies.paths, dict[str, type | None])
-    print(jaxmp.explain(model, "bf16")(x).policies.rows)
+    policies_of_modules = jaxmp.explain(model, "fp32")(x).policies
+    assert policies_of_modules is not None
+    assert_type(policies_of_modules.paths, tuple[str, ...])
     attention = jaxmp.attention_fn(is_causal=True, local_window_size=(128, 0))
     assert_type(attention(x, x, x), jax.Array)
 
@@ -101,14 +103,15 @@ def train_nnx(x: jax.Array) -> None:
     jaxmp.register_layer(Model, kernel="weight", dot_general="dot")
     model = jaxmp.load_recipe(jaxmp.Policy("f32", "bf16", "f32")).wrap(Model(nnx.Rngs(0)))
     assert_type(model, Model)
-    assert_type(jaxmp.explain(model, "fp32")().policies.paths, dict[str, type | None])
-    print(jaxmp.explain(model, "bf16")(x).policies.low_precision_share)
+    policies = jaxmp.explain(model, "bf16")(x).policies
+    assert policies is not None
+    assert_type(policies.low_precision_share, float | None)
     recipe = jaxmp.load_recipe("fp16")
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.adamw(1e-3)), wrt=nnx.Param)
     train_step(model, optimizer, x)
     loss, grads = jaxmp.nnx.value_and_grad(nnx_loss, loss_scale=8.0)(model, x)
     print(loss, grads)
     with jaxmp.nnx.compile_step(train_step, model, optimizer) as step:
-        assert_type(step, jaxmp._flax._nnx_compiled_step.CompiledStep)
+        assert_type(step, CompiledStep)
         step(x)
     print(step.nodes, optimizer.loss_scale.scale_value)

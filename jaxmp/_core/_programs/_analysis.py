@@ -182,13 +182,13 @@ class Forward(Interpreter):
         """Returns the facts of the results of a construct; `nothing` for other equations."""
         known: dict[int, Any] = {}
         for inner in inners(equation):
-            facts = self._inside(equation, inner, operands, frame.place.of(equation), state)
+            facts = self._facts_inside(equation, inner, operands, frame.place.of(equation), state)
             for n, fact in enumerate(facts):
                 if inner.results[n] is not None:
                     known[n] = self.join(known[n], fact) if n in known else fact
         return [known.get(n, self.nothing) for n in range(len(equation.outvars))]
 
-    def _inside(
+    def _facts_inside(
         self, equation: JaxprEqn, inner: Inner, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
         args = [self.nothing if n is None else operands[n] for n in inner.indices]
@@ -259,13 +259,13 @@ class Backward:
         """Returns the facts of the operands of a construct; `nothing` for other equations."""
         operands = [self.nothing] * len(equation.invars)
         for inner in inners(equation):
-            facts = self._inside(equation, inner, results, frame.place.of(equation), state)
+            facts = self._facts_inside(equation, inner, results, frame.place.of(equation), state)
             for n, fact in zip(inner.indices, facts, strict=True):
                 if n is not None:
                     operands[n] = self._joined(operands[n], fact)
         return operands
 
-    def _inside(
+    def _facts_inside(
         self, equation: JaxprEqn, inner: Inner, results: list[Any], place: Place, state: Any
     ) -> list[Any]:
         known = [self.nothing if var is None else results[n] for n, var in enumerate(inner.results)]

@@ -74,7 +74,8 @@ class InPlace(Interpreter):
         name, operands, inside = equation.primitive.name, list(operands), inners(equation)
         if name == "shard_map":
             return self._on_shards(equation, operands, place, state)
-        for n in {inner.indices[n] for inner in inside for n in inner.carried} - {None}:
+        carried = {inner.indices[n] for inner in inside for n in inner.carried}
+        for n in (n for n in carried if n is not None):
             operands[n] = self.as_carry(operands[n], equation.invars[n], outer)
         new: dict[int, Any] = {}
         notes: list[Any] = []
