@@ -957,15 +957,15 @@ MUTATIONS = [
     Mutation(
         "a fix casts a value after it was rounded",
         "jaxmp/_audit/_expressions.py",
-        "    origins = _rounded_by(op)",
-        "    origins = []",
+        "origins = expression_of(op, findings), _rounded_by(op)",
+        "origins = expression_of(op, findings), []",
         ("test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding",),
     ),
     Mutation(
         "a fix casts the narrow operand",
         "jaxmp/_audit/_expressions.py",
-        "sides[index] = _cast(sides[index], dtype)",
-        "sides[1 - index] = _cast(sides[1 - index], dtype)",
+        "sides[index] = change(sides[index])",
+        "sides[1 - index] = change(sides[1 - index])",
         ("test_audit_fixes.py::test_the_fix_of_two_dtypes_casts_the_wide_operand",),
     ),
     Mutation(

@@ -355,14 +355,14 @@ def fwd(p, x, dtype=bf):
 PARAMS = {"w": np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)}
 
 
-def audit_step(body, folder, *args, policies=None):
+def audit_step(body, folder, *args):
     """Returns the source of a step and its errors."""
     source = STEP_HEAD + "\n".join(["def loss_fn(p, *args):", *(f"    {x}" for x in body)]) + "\n"
-    return source, errors_of(source, folder, *args, policies=policies)
+    return source, errors_of(source, folder, *args)
 
 
-def errors_of(source, folder, *args, policies=None):
-    return jaxmp.audit(loaded(source, folder), PARAMS, *args, policies=policies).errors
+def errors_of(source, folder, *args):
+    return jaxmp.audit(loaded(source, folder), PARAMS, *args).errors
 
 
 # Lines of a step, its check, and the code that its fix contains and that replaces the same line.

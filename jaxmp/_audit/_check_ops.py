@@ -381,10 +381,10 @@ def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Au
     first = loop.equation.invars[len(loop.equation.invars) - len(inside.invars) :]
     start = first[inside.invars.index(carry)]
     maker = loop.body.maker_through(start, LAYOUT - {"broadcast_in_dim"})
-    code = ""
-    if maker is not None:
-        made = loop._replace(equation=maker)
-        code = in_fp32(expression_of(made, audit.findings))
+    if maker is None:
+        return ""
+    made = loop._replace(equation=maker)
+    code = in_fp32(expression_of(made, audit.findings))
     if not code:
         return ""
     where = audit.findings.where(made)
