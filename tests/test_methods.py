@@ -72,7 +72,9 @@ def test_a_loss_that_is_a_method_receives_its_targets_in_float32(make_loss, reci
     assert value.dtype == F32
     # The targets exceed the predictions 500 times, whose rounding therefore changes little.
     np.testing.assert_allclose(value, make_loss(None)(X, TARGETS), rtol=1e-4)
-    assert operands(loss, X, TARGETS) == {get_policy(recipe).compute_dtype.name}
+    assert operands(loss, X, TARGETS) == {
+        jaxmp.load_recipe(recipe).policies.default.compute_dtype.name
+    }
 
 
 # ---------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_hlo import CompiledProgram, finding
@@ -17,6 +16,7 @@ from jaxmp._core._matmuls import Matmul
 from jaxmp._core._programs._operations import dot_of, name_of
 from jaxmp.fp8._eligible import explain_exclusion
 from jaxmp.fp8._operands import COPIES, QUANTIZE
+from jaxmp.fp8._scaling import CurrentScaling
 
 NOT_FP8 = Check(
     id="not_fp8",
@@ -51,7 +51,7 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
     shape = operands[1].aval.shape
     inputs = math.prod(shape[axis] for axis in contracted)
     sizes = inputs, math.prod(shape) // max(inputs, 1)
-    scaling: Any = audit.context.policies.fp8
+    scaling = audit.context.policies.fp8 or CurrentScaling()
     reason = explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
     message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
     message += reason or "the matmul is not that of a Flax layer, or the layer sets its own"

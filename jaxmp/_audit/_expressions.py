@@ -430,12 +430,12 @@ def statistics_of(root: OpOccurrence) -> list[OpOccurrence]:
         if maker is None or id(maker) in seen:
             return []
         seen.add(id(maker))
-        found = [
+        readers = [
             reader
             for operand in _floats(maker)
             for reader in ([maker] if is_normalized(operand) else readers_from(operand))
         ]
-        return found or [maker] * _is_rounding(maker)
+        return readers or [maker] * _is_rounding(maker)
 
     readers = {id(e): e for var in _floats(root.equation) for e in readers_from(var)}
     return [root._replace(equation=equation) for equation in readers.values()]
