@@ -907,8 +907,9 @@ def test_a_bound_model_is_refused_with_a_fix_that_works():
     variables = MLP().init(KEY, x)
     error = refused(MLP().bind(variables), MIXED)
     assert isinstance(error, CompositionError)
-    assert "apply_policy(model, policies).bind(variables)" in str(error)
-    assert apply_policy(MLP(), BF16).bind(variables)(x).dtype == jnp.bfloat16
+    assert "recipe.wrap(model).bind(variables)" in str(error)
+    recipe = jaxmp.load_recipe(BF16)
+    assert recipe.wrap(MLP()).bind(variables)(x).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("policies", ["p=f32,c=e4m3", "p=e5m2,c=bf16", "float8_e4m3fn"])

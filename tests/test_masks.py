@@ -10,7 +10,7 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import audit, load_recipe
-from jaxmp._attention._layer import AttentionFunction, attention_under_policy
+from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core._jaxprs import equations
 from jaxmp._core._static_values import Scope
 from jaxmp.errors import AttentionError
@@ -199,7 +199,6 @@ def test_a_bias_stays_beside_a_declared_mask():
     declared = attention_under_policy(
         nn.dot_product_attention,
         nn.dot_product_attention,
-        AttentionFunction(),
         recipe(mask="causal").policies.default,
         "layer",
     )
