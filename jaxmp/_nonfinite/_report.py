@@ -83,7 +83,7 @@ class NonfiniteReport(Report):
 
     @property
     def location(self) -> str:
-        """The source line as `model.py:12`; "" if it is not known."""
+        """File name and line of the source, joined by a colon; "" if they are not known."""
         return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
     def _sections(self, full: bool) -> list[Section]:
