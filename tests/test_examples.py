@@ -374,7 +374,7 @@ def test_vision_prints_a_table_draws_and_fails_below_its_goal(tmp_path, capsys, 
     assert rows == [[name, "98.00"] for name in names]
     pictures = {f"digits_{name}.png" for name in names}
     assert {file.name for file in tmp_path.iterdir()} == pictures
-    assert imread(tmp_path / "digits_fp16.png").shape[:2] == (528, 1210)
+    assert imread(tmp_path / "digits_fp16.png").shape[:2] == (374, 1210)
 
     monkeypatch.setattr(vision_digits, "GOAL_PERCENT", 98.1)
     with pytest.raises(typer.Exit):
