@@ -60,7 +60,7 @@ class Machine(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Fault of an installation, and the command that repairs it."""
+    """Problem of an installation, and the command that repairs it."""
 
     message: str
     command: str
@@ -70,11 +70,11 @@ class MachineReport(NamedTuple):
     """Result of `jaxmp.doctor`; `str(report)` is what the command `jaxmp doctor` prints.
 
     Args:
-      machine: the facts.
+      machine: the facts about the machine.
       recipe: name of the recipe that fits the device.
-      reason: why that recipe.
-      features: feature -> "available", or why it is not.
-      problems: what is wrong, most important first; empty if nothing is.
+      reason: the reason for this recipe.
+      features: feature -> "available", or the reason why it is not available.
+      problems: problems of the installation, most important first; empty if there are none.
     """
 
     machine: Machine
@@ -166,7 +166,7 @@ def _nvidia() -> tuple[tuple[str, ...], str]:
 def report_of(machine: Machine) -> MachineReport:
     """Makes the report about a machine."""
     recipe, reason = _recipe(machine)
-    # Each of these may cause the next.
+    # A problem of one group may cause those of the next.
     problems = _driver_problems(machine) or _version_problems(machine) or _use_problems(machine)
     return MachineReport(machine, recipe, reason, _features(machine), tuple(problems))
 
@@ -177,22 +177,22 @@ def _recipe(machine: Machine) -> tuple[str, str]:
         return "bf16", "TPUs multiply in bfloat16"
     if machine.platform != "gpu":
         return "bf16", (
-            "programs of this recipe can be checked here; a CPU computes most 16-bit operations in "
-            "FP32, and is faster with `fp32`"
+            "you can check its programs on this machine; a CPU computes most 16-bit operations in "
+            "FP32, so that training is faster with `fp32`"
         )
     capability = machine.capability
     if capability is None:
         return "bf16", "the compute capability of this GPU is unknown"
     name = f"compute capability {capability_text(capability)}"
     if capability < BFLOAT16_MATMULS:
-        return "fp16", f"{name} has no bfloat16 matmuls, and fast ones in float16"
+        return "fp16", f"{name} supports fast matmuls in float16, but not in bfloat16"
     if capability < FP8_MATMULS:
-        return "bf16", f"{name} has fast matmuls in bfloat16, and none in FP8"
-    return "bf16", f"{name} has fast matmuls in bfloat16, and `fp8` for wide linear layers"
+        return "bf16", f"{name} supports fast matmuls in bfloat16, but not in FP8"
+    return "bf16", f"{name} supports fast matmuls in bfloat16, and in FP8 with the recipe `fp8`"
 
 
 def _features(machine: Machine) -> dict[str, str]:
-    """Returns which kernels are available, or why not."""
+    """Returns kernel -> "available", or the reason why it is not available."""
     if machine.platform != "gpu":
         why = f"JAX computes on a {machine.platform.upper()}"
         return {"fused attention of cuDNN": f"no: {why}", "FP8 matmuls": f"no: {why}"}
@@ -204,8 +204,8 @@ def _features(machine: Machine) -> dict[str, str]:
     texts = {}
     for name, first in lowest.items():
         is_sufficient = machine.capability is None or machine.capability >= first
-        wanted = f"no: it requires compute capability {capability_text(first)}"
-        texts[name] = "available" if is_sufficient else wanted
+        missing = f"no: it requires compute capability {capability_text(first)}"
+        texts[name] = "available" if is_sufficient else missing
     if machine.cudnn is None:
         texts["fused attention of cuDNN"] = "no: JAX finds no cuDNN"
     return texts
@@ -216,7 +216,7 @@ def _cuda_versions(machine: Machine) -> list[int]:
 
 
 def _version_problems(machine: Machine) -> list[Problem]:
-    """Returns packages whose versions do not belong together."""
+    """Returns a problem for each package whose version does not fit the others."""
     versions, problems = machine.versions, []
     installed = _cuda_versions(machine)
     if len(installed) > 1:
@@ -246,7 +246,7 @@ def _newest_cuda(machine: Machine) -> int:
 
 
 def _driver_problems(machine: Machine) -> list[Problem]:
-    """Returns a driver that is older than the installed CUDA requires."""
+    """Returns a problem if the driver is older than the installed CUDA requires."""
     cuda = min(_cuda_versions(machine), default=min(_DRIVERS))
     newest = _newest_cuda(machine)
     if not machine.gpus or newest >= cuda:
@@ -262,7 +262,7 @@ def _driver_problems(machine: Machine) -> list[Problem]:
 
 
 def _use_problems(machine: Machine) -> list[Problem]:
-    """Returns why JAX does not use the GPU of this machine, or its libraries."""
+    """Returns the problems because of which JAX does not use the GPU or its libraries."""
     if machine.failure:
         return [Problem(f"JAX finds no device: {machine.failure}", "unset JAX_PLATFORMS")]
     if not machine.gpus:

@@ -1,4 +1,4 @@
-"""`explain`: the decisions of a recipe on a model or a function, without running it."""
+"""Explains the decisions of a recipe on a model or a function, without running it."""
 
 from __future__ import annotations
 

@@ -93,6 +93,13 @@ MUTATIONS = [
         ("test_nonfinite.py::test_the_largest_passing_scale_is_exact",),
     ),
     Mutation(
+        "locate: a loss scale below the minimum is suggested",
+        "jaxmp/_nonfinite/_arguments.py",
+        "minimum = max(minimum or 0.0, _SMALLEST_SCALE)",
+        "minimum = _SMALLEST_SCALE",
+        ("test_nonfinite.py::test_no_scale_below_the_minimum_is_suggested",),
+    ),
+    Mutation(
         "locate: the loss scale of a skipped step is that of the state",
         "jaxmp/_nonfinite/_arguments.py",
         "skipped = value / factor",

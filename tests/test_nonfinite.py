@@ -226,7 +226,7 @@ def test_a_healthy_step_is_not_reproduced(name):
     loss, *args = HEALTHY[name]
     report = jaxmp.locate_nonfinite(jax.value_and_grad(loss), *args)
     assert not report.reproduced and not report.cause, report
-    assert "the step is finite for these arguments" in str(report).replace("\n", " ")
+    assert "The step is finite for these arguments" in str(report).replace("\n", " ")
 
 
 # ---------------------------------------------------------------------------
@@ -311,14 +311,27 @@ def test_a_skipped_step_is_reproduced_from_the_returned_state():
     assert not report.reproduced and "loss scale 16384" in report.reason
 
 
-def test_the_largest_passing_scale_is_exact():
-    step, state, x = fp16_training(jaxmp.DynamicLossScale(2.0**20), 1.0)
+# Of the second size, the largest passing scale has more digits than `f"{scale:g}"` prints.
+@pytest.mark.parametrize("size", [1.0, 2.0**-6])
+def test_the_largest_passing_scale_is_exact(size):
+    step, state, x = fp16_training(jaxmp.DynamicLossScale(2.0**24), size)
     report = jaxmp.locate_nonfinite(step, state, x)
     scale = float(re.search(r"DynamicLossScale\((\d+)\)", report.fix)[1])
     finite = lambda scale: (
-        step(fp16_training(jaxmp.DynamicLossScale(scale), 1.0)[1], x)[0].opt_state.stats.last_finite
+        step(fp16_training(jaxmp.DynamicLossScale(scale), size)[1], x)[
+            0
+        ].opt_state.stats.last_finite
     )
     assert finite(scale) and not finite(2 * scale)
+
+
+@pytest.mark.parametrize("init_scale", [2.0**15, 2.0**16])
+def test_no_scale_below_the_minimum_is_suggested(init_scale):
+    # 2**14 passes.
+    scale = jaxmp.DynamicLossScale(init_scale, min_scale=2.0**15)
+    step, state, x = fp16_training(scale, 1.0)
+    report = jaxmp.locate_nonfinite(step, state, x)
+    assert (report.cause, report.phase) == ("float16_range", "backward"), report
 
 
 def test_a_forward_overflow_is_not_blamed_on_the_loss_scale():
@@ -335,6 +348,16 @@ def test_a_donated_batch_is_named():
     assert not report.reproduced
     assert "batch was donated to an earlier call" in report.reason
     assert "donate_argnums=0" in code_of(report.reason)
+
+
+def test_an_iterator_with_several_states_is_refused(tmp_path, capsys):
+    file = tmp_path / "several.py"
+    file.write_text("def make_step():\n    return print, 1, 2, iter([3])\n")
+    with pytest.raises(SystemExit):
+        cli.main(["locate", f"{file}:make_step"])
+    message = " ".join(capsys.readouterr().err.split())
+    assert "2 states and an iterator of batches" in message
+    assert "return train_step, model, optimizer, batch" in message
 
 
 def test_shapes_are_refused():

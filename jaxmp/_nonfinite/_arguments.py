@@ -18,6 +18,8 @@ from jaxmp._core._typing import PyTree
 from jaxmp._loss_scale import DynamicLossScale, StaticLossScale
 from jaxmp.optim._skip import SkipNonfiniteState
 
+# Smallest scale that a fix suggests: the default `min_scale` of `DynamicLossScale`.
+_SMALLEST_SCALE = 2.0**-14
 PARAMETER, MOMENT, FP8, INPUT = "parameter", "moment", "FP8 state", "input"
 # Paths of masters, which the state of an optimizer contains.
 _MASTERS = re.compile(r"masters\b")
@@ -103,12 +105,14 @@ class ScaleArgument:
       number: number of its array.
       value: the scale.
       is_dynamic: True if it changes during training.
+      minimum: smallest scale that a fix may suggest.
       of_skipped: the scale of the last step, if that step was skipped; None otherwise.
     """
 
     number: int
     value: float
     is_dynamic: bool
+    minimum: float
     of_skipped: float | None
 
 
@@ -127,7 +131,9 @@ def scale_of(traced: Traced) -> ScaleArgument | None:
                 skipped = None
                 if factor is not None and last_step_was_skipped(traced.arguments):
                     skipped = value / factor
-                return ScaleArgument(number, value, factor is not None, skipped)
+                minimum = getattr(node, "floor", getattr(node, "minimum_scale", None))
+                minimum = max(minimum or 0.0, _SMALLEST_SCALE)
+                return ScaleArgument(number, value, factor is not None, minimum, skipped)
         first += len(paths)
     return None
 

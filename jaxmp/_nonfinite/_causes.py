@@ -27,7 +27,7 @@ _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "cbrt"})
 
 
 class Cause(NamedTuple):
-    """Measured cause.
+    """Cause that a measurement shows.
 
     id: name of the cause, such as "division_by_zero"; "" if it is not known.
     message: the measurement, in one or two sentences.
@@ -56,7 +56,7 @@ class Evidence:
       scale: the loss scale among the arguments.
       passing_scale: the largest smaller power of two with which the step is finite; None if there
         is none.
-      roots: names of the scopes of the program, of which the root's class is removed.
+      roots: scope paths of the program, which show the class of the root module.
     """
 
     walk: Walk
@@ -83,7 +83,7 @@ class Evidence:
         return np.nan if value is None else value
 
     def made_by(self, operand: int, through: frozenset[str] = MOVES) -> set[str]:
-        """Returns the operations that an operand is computed by, as long as these are known."""
+        """Returns the operation that computes an operand, and those before `through`."""
         variable = Variable(self.op.region, self.op.at, self.op.equation.invars[operand])
         return {op.name for op in self.walk.chain(variable, through)}
 
@@ -247,14 +247,16 @@ def _loss_scale(e: Evidence) -> Cause | None:
     if e.scale is None or e.passing_scale is None:
         return None
     message = (
-        f"The loss scale {e.scale.value:g} is too high for these gradients: with "
-        f"{e.passing_scale:g}, the step is finite."
+        f"The loss scale {e.scale.value:.9g} is too high for these gradients: with "
+        f"{e.passing_scale:.9g}, the step is finite."
     )
     kind = "DynamicLossScale" if e.scale.is_dynamic else "StaticLossScale"
-    fix = (
-        "Start with this scale (a dynamic one decreases by itself, at one skipped step each):\n"
-        f"    recipe = recipe.replace(loss_scale=jaxmp.{kind}({e.passing_scale:g}))"
-    )
+    sentence = "Start with this scale, before recipe.optimizer"
+    if e.scale.is_dynamic:
+        sentence += " (a dynamic scale also reaches it by itself, after some skipped steps)"
+    # All bits: a rounded number may be below the minimum scale.
+    code = f"recipe = recipe.replace(loss_scale=jaxmp.{kind}({e.passing_scale:.17g}))"
+    fix = f"{sentence}:\n    {code}"
     return Cause("loss_scale", message, fix)
 
 
@@ -290,7 +292,7 @@ def _range_exceeded(e: Evidence) -> Cause | None:
         code = _fixes.in_fp32(e.expression())
         return e.cause(f"{dtype}_range", message, "Compute the operation in FP32", code)
     fix = (
-        "Compute this module in FP32:\n"
+        "Compute this module in FP32, before recipe.wrap:\n"
         f"    rules = [jaxmp.Rule({module!r}, 'c=f32,o=f32')]\n"
         "    recipe = recipe.replace(policies=jaxmp.PolicyMap(recipe.policies, rules))"
     )

@@ -24,9 +24,6 @@ from jaxmp._nonfinite._record import Program, Recorder, WideRecorder
 from jaxmp._nonfinite._report import NonfiniteReport
 from jaxmp._nonfinite._walk import Argument, Operation, Variable, Walk
 
-# Exponents of the loss scales that are tried.
-_SMALLEST_EXPONENT = -24
-
 
 def locate_nonfinite(step: Callable[..., Any], *args: Any, **kwargs: Any) -> NonfiniteReport:
     """Runs a training step again, and reports the first value that is not finite, and its cause.
@@ -133,8 +130,8 @@ class _Search:
         assert self.scale is not None
         number = self.scale.number
         passes = lambda n: not self._walk(with_scale(arrays, number, 2.0**n))[1]
-        low, high = _SMALLEST_EXPONENT, math.ceil(math.log2(scale))
-        if not passes(low):
+        low, high = (math.ceil(math.log2(n)) for n in (self.scale.minimum, scale))
+        if low >= high or not passes(low):
             return None
         while high - low > 1:
             middle = (low + high) // 2
@@ -160,13 +157,13 @@ def _location(lined: Operation, shown: Operation, names: dict[Path, None]) -> di
 
 
 def _reason(scale: ScaleArgument | None) -> str:
-    tried = "" if scale is None else f" with loss scale {scale.value:g}"
+    tried = "" if scale is None else f" with loss scale {scale.value:.9g}"
     if scale is not None and scale.of_skipped is not None:
-        tried += f" and with {scale.of_skipped:g}, that of the skipped step"
+        tried += f" and with {scale.of_skipped:.9g}, that of the skipped step"
     return (
-        f"the step is finite for these arguments{tried}. It depends on something else: another "
-        "batch or state, random numbers that are not among the arguments, a callback, or roundings "
-        "that the compiler left out."
+        f"The step is finite for these arguments{tried}. The values may come from another batch or "
+        "state, random numbers that are not among the arguments, a callback, or roundings that the "
+        "compiler left out."
     )
 
 

@@ -225,14 +225,14 @@ class Recorded:
         return any(location.differentiated for *_, location in self.equations())
 
     def inside(self, region: Region, index: int) -> list[Region]:
-        """Returns the regions that an equation runs, but for the test of a while loop."""
+        """Returns the regions that an equation runs, except the condition of a while loop."""
         count = len(region.key)
         keys = (k for k in self.regions if len(k) == count + 1 and k[:count] == region.key)
         return [self.regions[key] for key in keys if key[-1][0] == index]
 
 
 class Program:
-    """Compiled program of a jaxpr and of what a recorder adds to it."""
+    """Compiled program that runs a jaxpr with a recorder."""
 
     def __init__(self, recorder: Recorder, closed: Any, keys: Collection[Any] = ()) -> None:
         def run(arrays: list[Any]) -> dict[Any, Any]:

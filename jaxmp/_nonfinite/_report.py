@@ -38,8 +38,8 @@ class NonfiniteReport(Report):
       iteration: iteration of each enclosing loop, outermost first; () outside of loops.
       device: number of the device in the mesh of a `shard_map`; None outside of one.
       index: index of the first element that is not finite, of the result or the argument.
-      argument: the argument that was not finite before the step, as code; "" if the cause is an
-        operation.
+      argument: the argument that was not finite before the step, as code; "" if an operation
+        made the values.
       loss_scale: the loss scale with which the step was reproduced; None without one.
       operands: the operands of the operation.
       results: its results.
@@ -114,7 +114,7 @@ class NonfiniteReport(Report):
             *(f"iteration {n}" for n in self.iteration),
             "" if self.device is None else f"device {self.device}",
             f"index {list(self.index)}" if self.index else "",
-            "" if self.loss_scale is None else f"loss scale {self.loss_scale:g}",
+            "" if self.loss_scale is None else f"loss scale {self.loss_scale:.9g}",
         ]
         return ", ".join(part for part in parts if part)
 

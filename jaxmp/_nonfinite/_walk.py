@@ -22,8 +22,6 @@ MOVES = frozenset(
     | {"neg", "optimization_barrier", "pcast", "pvary", "reduce_sum", "reshape", "squeeze"}
     | {"stop_gradient", "transpose"}
 )
-
-
 # Functions that are infinite at finite operands other than large ones, and unknown functions.
 NO_OVERFLOWS = frozenset(
     {"div", "log", "log1p", "log2", "rsqrt", "atanh", "erf_inv", "tan", "rem"}
@@ -92,12 +90,12 @@ class Argument(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Operation or argument that a value which is not finite comes from.
+    """Operation or argument that made a value that is not finite.
 
     Attributes:
       source: the operation or argument that made it.
       via: the last operation of the backward pass on the way from the source to the results; None
-        if the forward pass returns the value, too.
+        if the forward pass returns the value too.
       from_infinite: True for a NaN that was made from infinities of constants.
     """
 
@@ -138,7 +136,7 @@ class Walk:
             yield Operation(region, at, index)
 
     def _outside(self, region: Region, at: At, number: int) -> Iterator[Variable | Argument]:
-        """Yields the values that a parameter of a jaxpr has outside of it."""
+        """Yields the arguments and outer variables that a parameter of a jaxpr receives."""
         outer, equation = region.outer, region.equation
         if outer is None:
             yield Argument(number)
@@ -162,7 +160,7 @@ class Walk:
         yield Variable(outer, above, operands[number])
 
     def _inside(self, operation: Operation, var: Atom) -> Iterator[Variable]:
-        """Yields the values inside of a construct that its result has."""
+        """Yields the variables inside of a construct that become its result."""
         region, at, index = operation
         equation = operation.equation
         number = list(equation.outvars).index(var)
@@ -308,7 +306,7 @@ class Walk:
         return node if isinstance(node, Operation) else None
 
     def chain(self, variable: Variable, through: frozenset[str]) -> Iterator[Operation]:
-        """Yields the operations that a value is computed by, as long as they are in `through`."""
+        """Yields the operation that computes a value, and those before operations in `through`."""
         waiting, seen = [variable], set()
         while waiting:
             operation = self.maker(waiting.pop(0))
@@ -327,7 +325,7 @@ def _carried(region: Region) -> int:
 
 
 def _order(origin: Origin) -> tuple[Any, ...]:
-    """Returns the position of an origin; ways through the forward pass alone come first."""
+    """Returns the position of an origin; paths through the forward pass alone come first."""
     if isinstance(origin.source, Argument):
         return 0, (), [origin.source.number], origin.via is not None
     return 1, *origin.source.time, origin.via is not None

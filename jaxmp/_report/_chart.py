@@ -1,4 +1,4 @@
-"""Charts of a validation as inline SVG, in the colours of the page's light or dark scheme."""
+"""Charts of a validation as inline SVG, in the colors of the page's light or dark scheme."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_POINTS = 250  # of a curve; longer ones are averaged in bins
-# Dash patterns distinguish the curves without colours; the reference is 0, solid.
+_POINTS = 250  # largest number of points of a curve; longer curves are averaged in bins
+# Dash patterns distinguish the curves without colors; the reference is 0, solid.
 _DASHES = ((), (), (6, 3), (2, 2), (8, 3, 2, 3), (10, 4))
-# matplotlib draws in colours that stand for properties of the style sheet.
+# matplotlib draws in colors that stand for properties of the style sheet.
 _NAMES = ("s0", "s1", "s2", "s3", "s4", "s5", "soft", "rule", "bad")
-_COLOURS = {name: f"#00001{number}" for number, name in enumerate(_NAMES)}
+_COLORS = {name: f"#00001{number}" for number, name in enumerate(_NAMES)}
 _SETTINGS = {"svg.fonttype": "none", "font.size": 9, "lines.scale_dashes": False}
 _SETTINGS |= {f"axes.spines.{side}": False for side in ("top", "left", "right", "bottom")}
 # A page has several images: their identifiers would not be unique.
@@ -52,7 +52,7 @@ class Curve(NamedTuple):
     Args:
       x: increasing positions.
       y: values; non-finite ones interrupt the curve.
-      style: index of colour and dashes; 0 is the reference.
+      style: index of color and dashes; 0 is the reference.
       low: lower bounds of a band around the curve; () without a band.
       high: upper bounds of the band.
     """
@@ -78,7 +78,7 @@ def chart(
     Args:
       title: the quantity.
       note: its unit, or the meaning of the band.
-      curves: the curves; those behind others first.
+      curves: the curves, in the order in which they are drawn.
       log: 0 for a linear vertical axis; 2 or 10 for a logarithmic one with this base, which shows
         positive values only, unless they differ by less than this factor.
       limits: values at which a dashed horizontal line is drawn.
@@ -121,11 +121,11 @@ def _drawn(
             axes.yaxis.set_major_formatter(lambda value, _: label(value))
         axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
         for limit in limits:
-            line = {"color": _COLOURS["bad"], "linewidth": 0.8, "linestyle": (0, (4, 3))}
+            line = {"color": _COLORS["bad"], "linewidth": 0.8, "linestyle": (0, (4, 3))}
             axes.axhline(limit, gid="limit", clip_on=False, **line)
         for curve in curves:
             name = f"s{curve.style % 6}"
-            style = {"color": _COLOURS[name], "clip_on": False}
+            style = {"color": _COLORS[name], "clip_on": False}
             rows = zip(curve.x, curve.low, curve.high, strict=False)
             band = [row for row in rows if _is_finite(row)]
             if band:
@@ -134,8 +134,8 @@ def _drawn(
                 axes.fill(x + x[::-1], high + low[::-1], **style, **around)
             (line,) = axes.plot(curve.x, curve.y, gid=f"curve {name}", linewidth=1.3, **style)
             line.set_dashes(_DASHES[curve.style % 6])
-        axes.grid(axis="y", color=_COLOURS["rule"], linewidth=0.7, clip_on=False)
-        soft = _COLOURS["soft"]
+        axes.grid(axis="y", color=_COLORS["rule"], linewidth=0.7, clip_on=False)
+        soft = _COLORS["soft"]
         axes.tick_params(which="both", left=False, bottom=False, labelcolor=soft)
         axes.set_xlabel("step", loc="right", color=soft)
         buffer = io.StringIO()
@@ -148,7 +148,7 @@ def _is_finite(row: Sequence[float]) -> bool:
 
 
 def _inline(svg: str) -> str:
-    """Returns an SVG file as an element of a page, in the colours of its style sheet."""
+    """Returns an SVG file as an element of a page, in the colors of its style sheet."""
     text = _REMOVED.sub("", svg[svg.index("<svg") :]).replace(' id="', ' class="')
     return re.sub(r"#00001(\d)", lambda match: f"var(--{_NAMES[int(match[1])]})", text.strip())
 

@@ -70,7 +70,7 @@ class Report(Views):
         return _renderable(self._sections(full))
 
     def to_html(self, *, full: bool = False) -> str:
-        """Returns the report as one HTML page without scripts or links.
+        """Returns the report as an HTML page without scripts or links.
 
         Args:
           full: as in `to_text`.
@@ -103,8 +103,8 @@ class Report(Views):
           text: the JSON text.
 
         Raises:
-          AuditError, ValidationError: if the text is not such a report, or has another schema
-            version.
+          AuditError, ValidationError, JaxmpError: if the text is not a report of this class, or
+            has another schema version.
         """
         try:
             data = json.loads(text)

@@ -62,6 +62,12 @@ def locate(
     if checkpointer is not None:
         state = checkpointer.restore(state, step=step)
     if rest and isinstance(rest[-1], Iterator):
+        if len(rest) > 1:
+            raise JaxmpError(
+                f"{function} returned {len(rest)} states and an iterator of batches. An iterator "
+                "requires a single state. Return the batch of the failed step instead:\n"
+                "    return train_step, model, optimizer, batch"
+            )
         state, rest = _failing(train_step, state, islice(rest[-1], batches))
     report = call(
         f"the step of {function}", lambda: jaxmp.locate_nonfinite(train_step, state, *rest)
