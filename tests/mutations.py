@@ -1152,7 +1152,7 @@ MUTATIONS = [
     Mutation(
         "the fix of a norm does not reach the array that it normalizes",
         "jaxmp/_audit/_expressions.py",
-        "        return found or [maker] * _is_rounding(maker)",
+        "        return readers or [maker] * _is_rounding(maker)",
         "        return [maker] * _is_rounding(maker)",
         ("test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding",),
     ),
