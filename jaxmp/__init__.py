@@ -26,11 +26,11 @@ from jaxmp._loss_scale import NoLossScale as NoLossScale
 from jaxmp._loss_scale import StaticLossScale as StaticLossScale
 from jaxmp._policies._policy import Policy as Policy
 from jaxmp._policies._policy import get_policy as get_policy
-from jaxmp._policies._resolve import PolicyMap as PolicyMap
 from jaxmp._policies._rules import Rule as Rule
 from jaxmp._recipe import Recipe as Recipe
 from jaxmp._recipe import list_recipes as list_recipes
 from jaxmp._recipe import load_recipe as load_recipe
+from jaxmp._recipe_files._load import PolicyMap as PolicyMap
 from jaxmp._sharding import state_shardings as state_shardings
 from jaxmp.errors import JaxmpError as JaxmpError
 from jaxmp.optim._find import get_loss_scale as get_loss_scale
