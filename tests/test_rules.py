@@ -245,7 +245,9 @@ def test_copies_are_equal_and_hash_alike(policies):
     again = PolicyMap(str(policies.default), [dataclasses.replace(r) for r in policies.rules])
     for other in (again, pickle.loads(pickle.dumps(policies)), copy.deepcopy(policies)):
         assert other == policies and hash(other) == hash(policies)
-        assert type(other) is jaxmp.PolicyMap and repr(other).startswith("PolicyMap(default=Policy(")
+        assert type(other) is jaxmp.PolicyMap and repr(other).startswith(
+            "PolicyMap(default=Policy("
+        )
 
 
 def test_a_map_cannot_be_changed():
