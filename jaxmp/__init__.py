@@ -11,26 +11,19 @@ from jaxmp import _interrupt as _interrupt  # first: see there
 from jaxmp import errors as errors
 from jaxmp import fp8 as fp8
 from jaxmp import functional as functional
-from jaxmp import losses as losses
 from jaxmp import optim as optim
 from jaxmp import typing as typing
-from jaxmp._attention import dot_product_attention as dot_product_attention
-from jaxmp._attention._layer import attention_fn as attention_fn
-from jaxmp._autocast import autocast as autocast
-from jaxmp._autocast import full_precision as full_precision
 from jaxmp._core._messages import missing_dependency as _missing_dependency
-from jaxmp._gradients import grad as grad
-from jaxmp._gradients import value_and_grad as value_and_grad
 from jaxmp._loss_scale import DynamicLossScale as DynamicLossScale
 from jaxmp._loss_scale import NoLossScale as NoLossScale
 from jaxmp._loss_scale import StaticLossScale as StaticLossScale
 from jaxmp._policies._policy import Policy as Policy
 from jaxmp._policies._policy import get_policy as get_policy
-from jaxmp._policies._resolve import PolicyMap as PolicyMap
 from jaxmp._policies._rules import Rule as Rule
 from jaxmp._recipe import Recipe as Recipe
 from jaxmp._recipe import list_recipes as list_recipes
 from jaxmp._recipe import load_recipe as load_recipe
+from jaxmp._recipe_files._load import PolicyMap as PolicyMap
 from jaxmp._sharding import state_shardings as state_shardings
 from jaxmp.errors import JaxmpError as JaxmpError
 from jaxmp.optim._find import get_loss_scale as get_loss_scale
@@ -40,12 +33,19 @@ from jaxmp.optim._skipped_steps import get_skip_stats as get_skip_stats
 
 if _typing.TYPE_CHECKING:
     from jaxmp import checkpoint as checkpoint
+    from jaxmp import losses as losses
     from jaxmp import nnx as nnx
     from jaxmp import testing as testing
+    from jaxmp._attention import dot_product_attention as dot_product_attention
+    from jaxmp._attention._layer import attention_fn as attention_fn
     from jaxmp._audit import audit as audit
+    from jaxmp._autocast import autocast as autocast
+    from jaxmp._autocast import full_precision as full_precision
     from jaxmp._doctor import doctor as doctor
     from jaxmp._explain import explain as explain
     from jaxmp._flax._register import register_layer as register_layer
+    from jaxmp._gradients import grad as grad
+    from jaxmp._gradients import value_and_grad as value_and_grad
     from jaxmp._nonfinite import locate_nonfinite as locate_nonfinite
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
@@ -98,6 +98,13 @@ __all__ = [
 # Name -> its module, the package that it loads, the feature for error messages, and the extra
 # that installs the package.
 _LAZY = {
+    "attention_fn": ("jaxmp._attention._layer", "jax", "jaxmp.attention_fn", ""),
+    "autocast": ("jaxmp._autocast", "jax", "jaxmp.autocast", ""),
+    "dot_product_attention": ("jaxmp._attention", "jax", "jaxmp.dot_product_attention", ""),
+    "full_precision": ("jaxmp._autocast", "jax", "jaxmp.full_precision", ""),
+    "grad": ("jaxmp._gradients", "jax", "jaxmp.grad", ""),
+    "losses": ("jaxmp.losses", "jax", "jaxmp.losses", ""),
+    "value_and_grad": ("jaxmp._gradients", "jax", "jaxmp.value_and_grad", ""),
     "audit": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
     "doctor": ("jaxmp._doctor", "jax", "jaxmp.doctor", ""),

@@ -488,7 +488,21 @@ MUTATIONS = [
         "    cut = (bits + noise * np.uint32(0)) & ~",
         ("test_optim.py::test_stochastic_rounding_is_unbiased_and_lands_on_neighbours",),
     ),
+    Mutation(
+        "importing the package imports all losses",
+        "jaxmp/__init__.py",
+        "from jaxmp import optim as optim\n",
+        "from jaxmp import losses as losses\nfrom jaxmp import optim as optim\n",
+        ("test_frame.py::test_import_loads_nothing_heavy",),
+    ),
     # Rules and policies.
+    Mutation(
+        "copies of a policy map are of its base class",
+        "jaxmp/_policies/_resolve.py",
+        "        return type(self), (self.default",
+        "        return Policies, (self.default",
+        ("test_rules.py::test_copies_are_equal_and_hash_alike",),
+    ),
     Mutation(
         "the last matching rule decides instead of the first",
         "jaxmp/_policies/_resolve.py",

@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[1]
 HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
 HEAVY |= {"jaxmp._audit", "jaxmp._validate", "jaxmp.checkpoint", "jaxmp.cli"}
 HEAVY |= {"jax.experimental.pallas.triton"}
+# They are imported when they are first used.
+LAZY = ("_attention", "_autocast", "_fp32_gradients", "_gradients", "losses")
+HEAVY |= {f"jaxmp.{name}" for name in LAZY}
 
 
 def run_python(code: str, path: Path = ROOT, **options) -> str:
@@ -56,6 +59,11 @@ def test_import_loads_nothing_heavy():
 def test_the_import_test_can_fail():
     assert loaded_by("import jaxmp, flax, rich") >= {"flax", "rich"}
     assert "jaxmp._audit" in loaded_by("import jaxmp; jaxmp.audit")
+
+
+def test_lazy_names_load_their_modules():
+    code = "import jaxmp\njaxmp.attention_fn, jaxmp.grad, jaxmp.losses.mse, jaxmp.autocast"
+    assert loaded_by(code) == {f"jaxmp.{name}" for name in LAZY}
 
 
 @pytest.mark.parametrize("name", ["nnx", "TrainState"])
@@ -518,7 +526,7 @@ def public_callables() -> dict[str, object]:
     exported = {
         f"{module.__name__}.{name}": value
         for module in modules
-        for name, value in vars(module).items()
+        for name, value in ((name, getattr(module, name)) for name in dir(module))
         if not name.startswith("_")
         and (inspect.isfunction(value) or inspect.isclass(value))
         and value.__module__.startswith("jaxmp")

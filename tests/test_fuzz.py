@@ -15,10 +15,10 @@ from jaxmp._core._dtypes import DTYPE_NAMES
 from jaxmp._policies._policy import get_policy
 from jaxmp._policies._policy_fields import FIELD_KEYS, MATMUL_PRECISIONS
 from jaxmp._policies._recipe_names import shipped
-from jaxmp._policies._resolve import PolicyMap
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe import list_recipes, load_recipe
 from jaxmp._recipe_files import _toml
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp._recipe_files._schema import MASTERS, PRESETS, RULE, TABLES, TOP
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError, RuleError
 

@@ -24,9 +24,8 @@ from grids import EXPENSIVE
 from jaxmp import cli
 from jaxmp._policies._op_rows import ANY, JOINT
 from jaxmp._policies._op_table import CATEGORIES, DEFAULT_OPS, OpRule, OpTable
-from jaxmp._policies._resolve import PolicyMap
 from jaxmp._recipe import list_recipes, load_recipe
-from jaxmp._recipe_files._load import as_op_table
+from jaxmp._recipe_files._load import PolicyMap, as_op_table
 from jaxmp.errors import JaxmpError, OpError, RecipeError
 
 BF16, F16, F32 = (np.dtype(name) for name in ("bfloat16", "float16", "float32"))

@@ -22,11 +22,11 @@ from flax import nnx
 from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
 from jaxmp._policies._op_table import CATEGORIES
 from jaxmp._policies._policy import Policy, get_policy, summarized
-from jaxmp._policies._resolve import PolicyMap, resolve_policy
+from jaxmp._policies._resolve import resolve_policy
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe import list_recipes, load_recipe
 from jaxmp._recipe_files import _toml
-from jaxmp._recipe_files._load import as_policy_map
+from jaxmp._recipe_files._load import PolicyMap, as_policy_map
 from jaxmp._recipe_files._schema import RULE, TABLES, TOP
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 from jaxmp.fp8._scaling import KINDS

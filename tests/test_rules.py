@@ -20,8 +20,9 @@ import jaxmp
 from jaxmp._policies._patterns import compile_pattern
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_required, explain_modules
-from jaxmp._policies._resolve import PolicyMap, resolve_first, resolve_policy, storage_dtype
+from jaxmp._policies._resolve import resolve_first, resolve_policy, storage_dtype
 from jaxmp._policies._rules import Rule
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import PolicyError, RuleError
 
 F32, BF16 = np.dtype("float32"), np.dtype(jnp.bfloat16)
@@ -244,6 +245,19 @@ def test_copies_are_equal_and_hash_alike(policies):
     again = PolicyMap(str(policies.default), [dataclasses.replace(r) for r in policies.rules])
     for other in (again, pickle.loads(pickle.dumps(policies)), copy.deepcopy(policies)):
         assert other == policies and hash(other) == hash(policies)
+        assert type(other) is jaxmp.PolicyMap and repr(other).startswith(
+            "PolicyMap(default=Policy("
+        )
+
+
+def test_a_map_cannot_be_changed():
+    policies = PolicyMap("bf16")
+    for name in ("default", "new"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(policies, name, 1)
+    assert policies != PolicyMap("bf16", fp8=jaxmp.fp8.CurrentScaling())
+    names = [field.name for field in dataclasses.fields(policies) if field.init]
+    assert names == ["default", "rules", "fp8"]
 
 
 @given(maps)
@@ -473,4 +487,4 @@ def test_reading_a_recipe_file_takes_few_steps(tmp_path):
     dtypes = ("param", "float32"), ("compute", "bfloat16"), ("output", "float32")
     lines = [f'{name}_dtype = "{dtype}"' for name, dtype in dtypes]
     file.write_text("\n".join(["[policy]", *lines]))
-    assert len(functions_entered(lambda: jaxmp.load_recipe(file))) <= 33
+    assert len(functions_entered(lambda: jaxmp.load_recipe(file))) <= 34

@@ -16,7 +16,7 @@ from jaxmp._core._locations import Location, Locations, module_of, root_of
 from jaxmp._core._static_values import Scope
 from jaxmp._core._typing import PyTree
 from jaxmp._policies._explanation import MaskRow
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import RecipeWarning
 
 

@@ -10,7 +10,8 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast._equations import is_matmul
 from jaxmp._core._jaxprs import array_aval
 from jaxmp._core._programs._operations import dot_of
-from jaxmp._policies._resolve import PolicyMap, Scaling, matmul_scaling
+from jaxmp._policies._resolve import Scaling, matmul_scaling
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._explain import Fp8Explanation as Fp8Explanation

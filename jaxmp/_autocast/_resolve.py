@@ -16,7 +16,8 @@ from jaxmp._core._programs._bind import SCATTERS
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_module_dtypes, check_required
-from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_first
+from jaxmp._policies._resolve import ResolvedPolicy, resolve_first
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import RuleError
 
 # Scopes that mark equations. They are not part of module paths.

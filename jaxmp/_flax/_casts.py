@@ -18,7 +18,8 @@ from jaxmp._core._wide_dot import is_weak_float32, strongly_typed, weakly_typed
 from jaxmp._flax._layer_table import LayerTraits, is_flax
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_policy
+from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy
+from jaxmp._recipe_files._load import PolicyMap
 
 # ---------------------------------------------------------------------------
 # Policies of modules

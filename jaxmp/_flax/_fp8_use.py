@@ -19,7 +19,7 @@ from jaxmp._flax._fp8_layers import (
 )
 from jaxmp._flax._layer_table import CONV
 from jaxmp._flax._share import matrix_elements
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._recipe_files._load import PolicyMap
 
 # Classes of models that were reported, and their policies.
 _reported: set[tuple[type, PolicyMap]] = set()

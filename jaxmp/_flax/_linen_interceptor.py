@@ -28,7 +28,7 @@ from jaxmp._flax._method_call import MethodCall
 from jaxmp._flax._share import Suspect, are_many
 from jaxmp._policies._device import check_device
 from jaxmp._policies._precision import matmul_precision, precision_scope
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import CompositionError
 
 Path: TypeAlias = tuple[str, ...]

@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 from flax.core import Scope, freeze
 
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._recipe_files._load import PolicyMap
 
 
 def is_by_path(policies: PolicyMap) -> bool:

@@ -25,7 +25,7 @@ from jaxmp._flax._linen_scopes import is_by_path, key_scopes, modules_in
 from jaxmp._flax._shardings import constrain_variables
 from jaxmp._flax._share import warn_if_low
 from jaxmp._policies._device import check_gradient
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._recipe_files._load import PolicyMap
 
 # ---------------------------------------------------------------------------
 # Wrapped classes

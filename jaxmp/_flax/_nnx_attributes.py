@@ -19,7 +19,7 @@ from jaxmp._flax._nnx_cast_on_read import cast_on_read
 from jaxmp._flax._nnx_fp8 import set_fp8_state
 from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes, default_dtype
 from jaxmp._flax._nnx_subclass import wrapped_class
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._recipe_files._load import PolicyMap
 
 # ---------------------------------------------------------------------------
 # One module

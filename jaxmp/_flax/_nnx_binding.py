@@ -29,7 +29,8 @@ from jaxmp._flax._nnx_modules import (
 from jaxmp._flax._nnx_subclass import binds_assigned
 from jaxmp._flax._shardings import SPEC
 from jaxmp._policies._required import check_required
-from jaxmp._policies._resolve import PolicyMap, ResolvedPolicy, resolve_policy, storage_dtype
+from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy, storage_dtype
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import RuleError
 
 M = TypeVar("M", bound=nnx.Module)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxmp._flax._casts import resolve_module
 from jaxmp._flax._nnx_layers import NNX_LAYERS
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._recipe_files._load import PolicyMap
 
 Path: TypeAlias = tuple[str, ...]
 

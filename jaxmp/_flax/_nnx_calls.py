@@ -30,7 +30,7 @@ from jaxmp._flax._nnx_cast_on_read import is_member
 from jaxmp._flax._share import Suspect, are_many, warn_if_low
 from jaxmp._policies._device import check_device, check_gradient
 from jaxmp._policies._precision import matmul_precision, precision_scope
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import RecipeWarning
 
 

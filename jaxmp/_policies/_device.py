@@ -15,18 +15,18 @@ from jaxmp._core._capability import BFLOAT16_MATMULS, capability_text, unsupport
 from jaxmp._core._typing import PyTree
 from jaxmp._loss_scale._use import check_float16_gradient, present
 from jaxmp._policies._required import named_dtypes
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._resolve import Policies
 from jaxmp.errors import RecipeWarning
 
 _BFLOAT16, _FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
 
-def note_policies(policies: PolicyMap) -> None:
+def note_policies(policies: Policies) -> None:
     """Notes that policies are applied to a model or a function; see `jaxmp._loss_scale._use`."""
     present.float16 = present.float16 or computes_in(policies, _FLOAT16)
 
 
-def check_gradient(policies: PolicyMap, inputs: Callable[[], PyTree]) -> None:
+def check_gradient(policies: Policies, inputs: Callable[[], PyTree]) -> None:
     """Warns if a model in float16 is differentiated in a program without a loss scale.
 
     Args:
@@ -39,7 +39,7 @@ def check_gradient(policies: PolicyMap, inputs: Callable[[], PyTree]) -> None:
         check_float16_gradient()
 
 
-def check_device(policies: PolicyMap) -> None:
+def check_device(policies: Policies) -> None:
     """Warns once of policies in bfloat16 on a GPU without bfloat16 matmuls.
 
     Called while a model is traced, because the device that is compiled for is known only then.
@@ -51,7 +51,7 @@ def check_device(policies: PolicyMap) -> None:
 
 
 @functools.cache
-def computes_in(policies: PolicyMap, dtype: np.dtype) -> bool:
+def computes_in(policies: Policies, dtype: np.dtype) -> bool:
     """Returns True if the default policy or a rule has this compute dtype."""
     names = named_dtypes(policies)
     return any(field == "compute_dtype" and each == dtype for _, field, each in names)

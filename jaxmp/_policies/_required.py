@@ -14,7 +14,7 @@ from jaxmp._policies._explanation import PolicyDecision, PolicyExplanation
 from jaxmp._policies._inputs import methods_of, own_inputs
 from jaxmp._policies._patterns import ModuleType, module_type_names
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._resolve import PolicyMap, lineage, resolve_policy, typed_paths
+from jaxmp._policies._resolve import Policies, lineage, resolve_policy, typed_paths
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import PolicyError, RuleError
 
@@ -23,7 +23,7 @@ from jaxmp.errors import PolicyError, RuleError
 # ---------------------------------------------------------------------------
 
 
-def named_dtypes(policies: PolicyMap) -> Iterator[tuple[str, str, np.dtype]]:
+def named_dtypes(policies: Policies) -> Iterator[tuple[str, str, np.dtype]]:
     """Yields (owner, field, dtype) for each dtype of the default policy and of the rules."""
     owners: list[tuple[str, Policy | Rule]] = [("the default policy", policies.default)]
     owners += [(repr(rule), rule) for rule in policies.rules]
@@ -34,7 +34,7 @@ def named_dtypes(policies: PolicyMap) -> Iterator[tuple[str, str, np.dtype]]:
                 yield owner, field, dtype
 
 
-def check_module_dtypes(policies: PolicyMap) -> None:
+def check_module_dtypes(policies: Policies) -> None:
     """Checks that modules can store and compute in the dtypes of the policies.
 
     Raises:
@@ -55,7 +55,7 @@ def check_module_dtypes(policies: PolicyMap) -> None:
 
 
 def explain_modules(
-    policies: PolicyMap,
+    policies: Policies,
     paths: Iterable[str] | Mapping[str, ModuleType],
     outputs: Mapping[str, int | None] = MappingProxyType({}),
 ) -> PolicyExplanation:
@@ -90,7 +90,7 @@ def explain_modules(
 
 
 def check_required(
-    policies: PolicyMap,
+    policies: Policies,
     paths: Iterable[str] | Mapping[str, ModuleType],
     rules: Iterable[Rule] | None = None,
 ) -> None:

@@ -7,10 +7,9 @@ attention layers read the `ResolvedPolicy` that it returns.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
@@ -26,43 +25,21 @@ from jaxmp.fp8._scaling import as_scaling
 # Policy maps
 # ---------------------------------------------------------------------------
 
-# The function that converts the default of a `PolicyMap`. It reads recipe files, which contain
-# rules, so a higher module defines and registers it.
-_reader: list[Callable[[Any], PolicyMap]] = []
 
-
-def reads_policies(fn: Callable[[Any], PolicyMap]) -> Callable[[Any], PolicyMap]:
-    """Registers the function that converts the default of a `PolicyMap` to a `PolicyMap`."""
-    _reader[:] = [fn]
-    return fn
-
-
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, init=False)
-class PolicyMap:
+class Policies:
     """Default policy and ordered rules. Only the first matching rule applies.
 
-    Fields that this rule omits come from the default policy.
+    Users create its subclass `PolicyMap`, which also accepts recipes.
 
     Args:
-      default: a recipe's name or file, a policy string, a `Policy`, or anything else that specifies
-        policies. A recipe name means the recipe, as in every `policies=` argument:
-        `PolicyMap("bf16", rules)` has the default policy of that recipe, and its rules after
-        `rules`. `PolicyMap("bfloat16")` sets all three dtypes.
+      default: the default policy.
       rules: rules in order of precedence.
-      fp8: the FP8 scaling of modules with `matmul = "fp8"`, such as `fp8.CurrentScaling()`. None:
-        the scaling of the default, or `CurrentScaling()` if it has none.
+      fp8: the FP8 scaling of modules with `matmul = "fp8"`. None: `CurrentScaling()`.
 
     Raises:
       RuleError: if `rules` contains another object, or a rule has a window but no declared mask.
-      PolicyError: if the default is not valid, or `fp8` is not a scaling.
-
-    Example:
-      >>> policies = PolicyMap("p=f32,c=bf16,o=f32", [Rule("head", "c=f32")])
-      >>> str(policies.resolve("head"))
-      'p=f32,c=f32,o=f32'
-      >>> str(policies.resolve("body/dense"))
-      'p=f32,c=bf16,o=f32'
+      PolicyError: if `fp8` is not a scaling.
     """
 
     default: Policy
@@ -74,7 +51,7 @@ class PolicyMap:
     _resolved: dict[Any, ResolvedPolicy] = dataclasses.field(init=False, repr=False, compare=False)
 
     def __init__(
-        self, default: Any, rules: Iterable[Rule] | Rule = (), fp8: Scaling | None = None
+        self, default: Policy, rules: Iterable[Rule] | Rule = (), fp8: Scaling | None = None
     ) -> None:
         if fp8 is not None and not isinstance(fp8, Scaling):
             raise PolicyError(
@@ -82,11 +59,7 @@ class PolicyMap:
                 "PolicyMap('p=f32,c=bf16,o=f32,matmul=fp8', fp8=jaxmp.fp8.CurrentScaling()); a "
                 "recipe also accepts a name: recipe.replace(fp8='current')."
             )
-        rules = _checked_rules(rules)
-        if not isinstance(default, Policy):
-            base = _reader[0](default)
-            rules += base.rules
-            default, fp8 = base.default, base.fp8 if fp8 is None else fp8
+        rules = checked_rules(rules)
         object.__setattr__(self, "default", default)
         object.__setattr__(self, "rules", rules)
         object.__setattr__(self, "fp8", fp8)
@@ -98,8 +71,8 @@ class PolicyMap:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[type[PolicyMap], tuple[Any, ...]]:
-        return PolicyMap, (self.default, self.rules, self.fp8)
+    def __reduce__(self) -> tuple[type[Policies], tuple[Any, ...]]:
+        return type(self), (self.default, self.rules, self.fp8)
 
     def resolve(
         self,
@@ -121,7 +94,12 @@ class PolicyMap:
         return resolve_policy(self, path, module_type, ancestors).policy
 
 
-def _checked_rules(rules: Iterable[Rule] | Rule) -> tuple[Rule, ...]:
+def checked_rules(rules: Iterable[Rule] | Rule) -> tuple[Rule, ...]:
+    """Returns the rules of a `PolicyMap` as a tuple.
+
+    Raises:
+      RuleError: if one of them is another object.
+    """
     rules = tuple(rules) if isinstance(rules, Iterable) else (rules,)
     for rule in rules:
         if not isinstance(rule, Rule):
@@ -213,7 +191,7 @@ class ResolvedPolicy:
 
 
 def resolve_policy(
-    policies: PolicyMap,
+    policies: Policies,
     path: str | Iterable[str | int],
     module_type: ModuleType = None,
     ancestors: tuple[ModuleType, ...] = (),
@@ -223,7 +201,7 @@ def resolve_policy(
 
     Args:
       policies: the default policy and the rules.
-      path, module_type, ancestors: as in `PolicyMap.resolve`.
+      path, module_type, ancestors: as in `Policies.resolve`.
       outputs: number of outputs of a linear layer; None for other modules.
     """
     key = path, module_type, ancestors, outputs
@@ -262,7 +240,7 @@ def narrow_reason(policy: Policy, outputs: int | None) -> str:
     return f"FP32 result of {outputs} output{'s' * (outputs != 1)}: fp32_outputs_below={limit}"
 
 
-def resolve_first(policies: PolicyMap, paths: Iterable[str]) -> ResolvedPolicy:
+def resolve_first(policies: Policies, paths: Iterable[str]) -> ResolvedPolicy:
     """Resolves the first of several candidate paths for which a rule decides.
 
     If no rule matches any of them, the first path is resolved. The name scopes of a traced function
@@ -272,13 +250,13 @@ def resolve_first(policies: PolicyMap, paths: Iterable[str]) -> ResolvedPolicy:
     return next((each for each in candidates if each.rule is not None), candidates[0])
 
 
-def matmul_scaling(policies: PolicyMap) -> Scaling | None:
+def matmul_scaling(policies: Policies) -> Scaling | None:
     """Returns the scaling of FP8 matmuls; None if no policy or rule sets `matmul = "fp8"`."""
     holders = (policies.default, *policies.rules)
     return as_scaling(policies.fp8) if any(each.matmul == "fp8" for each in holders) else None
 
 
-def storage_dtype(policies: PolicyMap, names: tuple[str, ...]) -> np.dtype:
+def storage_dtype(policies: Policies, names: tuple[str, ...]) -> np.dtype:
     """Returns the dtype in which the policies store a parameter.
 
     Args:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
+import jax
 import numpy as np
 
 from jaxmp._core._messages import did_you_mean
 from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._policy import PolicyLike, complete_policy, get_policy, summarized
+from jaxmp._policies._policy import Policy, PolicyLike, complete_policy, get_policy, summarized
 from jaxmp._policies._recipe_names import recipe_names, shipped
 from jaxmp._policies._required import check_module_dtypes, named_dtypes
-from jaxmp._policies._resolve import PolicyMap, reads_policies
+from jaxmp._policies._resolve import Policies, Scaling, checked_rules
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe_files import _scaling_table, _toml
 from jaxmp._recipe_files._fields import Setting
@@ -39,6 +40,45 @@ _FLOAT16 = np.dtype("float16")
 # ---------------------------------------------------------------------------
 # Data
 # ---------------------------------------------------------------------------
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+class PolicyMap(Policies):
+    """Default policy and ordered rules. Only the first matching rule applies.
+
+    Fields that this rule omits come from the default policy.
+
+    Args:
+      default: a recipe's name or file, a policy string, a `Policy`, or anything else that specifies
+        policies. A recipe name means the recipe, as in every `policies=` argument:
+        `PolicyMap("bf16", rules)` has the default policy of that recipe, and its rules after
+        `rules`. `PolicyMap("bfloat16")` sets all three dtypes.
+      rules: rules in order of precedence.
+      fp8: the FP8 scaling of modules with `matmul = "fp8"`, such as `fp8.CurrentScaling()`. None:
+        the scaling of the default, or `CurrentScaling()` if it has none.
+
+    Raises:
+      RuleError: if `rules` contains another object, or a rule has a window but no declared mask.
+      PolicyError: if the default is not valid, or `fp8` is not a scaling.
+
+    Example:
+      >>> policies = PolicyMap("p=f32,c=bf16,o=f32", [Rule("head", "c=f32")])
+      >>> str(policies.resolve("head"))
+      'p=f32,c=f32,o=f32'
+      >>> str(policies.resolve("body/dense"))
+      'p=f32,c=bf16,o=f32'
+    """
+
+    def __init__(
+        self, default: RecipeLike, rules: Iterable[Rule] | Rule = (), fp8: Scaling | None = None
+    ) -> None:
+        if isinstance(default, Policy):
+            super().__init__(default, rules, fp8)
+            return
+        rules = checked_rules(rules)
+        base = as_policy_map(default)
+        super().__init__(base.default, rules + base.rules, base.fp8 if fp8 is None else fp8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +120,6 @@ RecipeLike: TypeAlias = HasRecipeData | RecipeData | PolicyMap | PolicyLike | os
 # ---------------------------------------------------------------------------
 
 
-@reads_policies
 def as_policy_map(policies: RecipeLike) -> PolicyMap:
     """Converts any `policies=` argument to a `PolicyMap`.
 

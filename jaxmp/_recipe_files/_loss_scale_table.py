@@ -18,7 +18,7 @@ from jaxmp._loss_scale import (
     as_loss_scale,
 )
 from jaxmp._policies._required import named_dtypes
-from jaxmp._policies._resolve import PolicyMap
+from jaxmp._policies._resolve import Policies
 from jaxmp._recipe_files import _toml
 from jaxmp._recipe_files._fields import Setting
 from jaxmp._recipe_files._schema import DYNAMIC, fix_line, read_contents
@@ -57,7 +57,7 @@ _KEYS_OF_KIND = {
 
 
 def loss_scale_data(
-    value: LossScaleData | LossScaleLike | Mapping[str, object] | str, policies: PolicyMap
+    value: LossScaleData | LossScaleLike | Mapping[str, object] | str, policies: Policies
 ) -> LossScaleData:
     """Converts a loss scale to plain data.
 
@@ -92,7 +92,7 @@ def _from_object(loss_scale: LossScale) -> LossScaleData:
     return LossScaleData(kind="dynamic", arguments=tuple(sorted(arguments.items())))
 
 
-def read_loss_scale(settings: Mapping[str, Setting], policies: PolicyMap) -> LossScaleData:
+def read_loss_scale(settings: Mapping[str, Setting], policies: Policies) -> LossScaleData:
     """Returns the loss scale that a [loss_scale] table specifies, with "auto" resolved.
 
     Args:
@@ -130,7 +130,7 @@ def read_loss_scale(settings: Mapping[str, Setting], policies: PolicyMap) -> Los
     return data
 
 
-def automatic_kind(policies: PolicyMap) -> str:
+def automatic_kind(policies: Policies) -> str:
     """Returns the kind of "auto": "dynamic" if any dtype is float16, otherwise "none"."""
     return "dynamic" if _FLOAT16 in [dtype for _, _, dtype in named_dtypes(policies)] else "none"
 

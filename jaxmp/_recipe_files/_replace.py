@@ -12,8 +12,7 @@ from jaxmp._core._typing import DTypeLike
 from jaxmp._loss_scale import LossScaleLike
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy_fields import ATTENTION_FIELDS, canonical_fields
-from jaxmp._policies._resolve import PolicyMap
-from jaxmp._recipe_files._load import RecipeData, RecipeLike, as_policy_map, check_recipe
+from jaxmp._recipe_files._load import PolicyMap, RecipeData, RecipeLike, as_policy_map, check_recipe
 from jaxmp._recipe_files._loss_scale_table import LossScaleData, automatic_kind, loss_scale_data
 from jaxmp._recipe_files._scaling_table import ScalingLike, replace_scaling
 from jaxmp._recipe_files._schema import TABLES, TOP

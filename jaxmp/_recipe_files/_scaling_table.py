@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from jaxmp._policies._resolve import PolicyMap, Scaling, matmul_scaling
+from jaxmp._policies._resolve import Policies, Scaling, matmul_scaling
 from jaxmp._recipe_files._fields import BOOLEAN, COUNT, Field, Setting, choice
 from jaxmp._recipe_files._toml import Document, literal, quoted
 from jaxmp.errors import RecipeError
@@ -14,6 +14,8 @@ from jaxmp.fp8._scaling import KERNEL_AMAX, KERNELS, KINDS, CurrentScaling, as_s
 from jaxmp.fp8._scaling import ScalingLike as ScalingLike
 
 TABLE = "fp8"
+
+_Policies = TypeVar("_Policies", bound=Policies)
 
 _FORMATS = Field('a format, a list of two, or "high"', '["e4m3fn", "e5m2"]', (str, list))
 
@@ -52,8 +54,8 @@ def is_inherited(own: Mapping[tuple[str, str], Setting]) -> bool:
 
 
 def with_scaling(
-    policies: PolicyMap, settings: Mapping[str, Setting], document: Document
-) -> PolicyMap:
+    policies: _Policies, settings: Mapping[str, Setting], document: Document
+) -> _Policies:
     """Returns policies with the scaling that the table specifies.
 
     Args:
@@ -77,7 +79,7 @@ def with_scaling(
     return policies
 
 
-def replace_scaling(policies: PolicyMap, scaling: ScalingLike, recipe: str) -> PolicyMap:
+def replace_scaling(policies: _Policies, scaling: ScalingLike, recipe: str) -> _Policies:
     """Returns policies with another scaling.
 
     Args:

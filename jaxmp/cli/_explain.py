@@ -12,9 +12,9 @@ from rich.padding import Padding
 import jaxmp
 from jaxmp._policies._policy import with_fields
 from jaxmp._policies._required import check_required, explain_modules
-from jaxmp._policies._resolve import PolicyMap
 from jaxmp._policies._rules import rule_text
 from jaxmp._recipe import adapter_name, load_recipe
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, call, load_function
 from jaxmp.cli._output import console, escape, make_table, policy_lines, write_json
 from jaxmp.errors import JaxmpError, RuleError

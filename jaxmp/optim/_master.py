@@ -16,8 +16,9 @@ from jaxmp import _overwritten
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, canonical_dtype, is_16bit, short_name
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._policies._resolve import PolicyMap, storage_dtype
+from jaxmp._policies._resolve import storage_dtype
 from jaxmp._recipe_files import _load
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import CompositionError
 from jaxmp.optim import _storage
 

@@ -19,7 +19,8 @@ from jax import lax
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import DTypeLike, PyTree
-from jaxmp._policies._resolve import PolicyMap, storage_dtype
+from jaxmp._policies._resolve import storage_dtype
+from jaxmp._recipe_files._load import PolicyMap
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _HALF_ULP = np.uint32(0x8000)
