@@ -980,7 +980,7 @@ MUTATIONS = [
         "jaxmp/_audit/_expressions.py",
         "origins = expression_of(op, findings), _rounded_by(op)",
         "origins = expression_of(op, findings), []",
-        ("test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding",),
+        ("test_audit_fixes.py::test_the_fix_of_a_step_is_its_own_code",),
     ),
     Mutation(
         "a fix casts the narrow operand",
