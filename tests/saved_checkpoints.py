@@ -39,6 +39,9 @@ def write(folder: Path) -> None:
     for name, recipe in RECIPES.items():
         with Checkpointer(folder / name) as checkpointer:
             checkpointer.save(1, make_state(recipe), recipe=recipe)
+    # Orbax writes the path of this machine into these files, and does not read it.
+    for file in folder.rglob("commit_success.txt"):
+        file.write_text(file.read_text("utf-8").replace(f"{FOLDER}/", ""), "utf-8")
     save_safetensors(folder / "params.safetensors", make_state(RECIPES["packed"]).params)
 
 
