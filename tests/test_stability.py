@@ -1,7 +1,9 @@
 """What docs/stability.md promises: public names, signatures, keys, fields and checkpoints."""
 
 import importlib
+import re
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,14 @@ def test_the_public_api_is_that_of_the_committed_list():
 
 
 def test_there_are_few_public_names():
-    assert len(public_api.public_objects()) <= 102
+    assert len(public_api.public_objects()) <= 120
+
+
+def test_the_leg_with_the_lowest_versions_imports_public_modules():
+    line = re.search(
+        r'python -c "import (jaxmp, .*)"', (Path(__file__).parents[1] / "Makefile").read_text()
+    )
+    assert line and set(line[1].split(", ")) <= {*public_api.modules(), "jaxmp.cli"}
 
 
 @pytest.mark.parametrize("name", sorted(public_api.modules()))
