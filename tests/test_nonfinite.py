@@ -513,6 +513,39 @@ def test_the_command_reproduces_from_a_checkpoint(page, capsys, tmp_path):
     assert code == 0 and not json.loads(printed.out)["reproduced"]
 
 
+def test_the_command_restores_all_arguments_of_a_saved_tuple(page, capsys, tmp_path):
+    (tmp_path / "run.py").write_text(
+        """
+import jax, jax.numpy as jnp, jaxmp, optax
+from flax import nnx
+
+def make_step():
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    def train_step(model, optimizer, x):
+        grads = nnx.grad(lambda model: model(x).sum())(model)
+        optimizer.update(model, grads)
+
+    return train_step, model, optimizer, jnp.ones((2, 4))
+"""
+    )
+    names = {}
+    exec((tmp_path / "run.py").read_text(), names)
+    _, model, optimizer, _ = names["make_step"]()
+    moments = optimizer.opt_state[0]
+    moments.mu.bias[...] = moments.mu.bias[...].at[1].set(jnp.nan)
+    with jaxmp.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(1, (model, optimizer), recipe="fp32", allow_nonfinite=True)
+        checkpointer.wait()
+    arguments = "run.py:make_step", "--checkpoint", "checkpoints", "--json", "-"
+    code, printed = command(capsys, *arguments)
+    assert code == 1, printed.err
+    fields = json.loads(printed.out)
+    assert (fields["cause"], fields["index"]) == ("poisoned_moment", [1])
+    assert "mu" in fields["argument"] and "bias" in fields["argument"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
