@@ -5,7 +5,9 @@ import importlib.util
 import inspect
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -467,6 +469,50 @@ def blocks(language):
     text = PAGE.read_text("utf-8")
     found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [block for name, block in found if name == language]
+
+
+EIGHT_DEVICES = """
+import jax, jax.numpy as jnp, jaxmp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+axis_types = (jax.sharding.AxisType.Auto,) * 2
+mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=axis_types)
+
+def loss(w, x):
+    def part(w, x):
+        def layer(h, _):
+            with jax.named_scope("dense"):
+                h = lax.psum(h.astype(jnp.float16) @ w.astype(jnp.float16), "model")
+            start = 4 * lax.axis_index("model")
+            return lax.dynamic_slice_in_dim(h.astype(jnp.float32), start, 4, 1), None
+
+        h, _ = lax.scan(jax.remat(layer), x, length=3)
+        return lax.pmean(jnp.mean(h), ("data", "model"))
+
+    specs = P("model"), P("data", "model")
+    return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(w, x)
+
+step = jax.jit(jax.value_and_grad(loss))
+x = jnp.ones((8, 8)).at[5, 3].set(4000.0)
+print(jaxmp.locate_nonfinite(step, jnp.ones((8, 8)), x).to_json())
+"""
+
+
+@pytest.mark.expensive
+def test_a_scan_on_a_mesh_of_eight_devices(tmp_path):
+    """Rows 4 and 5 are on devices 4 and 5. Row 5 reaches 4,007, 32,056 and 128,224 per device."""
+    (tmp_path / "run.py").write_text(EIGHT_DEVICES)
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    env = os.environ | {"XLA_FLAGS": flags}
+    done = subprocess.run(
+        [sys.executable, "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    where = [report[name] for name in ("device", "iteration", "index", "module", "primitive")]
+    assert where == [4, [2], [1, 0], "dense", "dot_general"]
+    assert (report["cause"], report["phase"]) == ("float16_range", "forward")
 
 
 @pytest.fixture
