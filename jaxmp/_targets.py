@@ -27,7 +27,7 @@ class Target(NamedTuple):
 
     Args:
       name: the name that users write, such as "h200".
-      kind: name of the device, such as "NVIDIA H200 141GB HBM3e".
+      kind: name of the device in JAX, such as "NVIDIA H200 141GB HBM3e".
       platform: "gpu", "tpu" or "cpu".
       memory: bytes of each JAX device.
       bandwidth: bytes per second between each JAX device and its memory.
@@ -59,6 +59,18 @@ class Target(NamedTuple):
     def native(self) -> tuple[str, ...]:
         """The dtypes that the chip multiplies natively."""
         return tuple(dtype for dtype in self.peak if dtype != "tf32")
+
+    @property
+    def rounded_fp32(self) -> str:
+        """The format to which matmuls of the default precision round FP32 operands."""
+        if self.platform == "tpu":
+            return "bfloat16"
+        return "tf32" if "tf32" in self.peak else "float32"
+
+    @property
+    def usable(self) -> int:
+        """The bytes of each device that JAX allocates: by default 75 % of the memory of a GPU."""
+        return self.memory * 3 // 4 if self.platform == "gpu" else self.memory
 
 
 _FORMATS = {"half": ("bfloat16", "float16"), "fp8": ("float8_e4m3fn", "float8_e5m2")}
@@ -154,9 +166,9 @@ _MULTIPROCESSORS = {
 }
 # The same without compute capability. A JAX device of a TPU7x is one of the two cores of a chip.
 _OTHERS = {
-    "v5e": ("TPU v5e", 16 * _GB, 819e9, 400e9),
-    "v5p": ("TPU v5p", 95 * _GB, 2765e9, 1200e9),
-    "v6e": ("TPU v6e", 32 * _GB, 1638e9, 800e9),
+    "v5e": ("TPU v5 lite", 16 * _GB, 819e9, 400e9),
+    "v5p": ("TPU v5", 95 * _GB, 2765e9, 1200e9),
+    "v6e": ("TPU v6 lite", 32 * _GB, 1638e9, 800e9),
     "tpu7x": ("TPU7x", 96 * _GB, 3690e9, 600e9),
     # One socket with the largest memory, 8 channels of DDR5-4800.
     "cpu": ("Intel Xeon Platinum 8480+", 4096 * _GB, 307.2e9, 0.0),

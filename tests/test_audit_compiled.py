@@ -25,6 +25,7 @@ from jaxmp import audit, cli
 from jaxmp._audit import _compile
 from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._trace import trace
+from jaxmp._targets import get_target
 from relaxed import relaxed
 from train_lm import make_step, prepare_nnx
 
@@ -728,12 +729,12 @@ def here(monkeypatch):
 )
 def test_which_card_a_device_is(here, target, check, is_it):
     devices = here(check)
-    assert _compile._real_gpus(target, None, 1) == (devices if is_it else [])
+    assert _compile._real_devices(get_target(target), None, 1) == (devices if is_it else [])
 
 
 def test_cards_of_this_process_are_taken_if_they_are_enough(here):
     first, _, third = here("NVIDIA H200", "NVIDIA RTX A2000", "NVIDIA H200")
-    assert _compile._real_gpus("h200", None, 1) == [first]
+    assert _compile._real_devices(get_target("h200"), None, 1) == [first]
     assert _compile._real_gpus("h200", None, 2) == [first, third]
     assert _compile._real_gpus("h200", None, 3) == []
 
@@ -781,7 +782,7 @@ def test_a_program_of_the_real_compiler_reads_the_same(monkeypatch):
 def test_a_card_that_jax_is_told_not_to_use_is_not_there(here, monkeypatch):
     here("NVIDIA H200")
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert _compile._real_gpus("h200", None, 1) == []
+    assert _compile._real_devices(get_target("h200"), None, 1) == []
 
 
 def test_without_the_compiler_the_error_says_what_to_install(monkeypatch):

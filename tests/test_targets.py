@@ -1,6 +1,11 @@
 """The table of chips, and the target of a program."""
 
+import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxmp
 from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
 from jaxmp._audit._compile import _WITHOUT_GPU, compile_for
 from jaxmp._audit._gpus import GPUS, describe
 from jaxmp._audit._trace import trace
@@ -16,6 +22,8 @@ from jaxmp._core import _compat
 from jaxmp._core._capability import BFLOAT16_MATMULS, FP8_MATMULS, TF32_MATMULS
 from jaxmp._targets import TARGETS, get_target
 from jaxmp.errors import RecipeWarning
+
+X = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
 
 # ---------------------------------------------------------------------------
 # The table
@@ -66,17 +74,112 @@ def test_an_unknown_chip_is_refused(name, message):
         get_target(name)
 
 
-@pytest.mark.parametrize("name", ["v100", "cpu"])
-def test_the_audit_says_why_it_cannot_compile(name):
-    with pytest.raises(jaxmp.errors.TargetError, match=get_target(name).uncompiled):
-        jaxmp.audit(lambda x: pytest.fail("traced"), 1.0, target=name)
+@pytest.mark.parametrize(("name", "fits"), [("v100", "fp16"), ("cpu", "bf16")])
+def test_the_report_says_why_it_is_not_compiled_and_which_recipe_fits(name, fits):
+    report = jaxmp.audit(lambda x: x @ x, X, recipe="fp8", target=name)
+    assert report.target == name and report.memory is None and report.flops
+    reason, recipe = report.notes
+    assert get_target(name).uncompiled in reason
+    fix = re.search(r"jaxmp\.load_recipe\(.*\)$", recipe)[0]
+    assert eval(fix, {"jaxmp": jaxmp}) == jaxmp.load_recipe(fits)
+    assert len(jaxmp.audit(lambda x: x @ x, X, recipe=fits, target=name).notes) == 1
+
+
+@needs_compiler
+def test_the_report_says_how_much_memory_is_missing():
+    # Two arrays of 7.2 GB fit into 75 % of the 22 GiB of an L4, and not of the 15 GiB of a T4.
+    x = jax.ShapeDtypeStruct((60000, 60000), jnp.float16)
+    l4, t4 = (jaxmp.audit(lambda x: x @ x, x, target=name).notes for name in ("l4", "t4"))
+    assert l4 == () and len(t4) == 1
+    pattern = r"requires 14\.4 GB per device, 2\.32 GB too much: NVIDIA T4 has 16\.1 GB, of which"
+    assert re.search(pattern, t4[0]), t4
+
+
+# Programs for TPUs, in a process of their own, because libtpu prints.
+FOR_TPUS = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+import jaxmp
+
+def loss(q, k, v, w):
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits).astype(q.dtype), v)
+    return jnp.square(jnp.einsum("bqhd,hde->bqe", out, w).astype(jnp.float32)).sum()
+
+def shape(*sizes, dtype=jnp.bfloat16, **kwargs):
+    return jax.ShapeDtypeStruct(sizes, dtype, **kwargs)
+
+def operands(report):
+    return [[row.lhs, row.rhs] for row in report.gemms]
+
+chip = sys.argv[1]
+args = [shape(4, 128, 8, 64)] * 3 + [shape(8, 64, 256)]
+report = jaxmp.audit(jax.grad(loss, argnums=(0, 1, 2, 3)), *args, target=chip)
+fp8 = shape(256, 256, dtype=jnp.float8_e4m3fn)
+dot = lambda x, w: jax.lax.dot(x, w, preferred_element_type=jnp.bfloat16)
+of_fp8 = jaxmp.audit(dot, fp8, fp8, target=chip)
+wide = shape(256, 256, dtype=jnp.float32)
+mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+split = shape(512, 512, sharding=NamedSharding(mesh, PartitionSpec("data")))
+sharded = jaxmp.audit(lambda x, w: jax.nn.relu(x @ w), split, split, target=chip)
+try:
+    jaxmp.audit(lambda x: jnp.tanh(x @ x) @ x, shape(200000, 200000), target=chip)
+except jaxmp.errors.TargetError as error:
+    message = str(error)
+print("RESULT" + json.dumps({
+    "attention": [sum(row.flops for row in report.gemms), report.flops, report.gpu],
+    "bf16": operands(report),
+    "fp8": [operands(of_fp8), of_fp8.notes],
+    "fp32": [operands(jaxmp.audit(lambda x: jnp.dot(x, x, precision=p), wide, target=chip))
+             for p in ("default", "highest")],
+    "sharded": [sharded.gpu, [row.dtype for row in sharded.collectives]],
+    "memory": message,
+}))
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='libtpu is not installed: pip install -e ".[tpu-aot]"',
+)
+@EXPENSIVE
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
+def test_programs_for_tpus(chip):
+    done = subprocess.run(
+        [sys.executable, "-c", FOR_TPUS, chip],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.rpartition("RESULT")[2])
+    compiled, traced, device = result["attention"]
+    kind = get_target(chip).kind
+    assert compiled == traced and device == f"{kind} (no such GPU on this machine)"
+    assert {dtype for pair in result["bf16"] for dtype in pair} == {"bfloat16"}
+    rows, notes = result["fp8"]
+    assert rows == [["float8_e4m3fn", "float8_e4m3fn"]]
+    assert ("has no FP8 units" in "".join(notes)) == (chip != "tpu7x")
+    assert result["fp32"] == [[["bfloat16", "bfloat16"]], [["float32", "float32"]]]
+    sharded, sent = result["sharded"]
+    assert sharded.startswith(f"4 x {kind}") and set(sent) == {"bfloat16"}
+    assert re.search(rf"does not fit '{chip}': it requires [\d.]+G of [\d.]+G", result["memory"])
+
+
+def test_tpus_require_libtpu(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "libtpu" else find(name, *a)
+    )
+    with pytest.raises(jaxmp.errors.MissingDependencyError, match="tpu-aot"):
+        jaxmp.audit(lambda x: x @ x, X, target="v6e")
 
 
 # ---------------------------------------------------------------------------
 # The target of a program
 # ---------------------------------------------------------------------------
 
-X = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
 MATMUL = (((1,), (0,)), ((), ()))
 # Dtype of a dot's result -> the programs for a GPU and for a CPU.
 NARROW, WIDE = (

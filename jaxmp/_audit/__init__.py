@@ -42,7 +42,7 @@ from jaxmp._audit import _check_rules as _check_rules
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_state import label_arguments
 from jaxmp._audit._checks import CHECKS as CHECKS
-from jaxmp._audit._compile import check_target, compile_for
+from jaxmp._audit._compile import compile_for
 from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._make_report import make_report
 from jaxmp._audit._program import is_attention
@@ -53,7 +53,7 @@ from jaxmp._audit._trace import Traced, trace
 from jaxmp._core import _compat
 from jaxmp._core._static_values import Scope
 from jaxmp._recipe_files._load import as_recipe_data
-from jaxmp._targets import default_target
+from jaxmp._targets import default_target, get_target
 from jaxmp.errors import AuditError
 
 
@@ -77,9 +77,11 @@ def audit(
         `Policy`, a `PolicyMap` or a `Recipe`. None: an FP32 matmul is an error if an operand was
         cast up from 16 bits. A program contains no module types, so a dtype that a rule by type
         requires is allowed in every module.
-      target: a GPU, such as "h200" or "l4", to compile the program for it, too: "t4", "a100-40",
-        "a100" (80 GB), "rtx3090", "l4", "l40s", "rtx4090", "h100", "h200" or "b200". It does not
-        have to be present (the extra `aot` of jaxmp). The report then has `.gemms`,
+      target: a chip, such as "h200" or "v6e", to compile the program for it, too: "t4", "a100-40",
+        "a100" (80 GB), "rtx3090", "l4", "l40s", "rtx4090", "h100", "h200", "b200", or one of
+        Google's TPUs "v5e", "v5p", "v6e" and "tpu7x" (a device is one core). It does not
+        have to be present (the extras `aot` and `tpu-aot` of jaxmp). For "v100" and "cpu" the
+        program is only traced, and a note has the reason. The report then has `.gemms`,
         `.attention`, `.collectives` and `.memory`. If the arguments are sharded over a mesh, or a
         `jit`, `shard_map` or constraint of the program names one, the program is compiled for as
         many GPUs, whatever the devices of the mesh are. None: the chip of
@@ -91,9 +93,9 @@ def audit(
 
     Raises:
       AuditError: if `fn` is not a function, or changes an NNX object that is not among its
-        arguments, if `target` is not a known GPU, or if XLA cannot
-        compile the program.
-      MissingDependencyError: if neither the GPU nor XLA's compiler for it is installed.
+        arguments, or if XLA cannot compile the program.
+      TargetError: if `target` is not a known chip, or the program does not fit a TPU.
+      MissingDependencyError: if neither the chip nor XLA's compiler for it is installed.
       PolicyError, RecipeError: if the recipe is not valid.
 
     Example:
@@ -118,13 +120,13 @@ def audit_call(
     _check_function(fn)
     target = target or _compat.current_context().chip or None
     if target is not None:
-        check_target(target)
+        get_target(target)
     data = None if recipe is None else as_recipe_data(recipe)
     name = recipe if isinstance(recipe, str) else "bf16" if recipe is None else ""
     code = repr(name) if name else "recipe" if hasattr(recipe, "data") else "policies"
     # JAX may start its backends at any step of an audit.
     with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
-        device = _compat.target() if target is None else "gpu"
+        device = _compat.target() if target is None else get_target(target).platform
         return _audit(PolicyContext(data, device, code), fn, args, kwargs, target)
 
 
@@ -141,7 +143,9 @@ def _audit(
     label_arguments(auditor, traced)
     # Masks that attention makes for its own derivative are not the model's.
     auditor.run(Scope(traced.closed, stops=is_attention))
-    compiled = None if target is None else compile_for(target, traced)
+    compiled = None
+    if target is not None and not get_target(target).uncompiled:
+        compiled = compile_for(target, traced)
     return make_report(auditor, traced, compiled, function=fn, target=target or "")
 
 

@@ -1,4 +1,4 @@
-"""Compilation of a traced program for a GPU, which does not have to be present."""
+"""Compilation of a traced program for a GPU or TPU, which does not have to be present."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jaxmp._audit._gpus import GPUS, describe
+from jaxmp._audit._gpus import describe
 from jaxmp._audit._trace import Traced
-from jaxmp._core._compat import current_mesh, described_gpus
+from jaxmp._core._compat import current_mesh, described_gpus, described_tpus
 from jaxmp._core._jaxprs import equations, with_parameters
 from jaxmp._core._locations import Lines
 from jaxmp._core._messages import missing_dependency
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import jit_of
-from jaxmp._targets import get_target
+from jaxmp._targets import Target, get_target
 from jaxmp.errors import AuditError, TargetError
 
 _CALLBACKS = frozenset(
@@ -40,31 +40,18 @@ _WITHOUT_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False
 
 
 class Compiled(NamedTuple):
-    """Optimized program for a GPU."""
+    """Optimized program for a GPU or TPU."""
 
     text: str
     memory: Any  # CompiledMemoryStats of each device
     gpu: str
     devices: int
-    # True if the GPU is present; then `gpu` is its device kind.
+    # True if the chip is present; then `gpu` is its device kind.
     is_real: bool
     # Axis -> size, in the order of the devices, and the shardings of the arguments on this mesh.
     mesh: dict[str, int]
     shardings: list[Any]
-    # False for GPUs before the A100, whose FP32 matmuls do not use Tensor Cores.
-    has_tf32: bool = True
-
-
-def check_target(target: str) -> None:
-    """Checks the name of a target before anything is traced.
-
-    Raises:
-      TargetError: if it is not the name of a chip that programs can be compiled for.
-    """
-    chip = get_target(target)
-    if target not in GPUS:
-        reason = chip.uncompiled or "the audit compiles for GPUs"
-        raise TargetError(f"no program can be compiled for target={target!r}: {reason}.")
+    chip: Target
 
 
 def compile_for(target: str, traced: Traced) -> Compiled:
@@ -74,42 +61,49 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     description of the GPU.
 
     Args:
-      target: a name of `GPUS`.
+      target: the name of a chip.
       traced: the program. If its arrays or operations are sharded over a mesh of any devices, it is
         compiled for as many GPUs.
 
     Raises:
+      TargetError: if the program does not fit a TPU.
       AuditError: if there are several meshes, if there are host callbacks and no such GPU, or if
         XLA cannot compile the program.
       MissingDependencyError: if neither the GPU nor XLA's GPU compiler is installed.
     """
-    mesh = _mesh_of(traced)
+    mesh, chip = _mesh_of(traced), get_target(target)
     count = 1 if mesh is None else mesh.size
-    real = _real_gpus(target, mesh, count)
-    devices = real or _described(target, count)
+    real = _real_devices(chip, mesh, count)
+    devices = real or _described(chip, count)
     move = _Move(mesh, devices)
     asked, donated = _asked(traced.jaxpr)
     shapes = [move.shape(array, asked.get(n)) for n, array in enumerate(traced.arrays)]
     closed = traced.closed if mesh is None else with_parameters(_in_jit(traced), move.parameter)
     run = jax.extend.core.jaxpr_as_fun(closed)
-    options = None if real else _WITHOUT_GPU
+    options = None if real or chip.platform == "tpu" else _WITHOUT_GPU
+    platform = "cuda" if chip.platform == "gpu" else chip.platform
     try:
         with move.context():
             staged = jax.jit(run, donate_argnums=donated, keep_unused=True).trace(*shapes)
-            compiled = staged.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+            compiled = staged.lower(lowering_platforms=(platform,)).compile(
+                compiler_options=options
+            )
     except jax.errors.JaxRuntimeError as error:
-        reason = f"XLA cannot compile this for {GPUS[target].kind}: {_reason(str(error))}"
+        need = re.search(r"required for.*?\((\S+)\) exceeds available HBM \((\S+)\)", str(error))
+        if need:
+            text = f"the program does not fit {target!r}: it requires {need[1]} of {need[2]}."
+            raise TargetError(text) from error
+        reason = f"XLA cannot compile this for {chip.kind}: {_reason(str(error))}"
         raise AuditError(reason) from error
     except RuntimeError as error:
         if real or "Unknown backend" not in str(error):
             raise
         raise _no_callbacks(target, traced) from error
-    name = devices[0].device_kind if real else GPUS[target].kind
+    name = devices[0].device_kind if real else chip.kind
     sizes = {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
     shardings = [shape.sharding for shape in shapes]
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    has_tf32 = "tf32" in GPUS[target].peak
-    return Compiled(text, memory, name, count, bool(real), sizes, shardings, has_tf32)
+    return Compiled(text, memory, name, count, bool(real), sizes, shardings, chip)
 
 
 def _reason(text: str) -> str:
@@ -133,15 +127,15 @@ def _in_jit(traced: Traced) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def _real_gpus(target: str, mesh: Mesh | AbstractMesh | None, count: int) -> list[Any]:
+def _real_devices(chip: Target, mesh: Mesh | AbstractMesh | None, count: int) -> list[Any]:
     """Returns `count` local devices if they are the target; otherwise none.
 
     A mesh of the arguments keeps its order. Devices of other processes are not used, because all
     processes would have to compile the program together.
     """
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() != chip.platform:
         return []
-    gpus = [device for device in jax.local_devices() if _is_target(target, device.device_kind)]
+    gpus = [device for device in jax.local_devices() if _is_target(chip, device.device_kind)]
     in_mesh = _devices_of(mesh)
     if in_mesh and set(in_mesh) <= set(gpus):
         return in_mesh
@@ -152,14 +146,16 @@ def _real_gpus(target: str, mesh: Mesh | AbstractMesh | None, count: int) -> lis
 _WORDS = {"a100-40": {"a100", "40gb"}, "rtx3090": {"rtx", "3090"}, "rtx4090": {"rtx", "4090"}}
 
 
-def _is_target(target: str, device_kind: str) -> bool:
+def _is_target(chip: Target, device_kind: str) -> bool:
     """Returns True for a device kind such as "NVIDIA A100-SXM4-80GB".
 
     A slice of a GPU, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", and the form for laptops have fewer cores
     and less memory.
     """
+    if chip.platform != "gpu":
+        return device_kind == chip.kind
     parts = set(re.split(r"[^a-z0-9]+", device_kind.lower()))
-    return _WORDS.get(target, {target}) <= parts and parts.isdisjoint(("mig", "laptop"))
+    return _WORDS.get(chip.name, {chip.name}) <= parts and parts.isdisjoint(("mig", "laptop"))
 
 
 def _devices_of(mesh: object) -> list[Any]:
@@ -167,7 +163,11 @@ def _devices_of(mesh: object) -> list[Any]:
     return list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
 
 
-def _described(target: str, count: int) -> list[Any]:
+def _described(chip: Target, count: int) -> list[Any]:
+    if chip.platform == "tpu":
+        if importlib.util.find_spec("libtpu") is None:
+            raise missing_dependency("libtpu", f"XLA's compiler for {chip.name}", "tpu-aot")
+        return described_tpus(chip.name, count)
     try:
         is_installed = any(
             importlib.util.find_spec(f"jax_plugins.xla_{cuda}") for cuda in ("cuda13", "cuda12")
@@ -175,9 +175,9 @@ def _described(target: str, count: int) -> list[Any]:
     except ModuleNotFoundError:
         is_installed = False
     if not is_installed:
-        raise missing_dependency("jax-cuda13-plugin", f"XLA's compiler for {target}", "aot")
+        raise missing_dependency("jax-cuda13-plugin", f"XLA's compiler for {chip.name}", "aot")
     try:
-        return described_gpus(describe(GPUS[target]), count)
+        return described_gpus(describe(chip), count)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         raise AuditError(
             f"XLA's GPU compiler does not start ({error}). Install packages of the same version:"

@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxmp._audit._hlo_flow import DataFlow, Value
 from jaxmp._core._hlo import Computation, Instruction, Program, Shape, Step
 
 _CONVOLUTIONS = ("__cudnn$conv",)
 _BLOCK_SCALED = "__cudnn$blockScaledDot"
+_WINDOW = re.compile(r"[{ ](size|stride|pad|lhs_dilate|rhs_dilate)=([-\dx_]+)")
 _ALGORITHM = re.compile(r"dot_([a-z0-9]+)_", re.I)
 _MOVES = frozenset({"bitcast", "copy", "transpose", "reshape", "convert"})
 # Scaling and clipping do not change that an operand is quantized.
@@ -126,8 +129,26 @@ def _convolution_flops(inside: Computation, instruction: Instruction, target: st
         out = first
     elif target.endswith("convBackwardFilter"):
         kernel, out = out, kernel
-    labels = instruction.attribute("dim_labels").partition("_")[2].partition("-")[0]
-    return 2 * out.elements * kernel.elements // max(1, kernel.sizes[labels.index("o")])
+    lhs, rhs, result = re.split("_|->", instruction.attribute("dim_labels"))
+    flops = 2 * out.elements * kernel.elements // max(1, kernel.sizes[rhs.index("o")])
+    if target:
+        return flops
+    # XLA for TPUs writes batch dimensions as spatial ones, and pads or dilates the input such that
+    # each position of the result meets one position of the kernel.
+    window = {key: text.split("x") for key, text in _WINDOW.findall(instruction.rest)}
+    for axis, size in enumerate(map(int, window.get("size", ()))):
+        label = str(axis)
+        count = out.sizes[result.index(label)]
+        stride, dilation, spread = (
+            int(window[key][axis]) if key in window else 1
+            for key in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        low = int(window["pad"][axis].partition("_")[0]) if "pad" in window else 0
+        positions = np.add.outer(stride * np.arange(count) - low, spread * np.arange(size))
+        last = dilation * (first.sizes[lhs.index(label)] - 1)
+        met = (positions >= 0) & (positions <= last) & (positions % dilation == 0)
+        flops //= size if met.sum() == count else 1
+    return flops
 
 
 def shape_of(computation: Computation, name: str) -> Shape:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._audit._compile import Compiled
-from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, Compilation, GemmRow
+from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, Compilation, GemmRow, MemoryRow
 from jaxmp._audit._hlo_collectives import (
     Contents,
     collective_name,
@@ -23,6 +23,8 @@ from jaxmp._core._hlo import Computation, Instruction, Program
 from jaxmp._core._jaxprs import BACKWARD, Path, phase_of
 from jaxmp._core._locations import Lines, module_of
 from jaxmp._core._matmuls import attention_flops
+from jaxmp._report._units import bytes_text
+from jaxmp._targets import Target
 
 _UNKNOWN_LOOPS = (
     "{} loops of the compiled program have an unknown number of iterations; one is counted for each"
@@ -108,13 +110,30 @@ def read_program(
             elif collective_name(part):
                 mesh = compiled.mesh
                 collectives += _collective_rows(inside, part, step.times, origins, contents, mesh)
+    memory = memory_row(compiled.memory, program, fusions, in_optimizer)
     return Compilation(
         merged(gemms, "flops", "count"),
         merged(attention, "count", "flops"),
         merged(collectives, "bytes", "count"),
-        memory_row(compiled.memory, program, fusions, in_optimizer),
-        (_UNKNOWN_LOOPS.format(endless),) if endless else (),
+        memory,
+        (
+            *((_UNKNOWN_LOOPS.format(endless),) if endless else ()),
+            *_chip_notes(compiled.chip, memory, gemms),
+        ),
     )
+
+
+def _chip_notes(chip: Target, memory: MemoryRow, gemms: list[GemmRow]) -> Iterator[str]:
+    """Yields how a program exceeds what a chip has."""
+    total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
+    if total > chip.usable:
+        has = f"{chip.kind} has {bytes_text(chip.memory)}"
+        has += f", of which JAX allocates {bytes_text(chip.usable)}" * (chip.usable < chip.memory)
+        missing = bytes_text(total - chip.usable)
+        yield f"the program requires {bytes_text(total)} per device, {missing} too much: {has}"
+    fp8 = {row.lhs for row in gemms if row.lhs.startswith("float8")} - set(chip.native)
+    if fp8:
+        yield f"{chip.kind} has no FP8 units, and multiplies FP8 operands as it does bfloat16"
 
 
 def _collective_rows(
@@ -150,8 +169,8 @@ def _gemm_row(matmul: HloMatmul, times: int, origins: Origins, compiled: Compile
 
 
 def _actual(dtype: str, compiled: Compiled) -> str:
-    """Returns the dtype in which the GPU multiplies an operand."""
-    return "float32" if dtype == "tf32" and not compiled.has_tf32 else dtype
+    """Returns the dtype in which the chip multiplies an operand."""
+    return compiled.chip.rounded_fp32 if dtype == "tf32" else dtype
 
 
 def _is_in_outer_loop(op_name: str) -> bool:

@@ -25,6 +25,7 @@ from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._report import AuditReport
 from jaxmp._audit._rows import CastRow, Finding, MatmulRow, merged
 from jaxmp._audit._trace import Traced
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import Path
 from jaxmp._core._locations import module_of
 from jaxmp._core._matmuls import MULTIPLES
@@ -33,6 +34,9 @@ from jaxmp._core._programs._constructs import CALLS
 from jaxmp._core._programs._interpreter import Frame
 from jaxmp._core._programs._operations import sharding_of_result
 from jaxmp._policies._policy import summarized
+from jaxmp._policies._resolve import matmul_scaling
+from jaxmp._recipe_files._load import RecipeData
+from jaxmp._targets import get_target
 
 _EMULATED = (
     "FP8 matmuls are emulated on a CPU: operands are rounded to FP8 and multiplied in a wider dtype"
@@ -75,8 +79,8 @@ def make_report(
         program = _compiled_program(compilation, findings, auditor, axes)
         findings += [f for function in ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
-    notes = (*auditor.notes, *rows.pop("notes", ()))
     recipe, definition = auditor.context.recipe, _definition(function)
+    notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(target, recipe))
     findings = [_with_line(finding, definition) for finding in findings]
     return AuditReport(
         function=getattr(function, "__name__", type(function).__name__),
@@ -93,6 +97,27 @@ def make_report(
         notes=notes,
         **rows,
     )
+
+
+def _target_notes(target: str, recipe: RecipeData | None) -> Iterator[str]:
+    """Yields why a program was not compiled, and the recipe that fits the chip."""
+    if not target:
+        return
+    chip = get_target(target)
+    if chip.uncompiled:
+        yield f"the program was not compiled for {target!r}: {chip.uncompiled}"
+    if recipe is None:
+        return
+    default = recipe.policies.default
+    lacks_fp8 = matmul_scaling(recipe.policies) is not None and "float8_e4m3fn" not in chip.native
+    if lacks_fp8 or (
+        is_16bit(default.compute_dtype) and str(default.compute_dtype) not in chip.native
+    ):
+        name = "FP8" if lacks_fp8 else str(default.compute_dtype)
+        fitting = "bf16" if "bfloat16" in chip.native else "fp16"
+        fitting += "_params" * is_16bit(default.param_dtype)
+        text = f"the recipe computes in {name}, which {chip.kind} does not multiply natively"
+        yield f"{text}; this one fits: jaxmp.load_recipe({fitting!r})"
 
 
 def _compiled_program(

@@ -116,8 +116,8 @@ class Instruction(NamedTuple):
         """Names of the computations that it calls."""
         keys = ("calls", "to_apply", "body", "condition", "true_computation", "false_computation")
         single = [self.attribute(key) for key in keys]
-        branches = re.findall(r"[\w.\-]+", self.attribute("branch_computations"))
-        return (*filter(None, single), *branches)
+        lists = map(self.attribute, ("branch_computations", "called_computations"))
+        return (*filter(None, single), *re.findall(r"[\w.\-]+", " ".join(lists)))
 
 
 class Computation(NamedTuple):
@@ -147,6 +147,7 @@ class Computation(NamedTuple):
 # Programs
 # ---------------------------------------------------------------------------
 
+_CALLS = frozenset({"while", "conditional", "call", "async-start", "custom-call-start"})
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
@@ -219,7 +220,7 @@ class Program:
     def _steps(self, computation: Computation, times: int) -> Iterator[Step]:
         for instruction in computation.instructions.values():
             yield Step(instruction, computation, times)
-            if instruction.opcode in ("while", "conditional", "call", "async-start"):
+            if instruction.opcode in _CALLS:
                 inside = times * self.trips(instruction)
                 for called in map(self.computations.__getitem__, instruction.called):
                     if instruction.opcode != "conditional" or not _is_first_step(called):

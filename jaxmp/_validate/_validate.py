@@ -11,10 +11,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxmp._audit._compile import check_target
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe, load_recipe
 from jaxmp._recipe_files._load import RecipeLike
+from jaxmp._targets import get_target
 from jaxmp._validate._budget import BudgetsLike, check_directions, resolve_budgets
 from jaxmp._validate._check_run import check_make_run
 from jaxmp._validate._driver import Settings, make_schedule, run_validation
@@ -123,7 +123,7 @@ def validate(
             f"recipes={{'my_{name}': recipe}}."
         )
     if target is not None:
-        check_target(target)
+        get_target(target)
     settings = Settings(
         reference=(name, reference),
         candidates=candidates,

@@ -13,13 +13,13 @@ import typer
 
 import jaxmp
 from jaxmp._audit import AuditReport
-from jaxmp._audit._compile import check_target
 from jaxmp._audit._report import known_checks
 from jaxmp._audit._script import ScriptAudit, audit_script
 from jaxmp._core._compat import unchecked_cuda
 from jaxmp._recipe import load_recipe
 from jaxmp._report._units import counted, flops_text
 from jaxmp._report._views import read_report
+from jaxmp._targets import get_target
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._output import console, escape, make_table, write_file, write_json
 from jaxmp.errors import JaxmpError
@@ -165,7 +165,7 @@ def _audit_script(script: str, arguments: list[str], **options: Any) -> ScriptAu
     if options["recipe"] is not None:
         load_recipe(options["recipe"])
     if options["target"] is not None:
-        check_target(options["target"])
+        get_target(options["target"])
     is_module = script == "-m"
     if is_module and not arguments:
         raise JaxmpError("-m requires a module: jaxmp audit --script -m my_package.train")

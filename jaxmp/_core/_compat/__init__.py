@@ -20,6 +20,7 @@ from jaxmp._core._compat._context import target as target
 from jaxmp._core._compat._context import target_capability as target_capability
 from jaxmp._core._compat._devices import described_gpu as described_gpu
 from jaxmp._core._compat._devices import described_gpus as described_gpus
+from jaxmp._core._compat._devices import described_tpus as described_tpus
 from jaxmp._core._compat._devices import unchecked_cuda as unchecked_cuda
 from jaxmp._core._compat._jaxprs import is_in_custom_vjp as is_in_custom_vjp
 from jaxmp._core._compat._jaxprs import is_within as is_within

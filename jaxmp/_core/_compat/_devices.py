@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -40,6 +41,24 @@ def described_gpus(description: str, count: int) -> list[Any]:
             return describe()
 
 
+def described_tpus(name: str, count: int) -> list[Any]:
+    """Returns devices of Google TPUs for cross-compilation; no TPU is required, but libtpu.
+
+    Args:
+      name: "v5e", "v5p", "v6e" or "tpu7x".
+      count: number of devices.
+    """
+    # A chip of a TPU7x is two devices.
+    chips = -(-count // 2) if name == "tpu7x" else count
+    sizes = [1, 1] if name in ("v5e", "v6e") else [1, 1, 1]
+    while math.prod(sizes) < chips:
+        sizes = sorted([*sizes[1:], sizes[0] * 2])
+    # libtpu otherwise asks a server for the TPU of this machine, and refuses a second process.
+    with environment(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"):
+        text = f"{name}:{'x'.join(map(str, sizes))}"
+        return list(topologies.get_topology_desc(text, platform="tpu").devices)[:count]
+
+
 # Compute capability -> a GPU for which Pallas lowers kernels.
 _KINDS = {(8, 9): "NVIDIA L4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
 
@@ -59,20 +78,25 @@ def described_gpu() -> Any:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-@contextlib.contextmanager
-def unchecked_cuda() -> Iterator[None]:
+def unchecked_cuda() -> contextlib.AbstractContextManager[None]:
     """Lets JAX's CUDA plugin start in a block without the libraries that only execution requires.
 
     JAX checks for cuFFT, cuPTI and cuSPARSE, which compilation does not use, and prints a traceback
     if they are missing.
     """
-    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+    return environment(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Sets environment variables in a block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, text in before.items():
+            if text is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = text
