@@ -109,7 +109,7 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     sizes = {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
     shardings = [shape.sharding for shape in shapes]
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    has_tf32 = GPUS[target].capability >= TF32_MATMULS
+    has_tf32 = (GPUS[target].capability or (0, 0)) >= TF32_MATMULS
     return Compiled(text, memory, name, count, bool(real), sizes, shardings, has_tf32)
 
 
