@@ -65,6 +65,13 @@ MUTATIONS = [
         ("test_targets.py::test_a_second_chip_does_not_reuse_the_program_of_the_first",),
     ),
     Mutation(
+        "the report names bf16 for a GPU without bfloat16",
+        "jaxmp/_audit/_make_report.py",
+        '"bf16" if "bfloat16" in chip.native else "fp16"',
+        '"bf16"',
+        ("test_targets.py::test_the_report_says_why_it_is_not_compiled_and_which_recipe_fits",),
+    ),
+    Mutation(
         "a program that is lowered for several platforms is compared with the first alone",
         "jaxmp/_core/_compat/_traced_for.py",
         "context.module_context.platforms or ()",

@@ -735,8 +735,8 @@ def test_which_card_a_device_is(here, target, check, is_it):
 def test_cards_of_this_process_are_taken_if_they_are_enough(here):
     first, _, third = here("NVIDIA H200", "NVIDIA RTX A2000", "NVIDIA H200")
     assert _compile._real_devices(get_target("h200"), None, 1) == [first]
-    assert _compile._real_gpus("h200", None, 2) == [first, third]
-    assert _compile._real_gpus("h200", None, 3) == []
+    assert _compile._real_devices(get_target("h200"), None, 2) == [first, third]
+    assert _compile._real_devices(get_target("h200"), None, 3) == []
 
 
 def test_a_mesh_of_the_cards_keeps_its_order(here):
@@ -745,11 +745,11 @@ def test_a_mesh_of_the_cards_keeps_its_order(here):
     def mesh_of(*devices):
         return jax.sharding.Mesh(np.array(devices, dtype=object), ("data",))
 
-    assert _compile._real_gpus("h200", mesh_of(second, first), 2) == [second, first]
+    assert _compile._real_devices(get_target("h200"), mesh_of(second, first), 2) == [second, first]
     # A mesh of other devices determines the number of devices.
     others = FakeDevice("cpu", 7), FakeDevice("cpu", 8)
-    assert _compile._real_gpus("h200", mesh_of(*others), 2) == [first, second]
-    assert _compile._real_gpus("b200", mesh_of(second, first), 2) == []
+    assert _compile._real_devices(get_target("h200"), mesh_of(*others), 2) == [first, second]
+    assert _compile._real_devices(get_target("b200"), mesh_of(second, first), 2) == []
 
 
 @needs_compiler
@@ -764,7 +764,7 @@ def test_a_program_of_the_real_compiler_reads_the_same(monkeypatch):
     args = shape(512, 512), shape(16384, 512)
     described = audit(f, *args, target="h200")
     monkeypatch.setattr(
-        _compile, "_real_gpus", lambda target, mesh, count: _compile._described(target, count)
+        _compile, "_real_devices", lambda chip, mesh, count: _compile._described(chip, count)
     )
     real = audit(f, *args, target="h200")
     assert (real.gpu, described.gpu) == (H200, f"{H200} (no such GPU on this machine)")

@@ -141,7 +141,7 @@ print("RESULT" + json.dumps({
 
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
-    reason='libtpu is not installed: pip install -e ".[tpu-aot]"',
+    reason='libtpu is not installed: pip install "jaxmp[tpu-aot]"',
 )
 @EXPENSIVE
 @pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
