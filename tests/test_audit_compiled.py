@@ -663,7 +663,7 @@ def test_the_command_compiles(small_step, capsys):
     [
         ("h20", "Did you mean 'h200'"),
         ("H200", "in lower case: target='h200'"),
-        (9, "Allowed: 't4', 'a100-40', 'a100', 'rtx3090', 'l4', 'l40s', 'rtx4090', 'h100'"),
+        (9, "Allowed: 'v100', 't4', 'a100-40', 'a100', 'rtx3090', 'l4', 'l40s', 'rtx4090', 'h100'"),
     ],
 )
 def test_an_unknown_target_is_refused_before_anything_is_traced(target, message):
