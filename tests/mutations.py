@@ -56,6 +56,21 @@ class Mutation:
 # ---------------------------------------------------------------------------
 
 MUTATIONS = [
+    # The target of a program.
+    Mutation(
+        "two chips of one compute capability share the programs of jit",
+        "jaxmp/_targets.py",
+        "capability=chip.capability, chip=name):",
+        "capability=chip.capability):",
+        ("test_targets.py::test_a_second_chip_does_not_reuse_the_program_of_the_first",),
+    ),
+    Mutation(
+        "a program that is lowered for several platforms is compared with the first alone",
+        "jaxmp/_core/_compat/_traced_for.py",
+        "context.module_context.platforms or ()",
+        "(context.module_context.platforms or ())[:1]",
+        ("test_targets.py::test_exported_programs_are_for_the_chip",),
+    ),
     # Values that are not finite.
     Mutation(
         "while loops: only the last iteration is recorded",
