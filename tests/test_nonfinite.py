@@ -441,6 +441,14 @@ def test_an_opaque_kernel_is_named():
     assert "pallas_call returns values that are not finite" in report.message
 
 
+def test_a_select_between_a_scalar_and_a_literal():
+    def step(x, n):
+        return jnp.log(x).sum() * lax.select(n > 2, 5, n).astype(x.dtype)
+
+    report = jaxmp.locate_nonfinite(jax.jit(step), jnp.array([1.0, 0.0]), 3)
+    assert report.cause == "log_of_zero"
+
+
 def selected(w, x):
     y = w * x
     return jnp.log(lax.select(x > 1.0, y, y * 0)).sum()
