@@ -413,6 +413,7 @@ def test_an_origin_that_is_not_recorded_is_not_invented():
     assert report.reproduced and report.cause == "" and report.primitive == "mul"
     report = jaxmp.locate_nonfinite(lambda x: jnp.full(2, jnp.nan), X)
     assert report.reproduced and "they come from a constant" in report.message
+    assert "Not finite: not a recorded operation" in str(report)
 
     def late(x):
         body = lambda carry: (carry[0] + 1, carry[1] / (carry[0] - 300))
