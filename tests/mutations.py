@@ -142,6 +142,13 @@ MUTATIONS = [
         "codes = jnp.where(chosen, codes, jnp.int8(FINITE))",
         ("test_nonfinite.py::test_locating_leaves_the_lines_of_other_programs",),
     ),
+    Mutation(
+        "locate: a literal of a select has a shape",
+        "jaxmp/_nonfinite/_record.py",
+        "shape = np.shape(case)",
+        "shape = case.shape",
+        ("test_nonfinite.py::test_a_select_between_a_scalar_and_a_literal",),
+    ),
     # Layers with few outputs.
     Mutation(
         "the note on a loop carry does not name layers with few outputs",
