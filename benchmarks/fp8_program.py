@@ -76,21 +76,6 @@ class FunctionalMlp(nn.Module):
         return x
 
 
-class FusedMlp(nn.Module):
-    """The blocks of `Mlp` with `fp8.mlp`."""
-
-    use_bias: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns an array of the shape of x."""
-        for index in range(BLOCKS):
-            up = nn.Dense(HIDDEN, use_bias=self.use_bias, name=f"up_{index}")
-            down = nn.Dense(WIDTH, use_bias=self.use_bias, name=f"down_{index}")
-            x = x + fp8.mlp(x, up, down)
-        return x
-
-
 # ---------------------------------------------------------------------------
 # Variants
 # ---------------------------------------------------------------------------
@@ -131,12 +116,6 @@ VARIANTS = {
     "delayed": Variant(fp8_policy(fp8.DelayedScaling()), limits=Limits(3000, 50, 0.7)),
     "delayed, calibrate=False": Variant(
         fp8_policy(fp8.DelayedScaling(calibrate=False)), limits=Limits(3000, 50, 0.7)
-    ),
-    "delayed, kernels=pallas, fp8.mlp": Variant(
-        fp8_policy(fp8.DelayedScaling(kernels="pallas")), FusedMlp(), Limits(1850, 30, 0.7)
-    ),
-    "delayed, kernels=pallas": Variant(
-        fp8_policy(fp8.DelayedScaling(kernels="pallas")), limits=Limits(2650, 35, 0.7)
     ),
 }
 

@@ -221,8 +221,6 @@ def test_the_state_is_checked():
         product(x, w, LINEAR, state={"exact_kernel_amax": jnp.zeros(3)})
     with pytest.raises(jaxmp.errors.RecipeError, match="must be 'matmul' or 'optimizer'"):
         fp8.CurrentScaling(kernel_amax="step")
-    with pytest.raises(TypeError, match="kernels"):
-        fp8.CurrentScaling(kernels="pallas")
 
 
 # ---------------------------------------------------------------------------

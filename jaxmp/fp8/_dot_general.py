@@ -20,11 +20,8 @@ from jaxmp.errors import JaxmpError
 from jaxmp.fp8._call import Call, differentiated_once, shield
 from jaxmp.fp8._checkpoint import named, named_amax, named_values
 from jaxmp.fp8._dims import Dims, make_dims
-from jaxmp.fp8._explain import note_kernels
 from jaxmp.fp8._known_dot import known_product
 from jaxmp.fp8._known_scales import are_known
-from jaxmp.fp8._layer import explain_kernels, linear
-from jaxmp.fp8._mlp import captured_row
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
 from jaxmp.fp8._operands import (
     AMAX,
@@ -152,17 +149,8 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
             run: Any = jax.sharding.auto_axes(product, out_sharding=call.shardings.result)
             return run(lhs, rhs)
         own = None if state is None else dict(state)
-        row = captured_row(call, lhs, rhs, own)
-        if row is not None:
-            return row
-        is_known = not is_explicit and are_known(scaling, own)
-        if scaling.uses_pallas:
-            reason = explain_kernels(call, lhs, rhs, is_known)
-            note_kernels(reason)
-            if own is not None and not reason:
-                return linear(call, lhs, rhs, own)
-        if own is not None and is_known:
-            return known_product(call, None, lhs, rhs, own)
+        if own is not None and not is_explicit and are_known(scaling, own):
+            return known_product(call, lhs, rhs, own)
         return _product(call, lhs, rhs, own)
 
     return fp8_dot_general

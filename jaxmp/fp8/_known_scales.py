@@ -83,14 +83,7 @@ COMMON = DelayedScaling()
 @functools.cache
 def _is_common(scaling: DelayedScaling) -> bool:
     """Returns True if the scales of earlier amaxes are those of `COMMON`."""
-    others = (
-        "amax_history_len",
-        "calibrate",
-        "fast_accumulation",
-        "min_width",
-        "emulate",
-        "kernels",
-    )
+    others = "amax_history_len", "calibrate", "fast_accumulation", "min_width", "emulate"
     return (
         dataclasses.replace(scaling, **{name: getattr(COMMON, name) for name in others}) == COMMON
     )

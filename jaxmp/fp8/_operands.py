@@ -148,14 +148,11 @@ def partial_maxima(x: jax.Array, leading: int, count: int) -> jax.Array:
 
 AMAX = jax.jit(amax)
 
-# Prefixes of the names of jitted functions that quantize, to one or two copies; the operand's role
-# follows.
-QUANTIZE, COPIES = "jaxmp_fp8_quantize_", "jaxmp_fp8_copies_"
+# Prefix of the names of jitted functions that quantize; the operand's role follows.
+QUANTIZE = "jaxmp_fp8_quantize_"
 
 
-def jitted_by_role(
-    fn: Callable[..., Any], *static: str, prefix: str = QUANTIZE
-) -> dict[str, Callable[..., Any]]:
+def jitted_by_role(fn: Callable[..., Any], *static: str) -> dict[str, Callable[..., Any]]:
     """Jits `fn` once per operand role, under a name from which `with_stats` reads the role.
 
     Jitted, so that layers of the same shape share one trace and, in StableHLO, one function.
@@ -165,7 +162,7 @@ def jitted_by_role(
         def call(*args: object, **kwargs: object) -> Any:
             return fn(*args, **kwargs)
 
-        call.__name__ = call.__qualname__ = prefix + role
+        call.__name__ = call.__qualname__ = QUANTIZE + role
         return jax.jit(call, static_argnames=static)
 
     return {role: named(role) for role in OPERANDS}

@@ -17,10 +17,10 @@ from jaxmp._core._jaxprs import equations, sub_jaxprs
 from jaxmp._core._programs._constructs import CALLS, REMATS, call_of, scan_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._typing import PyTree
-from jaxmp.fp8._operands import COPIES, QUANTIZE, repeating
+from jaxmp.fp8._operands import QUANTIZE, repeating
 
-# Names of the jitted functions that quantize kernels.
-_KERNELS = frozenset({QUANTIZE + "kernel", COPIES + "kernel"})
+# Name of the jitted functions that quantize kernels.
+_KERNEL = QUANTIZE + "kernel"
 # Equations whose jaxpr is entered. `custom_jvp_call` is the identity of `differentiated_once`.
 _ENTERED = CALLS | REMATS | {"scan"}
 
@@ -54,7 +54,7 @@ def _has_kernel(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
 
 def _is_kernel(equation: JaxprEqn) -> bool:
     # A scan over layers moves the constants of its body to calls without operands.
-    return bool(equation.invars) and equation.params.get("name") in _KERNELS
+    return bool(equation.invars) and equation.params.get("name") == _KERNEL
 
 
 class _Microbatches(Interpreter):

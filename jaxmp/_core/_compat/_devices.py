@@ -9,10 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from jax.experimental import topologies
-
-from jaxmp._core._compat._context import compute_capability, current_context
 
 
 def described_gpus(description: str, count: int) -> list[Any]:
@@ -38,25 +35,6 @@ def described_gpus(description: str, count: int) -> list[Any]:
             plugin = next(name for name in names if importlib.util.find_spec(name))
             importlib.import_module(plugin).initialize()
             return describe()
-
-
-# Compute capability -> a GPU for which Pallas lowers kernels.
-_KINDS = {(8, 9): "NVIDIA L4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
-
-
-def described_gpu() -> Any:
-    """Returns a context in which Pallas kernels are traced for the target GPU if it is absent.
-
-    On a machine without a GPU, Pallas lowers kernels for the GPU of the mesh (JAX 0.12), and for
-    capability 9.0 (JAX 0.10).
-    """
-    kind = _KINDS.get(current_context().capability or (0, 0))
-    if kind is None or compute_capability() or not jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(kind, None, platform="gpu")
-    axes = ("device",), (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((1,), *axes, abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
 
 
 @contextlib.contextmanager
