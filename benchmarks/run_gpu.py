@@ -128,7 +128,7 @@ LATER = (
     *peers("w5"),
     step("w1", f"jaxmp-bf16 plain {FP8} jaxmp-bf16_params jaxmp-tf32", 4),
     step("w1", "jaxmp-bf16 flax flax-cudnn", 2),
-    step("w2", "jaxmp-bf16 jaxmp-fp8_measured jaxmp-fp8_rowwise", 3.5, 5),
+    step("w2", "jaxmp-bf16 jaxmp-fp8_rowwise", 3.5, 5),
     step("w2", "jaxmp-bf16 flax flax-cudnn", 3, 5),
     *peers("w2"),
     step("w4", "jaxmp-bf16 flax flax-cudnn", 3),

@@ -14,7 +14,7 @@ A step is the forward and backward pass, clipping by global norm, AdamW on FP32 
 except in `plain`, the check for non-finite gradients. `hand` is benchmarks/by_hand.py; `plain` is
 the same with JAX's default attention and all logits stored. benchmarks/peer_steps.py contains the
 steps with Flax, qwix, Transformer Engine and MaxText; benchmarks/torch_step.py times PyTorch with
-the same workloads. `jaxmp-fp8_measured` is current scaling whose kernels the optimizer measures.
+the same workloads.
 
 All programs see the same random tokens. They run in turn in each round, whose first program is
 another one each time; ratios are those of one round. A program of a package that is not installed
@@ -47,7 +47,6 @@ import jax.numpy as jnp
 
 import by_hand
 import gpt
-import jaxmp
 import llama
 import peer_steps
 from gpu_record import environment, failure, rotated
@@ -109,10 +108,6 @@ def arms() -> dict[str, Callable[[Sizes], Arm]]:
     }
     names = ("bf16_params", "fp8", "fp8_delayed", "fp8_rowwise", "tf32", "fp32")
     made |= {f"jaxmp-{name}": functools.partial(jaxmp_arm, name) for name in names}
-    measured = jaxmp.load_recipe("fp8").replace(
-        fp8=jaxmp.fp8.CurrentScaling(kernel_amax="optimizer")
-    )
-    made["jaxmp-fp8_measured"] = functools.partial(jaxmp_arm, measured)
     return made | {
         name: functools.partial(peer_arm, make) for name, make in peer_steps.trainings().items()
     }

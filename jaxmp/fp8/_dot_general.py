@@ -27,7 +27,6 @@ from jaxmp.fp8._operands import (
     AMAX,
     Operand,
     is_repeated,
-    kernel_amax,
     multiply,
     observed,
     quantized,
@@ -48,7 +47,6 @@ from jaxmp.fp8._state import (
     check_state,
     next_state,
     of_operand,
-    unknown_amax,
 )
 
 _SIDES = {"lhs": 0, "rhs": 1}
@@ -174,7 +172,7 @@ def _check_call(
             f"out_sharding={out_sharding!r} must be None, a jax.sharding.PartitionSpec or a "
             "jax.sharding.NamedSharding; for example jax.P('data', None)."
         )
-    if scaling.is_stateful:
+    if isinstance(scaling, DelayedScaling):
         if state is None:
             raise JaxmpError(
                 f"{type(scaling).__name__} needs its state: product(lhs, rhs, dimension_numbers, "
@@ -279,9 +277,7 @@ def _first(
 ) -> tuple[Any, Any]:
     """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
     if state is None or not isinstance(call.scaling, DelayedScaling):
-        stored = kernel_amax(x, state) if state is not None and role == "kernel" else None
-        if stored is None and _can_save_amax(call, gemm, role):
-            stored = named_amax(AMAX(x))
+        stored = named_amax(AMAX(x)) if _can_save_amax(call, gemm, role) else None
         seen = stored, stored
         return _operand(call, gemm, role, x, dims, side, seen), seen
     return observed(call.scaling, call.format(gemm, role), x, of_operand(state, role), role)
@@ -301,8 +297,7 @@ def _product(call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None) ->
 
 
 def _before(call: Call, state: State | None) -> State | None:
-    is_delayed = isinstance(call.scaling, DelayedScaling)
-    return before_step(state) if is_delayed and state is not None else state
+    return None if state is None else before_step(state)
 
 
 def _operands(
@@ -336,7 +331,7 @@ def _product_fwd(
             operands[side] = of_forward
     # The gradient of the state must have the dtype that all leaves of the state share. One leaf is
     # saved to record it.
-    state_leaf = None if state is None else state.get(AGE)
+    state_leaf = None if state is None else state[AGE]
     if before is None:
         seen = []
     return _forward(call, *operands), (tuple(saved), seen, before, state_leaf)
@@ -384,10 +379,8 @@ def _product_bwd(
         sharding = call.shardings.before_transpose(side, order)
         product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side], sharding)
         results.append(jnp.transpose(product, order))
-    if before is None:
+    if before is None or not isinstance(call.scaling, DelayedScaling):
         return results[0], results[1], None
-    if not isinstance(call.scaling, DelayedScaling):
-        return results[0], results[1], unknown_amax(before)
     by_role = dict(
         zip((call.role(0), call.role(1), "output_grad"), (*seen, of_gradient), strict=True)
     )

@@ -26,13 +26,9 @@ from jaxmp.fp8._quantize import quantize
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._shardings import broadcast_factor
 from jaxmp.fp8._state import (
-    KERNEL_AMAX,
     OPERANDS,
     OperandState,
-    State,
-    has_stored_amax,
     known_amax,
-    to_float32,
 )
 
 # The active amax, from which the scale is computed, a float32 scalar; and the measured one, or the
@@ -218,24 +214,6 @@ def measure_partials(x: jax.Array, state: OperandState) -> jax.Array:
     """Returns partial maxima of `x`, as many as an active state has."""
     count = state.amax_history.shape[0]
     return _over_devices(_state_maxima(0, count)(x, state.age), state)
-
-
-@jax.jit
-def kernel_amax(x: jax.Array, state: State) -> jax.Array:
-    """Returns the amax of a kernel, which its state contains inside of `jaxmp.value_and_grad`.
-
-    Args:
-      x: the kernel, or the result of casting the stored kernel.
-      state: the state of `CurrentScaling(kernel_amax="optimizer")`.
-    """
-    if not has_stored_amax(state):
-        return amax(x)
-    stored = to_float32(state[KERNEL_AMAX]).reshape(())
-    if x.dtype.itemsize < 4:
-        # Rounding is monotonic, so that it maps the amax to that of the rounded kernel.
-        info = jnp.finfo(x.dtype)
-        stored = lax.reduce_precision(stored, info.nexp, info.nmant)
-    return stored
 
 
 def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:

@@ -28,8 +28,6 @@ _FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 _E4M3 = ("e4m3fn", "e4m3fn")
 
-# Values of the setting `kernel_amax`.
-KERNEL_AMAX = ("matmul", "optimizer")
 
 # Elements that share a scale (OCP Microscaling Formats specification 1.0, section 5.2).
 MX_BLOCK = 32
@@ -176,10 +174,6 @@ class CurrentScaling(Scaling):
         FP8 on an accelerator, where a recipe decides for a whole model. "auto" uses the limits
         described in docs/fp8.md.
       emulate: allow devices without FP8 matmuls. Operands are rounded to FP8 in the same way.
-      kernel_amax: "matmul" measures a layer's kernel in each step before it is quantized, one pass
-        over it in FP32. "optimizer" lets `jaxmp.TrainState.apply_gradients` and
-        `jaxmp.nnx.Optimizer.update` measure each new kernel while they write it, with the same
-        scales. The amax is a state of the layer; see `measure_kernels`.
 
     Raises:
       RecipeError: with the setting, its allowed values and a valid call.
@@ -189,21 +183,9 @@ class CurrentScaling(Scaling):
       'high'
       >>> CurrentScaling(dgrad="e4m3fn").dgrad
       ('e4m3fn', 'e4m3fn')
-      >>> CurrentScaling(kernel_amax="optimizer").is_stateful
-      True
     """
 
     kind: ClassVar[str] = "current"
-
-    kernel_amax: str = "matmul"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_choice(self, "kernel_amax", KERNEL_AMAX)
-
-    @property
-    def is_stateful(self) -> bool:
-        return self.kernel_amax == "optimizer"
 
 
 @jax.tree_util.register_static
