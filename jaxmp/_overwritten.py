@@ -28,8 +28,6 @@ from jaxmp._core._trees import PARAMS, leaves_with_path, select_leaf
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._first_step import with_branches_outside
-from jaxmp.fp8._operands import repeating as repeating
-from jaxmp.fp8._repeated import scan_with_same_kernels as scan_with_same_kernels
 from jaxmp.fp8._state import (
     NAMES,
     PREFIX,

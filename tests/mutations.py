@@ -742,20 +742,6 @@ MUTATIONS = [
         "_dot(lhs, rhs, dims, out_dtype, accurate, out_sharding)",
         ("test_fp8_dot_general.py::test_bfloat16_results_are_rounded_once",),
     ),
-    Mutation(
-        "kernels are quantized in each microbatch",
-        "jaxmp/_gradients/_microbatches.py",
-        "aux = _overwritten.scan_with_same_kernels(",
-        "aux = lax.scan(",
-        ("test_fp8_repeated.py::test_kernels_of_autocast_are_quantized_once",),
-    ),
-    Mutation(
-        "a kernel that is quantized before the loop ignores the scale of the input",
-        "jaxmp/fp8/_known_scales.py",
-        "    multiply = lambda: tuple(factor_of(each) * factor_of(scale) for each in earlier)\n",
-        "    multiply = lambda: tuple(factor_of(scale) for each in earlier)\n",
-        ("test_fp8_repeated.py::test_kernels_are_quantized_once_per_step",),
-    ),
     # Attention.
     Mutation(
         "a causal query does not see its own position",

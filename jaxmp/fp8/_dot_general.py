@@ -26,7 +26,6 @@ from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_m
 from jaxmp.fp8._operands import (
     AMAX,
     Operand,
-    is_repeated,
     multiply,
     observed,
     quantized,
@@ -241,7 +240,7 @@ def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
         return Operand(values, None), Operand(values, None)
     factor = named(operand.factor)
     of_backward, of_forward = named_values(values)
-    return Operand(of_backward, factor), Operand(of_forward, factor, operand.transposed)
+    return Operand(of_backward, factor), Operand(of_forward, factor)
 
 
 def _multiply(
@@ -285,10 +284,8 @@ def _first(
 
 def _can_save_amax(call: Call, gemm: str, role: str) -> bool:
     """Returns True if a policy of `jax.checkpoint` may save the amax of an operand."""
-    if gemm != "fprop" or call.scaling.kind != "current" or call.format(gemm, role) is None:
-        return False
-    # A kernel that is quantized before a loop must not depend on values that the loop saves.
-    return role != "kernel" or not is_repeated()
+    is_current = call.scaling.kind == "current"
+    return gemm == "fprop" and is_current and call.format(gemm, role) is not None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

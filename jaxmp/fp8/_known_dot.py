@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from jaxmp._core import _compat
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._call import Call, differentiated_once, shield
 from jaxmp.fp8._checkpoint import named, named_values
@@ -16,15 +15,11 @@ from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._known_scales import (
     Known,
     formats,
-    independent,
     known_scales,
-    products_of,
     resolve,
 )
 from jaxmp.fp8._operands import (
     cast,
-    has_transposed_copy,
-    is_repeated,
     jitted_by_role,
     measure_amax,
     measure_partials,
@@ -64,8 +59,6 @@ class Quantized(NamedTuple):
     """An operand of a layer, and what the quantization computed beside it."""
 
     values: jax.Array
-    # Copy for dots that contract the rows.
-    transposed: jax.Array | None
     scale: jax.Array
     # Products of the factors of earlier operands of the layer and this one.
     products: tuple[jax.Array, ...]
@@ -79,15 +72,13 @@ def _resolve_and_quantize(
     earlier: tuple[jax.Array, ...],
     scaling: DelayedScaling,
     dtype: DTypeLike,
-    is_copied: bool,
 ) -> Quantized:
     scale, products = resolve(scaling, known, dtype, earlier, lambda: measure_amax(x, state))
     values = cast(x, scale, scaling, dtype)
-    transposed = _compat.row_major(values.T) if is_copied else None
-    return Quantized(values, transposed, scale, products, measure_partials(x, state))
+    return Quantized(values, scale, products, measure_partials(x, state))
 
 
-_QUANTIZE = jitted_by_role(_resolve_and_quantize, "scaling", "dtype", "is_copied")
+_QUANTIZE = jitted_by_role(_resolve_and_quantize, "scaling", "dtype")
 
 # Role -> scale, and active amax and partial maxima for the next state.
 _Scales = dict[str, jax.Array]
@@ -101,24 +92,9 @@ def _quantize(
     x: jax.Array,
     known: Known,
     earlier: _Scales,
-    is_separate: bool = False,
-    is_copied: bool = False,
 ) -> Quantized:
-    """Quantizes an operand; `is_separate` if it is quantized before a loop."""
-    scales = tuple(earlier.values())
-    quantized = _QUANTIZE[role](
-        x,
-        state,
-        independent(known) if is_separate else known,
-        () if is_separate else scales,
-        scaling=scaling,
-        dtype=formats(scaling)[role],
-        is_copied=is_copied,
-    )
-    if is_separate:
-        products = products_of(scaling, known, scales, quantized.scale)
-        quantized = quantized._replace(products=products)
-    return quantized
+    scales, dtype = tuple(earlier.values()), formats(scaling)[role]
+    return _QUANTIZE[role](x, state, known, scales, scaling=scaling, dtype=dtype)
 
 
 # ---------------------------------------------------------------------------
@@ -142,12 +118,10 @@ class Saved(NamedTuple):
 # and, in StableHLO, one function. The dots are not, because each has its own line and name scope.
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _operands(
     scaling: DelayedScaling,
     kernel: int,
-    is_repeated: bool,
-    is_copied: bool,
     arrays: tuple[jax.Array, jax.Array],
     state: State,
 ) -> tuple[list[jax.Array], jax.Array, Saved]:
@@ -156,8 +130,6 @@ def _operands(
     Args:
       scaling: the scaling.
       kernel: 0 or 1, the operand that is the kernel.
-      is_repeated: the kernel is quantized before a loop.
-      is_copied: the forward dot reads a transposed copy of the kernel.
       arrays: the operands.
       state: the active state.
 
@@ -175,12 +147,11 @@ def _operands(
     known = known_scales(scaling, before)
     # The kernel is quantized second; see `OPERANDS`.
     for side, role in zip((1 - kernel, kernel), OPERANDS, strict=False):
-        own, is_kernel = of_operand(before, role), side == kernel
-        flags = is_kernel and is_repeated, is_kernel and is_copied
-        quantized = _quantize(scaling, own, role, arrays[side], known[role], scales, *flags)
+        own = of_operand(before, role)
+        quantized = _quantize(scaling, own, role, arrays[side], known[role], scales)
         scales[role], products = quantized.scale, quantized.products
         seen[role] = known[role].amax, quantized.partials
-        saved[side], forwards[side] = _named_copies(quantized, role)
+        saved[side], forwards[side] = named_values(quantized.values)
     role = OPERANDS[-1]
     history = state[f"{role}_amax_history"]
     values = saved[0], saved[1]
@@ -189,18 +160,6 @@ def _operands(
         named(products[0]),
         Saved(values, scales, seen, known[role], before[AGE], history),
     )
-
-
-def _named_copies(quantized: Quantized, role: str) -> tuple[jax.Array, jax.Array]:
-    """Returns the values that the backward pass reads, which are named, and those of the forward.
-
-    The backward pass contracts the rows of the input, and the forward pass those of the kernel.
-    """
-    values, transposed = quantized.values, quantized.transposed
-    if transposed is None:
-        return named_values(values)
-    of_backward, of_forward = (values, transposed) if role == "kernel" else (transposed, values)
-    return named_values(of_backward)[0], of_forward
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -248,15 +207,9 @@ def _multiply(
 
 def _forward(call: Call, lhs: jax.Array, rhs: jax.Array, state: State) -> tuple[jax.Array, Saved]:
     check_reducible(state[AGE])
-    kernel = (lhs, rhs)[call.kernel]
-    is_rows = call.kernel == 1 and call.dims.contract[1] == (0,)
-    is_copied = is_rows and has_transposed_copy(rhs)
-    (left, right), factor, saved = _operands(
-        _scaling(call), call.kernel, is_repeated(), is_copied, (lhs, rhs), state
-    )
-    dims = call.dims.with_last_axis() if is_copied else call.dims
-    out = _multiply(call, "fprop", left, right, factor, dims, call.out_dtype)
-    return shield(call, out, kernel.shape), saved
+    operands, factor, saved = _operands(_scaling(call), call.kernel, (lhs, rhs), state)
+    out = _multiply(call, "fprop", *operands, factor, call.dims, call.out_dtype)
+    return shield(call, out, (lhs, rhs)[call.kernel].shape), saved
 
 
 def _backward(call: Call, saved: Saved, gradient: jax.Array) -> tuple[jax.Array, jax.Array, State]:

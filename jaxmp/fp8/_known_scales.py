@@ -143,25 +143,6 @@ def known_scales(scaling: DelayedScaling, state: State) -> dict[str, Known]:
     return known
 
 
-def independent(known: Known) -> Known:
-    """Returns the scale of an operand for `resolve` without earlier operands.
-
-    A kernel that is quantized before a loop cannot wait for the input, which the loop quantizes.
-    """
-    return known._replace(are_all_known=known.is_known, products=())
-
-
-def products_of(
-    scaling: Scaling, known: Known, earlier: tuple[jax.Array, ...], scale: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Returns the products that `resolve` would have returned for an `independent` scale."""
-    assert isinstance(scaling, DelayedScaling)
-    if not scaling.calibrate:
-        return known.products
-    multiply = lambda: tuple(factor_of(each) * factor_of(scale) for each in earlier)
-    return if_known(scaling, known.are_all_known, lambda: known.products, multiply)
-
-
 def resolve(
     scaling: DelayedScaling,
     known: Known,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,36 +42,6 @@ class Operand(NamedTuple):
     # float32: a scalar, or an array with size 1 on the contracted axes; NaN if an element was not
     # finite. None: the values are not scaled.
     factor: jax.Array | None
-    # Transposed copy of a kernel that is quantized before a loop, for a GPU; None: there is none.
-    transposed: jax.Array | None = None
-
-
-_is_repeated: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "jaxmp_fp8_is_repeated", default=False
-)
-
-
-def is_repeated() -> bool:
-    """Returns True while a function is traced that runs several times with the same kernels."""
-    return _is_repeated.get()
-
-
-@contextlib.contextmanager
-def repeating() -> Iterator[None]:
-    token = _is_repeated.set(True)
-    try:
-        yield
-    finally:
-        _is_repeated.reset(token)
-
-
-def has_transposed_copy(kernel: jax.Array) -> bool:
-    """Returns True for a kernel of which a loop for a GPU reads a transposed copy.
-
-    cuBLAS multiplies FP8 matrices that are contracted along their last axes. Without the copy, XLA
-    would transpose the kernel in each iteration.
-    """
-    return is_repeated() and kernel.ndim == 2 and _compat.target() == "gpu"
 
 
 def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
@@ -171,17 +139,15 @@ def _quantize(
     scaling: Scaling,
     dtype: DTypeLike,
     axes: tuple[int, ...] | None,
-    is_copied: bool = False,
-) -> tuple[jax.Array, ...]:
-    """Quantizes `x`; returns its FP8 values, their factor, and if requested a transposed copy.
+) -> tuple[jax.Array, jax.Array]:
+    """Quantizes `x`; returns its FP8 values and their factor.
 
     If an amax is None, the active and the measured amax are those of `x`.
     """
     if in_force is None or measured is None:
         in_force = measured = amax(x, axes)
     scale = scale_of(in_force, scaling, dtype)
-    values, factor = cast(x, scale, scaling, dtype), factor_of(scale)
-    return (values, factor, _compat.row_major(values.T)) if is_copied else (values, factor)
+    return cast(x, scale, scaling, dtype), factor_of(scale)
 
 
 def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
@@ -196,7 +162,7 @@ def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> 
     return lax.optimization_barrier(values) if isinstance(scaling, DelayedScaling) else values
 
 
-_QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes", "is_copied")
+_QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
 
 
 def _over_devices(maxima: jax.Array, state: OperandState) -> jax.Array:
@@ -238,14 +204,13 @@ def _observe_and_quantize(
     state: OperandState,
     scaling: DelayedScaling,
     dtype: DTypeLike,
-    is_copied: bool,
-) -> tuple[tuple[jax.Array, ...], Seen]:
+) -> tuple[tuple[jax.Array, jax.Array], Seen]:
     seen = _observe(x, state, scaling)
-    return _quantize(x, *seen, scaling, dtype, None, is_copied), seen
+    return _quantize(x, *seen, scaling, dtype, None), seen
 
 
 _OBSERVE = jax.jit(_observe, static_argnames="scaling")
-_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype", "is_copied")
+_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype")
 
 
 def observed(
@@ -265,9 +230,7 @@ def observed(
     """
     if dtype is None:
         return Operand(x, None), _OBSERVE(x, state, scaling)
-    is_copied = role == "kernel" and has_transposed_copy(x)
-    quantize = functools.partial(_OBSERVE_AND_QUANTIZE[role], scaling=scaling, dtype=dtype)
-    arrays, seen = quantize(x, state, is_copied=is_copied)
+    arrays, seen = _OBSERVE_AND_QUANTIZE[role](x, state, scaling=scaling, dtype=dtype)
     return Operand(*arrays), seen
 
 
@@ -293,9 +256,7 @@ def quantized(
     if dtype is None:
         return Operand(x, None)
     along = axes if isinstance(scaling, RowwiseScaling) else None
-    is_copied = role == "kernel" and has_transposed_copy(x)
-    quantize = functools.partial(_QUANTIZE[role], scaling=scaling, dtype=dtype, axes=along)
-    return Operand(*quantize(x, *seen, is_copied=is_copied))
+    return Operand(*_QUANTIZE[role](x, *seen, scaling=scaling, dtype=dtype, axes=along))
 
 
 def multiply(
@@ -321,8 +282,6 @@ def multiply(
       shared: 0 or 1, the operand that may equal that of other dots; None: neither does.
       out_sharding: sharding of the result on explicit mesh axes.
     """
-    if rhs.transposed is not None and dims.contract[1] == (0,):
-        rhs, dims = rhs._replace(values=rhs.transposed), dims.with_last_axis()
     if lhs.factor is None or rhs.factor is None:
         return lax.dot_general(
             lhs.values,
