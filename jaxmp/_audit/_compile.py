@@ -26,7 +26,7 @@ from jaxmp._core._capability import TF32_MATMULS
 from jaxmp._core._compat import current_mesh, described_gpus
 from jaxmp._core._jaxprs import equations, with_parameters
 from jaxmp._core._locations import Lines
-from jaxmp._core._messages import install_command, missing_dependency
+from jaxmp._core._messages import missing_dependency
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import jit_of
 from jaxmp._targets import get_target
@@ -109,7 +109,7 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     sizes = {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
     shardings = [shape.sharding for shape in shapes]
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    has_tf32 = GPUS[target].capability >= TF32_MATMULS
+    has_tf32 = (GPUS[target].capability or (0, 0)) >= TF32_MATMULS
     return Compiled(text, memory, name, count, bool(real), sizes, shardings, has_tf32)
 
 
@@ -181,8 +181,8 @@ def _described(target: str, count: int) -> list[Any]:
         return described_gpus(describe(GPUS[target]), count)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         raise AuditError(
-            f"XLA's GPU compiler does not start ({error}). Install packages of the same version, "
-            f"in a checkout of jaxmp:\n    {install_command('aot')} --upgrade"
+            f"XLA's GPU compiler does not start ({error}). Install packages of the same version:"
+            f'\n    pip install --upgrade "jax[cuda13]=={jax.__version__}"'
         ) from error
 
 
