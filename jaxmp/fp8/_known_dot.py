@@ -207,8 +207,8 @@ def _multiply(
 
 def _forward(call: Call, lhs: jax.Array, rhs: jax.Array, state: State) -> tuple[jax.Array, Saved]:
     check_reducible(state[AGE])
-    operands, factor, saved = _operands(_scaling(call), call.kernel, (lhs, rhs), state)
-    out = _multiply(call, "fprop", *operands, factor, call.dims, call.out_dtype)
+    (left, right), factor, saved = _operands(_scaling(call), call.kernel, (lhs, rhs), state)
+    out = _multiply(call, "fprop", left, right, factor, call.dims, call.out_dtype)
     return shield(call, out, (lhs, rhs)[call.kernel].shape), saved
 
 
