@@ -4,14 +4,12 @@
     python benchmarks/fp8_program.py --out fp8_program.json # also writes it
     python benchmarks/fp8_program.py --only bf16 --kernels 8
     python benchmarks/fp8_program.py --only current --microbatches 4
-    python benchmarks/fp8_program.py --only current "current, kernel_amax=optimizer" --optimizer
 
 The workload is the forward and backward pass, without an optimizer, of three residual blocks
 `x + down(gelu(up(x)))` of widths 2048 and 8192 with 4,096 tokens, as Flax Linen modules under a
 recipe. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]".
 The exit status is 1 if a row exceeds its limit. With --microbatches k, the program is that of
-`jaxmp.value_and_grad(loss, microbatches=k)` with 4,096 tokens per microbatch, without limits. With
---optimizer, it is that of a training step with `jaxmp.TrainState` and AdamW, also without limits.
+`jaxmp.value_and_grad(loss, microbatches=k)` with 4,096 tokens per microbatch, without limits.
 Columns:
 
     MB         bytes that kernels other than matmuls read and write, without the effect of caches
@@ -22,7 +20,6 @@ Columns:
 """
 
 import argparse
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +30,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 import jaxmp
 from jaxmp import PolicyMap, _overwritten, fp8, functional
@@ -76,21 +72,6 @@ class FunctionalMlp(nn.Module):
         return x
 
 
-class FusedMlp(nn.Module):
-    """The blocks of `Mlp` with `fp8.mlp`."""
-
-    use_bias: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns an array of the shape of x."""
-        for index in range(BLOCKS):
-            up = nn.Dense(HIDDEN, use_bias=self.use_bias, name=f"up_{index}")
-            down = nn.Dense(WIDTH, use_bias=self.use_bias, name=f"down_{index}")
-            x = x + fp8.mlp(x, up, down)
-        return x
-
-
 # ---------------------------------------------------------------------------
 # Variants
 # ---------------------------------------------------------------------------
@@ -125,18 +106,9 @@ VARIANTS = {
     "bf16, functional.gelu": Variant(BF16, limits=Limits(1820, 15, 0.8)),
     "bf16, functional.gelu and linear": Variant(BF16, FunctionalMlp(), Limits(1220, 9, 0.9)),
     "current": Variant(fp8_policy(fp8.CurrentScaling()), limits=Limits(3150, 75, 0.7)),
-    "current, kernel_amax=optimizer": Variant(
-        fp8_policy(fp8.CurrentScaling(kernel_amax="optimizer")), limits=Limits(2750, 75, 0.7)
-    ),
     "delayed": Variant(fp8_policy(fp8.DelayedScaling()), limits=Limits(3000, 50, 0.7)),
     "delayed, calibrate=False": Variant(
         fp8_policy(fp8.DelayedScaling(calibrate=False)), limits=Limits(3000, 50, 0.7)
-    ),
-    "delayed, kernels=pallas, fp8.mlp": Variant(
-        fp8_policy(fp8.DelayedScaling(kernels="pallas")), FusedMlp(), Limits(1850, 30, 0.7)
-    ),
-    "delayed, kernels=pallas": Variant(
-        fp8_policy(fp8.DelayedScaling(kernels="pallas")), limits=Limits(2650, 35, 0.7)
     ),
 }
 
@@ -162,12 +134,9 @@ _KERNELS = frozenset(
 ) | {"concatenate", "broadcast", "add", "multiply", "copy-start", "custom-call", "pad", "select"}
 
 
-def count(variant: Variant, microbatches: int = 0, *, optimizer: bool = False) -> Counts:
+def count(variant: Variant, microbatches: int = 0) -> Counts:
     """Compiles a variant for the H200 and counts its kernels."""
-    if optimizer:
-        step, args = training_step(variant, max(microbatches, 1))
-    else:
-        step, args = accumulation(variant, microbatches) if microbatches else program(variant)
+    step, args = accumulation(variant, microbatches) if microbatches else program(variant)
     with _compat.context(target="gpu", capability=(9, 0)):
         traced = trace(step, args, {})
     compiled = compile_for("h200", traced)
@@ -252,39 +221,20 @@ def _loss(model: nn.Module) -> Any:
     return loss
 
 
-def training_step(variant: Variant, microbatches: int) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a training step of a variant with AdamW, and its arguments."""
-    model = jaxmp.load_recipe(variant.policy).wrap(variant.model)
-    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
-    tx = jaxmp.load_recipe("bf16").optimizer(optax.adamw(1e-3))
-    create = functools.partial(jaxmp.TrainState.create, apply_fn=model.apply, tx=tx)
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    state = jax.eval_shape(lambda variables: create(params=variables), variables)
-
-    def step(state: jaxmp.TrainState, x: jax.Array) -> Any:
-        value_and_grad = state.value_and_grad(_loss(model), microbatches=microbatches)
-        loss, grads = value_and_grad(x)
-        return state.apply_gradients(grads=grads), loss
-
-    batch = jax.ShapeDtypeStruct((microbatches * TOKENS, WIDTH), jnp.bfloat16)
-    return jax.jit(step, donate_argnums=0), (state, batch)
-
-
 def main() -> int:
     """Prints the table; with --out, also writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--kernels", type=int, default=0, help="largest kernels to list")
     parser.add_argument("--microbatches", type=int, default=0, help="number of microbatches")
-    parser.add_argument("--optimizer", action="store_true", help="count a training step")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     print(f"{'':56}{'MB':>8}{'kernels':>9}{'temporary':>11}{'fp8':>5}")
     rows, failed = [], False
     for name in options.only:
         variant = VARIANTS[name]
-        counts = count(variant, options.microbatches, optimizer=options.optimizer)
-        limits = None if options.microbatches or options.optimizer else variant.limits
+        counts = count(variant, options.microbatches)
+        limits = None if options.microbatches else variant.limits
         over = exceeded(counts, limits)
         failed |= bool(over)
         print(

@@ -93,7 +93,6 @@ No GPU was available so far, so nothing was timed. These comparisons wait for on
 | bf16 step of GPT-2 1.5B | at least 600 TFLOP/s | `w2` |
 | FP8 over bf16, GPT-2 1.5B | at least 1.30 | `w2`: `jaxmp-fp8`, `jaxmp-fp8_delayed` |
 | FP8 over bf16, widths of Llama 3 8B | at least 1.43 | `w5`: `jaxmp-fp8`, `jaxmp-fp8_delayed` |
-| Pallas kernels over XLA in FP8 | above 1, to become the default | `jaxmp-fp8_pallas` |
 | optimizer over its byte limit, from 1.3B parameters | at most 1.05 | `optimizer` |
 | attention over a direct call of cuDNN | at least 0.99 | `attention` |
 | longest sequence of GPT-2 124M, fused over plain attention | at least 16 | `longest sequence` |

@@ -14,8 +14,7 @@ A step is the forward and backward pass, clipping by global norm, AdamW on FP32 
 except in `plain`, the check for non-finite gradients. `hand` is benchmarks/by_hand.py; `plain` is
 the same with JAX's default attention and all logits stored. benchmarks/peer_steps.py contains the
 steps with Flax, qwix, Transformer Engine and MaxText; benchmarks/torch_step.py times PyTorch with
-the same workloads. `jaxmp-fp8_pallas` is delayed scaling with the Pallas kernels, and
-`jaxmp-fp8_measured` is current scaling whose kernels the optimizer measures.
+the same workloads.
 
 All programs see the same random tokens. They run in turn in each round, whose first program is
 another one each time; ratios are those of one round. A program of a package that is not installed
@@ -48,7 +47,6 @@ import jax.numpy as jnp
 
 import by_hand
 import gpt
-import jaxmp
 import llama
 import peer_steps
 from gpu_record import environment, failure, rotated
@@ -110,13 +108,6 @@ def arms() -> dict[str, Callable[[Sizes], Arm]]:
     }
     names = ("bf16_params", "fp8", "fp8_delayed", "fp8_rowwise", "tf32", "fp32")
     made |= {f"jaxmp-{name}": functools.partial(jaxmp_arm, name) for name in names}
-    pallas = jaxmp.fp8.DelayedScaling(kernels="pallas")
-    measured = jaxmp.fp8.CurrentScaling(kernel_amax="optimizer")
-    for name, base, scaling in (
-        ("jaxmp-fp8_pallas", "fp8_delayed", pallas),
-        ("jaxmp-fp8_measured", "fp8", measured),
-    ):
-        made[name] = functools.partial(jaxmp_arm, jaxmp.load_recipe(base).replace(fp8=scaling))
     return made | {
         name: functools.partial(peer_arm, make) for name, make in peer_steps.trainings().items()
     }

@@ -45,7 +45,7 @@ import typer
 from flax import nnx
 
 import jaxmp
-from jaxmp import fp8
+from jaxmp import fp8, functional
 
 EPSILON = 1e-5  # of the norms
 NORMAL = nn.initializers.normal(0.02)
@@ -73,7 +73,7 @@ class Block(nn.Module):
         h_BTD = nn.LayerNorm(EPSILON, name="mlp_norm")(x_BTD)
         up = nn.Dense(4 * width, kernel_init=NORMAL, name="mlp_up")
         down = nn.Dense(width, kernel_init=residual, name="mlp_down")
-        return x_BTD + fp8.mlp(h_BTD, up, down), None
+        return x_BTD + down(functional.gelu(up(h_BTD))), None
 
 
 class GPT(nn.Module):
@@ -133,7 +133,8 @@ class NnxBlock(nnx.Module):
         """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
         qkv_BTF = self.qkv(self.attention_norm(x_BTD))
         x_BTD = x_BTD + self.attention_out(causal_attention(qkv_BTF, self.heads))
-        return x_BTD + fp8.mlp(self.mlp_norm(x_BTD), self.mlp_up, self.mlp_down)
+        h_BTF = functional.gelu(self.mlp_up(self.mlp_norm(x_BTD)))
+        return x_BTD + self.mlp_down(h_BTF)
 
 
 class NnxGPT(nnx.Module):

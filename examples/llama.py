@@ -52,7 +52,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import gpt
 import jaxmp
-from jaxmp import fp8
+from jaxmp import fp8, functional
 
 EPSILON = 1e-5  # of the norms
 NORMAL = nn.initializers.normal(0.02)
@@ -119,7 +119,8 @@ class Block(nn.Module):
         gate = linear(shape.hidden, kernel_init=NORMAL, name="mlp_gate")
         up = linear(shape.hidden, kernel_init=NORMAL, name="mlp_up")
         down = linear(shape.width, kernel_init=residual, name="mlp_down")
-        x_BTD += fp8.mlp(h_BTD, up, down, gate=gate, residual_name="mlp")
+        hidden = (checkpoint_name(layer(h_BTD), "mlp") for layer in (gate, up))
+        x_BTD += down(functional.swiglu(*hidden))
         return shape.constrain(x_BTD), None
 
 
@@ -176,8 +177,9 @@ class NnxBlock(nnx.Module):
         x_BTD += self.attention_out(attention(self.shape, qkv_BTF))
         x_BTD = checkpoint_name(x_BTD, "residual")
         h_BTD = self.mlp_norm(x_BTD)
-        layers = self.mlp_up, self.mlp_down
-        x_BTD += fp8.mlp(h_BTD, *layers, gate=self.mlp_gate, residual_name="mlp")
+        layers = self.mlp_gate, self.mlp_up
+        hidden = (checkpoint_name(layer(h_BTD), "mlp") for layer in layers)
+        x_BTD += self.mlp_down(functional.swiglu(*hidden))
         return self.shape.constrain(x_BTD)
 
 
@@ -244,7 +246,7 @@ def attention(shape: Shape, qkv_BTF: jax.Array) -> jax.Array:
     batch, length, _ = qkv_BTF.shape
     qkv_BTKGH = qkv_BTF.reshape(batch, length, shape.key_heads, -1, shape.head_size)
     positions_T = jnp.arange(length)
-    rotate = functools.partial(jaxmp.functional.rotary_embedding, base=shape.rope_base)
+    rotate = functools.partial(functional.rotary_embedding, base=shape.rope_base)
     q_BTNH = qkv_BTKGH[:, :, :, :-2].reshape(batch, length, shape.heads, shape.head_size)
     q_BTNH = rotate(q_BTNH, positions_T)
     k_BTKH = rotate(qkv_BTKGH[:, :, :, -2], positions_T)

@@ -28,9 +28,6 @@ from jaxmp._core._trees import PARAMS, leaves_with_path, select_leaf
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._first_step import with_branches_outside
-from jaxmp.fp8._kernel_amax import activate, kernel_amaxes, measure_kernels
-from jaxmp.fp8._operands import repeating as repeating
-from jaxmp.fp8._repeated import scan_with_same_kernels as scan_with_same_kernels
 from jaxmp.fp8._state import (
     NAMES,
     PREFIX,
@@ -98,11 +95,6 @@ def _select_state(applied: jax.Array, new: State, old: State) -> State:
     return {name: lax.select_n(applied, old[name], leaf) for name, leaf in new.items()}
 
 
-def measured(params: PyTree, state: PyTree) -> PyTree:
-    """Returns overwritten state for parameters that an optimizer has updated."""
-    return state if state is None else measure_kernels(params, state)
-
-
 def map_params(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """Applies `fn` to the parameters of a tree, and keeps the state."""
     params, state = split(tree)
@@ -153,7 +145,7 @@ def begin_step(tree: PyTree, is_on_several_devices: bool) -> PyTree:
       A tree of the same structure. States remain as they are where JAX would sum their gradients.
     """
     params, collection = split(tree)
-    states = _Collection(activate(params, collection))
+    states = _Collection(collection)
     locations = [each for each in states.locations if can_begin(states.read(each))]
     if _max_accumulates([states.leaves[n] for each in locations for n in each.values()]):
         partials = 1 if is_on_several_devices else PARTIALS
@@ -284,9 +276,6 @@ def finish_step(grads: PyTree, before: PyTree) -> PyTree:
         after.write(location, state)
     for location in others:
         after.write(location, _keep_unused(after.read(location), old.read(location)))
-    for index in kernel_amaxes(new):
-        # The next amax is that of the updated kernel; see `measure_kernels`.
-        after.leaves[index] = jnp.zeros_like(old.leaves[index])
     return join(params, after.tree(), grads)
 
 

@@ -167,7 +167,6 @@ class TrainState(struct.PyTreeNode):
             old = {name: getattr(self, name) for name in mutables}
             mutables = _trees.select(applied, mutables, old)
             overwritten = _overwritten.select(applied, overwritten, old_overwritten)
-        overwritten = _overwritten.measured(new_params, overwritten)
         increment = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
         return self.replace(
             step=jnp.asarray(self.step, jnp.int32) + increment,

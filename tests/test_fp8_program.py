@@ -14,7 +14,6 @@ import fp8_program
 
 
 @needs_compiler
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("name", [name for name in fp8_program.VARIANTS if name != "bf16"])
 def test_an_mlp_stays_within_its_limits(name):
     variant = fp8_program.VARIANTS[name]

@@ -23,7 +23,6 @@ from grids import EXPENSIVE, fast_cases
 ROOT = Path(__file__).parents[1]
 HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
 HEAVY |= {"jaxmp._audit", "jaxmp._validate", "jaxmp.checkpoint", "jaxmp.cli"}
-HEAVY |= {"jax.experimental.pallas.triton"}
 # They are imported when they are first used.
 LAZY = ("_attention", "_autocast", "_fp32_gradients", "_gradients", "losses")
 HEAVY |= {f"jaxmp.{name}" for name in LAZY}

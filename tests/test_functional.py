@@ -1,9 +1,7 @@
-"""Norms, rotary positions and activations of 16-bit operands, against FP64 and JAX."""
+"""Rotary positions and activations of 16-bit operands, against FP64 and JAX."""
 
 import functools
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,140 +31,6 @@ def assert_rounded_once(found, exact, *, fp32=4e-6):
     allowed = 1.01 * relative * np.abs(exact) + absolute + fp32 * (1 + np.abs(exact))
     error = np.abs(f64(found) - exact)
     assert (error <= allowed).all(), (error / allowed).max()
-
-
-# ---------------------------------------------------------------------------
-# Norms
-# ---------------------------------------------------------------------------
-
-
-def norm_64(x, scale, bias, axes, centred, epsilon=1e-6):
-    x = f64(x)
-    if centred:
-        x = x - x.mean(axes, keepdims=True)
-    out = x / np.sqrt((x**2).mean(axes, keepdims=True) + epsilon)
-    shape = [x.shape[i] if i in axes else 1 for i in range(x.ndim)]
-    out = out * f64(scale).reshape(shape)
-    return out + f64(bias).reshape(shape) if centred else out
-
-
-@jax.jit
-def last_axis(x, scale, bias):
-    return functional.rms_norm(x, scale), functional.layer_norm(x, scale, bias)
-
-
-@hypothesis.given(
-    dtype=st.sampled_from(DTYPES),
-    mean=st.sampled_from([0.0, 1.0, 300.0, 2000.0]),
-    deviation=st.sampled_from([1e-3, 1.0, 300.0]),
-    seed=st.integers(0, 2**32 - 1),
-)
-@hypothesis.settings(max_examples=40)
-def test_norms_are_those_of_fp64(dtype, mean, deviation, seed):
-    rng = np.random.default_rng(seed)
-    x = jnp.asarray(mean + deviation * rng.normal(size=(4, 48)), dtype)
-    scale, bias = (jnp.asarray(rng.normal(size=48), jnp.float32) for _ in range(2))
-    rms, layer = last_axis(x, scale, bias)
-    assert rms.dtype == layer.dtype == dtype
-    assert_rounded_once(rms, norm_64(x, scale, bias, (1,), False))
-    # The mean of values near m is accurate to one FP32 rounding of m, in addition to their
-    # deviation.
-    spread = np.sqrt(f64(x).var(-1, keepdims=True) + 1e-6)
-    fp32 = 8e-6 + 2.0**-22 * np.abs(mean) / spread * np.abs(f64(scale)).max()
-    assert_rounded_once(layer, norm_64(x, scale, bias, (1,), True), fp32=fp32)
-
-
-@pytest.mark.parametrize("axis", [0, -2, (0, 2), (-1, 1)])
-@fast_cases("0", "axis3")
-def test_axes(axis):
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(3, 4, 5)), jnp.float32)
-    axes = tuple(sorted(one % 3 for one in (axis if isinstance(axis, tuple) else (axis,))))
-    sizes = [x.shape[one] for one in axes]
-    scale, bias = (jnp.asarray(rng.normal(size=sizes), jnp.bfloat16) for _ in range(2))
-    for centred, found in (
-        (False, functional.rms_norm(x, scale, axis=axis)),
-        (True, functional.layer_norm(x, scale, bias, axis=axis)),
-    ):
-        assert_rounded_once(found, norm_64(x, scale, bias, axes, centred))
-
-
-def test_float16_of_300_whose_square_is_infinite():
-    x = jnp.array([[300.0, -300.0, 300.0, -300.0]], jnp.float16)
-    assert jnp.square(x)[0, 0] == jnp.inf
-    assert functional.rms_norm(x)[0].tolist() == [1, -1, 1, -1]
-    assert functional.layer_norm(x)[0].tolist() == [1, -1, 1, -1]
-    slope = jax.grad(lambda x: functional.rms_norm(x).astype(jnp.float32)[0, 0])(x)
-    assert np.isfinite(slope).all() and slope[0, 0] > 0
-
-
-def test_a_small_deviation_beside_a_large_mean():
-    x = jnp.asarray(4096 + np.arange(8.0) % 2, jnp.float32)[None]
-    fast = jnp.square(x).mean() - jnp.square(x.mean())
-    assert abs(fast - 0.25) > 0.1  # the shortcut: FP32 squares have steps of 1 or 2 there
-    exact = norm_64(x, np.ones(8), np.zeros(8), (1,), True)
-    assert_rounded_once(functional.layer_norm(x), exact)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@fast_cases("bfloat16")
-def test_gradients_are_those_of_fp64_and_parameters_sum_in_fp32(dtype):
-    rng = np.random.default_rng(0)
-    # Sums over 4096 rows, which would stop growing earlier in 16 bits.
-    x = jnp.asarray(rng.normal(size=(4096, 16)) + 1, dtype)
-    scale, bias = jnp.asarray(rng.normal(size=16), jnp.float32), jnp.zeros(16)
-    weights = jnp.asarray(rng.uniform(0.5, 1.5, size=(4096, 16)), dtype)
-
-    def loss(x, scale, bias, fn):
-        return (fn(x, scale, bias).astype(jnp.float32) * weights.astype(jnp.float32)).sum()
-
-    def centred_64(scale, bias, x):
-        d = f64(x) - f64(x).mean(-1, keepdims=True)
-        inverse = 1 / np.sqrt((d**2).mean(-1, keepdims=True) + 1e-6)
-        hat, g = d * inverse, f64(weights) * f64(scale)
-        of_x = inverse * (g - g.mean(-1, keepdims=True) - hat * (g * hat).mean(-1, keepdims=True))
-        return of_x, (f64(weights) * hat).sum(0), f64(weights).sum(0)
-
-    slopes = jax.jit(jax.grad(lambda *args: loss(*args, functional.layer_norm), (0, 1, 2)))(
-        x, scale, bias
-    )
-    exact = centred_64(scale, bias, x)
-    assert [slope.dtype for slope in slopes] == [dtype, jnp.float32, jnp.float32]
-    assert_rounded_once(slopes[0], exact[0], fp32=1e-5)
-    np.testing.assert_allclose(slopes[1], exact[1], rtol=1e-5, atol=1e-3)
-    np.testing.assert_allclose(slopes[2], exact[2], rtol=1e-5)
-    in_half = functools.reduce(np.add, np.asarray(weights))
-    assert in_half.dtype == dtype
-    assert (np.abs(f64(in_half) - exact[2]) > 1e-3 * exact[2]).any()  # the error without FP32 sums
-
-    rms = lambda x, scale, bias: functional.rms_norm(x, scale)
-    slope = jax.jit(jax.grad(lambda scale: loss(x, scale, bias, rms)))(scale)
-    hat = f64(x) / np.sqrt((f64(x) ** 2).mean(-1, keepdims=True) + 1e-6)
-    np.testing.assert_allclose(slope, (f64(weights) * hat).sum(0), rtol=1e-5)
-
-
-@pytest.mark.parametrize("norm", [functional.rms_norm, functional.layer_norm])
-def test_saved_for_the_backward_pass_are_half_rows_and_statistics(norm):
-    x, scale = jnp.ones((32, 64), jnp.bfloat16), jnp.ones(64)
-    saved = jax.tree.leaves(jax.vjp(norm, x, scale)[1])
-    wide = [array.size for array in saved if array.dtype == jnp.float32]
-    assert max(wide) == 64 and wide.count(32) == (2 if norm is functional.layer_norm else 1)
-    assert sum(array.size for array in saved if array.dtype == jnp.bfloat16) == 32 * 64
-
-
-@EXPENSIVE
-def test_norms_under_transformations():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8)), jnp.bfloat16)
-    scale = jnp.linspace(0.5, 1.5, 8)
-    plain = functional.layer_norm(x, scale)
-    mapped = jax.vmap(functional.layer_norm, (0, None))(x, scale)
-    np.testing.assert_array_equal(mapped, plain)
-    remat = jax.jit(jax.checkpoint(functional.layer_norm))(x, scale)
-    np.testing.assert_array_equal(remat, plain)
-    wide = x.astype(jnp.float32)
-    total = lambda x: functional.rms_norm(x, scale).sum()
-    forward = jax.jvp(total, (wide,), (jnp.ones_like(wide),))[1]
-    np.testing.assert_allclose(forward, jax.grad(total)(wide).sum(), rtol=1e-4)
 
 
 # ---------------------------------------------------------------------------
@@ -290,20 +154,12 @@ def test_shapes_of_positions_part_of_the_features_and_given_frequencies():
 # ---------------------------------------------------------------------------
 
 X, T = jnp.zeros((1, 4, 2, 6)), jnp.arange(4)
-rotary, rms = functional.rotary_embedding, functional.rms_norm
+rotary = functional.rotary_embedding
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rms(jnp.arange(4)), r"x is int32 of shape \[4\].*x.astype\(jnp.float32\)"),
-        (lambda: rms(X.astype("float8_e5m2")), "16 bits"),
-        (lambda: rms(X, jnp.ones(4)), r"scale has shape \[4\].*\[6\].*scale.reshape\(\(6,\)\)"),
-        (lambda: functional.layer_norm(X, None, jnp.ones((1, 6))), "bias has shape"),
-        (lambda: rms(X, axis=4), "axis=4.*-4 to 3"),
-        (lambda: rms(X, axis=(0, -4)), "several different"),
-        (lambda: rms(X, axis=()), "must name one axis"),
-        (lambda: rms(X, axis=1.5), "not an integer"),
         (lambda: rotary(X, T.astype(jnp.bfloat16)), r"bfloat16.*above 256.*jnp.arange\(4\)"),
         (lambda: rotary(X, T.astype(jnp.float16)), "float16.*above 2048"),
         (lambda: rotary(X, T > 0), "bool cannot represent"),

@@ -15,7 +15,7 @@ from jaxmp._core._jaxprs import FORWARD
 from jaxmp._core._matmuls import Matmul
 from jaxmp._core._programs._operations import dot_of, name_of
 from jaxmp.fp8._eligible import explain_exclusion
-from jaxmp.fp8._operands import COPIES, QUANTIZE
+from jaxmp.fp8._operands import QUANTIZE
 from jaxmp.fp8._scaling import CurrentScaling
 
 NOT_FP8 = Check(
@@ -74,7 +74,7 @@ _ONE_SCALE = (
 @NOT_FP8.on_operation("jit")
 def note_scales(op: OpOccurrence, audit: Auditor) -> None:
     """Notes once in a program that tensors are quantized with one scale."""
-    is_quantization = name_of(op.equation).startswith((QUANTIZE, COPIES))
+    is_quantization = name_of(op.equation).startswith(QUANTIZE)
     if is_quantization and any(var.aval.shape == () for var in op.equation.outvars):
         audit.notes[_ONE_SCALE] = None
 

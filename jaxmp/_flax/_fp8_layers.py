@@ -31,7 +31,6 @@ from jaxmp.fp8._explain import is_recording as is_recording
 from jaxmp.fp8._explain import note_unsupported as note_unsupported
 from jaxmp.fp8._explain import warn_if_unused as warn_if_unused
 from jaxmp.fp8._scaling import GEMMS, Scaling
-from jaxmp.fp8._state import ACTIVE_AMAX as ACTIVE_AMAX
 from jaxmp.fp8._state import PREFIX as PREFIX
 from jaxmp.fp8._state import init_state as init_state
 from jaxmp.fp8._state import state_names as state_names

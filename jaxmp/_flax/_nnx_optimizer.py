@@ -201,6 +201,5 @@ class Optimizer(nnx.Optimizer):
         if applied is not None and jax.tree.leaves(overwritten):
             old = nnx.as_pure(nnx.state(model, OverwriteWithGradient))
             overwritten = _overwritten.select(applied, overwritten, old)
-        params = nnx.as_pure(nnx.state(model, nnx.Param))
-        nnx.update(model, _overwritten.measured(params, overwritten))
+        nnx.update(model, overwritten)
         self.step[...] += 1 if applied is None else applied.astype(self.step[...].dtype)

@@ -66,7 +66,7 @@ def accumulate(
         sums, mutables, aux = run_part(mutables, *xs)
         return (mutables, _add(total, sums)), aux
 
-    (mutables, total), aux = _overwritten.scan_with_same_kernels(body, (mutables, zero), xs)
+    (mutables, total), aux = lax.scan(body, (mutables, zero), xs)
     if delays:
         total = unscaled(jax.tree.map(summed, total), options)
     return total, aux if options.mutable_argnum is None else (mutables, aux)
@@ -98,8 +98,7 @@ def _with_delayed_sums(
         results, structure = jax.tree.flatten(run_part(*inputs.unflatten(leaves)))
         return results
 
-    with _overwritten.repeating():
-        closed = jax.make_jaxpr(flat)(*leaves)
+    closed = jax.make_jaxpr(flat)(*leaves)
     is_param = [
         _overwritten.map_leaves(lambda leaf: True, lambda leaf: False, tree) for tree in zero.grads
     ]

@@ -10,7 +10,7 @@ from jaxmp._policies._resolve import Policies, Scaling, matmul_scaling
 from jaxmp._recipe_files._fields import BOOLEAN, COUNT, Field, Setting, choice
 from jaxmp._recipe_files._toml import Document, literal, quoted
 from jaxmp.errors import RecipeError
-from jaxmp.fp8._scaling import KERNEL_AMAX, KERNELS, KINDS, CurrentScaling, as_scaling
+from jaxmp.fp8._scaling import KINDS, CurrentScaling, as_scaling
 from jaxmp.fp8._scaling import ScalingLike as ScalingLike
 
 TABLE = "fp8"
@@ -42,8 +42,6 @@ FIELDS = {
     "amax_compute": choice("max", "most_recent"),
     "interval": COUNT._replace(example="1"),
     "calibrate": BOOLEAN,
-    "kernels": choice(*KERNELS),
-    "kernel_amax": choice(*KERNEL_AMAX),
     "rounding": choice("up", "down"),
 }
 

@@ -3,8 +3,6 @@
 from jaxmp.fp8._checkpoint import checkpoint_policy as checkpoint_policy
 from jaxmp.fp8._dot_general import dot_general as dot_general
 from jaxmp.fp8._einsum import einsum as einsum
-from jaxmp.fp8._kernel_amax import measure_kernels as measure_kernels
-from jaxmp.fp8._mlp import mlp as mlp
 from jaxmp.fp8._scaling import CurrentScaling as CurrentScaling
 from jaxmp.fp8._scaling import DelayedScaling as DelayedScaling
 from jaxmp.fp8._scaling import MXScaling as MXScaling
@@ -22,8 +20,6 @@ __all__ = [
     "dot_general",
     "einsum",
     "init_state",
-    "measure_kernels",
-    "mlp",
     "to_float32",
     "with_stats",
 ]

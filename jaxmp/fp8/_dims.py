@@ -41,10 +41,6 @@ class Dims(NamedTuple):
         axes = self.contract[side]
         return sorted(axes) == list(range(self.ndims[side] - len(axes), self.ndims[side]))
 
-    def with_last_axis(self) -> Dims:
-        """Returns the dot whose right operand is the transposed `[k, n]` matrix."""
-        return self._replace(contract=(self.contract[0], (1,)))
-
     @property
     def result_ndim(self) -> int:
         return len(self.batch[0]) + len(self.free(0)) + len(self.free(1))

@@ -20,17 +20,12 @@ from jaxmp.errors import JaxmpError
 from jaxmp.fp8._call import Call, differentiated_once, shield
 from jaxmp.fp8._checkpoint import named, named_amax, named_values
 from jaxmp.fp8._dims import Dims, make_dims
-from jaxmp.fp8._explain import note_kernels
 from jaxmp.fp8._known_dot import known_product
 from jaxmp.fp8._known_scales import are_known
-from jaxmp.fp8._layer import explain_kernels, linear
-from jaxmp.fp8._mlp import captured_row
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
 from jaxmp.fp8._operands import (
     AMAX,
     Operand,
-    is_repeated,
-    kernel_amax,
     multiply,
     observed,
     quantized,
@@ -51,7 +46,6 @@ from jaxmp.fp8._state import (
     check_state,
     next_state,
     of_operand,
-    unknown_amax,
 )
 
 _SIDES = {"lhs": 0, "rhs": 1}
@@ -152,17 +146,8 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
             run: Any = jax.sharding.auto_axes(product, out_sharding=call.shardings.result)
             return run(lhs, rhs)
         own = None if state is None else dict(state)
-        row = captured_row(call, lhs, rhs, own)
-        if row is not None:
-            return row
-        is_known = not is_explicit and are_known(scaling, own)
-        if scaling.uses_pallas:
-            reason = explain_kernels(call, lhs, rhs, is_known)
-            note_kernels(reason)
-            if own is not None and not reason:
-                return linear(call, lhs, rhs, own)
-        if own is not None and is_known:
-            return known_product(call, None, lhs, rhs, own)
+        if own is not None and not is_explicit and are_known(scaling, own):
+            return known_product(call, lhs, rhs, own)
         return _product(call, lhs, rhs, own)
 
     return fp8_dot_general
@@ -186,7 +171,7 @@ def _check_call(
             f"out_sharding={out_sharding!r} must be None, a jax.sharding.PartitionSpec or a "
             "jax.sharding.NamedSharding; for example jax.P('data', None)."
         )
-    if scaling.is_stateful:
+    if isinstance(scaling, DelayedScaling):
         if state is None:
             raise JaxmpError(
                 f"{type(scaling).__name__} needs its state: product(lhs, rhs, dimension_numbers, "
@@ -255,7 +240,7 @@ def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
         return Operand(values, None), Operand(values, None)
     factor = named(operand.factor)
     of_backward, of_forward = named_values(values)
-    return Operand(of_backward, factor), Operand(of_forward, factor, operand.transposed)
+    return Operand(of_backward, factor), Operand(of_forward, factor)
 
 
 def _multiply(
@@ -291,9 +276,7 @@ def _first(
 ) -> tuple[Any, Any]:
     """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
     if state is None or not isinstance(call.scaling, DelayedScaling):
-        stored = kernel_amax(x, state) if state is not None and role == "kernel" else None
-        if stored is None and _can_save_amax(call, gemm, role):
-            stored = named_amax(AMAX(x))
+        stored = named_amax(AMAX(x)) if _can_save_amax(call, gemm, role) else None
         seen = stored, stored
         return _operand(call, gemm, role, x, dims, side, seen), seen
     return observed(call.scaling, call.format(gemm, role), x, of_operand(state, role), role)
@@ -301,10 +284,8 @@ def _first(
 
 def _can_save_amax(call: Call, gemm: str, role: str) -> bool:
     """Returns True if a policy of `jax.checkpoint` may save the amax of an operand."""
-    if gemm != "fprop" or call.scaling.kind != "current" or call.format(gemm, role) is None:
-        return False
-    # A kernel that is quantized before a loop must not depend on values that the loop saves.
-    return role != "kernel" or not is_repeated()
+    is_current = call.scaling.kind == "current"
+    return gemm == "fprop" and is_current and call.format(gemm, role) is not None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -313,8 +294,7 @@ def _product(call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None) ->
 
 
 def _before(call: Call, state: State | None) -> State | None:
-    is_delayed = isinstance(call.scaling, DelayedScaling)
-    return before_step(state) if is_delayed and state is not None else state
+    return None if state is None else before_step(state)
 
 
 def _operands(
@@ -348,7 +328,7 @@ def _product_fwd(
             operands[side] = of_forward
     # The gradient of the state must have the dtype that all leaves of the state share. One leaf is
     # saved to record it.
-    state_leaf = None if state is None else state.get(AGE)
+    state_leaf = None if state is None else state[AGE]
     if before is None:
         seen = []
     return _forward(call, *operands), (tuple(saved), seen, before, state_leaf)
@@ -396,10 +376,8 @@ def _product_bwd(
         sharding = call.shardings.before_transpose(side, order)
         product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side], sharding)
         results.append(jnp.transpose(product, order))
-    if before is None:
+    if before is None or not isinstance(call.scaling, DelayedScaling):
         return results[0], results[1], None
-    if not isinstance(call.scaling, DelayedScaling):
-        return results[0], results[1], unknown_amax(before)
     by_role = dict(
         zip((call.role(0), call.role(1), "output_grad"), (*seen, of_gradient), strict=True)
     )

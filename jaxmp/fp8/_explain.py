@@ -28,20 +28,15 @@ class LayerDecision(ExplanationRow):
       k: number of input features; 0 if it cannot be determined.
       n: number of output features; 0 if it cannot be determined.
       exclusion_reason: why the layer does not run in FP8; "" if it does.
-      kernels_reason: for a scaling with `kernels="pallas"`, why XLA quantizes the operands; ""
-        otherwise, and if the Pallas kernel does.
     """
 
     path: str
     k: int
     n: int
     exclusion_reason: str
-    kernels_reason: str = ""
 
     def cells(self) -> tuple[str, ...]:
-        note = f" (no Pallas: {self.kernels_reason})" if self.kernels_reason else ""
-        decision = self.exclusion_reason or f"FP8{note}"
-        return self.path or "(root)", str(self.k), str(self.n), decision
+        return self.path or "(root)", str(self.k), str(self.n), self.exclusion_reason or "FP8"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,13 +173,6 @@ def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
         record.rows.append(LayerDecision(path, k, n, why))
         record.scalings.update({} if why else {scaling: None})
     return not why
-
-
-def note_kernels(reason: str) -> None:
-    """Records why the layer of the last decision does not use the Pallas kernel; "" if it does."""
-    record = _record.get()
-    if record and record.rows:
-        record.rows[-1] = dataclasses.replace(record.rows[-1], kernels_reason=reason)
 
 
 def decide_product(

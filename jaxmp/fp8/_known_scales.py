@@ -83,14 +83,7 @@ COMMON = DelayedScaling()
 @functools.cache
 def _is_common(scaling: DelayedScaling) -> bool:
     """Returns True if the scales of earlier amaxes are those of `COMMON`."""
-    others = (
-        "amax_history_len",
-        "calibrate",
-        "fast_accumulation",
-        "min_width",
-        "emulate",
-        "kernels",
-    )
+    others = "amax_history_len", "calibrate", "fast_accumulation", "min_width", "emulate"
     return (
         dataclasses.replace(scaling, **{name: getattr(COMMON, name) for name in others}) == COMMON
     )
@@ -148,25 +141,6 @@ def known_scales(scaling: DelayedScaling, state: State) -> dict[str, Known]:
         is_known = amaxes[role] > np.float32(0)
         known[role] = Known(are_all_known, is_known, amaxes[role], scale, products)
     return known
-
-
-def independent(known: Known) -> Known:
-    """Returns the scale of an operand for `resolve` without earlier operands.
-
-    A kernel that is quantized before a loop cannot wait for the input, which the loop quantizes.
-    """
-    return known._replace(are_all_known=known.is_known, products=())
-
-
-def products_of(
-    scaling: Scaling, known: Known, earlier: tuple[jax.Array, ...], scale: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Returns the products that `resolve` would have returned for an `independent` scale."""
-    assert isinstance(scaling, DelayedScaling)
-    if not scaling.calibrate:
-        return known.products
-    multiply = lambda: tuple(factor_of(each) * factor_of(scale) for each in earlier)
-    return if_known(scaling, known.are_all_known, lambda: known.products, multiply)
 
 
 def resolve(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,13 +24,9 @@ from jaxmp.fp8._quantize import quantize
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._shardings import broadcast_factor
 from jaxmp.fp8._state import (
-    KERNEL_AMAX,
     OPERANDS,
     OperandState,
-    State,
-    has_stored_amax,
     known_amax,
-    to_float32,
 )
 
 # The active amax, from which the scale is computed, a float32 scalar; and the measured one, or the
@@ -48,36 +42,6 @@ class Operand(NamedTuple):
     # float32: a scalar, or an array with size 1 on the contracted axes; NaN if an element was not
     # finite. None: the values are not scaled.
     factor: jax.Array | None
-    # Transposed copy of a kernel that is quantized before a loop, for a GPU; None: there is none.
-    transposed: jax.Array | None = None
-
-
-_is_repeated: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "jaxmp_fp8_is_repeated", default=False
-)
-
-
-def is_repeated() -> bool:
-    """Returns True while a function is traced that runs several times with the same kernels."""
-    return _is_repeated.get()
-
-
-@contextlib.contextmanager
-def repeating() -> Iterator[None]:
-    token = _is_repeated.set(True)
-    try:
-        yield
-    finally:
-        _is_repeated.reset(token)
-
-
-def has_transposed_copy(kernel: jax.Array) -> bool:
-    """Returns True for a kernel of which a loop for a GPU reads a transposed copy.
-
-    cuBLAS multiplies FP8 matrices that are contracted along their last axes. Without the copy, XLA
-    would transpose the kernel in each iteration.
-    """
-    return is_repeated() and kernel.ndim == 2 and _compat.target() == "gpu"
 
 
 def amax(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
@@ -148,14 +112,11 @@ def partial_maxima(x: jax.Array, leading: int, count: int) -> jax.Array:
 
 AMAX = jax.jit(amax)
 
-# Prefixes of the names of jitted functions that quantize, to one or two copies; the operand's role
-# follows.
-QUANTIZE, COPIES = "jaxmp_fp8_quantize_", "jaxmp_fp8_copies_"
+# Prefix of the names of jitted functions that quantize; the operand's role follows.
+QUANTIZE = "jaxmp_fp8_quantize_"
 
 
-def jitted_by_role(
-    fn: Callable[..., Any], *static: str, prefix: str = QUANTIZE
-) -> dict[str, Callable[..., Any]]:
+def jitted_by_role(fn: Callable[..., Any], *static: str) -> dict[str, Callable[..., Any]]:
     """Jits `fn` once per operand role, under a name from which `with_stats` reads the role.
 
     Jitted, so that layers of the same shape share one trace and, in StableHLO, one function.
@@ -165,7 +126,7 @@ def jitted_by_role(
         def call(*args: object, **kwargs: object) -> Any:
             return fn(*args, **kwargs)
 
-        call.__name__ = call.__qualname__ = prefix + role
+        call.__name__ = call.__qualname__ = QUANTIZE + role
         return jax.jit(call, static_argnames=static)
 
     return {role: named(role) for role in OPERANDS}
@@ -178,17 +139,15 @@ def _quantize(
     scaling: Scaling,
     dtype: DTypeLike,
     axes: tuple[int, ...] | None,
-    is_copied: bool = False,
-) -> tuple[jax.Array, ...]:
-    """Quantizes `x`; returns its FP8 values, their factor, and if requested a transposed copy.
+) -> tuple[jax.Array, jax.Array]:
+    """Quantizes `x`; returns its FP8 values and their factor.
 
     If an amax is None, the active and the measured amax are those of `x`.
     """
     if in_force is None or measured is None:
         in_force = measured = amax(x, axes)
     scale = scale_of(in_force, scaling, dtype)
-    values, factor = cast(x, scale, scaling, dtype), factor_of(scale)
-    return (values, factor, _compat.row_major(values.T)) if is_copied else (values, factor)
+    return cast(x, scale, scaling, dtype), factor_of(scale)
 
 
 def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
@@ -203,7 +162,7 @@ def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> 
     return lax.optimization_barrier(values) if isinstance(scaling, DelayedScaling) else values
 
 
-_QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes", "is_copied")
+_QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
 
 
 def _over_devices(maxima: jax.Array, state: OperandState) -> jax.Array:
@@ -221,24 +180,6 @@ def measure_partials(x: jax.Array, state: OperandState) -> jax.Array:
     """Returns partial maxima of `x`, as many as an active state has."""
     count = state.amax_history.shape[0]
     return _over_devices(_state_maxima(0, count)(x, state.age), state)
-
-
-@jax.jit
-def kernel_amax(x: jax.Array, state: State) -> jax.Array:
-    """Returns the amax of a kernel, which its state contains inside of `jaxmp.value_and_grad`.
-
-    Args:
-      x: the kernel, or the result of casting the stored kernel.
-      state: the state of `CurrentScaling(kernel_amax="optimizer")`.
-    """
-    if not has_stored_amax(state):
-        return amax(x)
-    stored = to_float32(state[KERNEL_AMAX]).reshape(())
-    if x.dtype.itemsize < 4:
-        # Rounding is monotonic, so that it maps the amax to that of the rounded kernel.
-        info = jnp.finfo(x.dtype)
-        stored = lax.reduce_precision(stored, info.nexp, info.nmant)
-    return stored
 
 
 def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:
@@ -263,14 +204,13 @@ def _observe_and_quantize(
     state: OperandState,
     scaling: DelayedScaling,
     dtype: DTypeLike,
-    is_copied: bool,
-) -> tuple[tuple[jax.Array, ...], Seen]:
+) -> tuple[tuple[jax.Array, jax.Array], Seen]:
     seen = _observe(x, state, scaling)
-    return _quantize(x, *seen, scaling, dtype, None, is_copied), seen
+    return _quantize(x, *seen, scaling, dtype, None), seen
 
 
 _OBSERVE = jax.jit(_observe, static_argnames="scaling")
-_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype", "is_copied")
+_OBSERVE_AND_QUANTIZE = jitted_by_role(_observe_and_quantize, "scaling", "dtype")
 
 
 def observed(
@@ -290,9 +230,7 @@ def observed(
     """
     if dtype is None:
         return Operand(x, None), _OBSERVE(x, state, scaling)
-    is_copied = role == "kernel" and has_transposed_copy(x)
-    quantize = functools.partial(_OBSERVE_AND_QUANTIZE[role], scaling=scaling, dtype=dtype)
-    arrays, seen = quantize(x, state, is_copied=is_copied)
+    arrays, seen = _OBSERVE_AND_QUANTIZE[role](x, state, scaling=scaling, dtype=dtype)
     return Operand(*arrays), seen
 
 
@@ -318,9 +256,7 @@ def quantized(
     if dtype is None:
         return Operand(x, None)
     along = axes if isinstance(scaling, RowwiseScaling) else None
-    is_copied = role == "kernel" and has_transposed_copy(x)
-    quantize = functools.partial(_QUANTIZE[role], scaling=scaling, dtype=dtype, axes=along)
-    return Operand(*quantize(x, *seen, is_copied=is_copied))
+    return Operand(*_QUANTIZE[role](x, *seen, scaling=scaling, dtype=dtype, axes=along))
 
 
 def multiply(
@@ -346,8 +282,6 @@ def multiply(
       shared: 0 or 1, the operand that may equal that of other dots; None: neither does.
       out_sharding: sharding of the result on explicit mesh axes.
     """
-    if rhs.transposed is not None and dims.contract[1] == (0,):
-        rhs, dims = rhs._replace(values=rhs.transposed), dims.with_last_axis()
     if lhs.factor is None or rhs.factor is None:
         return lax.dot_general(
             lhs.values,

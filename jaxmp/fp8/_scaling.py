@@ -28,10 +28,6 @@ _FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 _E4M3 = ("e4m3fn", "e4m3fn")
 
-# Values of the setting `kernels`.
-KERNELS = ("xla", "pallas")
-# Values of the setting `kernel_amax`.
-KERNEL_AMAX = ("matmul", "optimizer")
 
 # Elements that share a scale (OCP Microscaling Formats specification 1.0, section 5.2).
 MX_BLOCK = 32
@@ -70,11 +66,6 @@ class Scaling:
     def is_stateful(self) -> bool:
         """True if the dots require a state, which earlier steps have written."""
         return False
-
-    @property
-    def uses_pallas(self) -> bool:
-        """True if a Pallas kernel quantizes the operands where it applies."""
-        return getattr(self, "kernels", "xla") == "pallas"
 
     @property
     def batch_note(self) -> str:
@@ -183,10 +174,6 @@ class CurrentScaling(Scaling):
         FP8 on an accelerator, where a recipe decides for a whole model. "auto" uses the limits
         described in docs/fp8.md.
       emulate: allow devices without FP8 matmuls. Operands are rounded to FP8 in the same way.
-      kernel_amax: "matmul" measures a layer's kernel in each step before it is quantized, one pass
-        over it in FP32. "optimizer" lets `jaxmp.TrainState.apply_gradients` and
-        `jaxmp.nnx.Optimizer.update` measure each new kernel while they write it, with the same
-        scales. The amax is a state of the layer; see `measure_kernels`.
 
     Raises:
       RecipeError: with the setting, its allowed values and a valid call.
@@ -196,21 +183,9 @@ class CurrentScaling(Scaling):
       'high'
       >>> CurrentScaling(dgrad="e4m3fn").dgrad
       ('e4m3fn', 'e4m3fn')
-      >>> CurrentScaling(kernel_amax="optimizer").is_stateful
-      True
     """
 
     kind: ClassVar[str] = "current"
-
-    kernel_amax: str = "matmul"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_choice(self, "kernel_amax", KERNEL_AMAX)
-
-    @property
-    def is_stateful(self) -> bool:
-        return self.kernel_amax == "optimizer"
 
 
 @jax.tree_util.register_static
@@ -227,11 +202,6 @@ class DelayedScaling(Scaling):
       interval: number of steps between updates of the scales. The history is updated at each step.
       calibrate: if a history is empty, use the tensor's own amax. With False the scale is then 1,
         so that the cast never waits for an amax.
-      kernels: "xla", or "pallas" for a CUDA kernel that reads a tensor once, and writes it and its
-        transpose in FP8, and its amax, and lets `fp8.mlp` compute its activation. It applies in a
-        program for one GPU, under `jaxmp.value_and_grad`, to sizes that are multiples of 64.
-        Elsewhere XLA computes the same values, and `jaxmp.explain` lists the reason. It was
-        compiled for an H200, but not timed.
       fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
         `CurrentScaling`.
 
@@ -249,11 +219,9 @@ class DelayedScaling(Scaling):
     amax_compute: str = "max"
     interval: int = 1
     calibrate: bool = True
-    kernels: str = "xla"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_choice(self, "kernels", KERNELS)
         check_count(self, "amax_history_len", low=1, high=2**20)
         check_count(self, "interval", low=1, high=2**20)
         _check_choice(self, "amax_compute", ("max", "most_recent"))

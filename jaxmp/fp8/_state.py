@@ -21,7 +21,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._messages import missing_dependency
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
-from jaxmp.fp8._scaling import CurrentScaling, DelayedScaling, Scaling, ScalingLike, as_scaling
+from jaxmp.fp8._scaling import DelayedScaling, Scaling, ScalingLike, as_scaling
 
 State = dict[str, jax.Array]
 
@@ -30,27 +30,20 @@ AGE = "age"
 USES = "uses"
 # In an active state, the size of `X_amax`, and the first index of the results of `common_scales`.
 ACTIVE_SIZE, COMMON_SCALE = 7, 3
-# Shape of the amax in the state of current scaling inside of `jaxmp.value_and_grad`.
-ACTIVE_AMAX = (1, 1)
 # Prefix of the leaves among the variables of a Flax layer.
 PREFIX = "fp8_"
-# The only leaf of the state of current scaling. Delayed scaling has another `kernel_amax`.
-KERNEL_AMAX = "exact_kernel_amax"
-# The leaves of one layer's state with delayed scaling.
+# The leaves of one layer's state.
 NAMES = (AGE, USES, *(f"{x}_{leaf}" for x in OPERANDS for leaf in ("amax", "amax_history")))
 
 
 def init_state(scaling: ScalingLike = "delayed") -> State:
     """Returns the state of one linear layer before its first step.
 
-    With `DelayedScaling`, for each operand X of "input", "kernel" and "output_grad", the state has
+    For each operand X of "input", "kernel" and "output_grad", the state of `DelayedScaling` has
     `X_amax`, a scalar: the amax from which the active scale is computed, 0 before the first step;
     and `X_amax_history` of shape `[amax_history_len]`, with the newest entry first. It also has two
     scalars: `age`, the number of steps since the scales were last updated, and `uses`, the number
     of times that the layer ran in the last step if JAX summed the gradients of all runs.
-
-    With `CurrentScaling(kernel_amax="optimizer")`, the state has only `exact_kernel_amax`, a
-    scalar: the amax of the kernel, or 0 if it is unknown.
 
     Args:
       scaling: a scaling with a state, or "delayed".
@@ -66,8 +59,6 @@ def init_state(scaling: ScalingLike = "delayed") -> State:
       {'input_amax': (), 'input_amax_history': (1024,)}
     """
     scaling = as_scaling(scaling)
-    if isinstance(scaling, CurrentScaling) and scaling.is_stateful:
-        return {KERNEL_AMAX: jnp.zeros((), FLOAT32)}
     if not isinstance(scaling, DelayedScaling):
         raise JaxmpError(
             f"{type(scaling).__name__} has no state. Leave `state` out, or use "
@@ -80,7 +71,7 @@ def init_state(scaling: ScalingLike = "delayed") -> State:
     return state
 
 
-def check_state(scaling: Scaling, state: object) -> None:
+def check_state(scaling: DelayedScaling, state: object) -> None:
     """Checks that a state has the keys, shapes and dtypes of `init_state(scaling)`.
 
     Raises:
@@ -94,18 +85,17 @@ def check_state(scaling: Scaling, state: object) -> None:
             f"The state of {type(scaling).__name__} has the keys {sorted(expected)}, not {keys}. "
             f"{fix}"
         )
-    is_delayed = isinstance(scaling, DelayedScaling)
-    if is_active(state) if is_delayed else has_stored_amax(state):
+    if is_active(state):
         return
-    where = f"with amax_history_len={scaling.amax_history_len} " if is_delayed else ""
     for name, shape in expected.items():
         leaf = state[name]
         if not hasattr(leaf, "dtype"):
             raise JaxmpError(f"state[{name!r}] is {type(leaf).__name__}, no array. {fix}")
         if leaf.shape != shape or not (leaf.dtype == FLOAT32 or _is_max(leaf)):
             raise JaxmpError(
-                f"state[{name!r}] has shape {leaf.shape} and dtype {leaf.dtype}; {where}it must "
-                f"have shape {shape} and dtype float32. {fix}"
+                f"state[{name!r}] has shape {leaf.shape} and dtype {leaf.dtype}; with "
+                f"amax_history_len={scaling.amax_history_len} it must have shape {shape} and dtype "
+                f"float32. {fix}"
             )
 
 
@@ -113,15 +103,6 @@ def is_active(state: Mapping[str, Any]) -> bool:
     """Returns True for the active state of a layer, which `begin_step` creates."""
     ranks = (getattr(state[name], "ndim", 0) for name in (f"{OPERANDS[0]}_amax_history", AGE))
     return next(ranks) == next(ranks) + 2
-
-
-def has_stored_amax(state: Mapping[str, Any]) -> bool:
-    """Returns True for the state of current scaling inside of `jaxmp.value_and_grad`.
-
-    Elsewhere, the matmul measures the kernel: evaluation may replace the parameters with which the
-    state was computed, for example by averages.
-    """
-    return jnp.shape(state[KERNEL_AMAX]) == ACTIVE_AMAX
 
 
 def state_names(scaling: Scaling) -> tuple[str, ...]:
@@ -301,13 +282,6 @@ def known_amax(scaling: DelayedScaling, state: OperandState) -> jax.Array:
         recent = jnp.max(history) if scaling.amax_compute == "max" else history[0]
     due = (state.age >= np.float32(scaling.interval)) | (stored == np.float32(0))
     return lax.select(due, recent, stored)
-
-
-def unknown_amax(state: Mapping[str, jax.Array]) -> State:
-    """Returns the gradient of the state of current scaling: the next amax is not known yet."""
-    (leaf,) = state.values()
-    zeros = _compat.vary(jnp.zeros(leaf.shape, FLOAT32), tuple(_compat.varying_axes(leaf)))
-    return {KERNEL_AMAX: lax.convert_element_type(zeros, leaf.dtype)}
 
 
 def next_state(

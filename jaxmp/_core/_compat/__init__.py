@@ -18,7 +18,6 @@ from jaxmp._core._compat._context import current_context as current_context
 from jaxmp._core._compat._context import current_mesh as current_mesh
 from jaxmp._core._compat._context import target as target
 from jaxmp._core._compat._context import target_capability as target_capability
-from jaxmp._core._compat._devices import described_gpu as described_gpu
 from jaxmp._core._compat._devices import described_gpus as described_gpus
 from jaxmp._core._compat._devices import described_tpus as described_tpus
 from jaxmp._core._compat._devices import unchecked_cuda as unchecked_cuda
@@ -34,7 +33,6 @@ from jaxmp._core._compat._objects import einsum_bias_shape as einsum_bias_shape
 from jaxmp._core._compat._objects import is_differentiated as is_differentiated
 from jaxmp._core._compat._objects import is_on_host as is_on_host
 from jaxmp._core._compat._objects import plain_array as plain_array
-from jaxmp._core._compat._private import load_pallas as load_pallas
 from jaxmp._core._compat._splash import load_splash_attention as load_splash_attention
 from jaxmp._core._compat._traced_for import mark_target as mark_target
 from jaxmp._core._compat._watch_jit import JitCall as JitCall

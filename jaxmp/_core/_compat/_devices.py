@@ -10,10 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from jax.experimental import topologies
-
-from jaxmp._core._compat._context import compute_capability, current_context
 
 
 def described_gpus(description: str, count: int) -> list[Any]:
@@ -57,25 +54,6 @@ def described_tpus(name: str, count: int) -> list[Any]:
     with environment(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1"):
         text = f"{name}:{'x'.join(map(str, sizes))}"
         return list(topologies.get_topology_desc(text, platform="tpu").devices)[:count]
-
-
-# Compute capability -> a GPU for which Pallas lowers kernels.
-_KINDS = {(8, 9): "NVIDIA L4", (9, 0): "NVIDIA H200", (10, 0): "NVIDIA B200"}
-
-
-def described_gpu() -> Any:
-    """Returns a context in which Pallas kernels are traced for the target GPU if it is absent.
-
-    On a machine without a GPU, Pallas lowers kernels for the GPU of the mesh (JAX 0.12), and for
-    capability 9.0 (JAX 0.10).
-    """
-    kind = _KINDS.get(current_context().capability or (0, 0))
-    if kind is None or compute_capability() or not jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(kind, None, platform="gpu")
-    axes = ("device",), (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((1,), *axes, abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def unchecked_cuda() -> contextlib.AbstractContextManager[None]:

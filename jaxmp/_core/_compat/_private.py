@@ -13,9 +13,3 @@ def load_private(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return None
-
-
-def load_pallas() -> Any:
-    """Imports Pallas with its submodule `triton`, whose import takes a tenth of that of JAX."""
-    importlib.import_module("jax.experimental.pallas.triton")
-    return importlib.import_module("jax.experimental.pallas")
