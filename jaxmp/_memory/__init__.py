@@ -19,7 +19,8 @@ from jaxmp._audit._trace import Traced
 from jaxmp._core import _compat
 from jaxmp._core._typing import PyTree
 from jaxmp._memory._liveness import Liveness, Value
-from jaxmp._memory._report import KINDS, STATE, CompiledMemory, MemoryEstimate
+from jaxmp._memory._report import KINDS, STATE, CompiledMemory
+from jaxmp._memory._report import MemoryEstimate as MemoryEstimate
 from jaxmp._targets import get_target
 
 # In key paths: states of FP8 layers, and the masters of `jaxmp.optim.master_params`.
@@ -135,7 +136,8 @@ def _estimate(
 def _kinds_of_arguments(traced: Traced) -> list[str]:
     """Returns the kind of each array among the arguments."""
     paths = [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(traced.arguments)[0]]
-    shapes = {aval.shape for _, aval in traced.results if aval.size > 1}
+    # Including what a function writes into NNX objects.
+    shapes = {var.aval.shape for var in traced.jaxpr.outvars if var.aval.size > 1}
     kinds = []
     stored, positions = traced.optimizer_arrays(), list(traced.variables)
     for n, (array, in_optimizer) in enumerate(zip(traced.arrays, stored, strict=True)):
@@ -159,6 +161,7 @@ def _divisor(array: Any, sharding: Any) -> int:
 
 
 def _bytes(aval: Any) -> int:
-    """Returns the bytes of an array, or of the data of random keys."""
+    """Returns the bytes of an array; 0 for values that are none."""
     dtype = getattr(aval, "dtype", None)
-    return 0 if dtype is None else math.prod(aval.shape) * dtype.itemsize
+    # Flax's dtype of FP8 scales has no size; they are FP32.
+    return 0 if dtype is None else math.prod(aval.shape) * getattr(dtype, "itemsize", 4)

@@ -12,26 +12,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jaxmp._audit._program import named
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, inners, is_literal, phase_of
-from jaxmp._core._programs._analysis import primitives
 
 # Operations whose result is the same array in memory. Matmuls read transposed operands.
-_VIEWS = frozenset(
-    "copy copy_p expand_dims name reshape sharding_constraint squeeze stop_gradient transpose"
-    " pvary pcast reshard bitcast_convert_type".split()
+_VIEWS = named(
+    "copy expand_dims name reshape sharding_constraint squeeze stop_gradient transpose pvary"
+    " pcast reshard bitcast_convert_type"
 )
-_CALLS = frozenset(
+_CALLS = named(
     "checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"
-    " custom_vmap_call jit pjit remat remat2 shard_map".split()
+    " custom_vmap_call jit pjit remat remat2 shard_map"
 )
 _REMATERIALIZED = frozenset(("checkpoint", "remat", "remat2"))
 # Kernels that compute their operands themselves.
 _REDUCTIONS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
 _MATMULS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul"))
-_LIBRARY = frozenset(
-    "cholesky eigh fft lu qr sort svd top_k triangular_solve rng_bit_generator pallas_call psum"
-    " psum_invariant all_gather all_to_all reduce_scatter ppermute cond scan while".split()
+_LIBRARY = named(
+    "cholesky eigh fft lu qr sort svd top_k triangular_solve rng_bit_generator pallas_call"
+    " psum psum_invariant all_gather all_to_all reduce_scatter ppermute cond scan while"
 )
 
 
@@ -46,7 +46,7 @@ class Value:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, size: int, kind: str = "") -> None:
         self.shape, self.dtype, self.bytes, self.kind = shape, dtype, size, kind
-        self.elements = size // max(1, getattr(dtype, "itemsize", 1))
+        self.elements = size // _itemsize(self)
         self.is_argument = bool(kind)
         # The arrays that a kernel reads to compute it; itself if it is in memory.
         self.roots: frozenset[Value] = frozenset((self,))
@@ -61,6 +61,8 @@ class _Operation(NamedTuple):
     phase: str
     # Memory that the jaxprs inside require, by kind.
     inside: Counter[str]
+    # The operands in whose memory a loop writes its carry.
+    carried: list[Value]
 
 
 class Liveness:
@@ -126,7 +128,7 @@ class Liveness:
             if name in _CALLS and len(inside := inners(equation)) == 1:
                 if name in _REMATERIALIZED and own != FORWARD:
                     # A barrier, so that the compiler does not use the values of the forward pass.
-                    self._operations.append(_Operation("barrier", operands, [], own, Counter()))
+                    self._operations.append(_Operation("barrier", operands, [], own, Counter(), []))
                 results = self._add(inside[0].jaxpr, operands, own)
             elif name in _VIEWS:
                 results = operands[:1]
@@ -134,8 +136,13 @@ class Liveness:
                 results = operands
             else:
                 results = [self._value(var) for var in equation.outvars]
-                inside = self._inside(equation, operands, own)
-                self._operations.append(_Operation(name, operands, results, own, inside))
+                below = self._inside(equation, operands, own)
+                loop = inners(equation)[-1] if name in ("scan", "while") else None
+                carried = [loop.indices[n] for n in loop.carried] if loop else []
+                overwritten = [operands[n] for n in carried if n is not None]
+                self._operations.append(
+                    _Operation(name, operands, results, own, below, overwritten)
+                )
             values.update(zip(equation.outvars, results, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
@@ -160,7 +167,7 @@ class Liveness:
         return max(peaks, key=Counter.total, default=Counter())
 
     def _elements(self, aval: Any) -> int:
-        return self._size_of(aval) // max(1, aval.dtype.itemsize)
+        return self._size_of(aval) // _itemsize(aval)
 
     def _size_of_logits(self) -> int:
         forward = [x for x in self._operations if x.name in _MATMULS and x.phase == FORWARD]
@@ -194,14 +201,13 @@ class Liveness:
 
     def _set_kind(self, operation: _Operation, roots: frozenset[Value]) -> None:
         kinds = {value.kind for value in operation.operands} - {"constant"}
+        is_backward = operation.phase == BACKWARD or "gradients" in kinds
         for result in operation.results:
             if result.elements == self._logits > 1:
                 result.kind = "logits"
             elif kinds <= {"parameters", "working copies", "FP8 state"} and "parameters" in kinds:
                 result.kind = "working copies"
-            elif operation.phase == BACKWARD and result.elements in self._weights:
-                result.kind = "gradients"
-            elif "gradients" in kinds and result.elements in self._weights:
+            elif result.elements in self._weights and is_backward:
                 result.kind = "gradients"
             else:
                 result.kind = "activations"
@@ -234,17 +240,16 @@ class Liveness:
         live: dict[Value, int] = {}
         largest, total, peak = -1, 0, Counter[str]()
         for n, (operation, read) in enumerate(kernels):
-            dying = sum(live.get(value, 0) for value in read if last[value] == n)
+            # Elementwise kernels and loops write into operands that nothing else reads.
+            owned = operation.carried if _is_library(operation) else read
+            dying = sum(live.get(value, 0) for value in set(owned) if last.get(value) == n)
             new = {
                 value: value.bytes
                 for value in operation.results
                 if not (value.is_result or _is_summand(operation, value))
                 and (value in last or _is_library(operation))
             }
-            # Elementwise kernels and loops write into operands that nothing else reads, and matmuls
-            # add their products to a sum.
-            is_in_place = operation.name in ("scan", "while") or not _is_library(operation)
-            reused = min(dying, sum(new.values())) if is_in_place else 0
+            reused = min(dying, sum(new.values()))
             live |= new
             total += sum(new.values())
             if total - reused + operation.inside.total() > largest:
@@ -273,5 +278,5 @@ def _is_summand(operation: _Operation, value: Value) -> bool:
     )
 
 
-def _itemsize(value: Value) -> int:
-    return getattr(value.dtype, "itemsize", 0)
+def _itemsize(value: Any) -> int:
+    return getattr(value.dtype, "itemsize", 4)
