@@ -56,6 +56,21 @@ class Mutation:
 # ---------------------------------------------------------------------------
 
 MUTATIONS = [
+    # The target of a program.
+    Mutation(
+        "two chips of one compute capability share the programs of jit",
+        "jaxmp/_targets.py",
+        "capability=chip.capability, chip=name):",
+        "capability=chip.capability):",
+        ("test_targets.py::test_a_second_chip_does_not_reuse_the_program_of_the_first",),
+    ),
+    Mutation(
+        "a program that is lowered for several platforms is compared with the first alone",
+        "jaxmp/_core/_compat/_traced_for.py",
+        "context.module_context.platforms or ()",
+        "(context.module_context.platforms or ())[:1]",
+        ("test_targets.py::test_exported_programs_are_for_the_chip",),
+    ),
     # Values that are not finite.
     Mutation(
         "while loops: only the last iteration is recorded",
@@ -997,6 +1012,13 @@ MUTATIONS = [
         ("test_audit_sharding.py::test_replica_groups_are_mesh_axes",),
     ),
     Mutation(
+        "the fix of a gather does not split the copy",
+        "jaxmp/_audit/_constraints.py",
+        "PartitionSpec({spec})",
+        "PartitionSpec()",
+        ("test_audit_sharding.py::test_the_fix_of_a_gather_is_the_constraint_of_the_program",),
+    ),
+    Mutation(
         "microbatches of rows on explicit axes lose their sharding",
         "jaxmp/_gradients/_microbatches.py",
         "out_sharding=_sharding_of_parts(leaf)",
@@ -1108,17 +1130,10 @@ MUTATIONS = [
         ("test_checkpoint.py::test_damage_to_any_file_is_refused_by_its_name",),
     ),
     Mutation(
-        "a part of an array counts its elements from zero in its checksum",
-        "jaxmp/checkpoint/_checksum.py",
-        "    index = numpy.full(part.shape, offset)\n",
-        "    index = numpy.full(part.shape, offset * np.uint32(0))\n",
-        ("test_checkpoint.py::test_checksums_depend_on_bits_and_not_on_the_mesh",),
-    ),
-    Mutation(
         "a checkpoint with NaN becomes complete",
         "jaxmp/checkpoint/_handler.py",
-        "            if bad and not self.allow_nonfinite:\n",
-        "            if bad and self.allow_nonfinite:\n",
+        "        if bad and not self.allow_nonfinite:\n",
+        "        if bad and self.allow_nonfinite:\n",
         ("test_checkpoint.py::test_a_step_that_is_not_finite_replaces_no_other",),
     ),
     Mutation(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from jaxmp._audit._program import named
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, inners, is_literal, phase_of
+from jaxmp._core._programs._analysis import visit
 
 # Operations whose result is the same array in memory. Matmuls read transposed operands.
 _VIEWS = named(
@@ -122,7 +123,7 @@ class Liveness:
                 return new if is_literal(var) else values.setdefault(var, new)
             return values[var]
 
-        for equation in jaxpr.eqns:
+        def add(equation: Any) -> None:
             name, operands = equation.primitive.name, [read(var) for var in equation.invars]
             own = phase_of(str(equation.source_info.name_stack), phase)
             if name in _CALLS and len(inside := inners(equation)) == 1:
@@ -144,6 +145,8 @@ class Liveness:
                     _Operation(name, operands, results, own, below, overwritten)
                 )
             values.update(zip(equation.outvars, results, strict=True))
+
+        visit(jaxpr, add)
         return [read(var) for var in jaxpr.outvars]
 
     def _inside(self, equation: Any, operands: list[Value], phase: str) -> Counter[str]:
