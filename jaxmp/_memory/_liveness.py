@@ -16,17 +16,15 @@ from jaxmp._audit._program import named
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, inners, is_literal, phase_of
 from jaxmp._core._programs._analysis import visit
+from jaxmp._core._programs._constructs import CONSTRUCTS, LOOPS, OPAQUE_CALLS, REMATS
 
 # Operations whose result is the same array in memory. Matmuls read transposed operands.
 _VIEWS = named(
     "copy expand_dims name reshape sharding_constraint squeeze stop_gradient transpose pvary"
     " pcast reshard bitcast_convert_type"
 )
-_CALLS = named(
-    "checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"
-    " custom_vmap_call jit pjit remat remat2 shard_map"
-)
-_REMATERIALIZED = frozenset(("checkpoint", "remat", "remat2"))
+_BRANCHING = LOOPS | {"cond"}
+_CALLS = (CONSTRUCTS | OPAQUE_CALLS) - _BRANCHING
 # Kernels that compute their operands themselves.
 _REDUCTIONS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
 _MATMULS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul"))
@@ -127,7 +125,7 @@ class Liveness:
             name, operands = equation.primitive.name, [read(var) for var in equation.invars]
             own = phase_of(str(equation.source_info.name_stack), phase)
             if name in _CALLS and len(inside := inners(equation)) == 1:
-                if name in _REMATERIALIZED and own != FORWARD:
+                if name in REMATS and own != FORWARD:
                     # A barrier, so that the compiler does not use the values of the forward pass.
                     self._operations.append(_Operation("barrier", operands, [], own, Counter(), []))
                 results = self._add(inside[0].jaxpr, operands, own)
@@ -138,7 +136,7 @@ class Liveness:
             else:
                 results = [self._value(var) for var in equation.outvars]
                 below = self._inside(equation, operands, own)
-                loop = inners(equation)[-1] if name in ("scan", "while") else None
+                loop = inners(equation)[-1] if name in LOOPS else None
                 carried = [loop.indices[n] for n in loop.carried] if loop else []
                 overwritten = [operands[n] for n in carried if n is not None]
                 self._operations.append(
@@ -150,7 +148,7 @@ class Liveness:
         return [read(var) for var in jaxpr.outvars]
 
     def _inside(self, equation: Any, operands: list[Value], phase: str) -> Counter[str]:
-        if equation.primitive.name not in ("cond", "scan", "while"):
+        if equation.primitive.name not in _BRANCHING:
             return Counter()
         peaks = []
         for inner in inners(equation):
