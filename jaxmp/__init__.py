@@ -47,6 +47,7 @@ if _typing.TYPE_CHECKING:
     from jaxmp._flax._register import register_layer as register_layer
     from jaxmp._gradients import grad as grad
     from jaxmp._gradients import value_and_grad as value_and_grad
+    from jaxmp._memory import estimate_memory as estimate_memory
     from jaxmp._nonfinite import locate_nonfinite as locate_nonfinite
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
@@ -74,6 +75,7 @@ __all__ = [
     "doctor",
     "dot_product_attention",
     "errors",
+    "estimate_memory",
     "explain",
     "fp8",
     "full_precision",
@@ -110,6 +112,7 @@ _LAZY = {
     "audit": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
     "doctor": ("jaxmp._doctor", "jax", "jaxmp.doctor", ""),
+    "estimate_memory": ("jaxmp._memory", "jax", "jaxmp.estimate_memory", ""),
     "explain": ("jaxmp._explain", "jax", "jaxmp.explain", ""),
     "locate_nonfinite": ("jaxmp._nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),

@@ -17,6 +17,7 @@ from jaxmp._recipe_files._scaling_table import ScalingLike as ScalingLike
 if TYPE_CHECKING:
     from jaxmp._audit import AuditReport as AuditReport
     from jaxmp._explain import Explanation as Explanation
+    from jaxmp._memory import MemoryEstimate as MemoryEstimate
     from jaxmp._nonfinite import NonfiniteReport as NonfiniteReport
     from jaxmp._validate import ValidationReport as ValidationReport
 
@@ -24,6 +25,7 @@ __all__ = [
     "AuditReport",
     "Explanation",
     "LossScaleLike",
+    "MemoryEstimate",
     "NonfiniteReport",
     "PolicyLike",
     "RecipeLike",
@@ -35,6 +37,7 @@ __all__ = [
 _LAZY = {
     "AuditReport": "jaxmp._audit",
     "Explanation": "jaxmp._explain",
+    "MemoryEstimate": "jaxmp._memory",
     "NonfiniteReport": "jaxmp._nonfinite",
     "ValidationReport": "jaxmp._validate",
 }

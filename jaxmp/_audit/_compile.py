@@ -76,7 +76,7 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     real = _real_devices(chip, mesh, count)
     devices = real or _described(chip, count)
     move = _Move(mesh, devices)
-    asked, donated = _asked(traced.jaxpr)
+    asked, donated = asked_by(traced.jaxpr)
     shapes = [move.shape(array, asked.get(n)) for n, array in enumerate(traced.arrays)]
     closed = traced.closed if mesh is None else with_parameters(_in_jit(traced), move.parameter)
     run = jax.extend.core.jaxpr_as_fun(closed)
@@ -218,7 +218,7 @@ def _meshes_in(value: object) -> list[Any]:
     return [m for m in meshes if isinstance(m, (Mesh, AbstractMesh)) and not m.empty]
 
 
-def _asked(jaxpr: Jaxpr) -> tuple[dict[int, NamedSharding], list[int]]:
+def asked_by(jaxpr: Jaxpr) -> tuple[dict[int, NamedSharding], list[int]]:
     """Returns what the user's `jit` sets for arguments: their shardings, and those it donates."""
     body, shardings, donated = Body(jaxpr), {}, []
     for number, var in enumerate(jaxpr.invars):

@@ -17,6 +17,7 @@ from jaxmp.cli._checkpoint import checkpoint
 from jaxmp.cli._doctor import doctor
 from jaxmp.cli._explain import UnmatchedRuleError, explain
 from jaxmp.cli._locate import locate
+from jaxmp.cli._memory import memory
 from jaxmp.cli._output import console, escape
 from jaxmp.cli._recipes import recipes
 from jaxmp.cli._show import show
@@ -34,6 +35,7 @@ app.command()(recipes)
 app.command()(show)
 app.command()(explain)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
+app.command()(memory)
 app.command()(validate)
 app.command()(doctor)
 app.command()(locate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ import typer
 
 import jaxmp
 from jaxmp._core._messages import did_you_mean
+from jaxmp._recipe import load_recipe
 from jaxmp.cli._output import check_output
 from jaxmp.errors import JaxmpError
 
@@ -108,3 +110,20 @@ def _user_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(others)]
     return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+
+
+def make_step(name: str, recipe: str | None) -> tuple[Any, ...]:
+    """Calls the user's function, with the recipe if it takes one, and returns its result."""
+    example = "jaxmp audit my_package.train:make_step --recipe bf16"
+    make = load_function(name, example, "train_step, state, batch")
+    if recipe is not None and inspect.signature(make).parameters:
+        loaded = load_recipe(recipe)
+        result = call(f"{name}({recipe!r})", lambda: make(loaded))
+    else:
+        result = call(f"{name}()", make)
+    if not isinstance(result, (tuple, list)) or not result or not callable(result[0]):
+        raise JaxmpError(
+            f"{name} returned {type(result).__name__}, not a function and its arguments. Return "
+            "them:\n    return train_step, state, batch"
+        )
+    return tuple(result)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ from jaxmp._recipe import load_recipe
 from jaxmp._report._units import counted, flops_text
 from jaxmp._report._views import read_report
 from jaxmp._targets import get_target
-from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
+from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, make_step
 from jaxmp.cli._output import console, escape, make_table, write_file, write_json
 from jaxmp.errors import JaxmpError
 
@@ -136,28 +135,11 @@ def _only_argument(arguments: list[str]) -> str:
 def _audit_function(name: str, recipe: str | None, target: str | None) -> AuditReport:
     loaded = None if recipe is None else load_recipe(recipe)
     with contextlib.nullcontext() if target is None else unchecked_cuda():
-        step, *arguments = _make_step(name, recipe)
+        step, *arguments = make_step(name, recipe)
         return call(
             f"the step of {name}",
             lambda: jaxmp.audit(step, *arguments, recipe=loaded, target=target),
         )
-
-
-def _make_step(name: str, recipe: str | None) -> tuple[Any, ...]:
-    """Calls the user's function, with the recipe if it takes one, and returns its result."""
-    example = "jaxmp audit my_package.train:make_step --recipe bf16"
-    make = load_function(name, example, "train_step, state, batch")
-    if recipe is not None and inspect.signature(make).parameters:
-        loaded = load_recipe(recipe)
-        result = call(f"{name}({recipe!r})", lambda: make(loaded))
-    else:
-        result = call(f"{name}()", make)
-    if not isinstance(result, (tuple, list)) or not result or not callable(result[0]):
-        raise JaxmpError(
-            f"{name} returned {type(result).__name__}, not a function and its arguments. Return "
-            "them:\n    return train_step, state, batch"
-        )
-    return tuple(result)
 
 
 def _audit_script(script: str, arguments: list[str], **options: Any) -> ScriptAudit:

@@ -1,0 +1,215 @@
+"""Compares `jaxmp.estimate_memory` with the memory that XLA allocates for an H200.
+
+    python benchmarks/memory_estimates.py                  # all models, prints the table
+    python benchmarks/memory_estimates.py --models bert vit --recipes bf16
+    python benchmarks/memory_estimates.py --out benchmarks/results/memory_estimates_h200.json
+    python benchmarks/memory_estimates.py --llama-2-7b     # the table of docs/choose.md
+
+Each row is a training step with AdamW and donated state: of a foreign model of `transformers` at
+the width of its smallest published form, with fewer layers, or of examples/gpt.py. With remat, the
+results of matmuls are kept and everything else is computed again (in examples/gpt.py, all but the
+input of each block). Nothing is run, and no GPU is required, but XLA's GPU compiler:
+pip install -e ".[aot]". Columns, per device:
+
+    arguments   parameters, optimizer state and batch: estimate / XLA
+    temporary   everything else but results: estimate, XLA, and their ratio
+"""
+
+import argparse
+import dataclasses
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+
+import jax
+import jax.numpy as jnp
+import optax
+import transformers
+
+import gpt
+import jaxmp
+import llama
+from result_file import write_result
+
+TARGET = "h200"
+RECIPES = ("bf16", "fp32", "bf16_params")
+
+
+def ids(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def images(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+SMALL = dict(hidden_size=768, num_hidden_layers=2, num_attention_heads=12)
+# Name -> class, configuration, name of the input, input.
+FOREIGN = {
+    "bert": (
+        transformers.FlaxBertForMaskedLM,
+        lambda: transformers.BertConfig(**SMALL),
+        ("input_ids", ids(8, 512)),
+    ),
+    "gpt2": (
+        transformers.FlaxGPT2LMHeadModel,
+        lambda: transformers.GPT2Config(n_layer=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0),
+        ("input_ids", ids(4, 1024)),
+    ),
+    "llama": (
+        transformers.FlaxLlamaForCausalLM,
+        lambda: transformers.LlamaConfig(
+            **SMALL, intermediate_size=2048, max_position_embeddings=1024
+        ),
+        ("input_ids", ids(4, 1024)),
+    ),
+    "vit": (
+        transformers.FlaxViTForImageClassification,
+        lambda: transformers.ViTConfig(**SMALL),
+        ("pixel_values", images(32, 3, 224, 224)),
+    ),
+    "roberta": (
+        transformers.FlaxRobertaForSequenceClassification,
+        lambda: transformers.RobertaConfig(**SMALL),
+        ("input_ids", ids(16, 256)),
+    ),
+    "opt": (
+        transformers.FlaxOPTForCausalLM,
+        lambda: transformers.OPTConfig(**SMALL, ffn_dim=3072, dropout=0.0),
+        ("input_ids", ids(4, 1024)),
+    ),
+}
+
+
+def foreign_step(name: str, recipe: jaxmp.Recipe, remat: bool) -> tuple[Any, ...]:
+    """Returns the train step of a model of `transformers`, and the shapes of its arguments."""
+    cls, config, (key, batch) = FOREIGN[name]
+    # Images are transposed to channels last.
+    shape = batch.shape if key == "input_ids" else (1, 224, 224, 3)
+    model = cls(config(), input_shape=shape, _do_init=False)
+    init = lambda: model.init_weights(jax.random.key(0), model.input_shape)
+    model._module = recipe.wrap(model.module)
+    tx = recipe.optimizer(optax.adamw(1e-4))
+
+    def loss(params: Any, inputs: jax.Array) -> jax.Array:
+        if key == "pixel_values":
+            logits = model(inputs, params=params)[0]
+        else:
+            ones = {"attention_mask": jnp.ones_like(inputs)}
+            logits = model(inputs, **ones, params=params)[0]
+        labels = jnp.zeros(logits.shape[:-1], jnp.int32)
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), labels
+        ).mean()
+
+    policy = jax.checkpoint_policies.dots_saveable
+    loss = jax.checkpoint(loss, policy=policy) if remat else loss
+
+    def create() -> Any:
+        full = init()
+        return recipe.cast_params(full), tx.init(full)
+
+    def train_step(params: Any, opt_state: Any, inputs: jax.Array) -> Any:
+        scale = jaxmp.get_loss_scale(opt_state)
+        value, grads = jaxmp.value_and_grad(loss, loss_scale=scale)(params, inputs)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return jax.jit(train_step, donate_argnums=(0, 1)), *jax.eval_shape(create), batch
+
+
+def gpt_step(recipe: str, remat: bool, unroll: bool) -> tuple[Any, ...]:
+    model = gpt.SIZES["gpt2"].clone(layers=4, remat=remat, unroll=unroll)
+    return gpt.make_step(recipe, model, 8)
+
+
+MAKERS: dict[str, Callable[[str, bool], tuple[Any, ...]]] = {
+    "example gpt": lambda recipe, remat: gpt_step(recipe, remat, True),
+    "example gpt, scanned": lambda recipe, remat: gpt_step(recipe, remat, False),
+    **{
+        name: lambda recipe, remat, name=name: foreign_step(name, jaxmp.load_recipe(recipe), remat)
+        for name in FOREIGN
+    },
+}
+
+
+def measure(name: str, recipe: str, remat: bool) -> dict[str, Any]:
+    """Estimates and compiles one step."""
+    step, *arguments = MAKERS[name](recipe, remat)
+    start = time.process_time()
+    quick = jaxmp.estimate_memory(step, *arguments, target=TARGET)
+    seconds = time.process_time() - start
+    known = jaxmp.estimate_memory(step, *arguments, target=TARGET, exact=True).compiled
+    assert known is not None
+    return {
+        "model": name,
+        "recipe": recipe,
+        "remat": remat,
+        "arguments": quick.arguments,
+        "xla_arguments": known.arguments,
+        "temporary": quick.temporary,
+        "xla_temporary": known.temporary,
+        "kinds": quick.kinds,
+        "seconds": round(seconds, 1),
+    }
+
+
+def llama_2_7b() -> None:
+    """Prints the memory of Llama 2 7B, one sequence of 4,096 tokens, by kind and in GB."""
+    shape = llama.Shape(32, 4096, 32, 32, 11008, 32000, 4096, rope_base=10000.0)
+    kinds = ("parameters", "masters", "moments", "FP8 state")
+    kinds += ("working copies", "gradients", "activations", "logits")
+    print("|", " | ".join(("recipe", "remat", *kinds, "total")), "|")
+    print("|---" * (len(kinds) + 3) + "|")
+    for recipe in ("fp32", "bf16", "bf16_params", "fp8"):
+        for remat in ("none", "full"):
+            made = llama.make_step(recipe, dataclasses.replace(shape, remat=remat), 1)
+            estimate = jaxmp.estimate_memory(*made, target=TARGET)
+            cells = [f"{estimate.kinds.get(kind, 0) / 1e9:.1f}" for kind in kinds]
+            total = f"{estimate.total / 1e9:.1f}"
+            print("|", " | ".join((f"`{recipe}`", remat, *cells, total)), "|", flush=True)
+
+
+def main() -> None:
+    """Prints the table; with --out, also writes it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MAKERS, default=list(MAKERS))
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--llama-2-7b", action="store_true", help="print the table of 7B instead")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    options = parser.parse_args()
+    if options.llama_2_7b:
+        llama_2_7b()
+        return
+    rows, errors = [], []
+    cases = itertools.product(options.recipes, (False, True), options.models)
+    for recipe, remat, name in cases:
+        row = measure(name, recipe, remat)
+        rows.append(row)
+        ratio = row["temporary"] / row["xla_temporary"]
+        errors.append(abs(ratio - 1))
+        exact = row["arguments"] / row["xla_arguments"]
+        print(
+            f"{name:22}{recipe:12}{'remat' if remat else '':6}{exact:8.4f}"
+            f"{row['temporary'] / 1e6:10.0f}{row['xla_temporary'] / 1e6:10.0f}"
+            f"{ratio:7.2f}{row['seconds']:6.1f} s",
+            flush=True,
+        )
+        summary = {
+            "median_error": round(statistics.median(errors), 3),
+            "within_30_percent": round(sum(e <= 0.3 for e in errors) / len(errors), 3),
+        }
+        write_result(options.out, target=TARGET, **summary, rows=rows)
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()

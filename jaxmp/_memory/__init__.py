@@ -1,0 +1,167 @@
+"""The memory that a training step requires: by kind, from shapes, or from the compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.sharding import NamedSharding
+
+from jaxmp._audit import _check_function, _traced
+from jaxmp._audit._compile import asked_by, check_target, compile_for
+from jaxmp._audit._trace import Traced
+from jaxmp._core import _compat
+from jaxmp._core._typing import PyTree
+from jaxmp._memory._liveness import Liveness, Value
+from jaxmp._memory._report import KINDS, STATE, CompiledMemory
+from jaxmp._memory._report import MemoryEstimate as MemoryEstimate
+from jaxmp._targets import get_target
+
+# In key paths: states of FP8 layers, and the masters of `jaxmp.optim.master_params`.
+_FP8_STATE = re.compile(r"_overwrite_with_gradient|(_amax|amax_history|_scale|_age)\b.?.?$")
+_MASTERS = re.compile(r"masters\b")
+
+
+def estimate_memory(
+    fn: Callable[..., Any],
+    *args: PyTree,
+    target: str | None = None,
+    exact: bool = False,
+    **kwargs: PyTree,
+) -> MemoryEstimate:
+    """Estimates the memory of a training step on each device, by kind, without allocating it.
+
+    The step is traced for its shapes. Parameters, masters, moments and FP8 state are its arguments,
+    whose bytes are exact. The rest is estimated with a model of the compiler: which values its
+    kernels write into memory, and how long they remain there. `docs/choose.md` states the measured
+    errors.
+
+    Args:
+      fn: a train step, jitted or not. If it donates its state, results occupy no more memory.
+      *args: its arguments, which may be `jax.ShapeDtypeStruct`, such as
+        `jax.eval_shape(init)`, with shardings for several devices.
+      target: a chip such as "h200" or "v6e". The estimate then says whether the step fits. None:
+        the step is traced for this machine.
+      exact: True to compile the program for the target, too, and to report the memory that XLA
+        allocates beside the estimate. It requires a target that programs can be compiled for.
+      **kwargs: keyword arguments of `fn`.
+
+    Returns:
+      The estimate, with `.kinds`, `.total` and `.fits`; it prints as a table.
+
+    Raises:
+      AuditError: if `fn` is not a function, or XLA cannot compile the program.
+      TargetError: if `target` is not a known chip, or no program can be compiled for it.
+      MissingDependencyError: if `exact` is True and XLA's compiler is not installed.
+
+    Example:
+      >>> def step(params, x):
+      ...     return jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p["w"])))(params)
+      >>> params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+      >>> estimate = estimate_memory(step, params, jax.ShapeDtypeStruct((8, 64), jnp.float32))
+      >>> estimate.kinds["parameters"]
+      16384
+    """
+    _check_function(fn)
+    chip = None if target is None else get_target(target)
+    if exact:
+        check_target("" if target is None else target)
+    context = {} if chip is None else {"target": chip.platform, "capability": chip.capability}
+    with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
+        with _compat.context(**context):
+            traced = _traced(fn, args, kwargs)
+        compiled = None
+        if exact and target is not None:
+            memory = compile_for(target, traced).memory
+            compiled = CompiledMemory(
+                memory.argument_size_in_bytes,
+                memory.output_size_in_bytes - memory.alias_size_in_bytes,
+                memory.temp_size_in_bytes,
+            )
+    return _estimate(traced, getattr(fn, "__name__", ""), target or "", compiled)
+
+
+def _estimate(
+    traced: Traced, function: str, target: str, compiled: CompiledMemory | None
+) -> MemoryEstimate:
+    asked, donated = asked_by(traced.jaxpr)
+    divisors = [
+        _divisor(array, getattr(array, "sharding", None) or asked.get(n))
+        for n, array in enumerate(traced.arrays)
+    ]
+    sizes = [_bytes(a) // d for a, d in zip(traced.arrays, divisors, strict=True)]
+    kinds = _kinds_of_arguments(traced)
+    counts: Counter[str] = Counter()
+    for kind, size in zip(kinds, sizes, strict=True):
+        counts[kind] += size
+    # Arrays of the size of a parameter are divided as it is, and others as the batch is.
+    weights = {
+        array.size: divisor
+        for array, divisor, kind in zip(traced.arrays, divisors, kinds, strict=True)
+        if kind == "parameters"
+    }
+    rows = [d for d, kind in zip(divisors, kinds, strict=True) if kind == "inputs"]
+    batch = max(rows, default=1)
+
+    def size_of(aval: Any) -> int:
+        return _bytes(aval) // weights.get(getattr(aval, "size", 0), batch)
+
+    arguments = []
+    for array, divisor, kind in zip(traced.arrays, divisors, kinds, strict=True):
+        value = Value(tuple(array.shape), array.dtype, 0, kind)
+        value.elements = array.size // divisor
+        arguments.append(value)
+    liveness = Liveness(size_of, (size // d for size, d in weights.items()))
+    counts += liveness.peak(traced.closed, arguments)
+    outputs = sum(size_of(var.aval) for var in traced.jaxpr.outvars)
+    counts["results"] = max(0, outputs - sum(sizes[n] for n in donated))
+    ordered = {kind: counts[kind] for kind in KINDS if counts[kind] or kind in STATE[:1]}
+    chip = get_target(target) if target else None
+    return MemoryEstimate(
+        function=function,
+        target=target,
+        memory=chip.memory if chip else 0,
+        preallocates=chip is not None and chip.platform == "gpu",
+        kinds=ordered,
+        compiled=compiled,
+    )
+
+
+def _kinds_of_arguments(traced: Traced) -> list[str]:
+    """Returns the kind of each array among the arguments."""
+    paths = [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(traced.arguments)[0]]
+    # Including what a function writes into NNX objects.
+    shapes = {var.aval.shape for var in traced.jaxpr.outvars if var.aval.size > 1}
+    kinds = []
+    stored, positions = traced.optimizer_arrays(), list(traced.variables)
+    for n, (array, in_optimizer) in enumerate(zip(traced.arrays, stored, strict=True)):
+        path = paths[positions[n]]
+        is_float = jnp.issubdtype(array.dtype, jnp.inexact)
+        if in_optimizer:
+            kind = "masters" if _MASTERS.search(path) else "moments"
+        elif _FP8_STATE.search(path):
+            kind = "FP8 state"
+        else:
+            kind = "parameters" if is_float and array.shape in shapes else "inputs"
+        kinds.append(kind)
+    return kinds
+
+
+def _divisor(array: Any, sharding: Any) -> int:
+    """Returns the number of parts into which the devices split an array."""
+    if not isinstance(sharding, NamedSharding) or not array.size:
+        return 1
+    return array.size // math.prod(sharding.shard_shape(array.shape))
+
+
+def _bytes(aval: Any) -> int:
+    """Returns the bytes of an array; 0 for values that are none."""
+    dtype = getattr(aval, "dtype", None)
+    # Flax's dtype of FP8 scales has no size; they are FP32.
+    return 0 if dtype is None else math.prod(aval.shape) * getattr(dtype, "itemsize", 4)

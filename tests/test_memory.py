@@ -1,0 +1,142 @@
+"""`jaxmp.estimate_memory`: state, temporary arrays, shards, and the command."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gpt
+import jaxmp
+from gpu_compiler import needs_compiler
+from jaxmp.cli import main
+from jaxmp.errors import TargetError
+from jaxmp.typing import MemoryEstimate
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+MODEL = gpt.GPT(layers=2, width=128, heads=2, vocabulary=512, max_length=128)
+
+
+def size_of(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "bf16_params", "fp16", "fp8_delayed"])
+def test_state_is_exact(recipe):
+    step, state, tokens = gpt.make_step(recipe, MODEL, 4)
+    estimate = jaxmp.estimate_memory(step, state, tokens)
+    parameters = state.params["params"]
+    assert estimate.kinds["parameters"] == size_of(parameters)
+    assert estimate.arguments == size_of((state, tokens))
+    masters = 4 * sum(leaf.size for leaf in jax.tree.leaves(parameters))
+    assert estimate.kinds.get("masters", 0) == masters * (recipe == "bf16_params")
+    assert 2 * masters <= estimate.kinds["moments"] <= 2.01 * masters
+    assert (estimate.kinds.get("FP8 state", 0) > 0) == (recipe == "fp8_delayed")
+    # The donated state is overwritten.
+    assert estimate.kinds.get("results", 0) <= 4
+
+
+def test_nnx_has_the_same_state():
+    linen, nnx = (make("bf16_params", MODEL, 4) for make in (gpt.make_step, gpt.make_nnx_step))
+    one, other = (jaxmp.estimate_memory(*made) for made in (linen, nnx))
+    assert one.kinds["parameters"] == other.kinds["parameters"]
+    assert one.kinds["masters"] == other.kinds["masters"]
+
+
+def squares(params, x):
+    for weight in params:
+        x = jnp.tanh(x @ weight)
+    return jnp.sum(x)
+
+
+PARAMS = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 8
+ROWS = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+
+
+def test_residuals_and_remat():
+    array = size_of(ROWS)
+    saved = jaxmp.estimate_memory(jax.grad(squares), PARAMS, ROWS)
+    # The results of tanh remain for the backward pass, and its cotangent is one more.
+    assert 8 * array <= saved.temporary <= 11 * array
+    assert saved.kinds["results"] == saved.kinds["parameters"]
+
+    def recomputed(params, x):
+        for weight in params:
+            x = jax.checkpoint(lambda weight, x: jnp.tanh(jnp.tanh(x @ weight) @ weight))(weight, x)
+        return jnp.sum(x)
+
+    def stored(params, x):
+        for weight in params:
+            x = jnp.tanh(jnp.tanh(x @ weight) @ weight)
+        return jnp.sum(x)
+
+    with_remat, without = (
+        jaxmp.estimate_memory(jax.grad(loss), PARAMS, ROWS) for loss in (recomputed, stored)
+    )
+    assert with_remat.temporary < 0.75 * without.temporary
+    forward = jaxmp.estimate_memory(squares, PARAMS, ROWS)
+    assert forward.temporary <= 3 * array
+
+
+def test_shards_are_counted_on_one_device():
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, P("data"))
+    shard = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows)
+    whole = jaxmp.estimate_memory(jax.grad(squares), PARAMS, ROWS)
+    quarter = jaxmp.estimate_memory(jax.grad(squares), [*map(shard, PARAMS)], shard(ROWS))
+    assert {kind: 4 * size for kind, size in quarter.kinds.items()} == whole.kinds
+
+
+def test_it_says_whether_the_step_fits():
+    params = {"w": jax.ShapeDtypeStruct((50_000, 50_000), jnp.float32)}
+    tx = optax.sgd(0.1)
+
+    def step(params, x):
+        grads = jax.grad(lambda p: jnp.sum(x @ p["w"]))(params)
+        return optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
+
+    x = jax.ShapeDtypeStruct((8, 50_000), jnp.float32)
+    step = jax.jit(step, donate_argnums=0)
+    small, large = (jaxmp.estimate_memory(step, params, x, target=name) for name in ("l4", "b200"))
+    assert (small.fits, large.fits) == (False, True)
+    assert large.usable == int(0.75 * large.memory)
+    assert "does not fit in l4" in str(small)
+    assert jaxmp.estimate_memory(step, params, x).fits is None
+    tpu = jaxmp.estimate_memory(step, params, x, target="v5p")
+    assert tpu.usable == tpu.memory
+    with pytest.raises(TargetError):
+        jaxmp.estimate_memory(step, params, x, exact=True)
+
+
+def test_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run_memory.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def make_step(recipe):\n"
+        "    step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)\n"
+        "    return step, jax.ShapeDtypeStruct((8, 8), jnp.float32), jnp.ones((2, 8))\n"
+    )
+    command = ["memory", "run_memory.py:make_step", "--recipe", "bf16", "--target", "h200"]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--json", "memory.json"])
+    assert stop.value.code == 0
+    assert "fits in h200" in capsys.readouterr().out
+    data = json.loads((tmp_path / "memory.json").read_text())
+    assert data["kinds"]["parameters"] == 256
+    assert MemoryEstimate.from_json(json.dumps(data)).total == data["total"]
+
+
+@needs_compiler
+@pytest.mark.expensive
+@pytest.mark.parametrize("recipe", ["bf16", "bf16_params"])
+def test_the_compiler_agrees(recipe):
+    estimate = jaxmp.estimate_memory(
+        *gpt.make_step(recipe, MODEL.clone(unroll=True), 16), target="h200", exact=True
+    )
+    assert estimate.compiled.arguments == pytest.approx(estimate.arguments, rel=0.01)
+    assert estimate.compiled.temporary == pytest.approx(estimate.temporary, rel=0.4)
+    assert "XLA reports" in str(estimate)
