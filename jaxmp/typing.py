@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from jaxmp._audit import AuditReport as AuditReport
     from jaxmp._explain import Explanation as Explanation
     from jaxmp._nonfinite import NonfiniteReport as NonfiniteReport
+    from jaxmp._statistics import StatsReport as StatsReport
+    from jaxmp._statistics import TrainingStats as TrainingStats
     from jaxmp._validate import ValidationReport as ValidationReport
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "PolicyLike",
     "RecipeLike",
     "ScalingLike",
+    "StatsReport",
+    "TrainingStats",
     "ValidationReport",
 ]
 
@@ -36,6 +40,8 @@ _LAZY = {
     "AuditReport": "jaxmp._audit",
     "Explanation": "jaxmp._explain",
     "NonfiniteReport": "jaxmp._nonfinite",
+    "StatsReport": "jaxmp._statistics",
+    "TrainingStats": "jaxmp._statistics",
     "ValidationReport": "jaxmp._validate",
 }
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._jaxprs import QUANTIZE
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._first_step import if_known
@@ -148,9 +149,8 @@ def partial_maxima(x: jax.Array, leading: int, count: int) -> jax.Array:
 
 AMAX = jax.jit(amax)
 
-# Prefixes of the names of jitted functions that quantize, to one or two copies; the operand's role
-# follows.
-QUANTIZE, COPIES = "jaxmp_fp8_quantize_", "jaxmp_fp8_copies_"
+# Prefix of the names of jitted functions that quantize to two copies; the operand's role follows.
+COPIES = "jaxmp_fp8_copies_"
 
 
 def jitted_by_role(

@@ -13,11 +13,11 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from jaxmp._core._jaxprs import equations, sub_jaxprs
+from jaxmp._core._jaxprs import QUANTIZE, equations, sub_jaxprs
 from jaxmp._core._programs._constructs import CALLS, REMATS, call_of, scan_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._typing import PyTree
-from jaxmp.fp8._operands import COPIES, QUANTIZE, repeating
+from jaxmp.fp8._operands import COPIES, repeating
 
 # Names of the jitted functions that quantize kernels.
 _KERNELS = frozenset({QUANTIZE + "kernel", COPIES + "kernel"})
