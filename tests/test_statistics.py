@@ -422,7 +422,11 @@ def test_the_suggested_scale_is_confirmed_by_all_powers_of_two(exponents):
                 good[2.0**power] = underflow
     assert (report.loss_scale is None) == (not good)
     assert report.loss_scale is None or report.loss_scale in good
-    text = f"DynamicLossScale({report.loss_scale:g})" if good else "No scale loses less than 0.1%"
+    text = (
+        f"DynamicLossScale(2.0**{np.log2(report.loss_scale):.0f})"
+        if good
+        else "No scale loses less than 0.1%"
+    )
     assert text in str(report)
 
 

@@ -121,29 +121,25 @@ class Observer(Interpreter):
             labels = ("lhs", "rhs") if place.phase == FORWARD else ("output_grad",) * 2
             for var, x, label in zip(equation.invars, operands, labels, strict=True):
                 if place.phase == FORWARD or inside.is_cotangent(var):
-                    self._measure(inside, OPERANDS, place.scopes, label, var, x, at)
-        results = self._entered(equation, operands, frame, place)
+                    self._measure(inside, OPERANDS, (place.scopes, label), var, x, at)
+        results = self._entered(equation, operands, frame)
         if place.phase == BACKWARD:
             inside.cotangents.update(equation.outvars)
         for var, x in zip(equation.outvars, results, strict=True):
             for path in inside.outputs.last.get(var, ()):
-                self._measure(inside, ACTIVATIONS, path, "", var, x, at)
+                self._measure(inside, ACTIVATIONS, (path, ""), var, x, at)
             if var in inside.gradients:
-                self._measure(inside, GRADIENTS, place.scopes, "", var, x, at)
+                self._measure(inside, GRADIENTS, (place.scopes, ""), var, x, at)
         return results
 
-    def _entered(
-        self, equation: JaxprEqn, operands: list[Any], frame: Frame, place: Place
-    ) -> list[Any]:
-        inside = frame.state
-        flags: list[bool] = []
+    def _entered(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        inside, place, flags = frame.state, frame.place.of(equation), []
         for inner in inners(equation)[-1:]:
             for n, var in enumerate(inner.operands):
                 is_carry = place.phase == BACKWARD and n in inner.carried
                 flags.append(is_carry or inside.is_cotangent(var))
-        used = None
-        if place.phase == FORWARD:
-            used = used_inside(equation, [v in inside.outputs.consumers for v in equation.outvars])
+        used = [var in inside.outputs.consumers for var in equation.outvars]
+        used = used_inside(equation, used) if place.phase == FORWARD else None
         state = _Outer(inside.at, frame.index, used, flags)
         if equation.primitive.name == "cond":
             branch = cond_of(equation).branches[0]
@@ -152,15 +148,13 @@ class Observer(Interpreter):
                 return self.run(branch, operands[1:], place, state)
         return self.enter(equation, operands, frame, state)
 
-    def _measure(
-        self, inside: Any, kind: str, path: Path, label: str, var: Atom, x: Any, at: tuple[Any, ...]
-    ) -> None:
+    def _measure(self, inside: Any, kind: str, name: Any, var: Atom, x: Any, at: Any) -> None:
         # FP8 operands have been measured before their quantization.
         if is_literal(var) or not jnp.issubdtype(x.dtype, jnp.floating) or is_fp8(x.dtype):
             return
         if var not in inside.measured:
             inside.measured[var] = measure(x)
-        self.side[Key(kind, path, label, x.shape, (*at, label))] = inside.measured[var]
+        self.side[Key(kind, *name, x.shape, (*at, name[1]))] = inside.measured[var]
 
     def _quantized(self, x: Array, results: list[Array], key: Key) -> None:
         """Measures an operand with the scales of its FP8 copies, and these scales."""
@@ -170,7 +164,6 @@ class Observer(Interpreter):
             key = key._replace(at=(*key.at, n))
             self.side[key._replace(kind=SCALES)] = measure(factor)
             # The scales of blocks do not broadcast.
-            is_known = factor.ndim in (0, x.ndim) and all(
-                size in (1, full) for size, full in zip(factor.shape, x.shape, strict=False)
-            )
-            self.side[key] = measure(x, factor, values.dtype) if is_known else measure(x)
+            pairs = zip(factor.shape, x.shape, strict=False)
+            fits = factor.ndim in (0, x.ndim) and all(size in (1, full) for size, full in pairs)
+            self.side[key] = measure(x, factor, values.dtype) if fits else measure(x)

@@ -84,7 +84,7 @@ class StatsReport(Report):
     def _sections(self, full: bool) -> list[Section]:
         lost = [row for row in self.scales if 0 < row[1] + row[2] < 1]
         near = self.scales if full else lost or self.scales[:1]
-        scales = tuple((f"2**{math.log2(x):.0f}", *map(share_text, row)) for x, *row in near)
+        scales = tuple((_power(x), *map(share_text, row)) for x, *row in near)
         mood = "" if not self.scales else "bad" if self.loss_scale is None else "good"
         sections = [
             Section("Loss scale for float16", self._advice(), _SCALE_COLUMNS, scales, mood=mood),
@@ -107,17 +107,21 @@ class StatsReport(Report):
         scale = self.loss_scale or min(lost, key=lambda scale: lost[scale])
         share = f"{share_text(lost[scale])} of the gradient elements that are not zero"
         if self.loss_scale is None:
-            return f"No scale loses less than 0.1% of them: {scale:g} loses {share}. Use bfloat16."
-        return f"jaxmp.DynamicLossScale({scale:g}) loses {share}."
+            return f"No scale loses less than 0.1%: {_power(scale)} loses {share}. Use bfloat16."
+        return f"jaxmp.DynamicLossScale({_power(scale)}) loses {share}."
 
 
 _SCALE_COLUMNS = ("scale", "becomes zero", "exceeds the range")
 _LEGEND = (
-    "For each format, the share of elements that become zero or exceed its range, of those that "
-    "are not zero, and the signal-to-noise ratio. FP8 formats have a scale per tensor."
+    "Share of the elements other than zero that become zero or exceed the range, and the "
+    "signal-to-noise ratio in dB. FP8 formats have a scale for each tensor."
 )
 # Rows of each table of the short report: those with the lowest signal-to-noise ratio.
 _ROWS = 8
+
+
+def _power(scale: float) -> str:
+    return f"2.0**{math.log2(scale):.0f}"
 
 
 def _cells(row: TensorRow, names: list[str]) -> tuple[str, ...]:
@@ -142,23 +146,15 @@ def make_report(tensors: Mapping[str, Mapping[str, TensorStats]], loss_scale: An
       loss_scale: the scale of the gradients among them.
     """
     tensors, loss_scale = jax.device_get((tensors, loss_scale))
+    flat = [(kind, name, x) for kind, group in tensors.items() for name, x in group.items()]
     # Code in a branch that was not taken has no elements.
-    rows = [
-        _row(kind, name, stats)
-        for kind, group in tensors.items()
-        for name, stats in group.items()
-        if stats.exponents.any()
-    ]
-    cotangents = [*tensors.get(GRADIENTS, {}).values()]
-    operands = tensors.get(OPERANDS, {})
-    cotangents += [x for name, x in operands.items() if ":output_grad" in name]
-    counts = sum((_counts(x) for x in cotangents), np.zeros((256, 3)))
+    rows = [_row(kind, name, x) for kind, name, x in flat if x.exponents.any()]
+    counts = np.zeros((256, 3))
+    for kind, name, x in flat:
+        if kind == GRADIENTS or (kind == OPERANDS and ":output_grad" in name):
+            counts += x.exponents.reshape(-1, 256, 3).sum(0, dtype=np.float64)
     scales = _scales(counts, round(math.log2(float(np.max(loss_scale)))))
     return StatsReport(loss_scale=_first(scales), scales=scales, tensors=tuple(rows))
-
-
-def _counts(stats: TensorStats) -> np.ndarray:
-    return np.asarray(stats.exponents, np.float64).reshape(-1, 256, 3).sum(0)
 
 
 def _scales(counts: np.ndarray, shift: int) -> tuple[tuple[float, float, float], ...]:
@@ -168,7 +164,7 @@ def _scales(counts: np.ndarray, shift: int) -> tuple[tuple[float, float, float],
       counts: elements by exponent and fraction, as in `TensorStats.exponents`.
       shift: binary logarithm of the loss scale that they contain.
     """
-    counts = counts[:255].copy()
+    counts = counts[:255]
     counts[0, POWERS] = 0
     total, columns, rows = counts.sum(), np.arange(3), []
     for power in _POWERS if total else ():

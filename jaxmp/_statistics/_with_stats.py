@@ -117,10 +117,8 @@ class _Program:
 
         def add(kind: str, name: str, stats: TensorStats) -> None:
             group = rows.setdefault(kind, {})
-            numbered = (f"{name}#{n}" for n in range(2, len(group) + 3))
-            group[name if name not in group else next(x for x in numbered if x not in group)] = (
-                stats
-            )
+            count = sum(each.partition("#")[0] == name for each in group)
+            group[f"{name}#{count + 1}" if count else name] = stats
 
         for kind, role in (("parameters", PARAMETER), (SCALES, FP8)):
             for number, array in enumerate(arrays):
