@@ -102,7 +102,7 @@ def measure(x: Array, factor: Array | None = None, dtype: DTypeLike | None = Non
     exponent = lax.clamp(np.uint32(1 << 23), exponent, np.uint32(253 << 23))
     unit = lax.bitcast_convert_type(exponent, FLOAT32)
     inverse = lax.bitcast_convert_type(lax.sub(np.uint32(254 << 23), exponent), FLOAT32)
-    size, one = np.uint32(x.size), np.float32(1)
+    size, unscaled = np.uint32(x.size), np.float32(1)
     nonfinite, zero = _count(lax.bitwise_not(is_finite)), counts[0, POWERS]
     # The count of zeros in `x`. LLVM may test bits for zero by a comparison of floats, for which
     # subnormal numbers are zero on some processors; a histogram is exact.
@@ -110,10 +110,10 @@ def measure(x: Array, factor: Array | None = None, dtype: DTypeLike | None = Non
     formats = {}
     for name in FORMATS:
         scaled = lax.mul(x, _fp8_scale(amax, _range_of(name)[2])) if is_fp8(name) else x
-        formats[name] = _rounding(scaled, name, zeros, one if is_fp8(name) else inverse)
+        formats[name] = _rounding(scaled, name, zeros, unscaled if is_fp8(name) else inverse)
     if factor is not None:
         scaled = lax.div(x, lax.broadcast_in_dim(factor, x.shape, range(factor.ndim)))
-        formats[ACTUAL] = _rounding(scaled, str(np.dtype(dtype)), zeros, one)
+        formats[ACTUAL] = _rounding(scaled, str(np.dtype(dtype)), zeros, unscaled)
     mean = lax.div(_power(lax.mul(x, inverse)), _at_least_1(lax.sub(size, nonfinite)))
     share = lambda count: lax.div(lax.convert_element_type(count, FLOAT32), np.float32(size or 1))
     rms = lax.mul(lax.sqrt(mean), unit)

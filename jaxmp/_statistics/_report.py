@@ -67,7 +67,7 @@ class StatsReport(Report):
       >>> stats = jaxmp.with_stats(jax.grad(lambda w: jnp.square(w).sum()))(jnp.ones(4))
       >>> report = stats.report()
       >>> report.loss_scale, report.to_dict() == type(report).from_json(report.to_json()).to_dict()
-      (2048.0, True)
+      (1024.0, True)
     """
 
     _subject = "statistics"
