@@ -93,7 +93,7 @@ def main():
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     sizes = {name: getattr(options, name) for name in ("tokens", "heads", "size", "dtype")}
-    where = platform.machine() if options.target == "cpu" else GPUS[options.target].name
+    where = platform.machine() if options.target == "cpu" else GPUS[options.target].kind
     print(f"{where}; jax {jax.__version__}; " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
     lengths = [length for length in LENGTHS if length <= options.longest]
     rows = measure(options.target, **sizes, lengths=lengths)

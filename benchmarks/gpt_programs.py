@@ -188,7 +188,7 @@ def main() -> None:
     names = ("layers", "width", "heads", "remat", "unroll")
     write_result(
         options.out,
-        target=f"{GPUS[TARGET].name} (compiled, nothing was run)",
+        target=f"{GPUS[TARGET].kind} (compiled, nothing was run)",
         model={name: getattr(model, name) for name in names},
         batch=[options.batch_size, model.max_length],
         rows=rows,

@@ -29,7 +29,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from jaxmp import losses
-from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._gpus import GPUS, describe
 from jaxmp._core import _compat
 from result_file import write_result
 
@@ -62,7 +62,7 @@ def compiled(way, dtype, target, *, tokens, features, classes):
     """Compiles loss and gradients for "cpu" or a GPU."""
     device = jax.devices("cpu")[0]
     if target != "cpu":
-        (device,) = _compat.described_gpus(GPUS[target].description, 1)
+        (device,) = _compat.described_gpus(describe(GPUS[target]), 1)
     place = lambda shape, dtype: jax.ShapeDtypeStruct(
         shape, dtype, sharding=SingleDeviceSharding(device)
     )
@@ -115,7 +115,7 @@ def main():
     options = parser.parse_args()
     sizes = {name: getattr(options, name) for name in ("tokens", "features", "classes")}
     rows = measure(options.target, **sizes, chunks=(None, 256, 1024, 2048))
-    where = platform.machine() if options.target == "cpu" else GPUS[options.target].name
+    where = platform.machine() if options.target == "cpu" else GPUS[options.target].kind
     print(f"{where}; jax {jax.__version__}; " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
     print(f"{'hidden':10}{'loss':24}{'chunk':>8}{'temp MB':>10}{'of plain':>10}")
     for row in rows:

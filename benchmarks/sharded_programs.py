@@ -57,7 +57,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._audit._compile import _WITHOUT_GPU as WITHOUT_GPU
-from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._gpus import GPUS, describe
 from jaxmp._core._compat import described_gpus
 
 FRAMEWORKS = ("Linen", "NNX")
@@ -160,7 +160,7 @@ class NnxStack(nnx.Module):
 
 def mesh_of(layout: str, devices: int) -> Mesh:
     """Returns a mesh of GPUs that are not present on this machine."""
-    gpus = np.array(described_gpus(GPUS["h200"].description, devices))
+    gpus = np.array(described_gpus(describe(GPUS["h200"]), devices))
     if layout == "FSDP x TP":
         gpus = gpus.reshape(devices // 2, 2)
         return Mesh(gpus, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -556,7 +556,7 @@ def main() -> None:
         exceeded = "" if row["recipe"] in WAYS else "; ".join(violations(row))
         print(f"{number}/{len(chosen)} {json.dumps(row)} {exceeded}", flush=True)
         if args.out:
-            report = {"target": GPUS["h200"].name, "versions": versions(), "rows": rows}
+            report = {"target": GPUS["h200"].kind, "versions": versions(), "rows": rows}
             args.out.write_text(json.dumps(report, indent=1) + "\n")
     for count in args.devices:
         print(f"\n{count} GPUs\n{table(rows, count)}")

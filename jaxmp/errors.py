@@ -19,6 +19,7 @@ __all__ = [
     "RuleError",
     "ScaleCollapsedError",
     "SkippedStepsWarning",
+    "TargetError",
     "ValidationError",
     "ValidationFailedError",
 ]
@@ -72,6 +73,10 @@ class AttentionError(JaxmpError):
 
 class AuditError(JaxmpError):
     """Error for a program that cannot be audited, or an audit report that cannot be read."""
+
+
+class TargetError(AuditError):
+    """Error for a chip that is unknown, or for which a program cannot be compiled."""
 
 
 class AuditFailedError(JaxmpError):

@@ -1025,6 +1025,13 @@ MUTATIONS = [
         ("test_audit_sharding.py::test_replica_groups_are_mesh_axes",),
     ),
     Mutation(
+        "the fix of a gather does not split the copy",
+        "jaxmp/_audit/_constraints.py",
+        "PartitionSpec({spec})",
+        "PartitionSpec()",
+        ("test_audit_sharding.py::test_the_fix_of_a_gather_is_the_constraint_of_the_program",),
+    ),
+    Mutation(
         "microbatches of rows on explicit axes lose their sharding",
         "jaxmp/_gradients/_microbatches.py",
         "out_sharding=_sharding_of_parts(leaf)",

@@ -1,8 +1,10 @@
 """The audit of the collectives of sharded steps that are compiled for H200."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import runpy
 import textwrap
 
 import jax
@@ -213,6 +215,72 @@ def test_a_weight_gathered_wider_than_it_is_read_is_an_error():
     report = compiled(step_of(functools.partial(mlp, cast=fixed), jax.value_and_grad))
     assert "fp32_all_gather" not in severities(report)
     assert sent(report, "weight") == {"bfloat16": 2 * LAYERS * ONE}
+
+
+# Where no mesh is set: code that gathers a weight and casts it, and the part that the fix replaces.
+GATHERED = {
+    "before a cast": ("constrain({}, whole()).astype(bf)", "constrain({}, whole())", None),
+    "after a cast": ("constrain({}.astype(bf), whole())", "", None),
+    "a spec": ("constrain({}, P()).astype(bf)", "constrain({}, P())", MESH),
+}
+GATHERING_STEP = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from test_audit_sharding import MESH, step_of
+constrain, bf = jax.lax.with_sharding_constraint, jnp.bfloat16
+whole = lambda: NamedSharding(MESH, P())
+
+def loss_fn(params, x):
+    x = x.astype(bf)
+    for w in params:
+        x = jax.nn.relu(x @ {code})
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+step = step_of(loss_fn, jax.value_and_grad)
+"""
+
+
+def gathering_step(code, folder):
+    """Returns a step that reads the weight `code` in each layer."""
+    file = folder / f"step_{len(list(folder.iterdir()))}.py"
+    file.write_text(GATHERING_STEP.format(code=code))
+    return runpy.run_path(str(file))["step"], str(file)
+
+
+@needs_compiler
+@fast_cases("before a cast")
+@pytest.mark.parametrize("name", GATHERED)
+def test_the_fix_of_a_gather_is_the_constraint_of_the_program(name, tmp_path):
+    code, replaced, mesh = (x.format("w") if isinstance(x, str) else x for x in GATHERED[name])
+    with jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext():
+        step, file = gathering_step(code, tmp_path)
+        report = compiled(step)
+        (finding,) = (f for f in report.errors if f.check == "fp32_all_gather")
+        assert finding.file == file and finding.text == f"x = jax.nn.relu(x @ {code})"
+        fix = finding.fix.splitlines()[-1].strip()
+        assert sent(report, "weight")["float32"] >= 4 * ONE
+        report = compiled(gathering_step(code.replace(replaced or code, fix), tmp_path)[0])
+    assert "fp32_all_gather" not in severities(report)
+    assert sent(report, "weight") == {"bfloat16": 2 * LAYERS * ONE}
+
+
+@needs_compiler
+def test_a_constraint_that_the_batch_shares_is_not_the_fix_of_a_gather():
+    """`constrain` would also split the rows that it gathers here."""
+
+    def loss_fn(params, x):
+        x = constrain(low(x), P(None, None))
+        for w in params:
+            x = jax.nn.relu(x @ constrain(w, P(None, None)).astype(jnp.bfloat16))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    x = shape((ROWS, WIDTH), P(None, "data"))
+    (finding,) = (
+        f
+        for f in compiled(step_of(loss_fn, jax.value_and_grad), batch=x).errors
+        if f.check == "fp32_all_gather"
+    )
+    assert "gathered_sharding_of_w" in finding.fix
 
 
 @needs_compiler

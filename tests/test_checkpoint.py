@@ -972,7 +972,7 @@ def test_orbax_is_optional():
     )
     message = run_python(absent + attempt)
     assert "orbax is not installed; jaxmp requires it for checkpoints" in message
-    assert 'pip install -e ".[checkpoint]"' in message
+    assert 'pip install "jaxmp[checkpoint]"' in message
 
 
 # ---------------------------------------------------------------------------

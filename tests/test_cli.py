@@ -359,7 +359,7 @@ def test_a_missing_package_is_named_with_its_extra(missing):
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode != 0
     assert "MissingDependencyError" in done.stderr and missing in done.stderr
-    assert 'pip install -e ".[cli]"' in done.stderr
+    assert 'pip install "jaxmp[cli]"' in done.stderr
 
 
 @EXPENSIVE
@@ -372,8 +372,8 @@ def test_without_the_extra_it_says_what_to_install(package):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr == (
-        f"jaxmp: {package} is not installed; jaxmp requires it for the jaxmp command. Install it, "
-        'in a checkout of jaxmp, with:\n    pip install -e ".[cli]"\n'
+        f"jaxmp: {package} is not installed; jaxmp requires it for the jaxmp command. Install it "
+        'with:\n    pip install "jaxmp[cli]"\n'
     )
 
 

@@ -23,7 +23,7 @@ import jaxmp
 import sharded_functions
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
-from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._gpus import GPUS, describe
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._jaxprs import equations
 
@@ -599,7 +599,7 @@ def test_losses_and_gradients_equal_those_of_one_device(framework):
 @needs_compiler
 @EXPENSIVE
 def test_reductions_of_a_program_for_h200():
-    mesh = jax.sharding.Mesh(np.array(described_gpus(GPUS["h200"].description, 4)), ("data",))
+    mesh = jax.sharding.Mesh(np.array(described_gpus(describe(GPUS["h200"]), 4)), ("data",))
     run, state = linen_gradients("bf16_params")
     shapes = jax.eval_shape(lambda: (state, TOKENS))
     specs = jax.tree.map(lambda _: P(), state), P("data")

@@ -14,7 +14,7 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp import PolicyMap, audit, autocast, fp8
-from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._gpus import GPUS, describe
 from jaxmp._core import _compat
 from jaxmp.errors import CompositionError, RecipeError
 from jaxmp.fp8._dims import make_dims
@@ -334,7 +334,7 @@ def test_three_real_products_of_blocks(x, w, dims, batched):
     """The program contains three block-scaled matmuls of cuDNN, at default flags, and no other
     matmul.
     """
-    (device,) = _compat.described_gpus(GPUS["b200"].description, 1)
+    (device,) = _compat.described_gpus(describe(GPUS["b200"]), 1)
     placed = SingleDeviceSharding(device)
     args = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=placed) for size in (x, w)]
 

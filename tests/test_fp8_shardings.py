@@ -14,7 +14,7 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
-from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._gpus import GPUS, describe
 from jaxmp._core import _compat
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._jaxprs import equations
@@ -268,7 +268,7 @@ def test_autocast_passes_out_sharding_on(name):
 def test_programs_for_eight_gpus_multiply_in_fp8_and_sum_in_fp32(name):
     """FSDP: kernels are split over the batch axis, and gathered in FP8."""
     width = 8192
-    gpus = np.array(described_gpus(GPUS["h200"].description, 8))
+    gpus = np.array(described_gpus(describe(GPUS["h200"]), 8))
     mesh = Mesh(gpus, ("data",), axis_types=(AxisType.Explicit,))
     on = lambda leaf, *spec: jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec))

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def test_a_missing_package_names_an_extra_that_exists():
         "try: jaxmp.TrainState\nexcept jaxmp.errors.MissingDependencyError as error: print(error)"
     )
     message = run_python(absent + attempt)
-    extra = re.search(r'pip install -e "\.\[(\w+)\]"', message)[1]
+    extra = re.search(r'pip install "jaxmp\[(\w+)\]"', message)[1]
     assert any(need.startswith("flax") for need in project()["optional-dependencies"][extra])
 
 
@@ -361,6 +362,24 @@ def test_no_text_names_a_machine_path():
 @pytest.mark.parametrize("folder", ["work/main", "root/x", "home/me", "tmp/a", "Users/me"])
 def test_the_machine_path_test_can_fail(folder):
     assert MACHINE_PATH.search(f'open("/{folder}")')
+
+
+def test_install_lines_have_the_address_of_the_project():
+    address = runpy.run_path(str(ROOT / "docs" / "address.py"))
+    pages = {
+        path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
+        for path in repository_texts()
+        if path.suffix == ".md"
+    }
+    installing = {name for name, text in pages.items() if address["INSTALL"].search(text)}
+    # The site has copies of some pages.
+    assert installing - {"docs/readme.md"} == set(address["PAGES"])
+    for name in address["PAGES"]:
+        assert address["replace_address"](pages[name]) == pages[name], "run python docs/address.py"
+    other = 'pip install "jaxmp @ git+https://else.example/jaxmp"'
+    assert address["replace_address"](other) == other.replace(
+        "https://else.example/jaxmp", project()["urls"]["Source"]
+    )
 
 
 # ---------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from programs import relative_error
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
-SETUP, INFERENCE = [text for language, text in BLOCKS if language == "python"]
+SETUP, *PATTERNS, INFERENCE = [text for language, text in BLOCKS if language == "python"]
 DIFFS = [text for language, text in BLOCKS if language == "diff"]
 NAMES = ["dynamic_scale", "jmp", "linen", "nnx", "flax_state", "flax_optimizer", "optax"]
 DIFF = dict(zip(NAMES, DIFFS, strict=True))
@@ -291,11 +291,11 @@ def test_every_name_in_the_guide_exists():
             value = getattr(value, part)
 
 
-def test_inference_and_export_run():
+def test_patterns_inference_and_export_run():
     namespace = {"__name__": "guide"}
     with jax.numpy_dtype_promotion("standard"):
-        exec(SETUP, namespace)
-        exec(INFERENCE, namespace)
+        for block in (SETUP, *PATTERNS, INFERENCE):
+            exec(block, namespace)
     assert namespace["predicted"].shape == (32, 1)
 
 
@@ -309,9 +309,9 @@ def test_the_code_in_the_tables_runs():
     loss_fn = lambda params, batch: jnp.sum(params["w"]) * jnp.mean(batch)
     batch, grads = jnp.ones(4), {"w": jnp.ones(2)}
     known = {**globals(), **locals()}
-    ours = [line.split(" | ")[1] for line in table.splitlines() if line.startswith("| `")]
+    ours = [line.split(" | ")[1] for line in table.splitlines() if line.startswith("| ")]
     codes = [code for cell in ours for code in re.findall(r"`([^`]+)`", cell)]
     codes = [code for code in codes if re.match(r"~?[a-z]+\.|~?[A-Za-z_.]+\(", code)]
-    assert len(codes) >= 80
+    assert len(codes) >= 140
     for code in codes:
         assert eval(code, known) is not None, code

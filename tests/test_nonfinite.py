@@ -5,7 +5,9 @@ import importlib.util
 import inspect
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -469,6 +471,50 @@ def blocks(language):
     return [block for name, block in found if name == language]
 
 
+EIGHT_DEVICES = """
+import jax, jax.numpy as jnp, jaxmp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+axis_types = (jax.sharding.AxisType.Auto,) * 2
+mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=axis_types)
+
+def loss(w, x):
+    def part(w, x):
+        def layer(h, _):
+            with jax.named_scope("dense"):
+                h = lax.psum(h.astype(jnp.float16) @ w.astype(jnp.float16), "model")
+            start = 4 * lax.axis_index("model")
+            return lax.dynamic_slice_in_dim(h.astype(jnp.float32), start, 4, 1), None
+
+        h, _ = lax.scan(jax.remat(layer), x, length=3)
+        return lax.pmean(jnp.mean(h), ("data", "model"))
+
+    specs = P("model"), P("data", "model")
+    return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(w, x)
+
+step = jax.jit(jax.value_and_grad(loss))
+x = jnp.ones((8, 8)).at[5, 3].set(4000.0)
+print(jaxmp.locate_nonfinite(step, jnp.ones((8, 8)), x).to_json())
+"""
+
+
+@pytest.mark.expensive
+def test_a_scan_on_a_mesh_of_eight_devices(tmp_path):
+    """Rows 4 and 5 are on devices 4 and 5. Row 5 reaches 4,007, 32,056 and 128,224 per device."""
+    (tmp_path / "run.py").write_text(EIGHT_DEVICES)
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    env = os.environ | {"XLA_FLAGS": flags}
+    done = subprocess.run(
+        [sys.executable, "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    where = [report[name] for name in ("device", "iteration", "index", "module", "primitive")]
+    assert where == [4, [2], [1, 0], "dense", "dot_general"]
+    assert (report["cause"], report["phase"]) == ("float16_range", "forward")
+
+
 @pytest.fixture
 def page(tmp_path, monkeypatch):
     """Changes to a directory with the program of the page, and returns its other programs."""
@@ -511,6 +557,39 @@ def test_the_command_reproduces_from_a_checkpoint(page, capsys, tmp_path):
     # The first three batches are healthy.
     code, printed = command(capsys, *arguments, "--batches", "3")
     assert code == 0 and not json.loads(printed.out)["reproduced"]
+
+
+def test_the_command_restores_all_arguments_of_a_saved_tuple(page, capsys, tmp_path):
+    (tmp_path / "run.py").write_text(
+        """
+import jax, jax.numpy as jnp, jaxmp, optax
+from flax import nnx
+
+def make_step():
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    def train_step(model, optimizer, x):
+        grads = nnx.grad(lambda model: model(x).sum())(model)
+        optimizer.update(model, grads)
+
+    return train_step, model, optimizer, jnp.ones((2, 4))
+"""
+    )
+    names = {}
+    exec((tmp_path / "run.py").read_text(), names)
+    _, model, optimizer, _ = names["make_step"]()
+    moments = optimizer.opt_state[0]
+    moments.mu.bias[...] = moments.mu.bias[...].at[1].set(jnp.nan)
+    with jaxmp.checkpoint.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.save(1, (model, optimizer), recipe="fp32", allow_nonfinite=True)
+        checkpointer.wait()
+    arguments = "run.py:make_step", "--checkpoint", "checkpoints", "--json", "-"
+    code, printed = command(capsys, *arguments)
+    assert code == 1, printed.err
+    fields = json.loads(printed.out)
+    assert (fields["cause"], fields["index"]) == ("poisoned_moment", [1])
+    assert "mu" in fields["argument"] and "bias" in fields["argument"]
 
 
 @pytest.mark.parametrize(

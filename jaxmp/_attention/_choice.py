@@ -184,7 +184,7 @@ def _device_blockers() -> Iterator[Blocker]:
         yield Blocker("device", reason, "Compile the program for a GPU.")
     elif cudnn_version() is None:
         commands = " or ".join(map(install_command, ("cuda12", "cuda13")))
-        change = f"Install it, in a checkout of jaxmp: {commands}."
+        change = f"Install it: {commands}."
         yield Blocker("device", "JAX finds no cuDNN", change)
     elif gpu := unsupported_gpu(FUSED_ATTENTION):
         first = capability_text(FUSED_ATTENTION)

@@ -10,6 +10,7 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_collectives import ALL_REDUCE_16BIT, sum_note
 from jaxmp._audit._check_hlo import CompiledProgram, finding, requires_16_bits
 from jaxmp._audit._checks import ERROR, WARNING, Check
+from jaxmp._audit._constraints import Constraint, constraint_of, fix_of_gather, gather_of
 from jaxmp._audit._dataflow import Update
 from jaxmp._audit._gpu_rows import CollectiveRow
 from jaxmp._audit._hlo_collectives import ACTIVATION, GRADIENT, UPDATE, WEIGHT
@@ -82,14 +83,14 @@ Compute its gradient with an FP32 result:
 _SHARDINGS = """\
     model = recipe.wrap(model, shardings=params_shardings)
     params = jax.tree.map(jax.lax.with_sharding_constraint, params, params_shardings)"""
-_FIX_GATHER = """\
-Cast the weight while it is split, and gather the copy:
-    w = jax.lax.with_sharding_constraint(w.astype(jnp.{dtype}), sharding_of_w)
+_CAST_SPLIT = "Cast the weight while it is split, and gather the copy:\n"
+_FIX_GATHER = f"""\
+{_CAST_SPLIT}\
+    w = jax.lax.with_sharding_constraint(w.astype(jnp.{{dtype}}), sharding_of_w)
     w = jax.lax.with_sharding_constraint(w, gathered_sharding_of_w)
 For all weights whose gradients jaxmp computes, pass their shardings to a Flax model, or constrain
 them in the loss function:
-"""
-_FIX_GATHER += _SHARDINGS
+{_SHARDINGS}"""
 _FIX_UPDATE = """\
 ZeRO-1 gathers parameters in the dtype in which they are stored. Store them in 16 bits, with FP32
 masters in the optimizer state:
@@ -163,6 +164,13 @@ def _has_fp32_gradients(audit: Auditor) -> bool:
     return any(frame.file_name == file for traceback in tracebacks for frame in traceback.frames)
 
 
+@FP32_ALL_GATHER.on_operation("sharding_constraint")
+def collect_constraints(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects the constraints of the forward pass, of which some gather weights."""
+    if op.location.phase == FORWARD:
+        audit.collected[Constraint].append(constraint_of(op, audit))
+
+
 @FP32_ALL_GATHER.on_compiled
 def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
     """Reports weights that devices gather in a wider dtype than operations read."""
@@ -176,9 +184,15 @@ def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]
         elif row.content == WEIGHT and row.in_matmul and row.read_as not in _WIDE:
             size = bytes_text(row.bytes)
             message = f"{size} of weights are gathered in {row.dtype} and read in {row.read_as}."
-            dtype = _half_dtype([row])
-            gather = finding(FP32_ALL_GATHER, row, message, _FIX_GATHER.format(dtype=dtype))
-            yield dataclasses.replace(gather, severity=ERROR if has_policies else WARNING)
+            dtype, gather = _half_dtype([row]), gather_of(row, audit)
+            fix = _FIX_GATHER.format(dtype=dtype)
+            if gather is not None:
+                code = fix_of_gather(gather, dtype, audit)
+                fix = f"{_CAST_SPLIT}    {code}" if code else fix
+                file, line = audit.findings.line_of(gather.op)
+                row = dataclasses.replace(row, file=file, line=line)
+            wide = finding(FP32_ALL_GATHER, row, message, fix)
+            yield dataclasses.replace(wide, severity=ERROR if has_policies else WARNING)
     if updates:
         message = f"{_total(updates)} of updated parameters are gathered in {updates[0].dtype}."
         yield _whole(FP32_ALL_GATHER, updates, message, _FIX_UPDATE)

@@ -20,16 +20,17 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._gpus import GPUS, describe
 from jaxmp._audit._trace import Traced
 from jaxmp._core._capability import TF32_MATMULS
 from jaxmp._core._compat import current_mesh, described_gpus
 from jaxmp._core._jaxprs import equations, with_parameters
 from jaxmp._core._locations import Lines
-from jaxmp._core._messages import did_you_mean, install_command, missing_dependency
+from jaxmp._core._messages import missing_dependency
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import jit_of
-from jaxmp.errors import AuditError
+from jaxmp._targets import get_target
+from jaxmp.errors import AuditError, TargetError
 
 _CALLBACKS = frozenset(
     ("debug_callback", "debug_print", "io_callback", "pure_callback", "inspect_sharding")
@@ -55,21 +56,16 @@ class Compiled(NamedTuple):
     has_tf32: bool = True
 
 
-def check_target(target: object) -> None:
+def check_target(target: str) -> None:
     """Checks the name of a target before anything is traced.
 
     Raises:
-      AuditError: if it is not the name of a GPU.
+      TargetError: if it is not the name of a chip that programs can be compiled for.
     """
-    if not isinstance(target, str) or target not in GPUS:
-        name = str(target).lower()
-        known = ", ".join(map(repr, GPUS))
-        if name in GPUS:
-            raise AuditError(f"target={target!r}: write the GPU in lower case: target={name!r}.")
-        raise AuditError(
-            f"target={target!r} is not a GPU that jaxmp can compile for.{did_you_mean(name, GPUS)} "
-            f"Allowed: {known}; for example audit(train_step, state, batch, target='h200')."
-        )
+    chip = get_target(target)
+    if target not in GPUS:
+        reason = chip.uncompiled or "the audit compiles for GPUs"
+        raise TargetError(f"no program can be compiled for target={target!r}: {reason}.")
 
 
 def compile_for(target: str, traced: Traced) -> Compiled:
@@ -103,17 +99,17 @@ def compile_for(target: str, traced: Traced) -> Compiled:
             staged = jax.jit(run, donate_argnums=donated, keep_unused=True).trace(*shapes)
             compiled = staged.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        reason = f"XLA cannot compile this for {GPUS[target].name}: {_reason(str(error))}"
+        reason = f"XLA cannot compile this for {GPUS[target].kind}: {_reason(str(error))}"
         raise AuditError(reason) from error
     except RuntimeError as error:
         if real or "Unknown backend" not in str(error):
             raise
         raise _no_callbacks(target, traced) from error
-    name = devices[0].device_kind if real else GPUS[target].name
+    name = devices[0].device_kind if real else GPUS[target].kind
     sizes = {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
     shardings = [shape.sharding for shape in shapes]
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    has_tf32 = GPUS[target].capability >= TF32_MATMULS
+    has_tf32 = (GPUS[target].capability or (0, 0)) >= TF32_MATMULS
     return Compiled(text, memory, name, count, bool(real), sizes, shardings, has_tf32)
 
 
@@ -182,11 +178,11 @@ def _described(target: str, count: int) -> list[Any]:
     if not is_installed:
         raise missing_dependency("jax-cuda13-plugin", f"XLA's compiler for {target}", "aot")
     try:
-        return described_gpus(GPUS[target].description, count)
+        return described_gpus(describe(GPUS[target]), count)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         raise AuditError(
-            f"XLA's GPU compiler does not start ({error}). Install packages of the same version, "
-            f"in a checkout of jaxmp:\n    {install_command('aot')} --upgrade"
+            f"XLA's GPU compiler does not start ({error}). Install packages of the same version:"
+            f'\n    pip install --upgrade "jax[cuda13]=={jax.__version__}"'
         ) from error
 
 

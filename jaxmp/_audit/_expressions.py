@@ -148,6 +148,25 @@ def with_number(expression: ast.expr | None, code: str) -> str:
     return ""
 
 
+def with_split_copy(expression: ast.expr | None, spec: str, dtype: str, *, has_mesh: bool) -> str:
+    """Returns a sharding constraint of an array that has another sharding before, or "".
+
+    Args:
+      expression: a call with an array and a sharding.
+      spec: code of the partition spec before.
+      dtype: to which the array is cast before; "" for its own.
+      has_mesh: True if there is a mesh for a spec alone; otherwise it is that of the sharding.
+    """
+    if not isinstance(expression, ast.Call) or len(expression.args) != 2:
+        return ""
+    array, sharding = expression.args
+    copy = _cast(array, dtype) if dtype else array
+    mesh = ast.unparse(ast.Attribute(sharding, "mesh"))
+    split = spec if has_mesh else f"jax.sharding.NamedSharding({mesh}, {spec})"
+    before = ast.Call(expression.func, [copy, ast.parse(split, mode="eval").body], [])
+    return ast.unparse(ast.Call(expression.func, [before, sharding], expression.keywords))
+
+
 class _WideConstants(ast.NodeTransformer):
     """Makes arrays of a number and a dtype in FP32, such as `jnp.asarray(0.9, c)`."""
 

@@ -19,6 +19,7 @@ from jaxmp._audit._check_rules import decisions
 from jaxmp._audit._checks import CHECKS, ERROR, ON_COMPILED, ON_PROGRAM, WARNING
 from jaxmp._audit._compile import Compiled
 from jaxmp._audit._gpu_rows import Compilation
+from jaxmp._audit._hlo_collectives import axis_names
 from jaxmp._audit._hlo_stats import read_program
 from jaxmp._audit._optimizer import checked_findings
 from jaxmp._audit._pending import PendingFinding
@@ -113,9 +114,9 @@ def _fsdp_axes(compiled: Compiled, traced: Traced) -> frozenset[str]:
     for sharding, is_weight in zip(compiled.shardings, are_weights, strict=True):
         spec = getattr(sharding, "spec", ())
         if is_weight:
-            of_weights |= {name for entry in spec for name in _axis_names(entry)}
+            of_weights |= axis_names(spec)
         else:
-            of_batch |= {name for entry in spec[:1] for name in _axis_names(entry)}
+            of_batch |= axis_names(spec[:1])
     constrained = _ConstrainedAxes()
     constrained.run(traced.jaxpr, [not is_weight for is_weight in are_weights])
     return frozenset(of_weights & (of_batch | constrained.found))
@@ -131,15 +132,9 @@ class _ConstrainedAxes(Forward):
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         if any(operands) and equation.primitive.name == "sharding_constraint":
             spec = getattr(sharding_of_result(equation), "spec", ())
-            self.found |= {name for entry in spec[:1] for name in _axis_names(entry)}
+            self.found |= axis_names(spec[:1])
         is_call = equation.primitive.name in CALLS
         return self.enter(equation, operands, frame) if is_call else [None] * len(equation.outvars)
-
-
-def _axis_names(entry: object) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry of a partition spec."""
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return tuple(name for name in names if isinstance(name, str))
 
 
 def _gpu_text(compiled: Compiled) -> str:

@@ -20,14 +20,14 @@ def missing_dependency(package: str, purpose: str, extra: str) -> MissingDepende
       The exception to raise.
     """
     return MissingDependencyError(
-        f"{package} is not installed; jaxmp requires it for {purpose}. Install it, in a checkout "
-        f"of jaxmp, with:\n    {install_command(extra)}"
+        f"{package} is not installed; jaxmp requires it for {purpose}. Install it with:\n"
+        f"    {install_command(extra)}"
     )
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra of jaxmp, to be run in a checkout of it."""
-    return f'pip install -e ".[{extra}]"'
+    """Returns the command that installs an extra of the jaxmp that is already installed."""
+    return f'pip install "jaxmp[{extra}]"'
 
 
 def nearest(word: str, options: Iterable[str], count: int = 3) -> list[str]:

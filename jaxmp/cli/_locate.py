@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from jaxmp.cli._checkpoint import open_run
 from jaxmp.cli._output import console, write_file, write_json
 from jaxmp.errors import JaxmpError
 
+if TYPE_CHECKING:
+    from jaxmp.checkpoint import CheckpointInfo
+
 
 def locate(
     function: Annotated[
@@ -32,7 +35,11 @@ def locate(
     ],
     checkpoint: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Checkpoint that the first argument is restored from."),
+        typer.Option(
+            metavar="DIR",
+            help="Checkpoint of the state, or of a tuple of the first arguments, such as a model"
+            " and its optimizer, that are restored.",
+        ),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Its step; by default the latest.")] = None,
     batches: Annotated[int, typer.Option(help="Largest number of batches to try.")] = 1000,
@@ -58,9 +65,15 @@ def locate(
             f"{function} returned {type(made).__name__}, not a function and its arguments. Return "
             "them:\n    return train_step, state, batch"
         )
-    train_step, state, *rest = made
-    if checkpointer is not None:
-        state = checkpointer.restore(state, step=step)
+    train_step, *arguments = made
+    if checkpointer is not None and info is not None:
+        count = _count(info, arguments[0])
+        if count is None:
+            arguments[0] = checkpointer.restore(arguments[0], step=step)
+        else:
+            restored = checkpointer.restore(tuple(arguments[:count]), step=step)
+            arguments[:count] = restored
+    state, *rest = arguments
     if rest and isinstance(rest[-1], Iterator):
         if len(rest) > 1:
             raise JaxmpError(
@@ -77,6 +90,16 @@ def locate(
     if html is not None:
         write_file(html, report.to_html())
     raise typer.Exit(int(report.reproduced))
+
+
+def _count(info: CheckpointInfo, first: object) -> int | None:
+    """Returns the number of arguments that a checkpoint has as a tuple; None if it has the first.
+
+    The paths of a tuple begin with a number.
+    """
+    keys = {leaf.path.split("/")[0] for leaf in info.leaves}
+    is_tuple = not isinstance(first, (tuple, list)) and all(key.isdecimal() for key in keys)
+    return 1 + max(map(int, keys)) if is_tuple and keys else None
 
 
 def _failing(step: Callable[..., Any], state: Any, batches: Iterator[Any]) -> tuple[Any, list[Any]]:

@@ -139,6 +139,12 @@ def is_partial(equation: Any) -> bool:
     return bool(equation.params["unconstrained_dims"])
 
 
+def is_in_mesh(equation: Any) -> bool:
+    """Returns True if a sharding constraint was traced where a mesh is set."""
+    mesh = equation.params.get("context_mesh")
+    return mesh is not None and not mesh.empty
+
+
 class Jit(NamedTuple):
     """Flags of a jitted function, for each operand.
 
