@@ -168,8 +168,11 @@ def _rounding(x: Array, name: str, zeros: Array, inverse: Any) -> Rounding:
     count = _at_least_1(lax.sub(np.uint32(x.size), zeros))
     share = lambda part: lax.div(lax.convert_element_type(part, FLOAT32), count)
     clipped = lax.clamp(np.float32(-largest), x, np.float32(largest))
-    # XLA removes a pair of conversions without the barrier.
-    rounded = lax.optimization_barrier(lax.convert_element_type(clipped, np.dtype(name)))
+    # XLA may remove a pair of conversions, with bfloat16 even across a barrier.
+    if name == "bfloat16":
+        rounded = lax.reduce_precision(clipped, 8, 7)
+    else:
+        rounded = lax.optimization_barrier(lax.convert_element_type(clipped, np.dtype(name)))
     error = lax.sub(lax.convert_element_type(rounded, FLOAT32), x)
     signal, noise = (_power(lax.mul(each, inverse)) for each in (x, error))
     snr = lax.mul(lax.log(lax.div(signal, noise)), np.float32(10 / np.log(10)))

@@ -55,7 +55,7 @@ def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
     and updates, of the outputs of its modules, of the operands of its matmuls, and of its FP8
     scales. It compiles a second program, so that the program of the training and its results do
     not change. Select the steps to measure yourself, and call it before the step if the step
-    donates its arguments:
+    donates its arguments, outside of `jax.jit`:
 
         measure = jaxmp.with_stats(train_step)
         for number, batch in enumerate(batches):
@@ -95,7 +95,10 @@ def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
         key = structure, tuple(types)
         if key not in programs:
             shapes, names = structure.unflatten(types)
-            programs[key] = jax.jit(_Program(trace(step, shapes, names)))
+            # XLA must not leave out roundings.
+            options: dict[str, Any] = {"xla_allow_excess_precision": False}
+            program = _Program(trace(step, shapes, names))
+            programs[key] = jax.jit(program, compiler_options=options)
         return programs[key](arrays)
 
     return measured
