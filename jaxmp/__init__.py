@@ -25,6 +25,7 @@ from jaxmp._recipe import list_recipes as list_recipes
 from jaxmp._recipe import load_recipe as load_recipe
 from jaxmp._recipe_files._load import PolicyMap as PolicyMap
 from jaxmp._sharding import state_shardings as state_shardings
+from jaxmp._targets import default_target as default_target
 from jaxmp.errors import JaxmpError as JaxmpError
 from jaxmp.optim._find import get_loss_scale as get_loss_scale
 from jaxmp.optim._find import get_master_params as get_master_params
@@ -70,6 +71,7 @@ __all__ = [
     "autocast",
     "check",
     "checkpoint",
+    "default_target",
     "doctor",
     "dot_product_attention",
     "errors",

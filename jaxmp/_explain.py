@@ -42,6 +42,11 @@ class Explanation:
         not run in FP8.
       attention: for each call of `jaxmp.dot_product_attention`, also by a layer, the
         `implementation`, the `reason`, and in `rows` what prevents the fused kernel.
+
+    Example:
+      >>> explanation = explain(lambda x: jnp.exp(x @ x), "bf16")(jnp.ones((32, 32)))
+      >>> [row.dtype for row in explanation.autocast.rows]
+      ['bfloat16']
     """
 
     policies: PolicyExplanation | None = None

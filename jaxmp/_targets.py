@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from jaxmp._core import _compat
 from jaxmp._core._capability import Capability
 from jaxmp._core._messages import did_you_mean
 from jaxmp.errors import TargetError
@@ -202,3 +204,33 @@ def get_target(name: str) -> Target:
         f"target={name!r} is not a chip that jaxmp knows.{did_you_mean(lower, TARGETS)} "
         f"Allowed: {known}; for example target='h200'."
     )
+
+
+@contextlib.contextmanager
+def default_target(name: str) -> Iterator[None]:
+    """Sets the chip for which programs are traced in a block, whatever devices this machine has.
+
+    Attention kernels, the dtypes of FP8 matmuls and the layouts of their operands depend on the
+    chip. By default it is the one that JAX computes on. The block is required for programs that are
+    compiled for another one: by `jax.jit(f).trace(...).lower(lowering_platforms=("cuda",))`, or by
+    `jax.export`. The chip is part of the key of jit's cache. `jaxmp.audit` compiles for it, unless
+    `target=` names another one.
+
+    Args:
+      name: the chip, such as "h200"; see `target` of `jaxmp.audit`.
+
+    Raises:
+      TargetError: if there is no chip of this name.
+
+    Example:
+      >>> dot = jaxmp.fp8.dot_general("current")
+      >>> f = jax.jit(lambda x, w: dot(x, w, (((1,), (0,)), ((), ()))))
+      >>> x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+      >>> with default_target("h200"):
+      ...     lowered = f.trace(x, x).lower(lowering_platforms=("cuda",))
+      >>> "f8E4M3FN" in lowered.as_text()
+      True
+    """
+    chip = get_target(name)
+    with _compat.context(target=chip.platform, capability=chip.capability, chip=name):
+        yield

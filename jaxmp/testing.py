@@ -59,6 +59,10 @@ if pytest is not None:
 
         The file is in the directory of the test file. With the environment variable
         `JAXMP_WRITE_BASELINE=1`, it is written; if it does not exist, only the budgets apply.
+
+        Example:
+          >>> def test_bf16_is_not_worse_than_before(equivalent):
+          ...     equivalent(make_run, "bf16", steps=200)
         """
         name = "".join(c if c.isalnum() or c in "-_." else "_" for c in request.node.name)
         yield _check_against_file(request.path.parent / "baselines" / f"{name}.json")

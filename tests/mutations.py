@@ -56,6 +56,21 @@ class Mutation:
 # ---------------------------------------------------------------------------
 
 MUTATIONS = [
+    # The target of a program.
+    Mutation(
+        "two chips of one compute capability share the programs of jit",
+        "jaxmp/_targets.py",
+        "capability=chip.capability, chip=name):",
+        "capability=chip.capability):",
+        ("test_targets.py::test_a_second_chip_does_not_reuse_the_program_of_the_first",),
+    ),
+    Mutation(
+        "a program that is lowered for several platforms is compared with the first alone",
+        "jaxmp/_core/_compat/_traced_for.py",
+        "context.module_context.platforms or ()",
+        "(context.module_context.platforms or ())[:1]",
+        ("test_targets.py::test_exported_programs_are_for_the_chip",),
+    ),
     # Values that are not finite.
     Mutation(
         "while loops: only the last iteration is recorded",
@@ -147,6 +162,13 @@ MUTATIONS = [
         "codes = lax.select(chosen, codes, lax.full_like(codes, FINITE))",
         "codes = jnp.where(chosen, codes, jnp.int8(FINITE))",
         ("test_nonfinite.py::test_locating_leaves_the_lines_of_other_programs",),
+    ),
+    Mutation(
+        "locate: a literal of a select has a shape",
+        "jaxmp/_nonfinite/_record.py",
+        "shape = np.shape(case)",
+        "shape = case.shape",
+        ("test_nonfinite.py::test_a_select_between_a_scalar_and_a_literal",),
     ),
     # Layers with few outputs.
     Mutation(
@@ -1143,17 +1165,10 @@ MUTATIONS = [
         ("test_checkpoint.py::test_damage_to_any_file_is_refused_by_its_name",),
     ),
     Mutation(
-        "a part of an array counts its elements from zero in its checksum",
-        "jaxmp/checkpoint/_checksum.py",
-        "    index = numpy.full(part.shape, offset)\n",
-        "    index = numpy.full(part.shape, offset * np.uint32(0))\n",
-        ("test_checkpoint.py::test_checksums_depend_on_bits_and_not_on_the_mesh",),
-    ),
-    Mutation(
         "a checkpoint with NaN becomes complete",
         "jaxmp/checkpoint/_handler.py",
-        "            if bad and not self.allow_nonfinite:\n",
-        "            if bad and self.allow_nonfinite:\n",
+        "        if bad and not self.allow_nonfinite:\n",
+        "        if bad and self.allow_nonfinite:\n",
         ("test_checkpoint.py::test_a_step_that_is_not_finite_replaces_no_other",),
     ),
     Mutation(

@@ -34,7 +34,6 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases, pairwise
 from jaxmp import cli
 from jaxmp.checkpoint import Checkpointer, load_safetensors, save_safetensors
-from jaxmp.checkpoint._checksum import checksums
 from test_frame import run_python
 
 FP32, PACKED = jaxmp.load_recipe("fp32"), matrix.recipe_of("packed")
@@ -504,17 +503,6 @@ def test_an_edited_manifest_is_refused(tmp_path):
         Checkpointer(tmp_path).restore(make_state())
 
 
-def test_a_wrong_value_is_refused_by_the_path_of_its_leaf(tmp_path):
-    checkpointer = save(tmp_path, make_state())
-    path = "params/dense/kernel"
-    edit_manifest(tmp_path, lambda data: data["checksums"].update({path: "0" * 16}), seal=True)
-    with pytest.raises(jaxmp.errors.CheckpointError, match=f"leaf '{path}' has the checksum"):
-        checkpointer.restore(make_state())
-    with pytest.raises(jaxmp.errors.CheckpointError, match=path):
-        checkpointer.verify()
-    assert same(checkpointer.restore(make_state(seed=1), verify=False), make_state())
-
-
 @pytest.mark.parametrize(
     ("version", "text"),
     [(99, "99, which a newer"), (1, "1, which another"), ("a", "a, which another")],
@@ -689,7 +677,7 @@ def placed(state, count):
 def test_states_move_between_meshes(tmp_path):
     most = jax.device_count()
     expected = make_state("packed", size=64)
-    state, previous = placed(expected, most), None
+    state = placed(expected, most)
     for step, count in enumerate((most // 2, 1, most)):
         checkpointer = save(tmp_path, state, PACKED, step=step)
         like = placed(make_state("packed", seed=1, size=64), count)
@@ -698,10 +686,6 @@ def test_states_move_between_meshes(tmp_path):
         kernel = state.params["dense"]["kernel"]
         assert kernel.sharding == like.params["dense"]["kernel"].sharding
         assert len(kernel.sharding.device_set) == count
-        manifest = json.loads((tmp_path / str(step) / "state" / "jaxmp_manifest.json").read_text())
-        sums = json.loads(manifest["manifest"])["checksums"]
-        assert previous in (None, sums)
-        previous = sums
 
 
 @pytest.mark.slow
@@ -749,27 +733,6 @@ def test_scalars_that_were_not_placed_can_be_used_with_any_mesh(tmp_path):
     state = {"a": placed(jnp.arange(8.0), 4), "n": jnp.zeros((), jnp.int32)}
     restored = save(tmp_path, state, "fp32").restore(state)
     jax.jit(lambda tree: tree["a"] + tree["n"].astype(jnp.float32)[None])(restored)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", "bfloat16", "float16", "int8", "bool", "float8_e4m3fn", "int4", "complex64"],
-)
-@fast_cases("float32", "bfloat16", "int4", "complex64")
-def test_checksums_depend_on_bits_and_not_on_the_mesh(dtype, monkeypatch):
-    values = (np.random.default_rng(0).normal(size=(64, 16)) * 5).clip(0).astype(np.float32)
-    values = values.astype(jnp.dtype(dtype))
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
-    specs = [(), ("a",), (None, "b"), ("b", "a"), (("a", "b"),)]
-    leaves = [values, jnp.asarray(values)]
-    leaves += [jax.device_put(values, NamedSharding(mesh, PartitionSpec(*s))) for s in specs]
-    sums = set(checksums(leaves))
-    monkeypatch.setattr("jaxmp.checkpoint._checksum._HOST_ELEMENTS", 0)  # all on devices
-    sums |= set(checksums(leaves))
-    assert len(sums) == 1
-    changed = values.copy()
-    changed.view(np.uint8).reshape(-1)[37] ^= 1
-    assert not sums & set(checksums([changed, values[::-1]]))
 
 
 # ---------------------------------------------------------------------------

@@ -89,6 +89,21 @@ def public_functions():
                 yield f"{module.__name__}.{name}", value
 
 
+# Public modules; the docstrings of exceptions describe when they are raised.
+PUBLIC = ["checkpoint", "fp8", "functional", "losses", "nnx", "optim", "testing", "typing"]
+
+
+@pytest.mark.parametrize("name", ["jaxmp", *(f"jaxmp.{module}" for module in PUBLIC)])
+def test_public_objects_have_an_example(name):
+    module = importlib.import_module(name)
+    objects = {each: getattr(module, each) for each in module.__all__}
+    assert objects
+    for each, value in objects.items():
+        raised = isinstance(value, type) and issubclass(value, BaseException)
+        if not raised and (isinstance(value, type) or is_function(value)):
+            assert ">>>" in (value.__doc__ or ""), f"{name}.{each} has no example"
+
+
 @pytest.mark.parametrize(
     ("name", "function"), list(public_functions()), ids=lambda x: x if type(x) is str else ""
 )

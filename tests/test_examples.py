@@ -20,6 +20,7 @@ from flax import nnx
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
+import accidental_fp32
 import byte_gpt
 import checkpoint_soak
 import demo
@@ -593,6 +594,15 @@ def test_code_in_documents_runs(name, tmp_path, monkeypatch):
         if block.startswith("# needs: jaxmp[aot]") and not find_spec("jax_plugins"):
             continue
         exec(block, names)
+
+
+@pytest.mark.parametrize("make", [accidental_fp32.make_step, accidental_fp32.make_repaired_step])
+def test_the_audits_in_the_comparison_are_those_of_the_example(make):
+    page = (ROOT / "docs" / "comparison.md").read_text("utf-8")
+    report = jaxmp.audit(*make(), recipe="bf16")
+    shown = page.partition(f"{make.__name__} --recipe bf16\n")[2].partition("```")[0]
+    assert shown and str(report).startswith(shown.rstrip())
+    assert report.ok == (make is accidental_fp32.make_repaired_step)
 
 
 @pytest.mark.parametrize(

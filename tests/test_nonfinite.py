@@ -413,6 +413,7 @@ def test_an_origin_that_is_not_recorded_is_not_invented():
     assert report.reproduced and report.cause == "" and report.primitive == "mul"
     report = jaxmp.locate_nonfinite(lambda x: jnp.full(2, jnp.nan), X)
     assert report.reproduced and "they come from a constant" in report.message
+    assert "Not finite: not a recorded operation" in str(report)
 
     def late(x):
         body = lambda carry: (carry[0] + 1, carry[1] / (carry[0] - 300))
@@ -439,6 +440,14 @@ def test_an_opaque_kernel_is_named():
     assert (report.primitive, report.module, report.cause) == ("pallas_call", "kernel", "")
     assert report.index == (1,)
     assert "pallas_call returns values that are not finite" in report.message
+
+
+def test_a_select_between_a_scalar_and_a_literal():
+    def step(x, n):
+        return jnp.log(x).sum() * lax.select(n > 2, 5, n).astype(x.dtype)
+
+    report = jaxmp.locate_nonfinite(jax.jit(step), jnp.array([1.0, 0.0]), 3)
+    assert report.cause == "log_of_zero"
 
 
 def selected(w, x):

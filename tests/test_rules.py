@@ -302,8 +302,8 @@ def test_explain_says_who_decides_and_what_is_unused():
         "path    type       policy               rule     why",
         "(root)  Block      p=f32,c=bf16,o=bf16  default",
         "head    LayerNorm  p=f32,c=f32,o=bf16   1        logits",
-        "unused: Rule('tail', compute_dtype='float32', required=False)",
         "unused: Rule('head', compute_dtype='float16')",
+        "unused: 1 optional rule",
     ]
 
 

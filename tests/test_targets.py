@@ -1,10 +1,21 @@
 """The table of chips, and the target of a program."""
 
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import jaxmp
+from gpu_compiler import needs_compiler
+from jaxmp._audit._compile import _WITHOUT_GPU, compile_for
+from jaxmp._audit._gpus import GPUS, describe
+from jaxmp._audit._trace import trace
+from jaxmp._core import _compat
 from jaxmp._core._capability import BFLOAT16_MATMULS, FP8_MATMULS, TF32_MATMULS
 from jaxmp._targets import TARGETS, get_target
+from jaxmp.errors import RecipeWarning
 
 # ---------------------------------------------------------------------------
 # The table
@@ -59,3 +70,125 @@ def test_an_unknown_chip_is_refused(name, message):
 def test_the_audit_says_why_it_cannot_compile(name):
     with pytest.raises(jaxmp.errors.TargetError, match=get_target(name).uncompiled):
         jaxmp.audit(lambda x: pytest.fail("traced"), 1.0, target=name)
+
+
+# ---------------------------------------------------------------------------
+# The target of a program
+# ---------------------------------------------------------------------------
+
+X = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+MATMUL = (((1,), (0,)), ((), ()))
+# Dtype of a dot's result -> the programs for a GPU and for a CPU.
+NARROW, WIDE = (
+    f"(tensor<64x64xf8E4M3FN>, tensor<64x64xf8E4M3FN>) -> tensor<64x64x{d}>"
+    for d in ("bf16", "f32")
+)
+
+
+def fp8_step():
+    """Returns a new function, with a gradient, of which JAX has no trace."""
+    dot = jaxmp.fp8.dot_general("current")
+
+    def loss(x, w):
+        return jnp.square(dot(x, w, MATMUL).astype(jnp.float32)).sum()
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+
+def cuda_text(step):
+    return step.trace(X, X).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_program_for_a_named_chip_has_its_dtypes():
+    with jaxmp.default_target("h200"):
+        text = cuda_text(fp8_step())
+    assert NARROW in text and WIDE not in text
+
+
+def test_the_fix_of_the_warning_gives_the_program_for_the_chip():
+    step = fp8_step()
+    with pytest.warns(RecipeWarning, match="traced for a CPU.*lowered for 'cuda'") as caught:
+        assert WIDE in cuda_text(step)
+    fix = str(caught[0].message).partition("around the trace:\n")[2]
+    scope = {"jaxmp": jaxmp, "jax": jax, "f": lambda x: fp8_step()(x, x), "x": X}
+    exec("if True:\n" + fix, scope)
+    assert NARROW in scope["lowered"].as_text()
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap, jax.checkpoint])
+def test_the_warning_survives_transformations(transform):
+    dot = jaxmp.fp8.dot_general("current")
+    loss = lambda x, w: transform(lambda x: dot(x, w, MATMUL))(x).astype(jnp.float32).sum()
+    batch = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
+    x = batch if transform is jax.vmap else X
+    traced = jax.jit(jax.grad(loss)).trace(x, X)
+    traced.lower()
+    with pytest.warns(RecipeWarning, match=r"default_target\('v6e'\)"):
+        traced.lower(lowering_platforms=("tpu",))
+
+
+def test_exported_programs_are_for_the_chip():
+    with jaxmp.default_target("h200"):
+        exported = jax.export.export(fp8_step(), platforms=["cuda"])(X, X)
+    assert NARROW in exported.mlir_module()
+    with pytest.warns(RecipeWarning, match="lowered for 'cuda'"):
+        jax.export.export(fp8_step(), platforms=["cpu", "cuda"])(X, X)
+
+
+def test_a_second_chip_does_not_reuse_the_program_of_the_first():
+    traced = []
+
+    @jax.jit
+    def step(x):
+        traced.append(_compat.current_context().chip)
+        return x
+
+    for name in ("h100", "h200", "h100"):
+        with jaxmp.default_target(name):
+            step.trace(X)
+    step.trace(X)
+    # Both have the same compute capability.
+    assert traced == ["h100", "h200", ""]
+
+
+@needs_compiler
+def test_a_program_of_jax_itself_is_that_of_the_audit():
+    step = fp8_step()
+    with jaxmp.default_target("h200"):
+        of_audit = compile_for("h200", trace(step.__wrapped__, (X, X), {})).text
+        with _compat.unchecked_cuda():
+            (device,) = _compat.described_gpus(describe(GPUS["h200"]), 1)
+        x = X.update(sharding=SingleDeviceSharding(device))
+        lowered = step.trace(x, x).lower(lowering_platforms=("cuda",))
+    own = lowered.compile(compiler_options=_WITHOUT_GPU).as_text()
+    assert "__cublas$lt$matmul$f8" in own
+    assert without_names(own) == without_names(of_audit)
+    with pytest.warns(RecipeWarning):
+        for_cpu = compile_for("h200", trace(fp8_step().__wrapped__, (X, X), {})).text
+    assert without_names(own) != without_names(for_cpu)
+
+
+def without_names(text):
+    """Returns the computations of a program with numbered names and without source lines."""
+    numbers = {}
+    number = lambda name: numbers.setdefault(name[0].strip("%"), f"n{len(numbers)}")
+    text = re.sub(r", metadata=\{[^}]*\}", "", text[text.index("\n%") :])
+    return re.sub(r"%?\b[\w\-]+(\.[\w\-]+)*\.\d+\b", number, text)
+
+
+@needs_compiler
+def test_the_audit_compiles_for_the_named_chip_unless_it_has_a_target():
+    with jaxmp.default_target("l4"):
+        reports = [jaxmp.audit(lambda x: x @ x, X, **kw) for kw in ({}, {"target": "t4"})]
+    assert [report.target for report in reports] == ["l4", "t4"]
+    assert [report.gemms[0].lhs for report in reports] == ["bfloat16", "float32"]
+
+
+def test_messages_name_the_chip():
+    with jaxmp.default_target("v100"), pytest.warns(RecipeWarning, match="the GPU 'v100'"):
+        jax.eval_shape(jaxmp.autocast(lambda x: x @ x, "bf16"), X)
+
+
+def test_an_unknown_default_target_is_refused():
+    with pytest.raises(jaxmp.errors.TargetError, match="'h200'"), jaxmp.default_target("h20"):
+        pass

@@ -44,7 +44,6 @@ from jaxmp._audit._check_state import label_arguments
 from jaxmp._audit._checks import CHECKS as CHECKS
 from jaxmp._audit._compile import check_target, compile_for
 from jaxmp._audit._context import PolicyContext
-from jaxmp._audit._gpus import GPUS
 from jaxmp._audit._make_report import make_report
 from jaxmp._audit._program import is_attention
 from jaxmp._audit._report import AuditDiff as AuditDiff
@@ -54,6 +53,7 @@ from jaxmp._audit._trace import Traced, trace
 from jaxmp._core import _compat
 from jaxmp._core._static_values import Scope
 from jaxmp._recipe_files._load import as_recipe_data
+from jaxmp._targets import default_target
 from jaxmp.errors import AuditError
 
 
@@ -82,7 +82,8 @@ def audit(
         have to be present (the extra `aot` of jaxmp). The report then has `.gemms`,
         `.attention`, `.collectives` and `.memory`. If the arguments are sharded over a mesh, or a
         `jit`, `shard_map` or constraint of the program names one, the program is compiled for as
-        many GPUs, whatever the devices of the mesh are.
+        many GPUs, whatever the devices of the mesh are. None: the chip of
+        `jaxmp.default_target`; without it, the program is not compiled.
       **kwargs: keyword arguments of `fn`.
 
     Returns:
@@ -115,6 +116,7 @@ def audit_call(
 ) -> AuditReport:
     """Audits a function whose keyword arguments may have any name, such as `target`."""
     _check_function(fn)
+    target = target or _compat.current_context().chip or None
     if target is not None:
         check_target(target)
     data = None if recipe is None else as_recipe_data(recipe)
@@ -133,8 +135,7 @@ def _audit(
     kwargs: dict[str, Any],
     target: str | None,
 ) -> AuditReport:
-    gpu = {} if target is None else {"target": "gpu", "capability": GPUS[target].capability}
-    with _compat.context(**gpu):
+    with contextlib.nullcontext() if target is None else default_target(target):
         traced = _traced(fn, args, kwargs)
     auditor = Auditor(context)
     label_arguments(auditor, traced)

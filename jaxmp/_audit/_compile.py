@@ -22,7 +22,6 @@ from jax.sharding import (
 
 from jaxmp._audit._gpus import GPUS, describe
 from jaxmp._audit._trace import Traced
-from jaxmp._core._capability import TF32_MATMULS
 from jaxmp._core._compat import current_mesh, described_gpus
 from jaxmp._core._jaxprs import equations, with_parameters
 from jaxmp._core._locations import Lines
@@ -109,7 +108,7 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     sizes = {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
     shardings = [shape.sharding for shape in shapes]
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    has_tf32 = (GPUS[target].capability or (0, 0)) >= TF32_MATMULS
+    has_tf32 = "tf32" in GPUS[target].peak
     return Compiled(text, memory, name, count, bool(real), sizes, shardings, has_tf32)
 
 

@@ -36,8 +36,10 @@ def unsupported_gpu(first: Capability) -> str:
     capability = _compat.target_capability()
     if capability is None or capability >= first:
         return ""
-    is_local = _compat.current_context().target is None
+    context = _compat.current_context()
+    is_local = context.target is None
     name = jax.local_devices(backend="gpu")[0].device_kind if is_local else "the target GPU"
+    name = f"the GPU {context.chip!r}" if context.chip else name
     return f"{name} (compute capability {capability_text(capability)})"
 
 

@@ -147,7 +147,8 @@ class Recorder(Interpreter):
             which = lax.convert_element_type(operands[0], jnp.int32)
             for n, case in enumerate(operands[1:]):
                 chosen = lax.eq(which, lax.full_like(which, n))
-                chosen = chosen if chosen.shape == case.shape else lax.broadcast(chosen, case.shape)
+                shape = np.shape(case)  # a literal of a scalar has no attribute `shape`
+                chosen = chosen if chosen.shape == shape else lax.broadcast(chosen, shape)
                 codes[region.selected[frame.index, n + 1]] = code_of(case, chosen)
         return results
 

@@ -108,7 +108,9 @@ class NonfiniteReport(Report):
 
     def _where(self) -> str:
         parts = [
-            f"{self.primitive} in the {self.phase} pass",
+            f"{self.primitive} in the {self.phase} pass"
+            if self.primitive
+            else "not a recorded operation",
             f"module {self.module}" if self.module else "",
             self.location,
             *(f"iteration {n}" for n in self.iteration),

@@ -101,6 +101,8 @@ class PolicyExplanation(Section[PolicyDecision]):
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        unused = [f"unused: {rule!r}" for rule in self.unused]
+        optional = sum(not rule.required for rule in self.unused)
+        unused = [f"unused: {rule!r}" for rule in self.unused if rule.required]
+        unused += [f"unused: {optional} optional rule{'s' * (optional > 1)}"] * (optional > 0)
         masks = [f"mask of {row}" for row in self.masks]
         return "\n".join([super().__str__(), *unused, *masks])

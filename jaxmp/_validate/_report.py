@@ -77,6 +77,12 @@ class ValidationReport(Report):
       runs: records of all runs, those of the reference first.
       program: audit and size of the reference's training step.
       notes: measurements that were not made, and why.
+
+    Example:
+      >>> text = ValidationReport(reference="fp32", seeds=(0, 1, 2), steps=100).to_json()
+      >>> report = ValidationReport.from_json(text)
+      >>> report.steps, report.ok, report.candidates
+      (100, True, ())
     """
 
     _subject = "validation"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -28,22 +26,19 @@ from jaxmp.checkpoint._arguments import (
     initial_scale,
     is_same_recipe,
 )
-from jaxmp.checkpoint._checksum import start_checksums
 from jaxmp.checkpoint._convert import (
     is_written,
-    read_leaves,
     run_plan,
     split,
-    stored_shape,
     to_stored,
 )
 from jaxmp.checkpoint._description import (
     Description,
     FlatState,
-    Leaf,
     finite_leaves,
     flatten_state,
 )
+from jaxmp.checkpoint._finite import start_tests
 from jaxmp.checkpoint._handler import ITEM, RestoreState, SaveState, StateHandler
 from jaxmp.checkpoint._info import CheckpointInfo, describe_manifest
 from jaxmp.checkpoint._manifest import (
@@ -66,8 +61,6 @@ from jaxmp.errors import CheckpointError
 # Rows that an error message lists.
 _LISTED = 5
 _DELETED = "deleted_steps"
-# Bytes that `verify` reads at once.
-_BATCH_BYTES = 2**30
 
 Migrate = bool | Literal["lossy"]
 
@@ -77,8 +70,9 @@ class Checkpointer:
 
     A state is a `jaxmp.TrainState`, NNX modules and optimizers, or any pytree of arrays, PRNG keys
     and numbers; for NNX pass a tuple or a dict of them, such as `(model, optimizer)`. Orbax writes
-    the arrays. A manifest beside them records the recipe, and for each leaf its path, dtype, shape
-    and checksum. `restore` compares it with the given state before it reads any array.
+    the arrays. A manifest beside them records the recipe, the checksum of each file, and for each
+    leaf its path, dtype and shape. `restore` compares it with the given state before it reads any
+    array.
 
     Every process of a distributed job makes one and calls the same methods.
 
@@ -196,12 +190,14 @@ class Checkpointer:
             )
         leaves = flat.description.leaves
         stored = [to_stored(leaf, value) for leaf, value in zip(leaves, flat.values, strict=True)]
-        parts = start_checksums(stored)
+        tested = finite_leaves(flat.description)
+        tests = start_tests(
+            {x.path: v for x, v in zip(leaves, stored, strict=True) if x.path in tested}
+        )
         manifest = Manifest(
             step=step,
             recipe_toml=recipe.to_toml(),
             description=flat.description,
-            checksums={},
             files={},
             jaxmp_version=__version__,
             jax_version=jax.__version__,
@@ -215,14 +211,13 @@ class Checkpointer:
                 if is_written(leaf)
             },
             manifest=manifest,
-            sums=dict(zip((leaf.path for leaf in leaves), parts, strict=True)),
-            tested=finite_leaves(flat.description),
+            tests=tests,
             allow_nonfinite=allow_nonfinite,
         )
         if not args.leaves:
             raise CheckpointError("The state contains no array.")
         if jax.process_count() > 1:
-            # Processes must agree on sums here: only the first of them writes the manifest.
+            # Processes must agree on them here: only the first of them writes the manifest.
             args.finish()
         self._steps.metrics[step] = metrics
         manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
@@ -269,8 +264,8 @@ class Checkpointer:
             migration is necessary.
           migrate: True: convert a checkpoint of another recipe, or one that jaxmp did not write,
             and print the plan first. "lossy": also if that loses information, such as masters.
-          verify: compare the checksums of all data files, and of all leaves that are read. False
-            reads faster, but does not detect damage.
+          verify: compare the checksums of all data files. False reads faster, but does not detect
+            damage.
           params: as in `save`, for the migration of a state in which averages or copies have the
             paths and dtypes of the parameters.
           only: "params": `state_like` consists of the parameters alone, such as `state.params` or
@@ -305,32 +300,24 @@ class Checkpointer:
             plan = plan_parameters(manifest.description, flat.description, params)
         else:
             plan = self._plan(flat.description, manifest, wanted, migrate, params)
-        if not verify:
-            manifest = dataclasses.replace(manifest, checksums={})
         read = lambda targets: self._read(directory, targets)
-        values = run_plan(plan, manifest.description, flat, read, manifest.checksums)
+        values = run_plan(plan, manifest.description, flat, read)
         return flat.rebuild(values)
 
     def verify(self, step: int | None = None) -> CheckpointInfo:
-        """Reads a checkpoint in full and compares all checksums.
+        """Reads all files of a checkpoint and compares their checksums.
 
         Args:
-          step: the step; None: the latest. It is read twice, as files and as leaves.
+          step: the step; None: the latest.
 
         Returns:
           What `describe` returns.
 
         Raises:
-          CheckpointError: naming the first leaf or file that is missing or damaged.
+          CheckpointError: naming the first file that is missing or damaged.
         """
         directory, manifest = self._manifest(step)
         check_files(directory, manifest)
-        for batch in _batches(manifest.description.leaves):
-            read_leaves(
-                [(leaf, None) for leaf in batch],
-                lambda targets: self._read(directory, targets),
-                manifest.checksums,
-            )
         return describe_manifest(directory.parent, manifest)
 
     def describe(self, step: int | None = None) -> CheckpointInfo:
@@ -490,21 +477,7 @@ class Checkpointer:
             plan,
             migrate,
         )
-        return flat.rebuild(run_plan(plan, stored.description, flat, stored.read, {}))
-
-
-def _batches(leaves: Sequence[Leaf]) -> list[list[Leaf]]:
-    """Divides leaves into parts that fit into memory."""
-    batches: list[list[Leaf]] = [[]]
-    size = 0
-    for leaf in leaves:
-        shape = stored_shape(leaf)
-        size += math.prod(shape.shape) * np.dtype(shape.dtype).itemsize
-        if size > _BATCH_BYTES and batches[-1]:
-            batches.append([])
-            size = 0
-        batches[-1].append(leaf)
-    return batches
+        return flat.rebuild(run_plan(plan, stored.description, flat, stored.read))
 
 
 def _announce(head: str, plan: Plan, migrate: Migrate) -> None:

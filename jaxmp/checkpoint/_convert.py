@@ -1,4 +1,4 @@
-"""Executes a plan: reads leaves, compares their checksums, and makes the leaves of a state."""
+"""Executes a plan: reads leaves, and makes the leaves of a state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxmp._core._dtypes import FLOAT16, FLOAT32
 from jaxmp._core._trees import Path
-from jaxmp.checkpoint._checksum import checksums
 from jaxmp.checkpoint._description import PYTHON_NUMBERS, Description, FlatState, Leaf
 from jaxmp.checkpoint._plan import Action, Plan
 from jaxmp.errors import CheckpointError
@@ -76,18 +75,12 @@ def is_written(leaf: Leaf) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def read_leaves(
-    leaves: list[tuple[Leaf, Any]], read: Reader, expected: dict[str, str]
-) -> dict[str, Any]:
+def _read_leaves(leaves: list[tuple[Leaf, Any]], read: Reader) -> dict[str, Any]:
     """Reads leaves in their stored form.
 
     Args:
       leaves: leaves of the checkpoint, each with the sharding to read it with (None: NumPy array).
       read: function that reads leaves.
-      expected: path -> checksum; empty: do not compare.
-
-    Raises:
-      CheckpointError: naming the first leaf whose value is not the one that was written.
     """
     targets: dict[Path, jax.ShapeDtypeStruct] = {}
     result: dict[str, Any] = {}
@@ -99,14 +92,6 @@ def read_leaves(
             targets[split(leaf.path)] = shape.update(sharding=sharding)
     if targets:
         result |= {"/".join(path): value for path, value in read(targets).items()}
-    if expected:
-        present = checksums(list(result.values()))
-        for path, checksum in zip(result, present, strict=True):
-            if expected[path] != checksum:
-                raise CheckpointError(
-                    f"The checkpoint is damaged: leaf {path!r} has the checksum {checksum}, and "
-                    f"was written with {expected[path]}."
-                )
     return result
 
 
@@ -120,9 +105,7 @@ def split(path: str) -> Path:
 # ---------------------------------------------------------------------------
 
 
-def run_plan(
-    plan: Plan, stored: Description, flat: FlatState, read: Reader, expected: dict[str, str]
-) -> list[Any]:
+def run_plan(plan: Plan, stored: Description, flat: FlatState, read: Reader) -> list[Any]:
     """Makes the leaves of a state from those of a checkpoint.
 
     Args:
@@ -130,7 +113,6 @@ def run_plan(
       stored: description of the checkpoint.
       flat: the given state; its values determine the placement.
       read: function that reads leaves of the checkpoint.
-      expected: checksums of the checkpoint; empty: do not compare.
     """
     source = stored.by_path
     placements: dict[str, Any] = {}
@@ -139,7 +121,7 @@ def run_plan(
             is_array = not source[path].is_key and source[path].dtype not in PYTHON_NUMBERS
             sharding = placement(value) if is_array else None
             placements[path] = placements.get(path) or sharding
-    values = read_leaves([(source[p], s) for p, s in placements.items()], read, expected)
+    values = _read_leaves([(source[p], s) for p, s in placements.items()], read)
     rows = zip(plan.actions, flat.description.leaves, flat.values, strict=True)
     return [_finish(leaf, _make(action, leaf, values, v), v) for action, leaf, v in rows]
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmp._core._trees import Path
-from jaxmp.checkpoint._checksum import finish_checksums
+from jaxmp.checkpoint._finite import not_finite
 from jaxmp.checkpoint._manifest import Manifest, write_manifest
 from jaxmp.errors import CheckpointError
 
@@ -85,39 +85,32 @@ class SaveState(ocp.args.CheckpointArgs):
 
     Attributes:
       leaves: path -> array.
-      manifest: the manifest, without checksums before `finish`.
-      sums: path of each leaf of the manifest -> its sums, which devices may still compute.
-      tested: paths of the leaves that must be finite.
+      manifest: the manifest.
+      tests: path of each leaf that must be finite -> booleans, which devices may still compute.
       allow_nonfinite: write the manifest even if they are not.
     """
 
     leaves: dict[Path, Any]
     manifest: Manifest
-    sums: dict[str, list[Any]]
-    tested: set[str]
+    tests: dict[str, list[Any]]
     allow_nonfinite: bool
 
     def finish(self) -> Manifest:
-        """Returns the manifest with checksums; waits for the devices that compute them.
+        """Returns the manifest with the leaves that are not finite; waits for their tests.
 
         Raises:
           CheckpointError: naming the first leaf that is not finite.
         """
-        if not self.manifest.checksums:
-            rows = dict(zip(self.sums, finish_checksums(list(self.sums.values())), strict=True))
-            bad = [path for path, (_, ok) in rows.items() if not ok and path in self.tested]
-            if bad and not self.allow_nonfinite:
-                more = f" and {len(bad) - 1} other leaves" if len(bad) > 1 else ""
-                raise CheckpointError(
-                    f"Step {self.manifest.step} stays incomplete, because of NaN or infinity in "
-                    f"{bad[0]!r}{more}. Resume from an earlier step; or save it for a diagnosis: "
-                    "save(..., allow_nonfinite=True)."
-                )
-            self.manifest = dataclasses.replace(
-                self.manifest,
-                checksums={path: checksum for path, (checksum, _) in rows.items()},
-                nonfinite=tuple(bad),
+        bad, self.tests = not_finite(self.tests), {}
+        if bad and not self.allow_nonfinite:
+            more = f" and {len(bad) - 1} other leaves" if len(bad) > 1 else ""
+            raise CheckpointError(
+                f"Step {self.manifest.step} stays incomplete, because of NaN or infinity in "
+                f"{bad[0]!r}{more}. Resume from an earlier step; or save it for a diagnosis: "
+                "save(..., allow_nonfinite=True)."
             )
+        if bad:
+            self.manifest = dataclasses.replace(self.manifest, nonfinite=bad)
         return self.manifest
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import tempfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from etils import epath
 
 from jaxmp import __version__
 from jaxmp._recipe import Recipe, load_recipe
-from jaxmp.checkpoint._checksum import file_checksums
 from jaxmp.checkpoint._description import Description
 from jaxmp.errors import CheckpointError, JaxmpError
 
 FILE_NAME = "jaxmp_manifest.json"
 # Changes with the fields below, and with those of `Description`.
 FORMAT = 2
+_FILE_THREADS = 8
+_READ_BYTES = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +31,6 @@ class Manifest:
     step: int
     recipe_toml: str
     description: Description
-    # Path of a leaf -> its checksum.
-    checksums: dict[str, str]
     # Name of a data file -> its size in bytes and its CRC-32.
     files: dict[str, tuple[int, str]]
     metrics: dict[str, float]
@@ -81,7 +81,7 @@ def parse_recipe(text: str) -> Recipe:
 def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
     """Writes a manifest into the directory of a checkpoint, with the checksums of its files."""
     names = data_files(directory)
-    manifest = dataclasses.replace(manifest, files=file_checksums(directory, names))
+    manifest = dataclasses.replace(manifest, files=_file_checksums(directory, names))
     (directory / FILE_NAME).write_text(manifest.to_text())
 
 
@@ -129,6 +129,7 @@ def read_manifest(directory: epath.Path) -> Manifest:
         data["description"] = Description.from_json(data["description"])
         data["files"] = {name: tuple(row) for name, row in data["files"].items()}
         data["nonfinite"] = tuple(data["nonfinite"])
+        data.pop("checksums", None)  # of leaves, in the first checkpoints of this format
         return Manifest(**data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -137,13 +138,37 @@ def read_manifest(directory: epath.Path) -> Manifest:
         ) from error
 
 
+def _file_checksums(directory: epath.Path, names: list[str]) -> dict[str, tuple[int, str]]:
+    """Returns the size in bytes and the CRC-32 of each file; files that are missing are left out.
+
+    Args:
+      directory: the directory that `names` are relative to.
+      names: paths with forward slashes.
+    """
+    with ThreadPoolExecutor(_FILE_THREADS) as threads:
+        rows = threads.map(lambda name: _file_checksum(directory / name), names)
+        return {name: row for name, row in zip(names, rows, strict=True) if row is not None}
+
+
+def _file_checksum(path: epath.Path) -> tuple[int, str] | None:
+    size = value = 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                size += len(block)
+                value = zlib.crc32(block, value)
+    except FileNotFoundError:
+        return None
+    return size, f"{value:08x}"
+
+
 def check_files(directory: epath.Path, manifest: Manifest) -> None:
     """Compares the data files in the directory of a checkpoint with their checksums.
 
     Raises:
       CheckpointError: naming the first file that is missing, truncated or damaged.
     """
-    present = file_checksums(directory, list(manifest.files))
+    present = _file_checksums(directory, list(manifest.files))
     for name, (size, checksum) in manifest.files.items():
         path = directory / name
         if name not in present:

@@ -118,6 +118,12 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -
     Raises:
       CheckpointError: for a damaged file; and naming the first parameter that is missing, or has
         another shape or dtype than in `like`. Nothing is cast.
+
+    Example:
+      >>> save_safetensors("model.safetensors", {"dense": {"kernel": jnp.ones((2, 3))}})
+      >>> like = {"dense": {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}}
+      >>> load_safetensors("model.safetensors", like)["dense"]["kernel"].shape
+      (2, 3)
     """
     arrays = _read(Path(path))
     if like is None:

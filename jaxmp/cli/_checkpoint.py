@@ -46,7 +46,7 @@ def show(
 
 @checkpoint.command()
 def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = None) -> None:
-    """Read a checkpoint in full and compare all checksums; exits with 2 if it is damaged."""
+    """Read all files of a checkpoint and compare their checksums; exits with 2 if it is damaged."""
     checkpointer, step = open_run(path, step)
     info = checkpointer.verify(step)
     if not write_json(json, _rows(info, intact=True)):

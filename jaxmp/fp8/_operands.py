@@ -402,7 +402,7 @@ def multiply_values(
     # A factor rounded to bfloat16 would change all elements by the same 0.2 %. On a GPU, XLA folds
     # a scalar factor in the dtype of the dot into the cuBLAS call, without the rounding. In FP32,
     # it would write the product in FP32, and convert it in a pass of its own.
-    factor = lax.convert_element_type(factor, product.dtype)
+    factor = _compat.mark_target(lax.convert_element_type(factor, product.dtype))
     product = lax.mul(product, lax.broadcast(factor, product.shape))
     return lax.convert_element_type(product, out_dtype)
 

@@ -187,6 +187,10 @@ def to_float32(state: PyTree) -> PyTree:
     Raises:
       CompositionError: inside `shard_map(..., check_vma=False)`, where JAX would reduce `fm32` over
         devices, which it cannot lower.
+
+    Example:
+      >>> to_float32({"scale": jnp.ones(2), "step": 3})["scale"].dtype
+      dtype('float32')
     """
 
     def convert(leaf: PyTree) -> Any:

@@ -35,6 +35,7 @@ from jaxmp._core._compat._objects import is_on_host as is_on_host
 from jaxmp._core._compat._objects import plain_array as plain_array
 from jaxmp._core._compat._private import load_pallas as load_pallas
 from jaxmp._core._compat._splash import load_splash_attention as load_splash_attention
+from jaxmp._core._compat._traced_for import mark_target as mark_target
 from jaxmp._core._compat._watch_jit import JitCall as JitCall
 from jaxmp._core._compat._watch_jit import watch_jit as watch_jit
 from jaxmp._core._compat._watch_jit import watch_nnx as watch_nnx

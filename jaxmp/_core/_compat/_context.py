@@ -22,6 +22,8 @@ class Context(NamedTuple):
     target: str | None = None
     # Compute capability of the target GPU, such as (9, 0). None: that of the local GPU.
     capability: tuple[int, int] | None = None
+    # Name of the target chip, such as "h200"; "" if only its type is known.
+    chip: str = ""
 
 
 _context = jax.make_user_context(default_value=Context())
@@ -41,7 +43,11 @@ def context(**changes: object) -> Iterator[None]:
 
 def target() -> str:
     """Returns the type of the compile target: "cpu", "gpu" or "tpu"."""
-    backend = current_context().target or jax.default_backend()
+    return platform_of(current_context().target or jax.default_backend())
+
+
+def platform_of(backend: str) -> str:
+    """Returns the type of the devices of a backend: "cpu", "gpu" or "tpu"."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(backend, backend)
 
 
