@@ -154,7 +154,7 @@ class Observer(Interpreter):
             return
         if var not in inside.measured:
             inside.measured[var] = measure(x)
-        self.side[Key(kind, *name, x.shape, (*at, name[1]))] = inside.measured[var]
+        self.side[Key(kind, name[0], name[1], x.shape, (*at, name[1]))] = inside.measured[var]
 
     def _quantized(self, x: Array, results: list[Array], key: Key) -> None:
         """Measures an operand with the scales of its FP8 copies, and these scales."""
