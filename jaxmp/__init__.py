@@ -49,6 +49,7 @@ if _typing.TYPE_CHECKING:
     from jaxmp._gradients import value_and_grad as value_and_grad
     from jaxmp._memory import estimate_memory as estimate_memory
     from jaxmp._nonfinite import locate_nonfinite as locate_nonfinite
+    from jaxmp._statistics import with_stats as with_stats
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
     from jaxmp._validate import TrainingRun as TrainingRun
@@ -97,6 +98,7 @@ __all__ = [
     "typing",
     "validate",
     "value_and_grad",
+    "with_stats",
 ]
 
 # Name -> its module, the package that it loads, the feature for error messages, and the extra
@@ -122,6 +124,7 @@ _LAZY = {
     "Budget": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
     "TrainingRun": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
     "validate": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
+    "with_stats": ("jaxmp._statistics", "jax", "jaxmp.with_stats", ""),
 }
 
 

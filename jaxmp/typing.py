@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from jaxmp._explain import Explanation as Explanation
     from jaxmp._memory import MemoryEstimate as MemoryEstimate
     from jaxmp._nonfinite import NonfiniteReport as NonfiniteReport
+    from jaxmp._statistics import StatsReport as StatsReport
+    from jaxmp._statistics import TrainingStats as TrainingStats
     from jaxmp._validate import ValidationReport as ValidationReport
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "PolicyLike",
     "RecipeLike",
     "ScalingLike",
+    "StatsReport",
+    "TrainingStats",
     "ValidationReport",
 ]
 
@@ -39,6 +43,8 @@ _LAZY = {
     "Explanation": "jaxmp._explain",
     "MemoryEstimate": "jaxmp._memory",
     "NonfiniteReport": "jaxmp._nonfinite",
+    "StatsReport": "jaxmp._statistics",
+    "TrainingStats": "jaxmp._statistics",
     "ValidationReport": "jaxmp._validate",
 }
 

@@ -47,7 +47,7 @@ def run_examples(test):
 
 
 # Examples that train, or measure statistics of training.
-TRAIN = {"jaxmp._validate._run", "jaxmp._validate._validate", "jaxmp.fp8._stats"}
+TRAIN = {"jaxmp._validate._run", "jaxmp._validate._validate", "jaxmp._statistics._with_stats"}
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,7 @@ def test_shard_map_of_a_step(inside):
 def test_statistics_of_layers_in_a_loop():
     scaling = SCALINGS["max"]
     step = jaxmp.value_and_grad(loss_of(scaling))
-    expected = jax.jit(step)(variables_of(scaling), batch(2.0))
-    result, stats = jax.jit(fp8.with_stats(step))(variables_of(scaling), batch(2.0))
-    jax.tree.map(np.testing.assert_array_equal, result, expected)
+    stats = jaxmp.with_stats(step)(variables_of(scaling), batch(2.0)).tensors["operands"]
     assert sorted(stats) == [":input", ":kernel", ":output_grad"]
     assert stats[":input"].amax.shape == (LAYERS,) and stats[":input"].amax[0] == 2
 

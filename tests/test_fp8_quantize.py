@@ -28,11 +28,6 @@ def quantize(x, scale, dtype):
     return jax.jit(lambda x: fp8._quantize.quantize(x, scale, dtype))(x)
 
 
-def stats_of(x, scale, dtype):
-    scaled = x.astype(jnp.float32) * jnp.float32(scale)
-    return fp8._quantize.stats_of(x, scaled, jnp.dtype(getattr(ml_dtypes, f"float8_{dtype}")))
-
-
 def limit(dtype):
     return float(ml_dtypes.finfo(dtype).max)
 
@@ -148,61 +143,6 @@ def test_scales_follow_the_rule(dtype, margin, power_of_two, jitted):
     want = [reference_scale(x, dtype, margin, power_of_two) for x in amax]
     np.testing.assert_array_equal(scale, np.array(want, np.float32))
     assert np.isfinite(scale).all() and (scale > 0).all() and scale.dtype == np.float32
-
-
-# ---------------------------------------------------------------------------
-# Statistics
-# ---------------------------------------------------------------------------
-
-
-def test_statistics_count_what_is_lost():
-    x = jnp.array([1.0, 449.0, -1e5, 2.0**-11, 1e-30, 0.0, jnp.inf, jnp.nan], jnp.float32)
-    stats = jax.jit(lambda x: stats_of(x, 1.0, "e4m3fn"))(x)
-    # Of the six finite numbers two are beyond 448, and two of them, the smallest number of the
-    # format being 2**-9, round to zero.
-    assert float(stats.saturated) == np.float32(2 / 6)
-    assert float(stats.underflowed) == np.float32(2 / 6)
-    assert (float(stats.finite), float(stats.amax)) == (0.75, 1e5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["e4m3fn", "e5m2"])
-def test_statistics_are_those_of_the_cast(name, dtype):
-    """Covers 20 powers of two beyond both ends of the format, as `ml_dtypes` counts."""
-    rng = np.random.default_rng(0)
-    fp8_type = getattr(ml_dtypes, f"float8_{name}")
-    info = ml_dtypes.finfo(fp8_type)
-    low, high = np.log2(float(info.smallest_subnormal)) - 20, np.log2(float(info.max)) + 20
-    x = jnp.asarray(rng.normal(size=4000) * 2.0 ** rng.uniform(low, high, 4000), dtype)
-    x = x.at[:40].set(0).at[40:50].set(jnp.inf)
-    scale = 2.0**5
-    stats = jax.jit(lambda x: stats_of(x, scale, name))(x)
-    scaled = np.abs(np.asarray(x, np.float64)[np.isfinite(np.asarray(x, np.float64))]) * scale
-    q = np.minimum(scaled, float(info.max)).astype(fp8_type).astype(np.float64)
-    want = {
-        "saturated": np.mean(scaled > float(info.max)),
-        "underflowed": np.mean((q == 0) & (scaled != 0)),
-        "subnormal": np.mean((q > 0) & (q < float(info.smallest_normal))),
-        "finite": 1 - 10 / 4000,
-        "amax": scaled.max() / scale,
-    }
-    assert min(want["saturated"], want["underflowed"], want["subnormal"]) > 0.02
-    # Counts are exact; a fraction is rounded to FP32.
-    for key, value in want.items():
-        np.testing.assert_allclose(getattr(stats, key), value, rtol=2.0**-23)
-
-
-@pytest.mark.parametrize("amax", np.linspace(0.1, 10, 23))
-def test_a_scale_of_its_own_maximum_saturates_nothing(amax):
-    """Rounded to FP32, `448 / amax * amax` may be the next value above 448."""
-    x = jnp.asarray([amax, -amax / 3], jnp.float32)
-    stats = stats_of(x, fp8._quantize.compute_scale(x[0], "e4m3fn"), "e4m3fn")
-    assert float(stats.saturated) == 0
-
-
-def test_statistics_of_nothing():
-    stats = stats_of(jnp.full(3, jnp.nan), 1.0, "e5m2")
-    assert (float(stats.saturated), float(stats.underflowed)) == (0.0, 0.0)
 
 
 def test_a_scan_reads_no_array_of_constants():

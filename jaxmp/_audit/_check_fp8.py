@@ -11,11 +11,10 @@ from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._program import OpOccurrence
 from jaxmp._audit._rows import Finding
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._jaxprs import FORWARD
+from jaxmp._core._jaxprs import FORWARD, QUANTIZE
 from jaxmp._core._matmuls import Matmul
 from jaxmp._core._programs._operations import dot_of, name_of
 from jaxmp.fp8._eligible import explain_exclusion
-from jaxmp.fp8._operands import QUANTIZE
 from jaxmp.fp8._scaling import CurrentScaling
 
 NOT_FP8 = Check(

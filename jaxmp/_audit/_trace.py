@@ -41,6 +41,9 @@ class Traced:
     results: list[tuple[_KeyPath, Any]]
     # Names of the function's positional parameters; empty if they are not known.
     names: list[str]
+    # Numbers of the leaves among the arguments that the function writes; their new values are
+    # further results of the program, after `results`.
+    written: list[int]
 
     @property
     def jaxpr(self) -> Any:
@@ -139,8 +142,9 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
       AuditError: if `fn`, or a function that it calls, was jitted with `compiler_options`.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
-    positions = [number for number, leaf in enumerate(leaves) if _is_array(leaf)]
+    positions = [number for number, leaf in enumerate(leaves) if is_array(leaf)]
     results: list[tuple[_KeyPath, Any]] = []
+    numbers: list[int] = []
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
         filled = list(leaves)
@@ -148,13 +152,14 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             filled[position] = array
         args, kwargs = structure.unflatten(filled)
         out = jtu.tree_flatten_with_path(fn(*args, **kwargs))[0]
-        results[:] = [(path, jax.typeof(leaf)) for path, leaf in out if _is_array(leaf)]
+        results[:] = [(path, jax.typeof(leaf)) for path, leaf in out if is_array(leaf)]
         # A function may write into its arguments, such as an NNX model, and return nothing. A
         # compiler would remove the computation of such values, so they are returned, too.
         after = jax.tree.leaves((args, kwargs))
         before = {id(leaf) for leaf in filled}
-        written = [leaf for leaf in after if _is_array(leaf) and id(leaf) not in before]
-        return [leaf for _, leaf in out if _is_array(leaf)] + written
+        written = {n: x for n, x in enumerate(after) if is_array(x) and id(x) not in before}
+        numbers[:] = written
+        return [leaf for _, leaf in out if is_array(leaf)] + list(written.values())
 
     arrays = [leaves[n] for n in positions]
     try:
@@ -168,7 +173,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             f"the audit compiles with its own options:\n    jaxmp.audit(jax.jit({_name(fn)}), ...)"
         ) from error
     variables = dict(zip(positions, jaxpr_body(closed)[0].invars, strict=True))
-    return Traced(closed, arrays, (args, kwargs), variables, results, _parameters(fn))
+    return Traced(closed, arrays, (args, kwargs), variables, results, _parameters(fn), numbers)
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -191,7 +196,8 @@ def _key(key: object) -> Any:
     )
 
 
-def _is_array(leaf: object) -> bool:
+def is_array(leaf: object) -> bool:
+    """Returns True for an array or its shape."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 

@@ -14,14 +14,15 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from jaxmp._audit import _check_function, _traced
-from jaxmp._audit._compile import asked_by, check_target, compile_for
+from jaxmp._audit._compile import asked_by, compile_for
 from jaxmp._audit._trace import Traced
 from jaxmp._core import _compat
 from jaxmp._core._typing import PyTree
 from jaxmp._memory._liveness import Liveness, Value
 from jaxmp._memory._report import KINDS, STATE, CompiledMemory
 from jaxmp._memory._report import MemoryEstimate as MemoryEstimate
-from jaxmp._targets import get_target
+from jaxmp._targets import default_target, get_target
+from jaxmp.errors import TargetError
 
 # In key paths: states of FP8 layers, and the masters of `jaxmp.optim.master_params`.
 _FP8_STATE = re.compile(r"_overwrite_with_gradient|(_amax|amax_history|_scale|_age)\b.?.?$")
@@ -70,11 +71,11 @@ def estimate_memory(
     """
     _check_function(fn)
     chip = None if target is None else get_target(target)
-    if exact:
-        check_target("" if target is None else target)
-    context = {} if chip is None else {"target": chip.platform, "capability": chip.capability}
+    if exact and (chip is None or chip.uncompiled):
+        reason = chip.uncompiled if chip else "exact=True requires a target"
+        raise TargetError(f"no program can be compiled for target={target!r}: {reason}.")
     with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
-        with _compat.context(**context):
+        with contextlib.nullcontext() if target is None else default_target(target):
             traced = _traced(fn, args, kwargs)
         compiled = None
         if exact and target is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxmp.optim._skip import SkipNonfiniteState
 _SMALLEST_SCALE = 2.0**-14
 PARAMETER, MOMENT, FP8, INPUT = "parameter", "moment", "FP8 state", "input"
 # Paths of masters, which the state of an optimizer contains.
-_MASTERS = re.compile(r"masters\b")
+MASTERS = re.compile(r"masters\b")
 _FP8 = re.compile(r"_overwrite_with_gradient|amax|fp8", re.IGNORECASE)
 
 
@@ -62,25 +63,35 @@ def names_of(traced: Traced) -> list[str]:
     return texts
 
 
+def roles_of(traced: Traced) -> list[str]:
+    """Returns the role of each array among the arguments."""
+    written = [leaf in traced.written for leaf in traced.variables]
+    weights = map(operator.or_, traced.may_be_weights(), written)
+    return list(map(_role, names_of(traced), traced.optimizer_arrays(), weights))
+
+
+def _role(name: str, is_moment: bool, is_weight: bool) -> str:
+    if _FP8.search(name):
+        return FP8
+    if is_moment and not MASTERS.search(name):
+        return MOMENT
+    return PARAMETER if is_weight else INPUT
+
+
 def bad_arguments(traced: Traced) -> dict[int, ArgumentRow]:
     """Returns number -> row of each argument with elements that are not finite."""
     rows = {}
-    moments, weights, names = traced.optimizer_arrays(), traced.may_be_weights(), names_of(traced)
+    names, roles = names_of(traced), roles_of(traced)
     for number, array in enumerate(traced.arrays):
         if not is_inexact(array) or bool(jnp.isfinite(array).all()):
             continue
         values = np.asarray(jax.device_get(array))
         bad = np.argwhere(~np.isfinite(values.astype(np.complex128)))
-        name = names[number]
-        if _FP8.search(name):
-            role = FP8
-        elif moments[number] and not _MASTERS.search(name):
-            role = MOMENT
-        else:
-            role = PARAMETER if weights[number] else INPUT
         index = tuple(map(int, bad[0]))
         value = float(np.real(values[index]))
-        rows[number] = ArgumentRow(name=name, role=role, index=index, value=value, count=len(bad))
+        rows[number] = ArgumentRow(
+            name=names[number], role=roles[number], index=index, value=value, count=len(bad)
+        )
     return rows
 
 
@@ -118,6 +129,21 @@ class ScaleArgument:
 
 def scale_of(traced: Traced) -> ScaleArgument | None:
     """Returns the first loss scale of jaxmp or Flax among the arguments; None if there is none."""
+    node, number = scale_and_number(traced)
+    if number is None:
+        return None
+    value = float(np.max(jax.device_get(traced.arrays[number])))
+    factor = getattr(node, "backoff_factor", None)
+    skipped = None
+    if factor is not None and last_step_was_skipped(traced.arguments):
+        skipped = value / factor
+    minimum = getattr(node, "floor", getattr(node, "minimum_scale", None))
+    minimum = max(minimum or 0.0, _SMALLEST_SCALE)
+    return ScaleArgument(number, value, factor is not None, minimum, skipped)
+
+
+def scale_and_number(traced: Traced) -> tuple[Any, int | None]:
+    """Returns the first loss scale among the arguments, and the number of its array, or None."""
     numbers = {leaf: n for n, leaf in enumerate(traced.variables)}
     first = 0
     for node in jax.tree.leaves(traced.arguments, is_leaf=_is_scale):
@@ -125,17 +151,9 @@ def scale_of(traced: Traced) -> ScaleArgument | None:
         if _is_scale(node):
             leaf = first + next(n for n, path in enumerate(paths) if path.startswith(".scale"))
             if leaf in numbers:
-                number = numbers[leaf]
-                value = float(np.max(jax.device_get(traced.arrays[number])))
-                factor = getattr(node, "backoff_factor", None)
-                skipped = None
-                if factor is not None and last_step_was_skipped(traced.arguments):
-                    skipped = value / factor
-                minimum = getattr(node, "floor", getattr(node, "minimum_scale", None))
-                minimum = max(minimum or 0.0, _SMALLEST_SCALE)
-                return ScaleArgument(number, value, factor is not None, minimum, skipped)
+                return node, numbers[leaf]
         first += len(paths)
-    return None
+    return None, None
 
 
 def _is_scale(node: object) -> bool:

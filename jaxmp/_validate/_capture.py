@@ -14,7 +14,7 @@ Modules in other operations that contain functions, such as `lax.custom_linear_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +23,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import FORWARD, Atom, Path, equations, is_literal
-from jaxmp._core._locations import FULL_PRECISION
-from jaxmp._core._programs._constructs import scan_of
+from jaxmp._core._jaxprs import FORWARD, Path
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._core._programs._outputs import ModuleOutputs, used_inside
 from jaxmp._core._typing import Array, PyTree
 
 # Elements of an output that are returned: a regular subset, which suffices for its error.
@@ -91,13 +89,13 @@ class _Capture(Interpreter):
     def run(
         self, jaxpr: Jaxpr | ClosedJaxpr, args: Any, place: Place | None = None, state: Any = None
     ) -> list[Any]:
-        return super().run(jaxpr, args, place, _Analysis(jaxpr, place or Place(), state))
+        return super().run(jaxpr, args, place, ModuleOutputs(jaxpr, place or Place(), state))
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         analysis = frame.state
         if frame.place.of(equation).phase == FORWARD:
             used = [var in analysis.consumers for var in equation.outvars]
-            results = self.enter(equation, operands, frame, _used_inside(equation, used))
+            results = self.enter(equation, operands, frame, used_inside(equation, used))
         else:
             results = self.bound(equation, operands)
         for var, result in zip(equation.outvars, results, strict=True):
@@ -108,76 +106,6 @@ class _Capture(Interpreter):
 
     def joined(self, value: Output) -> Output:
         return Output(_sampled(value.values), jnp.any(value.is_computed))
-
-
-class _Analysis:
-    """Consumers in the forward pass, and outputs of modules, of one jaxpr."""
-
-    def __init__(
-        self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, used: Sequence[bool] | None
-    ) -> None:
-        body, _ = jaxpr_body(jaxpr)
-        used = [True] * len(body.outvars) if used is None else used
-        places = [place.of(equation) for equation in equations(body, inside=False)]
-        self.consumers = _consumers(body, places, used)
-        self.last = _last_outputs(body, places, place.scopes, self.consumers)
-
-
-def _used_inside(equation: JaxprEqn, used: list[bool]) -> list[bool]:
-    """Returns which results of the jaxpr of an equation are used, for those of the equation."""
-    name = equation.primitive.name
-    carried = scan_of(equation).carry if name == "scan" else len(used) if name == "while" else 0
-    return [True] * carried + used[carried:]
-
-
-def _consumers(
-    body: Any, places: list[Place], used: Sequence[bool]
-) -> dict[Atom, list[Path | None]]:
-    """Returns variable -> scopes of its forward consumers; None if the jaxpr returns it."""
-    consumers: dict[Atom, list[Path | None]] = {}
-    for equation, (path, phase) in zip(equations(body, inside=False), places, strict=True):
-        if phase == FORWARD:
-            for var in equation.invars:
-                if not is_literal(var):
-                    consumers.setdefault(var, []).append(path)
-    for var, is_used in zip(body.outvars, used, strict=True):
-        if is_used and not is_literal(var):
-            consumers.setdefault(var, []).append(None)
-    return consumers
-
-
-def _last_outputs(
-    body: Any,
-    places: list[Place],
-    outer: Path,
-    consumers: Mapping[Atom, list[Path | None]],
-) -> dict[Atom, list[Path]]:
-    """Returns variable -> paths of the modules of which it is the output."""
-    last: dict[Path, Atom] = {}
-    for equation, (path, phase) in zip(equations(body, inside=False), places, strict=True):
-        if phase != FORWARD:
-            continue
-        for var in equation.outvars:
-            if var not in consumers or not _is_activation(var):
-                continue
-            for length in range(len(outer) + 1, len(path) + 1):
-                module = path[:length]
-                if any(_is_outside(each, module) for each in consumers[var]):
-                    last[module] = var
-    variables: dict[Atom, list[Path]] = {}
-    for module, var in sorted(last.items(), key=lambda item: -len(item[0])):
-        if FULL_PRECISION not in module:
-            variables.setdefault(var, []).append(module)
-    return variables
-
-
-def _is_outside(path: Path | None, module: Path) -> bool:
-    return path is None or path[: len(module)] != module
-
-
-def _is_activation(var: Atom) -> bool:
-    dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and var.aval.ndim > 0
 
 
 def _sampled(x: Array) -> Array:

@@ -9,7 +9,6 @@ from jaxmp.fp8._scaling import MXScaling as MXScaling
 from jaxmp.fp8._scaling import RowwiseScaling as RowwiseScaling
 from jaxmp.fp8._state import init_state as init_state
 from jaxmp.fp8._state import to_float32 as to_float32
-from jaxmp.fp8._stats import with_stats as with_stats
 
 __all__ = [
     "CurrentScaling",
@@ -21,5 +20,4 @@ __all__ = [
     "einsum",
     "init_state",
     "to_float32",
-    "with_stats",
 ]

@@ -22,7 +22,6 @@ from jaxmp._core import _compat
 from jaxmp._core._jaxprs import FIRST_STEP, equations, sub_jaxprs
 from jaxmp._core._programs._constructs import CALLS, REMATS, call_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter
-from jaxmp._core._programs._operations import name_of
 from jaxmp._core._typing import PyTree
 from jaxmp.fp8._scaling import DelayedScaling
 from jaxmp.fp8._state import AGE, OPERANDS, State
@@ -77,11 +76,6 @@ def with_branches_outside(evaluate: Callable[[], PyTree], states: Sequence[State
 def _may_branch_in_loop(state: State) -> bool:
     """Returns True for stacked layers that measure partial maxima."""
     return state[AGE].ndim > 0 and state[f"{OPERANDS[0]}_amax_history"].shape[-2] > 1
-
-
-def is_first_step(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
-    """Returns True for the version of a loop that only a step with an unknown amax runs."""
-    return any(name_of(each) == FIRST_STEP for each in equations(jaxpr, inside=False))
 
 
 def _predicates(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:
@@ -161,7 +155,7 @@ class _Version(Interpreter):
             return self.bound(equation, operands)
         if equation.primitive.name != "jit":
             return self.enter(equation, operands, frame)
-        # Jitted again, because `with_stats` and the audit read the names of functions.
+        # Jitted again, because `jaxmp.with_stats` and the audit read the names of functions.
         call, place = call_of(equation), frame.place.of(equation)
 
         def function(*args: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._jaxprs import QUANTIZE
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._first_step import if_known
@@ -111,9 +112,6 @@ def partial_maxima(x: jax.Array, leading: int, count: int) -> jax.Array:
 
 
 AMAX = jax.jit(amax)
-
-# Prefix of the names of jitted functions that quantize; the operand's role follows.
-QUANTIZE = "jaxmp_fp8_quantize_"
 
 
 def jitted_by_role(fn: Callable[..., Any], *static: str) -> dict[str, Callable[..., Any]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,55 +112,3 @@ def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax
     # compute the constants of a selection outside of a scan, which would read them as an array.
     # `scaled` may overflow with a stale scale, and should saturate.
     return lax.convert_element_type(clipped + x * np.zeros((), wide), dtype)
-
-
-class QuantizationStats(NamedTuple):
-    """Losses of a cast of a tensor to FP8; all fields are float32 scalars."""
-
-    # Fraction of the finite elements that exceed the largest value of the format and saturate.
-    saturated: jax.Array
-    # Fraction of the finite elements that are not zero and become zero.
-    underflowed: jax.Array
-    # Fraction of the finite elements that become subnormal numbers, which have less precision.
-    subnormal: jax.Array
-    # Fraction of all elements that are finite.
-    finite: jax.Array
-    # Largest magnitude of the finite elements, before scaling.
-    amax: jax.Array
-
-
-def stats_of(x: jax.Array, scaled: jax.Array, dtype: DTypeLike) -> QuantizationStats:
-    """Measures how many elements saturate, underflow or lose precision in FP8.
-
-    Fractions are 0 if `x` has no finite elements. Elements that exceed the range only because the
-    scale was rounded to FP32 do not count as saturated.
-
-    Args:
-      x: array of any shape and float dtype.
-      scaled: the elements of `x` times their scales, in any shape. Elements that are not finite
-        here are left out of the fractions of finite elements.
-      dtype: the FP8 format.
-    """
-    scaled = jnp.abs(lax.convert_element_type(scaled, FLOAT32))
-    # Non-finite elements count in `finite` only.
-    known = lax.is_finite(scaled)
-    size = np.float32(max(x.size, 1))
-    count = jnp.sum(known, dtype=FLOAT32)
-    fraction = lambda flags: jnp.sum(flags & known, dtype=FLOAT32) / jnp.maximum(count, 1.0)
-    info = jnp.finfo(dtype)
-    limit = np.float32(info.max)
-    q = lax.convert_element_type(
-        lax.optimization_barrier(lax.convert_element_type(jnp.minimum(scaled, limit), dtype)),
-        FLOAT32,
-    )
-    zero, normal = np.float32(0), np.float32(info.smallest_normal)
-    wide = jnp.abs(lax.convert_element_type(x, FLOAT32))
-    inside = lax.is_finite(wide)
-    return QuantizationStats(
-        # The scale is rounded to FP32, so the scaled amax may exceed the limit slightly.
-        saturated=fraction(scaled > limit * np.float32(1 + 2.0**-20)),
-        underflowed=fraction((q == zero) & (scaled != zero)),
-        subnormal=fraction((q > zero) & (q < normal)),
-        finite=jnp.sum(inside, dtype=FLOAT32) / size,
-        amax=jnp.max(lax.select(inside, wide, lax.full_like(wide, 0)), initial=0),
-    )

@@ -1,0 +1,173 @@
+"""Makes the program that measures a training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+
+from jaxmp._audit._trace import Traced, is_array, trace
+from jaxmp._core._locations import module_of, root_of
+from jaxmp._core._typing import Array
+from jaxmp._nonfinite._arguments import (
+    FP8,
+    MASTERS,
+    PARAMETER,
+    names_of,
+    roles_of,
+    scale_and_number,
+)
+from jaxmp._statistics._measure import TensorStats, measure
+from jaxmp._statistics._observe import GRADIENTS, SCALES, Key, Observer
+from jaxmp._statistics._report import StatsReport, make_report
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainingStats:
+    """Statistics of a training step: a pytree of arrays.
+
+    Attributes:
+      tensors: kind -> name -> statistics. Kinds are "parameters", "gradients", "updates",
+        "activations", "operands" and "fp8_scales".
+      loss_scale: the loss scale among the arguments, of which the gradients are multiples; 1
+        without one.
+    """
+
+    tensors: dict[str, dict[str, TensorStats]]
+    loss_scale: Array
+
+    def report(self) -> StatsReport:
+        """Returns the losses in each candidate format, and the loss scale to start with."""
+        return make_report(self.tensors, self.loss_scale)
+
+
+def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
+    """Returns a function that measures a training step instead of running it.
+
+    The function has the arguments of the step, and returns statistics of its parameters, gradients
+    and updates, of the outputs of its modules, of the operands of its matmuls, and of its FP8
+    scales. It compiles a second program, so that the program of the training and its results do
+    not change. Select the steps to measure yourself, and call it before the step if the step
+    donates its arguments, outside of `jax.jit`:
+
+        measure = jaxmp.with_stats(train_step)
+        for number, batch in enumerate(batches):
+            if number % 100 == 0:
+                stats = measure(state, batch)
+            state, loss = train_step(state, batch)
+
+    Tensors inside jitted functions, loops, branches, rematerialized functions, `shard_map` and
+    microbatches are included. In a loop and in a `shard_map`, they have a first axis with one
+    element per iteration or device; of a while loop, the last iteration is measured.
+
+    Args:
+      step: a function of pytrees of arrays that computes gradients. It may be jitted, and may be a
+        function of NNX modules, which are not changed.
+
+    Returns:
+      A function that returns `TrainingStats`, a pytree; its `report()` compares formats. Arguments
+      that are not arrays are static: it is traced again when they change.
+
+    Raises:
+      AuditError: if `step`, or a function that it calls, was jitted with `compiler_options`.
+
+    Example:
+      >>> def loss_fn(w, x):
+      ...     with jax.named_scope("dense"):
+      ...         return jnp.square(x @ w).mean()
+      >>> stats = with_stats(jax.grad(loss_fn))(jnp.ones((16, 32)), jnp.ones((8, 16)) * 2.0**-30)
+      >>> sorted(stats.tensors["operands"]), float(stats.tensors["gradients"]["w"].amax) == 2.0**-58
+      (['dense:lhs', 'dense:output_grad', 'dense:rhs'], True)
+    """
+    programs: dict[Any, Callable[..., TrainingStats]] = {}
+
+    def measured(*args: Any, **kwargs: Any) -> TrainingStats:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays = [leaf for leaf in leaves if is_array(leaf)]
+        types = [jax.typeof(leaf) if is_array(leaf) else leaf for leaf in leaves]
+        key = structure, tuple(types)
+        if key not in programs:
+            shapes, names = structure.unflatten(types)
+            # XLA must not leave out roundings.
+            options: dict[str, Any] = {"xla_allow_excess_precision": False}
+            program = _Program(trace(step, shapes, names))
+            programs[key] = jax.jit(program, compiler_options=options)
+        return programs[key](arrays)
+
+    return measured
+
+
+class _Program:
+    """Statistics of a traced step, as a function of the arrays among its arguments."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced, self.names, self.roles = traced, names_of(traced), roles_of(traced)
+        _, self.scale = scale_and_number(traced)
+
+    def __call__(self, arrays: list[Any]) -> TrainingStats:
+        observer = Observer()
+        results = observer.run(self.traced.closed, arrays)
+        rows: dict[str, dict[str, TensorStats]] = {}
+
+        def add(kind: str, name: str, stats: TensorStats) -> None:
+            group = rows.setdefault(kind, {})
+            count = sum(each.partition("#")[0] == name for each in group)
+            group[f"{name}#{count + 1}" if count else name] = stats
+
+        for kind, role in (("parameters", PARAMETER), (SCALES, FP8)):
+            for number, array in enumerate(arrays):
+                if self.roles[number] == role and jnp.issubdtype(array.dtype, jnp.floating):
+                    add(kind, self.names[number], measure(array))
+        paths = [key.path for key in observer.side]
+        root = root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
+        for key, stats in observer.side.items():
+            module = module_of(key.path, root)
+            if key.kind != GRADIENTS:
+                add(key.kind, f"{module}:{key.label}" if key.label else module, stats)
+            elif key.shape not in self._shapes(FP8) - self._shapes(PARAMETER):
+                add(GRADIENTS, self._parameter(key, module), stats)
+        for number, new in self._updated(results):
+            old = lax.convert_element_type(arrays[number], jnp.float32)
+            update = lax.sub(lax.convert_element_type(new, jnp.float32), old)
+            add("updates", self.names[number], measure(update))
+        scale = 1.0 if self.scale is None else arrays[self.scale]
+        return TrainingStats(rows, jnp.asarray(scale, jnp.float32))
+
+    def _shapes(self, role: str) -> set[tuple[int, ...]]:
+        pairs = zip(self.traced.arrays, self.roles, strict=True)
+        return {array.shape for array, each in pairs if each == role}
+
+    def _parameter(self, key: Key, module: str) -> str:
+        """Returns the parameter of a gradient; its module and shape if they fit several ones."""
+        rows = zip(self.names, self.traced.arrays, self.roles, strict=True)
+        fitting = [n for n, array, role in rows if role == PARAMETER and array.shape == key.shape]
+        fitting = [name for name in fitting if not MASTERS.search(name)]
+        parts = [part for part in module.split("/") if part]
+        named = [n for n in fitting if all(re.search(rf"\b{re.escape(p)}\b", n) for p in parts)]
+        unique = named if len(named) == 1 else fitting
+        return unique[0] if len(unique) == 1 else f"{module}[{','.join(map(str, key.shape))}]"
+
+    def _updated(self, results: list[Any]) -> list[tuple[int, Any]]:
+        """Returns (number of a parameter, its new value); none without an optimizer's state."""
+        traced = self.traced
+        if not any(traced.optimizer_leaves()):
+            return []
+        leaves = jtu.tree_flatten_with_path(traced.arguments)[0]
+        paths = [path for path, _ in traced.results]
+        new = {jtu.keystr(path[1:]): results[n] for n, path in reversed([*enumerate(paths)])}
+        new |= {jtu.keystr(path): results[n] for n, path in enumerate(paths)}
+        written = dict(zip(traced.written, results[len(paths) :], strict=True))
+        pairs = []
+        for number, leaf in enumerate(traced.variables):
+            value = written.get(leaf, new.get(jtu.keystr(leaves[leaf][0][2:])))
+            fits = value is not None and value.shape == traced.arrays[number].shape
+            if fits and self.roles[number] == PARAMETER:
+                pairs.append((number, value))
+        return pairs

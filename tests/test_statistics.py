@@ -1,0 +1,472 @@
+"""Statistics of the tensors of a training step, and the loss scale that they suggest."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxmp
+from byte_gpt import GPT
+from grids import EXPENSIVE
+from jaxmp import fp8
+from jaxmp._audit._trace import trace
+from jaxmp._core._jaxprs import is_jaxpr, sub_jaxprs
+from jaxmp._statistics._measure import FORMATS, measure
+from jaxmp._statistics._with_stats import _Program
+
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
+
+LINEAR = (((1,), (0,)), ((), ()))
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+W, X = normal(0, 32, 64), normal(1, 48, 32)
+
+
+# ---------------------------------------------------------------------------
+# One tensor, compared with NumPy
+# ---------------------------------------------------------------------------
+
+
+def spread(seed, size=4000):
+    """Returns FP32 numbers over the range of FP32, also of the edges of each format."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=size) * 2.0 ** rng.uniform(-140, 120, size)
+    edges = [0.0, np.inf, -np.inf, np.nan, 2.0**-149, 65504, 65519.996, 65520, -65520, 464, 465]
+    for name in FORMATS:
+        info = ml_dtypes.finfo(name)
+        half = float(info.smallest_subnormal) / 2
+        edges += [half, -half, half * 1.001, half * 3, float(info.max)]
+    return np.concatenate([x, edges]).astype(np.float32)
+
+
+def scale_of(x, name):
+    if not name.startswith("float8"):
+        return np.float32(1)
+    amax = np.abs(x[np.isfinite(x)]).max()
+    return np.float32(2.0 ** np.floor(np.log2(float(ml_dtypes.finfo(name).max) / amax)))
+
+
+@pytest.mark.parametrize("kind", ["spread", "one", "small"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_fractions_are_those_of_numpy(name, kind):
+    x = spread(0)
+    if kind == "one":
+        x = np.float32([[3.0, -1e-9], [0.0, 1.0]])
+    if kind == "small":
+        x = x[np.isfinite(x) & (np.abs(x) < 2.0**-20)]
+    stats = jax.jit(measure)(x)
+    with np.errstate(all="ignore"):
+        scaled = x * scale_of(x, name)
+        rounded = scaled.astype(name).astype(np.float32)
+        known = np.isfinite(x) & (x != 0)
+        count = np.float32(known.sum())
+        underflow = np.float32((known & (rounded == 0)).sum()) / count
+        overflow = np.float32((known & ~np.isfinite(rounded)).sum()) / count
+    assert float(stats.formats[name].underflow) == underflow
+    assert float(stats.formats[name].overflow) == overflow
+    assert float(stats.zero) == np.float32((x == 0).sum()) / np.float32(x.size)
+    assert float(stats.nonfinite) == np.float32((~np.isfinite(x)).sum()) / np.float32(x.size)
+    assert float(stats.amax) == np.abs(x[np.isfinite(x)]).max()
+
+
+def test_exponents_are_counted_as_numpy_reads_them():
+    x = spread(1)
+    bits = x.view(np.uint32) & 0x7FFFFFFF
+    column = (bits & 0x7FFFFF != 0).astype(int) + (bits & 0x7FFFFF >= 0x7FF000)
+    want = np.zeros((256, 3), np.uint32)
+    np.add.at(want, (bits >> 23, column), 1)
+    np.testing.assert_array_equal(jax.jit(measure)(x).exponents, want)
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 2.0**-100, 2.0**90])
+def test_noise_and_power_of_a_tensor_of_any_magnitude(magnitude):
+    x = np.asarray(normal(2, 64, 32)) * np.float32(magnitude)
+    stats = jax.jit(measure)(x)
+    wide = x.astype(np.float64)
+    assert float(stats.rms) == pytest.approx(np.sqrt(np.mean(wide**2)), rel=1e-5)
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        scale = scale_of(x, name)
+        error = (x * scale).astype(name).astype(np.float64) / scale - wide
+        want = 10 * np.log10(np.sum(wide**2) / np.sum(error**2))
+        assert float(stats.formats[name].snr) == pytest.approx(want, abs=1e-2)
+
+
+# ---------------------------------------------------------------------------
+# Steps
+# ---------------------------------------------------------------------------
+
+
+def loss_fn(params, x):
+    with jax.named_scope("up"):
+        hidden = jnp.tanh(x @ params["up"])
+    with jax.named_scope("down"):
+        y = hidden @ params["down"]
+    return jnp.mean(jnp.square(y))
+
+
+PARAMS = {"up": normal(3, 32, 16) / 6, "down": normal(4, 16, 8) / 4}
+
+
+def plain_step(**options):
+    tx = jaxmp.load_recipe("fp16").optimizer(optax.adam(1e-2))
+    state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+
+    @jax.jit
+    def step(state, x):
+        loss, grads = state.value_and_grad(loss_fn, **options)(x)
+        return state.apply_gradients(grads=grads), loss
+
+    return step, state
+
+
+def test_all_kinds_of_tensors_of_a_training_step():
+    step, state = plain_step()
+    stats = jaxmp.with_stats(step)(state, X)
+    tensors = stats.tensors
+    names = {f"state.params['{name}']" for name in PARAMS}
+    assert set(tensors["parameters"]) == set(tensors["gradients"]) == names
+    assert set(tensors["updates"]) == names and set(tensors["activations"]) == {"up", "down"}
+    sides = {"up:lhs", "up:rhs", "up:output_grad", "down:lhs", "down:rhs", "down:output_grad"}
+    assert {name.partition("#")[0] for name in tensors["operands"]} == sides
+    scale = float(jaxmp.get_loss_scale(state).scale_value)
+    assert float(stats.loss_scale) == scale > 1
+    grads = jax.grad(loss_fn)(PARAMS, X)
+    new, _ = step(state, X)
+    for name, x in PARAMS.items():
+        at = f"state.params['{name}']"
+        assert float(tensors["parameters"][at].amax) == float(jnp.abs(x).max())
+        want = scale * float(jnp.abs(grads[name]).max())
+        assert float(tensors["gradients"][at].amax) == pytest.approx(want, rel=1e-4)
+        update = float(jnp.abs(new.params[name] - x).max())
+        assert float(tensors["updates"][at].amax) == pytest.approx(update, rel=1e-4)
+    hidden = jnp.tanh(X @ PARAMS["up"])
+    assert float(tensors["activations"]["up"].rms) == pytest.approx(
+        float(jnp.sqrt(jnp.mean(hidden**2))), rel=1e-4
+    )
+
+
+def test_the_training_is_the_same_with_and_without():
+    results = []
+    for measured in (False, True):
+        step, state = plain_step()
+        measure_step = jaxmp.with_stats(step)
+        text = step.lower(state, X).as_text()
+        for number in range(20):
+            if measured and number % 5 == 0:
+                measure_step(state, X)
+            state, _ = step(state, X)
+        assert step.lower(state, X).as_text() == text and step._cache_size() == 1
+        results.append(state)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, results))
+
+
+def test_a_sample_traces_the_step_once():
+    calls = []
+
+    def step(params, x):
+        calls.append(1)
+        return jax.grad(loss_fn)(params, x)
+
+    measure_step = jaxmp.with_stats(step)
+    first = measure_step(PARAMS, X)
+    second = measure_step(PARAMS, 2 * X)
+    assert len(calls) == 1
+    amax = [float(stats.tensors["operands"]["up:lhs"].amax) for stats in (first, second)]
+    assert amax[1] == 2 * amax[0]
+
+
+def test_microbatches_have_an_axis():
+    step, state = plain_step(microbatches=3)
+    tensors = jaxmp.with_stats(step)(state, X).tensors
+    gradients = {n: x for n, x in tensors["gradients"].items() if x.amax.shape == (3,)}
+    scale = float(jaxmp.get_loss_scale(state).scale_value)
+    for name in PARAMS:
+        (stats,) = (x for n, x in gradients.items() if f"'{name}'" in n and "#" not in n)
+        parts = [jax.grad(loss_fn)(PARAMS, x)[name] for x in jnp.split(X, 3)]
+        # The mean over microbatches may be taken before or after the backward pass.
+        want = np.array([float(jnp.abs(x).max()) * scale for x in parts])
+        ratio = np.asarray(stats.amax) / want
+        np.testing.assert_allclose(ratio, ratio[0], rtol=1e-3)
+        assert round(float(ratio[0]), 3) in (1.0, 0.333)
+
+
+def stacked(ws, x, remat):
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x @ w)
+
+    layer = jax.checkpoint(layer) if remat else layer
+    return jnp.sum(lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0])
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_scan_has_a_row_for_each_layer(remat):
+    ws = normal(5, 3, 32, 32) * jnp.array([1.0, 2.0, 4.0])[:, None, None] / 6
+    stats = jaxmp.with_stats(jax.grad(functools.partial(stacked, remat=remat)))(ws, X)
+    operands = stats.tensors["operands"]
+    # The recomputation of a rematerialized layer is not counted.
+    assert {name.partition("#")[0] for name in operands} == {
+        "layer:lhs",
+        "layer:rhs",
+        "layer:output_grad",
+    }
+    np.testing.assert_array_equal(operands["layer:rhs"].amax, jnp.abs(ws).max((1, 2)))
+    x, outputs = X, []
+    for w in ws:
+        x = jnp.tanh(x @ w)
+        outputs.append(float(jnp.sqrt(jnp.mean(x**2))))
+    np.testing.assert_allclose(stats.tensors["activations"]["layer"].rms, outputs, rtol=1e-5)
+    gradient = jax.grad(functools.partial(stacked, remat=remat))(ws, X)
+    rows = [float(each.amax.max()) for each in stats.tensors["gradients"].values()]
+    assert any(np.isclose(row, float(jnp.abs(gradient).max()), rtol=1e-5) for row in rows)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, name="up")(x)
+        return nn.Dense(8, name="down")(jnp.tanh(x))
+
+
+def test_linen_modules_have_their_paths():
+    model = Model()
+    variables = model.init(jax.random.key(0), X)
+    grad = jax.grad(lambda v, x: jnp.mean(jnp.square(model.apply(v, x))))
+    tensors = jaxmp.with_stats(grad)(variables, X).tensors
+    assert set(tensors["activations"]) >= {"up", "down"}
+    assert {f"v['params']['{n}']['kernel']" for n in ("up", "down")} <= set(tensors["gradients"])
+    assert {"up:lhs", "down:output_grad"} <= set(tensors["operands"])
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(32, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def test_nnx_modules_are_measured_and_not_changed():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.square(m(x))))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    tensors = jaxmp.with_stats(step)(model, optimizer, X).tensors
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
+    step(model, optimizer, X)
+    (update,) = (x for n, x in tensors["updates"].items() if "up" in n and "kernel" in n)
+    want = jnp.abs(model.up.kernel[...] - before["up"]["kernel"][...]).max()
+    assert float(update.amax) == pytest.approx(float(want), rel=1e-4)
+    assert len(tensors["gradients"]) == 4 and len(tensors["parameters"]) >= 4
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_of_a_shard_map_have_an_axis(check_vma):
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    specs = PartitionSpec(), PartitionSpec("data")
+
+    def step(params, x):
+        return jax.tree.map(lambda x: lax.pmean(x, "data"), jax.grad(loss_fn)(params, x))
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma
+    )
+    tensors = jaxmp.with_stats(jax.jit(mapped))(PARAMS, X).tensors
+    want = [float(jnp.abs(x).max()) for x in jnp.split(X, 2)]
+    np.testing.assert_array_equal(tensors["operands"]["up:lhs"].amax, want)
+
+
+def test_explicit_axes_are_measured():
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, PartitionSpec("data")))
+        tensors = jaxmp.with_stats(jax.grad(loss_fn))(PARAMS, x).tensors
+    assert int(tensors["operands"]["up:lhs"].exponents.sum()) == X.size
+
+
+def test_a_branch_that_is_not_taken_has_no_elements():
+    def loss(w, x, flag):
+        with jax.named_scope("branch"):
+            return jnp.sum(lax.cond(flag, lambda: jnp.sin(x @ w), lambda: x @ w * 2))
+
+    measure_step = jaxmp.with_stats(jax.grad(loss))
+    for flag in (True, False):
+        stats = measure_step(W, X, jnp.array(flag))
+        rows = [x for n, x in stats.tensors["operands"].items() if n.startswith("branch:lhs")]
+        assert sorted(int(row.exponents.sum()) for row in rows) == [0, X.size]
+        shown = [x.name for x in stats.report().tensors if x.name.startswith("branch:lhs")]
+        assert len(shown) == 1
+
+
+# ---------------------------------------------------------------------------
+# Cost
+# ---------------------------------------------------------------------------
+
+
+def count(jaxpr, seen):
+    """Returns the number of equations, those of a shared jaxpr once."""
+    body = getattr(jaxpr, "jaxpr", jaxpr)
+    if id(body) in seen:
+        return 0
+    seen[id(body)] = body
+    inner = [each for equation in body.eqns for each in sub_jaxprs(equation) if is_jaxpr(each)]
+    return len(body.eqns) + sum(count(each, seen) for each in inner)
+
+
+def test_tracing_costs_at_most_twice_the_step():
+    model, tokens = GPT(layers=12, width=32, heads=2, max_length=16), jnp.ones((2, 16), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    state = {"params": params, "opt": jax.eval_shape(optax.adam(1e-3).init, params)}
+
+    def step(state):
+        loss, grads = jax.value_and_grad(lambda p: jnp.square(model.apply(p, tokens)).mean())(
+            state["params"]
+        )
+        updates, opt = optax.adam(1e-3).update(grads, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    state = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), state)
+    own = count(jax.make_jaxpr(step)(state), {})
+    program = _Program(trace(step, (state,), {}))
+    stats = count(jax.make_jaxpr(program)(jax.tree.leaves(state)), {})
+    assert own < stats <= 2 * own, (own, stats)
+
+
+# ---------------------------------------------------------------------------
+# FP8
+# ---------------------------------------------------------------------------
+
+
+def fp8_loss(w, x, recipe):
+    with jax.named_scope("layer"):
+        y = fp8.dot_general(recipe)(x, w, LINEAR)
+    return jnp.square(y).mean()
+
+
+ROLES = {"layer:input", "layer:kernel", "layer:output_grad"}
+
+
+@pytest.mark.parametrize("recipe", ["current", pytest.param("rowwise", marks=EXPENSIVE)])
+def test_fp8_operands_are_measured_with_their_own_scales(recipe):
+    step = jax.grad(functools.partial(fp8_loss, recipe=recipe))
+    tensors = jaxmp.with_stats(step)(W, X).tensors
+    assert {name.partition("#")[0] for name in tensors["operands"]} == ROLES
+    assert {name.partition("#")[0] for name in tensors["fp8_scales"]} == ROLES
+    for name, stats in tensors["operands"].items():
+        actual = stats.formats["actual"]
+        assert float(actual.overflow) == 0
+        if recipe == "current":
+            dtype = "float8_e5m2" if "grad" in name else "float8_e4m3fn"
+            np.testing.assert_allclose(actual, stats.formats[dtype], rtol=1e-5)
+
+
+def test_stale_fp8_scales_overflow():
+    recipe = fp8.DelayedScaling(amax_history_len=2)
+    state = fp8.init_state(recipe)
+    product = lambda x, state: fp8.dot_general(recipe)(x, W, LINEAR, state=state)
+    _, state = jax.jit(jax.grad(lambda x, s: product(x, s).sum(), (0, 1)))(X, state)
+    stats = jaxmp.with_stats(product)((4 * X).at[0, 0].set(jnp.nan), state)
+    row = stats.tensors["operands"][":input"]
+    finite = 4 * np.abs(np.delete(np.asarray(X).ravel(), 0))
+    # 464 is halfway between 448, the largest number of the format, and the next one.
+    largest = 464 / np.exp2(np.floor(np.log2(448 / np.abs(X).max())))
+    want = np.float32((finite > largest).sum()) / np.float32(finite.size)
+    assert float(row.formats["actual"].overflow) == want > 0.05
+    assert float(row.formats["float8_e4m3fn"].overflow) == 0
+    assert float(row.nonfinite) == np.float32(1 / X.size)
+    assert stats.tensors["fp8_scales"]
+
+
+# ---------------------------------------------------------------------------
+# Loss scale and report
+# ---------------------------------------------------------------------------
+
+POWERS = range(-14, 25)
+
+
+def gradients_of(exponents, size=3000):
+    """Returns a step whose gradient has numbers of these magnitudes, and its gradient."""
+    rng = np.random.default_rng(0)
+    g = (rng.normal(size=size) * 2.0 ** rng.uniform(*exponents, size)).astype(np.float32)
+    g[:50], g[50:90] = 0, 2.0**-25
+    return jax.grad(lambda w: jnp.sum(w * g)), g
+
+
+@pytest.mark.parametrize("exponents", [(-30, -10), (-20, 4), (-24, 14), (-60, -45), (-40, 8)])
+def test_the_suggested_scale_is_confirmed_by_all_powers_of_two(exponents):
+    step, g = gradients_of(exponents)
+    report = jaxmp.with_stats(step)(jnp.ones(g.size)).report()
+    good, nonzero = {}, g != 0
+    with np.errstate(over="ignore"):
+        for power, row in zip(POWERS, report.scales, strict=True):
+            rounded = (g * np.float32(2.0**power)).astype(np.float16)
+            underflow = (nonzero & (rounded == 0)).sum() / nonzero.sum()
+            overflow = np.isinf(rounded).sum() / nonzero.sum()
+            assert row == (2.0**power, underflow, overflow)
+            if overflow == 0 and underflow < 0.001:
+                good[2.0**power] = underflow
+    assert (report.loss_scale is None) == (not good)
+    assert report.loss_scale is None or report.loss_scale in good
+    text = (
+        f"DynamicLossScale(2.0**{np.log2(report.loss_scale):.0f})"
+        if good
+        else "No scale loses less than 0.1%"
+    )
+    assert text in str(report)
+
+
+def test_some_gradients_have_a_scale_and_some_have_none():
+    scale = lambda *exponents: (
+        jaxmp.with_stats(gradients_of(exponents)[0])(jnp.ones(3000)).report().loss_scale
+    )
+    assert scale(-20, 4) is not None and scale(-40, 8) is None
+
+
+def test_the_scale_of_the_step_is_taken_out():
+    step, state = plain_step()
+    plain = jaxmp.with_stats(jax.grad(loss_fn))(PARAMS, X).report()
+    scaled = jaxmp.with_stats(step)(state, X).report()
+    assert scaled.loss_scale == plain.loss_scale
+
+
+def test_a_training_with_the_suggested_scale_skips_no_step():
+    step, state = plain_step()
+    scale = jaxmp.with_stats(jax.grad(loss_fn))(PARAMS, X).report().loss_scale
+    recipe = jaxmp.load_recipe("fp16").replace(loss_scale=jaxmp.DynamicLossScale(scale))
+    state = jaxmp.TrainState.create(
+        apply_fn=None, params=PARAMS, tx=recipe.optimizer(optax.adam(1e-2))
+    )
+    for _ in range(100):
+        state, _ = step(state, X)
+    assert int(jaxmp.get_skip_stats(state).total) == 0 and float(scale) > 1
+
+
+def test_views_of_the_report():
+    step, state = plain_step()
+    report = jaxmp.with_stats(step)(state, X).report()
+    assert type(report).from_json(report.to_json()) == report
+    assert "Loss scale for float16" in report.to_html() and "state.params" in report.to_html()
+    text = report.to_text(full=True, width=200)
+    assert {"Parameters", "Gradients", "Updates", "Activations", "Operands"} <= set(
+        text.splitlines()
+    )
+    empty = jaxmp.with_stats(lambda x: x @ x.T)(X).report()
+    assert empty.loss_scale is None and "no gradients" in str(empty)
