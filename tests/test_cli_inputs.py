@@ -86,7 +86,6 @@ VALIDATE = [
     *(["--baseline", x, "--write-baseline"] for x in ("dir", "gone/x", "loop")),
     ["--write-baseline"],
     ["--target", "h300"],
-    ["--directory", "file"],
     ["--nothing"],
 ]
 AUDIT = [

@@ -14,17 +14,10 @@ from flax import nnx
 import jaxmp
 from jaxmp import optim
 from jaxmp._core import _trees
-from jaxmp.optim import _skipped_steps
 
 PARAMS = {"a": jnp.ones(2), "b": {"w": jnp.ones(3), "x": jnp.ones(())}}
 GOOD = jax.tree.map(jnp.ones_like, PARAMS)
 BAD = {"a": jnp.ones(2), "b": {"w": jnp.array([1.0, jnp.nan, 1.0]), "x": jnp.array(jnp.inf)}}
-
-
-@pytest.fixture(autouse=True)
-def fresh_reports():
-    """Resets the record of warnings that are shown once in a process."""
-    _skipped_steps._reported.clear()
 
 
 def state_after(skipped, recipe="bf16", grads=BAD, skip="auto", **changes):
@@ -149,19 +142,6 @@ def test_a_step_that_is_applied_ends_the_row():
     jaxmp.check(state)
     stats = jaxmp.get_skip_stats(state)
     assert (stats.total, stats.consecutive, stats.nonfinite_leaf) == (12, 0, -1)
-
-
-def test_reading_the_counters_reports_once():
-    state = jax.block_until_ready(state_after(10))
-    message = message_of(lambda: jaxmp.get_skip_stats(state))
-    assert message == message_of(lambda: jaxmp.check(state))
-    jaxmp.get_skip_stats(state)
-    jaxmp.get_skip_stats(jax.block_until_ready(state.apply_gradients(grads=BAD)))
-
-
-def test_reading_the_counters_in_a_trace_reports_nothing():
-    state = state_after(10)
-    assert int(jax.jit(lambda state: jaxmp.get_skip_stats(state).total)(state)) == 10
 
 
 def test_an_nnx_optimizer_reports_too():

@@ -7,7 +7,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,8 +27,8 @@ from jaxmp._validate._compare import (
     overall,
 )
 from jaxmp._validate._diagnose import Evidence, diagnose, find_origin
-from jaxmp._validate._probe import Leaves, Measurements, leaves_of, make_probe
-from jaxmp._validate._progress import OnRun, OnSteps
+from jaxmp._validate._probe import Leaves, Measurements, Probe, leaves_of, make_probe
+from jaxmp._validate._progress import OnRun, OnStep
 from jaxmp._validate._pure import PureRun, as_arrays, as_pure, check_same_params
 from jaxmp._validate._report import ValidationReport
 from jaxmp._validate._rows import (
@@ -45,14 +45,10 @@ from jaxmp._validate._rows import (
 )
 from jaxmp._validate._run import MakeRun
 from jaxmp._validate._sections import figure_text
-from jaxmp._validate._store import Store
-from jaxmp._validate._train import Fingerprint, Program, Schedule, make_program, stack, train
+from jaxmp._validate._train import Hashes, Program, Schedule, make_program, train
 from jaxmp._validate._trials import Trial, repeat_step, step_to_repeat
 from jaxmp.errors import ValidationError
 
-# Part of the device memory that the states of all seeds may occupy in one program: a step needs
-# about as much again for gradients, and activations in addition.
-_STATE_SHARE = 0.2
 _TEST = (
     "The test is a paired t test over the seeds: a candidate passes if the upper bound of the "
     "95 % interval of its mean difference is within the budget, and fails if the lower bound is "
@@ -77,7 +73,6 @@ class Settings(NamedTuple):
     directions: Mapping[str, str]
     seeds: tuple[int, ...]
     schedule: Schedule
-    vectorize: bool | None
     target: str | None
 
     @property
@@ -85,14 +80,17 @@ class Settings(NamedTuple):
         """The recipes by name, the reference first."""
         return dict([self.reference]) | dict(self.candidates)
 
-    def description(self) -> dict[str, Any]:
-        """Returns what the results of runs depend on, as JSON data."""
-        name, recipe = self.reference
-        return {
-            "reference": [name, recipe.to_toml()],
-            "seeds": list(self.seeds),
-            **self.schedule._asdict(),
-        }
+
+class Reference(NamedTuple):
+    """Values of the reference that candidates are compared with.
+
+    Args:
+      initial: seed -> initial parameters.
+      steps: compared step -> parameters before it, and measurements.
+    """
+
+    initial: dict[int, Leaves]
+    steps: dict[int, tuple[Leaves, Probe]]
 
 
 class Trained(NamedTuple):
@@ -109,12 +107,13 @@ class Trained(NamedTuple):
 
 
 def run_validation(
-    make_run: MakeRun, settings: Settings, store: Store, on_run: OnRun, on_steps: OnSteps
+    make_run: MakeRun, settings: Settings, on_run: OnRun, on_step: OnStep
 ) -> ValidationReport:
     """Trains all recipes and returns the report."""
     results: dict[str, Trained] = {}
+    saved = Reference({}, {})
     for name, recipe in settings.recipes.items():
-        results[name] = _train_recipe(name, recipe, make_run, settings, store, on_run, on_steps)
+        results[name] = _train_recipe(name, recipe, make_run, settings, saved, on_run, on_step)
         if name == settings.reference[0]:
             _check_finite(results[name].records)
     reference = results[settings.reference[0]]
@@ -299,91 +298,45 @@ def _train_recipe(
     recipe: Recipe,
     make_run: MakeRun,
     settings: Settings,
-    store: Store,
+    saved: Reference,
     on_run: OnRun,
-    on_steps: OnSteps,
+    on_step: OnStep,
 ) -> Trained:
-    """Trains all seeds of a recipe that are not in the store yet."""
+    """Trains all seeds of a recipe, one after another."""
     seeds, schedule = settings.seeds, settings.schedule
     is_reference = name == settings.reference[0]
     run = lambda seed: as_pure(
         make_run(recipe, seed), f"make_run({name!r}, {seed})", schedule.steps
     )
     first = run(seeds[0])
-    in_one_program = _fits(settings.vectorize, first, len(seeds))
-    runs = {seeds[0]: first}
-    done: dict[int, TrainingRecord | None] = {}
-
-    def check(seed: int) -> Fingerprint:
-        """Reads the record of a seed, checks its initial parameters, returns its fingerprint."""
-        current = runs.get(seed) or run(seed)
-        current_print = Fingerprint.of(current)
-        done[seed] = store.record(name, seed, current_print._asdict())
-        _check_initial(name, seed, current, store, is_reference)
-        # Without a common program, the run is made again later, to free the memory of its state.
-        if in_one_program:
-            runs[seed] = current
-        return current_print
-
-    prints = {seed: check(seed) for seed in seeds}
-    on_compare = _Comparer(first, store, is_reference)
-    if store.measurements(name) is None and not (is_reference and _has_steps(store, schedule)):
-        done[seeds[0]] = None  # the comparisons belong to the run of the first seed
-    missing = [seed for seed in seeds if done[seed] is None]
-    on_steps(schedule.steps * (len(seeds) - len(missing)))
     params = jax.eval_shape(first.params, first.arrays)
     audited, objects = first.audited
-    batch = first.first
-    report = audit(audited, *objects, batch, recipe=recipe, target=settings.target)
-    program = make_program(first, first.arrays, batch, None)
-    size = _program_row(program, report)
+    report = audit(audited, *objects, first.first, recipe=recipe, target=settings.target)
+    program, hashes = make_program(first), Hashes.of(first)
+    comparer = _Comparer(first, saved, is_reference)
 
-    def save(records: Sequence[TrainingRecord]) -> None:
-        for record in records:
-            if record.seed == seeds[0]:
-                store.save_measurements(name, on_compare.measurements)
-            store.save_record(record, prints[record.seed]._asdict())
-            done[record.seed] = record
-
-    same = all(
-        prints[seed].step == prints[missing[0]].step
-        and prints[seed].has_evaluation_of(prints[missing[0]])
-        for seed in missing
-    )
-    if len(missing) > 1 and same and in_one_program:
-        on_run(name)
-        each = [runs[seed] for seed in missing]
-        states, batches = stack([r.arrays for r in each]), stack([r.first for r in each])
-        stacked = make_program(first, states, batches, len(missing))
-        compared = on_compare if missing[0] == seeds[0] else _ignore
-        save(train(name, missing, each, stacked, schedule, on_compare=compared, on_step=on_steps))
-        missing = []
-
-    def train_one(seed: int) -> list[TrainingRecord]:
-        current, own = runs.get(seed) or run(seed), program
-        if prints[seed].step != prints[seeds[0]].step:
-            own = make_program(current, current.arrays, batch, None)
-        elif not prints[seed].has_evaluation_of(prints[seeds[0]]):
-            own = own.with_evaluation(current)
-        compared = on_compare if seed == seeds[0] else _ignore
-        return train(name, [seed], [current], own, schedule, on_compare=compared, on_step=on_steps)
-
-    for seed in missing:
+    def train_one(seed: int) -> TrainingRecord:
+        current = first if seed == seeds[0] else run(seed)
+        _check_initial(name, seed, current, saved, is_reference)
         on_run(f"{name}, seed {seed}")
-        save(train_one(seed))
-    measurements = store.measurements(name) or Measurements()
+        own, each = program, Hashes.of(current)
+        if each.step != hashes.step:
+            own = make_program(current)
+        elif not each.evaluation or each.evaluation != hashes.evaluation:
+            own = program.with_evaluation(current)
+        compared = comparer if seed == seeds[0] else _ignore
+        return train(name, seed, current, own, schedule, on_compare=compared, on_step=on_step)
 
     def repeat(step: int) -> Trial:
-        current, saved = run(seeds[0]), store.step(step)
-        assert saved is not None
+        current, (leaves, reference) = run(seeds[0]), saved.steps[step]
         batch = as_arrays(next(itertools.islice(current.batches, step, None)))
-        return repeat_step(current, _with_leaves(current, saved[0]), batch, step, saved[1])
+        return repeat_step(current, _with_leaves(current, leaves), batch, step, reference)
 
     return Trained(
-        records=[record for seed in seeds if (record := done[seed]) is not None],
-        measurements=measurements,
+        records=list(map(train_one, seeds)),
+        measurements=comparer.measurements,
         audit=report,
-        program=size,
+        program=_program_row(program, report),
         lacks_masters=any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params)),
         repeat=repeat,
     )
@@ -397,56 +350,39 @@ def _with_leaves(run: PureRun, leaves: Leaves, arrays: PyTree = None) -> PyTree:
     return run.with_params(arrays, new)
 
 
-def _ignore(index: int, step: int, arrays: PyTree, batch: PyTree) -> None:
+def _ignore(step: int, arrays: PyTree, batch: PyTree) -> None:
     """Compares nothing: only the first seed is compared."""
 
 
-def _has_steps(store: Store, schedule: Schedule) -> bool:
-    return all(store.step(step) is not None for step in schedule.compare_steps)
-
-
-def _check_initial(name: str, seed: int, run: PureRun, store: Store, is_reference: bool) -> None:
+def _check_initial(
+    name: str, seed: int, run: PureRun, saved: Reference, is_reference: bool
+) -> None:
     """Saves the initial parameters of the reference, or compares those of a candidate."""
     params = run.params(run.arrays)
     if is_reference:
-        store.save_initial(seed, leaves_of(params))
+        saved.initial[seed] = leaves_of(params)
         return
-    saved = store.initial(seed)
-    assert saved is not None
-    expected = _trees.map_with_path(lambda path, _: saved.get(_trees.parameter_path(path)), params)
+    leaves = saved.initial[seed]
+    expected = _trees.map_with_path(lambda path, _: leaves.get(_trees.parameter_path(path)), params)
     check_same_params(expected, params, name, seed)
 
 
 class _Comparer:
     """Measures the steps to compare: saves those of the reference, compares those of others."""
 
-    def __init__(self, run: PureRun, store: Store, is_reference: bool) -> None:
-        self._run, self._store, self._is_reference = run, store, is_reference
+    def __init__(self, run: PureRun, saved: Reference, is_reference: bool) -> None:
+        self._run, self._saved, self._is_reference = run, saved, is_reference
         self._probe = make_probe(run)
         self.measurements = Measurements()
 
-    def __call__(self, index: int, step: int, arrays: PyTree, batch: PyTree) -> None:
+    def __call__(self, step: int, arrays: PyTree, batch: PyTree) -> None:
         if self._is_reference:
             params = leaves_of(self._run.params(arrays))
-            self._store.save_step(step, params, self._probe(arrays, batch))
+            self._saved.steps[step] = params, self._probe(arrays, batch)
             return
-        saved = self._store.step(step)
-        assert saved is not None
-        leaves, reference = saved
+        leaves, reference = self._saved.steps[step]
         candidate = self._probe(_with_leaves(self._run, leaves, arrays), batch)
         self.measurements = self.measurements.add(step, reference, candidate)
-
-
-def _fits(vectorize: bool | None, run: PureRun, seeds: int) -> bool:
-    """Returns True if the seeds are to be trained in one vmapped program."""
-    if vectorize is not None:
-        return vectorize
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return False  # one seed already occupies all cores
-    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(run.arrays))
-    return size * seeds <= _STATE_SHARE * limit
 
 
 # Operations of a compiled program that are kernels.

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Called with the name of a run before it starts, and with the number of steps it has made.
+# Called with the name of a run before it starts, and after each step.
 OnRun = Callable[[str], None]
-OnSteps = Callable[[int], None]
+OnStep = Callable[[], None]
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, enabled: bool | None) -> Iterator[tuple[OnRun, OnSteps]]:
+def progress_bar(total: int, enabled: bool | None) -> Iterator[tuple[OnRun, OnStep]]:
     """Shows a progress bar during a block, if rich is installed.
 
     Args:
@@ -24,13 +24,13 @@ def progress_bar(total: int, enabled: bool | None) -> Iterator[tuple[OnRun, OnSt
     is_enabled = sys.stderr.isatty() if enabled is None else enabled
     progress = _load() if is_enabled else None
     if progress is None:
-        yield (lambda name: None), (lambda count: None)
+        yield (lambda name: None), (lambda: None)
         return
     with progress:
         task = progress.add_task("", total=total)
         yield (
             lambda name: progress.update(task, description=name),
-            lambda count: progress.advance(task, count),
+            lambda: progress.advance(task),
         )
 
 

@@ -281,7 +281,7 @@ class ProgramRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRecord:
-    """Record of one training run; the file of a run in the directory has the same fields.
+    """Record of one training run.
 
     Args:
       name: name of the reference or candidate.

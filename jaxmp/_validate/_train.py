@@ -1,4 +1,4 @@
-"""Trains one recipe with one seed, or with several seeds in one vmapped program."""
+"""Trains one recipe with one seed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,13 +17,12 @@ import numpy as np
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._validate._check_run import check_batch
+from jaxmp._validate._progress import OnStep
 from jaxmp._validate._pure import PureRun, as_arrays, checksum, too_few_batches
 from jaxmp._validate._rows import TrainingRecord
 
-# Called before step `n` with (seed index, n, arrays, batch), if `n` is a step to compare.
-OnCompare = Callable[[int, int, PyTree, PyTree], None]
-# Called after each step with the number of seeds that made it.
-OnStep = Callable[[int], None]
+# Called before step `n` with (n, arrays, batch), if `n` is a step to compare.
+OnCompare = Callable[[int, PyTree, PyTree], None]
 
 # Addresses of functions in the text of a jaxpr.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -41,7 +40,7 @@ class Schedule(NamedTuple):
 
 
 class StepRow(NamedTuple):
-    """Measurements of one step; arrays with a leading axis of seeds if the program is vmapped."""
+    """Measurements of one step, or of all."""
 
     loss: Array | np.ndarray
     norm: Array | np.ndarray
@@ -70,21 +69,12 @@ class Program:
         return dataclasses.replace(self, evaluate=_traceable(run.evaluate, run.arrays))
 
 
-def make_program(run: PureRun, arrays: PyTree, batch: PyTree, seeds: int | None) -> Program:
-    """Compiles the step of a run.
-
-    Args:
-      run: the run whose step is compiled.
-      arrays: its state, or the stacked states of several seeds.
-      batch: its first batch, or the stacked batches.
-      seeds: None for one state; otherwise the step is vmapped over a leading axis.
-    """
-    advance, evaluate = _advance(run), run.evaluate
+def make_program(run: PureRun) -> Program:
+    """Compiles the step of a run."""
     norm = lambda arrays: global_norm(run.params(arrays))
-    if seeds is not None:
-        advance, evaluate, norm = jax.vmap(advance), jax.vmap(evaluate), jax.vmap(norm)
-    compiled = jax.jit(advance, donate_argnums=0).lower(arrays, batch).compile()
-    return Program(compiled, _traceable(evaluate, arrays), jax.jit(norm), compiled)
+    lowered = jax.jit(_advance(run), donate_argnums=0).lower(run.arrays, run.first)
+    compiled = lowered.compile()
+    return Program(compiled, _traceable(run.evaluate, run.arrays), jax.jit(norm), compiled)
 
 
 def _advance(run: PureRun) -> Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]:
@@ -115,38 +105,25 @@ def _traceable(
     return jax.jit(evaluate)
 
 
-class Fingerprint(NamedTuple):
-    """Hashes of what the results of a run depend on.
+class Hashes(NamedTuple):
+    """Hashes of a traced run: seeds with equal ones share a compiled program.
 
     Args:
-      step: hash of the traced step: runs with equal hashes can share a compiled step.
-      evaluation: hash of the traced evaluation; "" if JAX cannot trace it.
-      parameters: checksum of the initial parameters.
-      batch: checksum of the first batch.
+      step: hash of the step.
+      evaluation: hash of the evaluation; "" if JAX cannot trace it.
     """
 
     step: str
     evaluation: str
-    parameters: int
-    batch: int
 
     @classmethod
-    def of(cls, run: PureRun) -> Fingerprint:
-        """Returns the fingerprint of a run."""
+    def of(cls, run: PureRun) -> Hashes:
+        """Returns the hashes of a run."""
         try:
             evaluation = _hash(run.evaluate, run.arrays)
         except _UNTRACEABLE:
             evaluation = ""
-        return cls(
-            step=_hash(run.step, run.arrays, run.first),
-            evaluation=evaluation,
-            parameters=checksum(run.params(run.arrays)),
-            batch=checksum(run.first),
-        )
-
-    def has_evaluation_of(self, other: Fingerprint) -> bool:
-        """Returns True if both evaluations are known to be the same."""
-        return self.evaluation == other.evaluation != ""
+        return cls(_hash(run.step, run.arrays, run.first), evaluation)
 
 
 def _hash(function: Callable[..., PyTree], *args: PyTree) -> str:
@@ -179,33 +156,28 @@ def take_batches(run: PureRun, steps: int, name: str) -> Iterator[PyTree]:
 
 def train(
     name: str,
-    seeds: Sequence[int],
-    runs: Sequence[PureRun],
+    seed: int,
+    run: PureRun,
     program: Program,
     schedule: Schedule,
     *,
     on_compare: OnCompare,
     on_step: OnStep,
-) -> list[TrainingRecord]:
-    """Trains all runs, in one vmapped program if there are several.
+) -> TrainingRecord:
+    """Trains a run.
 
     Args:
       name: name of the recipe.
-      seeds: the seeds.
-      runs: a run for each seed.
-      program: the compiled program; vmapped if there are several runs.
+      seed: the seed.
+      run: the run.
+      program: its compiled program.
       schedule: the steps.
-      on_compare: called before a step of `schedule.compare_steps` with the first run's state.
+      on_compare: called before a step of `schedule.compare_steps`.
       on_step: called after each step.
-
-    Returns:
-      A record for each seed.
     """
     start, excluded = time.perf_counter(), 0.0
-    stacked = len(runs) > 1
-    join = stack if stacked else (lambda trees: trees[0])
-    arrays = join([_trees.owned(run.arrays) for run in runs])
-    sums, initial = [0] * len(runs), [checksum(run.params(run.arrays)) for run in runs]
+    arrays = _trees.owned(run.arrays)
+    data, initial = 0, checksum(run.params(run.arrays))
     rows: list[StepRow] = []
     evaluations: list[dict[str, Any]] = []
     norms: list[Any] = []
@@ -214,47 +186,32 @@ def train(
         evaluations.append(jax.device_get(program.evaluate(arrays)))
         norms.append(jax.device_get(program.norm(arrays)))
 
-    streams = [
-        take_batches(run, schedule.steps, f"{name}, seed {s}")
-        for run, s in zip(runs, seeds, strict=True)
-    ]
-    for step, batches in enumerate(zip(*streams, strict=True)):
+    for step, batch in enumerate(take_batches(run, schedule.steps, f"{name}, seed {seed}")):
         if step in schedule.eval_steps:
             evaluate()
-        sums = [checksum(batch, start) for batch, start in zip(batches, sums, strict=True)]
-        loaded = [as_arrays(each) for each in batches]
-        for seed, run, each in zip(seeds, runs, loaded, strict=True):
-            check_batch(run.first, each, f"{name}, seed {seed},", step)
-        batch = join(loaded)
+        data = checksum(batch, data)
+        loaded = as_arrays(batch)
+        check_batch(run.first, loaded, f"{name}, seed {seed},", step)
         if step in schedule.compare_steps:
             paused = time.perf_counter()
-            pick = (lambda tree: jax.tree.map(lambda x: x[0], tree)) if stacked else (lambda x: x)
-            on_compare(0, step, pick(arrays), pick(batch))
+            on_compare(step, arrays, loaded)
             excluded += time.perf_counter() - paused
-        arrays, row = program.advance(arrays, batch)
+        arrays, row = program.advance(arrays, loaded)
         rows.append(row)
-        on_step(len(runs))
+        on_step()
     evaluate()
     seconds = time.perf_counter() - start - excluded
-    columns = StepRow(*(np.stack(c) for c in zip(*jax.device_get(rows), strict=True)))
-    of_seed = (lambda x, index: np.asarray(x)[..., index]) if stacked else (lambda x, _: x)
-    return [
-        _record(
-            *jax.tree.map(lambda x, n=index: of_seed(x, n), (columns, evaluations, norms)),
-            name=name,
-            seed=seed,
-            eval_steps=schedule.eval_steps,
-            initial_checksum=f"{initial[index]:08x}",
-            data_checksum=f"{sums[index]:08x}",
-            seconds=seconds / len(runs),
-        )
-        for index, seed in enumerate(seeds)
-    ]
-
-
-def stack(trees: list[PyTree]) -> PyTree:
-    """Stacks the arrays of several trees."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    return _record(
+        StepRow(*(np.stack(c) for c in zip(*jax.device_get(rows), strict=True))),
+        evaluations,
+        norms,
+        name=name,
+        seed=seed,
+        eval_steps=schedule.eval_steps,
+        initial_checksum=f"{initial:08x}",
+        data_checksum=f"{data:08x}",
+        seconds=seconds,
+    )
 
 
 def _record(

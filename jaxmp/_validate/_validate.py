@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -22,7 +21,6 @@ from jaxmp._validate._model_run import LossFn, ModelLike, make_model_runs
 from jaxmp._validate._progress import progress_bar
 from jaxmp._validate._report import ValidationReport
 from jaxmp._validate._run import MakeRun
-from jaxmp._validate._store import Store
 from jaxmp.errors import ValidationError
 
 RecipesLike = Sequence[RecipeLike] | Mapping[str, RecipeLike]
@@ -39,8 +37,6 @@ def validate(
     metrics: Mapping[str, str] | None = None,
     eval_every: int | None = None,
     compare_steps: Sequence[int] | None = None,
-    directory: str | os.PathLike[str] | None = None,
-    vectorize: bool | None = None,
     target: str | None = None,
     progress: bool | None = None,
     loss_fn: LossFn | None = None,
@@ -54,7 +50,7 @@ def validate(
     the differences are paired. The held-out loss and the final training loss are compared with
     their budgets by a paired t test; gradients and outputs of modules are compared with those of
     the reference on the reference's own parameters. If a candidate fails, the first line of the
-    report names the cause, as diagnosed from these measurements and from `jaxmp.audit`.
+    report states where the error arises. The seeds are trained one after another.
 
     Args:
       make_run: `make_run(recipe, seed)` returns a `TrainingRun`; it receives a `Recipe`. Or a Flax
@@ -73,11 +69,6 @@ def validate(
       eval_every: steps between two evaluations; None: a tenth of `steps`.
       compare_steps: numbers of updates before the steps at which gradients and activations of the
         first seed are compared; None: 0, a tenth of `steps`, and `steps - 1`.
-      directory: where the results of finished runs are saved. A validation that was stopped resumes
-        with the same directory.
-      vectorize: True to train all seeds of a recipe in one vmapped program, False to train them one
-        after another. None: on accelerators, if the states take up at most a fifth of the memory.
-        Results differ by rounding errors, since batched matmuls sum in another order.
       target: GPU for which memory and kernels are counted, as in `audit`; None: this device.
       progress: True to show a progress bar; None: if standard error is a terminal.
       loss_fn: with a Flax model: `loss_fn(model, batch)` returns the mean loss.
@@ -131,13 +122,11 @@ def validate(
         directions=check_directions({} if metrics is None else metrics),
         seeds=_as_seeds(seeds),
         schedule=make_schedule(steps, eval_every, compare_steps),
-        vectorize=vectorize,
         target=target,
     )
-    store = Store(directory, settings.description())
     total = steps * len(settings.seeds) * len(settings.recipes)
-    with progress_bar(total, progress) as (on_run, on_steps):
-        return run_validation(make, settings, store, on_run, on_steps)
+    with progress_bar(total, progress) as (on_run, on_step):
+        return run_validation(make, settings, on_run, on_step)
 
 
 def _as_make_run(make_run: MakeRun | ModelLike, arguments: dict[str, Any]) -> MakeRun:

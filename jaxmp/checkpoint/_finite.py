@@ -30,8 +30,8 @@ def not_finite(tests: dict[str, list[Any]]) -> tuple[str, ...]:
     """Returns the paths of the leaves that are not finite, which are the same on all processes."""
     bad = np.array([not all(map(bool, parts)) for parts in tests.values()], np.bool_)
     if jax.process_count() > 1 and len(bad):
-        bad = np.asarray(multihost_utils.process_allgather(bad)).any(axis=0)
-    return tuple(path for path, is_bad in zip(tests, bad, strict=True) if is_bad)
+        bad = np.any(multihost_utils.process_allgather(bad), axis=0)
+    return tuple(path for path, is_bad in zip(tests, np.atleast_1d(bad), strict=True) if is_bad)
 
 
 def _parts(leaf: Any) -> list[Any]:

@@ -103,7 +103,7 @@ class SaveState(ocp.args.CheckpointArgs):
         """
         bad, self.tests = not_finite(self.tests), {}
         if bad and not self.allow_nonfinite:
-            more = f" and {len(bad) - 1} other leaves" if len(bad) > 1 else ""
+            more = f" and {len(bad) - 1} other leaves" if bad[1:] else ""
             raise CheckpointError(
                 f"Step {self.manifest.step} stays incomplete, because of NaN or infinity in "
                 f"{bad[0]!r}{more}. Resume from an earlier step; or save it for a diagnosis: "

@@ -50,10 +50,6 @@ def validate(
     write_baseline: Annotated[
         bool, typer.Option("--write-baseline", help="Write the result to the file of --baseline.")
     ] = False,
-    directory: Annotated[
-        str | None,
-        typer.Option(help="Directory for the results of finished runs; a later call resumes."),
-    ] = None,
     target: Annotated[
         str | None,
         typer.Option(help="GPU for which memory and kernels are counted, such as h200 or l4."),
@@ -92,7 +88,6 @@ def validate(
             steps=steps,
             budgets=budget,
             metrics={name: direction for name, _, direction in directions},
-            directory=directory,
             target=target,
         ),
     )

@@ -32,16 +32,11 @@ def get_skip_stats(state: PyTree) -> SkipStats:
     Raises:
       JaxmpError: if there are none, or more than one set, with their paths.
 
-    Warns:
-      SkippedStepsWarning: once, if the last 10 steps or more were skipped and the counters are
-        already on the host, so that reading them does not wait for the device.
-
     Example:
       >>> tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
       >>> int(get_skip_stats(tx.init({"w": jnp.ones(2)})).total)
       0
     """
-    _warn_where_known(state)
     return only(find(state, SkipStats), "set of skip counters")
 
 
@@ -93,23 +88,6 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
             )
         if int(np.max(jax.device_get(stats.consecutive))) >= skipped_in_a_row:
             warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=2)
-
-
-# Steps that `get_skip_stats` has reported: (path of the state, number of steps skipped before).
-_reported: set[tuple[str, int]] = set()
-
-
-def _warn_where_known(state: PyTree) -> None:
-    """Warns once of consecutive skipped steps, if the counters are on the host."""
-    for path, node in find(state, SkipNonfiniteState):
-        stats = jax.tree.map(_compat.plain_array, node.stats, is_leaf=is_variable)
-        if not all(_compat.is_on_host(leaf) for leaf in (stats.consecutive, stats.total)):
-            continue
-        consecutive, total = (int(np.max(x)) for x in (stats.consecutive, stats.total))
-        key = path, total - consecutive
-        if consecutive >= _SKIPPED_IN_A_ROW and key not in _reported:
-            _reported.add(key)
-            warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=3)
 
 
 def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:

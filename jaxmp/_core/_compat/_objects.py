@@ -1,26 +1,14 @@
-"""Arrays on a host, and private attributes of Flax objects."""
+"""Private attributes of Flax objects."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
-from jax.core import Tracer
 
 if TYPE_CHECKING:
     from flax import linen as nn
     from flax import nnx
-
-
-def is_on_host(leaf: object) -> bool:
-    """Returns True for a value that can be read without waiting for a device or another host."""
-    if not isinstance(leaf, jax.Array):
-        return isinstance(leaf, (np.ndarray, np.generic))
-    if isinstance(leaf, Tracer) or leaf.is_deleted():
-        return False
-    readable = leaf.is_fully_addressable or leaf.is_fully_replicated
-    return readable and leaf.is_ready()  # pyright: ignore
 
 
 def plain_array(leaf: Any) -> Any:
