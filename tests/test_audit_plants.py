@@ -286,6 +286,11 @@ def test_a_rounded_loss_is_reported_if_it_is_returned():
     assert "loss_16bit" not in checks(jax.grad(value), W, X)
 
 
+def test_a_step_may_return_a_key():
+    step = lambda key, x: (jax.random.split(key, 1)[0], jnp.mean(x))
+    assert checks(step, jax.random.key(0), X) == {}
+
+
 def test_probabilities_without_a_logarithm_may_be_rounded():
     gates = lambda x: jax.nn.sigmoid(x.astype(BF16)).astype(F32)
     assert checks(gates, X) == {}

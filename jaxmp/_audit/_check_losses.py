@@ -89,7 +89,7 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
 @LOSS_16BIT.on_program
 def report_losses(audit: Auditor, traced: Traced) -> None:
     """Reports rounded losses that the program returns in FP32."""
-    results = [v for v in traced.jaxpr.outvars if v.aval.size == 1 and not is_16bit(dtype_of(v))]
+    results = [v for v in traced.jaxpr.outvars if v.aval.size == 1 and half_of([v]) is None]
     audit.report(RoundedLoss, results, ", and the program returns it")
 
 
