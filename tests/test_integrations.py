@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("patch", sorted((ROOT / "examples/integrations").glob("*.patch")), ids=str)
+@pytest.mark.parametrize(
+    "patch", sorted((ROOT / "examples/integrations").glob("*.patch")), ids=lambda path: path.stem
+)
 def test_the_page_shows_the_patch(patch):
     text = patch.read_text()
     assert text in (ROOT / "docs/integrations.md").read_text()
