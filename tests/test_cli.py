@@ -235,6 +235,7 @@ def commands(folder):
         "audit": ["audit", "my_step.py:make_step", "--recipe", "fp32"],
         "doctor": ["doctor"],
         "locate": ["locate", "my_step.py:make_step"],
+        "memory": ["memory", "my_step.py:make_step", "--recipe", "fp32"],
         "validate": ["validate", "my_training.py:make_run", *short],
     }
     sys.modules.pop("my_step", None)

@@ -56,6 +56,12 @@ class MemoryEstimate(Report):
         and inputs are arguments; working copies, gradients, activations and logits are temporary;
         results are those that do not replace donated arguments.
       compiled: the figures of XLA; None without `exact=True`.
+
+    Example:
+      >>> step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)
+      >>> estimate = jaxmp.estimate_memory(step, jnp.ones((8, 8)), jnp.ones((2, 8)), target="h200")
+      >>> estimate.arguments, estimate.fits
+      (320, True)
     """
 
     _subject = "memory estimate"
