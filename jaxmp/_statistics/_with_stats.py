@@ -61,7 +61,7 @@ def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
     and updates, of the outputs of its modules, of the operands of its matmuls, and of its FP8
     scales. It compiles a second program, so that the program of the training and its results do
     not change. Select the steps to measure yourself, and call it before the step if the step
-    donates its arguments, outside of `jax.jit`:
+    donates its arguments, outside of `jax.jit`::
 
         measure = jaxmp.with_stats(train_step)
         for number, batch in enumerate(batches):
