@@ -134,9 +134,10 @@ def test_command(tmp_path, capsys, monkeypatch):
 @pytest.mark.expensive
 @pytest.mark.parametrize("recipe", ["bf16", "bf16_params"])
 def test_the_compiler_agrees(recipe):
+    # In smaller batches, most of the temporary memory is the workspace of cuBLAS, 32 MiB.
     estimate = jaxmp.estimate_memory(
-        *gpt.make_step(recipe, MODEL.clone(unroll=True), 16), target="h200", exact=True
+        *gpt.make_step(recipe, MODEL.clone(unroll=True), 256), target="h200", exact=True
     )
     assert estimate.compiled.arguments == pytest.approx(estimate.arguments, rel=0.01)
-    assert estimate.compiled.temporary == pytest.approx(estimate.temporary, rel=0.4)
+    assert estimate.compiled.temporary == pytest.approx(estimate.temporary, rel=0.3)
     assert "XLA reports" in str(estimate)
