@@ -108,8 +108,10 @@ def test_it_says_whether_the_step_fits():
     assert jaxmp.estimate_memory(step, params, x).fits is None
     tpu = jaxmp.estimate_memory(step, params, x, target="v5p")
     assert tpu.usable == tpu.memory
-    with pytest.raises(TargetError):
+    with pytest.raises(TargetError, match="exact=True, target='h200'"):
         jaxmp.estimate_memory(step, params, x, exact=True)
+    with pytest.raises(TargetError, match="no program can be compiled for 'v100': "):
+        jaxmp.estimate_memory(step, params, x, target="v100", exact=True)
 
 
 def test_command(tmp_path, capsys, monkeypatch):

@@ -21,6 +21,7 @@ from jaxmp._audit._trace import trace
 from jaxmp._core._jaxprs import is_jaxpr, sub_jaxprs
 from jaxmp._statistics._measure import FORMATS, measure
 from jaxmp._statistics._with_stats import _Program
+from jaxmp.errors import AuditError
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
@@ -470,3 +471,8 @@ def test_views_of_the_report():
     )
     empty = jaxmp.with_stats(lambda x: x @ x.T)(X).report()
     assert empty.loss_scale is None and "no gradients" in str(empty)
+
+
+def test_an_object_that_is_not_a_function_is_refused():
+    with pytest.raises(AuditError, match=r"type dict.*jaxmp\.with_stats\(train_step\)"):
+        jaxmp.with_stats({})

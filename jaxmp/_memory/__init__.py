@@ -71,9 +71,10 @@ def estimate_memory(
     """
     _check_function(fn)
     chip = None if target is None else get_target(target)
-    if exact and (chip is None or chip.uncompiled):
-        reason = chip.uncompiled if chip else "exact=True requires a target"
-        raise TargetError(f"no program can be compiled for target={target!r}: {reason}.")
+    if exact and chip is None:
+        raise TargetError("exact=True compiles for a chip. Name it: exact=True, target='h200'.")
+    if exact and chip is not None and chip.uncompiled:
+        raise TargetError(f"no program can be compiled for {target!r}: {chip.uncompiled}.")
     with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
         with contextlib.nullcontext() if target is None else default_target(target):
             traced = _traced(fn, args, kwargs)

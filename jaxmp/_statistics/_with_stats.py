@@ -26,6 +26,7 @@ from jaxmp._nonfinite._arguments import (
 from jaxmp._statistics._measure import TensorStats, measure
 from jaxmp._statistics._observe import GRADIENTS, SCALES, Key, Observer
 from jaxmp._statistics._report import StatsReport, make_report
+from jaxmp.errors import AuditError
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +83,8 @@ def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
       that are not arrays are static: it is traced again when they change.
 
     Raises:
-      AuditError: if `step`, or a function that it calls, was jitted with `compiler_options`.
+      AuditError: if `step` is not a function; if it, or a function that it calls, was jitted with
+        `compiler_options`.
 
     Example:
       >>> def loss_fn(w, x):
@@ -92,6 +94,11 @@ def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
       >>> sorted(stats.tensors["operands"]), float(stats.tensors["gradients"]["w"].amax) == 2.0**-60
       (['dense:lhs', 'dense:output_grad', 'dense:rhs'], True)
     """
+    if not callable(step):
+        raise AuditError(
+            f"with_stats received an object of type {type(step).__name__} instead of a function. "
+            "Pass the step, and then its arguments: jaxmp.with_stats(train_step)(state, batch)."
+        )
     programs: dict[Any, Callable[..., TrainingStats]] = {}
 
     def measured(*args: Any, **kwargs: Any) -> TrainingStats:
