@@ -54,6 +54,39 @@ def run(recipe, sizes, state=None):
 # ---------------------------------------------------------------------------
 
 
+def test_layers_in_a_scan_have_no_branches():
+    """Each step measures their tensors, and the states are those of layers in a Python loop."""
+    product, count = fp8.dot_general(RECIPE), 3
+    kernels = jax.random.normal(jax.random.key(0), (count, 16, 16)) / 4
+
+    def layer(x, row):
+        kernel, state = row
+        return jnp.maximum(product(x, kernel, LINEAR, state=state), 0.0), None
+
+    def loss(variables, x, is_scanned):
+        states = variables["_overwrite_with_gradient"]
+        if is_scanned:
+            x = lax.scan(layer, x, (variables["params"], states))[0]
+        else:
+            for n in range(count):
+                x = layer(x, (variables["params"][n], states[n]))[0]
+        return jnp.mean(jnp.square(x))
+
+    step = jax.jit(jaxmp.grad(loss), static_argnums=2)
+    states = [fp8.init_state(RECIPE)] * count
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    closed = jax.make_jaxpr(jaxmp.grad(lambda *args: loss(*args, True)))(
+        {"params": kernels, "_overwrite_with_gradient": stacked}, of_size(1, 8, 16)
+    )
+    assert not any(each.primitive.name == "cond" for each in equations(closed))
+    for size in (np.inf, 1.0, 0.0, 8.0):
+        x, name = of_size(size, 8, 16), "_overwrite_with_gradient"
+        stacked = step({"params": kernels, name: stacked}, x, True)[name]
+        states = step({"params": kernels, name: states}, x, False)[name]
+        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        jax.tree.map(np.testing.assert_array_equal, stacked, expected)
+
+
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -127,9 +127,7 @@ def value_and_grad(
         )
         args = vary_args(args, called)
         run = evaluate if called.microbatches == 1 else accumulate
-        sums, aux = _overwritten.evaluate_step(
-            lambda: run(fn, args, kwargs, called), [args[i] for i in called.argnums]
-        )
+        sums, aux = run(fn, args, kwargs, called)
         loss, grads = mean_of_sums(reduce_sums(sums, called))
         grads = tuple(map(_overwritten.finish_step, grads, before))
         grads = grads if isinstance(argnums, (tuple, list)) else grads[0]

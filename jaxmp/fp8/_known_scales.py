@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from jaxmp._core._typing import DTypeLike
-from jaxmp.fp8._first_step import if_known
 from jaxmp.fp8._quantize import compute_scale
 from jaxmp.fp8._scaling import GEMMS, DelayedScaling, Scaling
 from jaxmp.fp8._state import COMMON_SCALE, OPERANDS, State, is_active, known_amax, of_operand
@@ -173,4 +172,4 @@ def resolve(
 
     # Only the first step measures a tensor before it is scaled. The other steps measure it in the
     # kernel that quantizes it.
-    return if_known(scaling, known.are_all_known, lambda: before, calibrate)
+    return lax.cond(known.are_all_known, lambda: before, calibrate)

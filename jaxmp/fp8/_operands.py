@@ -19,7 +19,6 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import QUANTIZE
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
-from jaxmp.fp8._first_step import if_known
 from jaxmp.fp8._known_scales import factor_of, scale_of
 from jaxmp.fp8._quantize import quantize
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
@@ -194,7 +193,7 @@ def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen
         return select(), measured
     # With a branch, only the first step reads the tensor once more. The other steps measure it in
     # the kernel that quantizes it.
-    return if_known(scaling, is_known, lambda: known, select), measured
+    return lax.cond(is_known, lambda: known, select), measured
 
 
 def _observe_and_quantize(

@@ -75,7 +75,9 @@ def begin_step(states: Sequence[State], partials: int) -> list[State]:
 
     Args:
       states: states in float32 for which `can_begin` is True.
-      partials: number of partial maxima of each tensor; 1 for tensors on several devices.
+      partials: number of partial maxima of each tensor; 1 for tensors on several devices. Layers
+        that are stacked, as in a scan, have 1: each step measures a tensor before it is quantized,
+        because XLA for GPUs would copy the operands of a branch in each iteration of a loop.
     """
     active: list[State] = [{} for _ in states]
     for indices in _groups(states):
@@ -87,7 +89,8 @@ def begin_step(states: Sequence[State], partials: int) -> list[State]:
         known = jnp.concatenate([amaxes, common_scales(largest)], axis=-1)
         stack = history.shape[1:-1]
         # All layers have the same arrays of zeros, of which only the gradients differ.
-        uses, maxima = jnp.zeros(stack, FLOAT32), jnp.zeros((*stack, partials, 1), FLOAT32)
+        count = 1 if stack else partials
+        uses, maxima = jnp.zeros(stack, FLOAT32), jnp.zeros((*stack, count, 1), FLOAT32)
         parts = lax.split(known, [3] * len(indices))
         for index, age, part in zip(indices, ages, parts, strict=True):
             active[index] = {AGE: age, USES: uses}
