@@ -19,8 +19,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import QUANTIZE
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._dims import Dims
-from jaxmp.fp8._known_scales import factor_of, scale_of
-from jaxmp.fp8._quantize import quantize
+from jaxmp.fp8._quantize import compute_scale, quantize
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
 from jaxmp.fp8._shardings import broadcast_factor
 from jaxmp.fp8._state import (
@@ -143,12 +142,9 @@ def _quantize(
     """
     if in_force is None or measured is None:
         in_force = measured = amax(x, axes)
-    scale = scale_of(in_force, scaling, dtype)
-    return cast(x, scale, scaling, dtype), factor_of(scale)
-
-
-def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
-    """Quantizes `x` with a scale in the layout and the kernel that the dots require."""
+    scale = compute_scale(in_force, dtype, scaling.margin, scaling.power_of_two)
+    # The reciprocal of a scale above 2**126 would be subnormal and might be flushed to zero.
+    factor = lax.div(lax.full_like(scale, 1), lax.min(scale, lax.full_like(scale, 2.0**126)))
     values = quantize(x, scale, dtype)
     if _compat.target() == "gpu" and x.dtype == FLOAT32:
         # XLA would lay an FP32 kernel out as the transposed copy that cuBLAS reads, in a slow pass
@@ -156,38 +152,30 @@ def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> 
         values = _compat.row_major(values)
     # XLA for GPUs computes either the amax or a transposed copy in the kernel that quantizes. With
     # the barrier, it is the amax, and the copy is made of one byte per element.
-    return lax.optimization_barrier(values) if isinstance(scaling, DelayedScaling) else values
+    if isinstance(scaling, DelayedScaling):
+        values = lax.optimization_barrier(values)
+    return values, factor
 
 
 _QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
 
 
-def _over_devices(maxima: jax.Array, state: OperandState) -> jax.Array:
-    """Returns, inside `shard_map`, the maximum over the devices that share the state."""
+def _measured(x: jax.Array, state: OperandState, count: int) -> jax.Array:
+    """Returns partial maxima of `x`, over all examples and devices that share the state."""
+    maxima = _state_maxima(0, count)(x, state.age)
     axes = _compat.varying_axes(maxima) - _compat.varying_axes(state)
     return _compat.largest(maxima, tuple(sorted(axes, key=str))) if axes else maxima
-
-
-def measure_amax(x: jax.Array, state: OperandState) -> jax.Array:
-    """Returns the amax of `x`, over all examples and devices that share the state."""
-    return _over_devices(_state_maxima(0, 1)(x, state.age), state).reshape(())
-
-
-def measure_partials(x: jax.Array, state: OperandState) -> jax.Array:
-    """Returns partial maxima of `x`, as many as an active state has."""
-    count = state.amax_history.shape[0]
-    return _over_devices(_state_maxima(0, count)(x, state.age), state)
 
 
 def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:
     """Returns the active amax, which is that of `x` if there is no earlier one, and the new one."""
     known, history = known_amax(scaling, state), state.amax_history
     is_active, is_known = history.ndim > 1, known > np.float32(0)
-    measured = (measure_partials if is_active else measure_amax)(x, state)
+    whole = lambda: _measured(x, state, 1).reshape(())
+    measured = _measured(x, state, history.shape[0]) if is_active else whole()
     if not scaling.calibrate:
         return known, measured
-    whole = lambda: measure_amax(x, state) if is_active else measured
-    select = lambda: lax.select(is_known, known, whole())
+    select = lambda: lax.select(is_known, known, whole() if is_active else measured)
     if not is_active or history.shape[0] == 1:
         # Every step measures the amax for the history anyway.
         return select(), measured
@@ -290,15 +278,8 @@ def multiply(
         )
     if lhs.factor.ndim == rhs.factor.ndim == 0:
         factor = lhs.factor * rhs.factor
-        return multiply_values(
-            lhs.values,
-            rhs.values,
-            factor,
-            dims,
-            out_dtype,
-            accurate=accurate,
-            shared=shared,
-            out_sharding=out_sharding,
+        return _multiply_values(
+            lhs.values, rhs.values, factor, dims, out_dtype, accurate, shared, out_sharding
         )
     product = _dot(lhs.values, rhs.values, dims, out_dtype, accurate, out_sharding)
     product = lax.convert_element_type(product, FLOAT32)
@@ -307,16 +288,15 @@ def multiply(
     return lax.convert_element_type(product, out_dtype)
 
 
-def multiply_values(
+def _multiply_values(
     lhs: jax.Array,
     rhs: jax.Array,
     factor: jax.Array,
     dims: Dims,
     out_dtype: DTypeLike,
-    *,
     accurate: bool,
-    shared: int | None = None,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
+    shared: int | None,
+    out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:
     """Multiplies FP8 values, and the result by a scalar factor; arguments as in `multiply`."""
     on_gpu = _compat.target() == "gpu"

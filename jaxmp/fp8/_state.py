@@ -28,8 +28,8 @@ State = dict[str, jax.Array]
 OPERANDS = ("input", "kernel", "output_grad")
 AGE = "age"
 USES = "uses"
-# In an active state, the size of `X_amax`, and the first index of the results of `common_scales`.
-ACTIVE_SIZE, COMMON_SCALE = 7, 3
+# Size of `X_amax` in an active state.
+ACTIVE_SIZE = 3
 # Prefix of the leaves among the variables of a Flax layer.
 PREFIX = "fp8_"
 # The leaves of one layer's state.

@@ -5,9 +5,8 @@ GPU starts about eleven small kernels per layer. `begin_step` and `finish_step` 
 of all layers together, outside of the differentiated function. Between them, a layer receives its
 *active state*, with the same names and other shapes:
 
-- `X_amax`, `[7]`: the stored amax, the largest and the newest entry of the history, and the results
-  of `common_scales`. Its gradient contains the active amax: 0 if it is that of this step, -1 if
-  there is none.
+- `X_amax`, `[3]`: the stored amax, and the largest and the newest entry of the history. Its
+  gradient contains the active amax: 0 if it is that of this step, -1 if there is none.
 - `X_amax_history`, `[partials, 1]`: zeros. Its gradient contains partial maxima of the magnitudes
   in this step, so that one kernel computes the maxima of all tensors.
 """
@@ -22,7 +21,6 @@ import numpy as np
 from jax import lax
 
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp.fp8._known_scales import common_scales
 from jaxmp.fp8._operands import amax
 from jaxmp.fp8._state import AGE, OPERANDS, USES, State, settled, to_float32
 
@@ -84,9 +82,7 @@ def begin_step(states: Sequence[State], partials: int) -> list[State]:
         ages, amaxes, histories = zip(*(_stored(states[index]) for index in indices), strict=True)
         history = jnp.concatenate(histories)
         stored = jnp.concatenate(amaxes)
-        largest = jnp.max(history, axis=-1)
-        amaxes = jnp.stack([stored, largest, history[..., 0]], axis=-1)
-        known = jnp.concatenate([amaxes, common_scales(largest)], axis=-1)
+        known = jnp.stack([stored, jnp.max(history, axis=-1), history[..., 0]], axis=-1)
         stack = history.shape[1:-1]
         # All layers have the same arrays of zeros, of which only the gradients differ.
         count = 1 if stack else partials
