@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from jaxmp._core._typing import RichRenderable
 from jaxmp._report._page import html_document, html_sections
@@ -109,8 +109,9 @@ class Report(Views):
         try:
             data = json.loads(text)
             schema = {name: data.pop(name, None) for name in cls._schema}
-            if schema != cls._schema:
-                data = cls._converted(schema, data)
+            for name, value in cls._schema.items():
+                if schema[name] != value:
+                    raise ValueError(f"{name} is {schema[name]!r}, and must be {value!r}")
             for name in cls._summary:
                 data.pop(name, None)
             return from_plain(cls, data)
@@ -119,17 +120,6 @@ class Report(Views):
                 f"{text[:80]!r} is not the JSON text of {cls._article()} ({error}). Write one with:"
                 f"\n    pathlib.Path('{cls._subject}.json').write_text(report.to_json())"
             ) from None
-
-    @classmethod
-    def _converted(cls, schema: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-        """Returns the data of an earlier schema in the current layout.
-
-        Raises:
-          ValueError: if it cannot be converted.
-        """
-        del data
-        name = next(name for name, value in cls._schema.items() if schema[name] != value)
-        raise ValueError(f"{name} is {schema[name]!r}, and must be {cls._schema[name]!r}")
 
     @classmethod
     def _article(cls) -> str:

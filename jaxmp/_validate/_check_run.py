@@ -94,26 +94,19 @@ def check_model_arguments(
 def _check_model(model: object) -> None:
     if isinstance(model, nn.Module):
         return
-    cls = model if isinstance(model, type) else type(model)
-    make = f"Pass a function from the seed: lambda seed: {cls.__name__}(rngs=nnx.Rngs(seed))."
-    if isinstance(model, nnx.Module):
+    is_class = isinstance(model, type)
+    cls = model if is_class else type(model)
+    takes_rngs = is_class and "rngs" in inspect.signature(model.__init__).parameters
+    if (
+        takes_rngs
+        or issubclass(cls, nn.Module)
+        or isinstance(model, nnx.Module)
+        or not callable(model)
+    ):
         raise ValidationError(
-            f"The model is an NNX module of the class {cls.__name__}, which a training changes, "
-            f"and every recipe and seed trains a new one. {make}"
-        )
-    if isinstance(model, type) and issubclass(model, nn.Module):
-        raise ValidationError(
-            f"The model is the class {cls.__name__}. Pass a module, such as {cls.__name__}()."
-        )
-    if not callable(model):
-        raise ValidationError(
-            f"The model is of type {cls.__name__}. Pass a Linen module, such as Net(), or a "
-            "function from the seed to an NNX module: lambda seed: Net(rngs=nnx.Rngs(seed))."
-        )
-    if isinstance(model, type) and "rngs" in inspect.signature(model.__init__).parameters:
-        raise ValidationError(
-            f"The model is the class {cls.__name__}, which takes rngs, and validate passes the "
-            f"seed. {make}"
+            f"The model is {'the class' if is_class else 'of type'} {cls.__name__}. Pass a Linen "
+            "module, such as Net(), or a function from the seed to an NNX module, of which every "
+            "recipe and seed trains a new one: lambda seed: Net(rngs=nnx.Rngs(seed))."
         )
 
 

@@ -2,15 +2,13 @@
 
 `ValidationReport.to_dict()` returns the fields of the dataclasses below, with the same names, as
 dicts, lists, strings and numbers; tuples become lists. Two fields precede them: `schema`
-("jaxmp.validation") and `schema_version` (2; it increases when a field is removed or changes its
-meaning; version 1, without the verdict "differs", the directions of metrics and `loss` of the
-gradients, can be read, too). Non-finite numbers are the strings "nan", "inf" and "-inf", which
-`float` converts. The lists of a `TrainingRecord` are parallel: `losses`, `gradient_norms` and
-`loss_scales` have an item per step, `evaluations` and `weight_norms` an item per item of
-`eval_steps`.
+("jaxmp.validation") and `schema_version` (3; it increases when a field is removed or changes its
+meaning). Non-finite numbers are the strings "nan", "inf" and "-inf", which `float` converts. The
+lists of a `TrainingRecord` are parallel: `losses`, `gradient_norms` and `loss_scales` have an item
+per step, `evaluations` an item per item of `eval_steps`.
 
     {
-      "schema": "jaxmp.validation", "schema_version": 2,
+      "schema": "jaxmp.validation", "schema_version": 3,
       "ok": false, "reference": "fp32", "seeds": [0, 1, 2], "steps": 250,
       "eval_steps": [0, 50, 100, 150, 200, 250], "compare_steps": [0, 16, 249],
       "metric": {"name": "loss", "scale": "relative", "reason": "...", "direction": "min",
@@ -23,15 +21,14 @@ gradients, can be read, too). Non-finite numbers are the strings "nan", "inf" an
                     "high": 0.034, "budget": 0.005, "margin": -0.026, "scale": "relative",
                     "text": "..."}],
         "pairs": [{"seed": 0, "reference": 2.1975, "candidate": 2.2650, "difference": 0.0303}],
-        "power": {"deviation": 0.001, "interval": 0.0017, "seeds_needed": 2, "text": "..."},
+        "power": {"deviation": 0.001, "seeds_needed": 2, "text": "..."},
         "gradients": [{"step": 0, "error": 0.41, "cosine": 0.93, "underflow": 0.31, ...}],
         "modules": [{"module": "block_0/attention", "step": 0, "gradient_error": 0.41, ...}],
         "origin": {"forward": "...", "backward": "...", "text": "..."},
-        "training": {"curve_distance": 0.02, "curve_band": 0.015, ...},
-        "program": {"findings": {"missing_loss_scale": 1}, "kernels": 0, ...}
+        "training": {"curve_distance": 0.02, "curve_band": 0.015, ...}
       }],
       "runs": [{"name": "fp32", "seed": 0, "losses": [...], ...}],
-      "program": {...}, "notes": []
+      "notes": []
     }
 """
 
@@ -39,19 +36,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxmp._report._section import Section
 from jaxmp._report._views import Report, read_report
 from jaxmp._validate._baseline import find_regressions
-from jaxmp._validate._budget import direction_of
 from jaxmp._validate._page import render_page
 from jaxmp._validate._rows import (
     DIFFERS,
     FAIL,
     CandidateResult,
     MetricChoice,
-    ProgramRow,
     TrainingRecord,
 )
 from jaxmp._validate._sections import report_sections
@@ -75,7 +70,6 @@ class ValidationReport(Report):
       test: description of the statistical test.
       candidates: results in the order of the argument.
       runs: records of all runs, those of the reference first.
-      program: audit and size of the reference's training step.
       notes: measurements that were not made, and why.
 
     Example:
@@ -89,7 +83,7 @@ class ValidationReport(Report):
     _title = "Precision validation"
     _command = "jaxmp validate run.py:make_run --baseline validation.json --write-baseline"
     _error = ValidationError
-    _schema: ClassVar = {"schema": "jaxmp.validation", "schema_version": 2}
+    _schema: ClassVar = {"schema": "jaxmp.validation", "schema_version": 3}
 
     reference: str = "fp32"
     seeds: tuple[int, ...] = ()
@@ -100,7 +94,6 @@ class ValidationReport(Report):
     test: str = ""
     candidates: tuple[CandidateResult, ...] = ()
     runs: tuple[TrainingRecord, ...] = ()
-    program: ProgramRow = dataclasses.field(default_factory=ProgramRow)
     notes: tuple[str, ...] = ()
 
     @property
@@ -125,8 +118,7 @@ class ValidationReport(Report):
 
         Args:
           baseline: an earlier report of the same seeds and steps, its JSON text, or a path that
-            ends in `.json`. A larger held-out loss, gradient error, temporary memory or number of
-            kernels than there fails, too.
+            ends in `.json`. A larger held-out loss or gradient error than there fails, too.
 
         Raises:
           ValidationFailedError: with the headline of each candidate that fails or differs, and
@@ -159,10 +151,3 @@ class ValidationReport(Report):
           >>> _ = Path("validation.html").write_text(page, encoding="utf-8")
         """
         return render_page(self, full)
-
-    @classmethod
-    def _converted(cls, schema: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-        if schema != cls._schema | {"schema_version": 1}:
-            return super()._converted(schema, data)
-        data["metric"]["direction"] = direction_of(data["metric"]["name"])
-        return data

@@ -13,7 +13,6 @@ from flax import nnx
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe, load_recipe
 from jaxmp._recipe_files._load import RecipeLike
-from jaxmp._targets import get_target
 from jaxmp._validate._budget import BudgetsLike, check_directions, resolve_budgets
 from jaxmp._validate._check_run import check_make_run
 from jaxmp._validate._driver import Settings, make_schedule, run_validation
@@ -37,7 +36,6 @@ def validate(
     metrics: Mapping[str, str] | None = None,
     eval_every: int | None = None,
     compare_steps: Sequence[int] | None = None,
-    target: str | None = None,
     progress: bool | None = None,
     loss_fn: LossFn | None = None,
     batches: Callable[[int], Iterable[PyTree]] | Iterable[PyTree] | None = None,
@@ -69,7 +67,6 @@ def validate(
       eval_every: steps between two evaluations; None: a tenth of `steps`.
       compare_steps: numbers of updates before the steps at which gradients and activations of the
         first seed are compared; None: 0, a tenth of `steps`, and `steps - 1`.
-      target: GPU for which memory and kernels are counted, as in `audit`; None: this device.
       progress: True to show a progress bar; None: if standard error is a terminal.
       loss_fn: with a Flax model: `loss_fn(model, batch)` returns the mean loss.
       batches: with a Flax model: the batches, or a function from the seed to the batches.
@@ -113,8 +110,6 @@ def validate(
             f"{name!r} is both the reference and a candidate. Name the candidate differently: "
             f"recipes={{'my_{name}': recipe}}."
         )
-    if target is not None:
-        get_target(target)
     settings = Settings(
         reference=(name, reference),
         candidates=candidates,
@@ -122,7 +117,6 @@ def validate(
         directions=check_directions({} if metrics is None else metrics),
         seeds=_as_seeds(seeds),
         schedule=make_schedule(steps, eval_every, compare_steps),
-        target=target,
     )
     total = steps * len(settings.seeds) * len(settings.recipes)
     with progress_bar(total, progress) as (on_run, on_step):
