@@ -150,10 +150,6 @@ def _quantize(
         # XLA would lay an FP32 kernel out as the transposed copy that cuBLAS reads, in a slow pass
         # over FP32, and transpose the copy again for the other matmul.
         values = _compat.row_major(values)
-    # XLA for GPUs computes either the amax or a transposed copy in the kernel that quantizes. With
-    # the barrier, it is the amax, and the copy is made of one byte per element.
-    if isinstance(scaling, DelayedScaling):
-        values = lax.optimization_barrier(values)
     return values, factor
 
 
@@ -191,7 +187,12 @@ def _observe_and_quantize(
     dtype: DTypeLike,
 ) -> tuple[tuple[jax.Array, jax.Array], Seen]:
     seen = _observe(x, state, scaling)
-    return _quantize(x, *seen, scaling, dtype, None), seen
+    values, factor = _quantize(x, *seen, scaling, dtype, None)
+    if seen[1].size > 1 or not scaling.calibrate:
+        # XLA for GPUs computes either the amax or a transposed copy in the kernel that quantizes.
+        # With the barrier, it is the amax, and the copy is made of one byte per element.
+        values = lax.optimization_barrier(values)
+    return (values, factor), seen
 
 
 _OBSERVE = jax.jit(_observe, static_argnames="scaling")
