@@ -431,21 +431,6 @@ def test_compositions_train_skip_and_keep_their_types(name):
     assert step._cache_size() == 1
 
 
-def test_multi_transform_outside_guards_each_group_and_names_the_scales():
-    tx = optax.multi_transform(
-        {"a": mixed(), "b": mixed(optax.sgd(1e-2))}, {"dense": {"kernel": "a", "bias": "b"}}
-    )
-    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
-    with pytest.raises(jaxmp.JaxmpError, match=r"2 loss scales.*\['a'\].*\['b'\]"):
-        jaxmp.get_loss_scale(state)
-    grads = jax.tree.map(lambda p: jnp.ones(p.shape), state.params)
-    new = state.apply_gradients(grads=grads)
-    for param, master in zip(
-        jax.tree.leaves(new.params), jax.tree.leaves(jaxmp.get_master_params(new)), strict=True
-    ):
-        assert same_bits(master.astype(jnp.bfloat16), param)
-
-
 @pytest.mark.parametrize(
     ("wrap", "fix"),
     [
@@ -453,6 +438,12 @@ def test_multi_transform_outside_guards_each_group_and_names_the_scales():
         (lambda tx: optax.apply_if_finite(tx, 3), "recipe.optimizer(inner)"),
         (lambda tx: optax.chain(tx, optax.scale(0.5)), "recipe.optimizer(optax.chain(inner"),
         (lambda tx: optax.chain(optax.chain(tx, optax.scale(0.5))), "optax.chain(inner"),
+        (
+            lambda tx: optax.multi_transform(
+                {"a": tx, "b": mixed()}, {"dense": {"kernel": "a", "bias": "b"}}
+            ),
+            "recipe.optimizer(optax.multi_transform(",
+        ),
     ],
 )
 def test_what_would_break_silently_is_refused(wrap, fix):
@@ -594,32 +585,8 @@ def test_stochastic_rounding_is_a_function_of_its_state():
 
 
 # ---------------------------------------------------------------------------
-# Several guards, several devices
+# Several devices
 # ---------------------------------------------------------------------------
-
-
-def two_groups(policies=FP32):
-    guarded = lambda: optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=policies)
-    return optax.multi_transform({"a": guarded(), "b": guarded()}, {"x": "a", "y": "b"})
-
-
-@pytest.mark.parametrize("policies", [FP32, BF16])
-def test_two_guards_skip_together(policies):
-    params = {"x": jnp.ones(3), "y": jnp.ones(2)}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=two_groups(policies))
-    new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.array([1.0, jnp.inf])})
-    assert int(new.step) == 0
-    assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
-
-
-def test_two_guards_skip_together_when_one_master_does_not_fit():
-    params = {"x": jnp.ones(3), "y": jnp.full(2, 65000.0)}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=two_groups(FP16))
-    new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.full(2, -1000.0)})
-    assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
-
-
-GROUPS = {"x": "a", "y": "b"}
 
 
 def load(name):
@@ -628,76 +595,6 @@ def load(name):
     if not isinstance(recipe.loss_scale, jaxmp.DynamicLossScale):
         return recipe
     return recipe.replace(loss_scale=jaxmp.DynamicLossScale(init_scale=2.0**8))
-
-
-def grouped(recipe_a, recipe_b):
-    """Returns the state of two parameter groups, each with a separate recipe optimizer."""
-    tx = optax.multi_transform(
-        {"a": recipe_a.optimizer(optax.sgd(0.5)), "b": recipe_b.optimizer(optax.sgd(0.25))}, GROUPS
-    )
-    params = {"x": jnp.ones(3), "y": jnp.ones(2)}
-    return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-
-@pytest.mark.parametrize(
-    ("recipes", "scale"),
-    [
-        (("bf16", "bf16"), 1.0),
-        (("bf16_params", "fp32"), 1.0),
-        (("fp16", "fp16"), 2.0**8),
-        (("fp16", "bf16"), 2.0**8),
-        (("fp32", "fp16_params"), 2.0**8),
-    ],
-)
-@fast_cases("recipes0-1.0", "recipes3-256.0")
-def test_groups_with_their_own_optimizers_share_one_scale(recipes, scale):
-    state = grouped(*map(load, recipes))
-
-    @jax.jit
-    def step(state, factor):
-        loss, grads = state.value_and_grad(lambda p, f: quadratic(p) * f)(factor)
-        return state.apply_gradients(grads=grads), loss
-
-    assert float(state.loss_scale.scale_value) == scale
-    new, loss = step(state, jnp.float32(1.0))
-    assert float(loss) == 5.0
-    assert new.params["x"].tolist() == [0.0] * 3 and new.params["y"].tolist() == [0.5] * 2
-    skipped, _ = step(new, jnp.float32(jnp.inf))
-    assert int(skipped.step) == 1 and not changed(new.params, skipped.params)
-    assert float(skipped.loss_scale.scale_value) == max(scale / 2, 1.0)
-    jaxmp.check(skipped)
-
-
-def test_scales_of_groups_stay_equal_when_one_master_does_not_fit():
-    recipe = jaxmp.load_recipe("fp16_params")
-    state = grouped(recipe, recipe)
-    new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.full(2, -1e6)})
-    states = new.opt_state.inner_states
-    guards = [states[name].inner_state for name in "ab"]
-    assert [float(guard.loss_scale.scale_value) for guard in guards] == [2.0**15] * 2
-    assert [int(guard.stats.total) for guard in guards] == [1, 1]
-    assert float(new.loss_scale.scale_value) == 2.0**15
-
-
-@pytest.mark.parametrize(
-    "other", [jaxmp.DynamicLossScale(init_scale=2.0**10), jaxmp.StaticLossScale(2.0**16)]
-)
-def test_groups_with_different_scales_are_refused(other):
-    recipe = jaxmp.load_recipe("fp16")
-    with pytest.raises(CompositionError, match=r"different loss scales.*recipe.optimizer\(optax"):
-        grouped(recipe, recipe.replace(loss_scale=other))
-
-
-def test_groups_name_one_axis():
-    recipe = jaxmp.load_recipe("bf16")
-    tx = optax.multi_transform(
-        {"a": recipe.optimizer(optax.sgd(0.5), axis_name="d"), "b": recipe.optimizer(optax.sgd(1))},
-        GROUPS,
-    )
-    params = {"x": jnp.ones(3), "y": jnp.ones(2)}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-    with pytest.raises(CompositionError, match="different axes: 'd' and None"):
-        state.value_and_grad(quadratic)
 
 
 def sum_of_squares(params, batch):

@@ -466,12 +466,3 @@ def test_frozen_parameters_in_fp32_are_reported_with_a_fix(abstract):
 def test_recipes_that_store_fp32_report_nothing(recipe):
     params, tx = frozen_and_trained(jaxmp.load_recipe(recipe))
     jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-
-def test_groups_with_recipes_of_their_own_report_nothing():
-    recipes = map(jaxmp.load_recipe, ("bf16_params", "fp32"))
-    parts = {recipe.name: recipe.optimizer(optax.sgd(0.1)) for recipe in recipes}
-    tx = optax.partition(parts, {"a": "bf16_params", "b": "fp32"})
-    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-    assert stored_dtypes(state.params) == ["bfloat16", "float32"]

@@ -81,7 +81,7 @@ class Optimizer(nnx.Optimizer):
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale in the optimizer state; `NoLossScale()` if it has none."""
-        return _find.shared_loss_scale(self._pure_state())
+        return _find.own_loss_scale(self._pure_state())
 
     def value_and_grad(
         self,

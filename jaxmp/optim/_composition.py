@@ -9,7 +9,7 @@ import optax
 
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError
-from jaxmp.optim._find import find
+from jaxmp.optim._find import find, guard_of
 from jaxmp.optim._master import MasterParamsState, master_states
 from jaxmp.optim._skip import SkipNonfiniteState
 
@@ -23,6 +23,7 @@ def check_composition(opt_state: PyTree) -> None:
     Raises:
       CompositionError: with the wrapper, the reason, and the composition that works.
     """
+    guard_of(opt_state)
     _check_node(opt_state)
 
 
