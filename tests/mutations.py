@@ -366,7 +366,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients are unscaled in 16 bits",
-        "jaxmp/_loss_scale/_leaves.py",
+        "jaxmp/_loss_scale/_base.py",
         "    wide = jnp.asarray(cast_floating(leaf, FLOAT32))\n",
         "    wide = jnp.asarray(leaf)\n",
         ("test_loss_scale.py::test_float16_gradients_are_unscaled_in_fp32",),
