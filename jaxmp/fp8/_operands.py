@@ -18,6 +18,7 @@ from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import QUANTIZE
 from jaxmp._core._typing import DTypeLike
+from jaxmp.fp8._checkpoint import named_amax
 from jaxmp.fp8._dims import Dims
 from jaxmp.fp8._quantize import compute_scale, quantize
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
@@ -167,17 +168,16 @@ def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen
     """Returns the active amax, which is that of `x` if there is no earlier one, and the new one."""
     known, history = known_amax(scaling, state), state.amax_history
     is_active, is_known = history.ndim > 1, known > np.float32(0)
-    whole = lambda: _measured(x, state, 1).reshape(())
-    measured = _measured(x, state, history.shape[0]) if is_active else whole()
-    if not scaling.calibrate:
-        return known, measured
-    select = lambda: lax.select(is_known, known, whole() if is_active else measured)
-    if not is_active or history.shape[0] == 1:
-        # Every step measures the amax for the history anyway.
-        return select(), measured
-    # With a branch, only the first step reads the tensor once more. The other steps measure it in
-    # the kernel that quantizes it.
-    return lax.cond(is_known, lambda: known, select), measured
+    whole = lambda: named_amax(_measured(x, state, 1).reshape(()))
+    if is_active and history.shape[0] > 1:
+        partials = _measured(x, state, history.shape[0])
+        # With a branch, only the first step reads the tensor once more. The other steps measure it
+        # in the kernel that quantizes it.
+        amax = lax.cond(is_known, lambda: known, whole) if scaling.calibrate else known
+        return amax, partials
+    measured = whole()
+    amax = lax.select(is_known, known, measured) if scaling.calibrate else known
+    return amax, measured[None] if is_active else measured
 
 
 def _observe_and_quantize(
