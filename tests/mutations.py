@@ -840,7 +840,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the weights of rows do not enter the mean",
-        "jaxmp/losses/_weights.py",
+        "jaxmp/losses/_arguments.py",
         "jnp.asarray(math.prod(rows), wide) if factors is None else jnp.sum(factors)",
         "jnp.asarray(math.prod(rows), wide)",
         ("test_losses.py::test_reductions",),
@@ -1232,7 +1232,7 @@ MUTATIONS = [
     ),
     Mutation(
         "emulated operations do not round",
-        "jaxmp/_validate/_emulate.py",
+        "jaxmp/_validate/_trials.py",
         "    return jnp.where(mode == ROUNDED, rounded, ",
         "    return jnp.where(mode == ROUNDED, x, ",
         ("test_validate_trials.py::test_emulated_roundings_are_those_of_the_step",),

@@ -27,7 +27,6 @@ from jaxmp._validate._compare import (
 )
 from jaxmp._validate._diagnose import Evidence, diagnose, find_origin
 from jaxmp._validate._probe import Leaves, Measurements, Probe, leaves_of, make_probe
-from jaxmp._validate._progress import OnRun, OnStep
 from jaxmp._validate._pure import PureRun, as_arrays, as_pure, check_same_params
 from jaxmp._validate._report import ValidationReport
 from jaxmp._validate._rows import (
@@ -43,7 +42,7 @@ from jaxmp._validate._rows import (
 )
 from jaxmp._validate._run import MakeRun
 from jaxmp._validate._sections import figure_text
-from jaxmp._validate._train import Hashes, Schedule, make_program, train
+from jaxmp._validate._train import Hashes, OnRun, OnStep, Schedule, make_program, train
 from jaxmp._validate._trials import Trial, repeat_step, step_to_repeat
 from jaxmp.errors import ValidationError
 

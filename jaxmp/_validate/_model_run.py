@@ -17,8 +17,7 @@ from jaxmp import nnx as mp_nnx
 from jaxmp._core._typing import ArrayLike, PyTree
 from jaxmp._recipe import Recipe
 from jaxmp._train_state import TrainState
-from jaxmp._validate._check_run import check_model_arguments
-from jaxmp._validate._run import MakeRun, TrainingRun
+from jaxmp._validate._run import MakeRun, TrainingRun, check_model_arguments
 from jaxmp.errors import ValidationError
 
 ModelLike: TypeAlias = nn.Module | Callable[[int], nn.Module | nnx.Module]

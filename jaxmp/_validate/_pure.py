@@ -19,8 +19,7 @@ from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._nnx_optimizer import trained_model
 from jaxmp._loss_scale import LossScale
-from jaxmp._validate._check_run import check_run, check_state
-from jaxmp._validate._run import TrainingRun
+from jaxmp._validate._run import TrainingRun, check_run, check_state
 from jaxmp.errors import JaxmpError, ValidationError
 from jaxmp.optim import _find
 from jaxmp.optim._skip import SkipStats

@@ -38,12 +38,12 @@ from jaxmp.checkpoint._description import (
     finite_leaves,
     flatten_state,
 )
-from jaxmp.checkpoint._finite import start_tests
-from jaxmp.checkpoint._handler import ITEM, RestoreState, SaveState, StateHandler
-from jaxmp.checkpoint._info import CheckpointInfo, describe_manifest
+from jaxmp.checkpoint._handler import ITEM, RestoreState, SaveState, StateHandler, start_tests
 from jaxmp.checkpoint._manifest import (
+    CheckpointInfo,
     Manifest,
     check_files,
+    describe_manifest,
     has_manifest,
     read_manifest,
 )

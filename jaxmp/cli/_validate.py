@@ -10,7 +10,7 @@ import typer
 import jaxmp
 from jaxmp._report._views import read_report
 from jaxmp._validate import ValidationReport
-from jaxmp._validate._baseline import find_regressions
+from jaxmp._validate._report import find_regressions
 from jaxmp._validate._rows import DIFFERS, FAIL
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._output import check_output, console, write_file, write_json

@@ -19,7 +19,7 @@ from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._checkpoint import named, named_amax, named_result, named_values
-from jaxmp.fp8._dims import Dims, make_dims
+from jaxmp.fp8._dims import Dims, Shardings, dot_shardings, make_dims
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
 from jaxmp.fp8._operands import (
     AMAX,
@@ -37,7 +37,6 @@ from jaxmp.fp8._scaling import (
     ScalingLike,
     as_scaling,
 )
-from jaxmp.fp8._shardings import Shardings, dot_shardings
 from jaxmp.fp8._state import (
     AGE,
     State,

@@ -19,10 +19,9 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import QUANTIZE
 from jaxmp._core._typing import DTypeLike
 from jaxmp.fp8._checkpoint import named_amax
-from jaxmp.fp8._dims import Dims
+from jaxmp.fp8._dims import Dims, broadcast_factor
 from jaxmp.fp8._quantize import compute_scale, quantize
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
-from jaxmp.fp8._shardings import broadcast_factor
 from jaxmp.fp8._state import (
     OPERANDS,
     OperandState,
@@ -173,11 +172,11 @@ def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen
         partials = _measured(x, state, history.shape[0])
         # With a branch, only the first step reads the tensor once more. The other steps measure it
         # in the kernel that quantizes it.
-        amax = lax.cond(is_known, lambda: known, whole) if scaling.calibrate else known
-        return amax, partials
+        active = lax.cond(is_known, lambda: known, whole) if scaling.calibrate else known
+        return active, partials
     measured = whole()
-    amax = lax.select(is_known, known, measured) if scaling.calibrate else known
-    return amax, measured[None] if is_active else measured
+    active = lax.select(is_known, known, measured) if scaling.calibrate else known
+    return active, measured[None] if is_active else measured
 
 
 def _observe_and_quantize(

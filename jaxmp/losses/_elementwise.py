@@ -17,8 +17,6 @@ from jaxmp.losses._arguments import (
     check_number,
     check_reduction,
     check_same_shape,
-)
-from jaxmp.losses._weights import (
     reduce_losses,
     row_factors,
 )
