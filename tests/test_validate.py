@@ -712,23 +712,6 @@ def test_a_wrong_argument_of_a_model_is_named(model, options, match):
         run(model, **options)
 
 
-def run_without_arguments():
-    return make_run(None, 0)
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (run_without_arguments, r"run_without_arguments\(\) \(test_validate.py, line \d+\) cannot"),
-        (lambda seed, recipe: None, "has the seed as first argument"),
-    ],
-)
-def test_a_make_run_with_other_arguments_is_named(make, match):
-    with pytest.raises(jaxmp.errors.ValidationError, match=match) as caught:
-        jaxmp.validate(make, ["bf16"], steps=4)
-    assert "    def make_run(recipe, seed):\n" in str(caught.value)
-
-
 def with_metrics(metrics):
     return lambda run: lambda state, x: (run.step(state, x)[0], metrics)
 

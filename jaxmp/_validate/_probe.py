@@ -334,24 +334,11 @@ def module_rows(step: int, reference: Probe, candidate: Probe) -> list[ModuleRow
 
 
 def _module_row(row: ModuleRow, paths: list[str], reference: Probe, candidate: Probe) -> ModuleRow:
-    fields = {"module": row.module, "step": row.step, "order": row.order}
     values: dict[str, float] = {}
     if paths:
         x, y = (joined(probe.grads, paths) for probe in (reference, candidate))
-        gradient = difference(x, y)
-        values |= {
-            "gradient_error": gradient.error,
-            "gradient_cosine": gradient.cosine,
-            "gradient_norm": gradient.norm,
-            "underflow": _underflow(x, y),
-        }
+        values |= {"gradient_error": difference(x, y).error, "underflow": _underflow(x, y)}
     output, other = reference.outputs.get(row.module), candidate.outputs.get(row.module)
     if output is not None and other is not None and output.shape == other.shape:
-        activation = difference(output, other)
-        values |= {
-            "activation_error": activation.error,
-            "activation_cosine": activation.cosine,
-            "activation_amax": float(np.max(np.abs(output), initial=0.0)),
-            "activation_rms": float(np.sqrt(np.mean(np.square(output, dtype=np.float64)))),
-        }
-    return ModuleRow(**fields, **values)  # type: ignore[arg-type]
+        values["activation_error"] = difference(output, other).error
+    return dataclasses.replace(row, **values)

@@ -177,26 +177,16 @@ class ModuleRow:
       order: position of the module in the forward pass; -1 if it is not known.
       gradient_error: relative error of the gradient of the module's own parameters; None for
         modules without parameters.
-      gradient_cosine: cosine of that gradient with the reference's; None without parameters.
-      gradient_norm: norm of the reference's gradient; None without parameters.
       underflow: share of that gradient's elements that became zero; None without parameters.
       activation_error: relative error of the module's output; None if it was not captured.
-      activation_cosine: cosine of the output with the reference's.
-      activation_amax: largest magnitude of the reference's output.
-      activation_rms: root mean square of the reference's output.
     """
 
     module: str
     step: int
     order: int = -1
     gradient_error: float | None = None
-    gradient_cosine: float | None = None
-    gradient_norm: float | None = None
     underflow: float | None = None
     activation_error: float | None = None
-    activation_cosine: float | None = None
-    activation_amax: float | None = None
-    activation_rms: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,7 +249,6 @@ class TrainingRecord:
       evaluations: name of a metric -> value at each of `eval_steps`.
       initial_checksum: checksum of the initial FP32 parameters.
       data_checksum: checksum of all batches in their order.
-      seconds: duration of the run, without that of its comparisons.
     """
 
     name: str
@@ -272,7 +261,6 @@ class TrainingRecord:
     evaluations: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     initial_checksum: str = ""
     data_checksum: str = ""
-    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

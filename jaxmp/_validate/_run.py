@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -74,44 +73,12 @@ class TrainingRun:
 MakeRun: TypeAlias = Callable[[Recipe, int], TrainingRun]
 
 
-SIGNATURE = "def make_run(recipe, seed):"
 RETURNED = "return jaxmp.TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)"
 
 
 # ---------------------------------------------------------------------------
 # Arguments
 # ---------------------------------------------------------------------------
-
-
-def check_make_run(make_run: Callable[..., object]) -> None:
-    """Checks that a function can be called with a recipe and a seed.
-
-    Raises:
-      ValidationError: with the signature and the location of the function.
-    """
-    try:
-        signature = inspect.signature(make_run)
-    except (TypeError, ValueError):
-        return  # a builtin without a signature
-    try:
-        signature.bind(None, 0)
-    except TypeError as error:
-        reason = f"cannot be called with a recipe and a seed: {error}"
-    else:
-        if next(iter(signature.parameters), None) != "seed":
-            return
-        reason = "has the seed as first argument, and validate passes the recipe first"
-    name = getattr(make_run, "__name__", type(make_run).__name__)
-    raise ValidationError(
-        f"{name}{signature}{_location(make_run)} {reason}. Write:\n"
-        f"    {SIGNATURE}\n        ...\n        {RETURNED}"
-    )
-
-
-def _location(function: Callable[..., object]) -> str:
-    """Returns the file and line of a function written in Python; "" for others."""
-    code = getattr(function, "__code__", None)
-    return f" ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})" if code else ""
 
 
 def check_model_arguments(

@@ -9,7 +9,6 @@ import importlib
 import itertools
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -213,7 +212,6 @@ def train(
       on_compare: called before a step of `schedule.compare_steps`.
       on_step: called after each step.
     """
-    start, excluded = time.perf_counter(), 0.0
     arrays = _trees.owned(run.arrays)
     data, initial = 0, checksum(run.params(run.arrays))
     rows: list[StepRow] = []
@@ -225,14 +223,11 @@ def train(
         loaded = as_arrays(batch)
         check_batch(run.first, loaded, f"{name}, seed {seed},", step)
         if step in schedule.compare_steps:
-            paused = time.perf_counter()
             on_compare(step, arrays, loaded)
-            excluded += time.perf_counter() - paused
         arrays, row = program.advance(arrays, loaded)
         rows.append(row)
         on_step()
     evaluations.append(jax.device_get(program.evaluate(arrays)))
-    seconds = time.perf_counter() - start - excluded
     return _record(
         StepRow(*(np.stack(c) for c in zip(*jax.device_get(rows), strict=True))),
         evaluations,
@@ -241,7 +236,6 @@ def train(
         eval_steps=schedule.eval_steps,
         initial_checksum=f"{initial:08x}",
         data_checksum=f"{data:08x}",
-        seconds=seconds,
     )
 
 

@@ -17,7 +17,7 @@ from jaxmp._validate._budget import BudgetsLike, check_directions, resolve_budge
 from jaxmp._validate._driver import Settings, make_schedule, run_validation
 from jaxmp._validate._model_run import LossFn, ModelLike, make_model_runs
 from jaxmp._validate._report import ValidationReport
-from jaxmp._validate._run import MakeRun, check_make_run
+from jaxmp._validate._run import MakeRun
 from jaxmp._validate._train import progress_bar
 from jaxmp.errors import ValidationError
 
@@ -131,7 +131,6 @@ def _as_make_run(make_run: MakeRun | ModelLike, arguments: dict[str, Any]) -> Ma
     passed = [name for name, value in arguments.items() if value is not None]
     is_model = isinstance(make_run, (nn.Module, nnx.Module, type))
     if not passed and callable(make_run) and not is_model:
-        check_make_run(make_run)
         return cast("MakeRun", make_run)
     missing = [name for name in arguments if name not in passed]
     if missing:
