@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from types import NoneType
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -146,7 +145,7 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
         lhs, rhs = (
             as_floats(x, name, "fp8.dot_general") for x, name in ((lhs, "lhs"), (rhs, "rhs"))
         )
-        _check_call(scaling, precision, out_sharding, state)
+        _check_call(scaling, precision, state)
         dims = make_dims(lhs, rhs, dimension_numbers)
         call = Call(
             scaling,
@@ -175,7 +174,6 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
 def _check_call(
     scaling: Scaling,
     precision: lax.PrecisionLike,
-    out_sharding: object,
     state: Mapping[str, jax.Array] | None,
 ) -> None:
     precisions = precision if isinstance(precision, tuple) else (precision,)
@@ -184,11 +182,6 @@ def _check_call(
             f"precision is {type(precision).__name__}, and must be None, a name such as 'highest', "
             "a jax.lax.Precision, an algorithm, or a pair of them. An FP8 product takes two "
             "operands: dot_general(lhs, rhs, dimension_numbers), einsum(equation, x, kernel)."
-        )
-    if not isinstance(out_sharding, (NoneType, NamedSharding, PartitionSpec)):
-        raise JaxmpError(
-            f"out_sharding={out_sharding!r} must be None, a jax.sharding.PartitionSpec or a "
-            "jax.sharding.NamedSharding; for example jax.P('data', None)."
         )
     if isinstance(scaling, DelayedScaling):
         if state is None:
