@@ -85,9 +85,8 @@ def _charts_of(report: ValidationReport) -> str:
             log=2,
         ),
     )
-    key = _chart.key([f"{names[0]} (reference)", *names[1:]])
     images = "".join(charts)
-    return f'<h2>Training</h2>{key}<div class="charts">{images}</div>' if images else ""
+    return f'<h2>Training</h2><div class="charts">{images}</div>' if images else ""
 
 
 def _over_seeds(
@@ -113,7 +112,8 @@ def _over_seeds(
         columns = list(zip(*rows, strict=False))  # to the end of the shortest run
         band = (list(map(min, columns)), list(map(max, columns))) if ranges or style == 0 else ()
         x = records[0].eval_steps[: len(columns)] if evaluated else range(len(columns))
-        curves.append(Curve(x, [sum(column) / len(column) for column in columns], style, *band))
+        mean = [sum(column) / len(column) for column in columns]
+        curves.append(Curve(x, mean, style, records[0].name, *band))
     return curves
 
 
