@@ -205,15 +205,3 @@ def test_modules_have_a_column_per_quantity_and_step():
     assert [cells(row)[0] for row in rows] == ["embedding", "block/<wbr>mlp", "head", "block"]
     assert cells(rows[0])[1:] == ["50 %", "50 %", "30 %", "30 %"]
     assert cells(rows[3])[1:] == ["50 %", "", "", ""]
-
-
-def test_cells_of_wide_tables_have_names_for_phones():
-    """A style sheet shows the attribute before each cell, where the row is a list."""
-    page = REPORT.to_html()
-    table = page[page.index("Figures and budgets") :]
-    assert table.index('<div class="wide stacked">') < table.index("<table>")
-    cells = re.findall(r'<td[^>]* data-name="([^"]*)"', table[: table.index("</table>")])
-    assert cells[:6] == ["candidate", "figure", "value", "95 % interval", "budget", "verdict"]
-    assert "content: attr(data-name)" in page
-    narrow = table[table.index("bf16: training") :]
-    assert "data-name" not in narrow[: narrow.index("</table>")]

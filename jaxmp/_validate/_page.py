@@ -37,9 +37,9 @@ def render_page(report: ValidationReport, full: bool = True) -> str:
     figures = next((n for n, section in enumerate(tables, 1) if section.rows), 0)
     body = [
         html_sections(sections[:verdicts]),
-        html_sections(tables[:figures], stacked=True),
+        html_sections(tables[:figures]),
         _charts_of(report),
-        html_sections(tables[figures:], stacked=True),
+        html_sections(tables[figures:]),
     ]
     body = "\n".join(part for part in body if part)
     return html_document("Precision validation", body, _chart.STYLE + _STYLE)
