@@ -21,7 +21,7 @@ from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _assign, _find, _master, _skip
 from jaxmp.optim._apply import apply_update
-from jaxmp.optim._composition import check_composition
+from jaxmp.optim._find import check_composition
 
 
 class TrainState(struct.PyTreeNode):

@@ -526,14 +526,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the packed remainder has no sign",
-        "jaxmp/optim/_storage.py",
+        "jaxmp/optim/_master.py",
         "_high_bits(param) + remainder.astype(jnp.int32), jnp.float32)",
         "_high_bits(param) + jnp.abs(remainder.astype(jnp.int32)), jnp.float32)",
         ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
     ),
     Mutation(
         "packed parameters are truncated instead of rounded",
-        "jaxmp/optim/_storage.py",
+        "jaxmp/optim/_master.py",
         "high = lax.shift_right_logical(bits + _HALF_ULP,",
         "high = lax.shift_right_logical(bits,",
         ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
@@ -704,7 +704,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the margin enlarges the scale",
-        "jaxmp/fp8/_quantize.py",
+        "jaxmp/fp8/_operands.py",
         "limit * 2.0**-margin",
         "limit * 2.0**margin",
         ("test_fp8_quantize.py::test_scales_follow_the_rule",),
@@ -738,14 +738,14 @@ MUTATIONS = [
     ),
     Mutation(
         "an infinity saturates and is hidden",
-        "jaxmp/fp8/_quantize.py",
+        "jaxmp/fp8/_operands.py",
         "convert_element_type(clipped + x * np.zeros((), wide), dtype)",
         "convert_element_type(clipped, dtype)",
         ("test_fp8_quantize.py::test_what_is_not_finite_stays_so",),
     ),
     Mutation(
         "a scan reads an array of constants for each operand that it quantizes",
-        "jaxmp/fp8/_quantize.py",
+        "jaxmp/fp8/_operands.py",
         "convert_element_type(clipped + x * np.zeros((), wide), dtype)",
         "select(lax.is_finite(x), clipped.astype(dtype), jnp.full(x.shape, jnp.nan, dtype))",
         ("test_fp8_quantize.py::test_a_scan_reads_no_array_of_constants",),
@@ -759,7 +759,7 @@ MUTATIONS = [
     ),
     Mutation(
         "values beyond the range of FP8 become NaN",
-        "jaxmp/fp8/_quantize.py",
+        "jaxmp/fp8/_operands.py",
         "    clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))\n",
         "    clipped = scaled\n",
         ("test_fp8_quantize.py::test_what_is_too_large_saturates",),
@@ -1246,14 +1246,14 @@ MUTATIONS = [
     ),
     Mutation(
         "another learning rate of Adam is taken for clipping",
-        "jaxmp/_validate/_patterns.py",
+        "jaxmp/_validate/_probe.py",
         "            factor=factor,\n        )\n        return\n",
         "            factor=factor,\n        )\n",
         ("test_validate_trials.py::test_another_learning_rate_of_adam",),
     ),
     Mutation(
         "an average in 16 bits may change in a single element",
-        "jaxmp/_validate/_patterns.py",
+        "jaxmp/_validate/_probe.py",
         '    limit = lambda path: _STALLED if dtypes[path] in ("bfloat16", "float16") else 1.0\n',
         "    limit = lambda path: 1.0\n",
         ("test_validate_trials.py::test_a_leaf_of_the_state_that_does_not_change",),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmp._report._chart import Curve, chart
-from jaxmp._validate import _page
+from jaxmp._validate import _report
 from jaxmp._validate._rows import (
     CandidateResult,
     Cause,
@@ -86,7 +86,7 @@ def charts(monkeypatch):
             found[title] = curves, options
             return ""
 
-        monkeypatch.setattr(_page, "chart", record)
+        monkeypatch.setattr(_report, "chart", record)
         report.to_html()
         return found
 

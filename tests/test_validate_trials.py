@@ -13,8 +13,7 @@ import jaxmp
 import validate_healthy
 import validate_sabotages
 from grids import EXPENSIVE
-from jaxmp._validate._patterns import find_patterns
-from jaxmp._validate._probe import Probe, gradient_row
+from jaxmp._validate._probe import Probe, find_patterns, gradient_row
 from jaxmp._validate._pure import as_pure
 from jaxmp._validate._trials import EXACT, MAX_LINES, ROUNDED, Emulation
 

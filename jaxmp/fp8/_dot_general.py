@@ -23,11 +23,11 @@ from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_m
 from jaxmp.fp8._operands import (
     AMAX,
     Operand,
+    as_floats,
     multiply,
     observed,
     quantized,
 )
-from jaxmp.fp8._quantize import as_floats
 from jaxmp.fp8._scaling import (
     GEMMS,
     DelayedScaling,

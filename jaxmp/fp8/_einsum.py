@@ -13,7 +13,7 @@ from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._dims import before_transpose
 from jaxmp.fp8._dot_general import dot_general
-from jaxmp.fp8._quantize import as_floats
+from jaxmp.fp8._operands import as_floats
 from jaxmp.fp8._scaling import ScalingLike
 
 # Labels of the axes that an ellipsis covers; the last label is the last axis. They are characters
