@@ -278,13 +278,6 @@ MUTATIONS = [
         ("test_programs.py::test_facts_pass_through_constructs_in_both_directions",),
     ),
     Mutation(
-        "each call of a delayed function is a function of its own",
-        "jaxmp/_gradients/_unreduced.py",
-        "inner.jitted.setdefault(call.__name__, jax.jit(call))",
-        "jax.jit(call)",
-        ("test_delayed_sums.py::test_the_calls_of_a_jitted_function_share_their_jaxprs",),
-    ),
-    Mutation(
         "an unknown operation with a jaxpr is not reported",
         "jaxmp/_core/_programs/_interpreter.py",
         "        if self.consequence:\n",
@@ -432,25 +425,21 @@ MUTATIONS = [
         ("test_gradients.py::test_aux_is_stacked_and_keys_are_folded",),
     ),
     Mutation(
+        "gradients of reduced parameters are summed in each microbatch",
+        "jaxmp/_gradients/_microbatches.py",
+        "if (delays := any(map(reduced_axes, leaves))) else evaluate",
+        "if (delays := False) else evaluate",
+        (
+            "test_reduced_parameters.py::"
+            "test_gradients_of_reduced_parameters_are_summed_after_the_loop",
+        ),
+    ),
+    Mutation(
         "a bad loss of a microbatch on explicit axes leaves its gradients finite",
         "jaxmp/_gradients/_microbatches.py",
         "total = unscaled(jax.tree.map(summed, total), options)",
         "total = jax.tree.map(summed, total)",
-        ("test_delayed_sums.py::test_a_bad_loss_of_one_microbatch_poisons_all_gradients",),
-    ),
-    Mutation(
-        "operations that JAX does not define for unreduced arrays read them",
-        "jaxmp/_gradients/_delayed_sums.py",
-        "        if not wrong:\n",
-        "        if wrong is not None:\n",
-        ("test_delayed_sums.py::test_gradients_are_right_whatever_operations_compute_them",),
-    ),
-    Mutation(
-        "rows of a table are added on all devices in each microbatch",
-        "jaxmp/_gradients/_delayed_sums.py",
-        "return AddedRows(scatter, indices, rows) if is_local and _split(rows) else None",
-        "return None",
-        ("test_delayed_sums.py::test_all_gradients_are_summed_after_the_loop",),
+        ("test_reduced_parameters.py::test_a_bad_loss_of_one_microbatch_poisons_all_gradients",),
     ),
     Mutation(
         "gradients are summed over devices instead of averaged",
