@@ -413,8 +413,8 @@ MUTATIONS = [
     Mutation(
         "gradients of microbatches are accumulated in their own 16 bits",
         "jaxmp/_gradients/_microbatches.py",
-        "return options.accumulate_dtype if _trees.is_castable(gradient) else gradient.dtype",
-        "return gradient.dtype",
+        "dtype = options.accumulate_dtype if _trees.is_castable(leaf) else leaf.dtype",
+        "dtype = leaf.dtype",
         ("test_gradients.py::test_sixteen_bit_gradients_are_accumulated_in_fp32",),
     ),
     Mutation(

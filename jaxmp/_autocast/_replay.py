@@ -406,4 +406,4 @@ def _multiplies_vectors(equation: JaxprEqn) -> bool:
     """
     if not is_matmul(equation) or dot_of(equation) != Dot(((1,), (1,)), ((), ())):
         return False
-    return all(var.aval.ndim == 2 for var in equation.invars)
+    return all(array_aval(var).ndim == 2 for var in equation.invars)
