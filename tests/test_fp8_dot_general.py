@@ -591,7 +591,7 @@ def test_bad_settings(build, message):
             lambda f, x: fp8.dot_general("delayed")(
                 x, x, LINEAR, state=dict.fromkeys(fp8.init_state())
             ),
-            r"state\['age'\] is NoneType, no array",
+            r"state\['age'\] has shape \(\) and dtype NoneType",
         ),
         (
             lambda f, x: fp8.dot_general("delayed")(x, x, LINEAR, state={"age": x}),

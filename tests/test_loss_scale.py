@@ -671,7 +671,7 @@ def test_bad_static_scales_are_refused_with_a_fix_that_works(value):
     with pytest.raises(LossScaleError) as error:
         StaticLossScale(value)
     assert f"StaticLossScale(loss_scale={value!r}): loss_scale must be" in str(error.value)
-    assert fix_in(error) == StaticLossScale(1024)
+    assert fix_in(error) == StaticLossScale(65536)
 
 
 @pytest.mark.parametrize(

@@ -108,39 +108,29 @@ def make_dims(lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensio
     Raises:
       JaxmpError: if they are malformed, or pair axes of different sizes.
     """
+    operands = (lhs, rhs)
     try:
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        axes = [
-            tuple(int(a) % x.ndim if -x.ndim <= a < x.ndim else _raise() for a in operand_axes)
-            for operand_axes, x in zip(
-                (lhs_contract, rhs_contract, lhs_batch, rhs_batch), (lhs, rhs) * 2, strict=True
+        contract, batch = (
+            tuple(
+                tuple(range(x.ndim)[axis] for axis in axes)
+                for axes, x in zip(pair, operands, strict=True)
             )
-        ]
-    except (TypeError, ValueError):
-        raise _refused(lhs, rhs, dimension_numbers) from None
-    dims = Dims((axes[0], axes[1]), (axes[2], axes[3]), (lhs.ndim, rhs.ndim))
-    for left, right in (dims.contract, dims.batch):
-        if [lhs.shape[a] for a in left] != [rhs.shape[a] for a in right]:
-            raise _refused(lhs, rhs, dimension_numbers)
-    for side in (0, 1):
-        named = dims.contract[side] + dims.batch[side]
-        if len(set(named)) < len(named):
-            raise _refused(lhs, rhs, dimension_numbers)
-    return dims
-
-
-def _raise() -> int:
-    raise ValueError
-
-
-def _refused(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
-) -> JaxmpError:
-    return JaxmpError(
-        f"dimension_numbers={dimension_numbers!r} do not fit operands of shapes {lhs.shape} and "
-        f"{rhs.shape}. They are ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), with "
-        f"equal sizes in each pair; for a linear layer ((({lhs.ndim - 1},), (0,)), ((), ()))."
-    )
+            for pair in dimension_numbers
+        )
+        named = [first + second for first, second in zip(contract, batch, strict=True)]
+        sizes = [[x.shape[axis] for axis in axes] for axes, x in zip(named, operands, strict=True)]
+        is_valid = sizes[0] == sizes[1] and len(contract[0]) == len(contract[1])
+        is_valid = is_valid and all(len(set(axes)) == len(axes) for axes in named)
+    except (TypeError, ValueError, IndexError):
+        is_valid = False
+    if not is_valid:
+        raise JaxmpError(
+            f"dimension_numbers={dimension_numbers!r} do not fit operands of shapes {lhs.shape} "
+            f"and {rhs.shape}. They are ((lhs_contracting, rhs_contracting), (lhs_batch, "
+            "rhs_batch)), with equal sizes in each pair; for a linear layer "
+            f"((({lhs.ndim - 1},), (0,)), ((), ()))."
+        )
+    return Dims(contract, batch, (lhs.ndim, rhs.ndim))
 
 
 # ---------------------------------------------------------------------------
