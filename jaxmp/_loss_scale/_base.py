@@ -175,9 +175,6 @@ class LossScale(abc.ABC):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-T = TypeVar("T")
-
-
 @final
 @jax.tree_util.register_pytree_with_keys_class
 class NoLossScale(LossScale):

@@ -348,8 +348,6 @@ def _module_row(row: ModuleRow, paths: list[str], reference: Probe, candidate: P
 # ---------------------------------------------------------------------------
 
 
-Leaves = Mapping[str, np.ndarray]
-
 # Error of an array that a form must leave unexplained at most, relative to what it explains.
 _REST = 0.1
 # Differences of updates below this are those of a healthy optimizer with its own state.
@@ -391,7 +389,7 @@ def find_patterns(row: GradientRow, reference: Probe, candidate: Probe) -> Itera
         for path, change in reference.changes.items()
         if not path.endswith(tuple(fixed))
     }
-    yield from _stalled(row, moving, candidate.changes, candidate.dtypes)
+    yield from _unchanging(row, moving, candidate.changes, candidate.dtypes)
 
 
 def joined(leaves: Leaves, paths: Iterable[str]) -> np.ndarray:
@@ -461,7 +459,7 @@ def _decayed(
         )
 
 
-def _stalled(
+def _unchanging(
     row: GradientRow, reference: Leaves, candidate: Leaves, dtypes: Mapping[str, str]
 ) -> Iterator[Pattern]:
     """Finds the leaf of the state of which most elements do not change, as in the reference."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def make_dims(lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensio
     Raises:
       JaxmpError: if they are malformed, or pair axes of different sizes.
     """
-    operands = (lhs, rhs)
+    operands, contract, batch = (lhs, rhs), cast(Any, ()), cast(Any, ())
     try:
         contract, batch = (
             tuple(
