@@ -108,18 +108,18 @@ def make_dims(lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensio
     Raises:
       JaxmpError: if they are malformed, or pair axes of different sizes.
     """
-    operands, contract, batch = (lhs, rhs), cast(Any, ()), cast(Any, ())
+    operands, both = (lhs, rhs), cast(Any, ())
     try:
-        contract, batch = (
+        both = [
             tuple(
                 tuple(range(x.ndim)[axis] for axis in axes)
                 for axes, x in zip(pair, operands, strict=True)
             )
             for pair in dimension_numbers
-        )
-        named = [first + second for first, second in zip(contract, batch, strict=True)]
+        ]
+        named = [contract + batch for contract, batch in zip(*both, strict=True)]
         sizes = [[x.shape[axis] for axis in axes] for axes, x in zip(named, operands, strict=True)]
-        is_valid = sizes[0] == sizes[1] and len(contract[0]) == len(contract[1])
+        is_valid = sizes[0] == sizes[1] and len(both[0][0]) == len(both[0][1])
         is_valid = is_valid and all(len(set(axes)) == len(axes) for axes in named)
     except (TypeError, ValueError, IndexError):
         is_valid = False
@@ -130,7 +130,7 @@ def make_dims(lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensio
             "rhs_batch)), with equal sizes in each pair; for a linear layer "
             f"((({lhs.ndim - 1},), (0,)), ((), ()))."
         )
-    return Dims(contract, batch, (lhs.ndim, rhs.ndim))
+    return Dims(*both, (lhs.ndim, rhs.ndim))
 
 
 # ---------------------------------------------------------------------------
