@@ -108,7 +108,7 @@ def make_dims(lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensio
     Raises:
       JaxmpError: if they are malformed, or pair axes of different sizes.
     """
-    operands, both = (lhs, rhs), cast(Any, ())
+    operands, both = (lhs, rhs), []
     try:
         both = [
             tuple(
@@ -130,7 +130,8 @@ def make_dims(lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensio
             "rhs_batch)), with equal sizes in each pair; for a linear layer "
             f"((({lhs.ndim - 1},), (0,)), ((), ()))."
         )
-    return Dims(*both, (lhs.ndim, rhs.ndim))
+    contract, batch = cast(Any, both)
+    return Dims(contract, batch, (lhs.ndim, rhs.ndim))
 
 
 # ---------------------------------------------------------------------------
