@@ -15,6 +15,7 @@ from etils import epath
 
 from jaxmp import __version__
 from jaxmp._recipe import Recipe, load_recipe
+from jaxmp._report._views import from_plain
 from jaxmp.checkpoint._description import Description, Leaf
 from jaxmp.errors import CheckpointError, JaxmpError
 
@@ -127,7 +128,7 @@ def read_manifest(directory: epath.Path) -> Manifest:
         )
     try:
         data = json.loads(body)
-        data["description"] = Description.from_json(data["description"])
+        data["description"] = from_plain(Description, data["description"])
         data["files"] = {name: tuple(row) for name, row in data["files"].items()}
         data["nonfinite"] = tuple(data["nonfinite"])
         data.pop("checksums", None)  # of leaves, in the first checkpoints of this format
