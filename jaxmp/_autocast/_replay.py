@@ -13,11 +13,16 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxmp._autocast._equations import is_matmul, kernel_of, outputs_of, why_as_recorded
+from jaxmp._autocast._consumers import (
+    ARITHMETIC,
+    Consumers,
+    Effect,
+    Effects,
+    Magnified,
+    is_identity,
+)
 from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._fp8 import fp8_matmul, is_explained, note_unsupported, record_excluded
-from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers, is_identity
-from jaxmp._autocast._magnified import Effect, Effects, Magnified
 from jaxmp._autocast._resolve import (
     IN_CUSTOM_JVP,
     IN_CUSTOM_VJP,
@@ -34,9 +39,13 @@ from jaxmp._autocast._values import (
     common_dtype,
     in_recorded_dtypes,
     is_castable_aval,
+    is_matmul,
+    kernel_of,
     literal_value,
+    outputs_of,
     scalar_of,
     to_aval,
+    why_as_recorded,
     with_dtype,
     wrap,
 )

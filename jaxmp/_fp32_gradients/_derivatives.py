@@ -15,7 +15,6 @@ from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._operations import arithmetic_of
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients._backward import is_16bit_aval, rounded, run_forward, run_in_fp32
-from jaxmp._fp32_gradients._equations import loops
 from jaxmp._fp32_gradients._layout import (
     Layout,
     Saved,
@@ -23,8 +22,8 @@ from jaxmp._fp32_gradients._layout import (
     as_stored,
     gathered,
     gathered_again,
+    loops,
     run_gathered,
-    split,
 )
 from jaxmp._fp32_gradients._values import (
     Constant,
@@ -75,7 +74,7 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
         if again:
             # Otherwise XLA keeps the array that the forward pass gathered, or gathers the weights
             # of several layers before it computes their gradients.
-            low, cotangent = lax.optimization_barrier((split(low, layout), cotangent))
+            low, cotangent = lax.optimization_barrier((as_stored(low, layout), cotangent))
             low = gathered(low, layout)
         # A matmul with a wide result is differentiated in the dtype of its operands, as in
         # `_core._wide_dot`.
@@ -94,7 +93,7 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
         (d_other,) = jax.linear_transpose(of_other, other)(cotangent)
         closed = jax.make_jaxpr(d_low)(other, cotangent, *rest)
         (d_carrier,) = run_in_fp32(closed, [other, cotangent, *rest], [True])
-        return d_other, None, split(d_carrier, layout), None
+        return d_other, None, as_stored(d_carrier, layout), None
 
     matmul.defvjp(matmul_fwd, matmul_bwd)
     return matmul(other, copy.low, copy.carrier, rest)
@@ -167,7 +166,7 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
         by_operand = dict(zip(floating, results, strict=True))
         narrow = [None if n in copies else by_operand.get(n) for n in range(len(arrays))]
         return narrow, [
-            split(summed(by_operand[n], layouts[n]), layouts[n]) for n in sorted(copies)
+            as_stored(summed(by_operand[n], layouts[n]), layouts[n]) for n in sorted(copies)
         ]
 
     call.defvjp(call_fwd, call_bwd)
@@ -209,7 +208,7 @@ def _after_cotangents(saved: list[Array], marks: list[Layout | None], count: int
         if (mark is not None and mark.again)
         or (n >= first and jax.numpy.issubdtype(array.dtype, jax.numpy.floating))
     ]
-    values = lax.optimization_barrier([split(saved[n], marks[n]) for n in tied])
+    values = lax.optimization_barrier([as_stored(saved[n], marks[n]) for n in tied])
     new = dict(zip(tied, values, strict=True))
     return [new.get(n, array) for n, array in enumerate(saved)]
 

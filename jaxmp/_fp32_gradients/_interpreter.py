@@ -22,12 +22,13 @@ from jaxmp._core._programs._operations import is_partial, new_dtype_of, sharding
 from jaxmp._core._typing import Array
 from jaxmp._fp32_gradients._backward import MATMULS, MOVES, is_16bit_aval
 from jaxmp._fp32_gradients._derivatives import run_custom_derivative, run_matmul
-from jaxmp._fp32_gradients._equations import forwarded, quantizes
 from jaxmp._fp32_gradients._layout import (
     ELEMENTWISE,
     REDUCTIONS,
     Layout,
     batch_axes,
+    forwarded,
+    quantizes,
 )
 from jaxmp._fp32_gradients._values import (
     Constant,
