@@ -1042,7 +1042,7 @@ MUTATIONS = [
     # Several devices.
     Mutation(
         "weight gradients keep the dtype of their matmul",
-        "jaxmp/_fp32_gradients/_backward.py",
+        "jaxmp/_fp32_gradients/_derivatives.py",
         "    chosen = (asked & possible) - narrow\n",
         "    chosen = set()\n",
         ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
@@ -1056,7 +1056,7 @@ MUTATIONS = [
     ),
     Mutation(
         "products of weights are summed over devices in 16 bits",
-        "jaxmp/_fp32_gradients/_backward.py",
+        "jaxmp/_fp32_gradients/_derivatives.py",
         "    if equation.primitive.name not in MATMULS:\n        return bind",
         "    if True:\n        return bind",
         ("test_fp32_gradients.py::test_products_of_weights_are_accumulated_in_fp32",),

@@ -24,8 +24,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._jaxprs import FORWARD, Path
+from jaxmp._core._programs._analysis import ModuleOutputs, used_inside
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._core._programs._outputs import ModuleOutputs, used_inside
 from jaxmp._core._typing import Array, PyTree
 
 # Elements of an output that are returned: a regular subset, which suffices for its error.

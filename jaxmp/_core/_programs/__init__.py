@@ -10,6 +10,6 @@ Read the modules in this order:
    subclass that changes the values of variables, or single equations.
 4. `_in_place` keeps constructs as equations, and traces the jaxprs inside again.
 5. `_analysis` is for code that reads a program instead of running it: an index of one jaxpr, and
-   facts of variables that are propagated forward or backward through constructs. `_outputs`
-   finds the outputs of modules.
+   facts of variables that are propagated forward or backward through constructs, and the outputs
+   of modules.
 """
