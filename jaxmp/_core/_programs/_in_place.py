@@ -166,7 +166,7 @@ class InPlace(Interpreter):
         call = jax.custom_jvp(jaxpr_as_fun(jaxpr))
 
         def call_jvp(
-            primals: tuple[Array, ...], tangents: tuple[Array | SymbolicZero, ...]
+            primals: tuple[Array, ...], tangents: tuple[Any, ...]
         ) -> tuple[list[Array], list[Array | SymbolicZero]]:
             zeros = [
                 isinstance(tangent, SymbolicZero) or not _moves(aval)
