@@ -215,14 +215,14 @@ MUTATIONS = [
     ),
     Mutation(
         "autocast rounds a sigmoid before its logarithm",
-        "jaxmp/_autocast/_magnified.py",
+        "jaxmp/_autocast/_consumers.py",
         "effect = max(effect, Effect.MAGNIFIED)",
         "pass",
         ("test_autocast_magnified.py::test_a_saturated_value_is_not_rounded_to_one",),
     ),
     Mutation(
         "autocast forgets what a jitted function does with its operands",
-        "jaxmp/_autocast/_magnified.py",
+        "jaxmp/_autocast/_consumers.py",
         "list(map(max, inside, self._operands(equation, results)))",
         "list(self._operands(equation, results))",
         ("test_autocast_magnified.py::test_a_gram_matrix_is_computed_in_fp32",),
@@ -388,14 +388,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a 16-bit loss causes no warning",
-        "jaxmp/_gradients/_result.py",
+        "jaxmp/_gradients/_arguments.py",
         "    if is_16bit(array.dtype):\n        warnings.warn(",
         "    if False:\n        warnings.warn(",
         ("test_gradients.py::test_a_half_loss_is_warned_about",),
     ),
     Mutation(
         "the weight of a loss is ignored",
-        "jaxmp/_gradients/_result.py",
+        "jaxmp/_gradients/_arguments.py",
         '    weight = lax.stop_gradient(_scalar(loss[1], "weight"))\n',
         '    weight = jnp.ones_like(lax.stop_gradient(_scalar(loss[1], "weight")))\n',
         (
@@ -412,21 +412,21 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of microbatches are accumulated in their own 16 bits",
-        "jaxmp/_gradients/_microbatches.py",
+        "jaxmp/_gradients/_evaluate.py",
         "dtype = options.accumulate_dtype if _trees.is_castable(leaf) else leaf.dtype",
         "dtype = leaf.dtype",
         ("test_gradients.py::test_sixteen_bit_gradients_are_accumulated_in_fp32",),
     ),
     Mutation(
         "all microbatches use the same random numbers",
-        "jaxmp/_gradients/_microbatches.py",
+        "jaxmp/_gradients/_evaluate.py",
         "lambda key: jax.random.fold_in(key, index), args[i]",
         "lambda key: key, args[i]",
         ("test_gradients.py::test_aux_is_stacked_and_keys_are_folded",),
     ),
     Mutation(
         "gradients of reduced parameters are summed in each microbatch",
-        "jaxmp/_gradients/_microbatches.py",
+        "jaxmp/_gradients/_evaluate.py",
         "if (delays := any(map(reduced_axes, leaves))) else evaluate",
         "if (delays := False) else evaluate",
         (
@@ -436,7 +436,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a bad loss of a microbatch on explicit axes leaves its gradients finite",
-        "jaxmp/_gradients/_microbatches.py",
+        "jaxmp/_gradients/_evaluate.py",
         "total = unscaled(jax.tree.map(summed, total), options)",
         "total = jax.tree.map(summed, total)",
         ("test_reduced_parameters.py::test_a_bad_loss_of_one_microbatch_poisons_all_gradients",),
@@ -974,7 +974,7 @@ MUTATIONS = [
     ),
     Mutation(
         "microbatches of rows on explicit axes lose their sharding",
-        "jaxmp/_gradients/_microbatches.py",
+        "jaxmp/_gradients/_evaluate.py",
         "out_sharding=_sharding_of_parts(leaf)",
         "out_sharding=None",
         (
@@ -1014,7 +1014,7 @@ MUTATIONS = [
     # Several devices.
     Mutation(
         "weight gradients keep the dtype of their matmul",
-        "jaxmp/_fp32_gradients/_backward.py",
+        "jaxmp/_fp32_gradients/_derivatives.py",
         "    chosen = (asked & possible) - narrow\n",
         "    chosen = set()\n",
         ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
@@ -1028,7 +1028,7 @@ MUTATIONS = [
     ),
     Mutation(
         "products of weights are summed over devices in 16 bits",
-        "jaxmp/_fp32_gradients/_backward.py",
+        "jaxmp/_fp32_gradients/_derivatives.py",
         "    if equation.primitive.name not in MATMULS:\n        return bind",
         "    if True:\n        return bind",
         ("test_fp32_gradients.py::test_products_of_weights_are_accumulated_in_fp32",),

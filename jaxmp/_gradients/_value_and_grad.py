@@ -18,8 +18,7 @@ from jaxmp._gradients._arguments import (
     check_positive,
     options_of_call,
 )
-from jaxmp._gradients._evaluate import evaluate, mean_of_sums, reduce_sums, vary_args
-from jaxmp._gradients._microbatches import accumulate
+from jaxmp._gradients._evaluate import accumulate, evaluate, mean_of_sums, reduce_sums, vary_args
 from jaxmp._loss_scale import LossScaleLike, as_loss_scale
 
 

@@ -23,9 +23,9 @@ from jaxmp._core._jaxprs import (
     inners,
     is_literal,
 )
+from jaxmp._core._programs._analysis import ModuleOutputs, used_inside
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._programs._operations import name_of
-from jaxmp._core._programs._outputs import ModuleOutputs, used_inside
 from jaxmp._core._typing import Array
 from jaxmp._statistics._measure import TensorStats, measure
 
