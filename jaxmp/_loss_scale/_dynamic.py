@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self, TypedDict, Unpack, final
+from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,6 @@ from jaxmp._loss_scale._arguments import (
 )
 from jaxmp._loss_scale._base import Scaling, float32, int32, new_leaf
 from jaxmp._loss_scale._use import present
-
-
-class _Settings(TypedDict, total=False):
-    """Settings of `DynamicLossScale` that its presets accept."""
-
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    min_scale: float | None
-    max_scale: float | None
-    hysteresis: int
-    hysteresis_refill: Refill
-    first_growth_delay: int
 
 
 @final
@@ -224,7 +211,7 @@ class DynamicLossScale(Scaling):
     # Presets, with the settings in `_FRAMEWORKS`.
 
     @classmethod
-    def torch(cls, init_scale: ArrayLike = 2.0**16, **overrides: Unpack[_Settings]) -> Self:
+    def torch(cls, init_scale: ArrayLike = 2.0**16, **overrides: Any) -> Self:
         """Creates the loss scale of `torch.amp.GradScaler`, Accelerate and Lightning: no bounds.
 
         Args:
@@ -234,7 +221,7 @@ class DynamicLossScale(Scaling):
         return cls(init_scale, **_preset("torch", overrides))
 
     @classmethod
-    def deepspeed(cls, init_scale: ArrayLike = 2.0**16, **overrides: Unpack[_Settings]) -> Self:
+    def deepspeed(cls, init_scale: ArrayLike = 2.0**16, **overrides: Any) -> Self:
         """Creates DeepSpeed's loss scale under ZeRO: interval 1000, minimum 1, hysteresis 2.
 
         One finite step is not counted, at the start and after each overflow.
@@ -247,7 +234,7 @@ class DynamicLossScale(Scaling):
         return cls(init_scale, **_preset("deepspeed", overrides))
 
     @classmethod
-    def megatron(cls, init_scale: ArrayLike = 2.0**32, **overrides: Unpack[_Settings]) -> Self:
+    def megatron(cls, init_scale: ArrayLike = 2.0**32, **overrides: Any) -> Self:
         """Creates Megatron-LM's `DynamicGradScaler`: interval 1000, minimum 1, hysteresis 2.
 
         Args:
@@ -257,7 +244,7 @@ class DynamicLossScale(Scaling):
         return cls(init_scale, **_preset("megatron", overrides))
 
     @classmethod
-    def keras(cls, init_scale: ArrayLike = 2.0**15, **overrides: Unpack[_Settings]) -> Self:
+    def keras(cls, init_scale: ArrayLike = 2.0**15, **overrides: Any) -> Self:
         """Creates the loss scale of Keras 3's `LossScaleOptimizer`: interval 2000, no bounds.
 
         Args:
@@ -267,7 +254,7 @@ class DynamicLossScale(Scaling):
         return cls(init_scale, **_preset("keras", overrides))
 
     @classmethod
-    def tensorflow(cls, init_scale: ArrayLike = 2.0**15, **overrides: Unpack[_Settings]) -> Self:
+    def tensorflow(cls, init_scale: ArrayLike = 2.0**15, **overrides: Any) -> Self:
         """Creates TensorFlow's `DynamicLossScale`: interval 2000, minimum 1.
 
         Args:
@@ -298,6 +285,6 @@ _FRAMEWORKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _preset(framework: str, overrides: _Settings) -> dict[str, Any]:
+def _preset(framework: str, overrides: dict[str, Any]) -> dict[str, Any]:
     doubling = {"growth_factor": 2.0, "backoff_factor": 0.5, "max_scale": None}
     return {**doubling, **_FRAMEWORKS[framework], **overrides}

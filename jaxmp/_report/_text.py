@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -124,28 +125,10 @@ def _text_fix(fix: Fix, width: int) -> list[Line]:
     return lines
 
 
-# Where a long word may be broken.
-_WORD_PARTS = re.compile(r".+?[/.,_=:)\]-]+|.+")
-
-
 def _wrapped(text: str, width: int) -> list[str]:
-    """Wraps text at blanks, and words that are too long at their punctuation."""
-    lines, line, width = [], "", max(width, 1)
-    for word in printable(text).split():
-        if line and len(line) + 1 + len(word) <= width:
-            line = f"{line} {word}"
-            continue
-        lines += [line] if line else []
-        line = ""
-        for part in _WORD_PARTS.findall(word) if len(word) > width else [word]:
-            if line and len(line) + len(part) > width:
-                lines.append(line)
-                line = ""
-            line += part
-            while len(line) > width:
-                lines.append(line[:width])
-                line = line[width:]
-    return [*lines, line] if line else lines
+    """Wraps text at blanks; words that are longer than a line are broken."""
+    words = " ".join(printable(text).split())
+    return textwrap.wrap(words, max(width, 1), break_on_hyphens=False)
 
 
 _NUMBER = re.compile(r"[-+<>]?\d[\d,.]*( ?[kMGTP]?(FLOP|B)| ?%| [a-z]+)?")

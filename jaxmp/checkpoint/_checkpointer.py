@@ -28,19 +28,23 @@ from jaxmp.checkpoint._arguments import (
     initial_scale,
     is_same_recipe,
 )
-from jaxmp.checkpoint._convert import (
-    is_written,
-    run_plan,
-    split,
-    to_stored,
-)
 from jaxmp.checkpoint._description import (
     Description,
     FlatState,
     finite_leaves,
     flatten_state,
 )
-from jaxmp.checkpoint._handler import ITEM, RestoreState, SaveState, StateHandler, start_tests
+from jaxmp.checkpoint._handler import (
+    ITEM,
+    RestoreState,
+    SaveState,
+    StateHandler,
+    is_written,
+    run_plan,
+    split,
+    start_tests,
+    to_stored,
+)
 from jaxmp.checkpoint._manifest import (
     CheckpointInfo,
     Manifest,

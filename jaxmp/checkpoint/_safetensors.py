@@ -20,9 +20,8 @@ import numpy as np
 from jaxmp._core._trees import path_names
 from jaxmp._core._typing import PyTree
 from jaxmp.checkpoint import _nnx_nodes
-from jaxmp.checkpoint._convert import placement
 from jaxmp.checkpoint._description import join
-from jaxmp.checkpoint._handler import nest
+from jaxmp.checkpoint._handler import nest, placement
 from jaxmp.errors import CheckpointError
 
 _DTYPES = {
