@@ -576,8 +576,8 @@ def test_readme_programs_train_as_without_their_five_lines():
         assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
-PAGES = ["recipes", "how-it-works", "nnx", "audit", "averages", "checkpoints"]
-SLOW_PAGES = ["get-started", "autocast", "attention", "losses", "fp8", "sharding", "validate"]
+PAGES = ["recipes", "how-it-works", "nnx", "audit", "averages", "checkpoints", "choose", "loss-scaling"]
+SLOW_PAGES = ["numerics", "get-started", "autocast", "attention", "losses", "fp8", "sharding", "validate"]
 
 
 @pytest.mark.parametrize(
@@ -594,6 +594,15 @@ def test_code_in_documents_runs(name, tmp_path, monkeypatch):
         if block.startswith("# needs: jaxmp[aot]") and not find_spec("jax_plugins"):
             continue
         exec(block, names)
+
+
+def test_every_block_of_a_page_runs_or_is_marked():
+    elsewhere = {"debugging", "migration"}  # tests/test_nonfinite.py and tests/test_migration.py
+    copies = {"readme", "recipe-keys", "contributing", "changelog"}
+    for page in (ROOT / "docs").glob("*.md"):
+        if page.stem not in {*PAGES, *SLOW_PAGES, *elsewhere, *copies}:
+            unmarked = [b for b in python_blocks(f"docs/{page.name}") if not b.startswith("# needs: ")]
+            assert unmarked == [], page.name
 
 
 @pytest.mark.parametrize("make", [accidental_fp32.make_step, accidental_fp32.make_repaired_step])
