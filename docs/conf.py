@@ -183,7 +183,7 @@ def print_links(app: Sphinx, error: Exception | None) -> None:
         if link["status"] not in ("working", "ignored", "unchecked")
     ]
     for row in sorted(set(rows)):
-        print("  ".join(row).rstrip())
+        print("  ".join(row)[:200].rstrip())
     print(f"{len({link['uri'] for link in links})} links, {len(rows)} of them listed above")
 
 

@@ -17,8 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import jaxmp
-from byte_gpt import GPT, random_batch, standard_library_text
-from train_lm import prepare
+from train_lm import GPT, prepare, random_batch, standard_library_text
 
 BLUE, VERMILION, GRAY = "#0072B2", "#D55E00", "#EEEEEE"
 # Exponents of float16: the largest that rounds to zero, and those of its normal numbers.
