@@ -31,14 +31,15 @@ def measure(model: GPT, steps: int, batch_size: int) -> np.ndarray:
     """
     text = standard_library_text().train
     state, train_step, _ = prepare("fp32", model, optax.adamw(3e-3))
-    for step in range(steps + 1):
-        batch = random_batch(text, batch_size, model.max_length, seed=0, step=step)
-        if step < steps:
-            state, _ = train_step(state, batch)
-    tensors = jaxmp.with_stats(train_step)(state, batch).tensors
+    batches = [random_batch(text, batch_size, model.max_length, 0, i) for i in range(steps + 1)]
+    for batch in batches[:-1]:
+        state, _ = train_step(state, batch)
+    tensors = jaxmp.with_stats(train_step)(state, batches[-1]).tensors
     gradients = [*tensors["gradients"].values()]
     gradients += [x for name, x in tensors["operands"].items() if ":output_grad" in name]
-    return sum(np.asarray(x.exponents).reshape(-1, 256, 3).sum((0, 2)) for x in gradients)
+    return np.sum(
+        [np.asarray(x.exponents).reshape(-1, 256, 3).sum((0, 2)) for x in gradients], axis=0
+    )
 
 
 def draw(axes: Axes, counts: np.ndarray, scale: int) -> None:

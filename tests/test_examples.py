@@ -324,16 +324,6 @@ def test_the_histogram_counts_what_float16_loses():
         assert axes.get_title() == f"Loss scale 2**{scale}: {text}"
 
 
-@EXPENSIVE
-def test_the_histogram_has_all_gradients(tmp_path):
-    model = byte_gpt.GPT(layers=1, width=16, heads=2, max_length=8)
-    counts = gradient_histogram.measure(model, steps=1, batch_size=2)
-    params = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 8), np.int32))
-    assert counts.sum() > sum(leaf.size for leaf in jax.tree.leaves(params))
-    gradient_histogram.main(tmp_path, steps=1, seq_len=8, batch_size=2, layers=1, width=16)
-    assert imread(tmp_path / "gradients_fp16.png").shape[:2] == (374, 1210)
-
-
 # ---------------------------------------------------------------------------
 # Digits
 # ---------------------------------------------------------------------------

@@ -38,7 +38,9 @@ FRAMEWORKS = {
 
 def main() -> None:
     """Runs the trainings, and prints the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Trains a small model with another framework, as it is and through jaxmp."
+    )
     parser.add_argument("framework", choices=FRAMEWORKS)
     parser.add_argument("--checkout", type=Path, required=True, help="a checkout of the framework")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes that train")
