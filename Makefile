@@ -79,7 +79,7 @@ docs: $(STAMP)/docs
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html $(ARGS)
 
 links: $(STAMP)/docs
-	$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/links $(ARGS)
+	$(BIN)/python -m sphinx -b linkcheck -q -D nb_execution_mode=off -D suppress_warnings=myst-nb.lexer docs docs/_build/links $(ARGS)
 
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .

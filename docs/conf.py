@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import re
 from pathlib import Path
@@ -44,6 +45,11 @@ myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
+
+# The placeholder of the address of the repository, and anchors that GitHub makes with scripts.
+linkcheck_ignore = [r"https://git\.example/"]
+linkcheck_anchors_ignore_for_url = [r"https://github\.com/"]
+linkcheck_timeout = 20
 
 # Docstrings write code between single backticks, as Markdown does.
 default_role = "code"
@@ -165,6 +171,22 @@ def write_llms(app: Sphinx, error: Exception | None) -> None:
     (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n", "utf-8")
 
 
+def print_links(app: Sphinx, error: Exception | None) -> None:
+    """Prints a table of the links that `make links` could not open, or that lead elsewhere."""
+    if error or app.builder.name != "linkcheck":
+        return
+    lines = Path(app.outdir, "output.json").read_text("utf-8").splitlines()
+    links = [link for link in map(json.loads, lines) if link["status"] != "local"]
+    rows = [
+        (link["status"], f"{link['filename']}:{link['lineno']}", link["uri"], link["info"])
+        for link in links
+        if link["status"] not in ("working", "ignored", "unchecked")
+    ]
+    for row in sorted(set(rows)):
+        print("  ".join(row)[:200].rstrip())
+    print(f"{len({link['uri'] for link in links})} links, {len(rows)} of them listed above")
+
+
 def first_paragraph(app: Sphinx, page: str) -> str:
     """Returns the first paragraph of a page, in one line."""
     paragraph = next(app.env.get_doctree(page).findall(nodes.paragraph), None)
@@ -176,3 +198,4 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", write_pages)
     app.connect("source-read", link_copies)
     app.connect("build-finished", write_llms)
+    app.connect("build-finished", print_links)

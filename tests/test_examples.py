@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import typer
 from flax import nnx
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
@@ -28,6 +29,7 @@ import five_lines
 import gan
 import gpt
 import gpu_smoke
+import gradient_histogram
 import jaxmp
 import llama
 import plan_llama
@@ -234,7 +236,7 @@ def test_a_script_needs_at_most_one_other_file(script):
     "module",
     [
         *(train_lm, gpt, llama, demo, gpu_smoke, vision_digits, gan, five_lines, checkpoint_soak),
-        *(plan_llama, train_sharded),
+        *(plan_llama, train_sharded, gradient_histogram),
     ],
 )
 def test_commands_in_docstrings_name_options_that_exist(module):
@@ -302,6 +304,24 @@ def test_demo_fails_outside_its_budget(factor, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "train", pretend)
     with pytest.raises(typer.Exit):
         demo.main(out=tmp_path, **TINY)
+
+
+# ---------------------------------------------------------------------------
+# Histogram of gradients
+# ---------------------------------------------------------------------------
+
+
+def test_the_histogram_counts_what_float16_loses():
+    values = np.float32([2.0**-26, 2.0**-24, 1.0, 2.0**10])
+    counts = np.bincount(np.frexp(values)[1] + 126, minlength=256)
+    for scale, lost, over in ((0, 1, 0), (16, 0, 2)):
+        axes = Figure().subplots()
+        gradient_histogram.draw(axes, counts, scale)
+        with np.errstate(over="ignore"):
+            scaled = np.float16(values * 2.0**scale)
+        assert ((scaled == 0).sum(), np.isinf(scaled).sum()) == (lost, over)
+        text = f"{25 * lost:.1f} % become zero, {25 * over:.1f} % overflow"
+        assert axes.get_title() == f"Loss scale 2**{scale}: {text}"
 
 
 # ---------------------------------------------------------------------------
@@ -577,6 +597,7 @@ def test_readme_programs_train_as_without_their_five_lines():
 
 
 PAGES = ["recipes", "how-it-works", "nnx", "audit", "averages", "checkpoints"]
+PAGES += ["choose", "loss-scaling", "numerics"]
 SLOW_PAGES = ["get-started", "autocast", "attention", "losses", "fp8", "sharding", "validate"]
 
 
@@ -594,6 +615,15 @@ def test_code_in_documents_runs(name, tmp_path, monkeypatch):
         if block.startswith("# needs: jaxmp[aot]") and not find_spec("jax_plugins"):
             continue
         exec(block, names)
+
+
+def test_every_block_of_a_page_runs_or_is_marked():
+    elsewhere = {"debugging", "migration"}  # tests/test_nonfinite.py and tests/test_migration.py
+    copies = {"readme", "recipe-keys", "contributing", "changelog"}
+    for page in (ROOT / "docs").glob("*.md"):
+        if page.stem not in {*PAGES, *SLOW_PAGES, *elsewhere, *copies}:
+            for block in python_blocks(f"docs/{page.name}"):
+                assert block.startswith("# needs: "), page.name
 
 
 @pytest.mark.parametrize("make", [accidental_fp32.make_step, accidental_fp32.make_repaired_step])

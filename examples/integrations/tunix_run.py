@@ -1,18 +1,16 @@
-"""One training of `tunix_training.py`, in a process of its own.
+"""One training of `compare.py` with Tunix's `PeftTrainer`, in a process of its own.
 
-python examples/integrations/tunix_run.py SEED STEPS RECIPE [CHECKPOINTS]
+python examples/integrations/tunix_run.py SEED STEPS RECIPE CHECKPOINTS
 """
 
-import hashlib
-import json
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from training import BATCH, LENGTH, batches, print_result
 from tunix.models.qwen3.model import ModelConfig, Qwen3  # pyright: ignore[reportMissingImports]
 from tunix.sft.peft_trainer import (  # pyright: ignore[reportMissingImports]
     PeftTrainer,
@@ -21,27 +19,16 @@ from tunix.sft.peft_trainer import (  # pyright: ignore[reportMissingImports]
 )
 
 import jaxmp
-from byte_gpt import standard_library_text
-
-STEPS = 50
 
 
-def batches(seed: int, text: np.ndarray) -> list[dict[str, np.ndarray]]:
-    """Returns the batches of a run: `input_tokens` and `input_mask`, `int32[8, 64]`."""
-    rng = np.random.default_rng(seed)
-    starts = rng.integers(0, len(text) - 64, (STEPS, 8, 1))
-    tokens = text[starts + np.arange(64)].astype(np.int32)
-    return [{"input_tokens": row, "input_mask": np.ones_like(row)} for row in tokens]
-
-
-def train(seed: int, steps: int, recipe_name: str, folder: str | None = None) -> dict[str, object]:
-    """Trains with Tunix's `PeftTrainer`, and returns the losses and a digest of the parameters.
+def train(seed: int, steps: int, recipe_name: str, folder: str) -> None:
+    """Trains a Qwen3 of two layers, and prints the losses and a digest of the parameters.
 
     Args:
       seed: of the parameters and batches.
       steps: number of steps at which the run ends.
-      recipe_name: a recipe; "none" for Tunix without jaxmp.
-      folder: directory of the checkpoints, from which a run resumes; None for no checkpoints.
+      recipe_name: a recipe; "" for Tunix without jaxmp.
+      folder: directory of the checkpoints, from which a run resumes; "" for no checkpoints.
     """
     config = ModelConfig(
         num_layers=2,
@@ -55,33 +42,35 @@ def train(seed: int, steps: int, recipe_name: str, folder: str | None = None) ->
         norm_eps=1e-6,
     )
     model, tx = Qwen3(config, rngs=nnx.Rngs(seed)), optax.adamw(3e-3)
-    if recipe_name != "none":
+    if recipe_name:
         recipe = jaxmp.load_recipe(recipe_name)
         model, tx = recipe.wrap(model), recipe.optimizer(tx)
     options = ocp.CheckpointManagerOptions(save_interval_steps=steps, max_to_keep=1)
     training = TrainingConfig(
         eval_every_n_steps=10**6,
         max_steps=steps,
-        checkpoint_root_directory=folder,
+        checkpoint_root_directory=folder or None,
         checkpointing_options=options if folder else None,
     )
-    mask = jnp.tril(jnp.ones((8, 64, 64), bool))
+    mask = jnp.tril(jnp.ones((BATCH, LENGTH, LENGTH), bool))
     trainer = PeftTrainer(model, tx, training).with_gen_model_input_fn(
         lambda batch: {
             "input_tokens": batch.input_tokens,
             "input_mask": batch.input_mask,
-            "positions": jnp.broadcast_to(jnp.arange(64), (8, 64)),
+            "positions": jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH)),
             "attention_mask": mask,
         }
     )
-    data = [TrainingInput(**batch) for batch in batches(seed, standard_library_text()[0])]
-    trainer.train(data[:steps])
+    trainer.train(
+        [
+            TrainingInput(input_tokens=tokens, input_mask=np.ones_like(tokens))
+            for tokens in batches(seed)[:steps]
+        ]
+    )
     losses = trainer.metrics_logger.get_metric_history("", "loss", "train")
-    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
-    return {"losses": [float(loss) for loss in losses], "digest": digest}
+    print_result(losses, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
 if __name__ == "__main__":
-    seed, steps, recipe_name, *folder = sys.argv[1:]
-    print(json.dumps(train(int(seed), int(steps), recipe_name, *folder)))
+    seed, steps, recipe_name, folder = sys.argv[1:]
+    train(int(seed), int(steps), recipe_name, folder)
