@@ -85,9 +85,8 @@ class Policy:
         "tf32": TF32; "highest": full FP32. "fp8": linear layers of Flax multiply in FP8, for any
         compute dtype, if their sizes allow it.
       implementation: implementation of Flax's attention layers, as in `dot_product_attention`.
-        "auto": the fused kernel of cuDNN, or of JAX on TPUs, where it applies, in 16 bits; FP32
-        layers use Flax's own. "cudnn", "splash", "blockwise", "xla": this implementation in any
-        dtype.
+        "auto": the fused kernel of cuDNN where it applies, in 16 bits; FP32 layers use Flax's own.
+        "cudnn", "blockwise", "xla": this implementation in any dtype.
       mask: structure of the mask that the model passes to Flax's attention layers. A declared
         structure replaces the array, so that fused kernels skip the hidden positions. "causal":
         position t attends to keys 0 to t. "padding": positions after the end of each sequence are

@@ -11,7 +11,7 @@ from jaxmp._policies._inputs import Names, canonical_inputs
 from jaxmp.errors import PolicyError
 
 MATMUL_PRECISIONS = ("default", "highest", "tf32", "fp8")
-ATTENTION = ("auto", "cudnn", "splash", "blockwise", "xla")
+ATTENTION = ("auto", "cudnn", "blockwise", "xla")
 # Structures of an attention mask that a policy can declare; "array" declares none.
 MASKS = ("array", "causal", "padding", "causal+padding", "full")
 # Settings of attention layers: fields of a Policy, keys of a rule and of [attention].
