@@ -213,7 +213,6 @@ rules = st.builds(Rule, readable_paths, policies, why=texts, required=st.boolean
     readable_paths | st.none(),
     st.sampled_from(["c=f16", "o=f32,cast_float64=true"]),
     st.text("ABc*", min_size=1),
-    subtree=st.booleans(),
     why=texts,
 )
 scales = st.sampled_from(["auto", "none", 8.0, 3e38, 1.1754944e-38]) | st.fixed_dictionaries(

@@ -823,7 +823,7 @@ def test_explain_names_the_deciding_rule():
         [
             Rule("lm_head", "o=f32", why="the loss reads FP32 logits"),
             Rule(module_type="LayerNorm", policy="c=f32", why="norms"),
-            Rule(module_type="Block", policy="matmul=highest", subtree=True, why="below a block"),
+            Rule("block_*/**", "matmul=highest", why="below a block"),
             Rule("embed:embedding", "c=f32", why="one table"),
             Rule("absent/**", "c=f32", required=False),
         ],
@@ -837,15 +837,6 @@ def test_explain_names_the_deciding_rule():
     assert why["embed:embedding"] == "one table"
     assert why["embed"] == ""
     assert [rule.path for rule in explanation.unused] == ["absent/**"]
-
-
-def test_subtree_rules_reach_below_modules_of_a_type():
-    policies = PolicyMap(MIXED, [Rule(module_type="Sequential", policy="c=f32", subtree=True)])
-    model, x = apply_policy(TiedLM(), policies), tokens(2, 6)
-    with jax.numpy_dtype_promotion("standard"):  # TiedLM adds its FP32 body to bfloat16
-        found = operands_by_module(model, shapes(TiedLM(), x), x)
-    assert found["layers_0"] == found["layers_2"] == "float32"
-    assert found["embed.attend" if "embed.attend" in found else "embed"] == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -691,10 +691,6 @@ def by_module(traced):
         (Rule("blocks/*/linear", "c=f32"), ["blocks/0/linear", "blocks/1/linear"]),
         (Rule("re:.*[/]1[/].*", "c=f32"), ["blocks/1/linear"]),
         (Rule(module_type="Linear", compute_dtype="f32"), [f"blocks/{i}/linear" for i in (0, 1)]),
-        (
-            Rule(module_type=Block, compute_dtype="f32", subtree=True),
-            [f"blocks/{i}{rest}" for i in (0, 1) for rest in ("", "/linear")],
-        ),
     ],
     ids=lambda value: str(value) if isinstance(value, Rule) else "",
 )

@@ -182,7 +182,7 @@ def test_the_readme_names_every_key():
     readme = (ROOT / "policies" / "README.md").read_text()
     recipe = tomllib.loads(load_recipe("fp16").to_toml())
     keys = [key for table in recipe.values() if isinstance(table, dict) for key in table]
-    keys += [key for rule in recipe["rules"] for key in rule] + ["preset", "value", "subtree"]
+    keys += [key for rule in recipe["rules"] for key in rule] + ["preset", "value"]
     for word in [*keys, *recipe, "hysteresis_refill", "first_growth_delay"]:
         assert word in readme, word
 
@@ -388,7 +388,6 @@ keep_inputs = []
 why = "because"
 [[rules]]
 module_type = "Norm"
-subtree = true
 required = false
 matmul = "highest"
 """)
@@ -400,7 +399,7 @@ matmul = "highest"
     )
     assert recipe.policies.rules == (
         Rule("a/**", "c=f32", why="because", keep_inputs=()),
-        Rule(module_type="Norm", subtree=True, required=False, matmul="highest"),
+        Rule(module_type="Norm", required=False, matmul="highest"),
     )
     assert recipe.loss_scale == DynamicLossScale.megatron(
         1024, min_scale=None, hysteresis_refill="clean"

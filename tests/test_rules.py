@@ -159,11 +159,6 @@ def test_a_type_covers_subclasses_by_name_or_class():
     assert deciding(Rule(module_type="Norms", compute_dtype="bf16")) == []
 
 
-def test_subtree_covers_everything_below():
-    rule = Rule("block/**", module_type=Block, compute_dtype="bf16", subtree=True)
-    assert deciding(rule) == ["block", "block/norm", "block/dense"]
-
-
 def test_path_and_type_must_both_match():
     assert deciding(Rule("block/*", "c=bf16", "LayerNorm")) == ["block/norm"]
 
@@ -365,11 +360,8 @@ def test_a_refused_pattern_names_one_that_is_read(pattern):
         ({"module_type": 3, "policy": "c=f32"}, "module_type=3"),
         ({"path": "a", "policy": "c=f32", "why": None}, "why=None"),
         ({"path": "a", "policy": "c=f32", "required": "no"}, "required='no'"),
-        ({"path": "a", "policy": "c=f32", "subtree": 1}, "subtree=1"),
         ({"path": "a"}, "sets no field"),
         ({"module_type": "Dense"}, "sets no field"),
-        ({"path": "a", "policy": "c=f32", "subtree": True}, "subtree requires a module_type"),
-        ({"path": "", "policy": "c=f32", "subtree": True}, "subtree requires a module_type"),
         ({"module_type": "Dense", "param_dtype": "bf16"}, "sets param_dtype by module type"),
         (
             {"path": "a", "module_type": "Dense", "policy": "p=bf16"},

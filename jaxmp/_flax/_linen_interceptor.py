@@ -38,17 +38,6 @@ Path: TypeAlias = tuple[str, ...]
 # ---------------------------------------------------------------------------
 
 
-class Origin(NamedTuple):
-    """Location of a module in the model from which it was taken, which has the policies."""
-
-    path: Path = ()
-    # Classes of the modules above it, the nearest first.
-    above: tuple[type, ...] = ()
-
-
-WHOLE = Origin()
-
-
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Root:
     """Policies of a model and its location; part of the jit cache key.
@@ -59,7 +48,8 @@ class Root:
 
     policies: PolicyMap
     path: Path
-    origin: Origin = WHOLE
+    # Path of the module in the model from which it was taken, which has the policies.
+    origin: Path = ()
 
 
 make_root = functools.cache(Root)
@@ -117,12 +107,6 @@ class PolicyInterceptor:
         self.scope = scope
         self.frames: list[MethodCall] = []
         self.module_policies: dict[Any, ModulePolicy] = {}
-        origin = root.origin
-        self.types: dict[Path, type] = {
-            origin.path[:length]: cls
-            for length, cls in zip(reversed(range(len(origin.path))), origin.above, strict=False)
-        }
-        self.by_subtree = any(rule.subtree for rule in root.policies.rules)
         self.by_path = is_by_path(root.policies)
         # Modules that appear to ignore the dtype of their policy.
         self.suspects: dict[str, Suspect] = {}
@@ -173,7 +157,7 @@ class PolicyInterceptor:
         """Returns a path relative to the root. A module from outside the root keeps its path."""
         depth = len(self.root.path)
         inside = path[:depth] == self.root.path
-        return self.root.origin.path + path[depth:] if inside else path
+        return self.root.origin + path[depth:] if inside else path
 
     def _own_caller(self, module_policy: ModulePolicy) -> MethodCall | None:
         """Returns the enclosing call if a module calls its own method; otherwise None."""
@@ -216,24 +200,14 @@ class PolicyInterceptor:
 
     def _module_policy(self, module: nn.Module, path: Path) -> ModulePolicy:
         cls = type(module)
-        ancestors = self._ancestors(module, path) if self.by_subtree else ()
         outputs = LINEN_LAYERS.outputs(module)
-        key = (path, cls, ancestors, outputs)
+        key = (path, cls, outputs)
         if key not in self.module_policies:
             _check_bridge(module, path)
             self.module_policies[key] = resolve_module(
-                self.root.policies, path, cls, ancestors, LINEN_LAYERS.traits(cls), outputs
+                self.root.policies, path, cls, LINEN_LAYERS.traits(cls), outputs
             )
         return self.module_policies[key]
-
-    def _ancestors(self, module: nn.Module, path: Path) -> tuple[type, ...]:
-        self.types.setdefault(path, type(module))
-        parent, above = module.parent, path[:-1]
-        while isinstance(parent, nn.Module) and parent.scope is not None:
-            self.types.setdefault(self._relative(parent.scope.path), type(parent))
-            parent = parent.parent
-        prefixes = [above[:length] for length in range(len(above), -1, -1)] if path else []
-        return tuple(self.types[prefix] for prefix in prefixes if prefix in self.types)
 
 
 def _params(scope: Scope) -> PyTree:

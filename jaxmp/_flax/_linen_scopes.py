@@ -21,7 +21,7 @@ from jaxmp._recipe_files._load import PolicyMap
 
 def is_by_path(policies: PolicyMap) -> bool:
     """Returns True if modules of one class can have different policies."""
-    return any(rule.path is not None or rule.subtree for rule in policies.rules)
+    return any(rule.path is not None for rule in policies.rules)
 
 
 def _key_scope(scope: Scope) -> None:

@@ -26,18 +26,17 @@ from jaxmp._recipe_files._load import PolicyMap
 # ---------------------------------------------------------------------------
 
 
-def bind(module: nnx.Module, policies: PolicyMap, path: Path, ancestors: tuple[type, ...]) -> None:
+def bind(module: nnx.Module, policies: PolicyMap, path: Path) -> None:
     """Applies policies to a module in place.
 
     Args:
       module: a module that belongs to the new model alone.
       policies: the policies of the model.
       path: path of the module in the model.
-      ancestors: classes of the modules above it, the nearest first.
     """
     cls = type(module)
     outputs = NNX_LAYERS.outputs(module)
-    module_policy = Bound(policies, path, cls, ancestors, (), outputs).module_policy
+    module_policy = Bound(policies, path, cls, (), outputs).module_policy
     traits = module_policy.traits
     check_attributes(module, traits, module_policy.resolved.path)
     changes = _changes(module, module_policy)
@@ -47,7 +46,7 @@ def bind(module: nnx.Module, policies: PolicyMap, path: Path, ancestors: tuple[t
     for name, value in changes.items():
         object.__setattr__(module, name, value)
     set_fp8_state(module, traits, changes)
-    setattr(module, ATTRIBUTE, Bound(policies, path, cls, ancestors, author, outputs))
+    setattr(module, ATTRIBUTE, Bound(policies, path, cls, author, outputs))
     object.__setattr__(module, "__class__", wrapped_class(cls, cast_on_read(module, traits)))
 
 

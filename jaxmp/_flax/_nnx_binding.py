@@ -21,8 +21,6 @@ from jaxmp._flax._nnx_bound import Path, author_class, bound_of
 from jaxmp._flax._nnx_cast_on_read import is_member
 from jaxmp._flax._nnx_modules import (
     ModuleEntry,
-    ModulePaths,
-    ancestors,
     find_modules,
     module_paths,
 )
@@ -56,21 +54,20 @@ def bind_model(model: M, policies: PolicyMap, shardings: Mapping[Path, NamedShar
     paths = module_paths(entries)
     _check_shardings(model, shardings)
     check_required(policies, paths)
-    _check_shared(entries, policies, paths)
+    _check_shared(entries, policies)
     copy = nnx.clone(model, variables=False)
     for entry in find_modules(copy):
         if not entry.has_own_policies:
             unbind(entry.module)
     copies = [entry for entry in find_modules(copy) if not entry.has_own_policies]
     _separate(copies, policies, shardings)
-    _bind_all(copies, policies, paths)
+    _bind_all(copies, policies)
     return copy
 
 
-def _bind_all(entries: list[ModuleEntry], policies: PolicyMap, paths: ModulePaths) -> None:
+def _bind_all(entries: list[ModuleEntry], policies: PolicyMap) -> None:
     for entry in entries:
-        path = _deciding_path(entry, policies, paths)
-        bind(entry.module, policies, path, ancestors(path, paths))
+        bind(entry.module, policies, _deciding_path(entry, policies))
 
 
 # ---------------------------------------------------------------------------
@@ -87,7 +84,6 @@ def _bind_assigned(owner: nnx.Module, name: str, value: PyTree) -> PyTree:
     """
     bound = bound_of(owner)
     assert bound is not None
-    above = dict(zip(_prefixes(bound.path), (bound.cls, *bound.ancestors), strict=False))
     copies: dict[int, nnx.Module] = {}
     value = _copy_unbound(value, copies)
     if not copies:
@@ -99,15 +95,9 @@ def _bind_assigned(owner: nnx.Module, name: str, value: PyTree) -> PyTree:
                 empty = dataclasses.replace(entry, paths=[])
                 entries.setdefault(id(entry.module), empty).paths.extend(entry.paths)
     new = [entry for entry in entries.values() if not entry.has_own_policies]
-    paths = {**above, **module_paths(list(entries.values()))}
-    _check_shared(new, bound.policies, paths)
-    _bind_all(new, bound.policies, paths)
+    _check_shared(new, bound.policies)
+    _bind_all(new, bound.policies)
     return value
-
-
-def _prefixes(path: Path) -> list[str]:
-    """Returns the paths of a module and of the modules above it, the nearest first."""
-    return ["/".join(path[:length]) for length in range(len(path), -1, -1)]
 
 
 def _copy_unbound(value: PyTree, copies: dict[int, nnx.Module]) -> PyTree:
@@ -131,12 +121,12 @@ def _copy_unbound(value: PyTree, copies: dict[int, nnx.Module]) -> PyTree:
 # ---------------------------------------------------------------------------
 
 
-def _check_shared(entries: list[ModuleEntry], policies: PolicyMap, paths: ModulePaths) -> None:
+def _check_shared(entries: list[ModuleEntry], policies: PolicyMap) -> None:
     """Raises an error if a module or a parameter has different policies under its paths."""
     owners: dict[int, list[Path]] = {}
     for entry in entries:
         if not entry.has_own_policies:
-            _check_shared_module(entry, policies, paths)
+            _check_shared_module(entry, policies)
         for _, param in entry.params:
             owners.setdefault(id(param), [])
     for entry in entries:
@@ -147,9 +137,9 @@ def _check_shared(entries: list[ModuleEntry], policies: PolicyMap, paths: Module
         _check_equal("The parameter", stored, "p=f32")
 
 
-def _check_shared_module(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) -> None:
+def _check_shared_module(entry: ModuleEntry, policies: PolicyMap) -> None:
     name = f"The {author_class(entry.module).__name__}"
-    resolved = {"/".join(path): _resolve(entry, path, policies, paths) for path in entry.paths}
+    resolved = {"/".join(path): _resolve(entry, path, policies) for path in entry.paths}
     _check_equal(name, {path: each.policy for path, each in resolved.items()}, "c=f32")
     # Modules with equal policies differ if the rule of one path names an output dtype.
     rules = {path: each.rule if each.rule_names_output else None for path, each in resolved.items()}
@@ -172,14 +162,12 @@ def _check_equal(subject: str, resolved: Mapping[str, Any], fix: str) -> None:
     )
 
 
-def _resolve(
-    entry: ModuleEntry, path: Path, policies: PolicyMap, paths: ModulePaths
-) -> ResolvedPolicy:
+def _resolve(entry: ModuleEntry, path: Path, policies: PolicyMap) -> ResolvedPolicy:
     """Resolves the policy of a module under one of its paths."""
-    return resolve_policy(policies, path, author_class(entry.module), ancestors(path, paths))
+    return resolve_policy(policies, path, author_class(entry.module))
 
 
-def _deciding_path(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) -> Path:
+def _deciding_path(entry: ModuleEntry, policies: PolicyMap) -> Path:
     """Returns the path that determines the policy of a module.
 
     If there are several, it is the first whose rule does not name an output dtype: an optional rule
@@ -187,7 +175,7 @@ def _deciding_path(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) 
     paths agree.
     """
     unwidened = (
-        path for path in entry.paths if not _resolve(entry, path, policies, paths).rule_names_output
+        path for path in entry.paths if not _resolve(entry, path, policies).rule_names_output
     )
     return next(unwidened, entry.paths[0])
 

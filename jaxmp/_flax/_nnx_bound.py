@@ -30,33 +30,29 @@ class Bound:
       policies: the policies of the root.
       path: path from the root to the module.
       cls: the module's class as the author of the model wrote it.
-      ancestors: classes of the modules above it, the nearest first.
       author: names and previous values of the attributes that the policy replaced.
       outputs: number of outputs of a linear layer; None for other modules.
     """
 
-    __slots__ = (
-        *("_hash", "ancestors", "author", "cls", "module_policy", "outputs", "path", "policies"),
-    )
+    __slots__ = (*("_hash", "author", "cls", "module_policy", "outputs", "path", "policies"),)
 
     def __init__(
         self,
         policies: PolicyMap,
         path: Path,
         cls: type,
-        ancestors: tuple[type, ...],
         author: tuple[tuple[str, Any], ...] = (),
         outputs: int | None = None,
     ) -> None:
         self.policies, self.path, self.cls = policies, path, cls
-        self.ancestors, self.author, self.outputs = ancestors, author, outputs
+        self.author, self.outputs = author, outputs
         traits = NNX_LAYERS.traits(cls)
-        self.module_policy = resolve_module(policies, path, cls, ancestors, traits, outputs)
+        self.module_policy = resolve_module(policies, path, cls, traits, outputs)
         self._hash = hash(self._key)
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self.policies, self.path, self.cls, self.ancestors, self.author, self.outputs
+        return self.policies, self.path, self.cls, self.author, self.outputs
 
     @property
     def is_overridden(self) -> bool:

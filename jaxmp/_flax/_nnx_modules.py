@@ -115,9 +115,3 @@ def layer_outputs(entries: list[ModuleEntry]) -> dict[str, int | None]:
 def _param_path(owner: Path, name: str) -> str:
     """Returns the path of a parameter as in the model's state: `a/layers:0` for one in a list."""
     return _trees.parameter_path((*owner, *name.split("/")))
-
-
-def ancestors(path: Path, paths: ModulePaths) -> tuple[type, ...]:
-    """Returns the classes of the modules above `path`, the nearest first."""
-    above = ("/".join(path[:length]) for length in range(len(path) - 1, -1, -1))
-    return tuple(cls for name in above if (cls := paths.get(name)) is not None)

@@ -14,7 +14,7 @@ from jaxmp._policies._explanation import PolicyDecision, PolicyExplanation
 from jaxmp._policies._inputs import methods_of, own_inputs
 from jaxmp._policies._patterns import ModuleType, module_type_names
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._resolve import Policies, lineage, resolve_policy, typed_paths
+from jaxmp._policies._resolve import Policies, resolve_policy, typed_paths
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import PolicyError, RuleError
 
@@ -69,8 +69,8 @@ def explain_modules(
     types = typed_paths(paths)
     rows, used = [], set()
     for path, module_type in types.items():
-        owner, ancestors = lineage(path, types)
-        resolved = resolve_policy(policies, path, owner, ancestors, outputs.get(path))
+        owner = types.get(path.partition(":")[0])
+        resolved = resolve_policy(policies, path, owner, outputs.get(path))
         rule = resolved.rule
         number = None if rule is None else policies.rules.index(rule)
         used.add(number)
@@ -138,7 +138,7 @@ def _check_names(rule: Rule, types: Mapping[str, ModuleType]) -> None:
     """Checks that the arguments and methods that a rule names exist in a module that it matches."""
     classes = []
     for path, module_type in types.items():
-        if rule.matches(path, module_type, lineage(path, types)[1]):
+        if rule.matches(path, module_type):
             if not isinstance(module_type, type):
                 return
             classes.append(module_type)

@@ -92,9 +92,8 @@ def _policy_fields(policy: Policy | Rule) -> dict[str, object]:
 def _rule_fields(rule: Rule) -> dict[str, object]:
     selector = {"path": rule.path, "module_type": rule.module_type}
     fields = {key: value for key, value in selector.items() if value is not None}
-    subtree = {"subtree": True} if rule.subtree else {}
     why = {"why": rule.why} if rule.why else {}
-    return {**fields, **subtree, **_policy_fields(rule), "required": rule.required, **why}
+    return {**fields, **_policy_fields(rule), "required": rule.required, **why}
 
 
 def _loss_scale(data: LossScaleData) -> dict[str, object]:

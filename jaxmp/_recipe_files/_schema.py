@@ -131,7 +131,6 @@ TABLES = {
 RULE = {
     "path": Field("a string", '"**/lm_head"'),
     "module_type": Field("a string", '"LayerNorm"'),
-    "subtree": BOOLEAN,
     "required": BOOLEAN._replace(example="false"),
     "why": Field("a string", '"the loss reads FP32 logits"'),
     **_POLICY,
