@@ -1,8 +1,7 @@
-"""Application of policies to whole NNX models, and to modules that are assigned to them."""
+"""Application of policies to whole NNX models."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -17,14 +16,13 @@ from jaxmp._core._dtypes import short_name
 from jaxmp._core._shardings import check_tree, without_contents
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_attributes import bind, unbind
-from jaxmp._flax._nnx_bound import Path, author_class, bound_of
+from jaxmp._flax._nnx_bound import Path, author_class
 from jaxmp._flax._nnx_cast_on_read import is_member
 from jaxmp._flax._nnx_modules import (
     ModuleEntry,
     find_modules,
     module_paths,
 )
-from jaxmp._flax._nnx_subclass import binds_assigned
 from jaxmp._flax._shardings import SPEC
 from jaxmp._policies._required import check_required
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy, storage_dtype
@@ -68,52 +66,6 @@ def bind_model(model: M, policies: PolicyMap, shardings: Mapping[Path, NamedShar
 def _bind_all(entries: list[ModuleEntry], policies: PolicyMap) -> None:
     for entry in entries:
         bind(entry.module, policies, _deciding_path(entry, policies))
-
-
-# ---------------------------------------------------------------------------
-# Assigned modules
-# ---------------------------------------------------------------------------
-
-
-@binds_assigned
-def _bind_assigned(owner: nnx.Module, name: str, value: PyTree) -> PyTree:
-    """Returns a value that is assigned to a wrapped module, with policies for its modules.
-
-    As in `bind_model`, the modules are copies that share the Variables of the originals, which can
-    belong to another model. Modules that have policies are assigned unchanged.
-    """
-    bound = bound_of(owner)
-    assert bound is not None
-    copies: dict[int, nnx.Module] = {}
-    value = _copy_unbound(value, copies)
-    if not copies:
-        return value
-    entries: dict[int, ModuleEntry] = {}
-    for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=is_member):
-        if isinstance(leaf, nnx.Module) and bound_of(leaf) is None:
-            for entry in find_modules(leaf, (*bound.path, name, *_trees.path_names(key_path))):
-                empty = dataclasses.replace(entry, paths=[])
-                entries.setdefault(id(entry.module), empty).paths.extend(entry.paths)
-    new = [entry for entry in entries.values() if not entry.has_own_policies]
-    _check_shared(new, bound.policies)
-    _bind_all(new, bound.policies)
-    return value
-
-
-def _copy_unbound(value: PyTree, copies: dict[int, nnx.Module]) -> PyTree:
-    """Copies the modules in `value` that have no policies. The copies share the Variables."""
-
-    def copy(leaf: object) -> object:
-        if not isinstance(leaf, nnx.Module) or bound_of(leaf) is not None:
-            return leaf
-        if id(leaf) not in copies:
-            new = copies[id(leaf)] = object.__new__(type(leaf))
-            for name, attribute in vars(leaf).items():
-                is_flax = name.startswith("_pytree__")
-                vars(new)[name] = attribute if is_flax else _copy_unbound(attribute, copies)
-        return copies[id(leaf)]
-
-    return jax.tree.map(copy, value, is_leaf=is_member)
 
 
 # ---------------------------------------------------------------------------

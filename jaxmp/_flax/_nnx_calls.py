@@ -149,20 +149,23 @@ def _call_again(module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs:
 def _check_containers(bound: Bound, module: nnx.Module) -> None:
     """Warns about modules that were added to a Python list or dict of a wrapped model."""
     for name, value in vars(module).items():
-        if type(value) not in (list, dict):
-            continue
-        for leaf in jax.tree.leaves(value, is_leaf=is_member):
-            if isinstance(leaf, nnx.Module) and bound_of(leaf) is None:
-                path = "/".join((*bound.path, name))
-                warnings.warn(
-                    f"The {type(leaf).__name__} in {path!r} was added to a Python "
-                    f"{type(value).__name__} after the model was wrapped, so it computes in its "
-                    "author's dtypes. Wrap the model again: model = recipe.wrap(model); or store "
-                    "the layers in an nnx.List or nnx.Dict, which wraps layers that are added.",
-                    RecipeWarning,
-                    stacklevel=4,
-                )
-                return
+        if type(value) in (list, dict):
+            warn_of_unwrapped(bound, name, value, stacklevel=5)
+
+
+def warn_of_unwrapped(bound: Bound, name: str, value: PyTree, stacklevel: int = 3) -> None:
+    """Warns about modules without policies in an attribute of a wrapped model."""
+    for leaf in jax.tree.leaves(value, is_leaf=is_member):
+        if isinstance(leaf, nnx.Module) and bound_of(leaf) is None:
+            path = "/".join((*bound.path, name))
+            warnings.warn(
+                f"The {type(leaf).__name__} in {path!r} was added after the model was wrapped, so "
+                "it computes in its author's dtypes. Wrap the model again: model = "
+                "recipe.wrap(model).",
+                RecipeWarning,
+                stacklevel=stacklevel,
+            )
+            return
 
 
 def _keeps_dtype(module: nnx.Module, bound: Bound, operands: PyTree) -> bool:

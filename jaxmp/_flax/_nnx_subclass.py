@@ -15,7 +15,7 @@ from jaxmp._core._compat import declares_pytree
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._flax._layer_table import is_flax
 from jaxmp._flax._nnx_bound import bound_of
-from jaxmp._flax._nnx_calls import call_method
+from jaxmp._flax._nnx_calls import call_method, warn_of_unwrapped
 from jaxmp._flax._nnx_cast_on_read import CastOnRead, cast_on_read
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 
@@ -111,37 +111,17 @@ def _make_init_cache(inherited: Callable[..., None]) -> Callable[..., None]:
     return init_cache
 
 
-# The function that binds assigned modules. It walks whole models, so it is defined in
-# `_nnx_binding`, which imports this module, and registers itself here.
-_binder: list[Callable[[Any, str, Any], Any]] = []
-
-
-def binds_assigned(fn: Callable[[Any, str, Any], Any]) -> Callable[[Any, str, Any], Any]:
-    """Registers the function that applies the policies of a module to modules assigned to it."""
-    _binder[:] = [fn]
-    return fn
-
-
 def _make_setattr(inherited: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
-    """Returns `__setattr__` that applies policies to assigned modules and parameters."""
+    """Returns `__setattr__` that reports assigned modules, and casts assigned parameters."""
 
     @functools.wraps(inherited)
     def __setattr__(self: nnx.Module, name: str, value: object) -> None:
+        inherited(self, name, value)
         bound = bound_of(self)
         if bound is None or not isinstance(value, _CONTAINERS) or name.startswith("_pytree__"):
-            inherited(self, name, value)
             return
-        before = vars(self).copy()
-        inherited(self, name, value)
-        # The setter of a property has assigned another attribute, which has been bound.
-        if not isinstance(vars(self).get(name), _CONTAINERS):
-            return
-        try:
-            vars(self)[name] = _binder[0](self, name, vars(self)[name])
-        except Exception:
-            vars(self).clear()
-            vars(self).update(before)
-            raise
+        # `nnx.data` returns a field, and the setter of a property assigns another attribute.
+        warn_of_unwrapped(bound, name, vars(self).get(name))
         if name in cast_on_read(self, bound.module_policy.traits):
             wrapped_class(bound.cls, frozenset({name}))
 
