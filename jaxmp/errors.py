@@ -55,9 +55,6 @@ class RuleError(JaxmpError):
 class OpError(JaxmpError):
     """Error for an operation or a category that the op table cannot contain."""
 
-    # Corrected name of the operation, if the name is the mistake.
-    fix: str = ""
-
 
 class RecipeError(JaxmpError):
     """Error for a recipe file or name that cannot be loaded."""

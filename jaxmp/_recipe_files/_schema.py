@@ -274,5 +274,5 @@ def _unknown_op(location: str, name: str) -> RecipeError:
     try:
         OpTable().op(name)
     except OpError as error:
-        return RecipeError(f"{location}: {error} In TOML:\n{fix_line('ops', error.fix)}")
+        return RecipeError(f"{location}: {error} In TOML:\n{fix_line('ops', 'exp')}")
     raise AssertionError(name)
