@@ -48,9 +48,6 @@ class PolicyError(JaxmpError):
 class RuleError(JaxmpError):
     """Error for an invalid rule, or a required rule without a match."""
 
-    # Corrected pattern, if the pattern is the mistake.
-    fix: str = ""
-
 
 class OpError(JaxmpError):
     """Error for an operation or a category that the op table cannot contain."""

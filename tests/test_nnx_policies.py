@@ -544,13 +544,13 @@ class Tied(nnx.Module):
 def test_a_parameter_of_another_module_is_read_in_that_modules_dtype():
     tokens = jnp.arange(4)
     assert operands(program(apply_policy(Tied(rngs()), MIXED), tokens)) == {BF16}
-    mixed = apply_policy(Tied(rngs()), PolicyMap("bf16-true", [Rule("embed", "c=f16")]))
+    mixed = apply_policy(Tied(rngs()), PolicyMap("bfloat16", [Rule("embed", "c=f16")]))
     with jax.numpy_dtype_promotion("standard"):  # the rule requires a matmul with mixed operands
         assert operands(program(mixed, tokens)) == {BF16, ("bfloat16", "float16")}
 
 
 def test_outside_of_a_method_a_parameter_is_what_is_stored():
-    model = apply_policy(Raw(), "bf16-true")
+    model = apply_policy(Raw(), "bfloat16")
     assert model.w.dtype == model.doubled.dtype == jnp.float32
     assert list(model.dict) == ["a"] and len(model.list) == 1
     assert model.w is not None and isinstance(model.w, nnx.Param)
@@ -611,7 +611,7 @@ def by_module(traced):
     ids=lambda value: str(value) if isinstance(value, Rule) else "",
 )
 def test_a_rule_decides_for_the_modules_that_it_names_alone(rule, in_f32):
-    model = apply_policy(Net(rngs()), PolicyMap("bf16-true", [rule]))
+    model = apply_policy(Net(rngs()), PolicyMap("bfloat16", [rule]))
     if rule.module_type == "Linear":
         in_f32 = [*in_f32, "head"]
     with jax.numpy_dtype_promotion("standard"):  # a block in FP32 adds what a bf16 norm returns
@@ -623,7 +623,7 @@ def test_a_rule_decides_for_the_modules_that_it_names_alone(rule, in_f32):
 
 
 def test_a_rule_for_one_parameter():
-    model = apply_policy(Block(rngs()), PolicyMap("bf16-true", [Rule(":w", "c=f32")]))
+    model = apply_policy(Block(rngs()), PolicyMap("bfloat16", [Rule(":w", "c=f32")]))
     with jax.numpy_dtype_promotion("standard"):
         assert by_module(program(model, floats(2, 3))) == {
             "Block/linear": "bfloat16",
@@ -649,7 +649,7 @@ def test_explain_and_paths_name_what_rules_can_name():
 def test_an_output_dtype_narrower_than_the_compute_dtype():
     """With it, an FP32 module can provide the input of a loop with a 16-bit carry."""
     rules = [Rule("blocks/0/**", "c=f32", required=False), Rule("blocks/0", "c=f32,o=bf16")]
-    model = apply_policy(Net(rngs()), PolicyMap("bf16-true", rules[::-1]))
+    model = apply_policy(Net(rngs()), PolicyMap("bfloat16", rules[::-1]))
     found = by_module(program(model, floats(2, 3)))
     assert found["Net/blocks/0"] == "float32" and found["Net/blocks/1"] == "bfloat16"
 
@@ -699,7 +699,7 @@ def test_precision_of_float32_products_forward_and_backward(matmul, expected):
             assert precision is None
 
 
-WIDE = PolicyMap("bf16-true", [Rule("", "o=f32")])
+WIDE = PolicyMap("bfloat16", [Rule("", "o=f32")])
 LAYERS = {
     "linear": lambda: nnx.Linear(4, 5, rngs=rngs()),
     "linear_general": lambda: nnx.LinearGeneral(4, (2, 3), rngs=rngs()),
@@ -714,7 +714,7 @@ def test_a_wide_output_keeps_the_sums_of_16_bit_products(layer):
     assert forward == ("bfloat16", "bfloat16", "float32")
     assert backward and set(backward) == {("bfloat16",) * 3}
     assert model(x).dtype == jnp.float32
-    rounded = apply_policy(layer(), "bf16-true")(x)
+    rounded = apply_policy(layer(), "bfloat16")(x)
     assert jnp.any(rounded.astype(jnp.float32) != model(x))
 
 
@@ -763,7 +763,7 @@ def test_only_a_parameter_that_is_stored_otherwise_gets_a_variable_of_its_own():
 def test_a_stored_dtype_in_containers_leaves_the_original_containers_alone():
     model = Raw()
     inside = model.data["k"][0], model.list[0], model.dict.a
-    wrapped = apply_policy(model, "bf16-true")
+    wrapped = apply_policy(model, "bfloat16")
     assert wrapped.data["k"][0] is not inside[0]
     assert (model.data["k"][0], model.list[0], model.dict.a) == inside
     assert model.data["k"][0] is inside[0]
@@ -785,7 +785,7 @@ class Shares(nnx.Module):
 
 
 def test_a_shared_module_and_a_shared_parameter_stay_shared():
-    for policies in (MIXED, "bf16-true"):
+    for policies in (MIXED, "bfloat16"):
         model = apply_policy(Shares(rngs()), policies)
         assert model.a is model.b and model.a.kernel is model.c.kernel
         assert operands(program(model, floats(2, 3))) == {BF16}
@@ -831,10 +831,10 @@ def test_a_tied_head_follows_a_rule_about_outputs_only_where_all_its_paths_do(he
 
 def test_a_shared_parameter_in_two_storage_dtypes_is_refused_and_the_fix_works():
     with pytest.raises(RuleError, match=r"parameter has several.*'a:kernel'.*'c:kernel'") as error:
-        apply_policy(Shares(rngs()), PolicyMap("bf16-true", [Rule("c:kernel", "p=f32")]))
+        apply_policy(Shares(rngs()), PolicyMap("bfloat16", [Rule("c:kernel", "p=f32")]))
     pattern = "re:a:kernel|b:kernel|c:kernel"
     assert f"Rule({pattern!r}, 'p=f32')" in str(error.value)
-    fixed = apply_policy(Shares(rngs()), PolicyMap("bf16-true", [Rule(pattern, "p=f32")]))
+    fixed = apply_policy(Shares(rngs()), PolicyMap("bfloat16", [Rule(pattern, "p=f32")]))
     assert fixed.a.kernel is fixed.c.kernel
 
 
@@ -1081,7 +1081,7 @@ def test_two_models_of_one_class_keep_their_own_policies_in_one_method():
         def distill(self, teacher, x):
             return self(x), teacher(x)
 
-    student, teacher = apply_policy(Student(), "bf16-true"), apply_policy(Student(), "fp16-true")
+    student, teacher = apply_policy(Student(), "bfloat16"), apply_policy(Student(), "fp16-true")
     found = [dtypes(e)[:2] for e in products(trace(student.distill, teacher, floats(2, 3)))]
     assert found == [BF16, F16]
 
@@ -1112,7 +1112,7 @@ class Normed(nnx.Module):
 @pytest.mark.parametrize("jit", [False, True])
 def test_batch_statistics_are_fp32_and_written_back_to_the_original(jit):
     model, twin, x = Normed(rngs()), Normed(rngs()), 1 + floats(8, 3)
-    wrapped, run = apply_policy(model, "bf16-true"), lambda model, x: model(x)
+    wrapped, run = apply_policy(model, "bfloat16"), lambda model, x: model(x)
     (nnx.jit(run) if jit else run)(wrapped, x)
     twin(x)
     assert model.norm.mean.dtype == model.norm.var.dtype == jnp.float32
@@ -1125,7 +1125,7 @@ def test_batch_statistics_are_fp32_and_written_back_to_the_original(jit):
 
 def test_a_key_gives_the_mask_that_it_gives_in_fp32():
     plain, wrapped = (nnx.Dropout(0.5, rngs=rngs()) for _ in range(2))
-    wrapped, x = apply_policy(wrapped, "bf16-true"), jnp.ones((16, 16))
+    wrapped, x = apply_policy(wrapped, "bfloat16"), jnp.ones((16, 16))
     for _ in range(2):  # the count of the stream increases in the same way
         np.testing.assert_array_equal(plain(x) == 0, wrapped(x) == 0)
 
@@ -1137,7 +1137,7 @@ CELLS = [nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell]
 @fast_cases("GRUCell", "SimpleCell")
 def test_a_recurrent_carry_keeps_its_dtypes(cell):
     x = floats(2, 4, 3)
-    model = apply_policy(nnx.RNN(cell(3, 3, rngs=rngs()), return_carry=True), "bf16-true")
+    model = apply_policy(nnx.RNN(cell(3, 3, rngs=rngs()), return_carry=True), "bfloat16")
     with jax.numpy_dtype_promotion("standard"):  # Flax adds gates to an FP32 carry
         carry, out = model(x)
         again, _ = model(x, initial_carry=carry)
@@ -1195,7 +1195,7 @@ def test_a_fully_masked_row_is_finite_in_float16():
 
 def test_an_attention_function_of_the_user_is_kept():
     own = lambda query, key, value, **_: query + value
-    wrapped = apply_policy(attention(attention_fn=own), "bf16-true")
+    wrapped = apply_policy(attention(attention_fn=own), "bfloat16")
     assert wrapped.attention_fn is own and wrapped(floats(2, 5, 8)).dtype == jnp.bfloat16
     in_f32 = apply_policy(attention(), "fp32")
     assert in_f32.attention_fn is nnx.dot_product_attention
@@ -1254,7 +1254,7 @@ class UsesJittedFunction(nnx.Module):
 @pytest.mark.parametrize("run", [run_jitted, lambda model, x: model(x)], ids=["jit", "eager"])
 def test_no_cached_trace_outlives_its_policy(make, run):
     model, x = make(rngs()), floats(2, 3)
-    models = [model, apply_policy(model, "bf16-true"), apply_policy(model, "fp16-true"), model]
+    models = [model, apply_policy(model, "bfloat16"), apply_policy(model, "fp16-true"), model]
     found = [run(each, x).dtype.name for each in models]
     assert found == ["float32", "bfloat16", "float16", "float32"]
 

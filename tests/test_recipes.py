@@ -240,11 +240,9 @@ STRINGS = [
     ("tf32", "p=f32,c=f32,o=f32,matmul=tf32", None),
     ("bf16_params", "p=bf16,c=bf16,o=f32", None),
     ("fp8", "p=f32,c=bf16,o=f32,matmul=fp8", None),
-    *((name, *["p=bf16,c=bf16,o=bf16"] * 2) for name in ("bfloat16", "bf16-true")),
-    *((name, *["p=f16,c=f16,o=f16"] * 2) for name in ("float16", "f16", "half", "fp16-true")),
+    *((name, *["p=bf16,c=bf16,o=bf16"] * 2) for name in ("bfloat16",)),
+    *((name, *["p=f16,c=f16,o=f16"] * 2) for name in ("float16", "f16", "half")),
     *((name, *["p=f32,c=f32,o=f32"] * 2) for name in ("float32", "f32", "full")),
-    *((name, *["p=f32,c=bf16,o=bf16"] * 2) for name in ("mixed_bfloat16", "bf16-mixed")),
-    *((name, *["p=f32,c=f16,o=f16"] * 2) for name in ("mixed_float16", "fp16-mixed", "16-mixed")),
     ("p=f32,c=bf16,o=f32", *["p=f32,c=bf16,o=f32"] * 2),
     ("compute=bf16", *["p=f32,c=bf16,o=bf16"] * 2),
 ]

@@ -202,8 +202,6 @@ def test_a_rule_takes_fields_in_every_form():
     ]
     assert all(rule == same[0] and hash(rule) == hash(same[0]) for rule in same)
     assert Rule("a", Policy("f32", "bf16", "f32")).fields["output_dtype"] == np.float32
-    assert Rule("a", "bf16-true").fields["param_dtype"] == jnp.bfloat16
-    assert Rule("a", "mixed_float16").fields["param_dtype"] == np.float32
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16", " F16 ", jnp.float16, np.dtype("float32")])
@@ -341,14 +339,14 @@ def test_a_required_rule_that_is_shadowed_still_matches():
     ["/a", "a/", "a//b", "/", "a**", "**a/b", "a/***", "a:", "a:b:c", "a:b/c", "a**//:", "re:(",
      "re:*", "re:[[a]", "re:a{99999999999}", "re:(?i", "re:a(?i)"],
 )  # fmt: skip
-def test_a_refused_pattern_names_one_that_is_read(pattern):
+def test_a_refused_pattern_names_those_that_are_read(pattern):
     with pytest.raises(RuleError) as error:
         Rule(pattern, "c=f32")
     message = str(error.value)
     assert repr(pattern) in message
-    fix = error.value.fix
-    assert message.endswith(f"write {fix!r}.")
-    assert Rule(fix, "c=f32").path == fix
+    fixes = re.findall("'([^']+)'", message.partition("for example ")[2])
+    assert len(fixes) == 4
+    assert [Rule(fix, "c=f32").path for fix in fixes] == fixes
 
 
 @pytest.mark.parametrize(

@@ -26,33 +26,6 @@ from jaxmp.errors import PolicyError
 
 T = TypeVar("T")
 
-# Name -> 16-bit dtype of a policy with FP32 parameters.
-_MIXED = {
-    f"{prefix}{name}{suffix}": dtype
-    for name, dtype in (
-        ("bfloat16", "bf16"),
-        ("bf16", "bf16"),
-        ("float16", "f16"),
-        ("fp16", "f16"),
-        ("f16", "f16"),
-        ("16", "f16"),
-    )
-    for prefix, suffix in (("mixed_", ""), ("", "-mixed"))
-    if (prefix, name) != ("mixed_", "16")
-}
-# Name -> dtype of a policy with one dtype.
-_TRUE = {
-    f"{name}-true": dtype
-    for name, dtype in (
-        ("bf16", "bf16"),
-        ("fp16", "f16"),
-        ("f16", "f16"),
-        ("16", "f16"),
-        ("32", "f32"),
-    )
-}
-
-
 # ---------------------------------------------------------------------------
 # Policy
 # ---------------------------------------------------------------------------
@@ -227,9 +200,8 @@ def get_policy(policy: PolicyLike) -> Policy:
         * a string of `key=dtype` pairs such as `"p=f32,c=bf16,o=f32"`, with the keys `p`, `c` and
           `o` or their long forms. Defaults follow jmp: params are float32, compute follows params,
           and output follows compute;
-        * a name such as `"bfloat16"` (all three dtypes), `"mixed_bfloat16"` or `"bf16-mixed"` (FP32
-          parameters, otherwise bfloat16), or `"bf16-true"` (all three dtypes), but not the name of
-          a recipe, such as `"bf16"`;
+        * the name of a dtype such as `"bfloat16"`, for all three dtypes, but not the name of a
+          recipe, such as `"bf16"`;
         * a dtype;
         * a dict with the keys of the string.
 
@@ -273,10 +245,8 @@ def _parse_policy(text: str) -> Policy:
             f"jaxmp.load_recipe({name!r}), or its default policy: "
             f"jaxmp.load_recipe({name!r}).policies.default{dtype}."
         )
-    if name in _MIXED:
-        return Policy("f32", _MIXED[name], _MIXED[name])
-    if name in _TRUE or name in DTYPE_NAMES:
-        dtype = canonical_dtype(_TRUE.get(name, name))
+    if name in DTYPE_NAMES:
+        dtype = canonical_dtype(name)
         return Policy(dtype, dtype, dtype)
     if "=" not in text:
         raise _unknown_name_error(text, name)
@@ -286,10 +256,9 @@ def _parse_policy(text: str) -> Policy:
 def _unknown_name_error(text: str, name: str) -> PolicyError:
     if name.removeprefix("u").startswith("int"):
         canonical_dtype(text)  # raises
-    names = [*DTYPE_NAMES, *_MIXED, *_TRUE]
     return PolicyError(
-        f"Unknown policy {text!r}.{did_you_mean(name, names)} Use a name such as 'bfloat16' or "
-        "'mixed_bfloat16', or pairs such as 'p=f32,c=bf16,o=f32'."
+        f"Unknown policy {text!r}.{did_you_mean(name, DTYPE_NAMES)} Use the name of a dtype, such "
+        "as 'bfloat16', or pairs such as 'p=f32,c=bf16,o=f32'."
     )
 
 

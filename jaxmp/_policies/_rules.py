@@ -47,7 +47,7 @@ class Rule:
         `**` across segments, `re:` starts a regular expression, `''` is the root, and `path:name`
         addresses one parameter. None: any path.
       policy: the fields to override, as a string or dict such as `"c=f32"`; or a whole policy: a
-        `Policy`, `"mixed_bfloat16"` or `"bf16-true"`. The bare name of a dtype or recipe is
+        `Policy` or a `jmp.Policy`. The bare name of a dtype or recipe is
         refused, because `"bf16"` could mean either. None: the fields are passed by keyword.
       module_type: a class, or a class name (`*` allowed); base classes match too. The rule applies
         to modules of that type, not to their children. None: any type.

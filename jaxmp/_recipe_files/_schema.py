@@ -238,12 +238,9 @@ def _read_rule(document: _toml.Document, index: int, values: dict[str, Any]) -> 
     try:
         return Rule(**{name: setting.value for name, setting in fields.items()})
     except RuleError as error:
-        if error.fix:
-            location = document.locate("rules", index, "path")
-            fix = fix_line("rules", "path", _toml.quoted(error.fix))
-        else:
-            location, fix = document.locate("rules", index), _RULE_EXAMPLE
-        raise RecipeError(f"{location}: {error} In TOML:\n{fix}") from None
+        key = ("path",) if str(error).startswith("Pattern ") else ()
+        location = document.locate("rules", index, *key)
+        raise RecipeError(f"{location}: {error} In TOML:\n{_RULE_EXAMPLE}") from None
 
 
 def _unknown_key(document: _toml.Document, key: _toml.Key, table: str) -> RecipeError:
