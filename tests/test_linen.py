@@ -92,7 +92,7 @@ def test_equal_models_do_not_retrace():
 
 
 def test_a_second_policy_replaces_the_first():
-    twice = apply_policy(apply_policy(MLP(), "fp16-true"), MIXED)
+    twice = apply_policy(apply_policy(MLP(), "float16"), MIXED)
     assert twice == apply_policy(MLP(), MIXED)
 
 
@@ -278,7 +278,7 @@ def test_the_innermost_policy_owns_its_subtree():
         def __call__(self, x):
             return nn.Dense(4, name="last")(self.inner(x).astype(jnp.float32))
 
-    model = apply_policy(Outer(apply_policy(MLP(), "fp16-true")), BF16)
+    model = apply_policy(Outer(apply_policy(MLP(), "float16")), BF16)
     variables = shapes(model, floats(2, 8))
     assert operands_by_module(model, variables, floats(2, 8)) == {
         "Dense_0": "float16",
@@ -500,7 +500,7 @@ def test_norms_compute_in_fp32_and_hand_on_bf16(norm, stored):
 def test_statistics_of_large_float16_activations_are_finite():
     """The square of 300 overflows float16; the statistics are computed in FP32."""
     x = jnp.full((2, 64), 300.0).at[:, ::2].set(-300.0)
-    out = apply_policy(nn.RMSNorm(), "fp16-true").apply({"params": {"scale": jnp.ones(64)}}, x)
+    out = apply_policy(nn.RMSNorm(), "float16").apply({"params": {"scale": jnp.ones(64)}}, x)
     np.testing.assert_allclose(out, np.sign(x), rtol=1e-3)
 
 

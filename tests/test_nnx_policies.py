@@ -98,7 +98,7 @@ def test_the_original_keeps_its_bits_its_attributes_and_its_program():
     model, x = Net(rngs()), floats(2, 3)
     outputs, state, before = model(x), bits_of(nnx.state(model)), attributes(model)
     equations = list(map(str, program(model, x)))
-    wrapped = apply_policy(model, PolicyMap("fp16-true", [Rule("head", "p=f32,o=f32")]))
+    wrapped = apply_policy(model, PolicyMap("float16", [Rule("head", "p=f32,o=f32")]))
     wrapped(x)
     nnx.jit(lambda model, x: model(x))(wrapped, x)
     assert bits_of(model(x)) == bits_of(outputs)
@@ -174,10 +174,10 @@ def test_copies_keep_the_policies(remake):
 
 def test_new_policies_replace_the_old():
     model = Net(rngs())
-    twice, once = apply_policy(apply_policy(model, "fp16-true"), MIXED), apply_policy(model, MIXED)
+    twice, once = apply_policy(apply_policy(model, "float16"), MIXED), apply_policy(model, MIXED)
     assert nnx.graphdef(twice) == nnx.graphdef(once)
     assert type(twice) is type(once)
-    assert nnx.graphdef(once) != nnx.graphdef(apply_policy(model, "fp16-true"))
+    assert nnx.graphdef(once) != nnx.graphdef(apply_policy(model, "float16"))
 
 
 def test_a_nested_model_keeps_policies_of_its_own():
@@ -562,7 +562,7 @@ def test_methods_may_return_variables_modules_and_containers():
             return self.w, self.linear, {"x": jnp.ones(3)}, None
 
     model = Returns(rngs())
-    wrapped = apply_policy(model, "fp16-true")
+    wrapped = apply_policy(model, "float16")
     for run in (wrapped.parts, lambda: nnx.jit(lambda model: model.parts())(wrapped)):
         w, linear, rest, nothing = run()
         assert isinstance(w, nnx.Param) and isinstance(linear, nnx.Linear)
@@ -579,7 +579,7 @@ def test_keyword_arguments_none_and_integers():
             assert mask is None and steps.dtype == jnp.int32 and scale == 2.0
             return {"y": self.linear(x), "steps": steps, "x": x}
 
-    out = apply_policy(Keywords(rngs()), "fp16-true")(x=floats(2, 3), steps=jnp.arange(2))
+    out = apply_policy(Keywords(rngs()), "float16")(x=floats(2, 3), steps=jnp.arange(2))
     assert jax.tree.map(lambda a: str(a.dtype), out) == {
         "steps": "int32",
         "x": "float16",
@@ -1081,7 +1081,7 @@ def test_two_models_of_one_class_keep_their_own_policies_in_one_method():
         def distill(self, teacher, x):
             return self(x), teacher(x)
 
-    student, teacher = apply_policy(Student(), "bfloat16"), apply_policy(Student(), "fp16-true")
+    student, teacher = apply_policy(Student(), "bfloat16"), apply_policy(Student(), "float16")
     found = [dtypes(e)[:2] for e in products(trace(student.distill, teacher, floats(2, 3)))]
     assert found == [BF16, F16]
 
@@ -1189,7 +1189,7 @@ def test_float16_attention_runs_under_jit_on_cpu(name):
 
 
 def test_a_fully_masked_row_is_finite_in_float16():
-    model = apply_policy(attention(), "fp16-true")
+    model = apply_policy(attention(), "float16")
     assert jnp.all(jnp.isfinite(model(floats(2, 5, 8), mask=jnp.zeros((1, 1, 5, 5), bool))))
 
 
@@ -1254,7 +1254,7 @@ class UsesJittedFunction(nnx.Module):
 @pytest.mark.parametrize("run", [run_jitted, lambda model, x: model(x)], ids=["jit", "eager"])
 def test_no_cached_trace_outlives_its_policy(make, run):
     model, x = make(rngs()), floats(2, 3)
-    models = [model, apply_policy(model, "bfloat16"), apply_policy(model, "fp16-true"), model]
+    models = [model, apply_policy(model, "bfloat16"), apply_policy(model, "float16"), model]
     found = [run(each, x).dtype.name for each in models]
     assert found == ["float32", "bfloat16", "float16", "float32"]
 
