@@ -56,7 +56,7 @@ class LinenLayers(nn.Module):
         own = lambda *args, **kwargs: lax.dot_general(*args, **kwargs)
         x = nn.Dense(30, name="odd")(x)
         x = nn.Dense(64, name="own", dot_general=own)(x)
-        x = nn.Einsum((64, 4, 16), "btd,dnh->btnh", name="einsum")(x)
+        x = nn.DenseGeneral((4, 16), name="einsum")(x)
         x = nn.DenseGeneral(32, axis=(-2, -1), name="general")(x)
         x = nn.MultiHeadDotProductAttention(2, name="attention")(x)
         return nn.Dense(16, use_bias=False, name="out")(x)

@@ -12,10 +12,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen import merge_param
 from jax import lax
 
-from jaxmp._core._compat import einsum_bias_shape
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import DTypeLike
 from jaxmp._core._wide_dot import wide_product
@@ -239,30 +237,3 @@ def _read_state(ref: Callable[[], Any], scaling: Scaling) -> dict[str, jax.Array
             # Not `module.variable`, which is allowed in `setup` and compact methods only.
             module.put_variable(OVERWRITE, names[name], value)
     return {name: module.get_variable(OVERWRITE, names[name]) for name in names}
-
-
-def einsum_call(module: Any, dot: LayerEinsum) -> Callable[..., jax.Array]:
-    """Returns `flax.linen.Einsum.__call__` with an FP8 dot; that layer has no field for its dot."""
-
-    def call(inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
-        equation = merge_param("einsum_str", module.einsum_str, einsum_str).replace(" ", "")
-        if "->" not in equation or equation.count(",") != 1:
-            raise ValueError(
-                f"einsum_str={equation!r} must have two operands, one comma, and include '->'."
-            )
-        kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
-        bias, bias_shape = None, None
-        if module.use_bias:
-            shape, bias_shape = einsum_bias_shape(module, equation, inputs, kernel)
-            bias = module.param("bias", module.bias_init, shape, module.param_dtype)
-        promote = lambda arrays, **options: module.promote_dtype(*arrays, **options)
-        arrays = inputs, kernel, bias
-        if quantizes_float32_kernels(dot.scaling):
-            inputs, kernel, bias = promote_around_kernel(promote, arrays, module.dtype, True)
-        else:
-            inputs, kernel, bias = promote(arrays, dtype=module.dtype)
-        preferred = module.preferred_element_type
-        out = dot(equation, inputs, kernel, module.precision, preferred)
-        return out if bias is None else out + jnp.reshape(bias, bias_shape)
-
-    return call

@@ -41,7 +41,7 @@ def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) 
     traits, cls, path = module_policy.traits, module_policy.cls, module_policy.resolved.path
     if not is_recording() or module_policy.resolved.scaling is None:
         return
-    has_fp8 = traits.fp8_call is not None or getattr(traits.dot, "fp8", None) is not None
+    has_fp8 = getattr(traits.dot, "fp8", None) is not None
     # A layer of Flax that is wrapped alone is a part of a model.
     is_part = not path and cls.__module__.startswith("flax.")
     if not (has_fp8 or is_part or traits.is_norm or traits.embedding) and matrix_elements(own()):

@@ -82,8 +82,6 @@ class LayerTraits:
     # in the dtype of that result.
     kernel: str = ""
     dot: DotAttribute | None = None
-    # (module, FP8 dot) -> replacement of `__call__`, for a layer without an attribute for its dot.
-    fp8_call: Callable[[Any, Any], Callable[..., Any]] | None = None
     # The attribute with the number of outputs of a linear layer, or a sequence of them.
     outputs: str = ""
     # NNX: the sizes of the kernel, from which the FP8 state is created.
