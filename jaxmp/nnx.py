@@ -11,10 +11,10 @@ from flax.nnx.filterlib import Filter
 
 from jaxmp import _gradients
 from jaxmp._core._typing import PyTree
-from jaxmp._flax._nnx_average import EMA as EMA
 from jaxmp._flax._nnx_compiled_step import CompiledStep
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient as OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
+from jaxmp._flax._nnx_optimizer import EMA as EMA
 from jaxmp._flax._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._loss_scale import LossScaleLike
 

@@ -180,7 +180,7 @@ MUTATIONS = [
     # Layers with few outputs.
     Mutation(
         "the note on a loop carry does not name layers with few outputs",
-        "jaxmp/_flax/_mismatch.py",
+        "jaxmp/_flax/_method_call.py",
         "        if module_policy.policy.fp32_outputs_below:\n            lines",
         "        if False:\n            lines",
         ("test_fp32_outputs.py::test_the_note_on_a_carry_of_few_outputs_has_the_fix",),
@@ -711,7 +711,7 @@ MUTATIONS = [
     ),
     Mutation(
         "modules with weights that no FP8 dot multiplies are not reported",
-        "jaxmp/_flax/_fp8_use.py",
+        "jaxmp/_flax/_share.py",
         "        note_unsupported(",
         "        print(",
         (
@@ -721,7 +721,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights without matmuls, and layers that were traced before, count as not in FP8",
-        "jaxmp/_flax/_fp8_use.py",
+        "jaxmp/_flax/_share.py",
         "        if _multiplies_without_fp8(*call):",
         "        if True:",
         (
@@ -1357,7 +1357,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an NNX average reads the rounded parameters",
-        "jaxmp/_flax/_nnx_average.py",
+        "jaxmp/_flax/_nnx_optimizer.py",
         "        if optimizer is not None:\n",
         "        if optimizer is None:\n",
         ("test_average.py::test_nnx_averages_are_those_of_the_masters",),

@@ -24,8 +24,8 @@ from jaxmp import dot_product_attention
 from jaxmp._attention import _choice
 from jaxmp._attention._arguments import arguments
 from jaxmp._attention._blockwise import blockwise_attention
+from jaxmp._attention._cudnn import one_sharding
 from jaxmp._attention._plain import xla_attention
-from jaxmp._attention._sharding import one_sharding
 from jaxmp._core._compat import context
 from jaxmp.errors import AttentionError
 from models import floats

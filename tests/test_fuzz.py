@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmp._core._dtypes import DTYPE_NAMES
-from jaxmp._policies._policy import get_policy
-from jaxmp._policies._policy_fields import FIELD_KEYS, MATMUL_PRECISIONS
+from jaxmp._policies._policy import FIELD_KEYS, MATMUL_PRECISIONS, get_policy
 from jaxmp._policies._recipe_names import shipped
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe import list_recipes, load_recipe

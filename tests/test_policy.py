@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 import jaxmp
 from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
-from jaxmp._policies._policy import Policy, get_policy
-from jaxmp._policies._policy_fields import MATMUL_PRECISIONS
+from jaxmp._policies._policy import MATMUL_PRECISIONS, Policy, get_policy
 from jaxmp.errors import JaxmpError, PolicyError
 
 F32, BF16, F16 = (np.dtype(name) for name in ("float32", ml_dtypes.bfloat16, "float16"))

@@ -19,12 +19,13 @@ from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._typing import PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._casts import ModulePolicy, is_complex, written_back
-from jaxmp._flax._dots import Promotion, wide_operator
 from jaxmp._flax._fp8_layers import (
     LayerDot,
     LayerEinsum,
+    Promotion,
     linen_dot,
     quantizes_float32_kernels,
+    wide_operator,
 )
 from jaxmp._flax._method_call import MethodCall
 

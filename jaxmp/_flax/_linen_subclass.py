@@ -16,14 +16,21 @@ import jax
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import cast_outputs, resolve_module
-from jaxmp._flax._fp8_use import fp8_decisions, warn_of_model
 from jaxmp._flax._linen_fields import author_fields
 from jaxmp._flax._linen_init import add_policy_state, check_required_rules
-from jaxmp._flax._linen_interceptor import Path, Plain, PolicyInterceptor, Root, make_root
+from jaxmp._flax._linen_interceptor import (
+    Path,
+    Plain,
+    PolicyInterceptor,
+    Root,
+    is_by_path,
+    key_scopes,
+    make_root,
+    modules_in,
+)
 from jaxmp._flax._linen_layers import LINEN_LAYERS
-from jaxmp._flax._linen_scopes import is_by_path, key_scopes, modules_in
 from jaxmp._flax._shardings import constrain_variables
-from jaxmp._flax._share import warn_if_low
+from jaxmp._flax._share import fp8_decisions, warn_if_low, warn_of_model
 from jaxmp._policies._device import check_gradient
 from jaxmp._recipe_files._load import PolicyMap
 

@@ -23,13 +23,10 @@ from jaxmp._flax._casts import (
     is_complex,
     keeps_dtype,
 )
-from jaxmp._flax._fp8_use import fp8_decisions, warn_of_model
 from jaxmp._flax._method_call import MethodCall
-from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, bound_of
-from jaxmp._flax._nnx_cast_on_read import is_member
-from jaxmp._flax._share import Suspect, are_many, warn_if_low
-from jaxmp._policies._device import check_device, check_gradient
-from jaxmp._policies._precision import matmul_precision, precision_scope
+from jaxmp._flax._nnx_cast_on_read import ATTRIBUTE, Bound, bound_of, is_member
+from jaxmp._flax._share import Suspect, are_many, fp8_decisions, warn_if_low, warn_of_model
+from jaxmp._policies._device import check_device, check_gradient, matmul_precision, precision_scope
 from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import RecipeWarning
 

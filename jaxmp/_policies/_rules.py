@@ -24,11 +24,9 @@ from jaxmp._policies._policy import (
     FIELD_NAMES,
     Policy,
     PolicyLike,
+    canonical_fields,
     get_policy,
     is_policy,
-)
-from jaxmp._policies._policy_fields import (
-    canonical_fields,
     policy_fields,
     split_pairs,
     window_text,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxmp._policies._policy import FIELD_NAMES, Policy
-from jaxmp._policies._policy_fields import ATTENTION_FIELDS
+from jaxmp._policies._policy import ATTENTION_FIELDS, FIELD_NAMES, Policy
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe_files._load import RecipeData
 from jaxmp._recipe_files._loss_scale_table import LossScaleData

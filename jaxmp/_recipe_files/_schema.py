@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxmp._core._messages import did_you_mean
 from jaxmp._policies._inputs import canonical_inputs
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
-from jaxmp._policies._policy_fields import (
+from jaxmp._policies._policy import (
     ATTENTION,
     ATTENTION_FIELDS,
     FIELD_KEYS,
