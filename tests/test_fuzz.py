@@ -81,8 +81,8 @@ def test_patterns(pattern, path):
     try:
         rule = Rule(pattern, "c=f32")
     except RuleError as error:
-        assert repr(pattern) in str(error) and f"write {error.fix!r}" in str(error)
-        rule = Rule(error.fix, "c=f32")
+        assert repr(pattern) in str(error)
+        return
     rule.matches(path)
     assert eval(repr(rule), {"Rule": Rule}) == rule
 
