@@ -1,4 +1,4 @@
-"""Checks of a policy map (dtypes of modules, rules that must match something), and its explanation."""
+"""Checks of a policy map: dtypes of modules, rules that must match something; its explanation."""
 
 from __future__ import annotations
 
