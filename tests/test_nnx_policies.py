@@ -21,7 +21,6 @@ from jaxmp._policies._policy import Policy
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import CompositionError, PolicyError, RuleError
-from jaxmp.nnx import compile_step
 from programs import dtypes, module_path, named, products, relative_error, trace
 
 MIXED = "p=f32,c=bf16,o=f32"
@@ -1467,14 +1466,14 @@ def training(recipe):
 
 @EXPENSIVE
 @pytest.mark.parametrize("recipe", ["bf16", "fp16_params"])
-def test_a_compiled_step_is_nnx_jit_step_for_step(recipe):
+def test_a_cached_step_is_nnx_jit_step_for_step(recipe):
     """Results are bit-identical, including batch statistics, dropout, masters and a skip."""
     batches = [floats(4, 3), jnp.full((4, 3), jnp.inf), *[floats(4, 3) + i for i in range(3)]]
     jitted, compiled = training(recipe), training(recipe)
     reference = nnx.jit(train)
     expected = [float(reference(*jitted, x)) for x in batches]
-    with compile_step(train, *compiled) as step:
-        losses = [float(step(x)) for x in batches]
+    step = nnx.cached_partial(nnx.jit(train), *compiled)
+    losses = [float(step(x)) for x in batches]
     np.testing.assert_array_equal(losses, expected)
     assert np.isnan(losses[1]) and np.all(np.isfinite(losses[2:]))
     assert int(compiled[1].step[...]) == len(batches) - jaxmp.get_skip_stats(compiled[1]).total
@@ -1482,50 +1481,6 @@ def test_a_compiled_step_is_nnx_jit_step_for_step(recipe):
     for mine, theirs in zip(compiled, jitted, strict=True):
         states = (nnx.state(node, nnx.Not(nnx.RngKey)) for node in (mine, theirs))
         assert bits_of(next(states)) == bits_of(next(states))
-
-
-def test_the_nodes_of_a_compiled_step_are_updated_and_read_again():
-    model, optimizer = training("bf16")
-    step = compile_step(train, model, optimizer, donate=False)
-    before = bits_of(model.linear.kernel)
-    step(floats(4, 3))
-    assert bits_of(model.linear.kernel) == before
-    assert step.nodes == (model, optimizer)
-    assert bits_of(model.linear.kernel) != before
-    model.linear.kernel[...] = jnp.zeros((3, 3))
-    step(jnp.zeros((4, 3)))
-    assert jnp.abs(step.nodes[0].linear.kernel[...]).max() < 0.01
-
-
-def test_a_compiled_step_reads_static_attributes_again():
-    model = Normed(rngs())
-    model.factor = 1.0
-    step = compile_step(lambda model, x: x * model.factor, model)
-    assert float(step(jnp.ones(()))) == 1.0
-    step.nodes[0].factor = 2.0
-    assert float(step(jnp.ones(()))) == 2.0
-
-
-def test_a_donating_step_takes_arrays_that_stand_twice():
-    model = Normed(rngs())
-    model.linear.bias[...] = model.norm.scale[...]
-    model.norm.bias.set_value(model.norm.scale[...])
-    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
-    with compile_step(train, model, optimizer) as step:
-        step(floats(4, 3))
-        step(floats(4, 3))
-    assert np.all(np.isfinite(model.linear.kernel[...]))
-
-
-def test_a_compiled_step_refuses_changes_of_attributes():
-    def relabels(model, x):
-        model.label = "seen"
-        return model(x)
-
-    with pytest.raises(
-        CompositionError, match=r"relabels adds, removes or changes.*nnx.jit\(step\)"
-    ):
-        compile_step(relabels, Normed(rngs()))(floats(4, 3))
 
 
 @pytest.mark.usefixtures("check_leaks")
