@@ -86,7 +86,7 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
     """
     args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
     with recorded():
-        flops = count_flops(trace(fn, args, kwargs))
+        flops = count_flops(trace(fn, args, kwargs).closed)
     low = sum(flops[pair] for pair in flops if all(bits(dtype) <= 16 for dtype in pair))
     return low / flops.total() if flops.total() else None
 
@@ -196,7 +196,7 @@ def _multiplies_without_fp8(fn: Callable[..., Any], args: PyTree, kwargs: Any) -
     """Traces a function again, because a layer that was jitted before records no decision."""
     # A model that cannot be traced a second time probably has matmuls.
     with contextlib.suppress(Exception):
-        traced = list(equations(trace(fn, args, kwargs)))
+        traced = list(equations(trace(fn, args, kwargs).closed))
         names = {equation.primitive.name for equation in traced}
         casts = (str(equation.params.get("new_dtype")) for equation in traced)
         return not names.isdisjoint(MATMULS) and not any("float8" in dtype for dtype in casts)
