@@ -155,12 +155,11 @@ def train(
     """Returns the trained generator, and the stacked reports of all steps."""
     digits, rng = handwritten_digits(), np.random.default_rng(seed)
     both = make_players(recipe, width, lr, seed)
-    step = jaxmp.nnx.compile_step(train_step, *both)
+    step = nnx.cached_partial(nnx.jit(train_step), *both)
     reports = []
     for _ in track(range(epochs), "GAN"):
         for batch in batches(digits.train_images, digits.train_labels, batch_size, rng):
             reports.append(step(batch))
-    _ = step.nodes  # updates the models and the optimizers
     for optimizer in (both.generator_optimizer, both.discriminator_optimizer):
         jaxmp.check(optimizer)  # raises if gradients overflow at the smallest scale
     return both.generator, StepReport(*map(np.stack, zip(*reports, strict=True)))

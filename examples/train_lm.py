@@ -163,36 +163,37 @@ class LinenTraining:
 
 
 class NnxTraining:
-    """Training of an NNX model, whose compiled step stores the arrays between calls."""
+    """Training of an NNX model, which is split into arrays once and not at every call."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of `prepare_nnx`."""
         *nodes, train_step, loss_fn = prepare_nnx(*args, **kwargs)
         self._loss = nnx.jit(loss_fn)
-        self.step = jaxmp.nnx.compile_step(train_step, *nodes)
+        self.nodes = tuple(nodes)
+        self.step = nnx.cached_partial(nnx.jit(train_step), *nodes)
 
     @property
     def state(self) -> jaxmp.nnx.Optimizer:
         """Optimizer with masters, loss scale and skip counters."""
-        return self.step.nodes[1]
+        return self.nodes[1]
 
     def loss(self, tokens_BS: np.ndarray) -> jax.Array:
         """Returns the loss of a batch without training on it."""
-        return self._loss(self.step.nodes[0], tokens_BS)
+        return self._loss(self.nodes[0], tokens_BS)
 
     def arrays(self) -> Any:
         """Returns all arrays."""
         names = ("model", "optimizer")
-        nodes = dict(zip(names, self.step.nodes, strict=True))
+        nodes = dict(zip(names, self.nodes, strict=True))
         return {name: nnx.as_pure(nnx.state(node)) for name, node in nodes.items()}
 
     def save(self, checkpoints: "Checkpoints", step: int) -> None:
         """Writes a checkpoint."""
-        checkpoints.save(step, self.step.nodes)
+        checkpoints.save(step, self.nodes)
 
     def restore(self, checkpoints: "Checkpoints") -> None:
         """Continues from the latest checkpoint."""
-        checkpoints.restore(tuple(self.step.nodes))
+        checkpoints.restore(self.nodes)
 
 
 class Framework(enum.StrEnum):

@@ -152,12 +152,11 @@ def train(
     model = recipe.wrap(CNN(width, rngs=nnx.Rngs(seed)))
     optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.adamw(schedule)))
 
-    step = jaxmp.nnx.compile_step(train_step, model, optimizer)
+    step = nnx.cached_partial(nnx.jit(train_step), model, optimizer)
     rng, history, accuracies = np.random.default_rng(seed), [], []
     for _ in range(epochs):
         for batch in shuffled_batches(digits.train_images, digits.train_labels, batch_size, rng):
             history.append(step(batch))
-        _ = step.nodes  # updates the model and the optimizer
         jaxmp.check(optimizer)  # raises if gradients overflow at the smallest loss scale
         predictions = predict(model, digits.test_images)
         accuracies.append(100 * float(np.mean(predictions == digits.test_labels)))

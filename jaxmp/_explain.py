@@ -18,7 +18,7 @@ from jaxmp._autocast._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._explanation import Section, to_text
 from jaxmp._core._typing import PyTree
-from jaxmp._policies._explanation import PolicyExplanation
+from jaxmp._policies._required import PolicyExplanation
 from jaxmp._recipe import ADAPTERS, adapter_name, load_recipe
 from jaxmp._recipe_files._load import RecipeLike
 from jaxmp.errors import JaxmpError

@@ -48,15 +48,9 @@ class PolicyError(JaxmpError):
 class RuleError(JaxmpError):
     """Error for an invalid rule, or a required rule without a match."""
 
-    # Corrected pattern, if the pattern is the mistake.
-    fix: str = ""
-
 
 class OpError(JaxmpError):
     """Error for an operation or a category that the op table cannot contain."""
-
-    # Corrected name of the operation, if the name is the mistake.
-    fix: str = ""
 
 
 class RecipeError(JaxmpError):

@@ -1,4 +1,4 @@
-"""Gradients, optimizer, averages and compiled steps of Flax NNX models."""
+"""Gradients, optimizer and averages of Flax NNX models."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from flax.nnx.filterlib import Filter
 
 from jaxmp import _gradients
 from jaxmp._core._typing import PyTree
-from jaxmp._flax._nnx_average import EMA as EMA
-from jaxmp._flax._nnx_compiled_step import CompiledStep
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient as OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
+from jaxmp._flax._nnx_optimizer import EMA as EMA
 from jaxmp._flax._nnx_optimizer import Optimizer as Optimizer
 from jaxmp._loss_scale import LossScaleLike
 
@@ -22,13 +21,8 @@ __all__ = [
     "EMA",
     "Optimizer",
     "OverwriteWithGradient",
-    "compile_step",
     "value_and_grad",
 ]
-
-# ---------------------------------------------------------------------------
-# Gradients
-# ---------------------------------------------------------------------------
 
 
 def value_and_grad(
@@ -96,45 +90,3 @@ def value_and_grad(
         return out
 
     return value_and_grad_fn
-
-
-# ---------------------------------------------------------------------------
-# Compiled steps
-# ---------------------------------------------------------------------------
-
-
-def compile_step(
-    fn: Callable[..., Any], *nodes: PyTree, donate: bool = True, **options: Any
-) -> CompiledStep:
-    """Compiles a training step on NNX objects that splits them into arrays only once.
-
-    `nnx.jit` splits the objects into arrays and merges them at every call. Use `compile_step` for
-    models with many small arrays. Create it once: each new step is compiled again.
-
-    Args:
-      fn: `fn(*nodes, *args, **kwargs)` changes the nodes in place, and can return a value.
-      *nodes: NNX objects, such as a model and its `Optimizer`.
-      donate: let the compiled step reuse the memory of the old state. The arrays of the nodes are
-        then deleted until the nodes are updated.
-      **options: passed to `jax.jit`; `args` and `kwargs` are arguments 1 and 2, each one pytree.
-
-    Returns:
-      A function of `(*args, **kwargs)`. The nodes are updated at the end of
-      `with compile_step(...) as step:`, and whenever `step.nodes` is read.
-
-    Raises:
-      CompositionError: at the first call, if `fn` changes more of the nodes than arrays.
-
-    Example:
-      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-      >>> optimizer = Optimizer(model, optax.sgd(0.1))
-      >>> def train(model, optimizer, x):
-      ...     loss, grads = value_and_grad(lambda m, x: m(x).sum())(model, x)
-      ...     optimizer.update(model, grads)
-      ...     return loss
-      >>> with compile_step(train, model, optimizer) as step:
-      ...     losses = [float(step(jnp.ones((4, 2)))) for _ in range(3)]
-      >>> int(optimizer.step[...]), losses[2] < losses[0]
-      (3, True)
-    """
-    return CompiledStep(fn, nodes, donate, options)

@@ -62,7 +62,7 @@ hypothesis.settings.load_profile("jaxmp")
 # `jaxmp.validate`, that is the capture of outputs; the rest uses the public API alone.
 VERSION_SENSITIVE = {
     # Private names of JAX and Flax, signatures that jaxmp copies, and what an import loads.
-    *("attention", "attention_cudnn", "attention_splash", "docs", "frame", "leaks", "ops"),
+    *("attention", "attention_cudnn", "docs", "frame", "leaks", "ops"),
     # The Flax adapters, which intercept modules and subclass layers.
     *("boundary", "fp8_models", "fp8_nnx", "inputs", "linen", "linen_transforms", "masks"),
     *("models", "nnx", "nnx_gradients", "nnx_policies", "register_layer", "share"),

@@ -167,16 +167,6 @@ def test_what_is_no_function_is_refused(fn):
         audit(fn, 1)
 
 
-def test_a_compiled_nnx_step_is_refused_and_stays_whole():
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    step = jaxmp.nnx.compile_step(lambda model, x: model(x), model)
-    with pytest.raises(
-        jaxmp.errors.AuditError, match=r"audit\(train_step, model, optimizer, batch\)"
-    ):
-        audit(step, jnp.ones((8, 8)))
-    assert step(jnp.ones((8, 8))).shape == (8, 8)
-
-
 def test_a_step_with_compiler_options_is_refused_with_the_fix():
     def step(x):
         return x @ x

@@ -146,16 +146,6 @@ def test_explain_shows_parameters_that_a_rule_names(run, folder):
     assert "lm_head:kernel" not in out
 
 
-def test_explain_knows_subtrees_by_type(run, folder):
-    (folder / "my.toml").write_text(
-        'extends = "bf16"\n[[rules]]\nmodule_type = "Block"\nsubtree = true\nc = "f16"'
-    )
-    out = run("explain", "my_model:make", "--recipe", "my.toml")[1]
-    for path in ("block", "block/LayerNorm_0", "block/router"):
-        assert re.search(rf"^ {path} +\w+ +p=f32,c=f16,o=f32 +1 ", out, re.MULTILINE)
-    assert re.search(r"^ embed +Embed +p=f32,c=bf16,o=f32 +default", out, re.MULTILINE)
-
-
 @pytest.mark.parametrize("returned", ["model", "(model, None)", "[model]"])
 def test_explain_takes_nnx_models(run, folder, returned):
     (folder / "nnx_model.py").write_text(

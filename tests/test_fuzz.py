@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmp._core._dtypes import DTYPE_NAMES
-from jaxmp._policies._policy import get_policy
-from jaxmp._policies._policy_fields import FIELD_KEYS, MATMUL_PRECISIONS
+from jaxmp._policies._policy import FIELD_KEYS, MATMUL_PRECISIONS, get_policy
 from jaxmp._policies._recipe_names import shipped
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe import list_recipes, load_recipe
@@ -82,8 +81,8 @@ def test_patterns(pattern, path):
     try:
         rule = Rule(pattern, "c=f32")
     except RuleError as error:
-        assert repr(pattern) in str(error) and f"write {error.fix!r}" in str(error)
-        rule = Rule(error.fix, "c=f32")
+        assert repr(pattern) in str(error)
+        return
     rule.matches(path)
     assert eval(repr(rule), {"Rule": Rule}) == rule
 
@@ -213,7 +212,6 @@ rules = st.builds(Rule, readable_paths, policies, why=texts, required=st.boolean
     readable_paths | st.none(),
     st.sampled_from(["c=f16", "o=f32,cast_float64=true"]),
     st.text("ABc*", min_size=1),
-    subtree=st.booleans(),
     why=texts,
 )
 scales = st.sampled_from(["auto", "none", 8.0, 3e38, 1.1754944e-38]) | st.fixed_dictionaries(

@@ -92,7 +92,7 @@ def test_equal_models_do_not_retrace():
 
 
 def test_a_second_policy_replaces_the_first():
-    twice = apply_policy(apply_policy(MLP(), "fp16-true"), MIXED)
+    twice = apply_policy(apply_policy(MLP(), "float16"), MIXED)
     assert twice == apply_policy(MLP(), MIXED)
 
 
@@ -278,7 +278,7 @@ def test_the_innermost_policy_owns_its_subtree():
         def __call__(self, x):
             return nn.Dense(4, name="last")(self.inner(x).astype(jnp.float32))
 
-    model = apply_policy(Outer(apply_policy(MLP(), "fp16-true")), BF16)
+    model = apply_policy(Outer(apply_policy(MLP(), "float16")), BF16)
     variables = shapes(model, floats(2, 8))
     assert operands_by_module(model, variables, floats(2, 8)) == {
         "Dense_0": "float16",
@@ -500,7 +500,7 @@ def test_norms_compute_in_fp32_and_hand_on_bf16(norm, stored):
 def test_statistics_of_large_float16_activations_are_finite():
     """The square of 300 overflows float16; the statistics are computed in FP32."""
     x = jnp.full((2, 64), 300.0).at[:, ::2].set(-300.0)
-    out = apply_policy(nn.RMSNorm(), "fp16-true").apply({"params": {"scale": jnp.ones(64)}}, x)
+    out = apply_policy(nn.RMSNorm(), "float16").apply({"params": {"scale": jnp.ones(64)}}, x)
     np.testing.assert_allclose(out, np.sign(x), rtol=1e-3)
 
 
@@ -823,7 +823,7 @@ def test_explain_names_the_deciding_rule():
         [
             Rule("lm_head", "o=f32", why="the loss reads FP32 logits"),
             Rule(module_type="LayerNorm", policy="c=f32", why="norms"),
-            Rule(module_type="Block", policy="matmul=highest", subtree=True, why="below a block"),
+            Rule("block_*/**", "matmul=highest", why="below a block"),
             Rule("embed:embedding", "c=f32", why="one table"),
             Rule("absent/**", "c=f32", required=False),
         ],
@@ -837,15 +837,6 @@ def test_explain_names_the_deciding_rule():
     assert why["embed:embedding"] == "one table"
     assert why["embed"] == ""
     assert [rule.path for rule in explanation.unused] == ["absent/**"]
-
-
-def test_subtree_rules_reach_below_modules_of_a_type():
-    policies = PolicyMap(MIXED, [Rule(module_type="Sequential", policy="c=f32", subtree=True)])
-    model, x = apply_policy(TiedLM(), policies), tokens(2, 6)
-    with jax.numpy_dtype_promotion("standard"):  # TiedLM adds its FP32 body to bfloat16
-        found = operands_by_module(model, shapes(TiedLM(), x), x)
-    assert found["layers_0"] == found["layers_2"] == "float32"
-    assert found["embed.attend" if "embed.attend" in found else "embed"] == "bfloat16"
 
 
 @pytest.mark.parametrize(

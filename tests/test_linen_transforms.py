@@ -48,7 +48,7 @@ class UsesJitted(nn.Module):
 def test_one_module_level_jit_serves_plain_bf16_f16_plain():
     model, x = UsesJitted(), floats(2, 3)
     variables = model.init(KEY, x)
-    models = [model, apply_policy(model, "bf16-true"), apply_policy(model, "fp16-true"), model]
+    models = [model, apply_policy(model, "bfloat16"), apply_policy(model, "float16"), model]
     found = [m.apply(variables, x).dtype.name for m in models]
     assert found == ["float32", "bfloat16", "float16", "float32"]
     inner = [dtypes(products(trace(m.apply, variables, x))[0])[0] for m in models]
@@ -61,7 +61,7 @@ def test_a_jitted_function_around_apply_retraces_too():
     step = jax.jit(lambda model, variables: model.apply(variables, x), static_argnums=0)
     found = [
         step(m, variables).dtype.name
-        for m in (model, apply_policy(model, "bf16-true"), apply_policy(model, "fp16-true"), model)
+        for m in (model, apply_policy(model, "bfloat16"), apply_policy(model, "float16"), model)
     ]
     assert found == ["float32", "bfloat16", "float16", "float32"]
 
@@ -92,7 +92,7 @@ def test_a_rule_by_path_reaches_one_of_several_equal_jitted_modules(path):
     model = Siblings(JittedDense(3), (JittedDense(3), JittedDense(3)))
     x = floats(2, 3)
     variables = model.init(KEY, x)
-    wrapped = apply_policy(model, PolicyMap("bf16-true", [Rule(path, "c=f32")]))
+    wrapped = apply_policy(model, PolicyMap("bfloat16", [Rule(path, "c=f32")]))
     found = {module_path(e): dtypes(e)[0] for e in products(trace(wrapped.apply, variables, x))}
     paths = ["field", "fields_0", "fields_1", "made", "nested/a", "nested/b"]
     assert found == {
@@ -116,7 +116,7 @@ class CarryNested(nn.Module):
 
 
 def test_a_rule_by_path_reaches_a_jitted_module_inside_a_scan():
-    policies = PolicyMap("bf16-true", [Rule("body/nested/b", "c=f32")])
+    policies = PolicyMap("bfloat16", [Rule("body/nested/b", "c=f32")])
     assert sorted(set(operands(apply_policy(ScannedSiblings(), policies), floats(2, 3)))) == [
         ("bfloat16", "bfloat16"),
         ("float32", "float32"),
@@ -386,7 +386,7 @@ def test_forward_mode_and_hessian_vector_products_go_through_a_wide_head():
 def test_two_policies_in_two_threads_do_not_meet():
     model, x = UsesJitted(), floats(2, 3)
     variables = model.init(KEY, x)
-    names = ["bf16-true", "fp16-true"]
+    names = ["bfloat16", "float16"]
     models = {name: apply_policy(model, name) for name in names}
     barrier, found = threading.Barrier(2), {name: set() for name in names}
 
@@ -400,7 +400,7 @@ def test_two_policies_in_two_threads_do_not_meet():
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {"bf16-true": {"bfloat16"}, "fp16-true": {"float16"}}
+    assert found == {"bfloat16": {"bfloat16"}, "float16": {"float16"}}
     assert model.apply(variables, x).dtype == jnp.float32
 
 

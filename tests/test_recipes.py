@@ -182,7 +182,7 @@ def test_the_readme_names_every_key():
     readme = (ROOT / "policies" / "README.md").read_text()
     recipe = tomllib.loads(load_recipe("fp16").to_toml())
     keys = [key for table in recipe.values() if isinstance(table, dict) for key in table]
-    keys += [key for rule in recipe["rules"] for key in rule] + ["preset", "value", "subtree"]
+    keys += [key for rule in recipe["rules"] for key in rule] + ["preset", "value"]
     for word in [*keys, *recipe, "hysteresis_refill", "first_growth_delay"]:
         assert word in readme, word
 
@@ -240,11 +240,9 @@ STRINGS = [
     ("tf32", "p=f32,c=f32,o=f32,matmul=tf32", None),
     ("bf16_params", "p=bf16,c=bf16,o=f32", None),
     ("fp8", "p=f32,c=bf16,o=f32,matmul=fp8", None),
-    *((name, *["p=bf16,c=bf16,o=bf16"] * 2) for name in ("bfloat16", "bf16-true")),
-    *((name, *["p=f16,c=f16,o=f16"] * 2) for name in ("float16", "f16", "half", "fp16-true")),
+    *((name, *["p=bf16,c=bf16,o=bf16"] * 2) for name in ("bfloat16",)),
+    *((name, *["p=f16,c=f16,o=f16"] * 2) for name in ("float16", "f16", "half")),
     *((name, *["p=f32,c=f32,o=f32"] * 2) for name in ("float32", "f32", "full")),
-    *((name, *["p=f32,c=bf16,o=bf16"] * 2) for name in ("mixed_bfloat16", "bf16-mixed")),
-    *((name, *["p=f32,c=f16,o=f16"] * 2) for name in ("mixed_float16", "fp16-mixed", "16-mixed")),
     ("p=f32,c=bf16,o=f32", *["p=f32,c=bf16,o=f32"] * 2),
     ("compute=bf16", *["p=f32,c=bf16,o=bf16"] * 2),
 ]
@@ -388,7 +386,6 @@ keep_inputs = []
 why = "because"
 [[rules]]
 module_type = "Norm"
-subtree = true
 required = false
 matmul = "highest"
 """)
@@ -400,7 +397,7 @@ matmul = "highest"
     )
     assert recipe.policies.rules == (
         Rule("a/**", "c=f32", why="because", keep_inputs=()),
-        Rule(module_type="Norm", subtree=True, required=False, matmul="highest"),
+        Rule(module_type="Norm", required=False, matmul="highest"),
     )
     assert recipe.loss_scale == DynamicLossScale.megatron(
         1024, min_scale=None, hysteresis_refill="clean"

@@ -159,11 +159,6 @@ def test_a_type_covers_subclasses_by_name_or_class():
     assert deciding(Rule(module_type="Norms", compute_dtype="bf16")) == []
 
 
-def test_subtree_covers_everything_below():
-    rule = Rule("block/**", module_type=Block, compute_dtype="bf16", subtree=True)
-    assert deciding(rule) == ["block", "block/norm", "block/dense"]
-
-
 def test_path_and_type_must_both_match():
     assert deciding(Rule("block/*", "c=bf16", "LayerNorm")) == ["block/norm"]
 
@@ -207,8 +202,6 @@ def test_a_rule_takes_fields_in_every_form():
     ]
     assert all(rule == same[0] and hash(rule) == hash(same[0]) for rule in same)
     assert Rule("a", Policy("f32", "bf16", "f32")).fields["output_dtype"] == np.float32
-    assert Rule("a", "bf16-true").fields["param_dtype"] == jnp.bfloat16
-    assert Rule("a", "mixed_float16").fields["param_dtype"] == np.float32
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16", " F16 ", jnp.float16, np.dtype("float32")])
@@ -346,14 +339,14 @@ def test_a_required_rule_that_is_shadowed_still_matches():
     ["/a", "a/", "a//b", "/", "a**", "**a/b", "a/***", "a:", "a:b:c", "a:b/c", "a**//:", "re:(",
      "re:*", "re:[[a]", "re:a{99999999999}", "re:(?i", "re:a(?i)"],
 )  # fmt: skip
-def test_a_refused_pattern_names_one_that_is_read(pattern):
+def test_a_refused_pattern_names_those_that_are_read(pattern):
     with pytest.raises(RuleError) as error:
         Rule(pattern, "c=f32")
     message = str(error.value)
     assert repr(pattern) in message
-    fix = error.value.fix
-    assert message.endswith(f"write {fix!r}.")
-    assert Rule(fix, "c=f32").path == fix
+    fixes = re.findall("'([^']+)'", message.partition("for example ")[2])
+    assert len(fixes) == 4
+    assert [Rule(fix, "c=f32").path for fix in fixes] == fixes
 
 
 @pytest.mark.parametrize(
@@ -365,11 +358,8 @@ def test_a_refused_pattern_names_one_that_is_read(pattern):
         ({"module_type": 3, "policy": "c=f32"}, "module_type=3"),
         ({"path": "a", "policy": "c=f32", "why": None}, "why=None"),
         ({"path": "a", "policy": "c=f32", "required": "no"}, "required='no'"),
-        ({"path": "a", "policy": "c=f32", "subtree": 1}, "subtree=1"),
         ({"path": "a"}, "sets no field"),
         ({"module_type": "Dense"}, "sets no field"),
-        ({"path": "a", "policy": "c=f32", "subtree": True}, "subtree requires a module_type"),
-        ({"path": "", "policy": "c=f32", "subtree": True}, "subtree requires a module_type"),
         ({"module_type": "Dense", "param_dtype": "bf16"}, "sets param_dtype by module type"),
         (
             {"path": "a", "module_type": "Dense", "policy": "p=bf16"},

@@ -1,6 +1,6 @@
-"""Dot-product attention by a fused kernel of cuDNN or for TPUs, or by equivalent implementations.
+"""Dot-product attention by the fused kernel of cuDNN, or by equivalent implementations.
 
-`_arguments` checks the arguments and `_choice` chooses an implementation among `_cudnn`, `_splash`,
+`_arguments` checks the arguments and `_choice` chooses an implementation among `_cudnn`,
 `_blockwise` and `_plain`. `_layer` computes the attention of Flax layers.
 """
 
@@ -23,20 +23,17 @@ from jaxmp._attention._arguments import (
 )
 from jaxmp._attention._blockwise import blockwise_attention
 from jaxmp._attention._choice import ASKED as ASKED
-from jaxmp._attention._choice import FUSED as FUSED
 from jaxmp._attention._choice import AttentionExplanation as AttentionExplanation
 from jaxmp._attention._choice import Blocker as Blocker
 from jaxmp._attention._choice import choose, log_once
 from jaxmp._attention._cudnn import cudnn_attention
 from jaxmp._attention._explicit import run_on_parts
 from jaxmp._attention._plain import xla_attention
-from jaxmp._attention._splash import splash_attention
 from jaxmp._core._compat import target
 from jaxmp._policies._policy import PolicyLike, get_policy
 
 _RUN: dict[str, Callable[[Arguments], Any]] = {
     "cudnn": cudnn_attention,
-    "splash": splash_attention,
     "blockwise": blockwise_attention,
     "xla": xla_attention,
 }
@@ -82,10 +79,9 @@ def dot_product_attention(
       key_value_seq_lengths: integers `[B]`; no query sees later keys.
       local_window_size: `(left, right)`: position t sees keys `t - left` to `t + right`; a single
         number means both. With `is_causal`, right is 0.
-      implementation: None or "auto" chooses a fused kernel if it supports the call: cuDNN's, or
-        JAX's "splash" on TPUs; otherwise "xla", which stores the logits of all pairs, if they are
-        small; otherwise "blockwise", whose memory is linear in T and S. "cudnn", "splash",
-        "blockwise" or "xla" requests one of them.
+      implementation: None or "auto" chooses cuDNN's fused kernel if it supports the call; otherwise
+        "xla", which stores the logits of all pairs, if they are small; otherwise "blockwise", whose
+        memory is linear in T and S. "cudnn", "blockwise" or "xla" requests one of them.
       return_residual: also return the log-sum-exp of each query's logits.
       dropout_rate: probability that a weight is dropped.
       dropout_rng: PRNG key of the dropout; the dropped weights differ between implementations.
@@ -113,10 +109,9 @@ def dot_product_attention(
 
     All matmuls accumulate in FP32 and read their operands in the dtype of the arguments. Only the
     gradient of the logits is multiplied in FP32, unless the target is a GPU or TPU, whose matrix
-    units could not compute this, or a `policy` sets the compute dtype. "cudnn", "splash" and
+    units could not compute this, or a `policy` sets the compute dtype. "cudnn" and
     "blockwise" define a gradient and support no forward-mode derivative; "xla" supports all.
-    "splash" rounds the scaled query. Sources: FlashAttention-2,
-    arXiv:2307.08691; grouped queries, arXiv:2305.13245.
+    Sources: FlashAttention-2, arXiv:2307.08691; grouped queries, arXiv:2305.13245.
     """
     query_array = as_array(query)
     implementation = check_implementation(implementation)
@@ -176,7 +171,7 @@ def run(args: Arguments, implementation: str) -> Any:
     else:
         record.append(choice)
         # A fused kernel may not be present where it is only explained.
-        implementation = "xla" if implementation in FUSED else implementation
+        implementation = "xla" if implementation == "cudnn" else implementation
     because = choice.rows[0].argument if choice.rows else ""
     name = f"{MARK}_{implementation}" + f"_{because}" * bool(because)
     _choices.setdefault(name, {})[_operands_of(jax.tree.leaves(args))] = choice
@@ -229,9 +224,8 @@ def _compiled(implementation: str, name: str) -> Callable[..., Any]:
     """Returns a jitted function, so that layers of the same shapes share one trace."""
 
     def attention(args: Arguments) -> Any:
-        # JAX partitions cuDNN's kernel. A Pallas kernel requires that all axes are mapped.
-        mapped = {"cudnn": "none", "splash": "all"}.get(implementation, "split")
-        return run_on_parts(_RUN[implementation], args, mapped)
+        # JAX partitions cuDNN's kernel.
+        return run_on_parts(_RUN[implementation], args, is_mapped=implementation != "cudnn")
 
     attention.__name__ = name
     return jax.jit(attention)

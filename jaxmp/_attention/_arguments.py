@@ -20,8 +20,7 @@ from jax.core import Tracer
 from jaxmp._core._dtypes import bits, wide_dtype
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import ArrayLike
-from jaxmp._policies._policy import PolicyLike, get_policy
-from jaxmp._policies._policy_fields import ATTENTION
+from jaxmp._policies._policy import ATTENTION, PolicyLike, get_policy
 from jaxmp.errors import AttentionError
 
 _ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct

@@ -98,16 +98,14 @@ def notes_of(args: Arguments) -> Iterator[str]:
         yield f"each device of {gathered} computes the same heads"
 
 
-def run_on_parts(
-    compute: Callable[[Arguments], Any], args: Arguments, mapped: str = "split"
-) -> Any:
+def run_on_parts(compute: Callable[[Arguments], Any], args: Arguments, *, is_mapped: bool) -> Any:
     """Calls an implementation, on explicit mesh axes on each device for its batch and heads.
 
     Args:
       compute: returns `[B, T, N, V]`, or with `settings.residual` a pair of that and `[B, T, N]`.
       args: the arguments.
-      mapped: the axes over which `compute` is mapped: those that "split" batch or heads; "all" axes
-        of the mesh; or "none", if it accepts operands that are sharded alike.
+      is_mapped: `compute` is mapped over the axes that split batch or heads; False if it accepts
+        operands that are sharded alike.
 
     Returns:
       The result of `compute`, sharded as the query. A head size that differs from that of the query
@@ -117,9 +115,8 @@ def run_on_parts(
     if parts is None:
         return compute(args)
     operands = _arranged(args, parts)
-    split = parts.batch + parts.heads if mapped != "none" else ()
-    compute = functools.partial(_compute_part, compute, split, getattr(args.bias, "dtype", None))
-    axes = parts.mesh.axis_names if mapped == "all" else split
+    axes = parts.batch + parts.heads if is_mapped else ()
+    compute = functools.partial(_compute_part, compute, axes, getattr(args.bias, "dtype", None))
     if axes:
         out = _spec((parts.batch, (), parts.heads))
         compute = jax.shard_map(

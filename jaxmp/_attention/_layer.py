@@ -40,13 +40,12 @@ Operands: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 class AttentionFunction:
     """Result of `attention_fn`; compared by its fields.
 
-    The first four fields are the arguments of `attention_fn`.
+    The first three fields are the arguments of `attention_fn`.
     """
 
     implementation: str | None = None
     is_causal: bool = False
     local_window_size: int | tuple[int, int] | None = None
-    padding_mask: bool = False
     # The structure that the layer's policy declares for its mask; None: it declares none.
     declared: Declaration | None = None
 
@@ -118,21 +117,18 @@ def attention_fn(
     implementation: str | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
-    padding_mask: bool = False,
 ) -> AttentionFunction:
     """Returns an `attention_fn` for an attention layer of Flax.
 
     The layer is a `flax.linen.MultiHeadDotProductAttention` or a `flax.nnx.MultiHeadAttention`. The
     function calls `jaxmp.dot_product_attention`. 16-bit policies install it automatically. Install
-    it yourself to declare the structure of the mask (causal, window, padding), which lets the fused
-    kernel skip masked blocks. A dense mask is read in full.
+    it yourself to declare a causal mask or a window, which lets the fused kernel skip masked
+    blocks. A dense mask is read in full; recipes declare padding (`mask = "padding"`).
 
     Args:
       implementation: as in `dot_product_attention`; None or "auto": the policy decides.
       is_causal: position t attends to positions 0 to t. Do not pass a causal mask as well.
       local_window_size: `(left, right)`, or one number for both.
-      padding_mask: the layer's mask hides only the padding at the end of each sequence and what
-        the other arguments declare. It is passed to the kernel as lengths.
 
     Returns:
       A function; equal arguments give equal functions.
@@ -150,7 +146,7 @@ def attention_fn(
       >>> layer.init_with_output(jax.random.key(0), x)[0].shape
       (1, 4, 8)
     """
-    return AttentionFunction(implementation, is_causal, local_window_size, padding_mask)
+    return AttentionFunction(implementation, is_causal, local_window_size)
 
 
 def attention_under_policy(
@@ -224,8 +220,6 @@ def layer_attention(
     if structure is not None:
         query, hints, lengths = structure
         visible = None
-    elif hints.padding_mask and visible is not None:
-        visible, lengths = None, _lengths(_flatten_batch(visible, batch), query.shape[-3])
     call = arguments(
         query.reshape(count, *query.shape[-3:]),
         key.reshape(count, *key.shape[-3:]),
@@ -308,14 +302,6 @@ def _flatten_batch(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     if math.prod(own) != 1:
         array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
     return array.reshape(-1, *(1,) * (3 - array.ndim), *array.shape[-3:])
-
-
-def _lengths(mask: jax.Array, queries: int) -> dict[str, jax.Array]:
-    """Computes the lengths `[B]` of sequences from a mask `[B, N, T, S]` of their padding."""
-    lengths = {"key_value_seq_lengths": mask.any((1, 2)).sum(-1, dtype=jnp.int32)}
-    if mask.shape[2] == queries and queries > 1:
-        lengths["query_seq_lengths"] = mask.any((1, 3)).sum(-1, dtype=jnp.int32)
-    return lengths
 
 
 def _attend_with_weights(

@@ -175,8 +175,3 @@ def _check_function(fn: object) -> None:
             f"audit received an object of type {type(fn).__name__} instead of a function. Pass the "
             "function and its arguments separately: audit(train_step, state, batch)."
         )
-    if type(fn).__name__ == "CompiledStep":
-        raise AuditError(
-            "audit received a step of jaxmp.nnx.compile_step, which contains its own model. Pass "
-            "the function and its arguments instead: audit(train_step, model, optimizer, batch)."
-        )

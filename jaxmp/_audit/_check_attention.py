@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from jaxmp._attention import ASKED, FUSED, AttentionExplanation, choice_of, implementation_of
+from jaxmp._attention import ASKED, AttentionExplanation, choice_of, implementation_of
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check
 from jaxmp._audit._labels import Logits
@@ -71,7 +71,7 @@ def check_calls(op: OpOccurrence, audit: Auditor) -> None:
         return
     name = name_of(op.equation)
     implementation, argument = implementation_of(name)
-    if implementation in FUSED:
+    if implementation == "cudnn":
         return
     choice = choice_of(name, [var.aval for var in op.equation.invars])
     message, fix = _explain_choice(implementation, argument, choice)
@@ -132,8 +132,7 @@ def _explain_choice(
         fix = "jaxmp.explain(jaxmp.dot_product_attention)(query, key, value)"
         return f"{message}; the reason is: {reason}.", fix
     blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.rows]
-    kernel = "cuDNN's kernel" if choice.kernel == "cudnn" else FUSED[choice.kernel].title
-    why = f". {kernel} cannot run ({'; '.join(blockers)})" if blockers else ""
+    why = f". cuDNN's kernel cannot run ({'; '.join(blockers)})" if blockers else ""
     # The call cannot change the device, so other reasons come first.
     others = [blocker for blocker in choice.rows if blocker.argument != "device"]
     changes = [blocker.change for blocker in others or choice.rows]

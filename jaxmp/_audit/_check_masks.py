@@ -6,8 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp._attention._declared import Declaration, declaration_code, mask_operand, structure_of
-from jaxmp._attention._explained import declared_masks
+from jaxmp._attention._declared import (
+    Declaration,
+    declaration_code,
+    declared_masks,
+    mask_operand,
+    structure_of,
+)
 from jaxmp._attention._layer import layer_attention
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import WARNING, Check

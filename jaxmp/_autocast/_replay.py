@@ -60,8 +60,8 @@ from jaxmp._core._programs._operations import Dot, arithmetic_of, dot_of
 from jaxmp._core._trees import cast, is_castable
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product, widened_product
+from jaxmp._policies._device import matmul_precision
 from jaxmp._policies._policy import Policy
-from jaxmp._policies._precision import matmul_precision
 from jaxmp._policies._resolve import narrow_reason, resolve_policy
 
 

@@ -37,7 +37,6 @@ class ModulePolicy:
       traits: traits of its class.
       cls: its class.
       policies: the policies that were resolved.
-      ancestors: classes of the modules above it.
       policy: the policy of the module.
       upcast_dtype: FP32 if the policy computes in 16 bits, otherwise the compute dtype.
       input_dtype: dtype of the inputs. Norms compute their statistics in FP32.
@@ -48,7 +47,6 @@ class ModulePolicy:
     traits: LayerTraits
     cls: type
     policies: PolicyMap
-    ancestors: tuple[type, ...]
     policy: Policy
     upcast_dtype: np.dtype
     input_dtype: np.dtype
@@ -65,7 +63,7 @@ class ModulePolicy:
         if wide is not None and is_added and traits.dot is not None:
             return wide
         path = f"{self.resolved.path}:{name}"
-        return resolve_policy(self.policies, path, self.cls, self.ancestors).policy.compute_dtype
+        return resolve_policy(self.policies, path, self.cls).policy.compute_dtype
 
     def is_forward(self, method: str) -> bool:
         """Returns True if the arguments and results of a method are cast.
@@ -91,7 +89,6 @@ def resolve_module(
     policies: PolicyMap,
     path: tuple[str, ...],
     cls: type,
-    ancestors: tuple[type, ...],
     traits: LayerTraits,
     outputs: int | None = None,
 ) -> ModulePolicy:
@@ -101,11 +98,10 @@ def resolve_module(
       policies: those of the model.
       path: path of the module.
       cls: its class.
-      ancestors: classes of the modules above it.
       traits: traits of `cls`.
       outputs: number of outputs of a linear layer; None for other modules.
     """
-    resolved = resolve_policy(policies, path, cls, ancestors, outputs)
+    resolved = resolve_policy(policies, path, cls, outputs)
     compute_dtype = resolved.policy.compute_dtype
     upcast_dtype = wide_dtype(compute_dtype)
     return ModulePolicy(
@@ -113,7 +109,6 @@ def resolve_module(
         traits=traits,
         cls=cls,
         policies=policies,
-        ancestors=ancestors,
         policy=resolved.policy,
         upcast_dtype=upcast_dtype,
         input_dtype=upcast_dtype if traits.is_norm else compute_dtype,

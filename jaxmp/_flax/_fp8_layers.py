@@ -1,4 +1,4 @@
-"""FP8 dots for the layers of Flax models whose policy sets `matmul = "fp8"`."""
+"""Dots of the layers of Flax models: in FP8, or with a wider result; and their operands."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen import merge_param
+import numpy as np
+from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from jaxmp._core._compat import einsum_bias_shape
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._typing import DTypeLike
+from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._overwritten import OVERWRITE
 from jaxmp.errors import CompositionError, JaxmpError
@@ -187,24 +187,6 @@ def _keeps_kernel(compute_dtype: DTypeLike, kernel_dtype: DTypeLike) -> bool:
     return is_16bit(compute_dtype) and kernel_dtype == FLOAT32
 
 
-def promote_around_kernel(
-    promote: Callable[..., Any], arrays: Sequence[Any], dtype: DTypeLike | None, inexact: bool
-) -> list[Any]:
-    """Promotes input, kernel and biases as Flax does, but keeps an FP32 kernel in 16-bit layers.
-
-    Args:
-      promote: Flax's function of a list of arrays, `dtype` and `inexact`.
-      arrays: input, kernel, and any number of biases or None.
-      dtype: compute dtype of the layer.
-      inexact: as in Flax.
-    """
-    inputs, kernel, *biases = arrays
-    if dtype is None or not _keeps_kernel(dtype, jnp.asarray(kernel).dtype):
-        return list(promote(arrays, dtype=dtype, inexact=inexact))
-    inputs, *biases = promote([inputs, *biases], dtype=dtype, inexact=inexact)
-    return [inputs, kernel, *biases]
-
-
 # ---------------------------------------------------------------------------
 # Linen
 # ---------------------------------------------------------------------------
@@ -241,28 +223,56 @@ def _read_state(ref: Callable[[], Any], scaling: Scaling) -> dict[str, jax.Array
     return {name: module.get_variable(OVERWRITE, names[name]) for name in names}
 
 
-def einsum_call(module: Any, dot: LayerEinsum) -> Callable[..., jax.Array]:
-    """Returns `flax.linen.Einsum.__call__` with an FP8 dot; that layer has no field for its dot."""
+# ---------------------------------------------------------------------------
+# Wider results
+# ---------------------------------------------------------------------------
 
-    def call(inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
-        equation = merge_param("einsum_str", module.einsum_str, einsum_str).replace(" ", "")
-        if "->" not in equation or equation.count(",") != 1:
-            raise ValueError(
-                f"einsum_str={equation!r} must have two operands, one comma, and include '->'."
-            )
-        kernel = module.param("kernel", module.kernel_init, module.shape, module.param_dtype)
-        bias, bias_shape = None, None
-        if module.use_bias:
-            shape, bias_shape = einsum_bias_shape(module, equation, inputs, kernel)
-            bias = module.param("bias", module.bias_init, shape, module.param_dtype)
-        promote = lambda arrays, **options: module.promote_dtype(*arrays, **options)
-        arrays = inputs, kernel, bias
-        if quantizes_float32_kernels(dot.scaling):
-            inputs, kernel, bias = promote_around_kernel(promote, arrays, module.dtype, True)
+
+@functools.cache
+def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., jax.Array]:
+    """Returns `product` with results in `wide`; one object per dtype, so equal modules stay equal.
+
+    Args:
+      product: a function of two operands with the option `preferred_element_type`; `jnp.einsum` has
+        an equation before them.
+      wide: dtype of the result.
+    """
+
+    def operator(*args: Any, **kwargs: object) -> jax.Array:
+        start = int(isinstance(args[0], str))
+        equation, (lhs, rhs, *more) = args[:start], args[start:]
+
+        def bound(
+            lhs: Array, rhs: Array, preferred_element_type: DTypeLike | None = None
+        ) -> jax.Array:
+            options = {**kwargs, "preferred_element_type": preferred_element_type}
+            return product(*equation, lhs, rhs, *more, **options)
+
+        return wide_product(bound, lhs, rhs, wide)
+
+    return operator
+
+
+@dataclasses.dataclass(frozen=True)
+class Promotion:
+    """Flax's `promote_dtype` for a layer with another dot."""
+
+    # Dtype of the result, to which biases are cast; None: the compute dtype.
+    wide: np.dtype | None
+    # An FP32 kernel is not cast.
+    keeps_kernel: bool
+
+    def __call__(
+        self, *args: Any, dtype: DTypeLike | None = None, inexact: bool = True
+    ) -> tuple[Array | None, ...]:
+        # NNX passes one tuple of arrays.
+        arrays = args[0] if isinstance(args[0], tuple) else args
+        count = len(arrays) if self.wide is None else 2
+        promote = functools.partial(promote_dtype, dtype=dtype, inexact=inexact)
+        inputs, kernel, *others = arrays[:count]
+        if self.keeps_kernel and dtype and _keeps_kernel(dtype, jnp.asarray(kernel).dtype):
+            inputs, *others = promote(inputs, *others)
         else:
-            inputs, kernel, bias = promote(arrays, dtype=module.dtype)
-        preferred = module.preferred_element_type
-        out = dot(equation, inputs, kernel, module.precision, preferred)
-        return out if bias is None else out + jnp.reshape(bias, bias_shape)
-
-    return call
+            inputs, kernel, *others = promote(inputs, kernel, *others)
+        biases = (None if b is None else jnp.asarray(b, self.wide) for b in arrays[count:])
+        return (inputs, kernel, *others, *biases)

@@ -82,8 +82,6 @@ class LayerTraits:
     # in the dtype of that result.
     kernel: str = ""
     dot: DotAttribute | None = None
-    # (module, FP8 dot) -> replacement of `__call__`, for a layer without an attribute for its dot.
-    fp8_call: Callable[[Any, Any], Callable[..., Any]] | None = None
     # The attribute with the number of outputs of a linear layer, or a sequence of them.
     outputs: str = ""
     # NNX: the sizes of the kernel, from which the FP8 state is created.
@@ -199,16 +197,10 @@ class LayerTable:
     # -- checks ---------------------------------------------------------------------------------
 
     def _check_class(self, cls: object) -> None:
-        if isinstance(cls, self._module_class):
-            name = type(cls).__name__
-            raise CompositionError(
-                f"{FUNCTION} received a model instead of a class. Pass its class: "
-                f"{FUNCTION}({name}, ...)."
-            )
         if not isinstance(cls, type) or not issubclass(cls, self._module_class):
             raise CompositionError(
                 f"{FUNCTION} received {cls!r}. Pass a subclass of flax.linen.Module or "
-                "flax.nnx.Module."
+                f"flax.nnx.Module, and not an object: {FUNCTION}(MyLayer, ...)."
             )
         if hasattr(cls, "_jaxmp_class"):
             raise CompositionError(
@@ -227,21 +219,11 @@ class LayerTable:
     def _check_combination(
         self, cls: type, changes: dict[str, Any], row: LayerTraits, both: bool
     ) -> None:
-        if not changes:
+        if not changes or both or (row.is_norm and row.dot is not None):
             raise CompositionError(
-                f"{FUNCTION}({cls.__name__}) specifies nothing about the class. Pass at "
-                "least one property, for example norm=True or dot_general='dot_general'."
-            )
-        if both:
-            raise CompositionError(
-                f"{FUNCTION}({cls.__name__}): a layer has one dot. Pass either dot_general "
-                "or einsum, not both."
-            )
-        if row.is_norm and row.dot is not None:
-            raise CompositionError(
-                f"{FUNCTION}({cls.__name__}): a norm computes in FP32, but "
-                f"{row.dot.name!r} would run in FP8. Pass either norm=True or the attribute of a "
-                "dot, not both."
+                f"{FUNCTION}({cls.__name__}): pass at least one property, and at most one of norm "
+                "(which computes in FP32), dot_general and einsum; for example norm=True, or "
+                "kernel='kernel', dot_general='dot_general'."
             )
         if row.dot is not None and not row.kernel:
             raise CompositionError(

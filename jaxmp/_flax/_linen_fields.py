@@ -19,12 +19,13 @@ from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._typing import PyTree
 from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._casts import ModulePolicy, is_complex, written_back
-from jaxmp._flax._dots import Promotion, wide_operator
 from jaxmp._flax._fp8_layers import (
     LayerDot,
     LayerEinsum,
+    Promotion,
     linen_dot,
     quantizes_float32_kernels,
+    wide_operator,
 )
 from jaxmp._flax._method_call import MethodCall
 
@@ -207,21 +208,18 @@ def method_under_policy(under_policy: MethodCall, call: Callable[..., Any]) -> C
     A method that a user overrides in a subclass is called as it is.
     """
     module, module_policy = under_policy.module, under_policy.module_policy
-    traits, resolved, method = module_policy.traits, module_policy.resolved, under_policy.method
-    if not traits.embedding and traits.fp8_call is None:
+    traits, method = module_policy.traits, under_policy.method
+    own = getattr(author_class(module), method, None)
+    if not traits.embedding or own is not getattr(traits.layer, method, call):
         return call
-    if getattr(author_class(module), method, None) is not getattr(traits.layer, method, call):
+    wide = module_policy.resolved.wide_output
+    if not under_policy.at_boundary:
         return call
-    at_boundary, wide = under_policy.at_boundary, resolved.wide_output
-    if method == "attend" and traits.embedding:
-        if at_boundary and wide is not None and not under_policy.keeps_dtype:
-            return _wide_attend(module, wide)
-    elif method == "__call__" and under_policy.is_overridden:
-        if resolved.scaling is not None and traits.fp8_call is not None:
-            dot = linen_dot(LayerEinsum, module, resolved.scaling, wide, resolved.path)
-            return traits.fp8_call(module, dot)
-        if at_boundary and _looks_up_float32(module, module_policy):
-            return _lookup(module, module_policy, call)
+    if method == "attend" and wide is not None and not under_policy.keeps_dtype:
+        return _wide_attend(module, wide)
+    is_lookup = method == "__call__" and under_policy.is_overridden
+    if is_lookup and _looks_up_float32(module, module_policy):
+        return _lookup(module, module_policy, call)
     return call
 
 

@@ -15,9 +15,8 @@ from jaxmp._core._compat import context
 from jaxmp._core._trees import is_castable, leaves_with_path, parameter_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import cast_like
-from jaxmp._flax._linen_interceptor import Plain
+from jaxmp._flax._linen_interceptor import Plain, key_scopes
 from jaxmp._flax._linen_layers import LINEN_LAYERS
-from jaxmp._flax._linen_scopes import key_scopes
 from jaxmp._overwritten import OVERWRITE
 from jaxmp._policies._required import check_required
 
@@ -90,7 +89,7 @@ def check_required_rules(
       rngs, args, kwargs: arguments of its `init`.
     """
     policies = type(module)._jaxmp_policies
-    if not type(module)._jaxmp_origin.path and any(rule.required for rule in policies.rules):
+    if not type(module)._jaxmp_origin and any(rule.required for rule in policies.rules):
         check_required(policies, module_paths(module, args, kwargs, rngs, {}))
 
 

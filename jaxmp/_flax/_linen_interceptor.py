@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
-from flax.core import Scope
+from flax.core import Scope, freeze
 
 from jaxmp._core._compat import current_context
 from jaxmp._core._trees import PARAMS
@@ -23,30 +24,69 @@ from jaxmp._flax._casts import (
 )
 from jaxmp._flax._linen_fields import method_under_policy, prepare
 from jaxmp._flax._linen_layers import LINEN_LAYERS
-from jaxmp._flax._linen_scopes import is_by_path, key_scopes
 from jaxmp._flax._method_call import MethodCall
 from jaxmp._flax._share import Suspect, are_many
-from jaxmp._policies._device import check_device
-from jaxmp._policies._precision import matmul_precision, precision_scope
+from jaxmp._policies._device import check_device, matmul_precision, precision_scope
 from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import CompositionError
+
+# ---------------------------------------------------------------------------
+# Paths in the cache key of `nn.jit`
+# ---------------------------------------------------------------------------
+
+
+def is_by_path(policies: PolicyMap) -> bool:
+    """Returns True if modules of one class can have different policies.
+
+    `nn.jit` shares one trace between equal modules, whatever their paths, so a rule by path would
+    reach only the first of them. `key_scopes` adds the path to the flags of each scope, which are
+    part of the cache key, before the module of that scope is called.
+    """
+    return any(rule.path is not None for rule in policies.rules)
+
+
+def _key_scope(scope: Scope) -> None:
+    """Adds the path of a scope, and of all scopes that it creates, to their flags."""
+    if "push" in vars(scope):
+        return
+    scope.flags = freeze({**scope.flags, "jaxmp_path": "/".join(scope.path)})
+    scope.push = functools.partial(_push_keyed, weakref.ref(scope))
+
+
+def _push_keyed(parent: Callable[[], Any], *args: Any, **kwargs: Any) -> Scope:
+    child = Scope.push(parent(), *args, **kwargs)
+    _key_scope(child)
+    return child
+
+
+def key_scopes(module: nn.Module) -> None:
+    """Adds paths to the scopes of a bound module and of the modules in its attributes."""
+    assert module.scope is not None
+    _key_scope(module.scope)
+    # A copy of the attributes, because access to a child can run its `setup`.
+    for value in [value for value in vars(module).values() if _may_contain_modules(type(value))]:
+        for child in modules_in(value):
+            if child.scope is not None and "push" not in vars(child.scope):
+                key_scopes(child)
+
+
+def modules_in(value: object) -> list[nn.Module]:
+    """Returns the modules in an attribute: the value itself, or those in a container."""
+    if not _may_contain_modules(type(value)):
+        return []
+    return [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, nn.Module)]
+
+
+@functools.cache
+def _may_contain_modules(cls: type) -> bool:
+    return issubclass(cls, (nn.Module, tuple, list, Mapping))
+
 
 Path: TypeAlias = tuple[str, ...]
 
 # ---------------------------------------------------------------------------
 # Roots
 # ---------------------------------------------------------------------------
-
-
-class Origin(NamedTuple):
-    """Location of a module in the model from which it was taken, which has the policies."""
-
-    path: Path = ()
-    # Classes of the modules above it, the nearest first.
-    above: tuple[type, ...] = ()
-
-
-WHOLE = Origin()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -59,7 +99,8 @@ class Root:
 
     policies: PolicyMap
     path: Path
-    origin: Origin = WHOLE
+    # Path of the module in the model from which it was taken, which has the policies.
+    origin: Path = ()
 
 
 make_root = functools.cache(Root)
@@ -117,12 +158,6 @@ class PolicyInterceptor:
         self.scope = scope
         self.frames: list[MethodCall] = []
         self.module_policies: dict[Any, ModulePolicy] = {}
-        origin = root.origin
-        self.types: dict[Path, type] = {
-            origin.path[:length]: cls
-            for length, cls in zip(reversed(range(len(origin.path))), origin.above, strict=False)
-        }
-        self.by_subtree = any(rule.subtree for rule in root.policies.rules)
         self.by_path = is_by_path(root.policies)
         # Modules that appear to ignore the dtype of their policy.
         self.suspects: dict[str, Suspect] = {}
@@ -173,7 +208,7 @@ class PolicyInterceptor:
         """Returns a path relative to the root. A module from outside the root keeps its path."""
         depth = len(self.root.path)
         inside = path[:depth] == self.root.path
-        return self.root.origin.path + path[depth:] if inside else path
+        return self.root.origin + path[depth:] if inside else path
 
     def _own_caller(self, module_policy: ModulePolicy) -> MethodCall | None:
         """Returns the enclosing call if a module calls its own method; otherwise None."""
@@ -216,24 +251,14 @@ class PolicyInterceptor:
 
     def _module_policy(self, module: nn.Module, path: Path) -> ModulePolicy:
         cls = type(module)
-        ancestors = self._ancestors(module, path) if self.by_subtree else ()
         outputs = LINEN_LAYERS.outputs(module)
-        key = (path, cls, ancestors, outputs)
+        key = (path, cls, outputs)
         if key not in self.module_policies:
             _check_bridge(module, path)
             self.module_policies[key] = resolve_module(
-                self.root.policies, path, cls, ancestors, LINEN_LAYERS.traits(cls), outputs
+                self.root.policies, path, cls, LINEN_LAYERS.traits(cls), outputs
             )
         return self.module_policies[key]
-
-    def _ancestors(self, module: nn.Module, path: Path) -> tuple[type, ...]:
-        self.types.setdefault(path, type(module))
-        parent, above = module.parent, path[:-1]
-        while isinstance(parent, nn.Module) and parent.scope is not None:
-            self.types.setdefault(self._relative(parent.scope.path), type(parent))
-            parent = parent.parent
-        prefixes = [above[:length] for length in range(len(above), -1, -1)] if path else []
-        return tuple(self.types[prefix] for prefix in prefixes if prefix in self.types)
 
 
 def _params(scope: Scope) -> PyTree:

@@ -7,7 +7,6 @@ import inspect
 
 import flax.linen as nn
 
-from jaxmp._flax._fp8_layers import einsum_call
 from jaxmp._flax._layer_table import CONV, DOT_GENERAL, PREFERRED, LayerTable, LayerTraits
 from jaxmp.errors import CompositionError
 
@@ -19,7 +18,7 @@ _OTHER_DOT = LayerTraits(casts_params=True, kernel="kernel", dot=PREFERRED)
 ROWS = {
     nn.Dense: _DENSE,
     nn.DenseGeneral: _DENSE,
-    nn.Einsum: dataclasses.replace(_OTHER_DOT, fp8_call=einsum_call),
+    nn.Einsum: _OTHER_DOT,
     nn.Conv: _CONV,
     nn.ConvLocal: _CONV,
     nn.ConvTranspose: _OTHER_DOT,

@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 from flax.core import DenyList
 
-from jaxmp._attention._explained import mask_rows
+from jaxmp._attention._declared import mask_rows
 from jaxmp._autocast._trace import trace
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
@@ -21,8 +21,12 @@ from jaxmp._flax._check_model import check_model
 from jaxmp._flax._linen_subclass import wrapped_class
 from jaxmp._flax._share import low_precision_share
 from jaxmp._policies._device import note_policies
-from jaxmp._policies._explanation import PolicyExplanation
-from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
+from jaxmp._policies._required import (
+    PolicyExplanation,
+    check_module_dtypes,
+    check_required,
+    explain_modules,
+)
 from jaxmp._recipe_files._load import RecipeLike, as_policy_map
 from jaxmp.errors import CompositionError, RecipeWarning
 

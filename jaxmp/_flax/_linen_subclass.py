@@ -16,14 +16,21 @@ import jax
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import cast_outputs, resolve_module
-from jaxmp._flax._fp8_use import fp8_decisions, warn_of_model
 from jaxmp._flax._linen_fields import author_fields
 from jaxmp._flax._linen_init import add_policy_state, check_required_rules
-from jaxmp._flax._linen_interceptor import WHOLE, Origin, Plain, PolicyInterceptor, Root, make_root
+from jaxmp._flax._linen_interceptor import (
+    Path,
+    Plain,
+    PolicyInterceptor,
+    Root,
+    is_by_path,
+    key_scopes,
+    make_root,
+    modules_in,
+)
 from jaxmp._flax._linen_layers import LINEN_LAYERS
-from jaxmp._flax._linen_scopes import is_by_path, key_scopes, modules_in
 from jaxmp._flax._shardings import constrain_variables
-from jaxmp._flax._share import warn_if_low
+from jaxmp._flax._share import fp8_decisions, warn_if_low, warn_of_model
 from jaxmp._policies._device import check_gradient
 from jaxmp._recipe_files._load import PolicyMap
 
@@ -31,13 +38,11 @@ from jaxmp._recipe_files._load import PolicyMap
 # Wrapped classes
 # ---------------------------------------------------------------------------
 
-_classes: dict[tuple[type, PolicyMap, Origin], type] = {}
+_classes: dict[tuple[type, PolicyMap, Path], type] = {}
 _classes_lock = threading.Lock()
 
 
-def wrapped_class(
-    cls: type[nn.Module], policies: PolicyMap, origin: Origin = WHOLE
-) -> type[nn.Module]:
+def wrapped_class(cls: type[nn.Module], policies: PolicyMap, origin: Path = ()) -> type[nn.Module]:
     """Returns the subclass of `cls` whose methods run under `policies`.
 
     Equal arguments give the same class, so equal models under equal policies are equal.
@@ -45,7 +50,7 @@ def wrapped_class(
     Args:
       cls: the class that the author of the model wrote.
       policies: the policies.
-      origin: the location of a submodule that was taken out of its model.
+      origin: the path of a submodule that was taken out of its model.
     """
     key = (cls, policies, origin)
     with _classes_lock:
@@ -54,7 +59,7 @@ def wrapped_class(
         return _classes[key]
 
 
-def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Origin) -> type[nn.Module]:
+def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Path) -> type[nn.Module]:
     members: dict[str, Any] = {name: _under_policy(cls, name) for name in _methods(cls)}
     members |= {
         # Otherwise Flax would generate them, and override those of the class.
@@ -117,7 +122,7 @@ def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
         key_scopes(module)
     check_gradient(root.policies, lambda: module.variables.get("params", {}))
     interceptor, cls = PolicyInterceptor(root, module.scope), type(module)
-    fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin.path)
+    fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin)
     with fp8 as rows, nn.intercept_methods(interceptor), context(policies=root):
         yield
     cls._jaxmp_fp8 = rows if is_whole else ()
@@ -164,11 +169,9 @@ def _is_foreign(module: nn.Module, function: Callable[..., Any]) -> bool:
 def _cast_to_output(module: Any, out: PyTree) -> PyTree:
     """Casts the result of a function that `apply` called with the module to its output dtype."""
     cls = type(module)
-    (path, above), author = cls._jaxmp_origin, cls._jaxmp_class
-    module_policy = resolve_module(
-        *(cls._jaxmp_policies, path, author, above, LINEN_LAYERS.traits(author)),
-        LINEN_LAYERS.outputs(module),
-    )
+    author = cls._jaxmp_class
+    traits, outputs = LINEN_LAYERS.traits(author), LINEN_LAYERS.outputs(module)
+    module_policy = resolve_module(cls._jaxmp_policies, cls._jaxmp_origin, author, traits, outputs)
     return cast_outputs(module_policy, out)
 
 
@@ -177,7 +180,7 @@ _FLAX_NAMES = frozenset(
     {
         *dir(nn.Module),
         *("scope", "parent", "name", "_id", "_state", "_parent_ref"),
-        *("_jaxmp_class", "_jaxmp_policies", "_jaxmp_origin", "_jaxmp_root_path", "_jaxmp_above"),
+        *("_jaxmp_class", "_jaxmp_policies", "_jaxmp_origin", "_jaxmp_root_path"),
         *("_jaxmp_suspects", "_jaxmp_fp8"),
     }
 )
@@ -210,18 +213,7 @@ def _submodule_with_policies(owner: Any, child: object) -> object:
     # Both share one dictionary, so a call of the wrapped module also changes the submodule.
     object.__setattr__(wrapped, "__dict__", child.__dict__)
     object.__setattr__(wrapped, "_jaxmp_root_path", root.path)
-    # The classes are read now, because a module refers to its parent weakly.
-    object.__setattr__(wrapped, "_jaxmp_above", _classes_above(child))
     return wrapped
-
-
-def _classes_above(module: nn.Module) -> tuple[type, ...]:
-    """Returns the classes of the modules above a bound module, the nearest first."""
-    classes, parent = [], module.parent
-    while isinstance(parent, nn.Module) and parent.scope is not None:
-        classes.append(getattr(type(parent), "_jaxmp_class", type(parent)))
-        parent = parent.parent
-    return tuple(classes)
 
 
 def is_wrapped(module: nn.Module) -> bool:
@@ -254,13 +246,11 @@ def _with_submodules(module: nn.Module) -> list[nn.Module]:
 def _taken_out(module: Any) -> type[nn.Module]:
     """Returns the class of a submodule outside of its model. Rules match its path in the model."""
     root, cls = _root_of(module), type(module)
-    path = root.origin.path + module.scope.path[len(root.path) :]
-    above = (*module.__dict__["_jaxmp_above"], *root.origin.above)
-    origin = Origin(path, above[: len(path)])
-    return wrapped_class(cls._jaxmp_class, cls._jaxmp_policies, origin)
+    path = root.origin + module.scope.path[len(root.path) :]
+    return wrapped_class(cls._jaxmp_class, cls._jaxmp_policies, path)
 
 
-def _rebuild(cls: type[nn.Module], policies: PolicyMap, origin: Origin = WHOLE) -> nn.Module:
+def _rebuild(cls: type[nn.Module], policies: PolicyMap, origin: Path = ()) -> nn.Module:
     return object.__new__(wrapped_class(cls, policies, origin))
 
 

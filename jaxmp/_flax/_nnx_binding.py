@@ -1,4 +1,4 @@
-"""Application of policies to whole NNX models, and to modules that are assigned to them."""
+"""Application of policies to whole NNX models."""
 
 from __future__ import annotations
 
@@ -9,31 +9,129 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import NamedSharding
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import short_name
 from jaxmp._core._shardings import check_tree, without_contents
 from jaxmp._core._typing import PyTree
-from jaxmp._flax._nnx_attributes import bind, unbind
-from jaxmp._flax._nnx_bound import Path, author_class, bound_of
-from jaxmp._flax._nnx_cast_on_read import is_member
-from jaxmp._flax._nnx_modules import (
-    ModuleEntry,
-    ModulePaths,
-    ancestors,
-    find_modules,
-    module_paths,
-)
-from jaxmp._flax._nnx_subclass import binds_assigned
+from jaxmp._flax._nnx_cast_on_read import Path, author_class, bound_of, is_member
+from jaxmp._flax._nnx_layers import NNX_LAYERS
+from jaxmp._flax._nnx_subclass import bind, unbind
 from jaxmp._flax._shardings import SPEC
 from jaxmp._policies._required import check_required
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy, storage_dtype
 from jaxmp._recipe_files._load import PolicyMap
-from jaxmp.errors import RuleError
+from jaxmp.errors import CompositionError, RuleError
 
 M = TypeVar("M", bound=nnx.Module)
+# Module path -> class of the module; `path:name` -> None for parameters.
+ModulePaths = Mapping[str, type | None]
+
+
+# ---------------------------------------------------------------------------
+# Modules and their paths
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleEntry:
+    """Module of a model, with all paths that lead to it.
+
+    Attributes:
+      module: the module.
+      paths: its paths; more than one if several modules share it.
+      has_own_policies: it is a model with policies of its own, or a part of one.
+      params: name and Variable of each parameter; `layers/0` for one in a list.
+    """
+
+    module: nnx.Module
+    paths: list[Path]
+    has_own_policies: bool
+    params: list[tuple[str, nnx.Param[Any]]]
+
+
+def find_modules(model: nnx.Module, path: Path = ()) -> list[ModuleEntry]:
+    """Lists the modules of a model at `path`, each once, the root first.
+
+    Raises:
+      CompositionError: if a bridge contains modules that NNX policies do not reach.
+    """
+    entries: dict[int, ModuleEntry] = {}
+    root = bound_of(model)
+
+    def visit(module: nnx.Module, path: Path, open_ids: frozenset[int], own: bool) -> None:
+        bound = bound_of(module)
+        own = own or (bound is not None and (root is None or bound.policies != root.policies))
+        entry = entries.get(id(module))
+        if entry is None:
+            entry = entries[id(module)] = ModuleEntry(module, [], own, [])
+        is_first = not entry.paths
+        entry.paths.append(path)
+        for names, leaf in _members(module):
+            if isinstance(leaf, nnx.Module):
+                if id(leaf) not in open_ids:
+                    visit(leaf, path + names, open_ids | {id(leaf)}, own)
+            elif is_first and isinstance(leaf, nnx.Param):
+                entry.params.append(("/".join(names), leaf))
+        if is_first and not own and isinstance(module, (nnx.bridge.ToNNX, nnx.bridge.Module)):
+            _check_bridge(module, path)
+
+    visit(model, path, frozenset({id(model)}), own=False)
+    return list(entries.values())
+
+
+def _check_bridge(module: nnx.bridge.ToNNX | nnx.bridge.Module, path: Path) -> None:
+    if isinstance(module, nnx.bridge.Module):
+        raise CompositionError(
+            f"The {type(module).__name__} at {'/'.join(path)!r} is an nnx.bridge.Module, which "
+            "creates its layers while it runs, so policies cannot be applied to them beforehand. "
+            "Apply them to the whole function: jaxmp.autocast(model.apply, policies)."
+        )
+    inner = module.to_nnx__module
+    if isinstance(inner, linen.Module) and not hasattr(type(inner), "_jaxmp_class"):
+        raise CompositionError(
+            f"The ToNNX at {'/'.join(path)!r} contains a Linen {type(inner).__name__}, which NNX "
+            "policies do not reach. Apply its policies before the bridge: "
+            f"nnx.bridge.ToNNX(recipe.wrap({type(inner).__name__}(...)), "
+            "rngs=rngs)."
+        )
+
+
+def _members(module: nnx.Module) -> list[tuple[Path, Any]]:
+    """Lists the modules and Variables directly below a module, also in lists and dicts."""
+    return [
+        ((name, *_trees.path_names(key_path)), leaf)
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_pytree__")
+        for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=is_member)
+        if is_member(leaf)
+    ]
+
+
+def module_paths(entries: list[ModuleEntry]) -> dict[str, type | None]:
+    """Returns all paths that a rule can match."""
+    paths: dict[str, type | None] = {}
+    for entry in entries:
+        for path in entry.paths:
+            paths["/".join(path)] = author_class(entry.module)
+    for entry in entries:
+        for path in entry.paths:
+            paths |= {_param_path(path, name): None for name, _ in entry.params}
+    return paths
+
+
+def layer_outputs(entries: list[ModuleEntry]) -> dict[str, int | None]:
+    """Returns the number of outputs of each module, by its paths; None if not a linear layer."""
+    modules = ((path, entry.module) for entry in entries for path in entry.paths)
+    return {"/".join(path): NNX_LAYERS.outputs(module) for path, module in modules}
+
+
+def _param_path(owner: Path, name: str) -> str:
+    """Returns the path of a parameter as in the model's state: `a/layers:0` for one in a list."""
+    return _trees.parameter_path((*owner, *name.split("/")))
+
 
 # ---------------------------------------------------------------------------
 # Models
@@ -56,74 +154,20 @@ def bind_model(model: M, policies: PolicyMap, shardings: Mapping[Path, NamedShar
     paths = module_paths(entries)
     _check_shardings(model, shardings)
     check_required(policies, paths)
-    _check_shared(entries, policies, paths)
+    _check_shared(entries, policies)
     copy = nnx.clone(model, variables=False)
     for entry in find_modules(copy):
         if not entry.has_own_policies:
             unbind(entry.module)
     copies = [entry for entry in find_modules(copy) if not entry.has_own_policies]
     _separate(copies, policies, shardings)
-    _bind_all(copies, policies, paths)
+    _bind_all(copies, policies)
     return copy
 
 
-def _bind_all(entries: list[ModuleEntry], policies: PolicyMap, paths: ModulePaths) -> None:
+def _bind_all(entries: list[ModuleEntry], policies: PolicyMap) -> None:
     for entry in entries:
-        path = _deciding_path(entry, policies, paths)
-        bind(entry.module, policies, path, ancestors(path, paths))
-
-
-# ---------------------------------------------------------------------------
-# Assigned modules
-# ---------------------------------------------------------------------------
-
-
-@binds_assigned
-def _bind_assigned(owner: nnx.Module, name: str, value: PyTree) -> PyTree:
-    """Returns a value that is assigned to a wrapped module, with policies for its modules.
-
-    As in `bind_model`, the modules are copies that share the Variables of the originals, which can
-    belong to another model. Modules that have policies are assigned unchanged.
-    """
-    bound = bound_of(owner)
-    assert bound is not None
-    above = dict(zip(_prefixes(bound.path), (bound.cls, *bound.ancestors), strict=False))
-    copies: dict[int, nnx.Module] = {}
-    value = _copy_unbound(value, copies)
-    if not copies:
-        return value
-    entries: dict[int, ModuleEntry] = {}
-    for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=is_member):
-        if isinstance(leaf, nnx.Module) and bound_of(leaf) is None:
-            for entry in find_modules(leaf, (*bound.path, name, *_trees.path_names(key_path))):
-                empty = dataclasses.replace(entry, paths=[])
-                entries.setdefault(id(entry.module), empty).paths.extend(entry.paths)
-    new = [entry for entry in entries.values() if not entry.has_own_policies]
-    paths = {**above, **module_paths(list(entries.values()))}
-    _check_shared(new, bound.policies, paths)
-    _bind_all(new, bound.policies, paths)
-    return value
-
-
-def _prefixes(path: Path) -> list[str]:
-    """Returns the paths of a module and of the modules above it, the nearest first."""
-    return ["/".join(path[:length]) for length in range(len(path), -1, -1)]
-
-
-def _copy_unbound(value: PyTree, copies: dict[int, nnx.Module]) -> PyTree:
-    """Copies the modules in `value` that have no policies. The copies share the Variables."""
-
-    def copy(leaf: object) -> object:
-        if not isinstance(leaf, nnx.Module) or bound_of(leaf) is not None:
-            return leaf
-        if id(leaf) not in copies:
-            new = copies[id(leaf)] = object.__new__(type(leaf))
-            for name, attribute in vars(leaf).items():
-                is_flax = name.startswith("_pytree__")
-                vars(new)[name] = attribute if is_flax else _copy_unbound(attribute, copies)
-        return copies[id(leaf)]
-
-    return jax.tree.map(copy, value, is_leaf=is_member)
+        bind(entry.module, policies, _deciding_path(entry, policies))
 
 
 # ---------------------------------------------------------------------------
@@ -131,12 +175,12 @@ def _copy_unbound(value: PyTree, copies: dict[int, nnx.Module]) -> PyTree:
 # ---------------------------------------------------------------------------
 
 
-def _check_shared(entries: list[ModuleEntry], policies: PolicyMap, paths: ModulePaths) -> None:
+def _check_shared(entries: list[ModuleEntry], policies: PolicyMap) -> None:
     """Raises an error if a module or a parameter has different policies under its paths."""
     owners: dict[int, list[Path]] = {}
     for entry in entries:
         if not entry.has_own_policies:
-            _check_shared_module(entry, policies, paths)
+            _check_shared_module(entry, policies)
         for _, param in entry.params:
             owners.setdefault(id(param), [])
     for entry in entries:
@@ -147,9 +191,9 @@ def _check_shared(entries: list[ModuleEntry], policies: PolicyMap, paths: Module
         _check_equal("The parameter", stored, "p=f32")
 
 
-def _check_shared_module(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) -> None:
+def _check_shared_module(entry: ModuleEntry, policies: PolicyMap) -> None:
     name = f"The {author_class(entry.module).__name__}"
-    resolved = {"/".join(path): _resolve(entry, path, policies, paths) for path in entry.paths}
+    resolved = {"/".join(path): _resolve(entry, path, policies) for path in entry.paths}
     _check_equal(name, {path: each.policy for path, each in resolved.items()}, "c=f32")
     # Modules with equal policies differ if the rule of one path names an output dtype.
     rules = {path: each.rule if each.rule_names_output else None for path, each in resolved.items()}
@@ -172,14 +216,12 @@ def _check_equal(subject: str, resolved: Mapping[str, Any], fix: str) -> None:
     )
 
 
-def _resolve(
-    entry: ModuleEntry, path: Path, policies: PolicyMap, paths: ModulePaths
-) -> ResolvedPolicy:
+def _resolve(entry: ModuleEntry, path: Path, policies: PolicyMap) -> ResolvedPolicy:
     """Resolves the policy of a module under one of its paths."""
-    return resolve_policy(policies, path, author_class(entry.module), ancestors(path, paths))
+    return resolve_policy(policies, path, author_class(entry.module))
 
 
-def _deciding_path(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) -> Path:
+def _deciding_path(entry: ModuleEntry, policies: PolicyMap) -> Path:
     """Returns the path that determines the policy of a module.
 
     If there are several, it is the first whose rule does not name an output dtype: an optional rule
@@ -187,7 +229,7 @@ def _deciding_path(entry: ModuleEntry, policies: PolicyMap, paths: ModulePaths) 
     paths agree.
     """
     unwidened = (
-        path for path in entry.paths if not _resolve(entry, path, policies, paths).rule_names_output
+        path for path in entry.paths if not _resolve(entry, path, policies).rule_names_output
     )
     return next(unwidened, entry.paths[0])
 

@@ -23,13 +23,10 @@ from jaxmp._flax._casts import (
     is_complex,
     keeps_dtype,
 )
-from jaxmp._flax._fp8_use import fp8_decisions, warn_of_model
 from jaxmp._flax._method_call import MethodCall
-from jaxmp._flax._nnx_bound import ATTRIBUTE, Bound, bound_of
-from jaxmp._flax._nnx_cast_on_read import is_member
-from jaxmp._flax._share import Suspect, are_many, warn_if_low
-from jaxmp._policies._device import check_device, check_gradient
-from jaxmp._policies._precision import matmul_precision, precision_scope
+from jaxmp._flax._nnx_cast_on_read import ATTRIBUTE, Bound, bound_of, is_member
+from jaxmp._flax._share import Suspect, are_many, fp8_decisions, warn_if_low, warn_of_model
+from jaxmp._policies._device import check_device, check_gradient, matmul_precision, precision_scope
 from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import RecipeWarning
 
@@ -149,20 +146,23 @@ def _call_again(module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs:
 def _check_containers(bound: Bound, module: nnx.Module) -> None:
     """Warns about modules that were added to a Python list or dict of a wrapped model."""
     for name, value in vars(module).items():
-        if type(value) not in (list, dict):
-            continue
-        for leaf in jax.tree.leaves(value, is_leaf=is_member):
-            if isinstance(leaf, nnx.Module) and bound_of(leaf) is None:
-                path = "/".join((*bound.path, name))
-                warnings.warn(
-                    f"The {type(leaf).__name__} in {path!r} was added to a Python "
-                    f"{type(value).__name__} after the model was wrapped, so it computes in its "
-                    "author's dtypes. Wrap the model again: model = recipe.wrap(model); or store "
-                    "the layers in an nnx.List or nnx.Dict, which wraps layers that are added.",
-                    RecipeWarning,
-                    stacklevel=4,
-                )
-                return
+        if type(value) in (list, dict):
+            warn_of_unwrapped(bound, name, value, stacklevel=5)
+
+
+def warn_of_unwrapped(bound: Bound, name: str, value: PyTree, stacklevel: int = 3) -> None:
+    """Warns about modules without policies in an attribute of a wrapped model."""
+    for leaf in jax.tree.leaves(value, is_leaf=is_member):
+        if isinstance(leaf, nnx.Module) and bound_of(leaf) is None:
+            path = "/".join((*bound.path, name))
+            warnings.warn(
+                f"The {type(leaf).__name__} in {path!r} was added after the model was wrapped, so "
+                "it computes in its author's dtypes. Wrap the model again: model = "
+                "recipe.wrap(model).",
+                RecipeWarning,
+                stacklevel=stacklevel,
+            )
+            return
 
 
 def _keeps_dtype(module: nnx.Module, bound: Bound, operands: PyTree) -> bool:

@@ -15,16 +15,19 @@ from flax.nnx.filterlib import Filter
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._flax._nnx_arguments import (
+from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
+from jaxmp._flax._nnx_writes import (
+    Slot,
+    Write,
     by_position,
     count_argnums,
+    describe_arrays,
     is_ref,
     put_objects,
     ref_indices,
+    same,
     take_objects,
 )
-from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
-from jaxmp._flax._nnx_writes import Slot, Write, describe_arrays, same
 from jaxmp._flax._shardings import constrain_variable
 from jaxmp.errors import JaxmpError
 

@@ -10,16 +10,20 @@ from typing import TypeVar
 import jax
 from flax import nnx
 
-from jaxmp._attention._explained import mask_rows
+from jaxmp._attention._declared import mask_rows
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
-from jaxmp._flax import _nnx_modules
+from jaxmp._flax import _nnx_binding
 from jaxmp._flax._check_model import check_model
 from jaxmp._flax._nnx_binding import bind_model
 from jaxmp._flax._share import low_precision_share
 from jaxmp._policies._device import note_policies
-from jaxmp._policies._explanation import PolicyExplanation
-from jaxmp._policies._required import check_module_dtypes, check_required, explain_modules
+from jaxmp._policies._required import (
+    PolicyExplanation,
+    check_module_dtypes,
+    check_required,
+    explain_modules,
+)
 from jaxmp._recipe_files._load import RecipeLike, as_policy_map
 from jaxmp.errors import RecipeWarning
 
@@ -71,7 +75,7 @@ def module_paths(model: nnx.Module) -> dict[str, type | None]:
       `path:name` to None for every parameter. A shared module is listed under each of its paths.
     """
     check_model(model, nnx.Module)
-    return _nnx_modules.module_paths(_nnx_modules.find_modules(model))
+    return _nnx_binding.module_paths(_nnx_binding.find_modules(model))
 
 
 def explain_model(
@@ -94,7 +98,7 @@ def explain_model(
     """
     policies, paths = as_policy_map(recipe), module_paths(model)
     check_required(policies, paths)
-    outputs = _nnx_modules.layer_outputs(_nnx_modules.find_modules(model))
+    outputs = _nnx_binding.layer_outputs(_nnx_binding.find_modules(model))
     explanation = explain_modules(policies, paths, outputs)
     if not args and not kwargs:
         return explanation, None, ()

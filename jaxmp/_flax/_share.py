@@ -1,4 +1,4 @@
-"""Share of a model's matmul FLOPs in 16 bits or fewer, and a warning where it is low.
+"""Warnings about models that mostly ignore their 16-bit policy, or of which no layer uses FP8.
 
 Classes of some packages cast their operands themselves, which the policy of a module cannot change.
 Counting FLOPs needs a second trace of the model, so it is done only if a sign of such layers is
@@ -7,6 +7,7 @@ seen in the first: modules that own matrices and return float32 from 16-bit inpu
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -16,9 +17,19 @@ import jax
 
 from jaxmp._autocast._trace import is_traced_by_autocast
 from jaxmp._core._dtypes import FLOAT32, bits
-from jaxmp._core._jaxprs import trace
-from jaxmp._core._matmuls import count_flops
+from jaxmp._core._jaxprs import equations, trace
+from jaxmp._core._matmuls import MATMULS, count_flops
 from jaxmp._core._typing import PyTree
+from jaxmp._flax._casts import ModulePolicy
+from jaxmp._flax._fp8_layers import (
+    UNKNOWN_DOT,
+    decisions,
+    is_recording,
+    note_unsupported,
+    warn_if_unused,
+)
+from jaxmp._flax._layer_table import CONV
+from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import RecipeWarning
 from jaxmp.fp8._explain import recorded
 
@@ -128,3 +139,65 @@ def warn_if_low(
         RecipeWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+# ---------------------------------------------------------------------------
+# Models without FP8
+# ---------------------------------------------------------------------------
+
+# Classes of models that were reported, and their policies.
+_reported: set[tuple[type, PolicyMap]] = set()
+
+
+def fp8_decisions(
+    cls: type, policies: PolicyMap, path: tuple[str, ...]
+) -> contextlib.AbstractContextManager[list[Any]]:
+    """Collects the decisions on the layers that a call of a model of class `cls` runs.
+
+    A part of a model, whose `path` is not empty, is not examined.
+    """
+    is_fp8 = policies.default.matmul == "fp8"
+    return decisions(is_fp8 and not path and (cls, policies) not in _reported)
+
+
+def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) -> None:
+    """Records a module with a policy for FP8 and weights, `own()`, that no FP8 dot multiplies."""
+    traits, cls, path = module_policy.traits, module_policy.cls, module_policy.resolved.path
+    if not is_recording() or module_policy.resolved.scaling is None:
+        return
+    has_fp8 = getattr(traits.dot, "fp8", None) is not None
+    # A layer of Flax that is wrapped alone is a part of a model.
+    is_part = not path and cls.__module__.startswith("flax.")
+    if not (has_fp8 or is_part or traits.is_norm or traits.embedding) and matrix_elements(own()):
+        is_conv = traits.dot is CONV
+        why = "FP8 has no convolutions" if is_conv else f"{cls.__name__} {UNKNOWN_DOT}"
+        note_unsupported(path, why)
+
+
+def warn_of_model(
+    key: tuple[type, PolicyMap], rows: list[Any], stacklevel: int, call: tuple[Any, Any, Any]
+) -> None:
+    """Warns once of a model that has matmuls, none of which computes in FP8.
+
+    Args:
+      key: its class and policies.
+      rows: the decisions of a call of the whole model.
+      stacklevel: of the user's call, counted from the caller, as in `warnings.warn`.
+      call: function, positional and keyword arguments of the call.
+    """
+    if rows and all(row.exclusion_reason for row in rows):
+        _reported.add(key)
+        rows = [row for row in rows if row.path or not row.k]
+        if _multiplies_without_fp8(*call):
+            warn_if_unused(key[0].__name__, rows, stacklevel + 1)
+
+
+def _multiplies_without_fp8(fn: Callable[..., Any], args: PyTree, kwargs: Any) -> bool:
+    """Traces a function again, because a layer that was jitted before records no decision."""
+    # A model that cannot be traced a second time probably has matmuls.
+    with contextlib.suppress(Exception):
+        traced = list(equations(trace(fn, args, kwargs).closed))
+        names = {equation.primitive.name for equation in traced}
+        casts = (str(equation.params.get("new_dtype")) for equation in traced)
+        return not names.isdisjoint(MATMULS) and not any("float8" in dtype for dtype in casts)
+    return True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxmp._core import _compat
 from jaxmp._core._capability import BFLOAT16_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._typing import PyTree
 from jaxmp._loss_scale._use import check_float16_gradient, present
+from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies
 from jaxmp.errors import RecipeWarning
@@ -66,3 +68,31 @@ def _warn_of_bfloat16(gpu: str, recipe: str) -> None:
         RecipeWarning,
         stacklevel=2,
     )
+
+
+_PRECISIONS = {"highest": "highest", "tf32": "tensorfloat32"}
+
+
+def matmul_precision(policy: Policy, default: str | None) -> str | None:
+    """Returns the value of `jax.default_matmul_precision` under a policy.
+
+    Args:
+      policy: the policy.
+      default: the value for `matmul = "default"` and `"fp8"`.
+    """
+    return _PRECISIONS.get(policy.matmul, default)
+
+
+@contextlib.contextmanager
+def precision_scope(precision: str | None, outer: str | None) -> Iterator[None]:
+    """Runs a block with a matmul precision.
+
+    Args:
+      precision: the value of `jax.default_matmul_precision` in the block.
+      outer: the present value; if it is equal, the block runs unchanged.
+    """
+    if precision == outer:
+        yield
+    else:
+        with jax.default_matmul_precision(precision):
+            yield

@@ -7,7 +7,6 @@ the audit use it.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,33 +15,6 @@ from jaxmp._policies._op_rows import CATEGORIES as CATEGORIES
 from jaxmp._policies._op_rows import DEFAULT_OPS as DEFAULT_OPS
 from jaxmp._policies._op_rows import OpRule as OpRule
 from jaxmp.errors import OpError
-
-# Common names of operations -> the JAX primitives that implement them.
-_ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
-    "matmul": ("dot_general",),
-    "dot": ("dot_general",),
-    "einsum": ("dot_general",),
-    "linear": ("dot_general",),
-    "conv": ("conv_general_dilated",),
-    "ragged_dot": ("ragged_dot_general",),
-    "softmax": ("exp", "reduce_sum", "div"),
-    "log_softmax": ("exp", "reduce_sum", "log"),
-    "logsumexp": ("exp", "reduce_sum", "log"),
-    "layer_norm": ("reduce_sum", "square", "rsqrt"),
-    "norm": ("reduce_sum", "square", "sqrt"),
-    "sum": ("reduce_sum",),
-    "mean": ("reduce_sum", "div"),
-    "prod": ("reduce_prod",),
-    "sigmoid": ("logistic",),
-    "silu": ("logistic", "mul"),
-    "gelu": ("tanh", "integer_pow", "erf"),
-    "relu": ("max",),
-    "where": ("select_n",),
-    "reciprocal": ("div",),
-    "clip": ("max", "min"),
-    "pmean": ("psum", "div"),
-    "psum_scatter": ("reduce_scatter",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,38 +132,11 @@ def _with_added(added: tuple[OpRule, ...]) -> Mapping[str, OpRule]:
 def _row(rows: Mapping[str, OpRule], name: str) -> OpRule:
     if name in rows:
         return rows[name]
-    is_common, close = _suggest(str(name), rows)
-    shown = ", ".join(map(repr, close))
-    hint = f" Nearest: {shown}." if close else ""
-    if is_common:
-        hint = f" A jaxpr contains {shown} instead."
-    row = f"OpTable(added=[OpRule({str(name)!r}, 'low', 'why')])"
-    own = "" if is_common else f" Your own primitives require a row: {row}."
-    fix = next((row for row in close if len(rows[row].allowed) > 1), "exp")
-    error = OpError(
-        f"{name!r} is not an operation of the table.{hint} Write names as a jaxpr prints them, "
-        f"such as OpTable({{{fix!r}: {rows[fix].example!r}}}).{own}"
+    close = nearest(str(name), rows)
+    hint = f" Nearest: {', '.join(map(repr, close))}." if close else ""
+    raise OpError(
+        f"{name!r} is not an operation of the table.{hint} Write names as a jaxpr prints them "
+        "(jax.make_jaxpr(fn)(x)), such as OpTable({'exp': 'low'}); a matmul is 'dot_general', and "
+        "a softmax consists of 'exp', 'reduce_sum' and 'div'. Your own primitives require a row: "
+        f"OpTable(added=[OpRule({str(name)!r}, 'low', 'why')])."
     )
-    error.fix = fix
-    raise error
-
-
-def _suggest(name: str, rows: Mapping[str, OpRule]) -> tuple[bool, tuple[str, ...]]:
-    """Suggests rows for an unknown name.
-
-    Returns:
-      True if `name` resembles a common name such as "softmax"; and the names of the suggested rows.
-    """
-    same = [row for row in rows if _plain(row) == _plain(name)]
-    if same:
-        return False, tuple(same)
-    close = nearest(name, [*_ALSO_CALLED, *rows])
-    if close and close[0] in _ALSO_CALLED:
-        return True, _ALSO_CALLED[close[0]]
-    inside = [row for row in rows if len(_plain(name)) > 2 and _plain(name) in _plain(row)]
-    known = [row for row in (*close, *inside) if row in rows]
-    return False, tuple(dict.fromkeys(known))[:3]
-
-
-def _plain(word: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", word.lower())

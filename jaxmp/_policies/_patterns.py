@@ -36,21 +36,20 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     `''` the root and `a:kernel` one parameter. A regular expression starts with `re:`.
 
     Raises:
-      RuleError: if the pattern is not valid; the message contains a similar valid pattern.
+      RuleError: if the pattern is not valid; the message contains valid ones.
     """
     if pattern.startswith("re:"):
         return _compile_regex(pattern)
     module, colon, parameter = pattern.partition(":")
     segments = module.split("/") if module else []
     if colon and (not parameter or ":" in parameter or "/" in parameter):
-        raise _pattern_error(pattern, "requires one parameter name after ':'", _repaired(pattern))
+        raise _pattern_error(pattern, "requires one parameter name after ':'")
     if not all(segments):
         problem = "has an empty path segment (paths have no leading, trailing or double '/')"
-        raise _pattern_error(pattern, problem, _repaired(pattern))
+        raise _pattern_error(pattern, problem)
     for segment in segments:
         if "**" in segment and segment != "**":
-            problem = f"has '**' inside the segment {segment!r}"
-            raise _pattern_error(pattern, problem, _repaired(pattern))
+            raise _pattern_error(pattern, f"has '**' inside the segment {segment!r}")
     return re.compile(_module_regex(segments) + (f":{glob_regex(parameter)}" if colon else ""))
 
 
@@ -91,8 +90,7 @@ def _compile_regex(pattern: str) -> re.Pattern[str]:
             warnings.simplefilter("error")
             return re.compile(pattern[3:])
     except (re.error, OverflowError, RecursionError, Warning) as error:
-        problem = f"is not a valid regular expression ({error})"
-        raise _pattern_error(pattern, problem, "re:" + re.escape(pattern[3:])) from None
+        raise _pattern_error(pattern, f"is not a valid regular expression ({error})") from None
 
 
 # Regular-expression syntax in which a colon does not match a colon, or is part of a character set:
@@ -107,21 +105,11 @@ def names_parameter(pattern: str) -> bool:
     return ":" in pattern
 
 
-def _repaired(pattern: str) -> str:
-    """Returns a valid pattern that is similar to an invalid one."""
-    module, colon, parameter = pattern.partition(":")
-    segments = [
-        re.sub(r"\*\*+", "*", segment) if segment != "**" else segment
-        for segment in module.split("/")
-        if segment
-    ]
-    return "/".join(segments) + colon + (re.sub("[:/]", "", parameter) or "kernel" * len(colon))
-
-
-def _pattern_error(pattern: str, problem: str, fix: str) -> RuleError:
-    error = RuleError(f"Pattern {pattern!r} {problem}; write {fix!r}.")
-    error.fix = fix
-    return error
+def _pattern_error(pattern: str, problem: str) -> RuleError:
+    return RuleError(
+        f"Pattern {pattern!r} {problem}; for example 'encoder/*/mlp', '**/head', 'dense:kernel' or "
+        "'re:block_[0-3]/.*'."
+    )
 
 
 # ---------------------------------------------------------------------------

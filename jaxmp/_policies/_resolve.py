@@ -78,7 +78,6 @@ class Policies:
         self,
         path: str | Iterable[str | int],
         module_type: ModuleType = None,
-        ancestors: tuple[ModuleType, ...] = (),
     ) -> Policy:
         """Returns the policy of the module at `path`, or of the parameter `module/path:name`.
 
@@ -89,9 +88,8 @@ class Policies:
         Args:
           path: `/`-joined or a tuple of names; `''` is the root.
           module_type: the module's class or class name; None: rules by type do not match.
-          ancestors: classes of the modules above it, for rules with `subtree`.
         """
-        return resolve_policy(self, path, module_type, ancestors).policy
+        return resolve_policy(self, path, module_type).policy
 
 
 def checked_rules(rules: Iterable[Rule] | Rule) -> tuple[Rule, ...]:
@@ -123,21 +121,6 @@ def typed_paths(
     if isinstance(paths, Mapping):
         return {path_string(path): module_type for path, module_type in paths.items()}
     return dict.fromkeys(map(path_string, paths))
-
-
-def lineage(
-    path: str, types: Mapping[str, ModuleType]
-) -> tuple[ModuleType, tuple[ModuleType, ...]]:
-    """Returns the class of the module at `path`, or of its owner, and those of the modules above.
-
-    Args:
-      path: a module path, or `module/path:name`.
-      types: module path -> class.
-    """
-    owner = path.partition(":")[0]
-    names = owner.split("/") if owner else []
-    above = ("/".join(names[:length]) for length in range(len(names)))
-    return types.get(owner), tuple(types[p] for p in above if types.get(p) is not None)
 
 
 # ---------------------------------------------------------------------------
@@ -194,23 +177,22 @@ def resolve_policy(
     policies: Policies,
     path: str | Iterable[str | int],
     module_type: ModuleType = None,
-    ancestors: tuple[ModuleType, ...] = (),
     outputs: int | None = None,
 ) -> ResolvedPolicy:
     """Resolves the policy of a module, a parameter (`path:name`) or a name scope.
 
     Args:
       policies: the default policy and the rules.
-      path, module_type, ancestors: as in `Policies.resolve`.
+      path, module_type: as in `Policies.resolve`.
       outputs: number of outputs of a linear layer; None for other modules.
     """
-    key = path, module_type, ancestors, outputs
+    key = path, module_type, outputs
     if key in policies._resolved:
         return policies._resolved[key]
     path = path_string(path)
     deciding, policy, owner = None, policies.default, path.partition(":")[0]
     for rule, override_policy in zip(policies.rules, policies._policies, strict=True):
-        if rule.matches(path if rule.addresses_parameter else owner, module_type, ancestors):
+        if rule.matches(path if rule.addresses_parameter else owner, module_type):
             deciding, policy = rule, override_policy
             break
     if policy.keep_inputs:

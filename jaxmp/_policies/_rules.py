@@ -24,11 +24,9 @@ from jaxmp._policies._policy import (
     FIELD_NAMES,
     Policy,
     PolicyLike,
+    canonical_fields,
     get_policy,
     is_policy,
-)
-from jaxmp._policies._policy_fields import (
-    canonical_fields,
     policy_fields,
     split_pairs,
     window_text,
@@ -47,7 +45,7 @@ class Rule:
         `**` across segments, `re:` starts a regular expression, `''` is the root, and `path:name`
         addresses one parameter. None: any path.
       policy: the fields to override, as a string or dict such as `"c=f32"`; or a whole policy: a
-        `Policy`, `"mixed_bfloat16"` or `"bf16-true"`. The bare name of a dtype or recipe is
+        `Policy` or a `jmp.Policy`. The bare name of a dtype or recipe is
         refused, because `"bf16"` could mean either. None: the fields are passed by keyword.
       module_type: a class, or a class name (`*` allowed); base classes match too. The rule applies
         to modules of that type, not to their children. None: any type.
@@ -57,7 +55,6 @@ class Rule:
       respect_explicit, cast_float64, keep_inputs, forward_methods, fp32_outputs_below: likewise.
       why: the reason, which `explain` and `jaxmp show` print.
       required: refuse a model in which the rule matches nothing.
-      subtree: apply a rule by type to everything below modules of that type, too.
 
     Raises:
       RuleError: if the rule selects nothing, overrides nothing, sets `param_dtype` by type, or if
@@ -85,7 +82,6 @@ class Rule:
     fp32_outputs_below: int | None
     why: str
     required: bool
-    subtree: bool
 
     def __init__(
         self,
@@ -107,13 +103,12 @@ class Rule:
         fp32_outputs_below: int | None = None,
         why: str = "",
         required: bool = True,
-        subtree: bool = False,
     ) -> None:
         arguments = locals()
         if isinstance(module_type, type):
             module_type = module_type.__name__
         selector = {"path": path, "module_type": module_type}
-        flags = {"why": why, "required": required, "subtree": subtree}
+        flags = {"why": why, "required": required}
         for name, value in (selector | flags).items():
             _check_type(name, value)
             object.__setattr__(self, name, value)
@@ -138,26 +133,19 @@ class Rule:
         """True for a rule about one parameter, and False for a rule about modules."""
         return self.path is not None and names_parameter(self.path)
 
-    def matches(
-        self,
-        path: str,
-        module_type: ModuleType = None,
-        ancestors: Iterable[ModuleType] = (),
-    ) -> bool:
+    def matches(self, path: str, module_type: ModuleType = None) -> bool:
         """Returns True if the rule applies to the module or parameter at `path`.
 
         Args:
           path: the module path, or `module/path:name`.
           module_type: the module's class or class name, if known.
-          ancestors: classes of the modules above it, for rules with `subtree`.
         """
         if self.path is not None and not compile_pattern(self.path).fullmatch(path):
             return False
         if self.module_type is None:
             return True
-        types = [module_type, *ancestors] if self.subtree else [module_type]
         pattern = compile_type_pattern(self.module_type)
-        return any(pattern.fullmatch(name) for item in types for name in module_type_names(item))
+        return any(pattern.fullmatch(name) for name in module_type_names(module_type))
 
     def __repr__(self) -> str:
         return rule_text(self)
@@ -183,7 +171,7 @@ def rule_text(rule: Rule, *, with_reason: bool = True) -> str:
     values = {k: str(v) if isinstance(v, quoted) else v for k, v in rule.fields.items()}
     parts = [_selector_code(rule), *(f"{name}={value!r}" for name, value in values.items())]
     parts += [f"why={rule.why!r}"] * (bool(rule.why) and with_reason)
-    parts += ["required=False"] * (not rule.required) + ["subtree=True"] * rule.subtree
+    parts += ["required=False"] * (not rule.required)
     return f"Rule({', '.join(parts)})"
 
 
@@ -247,7 +235,6 @@ _TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
     ),
     "why": ((str,), "a string", "Rule('head', 'c=f32', why='the loss reads it')"),
     "required": ((bool,), "a bool", "Rule('head', 'c=f32', required=False)"),
-    "subtree": ((bool,), "a bool", "Rule(module_type='MoE', compute_dtype='f32', subtree=True)"),
 }
 
 
@@ -304,19 +291,6 @@ def _check_selector(rule: Rule) -> None:
             "parameters have no module type. Remove module_type: "
             f"Rule({rule.path!r}, 'c=f32')."
         )
-    if rule.subtree and rule.module_type is None:
-        raise RuleError(
-            f"Rule({_selector_code(rule)}, subtree=True): subtree requires a module_type. To "
-            "select a path and everything below it, write "
-            f"Rule({_below(rule.path or '')!r}, {fields!r})."
-        )
-
-
-def _below(path: str) -> str:
-    """Returns the pattern for `path` and everything below it."""
-    if path.startswith("re:") or ":" in path or path.endswith("**"):
-        return path
-    return f"{path}/**" if path else "**"
 
 
 def _check_fields(rule: Rule) -> None:

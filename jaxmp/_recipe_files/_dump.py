@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxmp._policies._policy import FIELD_NAMES, Policy
-from jaxmp._policies._policy_fields import ATTENTION_FIELDS
+from jaxmp._policies._policy import ATTENTION_FIELDS, FIELD_NAMES, Policy
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe_files._load import RecipeData
 from jaxmp._recipe_files._loss_scale_table import LossScaleData
@@ -92,9 +91,8 @@ def _policy_fields(policy: Policy | Rule) -> dict[str, object]:
 def _rule_fields(rule: Rule) -> dict[str, object]:
     selector = {"path": rule.path, "module_type": rule.module_type}
     fields = {key: value for key, value in selector.items() if value is not None}
-    subtree = {"subtree": True} if rule.subtree else {}
     why = {"why": rule.why} if rule.why else {}
-    return {**fields, **subtree, **_policy_fields(rule), "required": rule.required, **why}
+    return {**fields, **_policy_fields(rule), "required": rule.required, **why}
 
 
 def _loss_scale(data: LossScaleData) -> dict[str, object]:

@@ -11,7 +11,7 @@ from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import DTypeLike
 from jaxmp._loss_scale import LossScaleLike
 from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._policy_fields import ATTENTION_FIELDS, canonical_fields
+from jaxmp._policies._policy import ATTENTION_FIELDS, canonical_fields
 from jaxmp._recipe_files._load import PolicyMap, RecipeData, RecipeLike, as_policy_map, check_recipe
 from jaxmp._recipe_files._loss_scale_table import LossScaleData, automatic_kind, loss_scale_data
 from jaxmp._recipe_files._scaling_table import ScalingLike, replace_scaling

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxmp._core._messages import did_you_mean
 from jaxmp._policies._inputs import canonical_inputs
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
-from jaxmp._policies._policy_fields import (
+from jaxmp._policies._policy import (
     ATTENTION,
     ATTENTION_FIELDS,
     FIELD_KEYS,
@@ -131,7 +131,6 @@ TABLES = {
 RULE = {
     "path": Field("a string", '"**/lm_head"'),
     "module_type": Field("a string", '"LayerNorm"'),
-    "subtree": BOOLEAN,
     "required": BOOLEAN._replace(example="false"),
     "why": Field("a string", '"the loss reads FP32 logits"'),
     **_POLICY,
@@ -239,12 +238,9 @@ def _read_rule(document: _toml.Document, index: int, values: dict[str, Any]) -> 
     try:
         return Rule(**{name: setting.value for name, setting in fields.items()})
     except RuleError as error:
-        if error.fix:
-            location = document.locate("rules", index, "path")
-            fix = fix_line("rules", "path", _toml.quoted(error.fix))
-        else:
-            location, fix = document.locate("rules", index), _RULE_EXAMPLE
-        raise RecipeError(f"{location}: {error} In TOML:\n{fix}") from None
+        key = ("path",) if str(error).startswith("Pattern ") else ()
+        location = document.locate("rules", index, *key)
+        raise RecipeError(f"{location}: {error} In TOML:\n{_RULE_EXAMPLE}") from None
 
 
 def _unknown_key(document: _toml.Document, key: _toml.Key, table: str) -> RecipeError:
@@ -275,5 +271,5 @@ def _unknown_op(location: str, name: str) -> RecipeError:
     try:
         OpTable().op(name)
     except OpError as error:
-        return RecipeError(f"{location}: {error} In TOML:\n{fix_line('ops', error.fix)}")
+        return RecipeError(f"{location}: {error} In TOML:\n{fix_line('ops', 'exp')}")
     raise AssertionError(name)

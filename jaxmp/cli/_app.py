@@ -12,15 +12,12 @@ import typer
 from rich.console import Console
 
 import jaxmp
-from jaxmp.cli._audit import audit
+from jaxmp.cli._audit import audit, memory
 from jaxmp.cli._checkpoint import checkpoint
-from jaxmp.cli._doctor import doctor
 from jaxmp.cli._explain import UnmatchedRuleError, explain
 from jaxmp.cli._locate import locate
-from jaxmp.cli._memory import memory
 from jaxmp.cli._output import console, escape
-from jaxmp.cli._recipes import recipes
-from jaxmp.cli._show import show
+from jaxmp.cli._show import doctor, recipes, show
 from jaxmp.cli._validate import validate
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 

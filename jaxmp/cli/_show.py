@@ -1,4 +1,4 @@
-"""`jaxmp show`."""
+"""`jaxmp recipes`, `jaxmp show` and `jaxmp doctor`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,34 @@ from typing import Annotated
 
 import typer
 
+from jaxmp._doctor import doctor as describe
 from jaxmp._policies._op_table import CATEGORIES, OpTable
-from jaxmp._recipe import load_recipe
+from jaxmp._policies._policy import summarized
+from jaxmp._recipe import list_recipes, load_recipe
 from jaxmp.cli._arguments import JsonOption, RecipeArgument
-from jaxmp.cli._output import console, escape, make_table, write_json
+from jaxmp.cli._output import console, escape, make_table, policy_lines, write_json
+
+
+def recipes(json: JsonOption = None) -> None:
+    """List the installed recipes."""
+    table = make_table("recipe", "policy", "loss scale", "summary")
+    rows: list[dict[str, str]] = []
+    for recipe in map(load_recipe, list_recipes()):
+        # `keep_inputs` is long; `jaxmp show` prints it.
+        policy, loss_scale = summarized(recipe.policies.default), recipe.data.loss_scale.kind
+        table.add_row(
+            escape(recipe.name, "bold"), policy_lines(policy), loss_scale, escape(recipe.summary)
+        )
+        rows.append(
+            {
+                "name": recipe.name,
+                "policy": str(policy),
+                "loss_scale": loss_scale,
+                "summary": recipe.summary,
+            }
+        )
+    if not write_json(json, rows):
+        console().print(table)
 
 
 def show(
@@ -45,3 +69,14 @@ def _print_ops(ops: OpTable) -> None:
             table.add_row(escape(name, "dim"), escape(f"{changed}{op.reason}"))
         console().print(escape(f"{category}: {meaning}", "bold cyan"))
         console().print(table)
+
+
+def doctor(json: JsonOption = None) -> None:
+    """Describe this machine, the recipe that fits it, and what is wrong with its installation."""
+    report = describe()
+    problems = [problem._asdict() for problem in report.problems]
+    values = report._asdict() | {"machine": report.machine._asdict(), "problems": problems}
+    if not write_json(json, values):
+        console().print(escape(str(report)))
+    if report.problems:
+        raise typer.Exit(1)

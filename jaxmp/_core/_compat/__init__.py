@@ -28,10 +28,8 @@ from jaxmp._core._compat._jaxprs import scan_counts as scan_counts
 from jaxmp._core._compat._layouts import row_major as row_major
 from jaxmp._core._compat._objects import can_update as can_update
 from jaxmp._core._compat._objects import declares_pytree as declares_pytree
-from jaxmp._core._compat._objects import einsum_bias_shape as einsum_bias_shape
 from jaxmp._core._compat._objects import is_differentiated as is_differentiated
 from jaxmp._core._compat._objects import plain_array as plain_array
-from jaxmp._core._compat._splash import load_splash_attention as load_splash_attention
 from jaxmp._core._compat._traced_for import mark_target as mark_target
 from jaxmp._core._compat._watch_jit import JitCall as JitCall
 from jaxmp._core._compat._watch_jit import watch_jit as watch_jit

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 if TYPE_CHECKING:
-    from flax import linen as nn
     from flax import nnx
 
 
@@ -19,13 +16,6 @@ def plain_array(leaf: Any) -> Any:
 def can_update(variable: nnx.Variable) -> bool:
     """Returns True if a Flax NNX Variable belongs to the function that is being traced now."""
     return variable._can_update
-
-
-def einsum_bias_shape(
-    module: nn.Einsum, equation: str, inputs: jax.Array, kernel: jax.Array
-) -> Any:
-    """Returns the shapes in which a Flax Linen `Einsum` stores and adds its bias."""
-    return module._get_bias_shape(equation, inputs, kernel)
 
 
 def declares_pytree(cls: type, base: type) -> bool | None:
