@@ -33,6 +33,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import transformers
+from transformers.models.bart import modeling_flax_bart
+from transformers.models.bert import modeling_flax_bert
+from transformers.models.gpt2 import modeling_flax_gpt2
+from transformers.models.llama import modeling_flax_llama
+from transformers.models.opt import modeling_flax_opt
+from transformers.models.resnet import modeling_flax_resnet
+from transformers.models.roberta import modeling_flax_roberta
+from transformers.models.vit import modeling_flax_vit
 
 import gpt
 import jaxmp
@@ -40,7 +48,7 @@ import llama
 from result_file import write_result
 
 TARGET = "h200"
-RECIPES = ("bf16", "fp32", "bf16_params")
+RECIPES = ("fp32", "bf16", "bf16_params", "fp16", "fp8", "fp8_delayed")
 
 
 def ids(*shape: int) -> jax.ShapeDtypeStruct:
@@ -51,79 +59,107 @@ def images(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def mask(tokens: jax.Array) -> jax.Array:
+    return jnp.ones_like(tokens)
+
+
+def positions(tokens: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+
 SMALL = dict(hidden_size=768, num_hidden_layers=2, num_attention_heads=12)
-# Name -> class, configuration, name of the input, input.
-FOREIGN = {
+# Name -> class, configuration, input, the arguments of the module for an input.
+FOREIGN: dict[str, tuple[Any, Any, jax.ShapeDtypeStruct, Callable[[jax.Array], tuple]]] = {
     "bert": (
-        transformers.FlaxBertForMaskedLM,
-        lambda: transformers.BertConfig(**SMALL),
-        ("input_ids", ids(8, 512)),
+        modeling_flax_bert.FlaxBertForMaskedLMModule,
+        transformers.BertConfig(**SMALL),
+        ids(8, 512),
+        lambda x: (x, mask(x), 0 * x, positions(x), None),
     ),
     "gpt2": (
-        transformers.FlaxGPT2LMHeadModel,
-        lambda: transformers.GPT2Config(n_layer=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0),
-        ("input_ids", ids(4, 1024)),
+        modeling_flax_gpt2.FlaxGPT2LMHeadModule,
+        transformers.GPT2Config(n_layer=2, tie_word_embeddings=False),
+        ids(4, 1024),
+        lambda x: (x, mask(x), positions(x)),
     ),
     "llama": (
-        transformers.FlaxLlamaForCausalLM,
-        lambda: transformers.LlamaConfig(
-            **SMALL, intermediate_size=2048, max_position_embeddings=1024
-        ),
-        ("input_ids", ids(4, 1024)),
-    ),
-    "vit": (
-        transformers.FlaxViTForImageClassification,
-        lambda: transformers.ViTConfig(**SMALL),
-        ("pixel_values", images(32, 3, 224, 224)),
-    ),
-    "roberta": (
-        transformers.FlaxRobertaForSequenceClassification,
-        lambda: transformers.RobertaConfig(**SMALL),
-        ("input_ids", ids(16, 256)),
+        modeling_flax_llama.FlaxLlamaForCausalLMModule,
+        transformers.LlamaConfig(**SMALL, intermediate_size=2048, max_position_embeddings=1024),
+        ids(4, 1024),
+        lambda x: (x, mask(x), positions(x)),
     ),
     "opt": (
-        transformers.FlaxOPTForCausalLM,
-        lambda: transformers.OPTConfig(**SMALL, ffn_dim=3072, dropout=0.0),
-        ("input_ids", ids(4, 1024)),
+        modeling_flax_opt.FlaxOPTForCausalLMModule,
+        transformers.OPTConfig(**SMALL, ffn_dim=3072, tie_word_embeddings=False),
+        ids(4, 1024),
+        lambda x: (x, mask(x), positions(x)),
+    ),
+    "roberta": (
+        modeling_flax_roberta.FlaxRobertaForSequenceClassificationModule,
+        transformers.RobertaConfig(**SMALL),
+        ids(16, 256),
+        lambda x: (x, mask(x), 0 * x, positions(x), None),
+    ),
+    "bart": (
+        modeling_flax_bart.FlaxBartForConditionalGenerationModule,
+        transformers.BartConfig(
+            d_model=768, encoder_layers=2, decoder_layers=2, tie_word_embeddings=False
+        ),
+        ids(8, 512),
+        lambda x: (x, mask(x), x, mask(x), positions(x), positions(x)),
+    ),
+    "vit": (
+        modeling_flax_vit.FlaxViTForImageClassificationModule,
+        transformers.ViTConfig(**SMALL),
+        images(32, 224, 224, 3),
+        lambda x: (x,),
+    ),
+    "resnet": (
+        modeling_flax_resnet.FlaxResNetForImageClassificationModule,
+        transformers.ResNetConfig(depths=[1, 1, 1, 1]),
+        images(32, 224, 224, 3),
+        lambda x: (x, False),
     ),
 }
 
 
+class State(jaxmp.TrainState):
+    """Train state with batch statistics."""
+
+    batch_stats: Any = None
+
+
 def foreign_step(name: str, recipe: jaxmp.Recipe, remat: bool) -> tuple[Any, ...]:
     """Returns the train step of a model of `transformers`, and the shapes of its arguments."""
-    cls, config, (key, batch) = FOREIGN[name]
-    # Images are transposed to channels last.
-    shape = batch.shape if key == "input_ids" else (1, 224, 224, 3)
-    model = cls(config(), input_shape=shape, _do_init=False)
-    init = lambda: model.init_weights(jax.random.key(0), model.input_shape)
-    model._module = recipe.wrap(model.module)
-    tx = recipe.optimizer(optax.adamw(1e-4))
+    cls, config, batch, arguments = FOREIGN[name]
+    model = recipe.wrap(cls(config))
 
-    def loss(params: Any, inputs: jax.Array) -> jax.Array:
-        if key == "pixel_values":
-            logits = model(inputs, params=params)[0]
-        else:
-            ones = {"attention_mask": jnp.ones_like(inputs)}
-            logits = model(inputs, **ones, params=params)[0]
+    def create() -> State:
+        variables = model.init(jax.random.key(0), *arguments(jnp.zeros(batch.shape, batch.dtype)))
+        stats = variables.pop("batch_stats", {})
+        params = variables if len(variables) > 1 else variables["params"]
+        tx = recipe.optimizer(optax.adamw(1e-4))
+        return State.create(apply_fn=model.apply, params=params, tx=tx, batch_stats=stats)
+
+    def loss(params: Any, inputs: jax.Array, stats: Any) -> Any:
+        variables = params if "params" in params else {"params": params}
+        outputs, new = model.apply(
+            variables | {"batch_stats": stats}, *arguments(inputs), mutable=["batch_stats"]
+        )
+        logits = outputs[0].astype(jnp.float32)
         labels = jnp.zeros(logits.shape[:-1], jnp.int32)
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), labels
-        ).mean()
+        values = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return values.mean(), new.get("batch_stats", stats)
 
-    policy = jax.checkpoint_policies.dots_saveable
-    loss = jax.checkpoint(loss, policy=policy) if remat else loss
+    if remat:
+        loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable)
 
-    def create() -> Any:
-        full = init()
-        return recipe.cast_params(full), tx.init(full)
+    def train_step(state: State, inputs: jax.Array) -> tuple[State, jax.Array]:
+        run = state.value_and_grad(loss, has_aux=True)
+        (value, stats), grads = run(inputs, state.batch_stats)
+        return state.apply_gradients(grads=grads, batch_stats=stats), value
 
-    def train_step(params: Any, opt_state: Any, inputs: jax.Array) -> Any:
-        scale = jaxmp.get_loss_scale(opt_state)
-        value, grads = jaxmp.value_and_grad(loss, loss_scale=scale)(params, inputs)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    return jax.jit(train_step, donate_argnums=(0, 1)), *jax.eval_shape(create), batch
+    return jax.jit(train_step, donate_argnums=0), jax.eval_shape(create), batch
 
 
 def gpt_step(recipe: str, remat: bool, unroll: bool) -> tuple[Any, ...]:

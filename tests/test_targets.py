@@ -1,5 +1,6 @@
 """The table of chips, and the target of a program."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -156,7 +157,7 @@ def test_programs_for_tpus(chip):
     result = json.loads(done.stdout.rpartition("RESULT")[2])
     compiled, traced, device = result["attention"]
     kind = get_target(chip).kind
-    assert compiled == traced and device == f"{kind} (no such GPU on this machine)"
+    assert compiled == traced and device == f"{kind} (no such TPU on this machine)"
     assert {dtype for pair in result["bf16"] for dtype in pair} == {"bfloat16"}
     rows, notes = result["fp8"]
     assert rows == [["float8_e4m3fn", "float8_e4m3fn"]]
@@ -252,6 +253,26 @@ def test_a_second_chip_does_not_reuse_the_program_of_the_first():
     step.trace(X)
     # Both have the same compute capability.
     assert traced == ["h100", "h200", ""]
+
+
+CUDNN, SPLASH, LOOP = "__cudnn$fmhaSoftmax", "tpu_custom_call", "stablehlo.while"
+
+
+@needs_compiler
+def test_attention_is_that_of_the_chip_and_of_no_earlier_one():
+    x = jax.ShapeDtypeStruct((4, 1024, 8, 64), jnp.bfloat16)
+    attention = jax.jit(functools.partial(jaxmp.dot_product_attention, is_causal=True))
+    chips = {"h200": CUDNN, "t4": LOOP, "v6e": SPLASH, "v100": LOOP, "a100": CUDNN, "cpu": LOOP}
+    # JAX does not promise that a later version reads calls of cuDNN.
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(CUDNN)]
+    for name, kernel in chips.items():
+        platform = {"gpu": "cuda"}.get(get_target(name).platform, get_target(name).platform)
+        with jaxmp.default_target(name):
+            lowered = attention.trace(x, x, x).lower(lowering_platforms=(platform,)).as_text()
+            made = jax.export.export(attention, platforms=[platform], disabled_checks=allowed)
+            exported = made(x, x, x).mlir_module()
+        for text in (lowered, exported):
+            assert [each for each in (CUDNN, SPLASH, LOOP) if each in text] == [kernel], name
 
 
 @needs_compiler
