@@ -5,8 +5,10 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +53,14 @@ def test_the_formats_of_gpus_are_those_of_their_compute_capability(target):
     assert ("bfloat16" in target.native) == (target.capability >= BFLOAT16_MATMULS)
     assert ("float8_e5m2" in target.native) == (target.capability >= FP8_MATMULS)
     assert "tf32" not in target.native and "float32" in target.native
+
+
+def test_the_page_has_the_table_of_chips():
+    path = Path(__file__).parent.parent / "docs" / "chip_table.py"
+    chip_table = runpy.run_path(str(path))
+    page = chip_table["PAGE"].read_text("utf-8")
+    advice = "run python docs/chip_table.py, which writes the table from jaxmp/_targets.py"
+    assert chip_table["replace_table"](page) == page, advice
 
 
 def test_peaks_are_dense_and_of_one_device():
