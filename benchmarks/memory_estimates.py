@@ -42,6 +42,8 @@ from transformers.models.resnet import modeling_flax_resnet
 from transformers.models.roberta import modeling_flax_roberta
 from transformers.models.vit import modeling_flax_vit
 
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
 import gpt
 import jaxmp
 import llama
@@ -68,8 +70,9 @@ def positions(tokens: jax.Array) -> jax.Array:
 
 
 SMALL = dict(hidden_size=768, num_hidden_layers=2, num_attention_heads=12)
-# Name -> class, configuration, input, the arguments of the module for an input.
-FOREIGN: dict[str, tuple[Any, Any, jax.ShapeDtypeStruct, Callable[[jax.Array], tuple]]] = {
+# Class, configuration, input, the arguments of the module for an input.
+ForeignModel = tuple[Any, Any, jax.ShapeDtypeStruct, Callable[[jax.Array], tuple[Any, ...]]]
+FOREIGN: dict[str, ForeignModel] = {
     "bert": (
         modeling_flax_bert.FlaxBertForMaskedLMModule,
         transformers.BertConfig(**SMALL),
@@ -129,9 +132,9 @@ class State(jaxmp.TrainState):
     batch_stats: Any = None
 
 
-def foreign_step(name: str, recipe: jaxmp.Recipe, remat: bool) -> tuple[Any, ...]:
+def foreign_step(row: ForeignModel, recipe: jaxmp.Recipe, remat: bool = False) -> tuple[Any, ...]:
     """Returns the train step of a model of `transformers`, and the shapes of its arguments."""
-    cls, config, batch, arguments = FOREIGN[name]
+    cls, config, batch, arguments = row
     model = recipe.wrap(cls(config))
 
     def create() -> State:
@@ -162,6 +165,21 @@ def foreign_step(name: str, recipe: jaxmp.Recipe, remat: bool) -> tuple[Any, ...
     return jax.jit(train_step, donate_argnums=0), jax.eval_shape(create), batch
 
 
+def fsdp(tree: Any, devices: int) -> Any:
+    """Returns shapes of which each is split along its longest axis that the devices divide."""
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+
+    def split(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sizes = [size if size % devices == 0 else 0 for size in leaf.shape]
+        spec = [None] * leaf.ndim
+        if max(sizes, default=0):
+            spec[sizes.index(max(sizes))] = "data"
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(split, tree)
+
+
 def gpt_step(recipe: str, remat: bool, unroll: bool) -> tuple[Any, ...]:
     model = gpt.SIZES["gpt2"].clone(layers=4, remat=remat, unroll=unroll)
     return gpt.make_step(recipe, model, 8)
@@ -171,8 +189,8 @@ MAKERS: dict[str, Callable[[str, bool], tuple[Any, ...]]] = {
     "example gpt": lambda recipe, remat: gpt_step(recipe, remat, True),
     "example gpt, scanned": lambda recipe, remat: gpt_step(recipe, remat, False),
     **{
-        name: lambda recipe, remat, name=name: foreign_step(name, jaxmp.load_recipe(recipe), remat)
-        for name in FOREIGN
+        name: lambda recipe, remat, row=row: foreign_step(row, jaxmp.load_recipe(recipe), remat)
+        for name, row in FOREIGN.items()
     },
 }
 
