@@ -1,27 +1,29 @@
 """Compares `jaxmp.estimate_memory` with the memory that XLA allocates for an H200.
 
     python benchmarks/memory_estimates.py                  # all models, prints the table
-    python benchmarks/memory_estimates.py --models bert vit --recipes bf16
+    python benchmarks/memory_estimates.py --models bert vit --recipes bf16 --devices 1 4
     python benchmarks/memory_estimates.py --out benchmarks/results/memory_estimates_h200.json
     python benchmarks/memory_estimates.py --llama-2-7b     # the table of docs/choose.md
 
 Each row is a training step with AdamW and donated state: of a foreign model of `transformers` at
 the width of its smallest published form, with fewer layers, or of examples/gpt.py. With remat, the
 results of matmuls are kept and everything else is computed again (in examples/gpt.py, all but the
-input of each block). Nothing is run, and no GPU is required, but XLA's GPU compiler:
-pip install -e ".[aot]". Columns, per device:
+input of each block). On several devices, parameters and optimizer state are split (FSDP). Nothing
+is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". With a file that
+exists, only the programs that it lacks are compiled; all estimates are made again. Columns, per
+device:
 
-    arguments   parameters, optimizer state and batch: estimate / XLA
-    temporary   everything else but results: estimate, XLA, and their ratio
+    state       largest relative error of parameters, masters, moments, FP8 state and batch
+    temporary   everything else but results: estimate, XLA, and their ratio, in MB
 """
 
 import argparse
 import dataclasses
 import itertools
+import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,24 +197,33 @@ MAKERS: dict[str, Callable[[str, bool], tuple[Any, ...]]] = {
 }
 
 
-def measure(name: str, recipe: str, remat: bool) -> dict[str, Any]:
-    """Estimates and compiles one step."""
-    step, *arguments = MAKERS[name](recipe, remat)
-    start = time.process_time()
+Row = dict[str, Any]
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """Returns what identifies a program."""
+    return row["model"], row["recipe"], row["remat"], row["devices"]
+
+
+def measure(model: str, recipe: str, remat: bool, devices: int, known: Row | None) -> Row:
+    """Estimates one step, and compiles it unless its row of an earlier run is known."""
+    step, *arguments = MAKERS[model](recipe, remat)
+    if devices > 1:
+        arguments = fsdp(arguments, devices)
     quick = jaxmp.estimate_memory(step, *arguments, target=TARGET)
-    seconds = time.process_time() - start
-    known = jaxmp.estimate_memory(step, *arguments, target=TARGET, exact=True).compiled
-    assert known is not None
+    if known is None:
+        exact = jaxmp.estimate_memory(step, *arguments, target=TARGET, exact=True).compiled
+        assert exact is not None
+        known = {"xla_kinds": exact.kinds, "xla_temporary": exact.temporary}
     return {
-        "model": name,
+        "model": model,
         "recipe": recipe,
         "remat": remat,
-        "arguments": quick.arguments,
-        "xla_arguments": known.arguments,
+        "devices": devices,
+        "state": {kind: quick.kinds.get(kind, 0) for kind in known["xla_kinds"]},
+        "xla_kinds": known["xla_kinds"],
         "temporary": quick.temporary,
-        "xla_temporary": known.temporary,
-        "kinds": quick.kinds,
-        "seconds": round(seconds, 1),
+        "xla_temporary": known["xla_temporary"],
     }
 
 
@@ -237,32 +248,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--devices", nargs="+", type=int, default=[1], help="sizes of FSDP meshes")
+    parser.add_argument("--known", action="store_true", help="compile nothing that --out lacks")
     parser.add_argument("--llama-2-7b", action="store_true", help="print the table of 7B instead")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     if options.llama_2_7b:
         llama_2_7b()
         return
-    rows, errors = [], []
-    cases = itertools.product(options.recipes, (False, True), options.models)
-    for recipe, remat, name in cases:
-        row = measure(name, recipe, remat)
-        rows.append(row)
+    rows, known = [], {}
+    if options.out is not None and options.out.exists():
+        known = {key(row): row for row in json.loads(options.out.read_text("utf-8"))["rows"]}
+    cases = itertools.product(options.models, options.recipes, (False, True), options.devices)
+    for name, recipe, remat, devices in cases:
+        case = {"model": name, "recipe": recipe, "remat": remat, "devices": devices}
+        if options.known and key(case) not in known:
+            continue
+        rows.append(row := measure(**case, known=known.get(key(case))))
+        state = max(abs(row["state"][kind] / size - 1) for kind, size in row["xla_kinds"].items())
         ratio = row["temporary"] / row["xla_temporary"]
-        errors.append(abs(ratio - 1))
-        exact = row["arguments"] / row["xla_arguments"]
         print(
-            f"{name:22}{recipe:12}{'remat' if remat else '':6}{exact:8.4f}"
-            f"{row['temporary'] / 1e6:10.0f}{row['xla_temporary'] / 1e6:10.0f}"
-            f"{ratio:7.2f}{row['seconds']:6.1f} s",
+            f"{name:22}{recipe:12}{'remat' if remat else '':6}{devices:3}{state:9.4f}"
+            f"{row['temporary'] / 1e6:8.0f}{row['xla_temporary'] / 1e6:8.0f}{ratio:7.2f}",
             flush=True,
         )
-        summary = {
-            "median_error": round(statistics.median(errors), 3),
-            "within_30_percent": round(sum(e <= 0.3 for e in errors) / len(errors), 3),
-        }
-        write_result(options.out, target=TARGET, **summary, rows=rows)
-    print(summary)
+    errors = [abs(row["temporary"] / row["xla_temporary"] - 1) for row in rows]
+    summary = {
+        "median_error": round(statistics.median(errors), 3),
+        "within_30_percent": round(sum(e <= 0.3 for e in errors) / len(errors), 3),
+    }
+    write_result(options.out, target=TARGET, **summary, rows=rows)
+    print(len(rows), summary)
 
 
 if __name__ == "__main__":
