@@ -25,8 +25,6 @@ H100 = Machine(
 )
 
 
-
-
 def gpu(name, capability):
     return H100._replace(devices={name: 1}, gpus=(name,), capability=capability)
 

@@ -56,7 +56,9 @@ def program():
 
 
 def test_line_breaks_in_attributes_do_not_end_a_computation(program):
-    attributes = 'frontend_attributes={kernel_metadata={\n"block": "{8}"\n}}, metadata={op_name="f"}'
+    attributes = (
+        'frontend_attributes={kernel_metadata={\n"block": "{8}"\n}}, metadata={op_name="f"}'
+    )
     broken = Program(TEXT.replace("parameter(0)\n  %x", f"parameter(0), {attributes}\n  %x"))
     names = lambda p: {name: list(c.instructions) for name, c in p.computations.items()}
     assert names(broken) == names(program)
