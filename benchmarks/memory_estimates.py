@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import transformers
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from transformers.models.bart import modeling_flax_bart
 from transformers.models.bert import modeling_flax_bert
 from transformers.models.gpt2 import modeling_flax_gpt2
@@ -43,8 +44,6 @@ from transformers.models.opt import modeling_flax_opt
 from transformers.models.resnet import modeling_flax_resnet
 from transformers.models.roberta import modeling_flax_roberta
 from transformers.models.vit import modeling_flax_vit
-
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import gpt
 import jaxmp

@@ -6,8 +6,9 @@
 
 The steps are those of small GPTs in Linen and NNX (examples/gpt.py), and of a Llama of
 `transformers`; texts of "linen, splash" are so long that attention is a kernel. Under bf16, they
-are also compiled for 4 devices, with parameters and optimizer state split (FSDP). Nothing is run, and no TPU is required, but libtpu: pip install -e ".[tpu-aot]". The text of the compiled
-program is read here, without the parser of jaxmp, and compared with the report of `jaxmp.audit`:
+are also compiled for 4 devices, with parameters and optimizer state split (FSDP). Nothing is run,
+and no TPU is required, but libtpu: pip install -e ".[tpu-aot]". The text of the compiled program
+is read here, without the parser of jaxmp, and compared with the report of `jaxmp.audit`:
 
     matmuls   dots and convolutions of the text, by the dtypes of their operands
     kernels   custom calls, which contain the dots of splash attention
@@ -145,7 +146,7 @@ def main() -> None:
     cases = itertools.product(options.chips, options.recipes, (1, 4), options.models)
     for chip, recipe, devices, model in cases:
         # The refusal of fp16 depends on the chip alone.
-        if recipe != "bf16" and devices > 1 or recipe == "fp16" and model != options.models[0]:
+        if (recipe != "bf16" and devices > 1) or (recipe == "fp16" and model != options.models[0]):
             continue
         case = {"model": model, "recipe": recipe, "chip": chip, "devices": devices}
         if options.known and key(case) not in known:
