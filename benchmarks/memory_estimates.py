@@ -1,27 +1,29 @@
 """Compares `jaxmp.estimate_memory` with the memory that XLA allocates for an H200.
 
     python benchmarks/memory_estimates.py                  # all models, prints the table
-    python benchmarks/memory_estimates.py --models bert vit --recipes bf16
+    python benchmarks/memory_estimates.py --models bert vit --recipes bf16 --devices 1 4
     python benchmarks/memory_estimates.py --out benchmarks/results/memory_estimates_h200.json
     python benchmarks/memory_estimates.py --llama-2-7b     # the table of docs/choose.md
 
 Each row is a training step with AdamW and donated state: of a foreign model of `transformers` at
 the width of its smallest published form, with fewer layers, or of examples/gpt.py. With remat, the
 results of matmuls are kept and everything else is computed again (in examples/gpt.py, all but the
-input of each block). Nothing is run, and no GPU is required, but XLA's GPU compiler:
-pip install -e ".[aot]". Columns, per device:
+input of each block). On several devices, parameters and optimizer state are split (FSDP). Nothing
+is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". With a file that
+exists, only the programs that it lacks are compiled; all estimates are made again. Columns, per
+device:
 
-    arguments   parameters, optimizer state and batch: estimate / XLA
-    temporary   everything else but results: estimate, XLA, and their ratio
+    state       largest relative error of parameters, masters, moments, FP8 state and batch
+    temporary   everything else but results: estimate, XLA, and their ratio, in MB
 """
 
 import argparse
 import dataclasses
 import itertools
+import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,15 @@ import jax
 import jax.numpy as jnp
 import optax
 import transformers
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from transformers.models.bart import modeling_flax_bart
+from transformers.models.bert import modeling_flax_bert
+from transformers.models.gpt2 import modeling_flax_gpt2
+from transformers.models.llama import modeling_flax_llama
+from transformers.models.opt import modeling_flax_opt
+from transformers.models.resnet import modeling_flax_resnet
+from transformers.models.roberta import modeling_flax_roberta
+from transformers.models.vit import modeling_flax_vit
 
 import gpt
 import jaxmp
@@ -40,7 +51,7 @@ import llama
 from result_file import write_result
 
 TARGET = "h200"
-RECIPES = ("bf16", "fp32", "bf16_params")
+RECIPES = ("fp32", "bf16", "bf16_params", "fp16", "fp8", "fp8_delayed")
 
 
 def ids(*shape: int) -> jax.ShapeDtypeStruct:
@@ -51,79 +62,123 @@ def images(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def mask(tokens: jax.Array) -> jax.Array:
+    return jnp.ones_like(tokens)
+
+
+def positions(tokens: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+
 SMALL = dict(hidden_size=768, num_hidden_layers=2, num_attention_heads=12)
-# Name -> class, configuration, name of the input, input.
-FOREIGN = {
+# Class, configuration, input, the arguments of the module for an input.
+ForeignModel = tuple[Any, Any, jax.ShapeDtypeStruct, Callable[[jax.Array], tuple[Any, ...]]]
+FOREIGN: dict[str, ForeignModel] = {
     "bert": (
-        transformers.FlaxBertForMaskedLM,
-        lambda: transformers.BertConfig(**SMALL),
-        ("input_ids", ids(8, 512)),
+        modeling_flax_bert.FlaxBertForMaskedLMModule,
+        transformers.BertConfig(**SMALL),
+        ids(8, 512),
+        lambda x: (x, mask(x), 0 * x, positions(x), None),
     ),
     "gpt2": (
-        transformers.FlaxGPT2LMHeadModel,
-        lambda: transformers.GPT2Config(n_layer=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0),
-        ("input_ids", ids(4, 1024)),
+        modeling_flax_gpt2.FlaxGPT2LMHeadModule,
+        transformers.GPT2Config(n_layer=2, tie_word_embeddings=False),
+        ids(4, 1024),
+        lambda x: (x, mask(x), positions(x)),
     ),
     "llama": (
-        transformers.FlaxLlamaForCausalLM,
-        lambda: transformers.LlamaConfig(
-            **SMALL, intermediate_size=2048, max_position_embeddings=1024
-        ),
-        ("input_ids", ids(4, 1024)),
-    ),
-    "vit": (
-        transformers.FlaxViTForImageClassification,
-        lambda: transformers.ViTConfig(**SMALL),
-        ("pixel_values", images(32, 3, 224, 224)),
-    ),
-    "roberta": (
-        transformers.FlaxRobertaForSequenceClassification,
-        lambda: transformers.RobertaConfig(**SMALL),
-        ("input_ids", ids(16, 256)),
+        modeling_flax_llama.FlaxLlamaForCausalLMModule,
+        transformers.LlamaConfig(**SMALL, intermediate_size=2048, max_position_embeddings=1024),
+        ids(4, 1024),
+        lambda x: (x, mask(x), positions(x)),
     ),
     "opt": (
-        transformers.FlaxOPTForCausalLM,
-        lambda: transformers.OPTConfig(**SMALL, ffn_dim=3072, dropout=0.0),
-        ("input_ids", ids(4, 1024)),
+        modeling_flax_opt.FlaxOPTForCausalLMModule,
+        transformers.OPTConfig(**SMALL, ffn_dim=3072, tie_word_embeddings=False),
+        ids(4, 1024),
+        lambda x: (x, mask(x), positions(x)),
+    ),
+    "roberta": (
+        modeling_flax_roberta.FlaxRobertaForSequenceClassificationModule,
+        transformers.RobertaConfig(**SMALL),
+        ids(16, 256),
+        lambda x: (x, mask(x), 0 * x, positions(x), None),
+    ),
+    "bart": (
+        modeling_flax_bart.FlaxBartForConditionalGenerationModule,
+        transformers.BartConfig(
+            d_model=768, encoder_layers=2, decoder_layers=2, tie_word_embeddings=False
+        ),
+        ids(8, 512),
+        lambda x: (x, mask(x), x, mask(x), positions(x), positions(x)),
+    ),
+    "vit": (
+        modeling_flax_vit.FlaxViTForImageClassificationModule,
+        transformers.ViTConfig(**SMALL),
+        images(32, 224, 224, 3),
+        lambda x: (x,),
+    ),
+    "resnet": (
+        modeling_flax_resnet.FlaxResNetForImageClassificationModule,
+        transformers.ResNetConfig(depths=[1, 1, 1, 1]),
+        images(32, 224, 224, 3),
+        lambda x: (x, False),
     ),
 }
 
 
-def foreign_step(name: str, recipe: jaxmp.Recipe, remat: bool) -> tuple[Any, ...]:
+class State(jaxmp.TrainState):
+    """Train state with batch statistics."""
+
+    batch_stats: Any = None
+
+
+def foreign_step(row: ForeignModel, recipe: jaxmp.Recipe, remat: bool = False) -> tuple[Any, ...]:
     """Returns the train step of a model of `transformers`, and the shapes of its arguments."""
-    cls, config, (key, batch) = FOREIGN[name]
-    # Images are transposed to channels last.
-    shape = batch.shape if key == "input_ids" else (1, 224, 224, 3)
-    model = cls(config(), input_shape=shape, _do_init=False)
-    init = lambda: model.init_weights(jax.random.key(0), model.input_shape)
-    model._module = recipe.wrap(model.module)
-    tx = recipe.optimizer(optax.adamw(1e-4))
+    cls, config, batch, arguments = row
+    model = recipe.wrap(cls(config))
 
-    def loss(params: Any, inputs: jax.Array) -> jax.Array:
-        if key == "pixel_values":
-            logits = model(inputs, params=params)[0]
-        else:
-            ones = {"attention_mask": jnp.ones_like(inputs)}
-            logits = model(inputs, **ones, params=params)[0]
+    def create() -> State:
+        variables = model.init(jax.random.key(0), *arguments(jnp.zeros(batch.shape, batch.dtype)))
+        stats = variables.pop("batch_stats", {})
+        params = variables if len(variables) > 1 else variables["params"]
+        tx = recipe.optimizer(optax.adamw(1e-4))
+        return State.create(apply_fn=model.apply, params=params, tx=tx, batch_stats=stats)
+
+    def loss(params: Any, inputs: jax.Array, stats: Any) -> Any:
+        variables = params if "params" in params else {"params": params}
+        outputs, new = model.apply(
+            variables | {"batch_stats": stats}, *arguments(inputs), mutable=["batch_stats"]
+        )
+        logits = outputs[0].astype(jnp.float32)
         labels = jnp.zeros(logits.shape[:-1], jnp.int32)
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), labels
-        ).mean()
+        values = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return values.mean(), new.get("batch_stats", stats)
 
-    policy = jax.checkpoint_policies.dots_saveable
-    loss = jax.checkpoint(loss, policy=policy) if remat else loss
+    if remat:
+        loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable)
 
-    def create() -> Any:
-        full = init()
-        return recipe.cast_params(full), tx.init(full)
+    def train_step(state: State, inputs: jax.Array) -> tuple[State, jax.Array]:
+        run = state.value_and_grad(loss, has_aux=True)
+        (value, stats), grads = run(inputs, state.batch_stats)
+        return state.apply_gradients(grads=grads, batch_stats=stats), value
 
-    def train_step(params: Any, opt_state: Any, inputs: jax.Array) -> Any:
-        scale = jaxmp.get_loss_scale(opt_state)
-        value, grads = jaxmp.value_and_grad(loss, loss_scale=scale)(params, inputs)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
+    return jax.jit(train_step, donate_argnums=0), jax.eval_shape(create), batch
 
-    return jax.jit(train_step, donate_argnums=(0, 1)), *jax.eval_shape(create), batch
+
+def fsdp(tree: Any, devices: int) -> Any:
+    """Returns shapes of which each is split along its longest axis that the devices divide."""
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+
+    def split(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sizes = [size if size % devices == 0 else 0 for size in leaf.shape]
+        spec = [None] * leaf.ndim
+        if max(sizes, default=0):
+            spec[sizes.index(max(sizes))] = "data"
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(split, tree)
 
 
 def gpt_step(recipe: str, remat: bool, unroll: bool) -> tuple[Any, ...]:
@@ -135,30 +190,39 @@ MAKERS: dict[str, Callable[[str, bool], tuple[Any, ...]]] = {
     "example gpt": lambda recipe, remat: gpt_step(recipe, remat, True),
     "example gpt, scanned": lambda recipe, remat: gpt_step(recipe, remat, False),
     **{
-        name: lambda recipe, remat, name=name: foreign_step(name, jaxmp.load_recipe(recipe), remat)
-        for name in FOREIGN
+        name: lambda recipe, remat, row=row: foreign_step(row, jaxmp.load_recipe(recipe), remat)
+        for name, row in FOREIGN.items()
     },
 }
 
 
-def measure(name: str, recipe: str, remat: bool) -> dict[str, Any]:
-    """Estimates and compiles one step."""
-    step, *arguments = MAKERS[name](recipe, remat)
-    start = time.process_time()
+Row = dict[str, Any]
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """Returns what identifies a program."""
+    return row["model"], row["recipe"], row["remat"], row["devices"]
+
+
+def measure(model: str, recipe: str, remat: bool, devices: int, known: Row | None) -> Row:
+    """Estimates one step, and compiles it unless its row of an earlier run is known."""
+    step, *arguments = MAKERS[model](recipe, remat)
+    if devices > 1:
+        arguments = fsdp(arguments, devices)
     quick = jaxmp.estimate_memory(step, *arguments, target=TARGET)
-    seconds = time.process_time() - start
-    known = jaxmp.estimate_memory(step, *arguments, target=TARGET, exact=True).compiled
-    assert known is not None
+    if known is None:
+        exact = jaxmp.estimate_memory(step, *arguments, target=TARGET, exact=True).compiled
+        assert exact is not None
+        known = {"xla_kinds": exact.kinds, "xla_temporary": exact.temporary}
     return {
-        "model": name,
+        "model": model,
         "recipe": recipe,
         "remat": remat,
-        "arguments": quick.arguments,
-        "xla_arguments": known.arguments,
+        "devices": devices,
+        "state": {kind: quick.kinds.get(kind, 0) for kind in known["xla_kinds"]},
+        "xla_kinds": known["xla_kinds"],
         "temporary": quick.temporary,
-        "xla_temporary": known.temporary,
-        "kinds": quick.kinds,
-        "seconds": round(seconds, 1),
+        "xla_temporary": known["xla_temporary"],
     }
 
 
@@ -183,32 +247,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--devices", nargs="+", type=int, default=[1], help="sizes of FSDP meshes")
+    parser.add_argument("--known", action="store_true", help="compile nothing that --out lacks")
     parser.add_argument("--llama-2-7b", action="store_true", help="print the table of 7B instead")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     if options.llama_2_7b:
         llama_2_7b()
         return
-    rows, errors = [], []
-    cases = itertools.product(options.recipes, (False, True), options.models)
-    for recipe, remat, name in cases:
-        row = measure(name, recipe, remat)
-        rows.append(row)
+    rows, known = [], {}
+    if options.out is not None and options.out.exists():
+        known = {key(row): row for row in json.loads(options.out.read_text("utf-8"))["rows"]}
+    cases = itertools.product(options.models, options.recipes, (False, True), options.devices)
+    for name, recipe, remat, devices in cases:
+        case = {"model": name, "recipe": recipe, "remat": remat, "devices": devices}
+        if options.known and key(case) not in known:
+            continue
+        rows.append(row := measure(**case, known=known.get(key(case))))
+        state = max(abs(row["state"][kind] / size - 1) for kind, size in row["xla_kinds"].items())
         ratio = row["temporary"] / row["xla_temporary"]
-        errors.append(abs(ratio - 1))
-        exact = row["arguments"] / row["xla_arguments"]
         print(
-            f"{name:22}{recipe:12}{'remat' if remat else '':6}{exact:8.4f}"
-            f"{row['temporary'] / 1e6:10.0f}{row['xla_temporary'] / 1e6:10.0f}"
-            f"{ratio:7.2f}{row['seconds']:6.1f} s",
+            f"{name:22}{recipe:12}{'remat' if remat else '':6}{devices:3}{state:9.4f}"
+            f"{row['temporary'] / 1e6:8.0f}{row['xla_temporary'] / 1e6:8.0f}{ratio:7.2f}",
             flush=True,
         )
-        summary = {
-            "median_error": round(statistics.median(errors), 3),
-            "within_30_percent": round(sum(e <= 0.3 for e in errors) / len(errors), 3),
-        }
-        write_result(options.out, target=TARGET, **summary, rows=rows)
-    print(summary)
+    errors = [abs(row["temporary"] / row["xla_temporary"] - 1) for row in rows]
+    summary = {
+        "median_error": round(statistics.median(errors), 3),
+        "within_30_percent": round(sum(e <= 0.3 for e in errors) / len(errors), 3),
+    }
+    write_result(options.out, target=TARGET, **summary, rows=rows)
+    print(len(rows), summary)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from jaxmp._core._capability import (
     capability_text,
 )
 from jaxmp._core._compat import compute_capability, cudnn_version
+from jaxmp._targets import Target, find_target
 
 # Packages whose versions belong together or matter for precision.
 _PACKAGES = (
@@ -29,8 +30,10 @@ _PACKAGES = (
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12"),
     *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "libtpu"),
 )
-# Lowest driver of each major version of CUDA: "Installing JAX" in JAX's documentation.
+# Lowest driver and compute capability of each major version of CUDA: "Installing JAX" in JAX's
+# documentation.
 _DRIVERS = {12: 525, 13: 580}
+_CAPABILITIES: dict[int, Capability] = {12: (5, 2), 13: (7, 5)}
 
 
 class Machine(NamedTuple):
@@ -46,6 +49,7 @@ class Machine(NamedTuple):
       driver: version of NVIDIA's driver, such as "580.65.06"; "" if there is none.
       environment: the environment variables that influence JAX.
       failure: message of JAX if it cannot use any device; "" otherwise.
+      libtpu: version of libtpu that the installed JAX requires, such as "0.0.50".
     """
 
     versions: Mapping[str, str]
@@ -57,6 +61,13 @@ class Machine(NamedTuple):
     driver: str = ""
     environment: Mapping[str, str] = {}
     failure: str = ""
+    libtpu: str = ""
+
+    @property
+    def chip(self) -> Target | None:
+        """The chip that JAX uses, or a GPU that it does not use; None if the table has none."""
+        kinds = (*self.gpus, *self.devices) if self.platform == "cpu" else self.devices
+        return next(filter(None, map(find_target, kinds)), None)
 
 
 class Problem(NamedTuple):
@@ -71,6 +82,7 @@ class MachineReport(NamedTuple):
 
     Args:
       machine: the facts about the machine.
+      target: its chip, as in `jaxmp.audit(target=...)`; "" if the table of chips has none.
       recipe: name of the recipe that fits the device.
       reason: the reason for this recipe.
       features: feature -> "available", or the reason why it is not available.
@@ -78,6 +90,7 @@ class MachineReport(NamedTuple):
     """
 
     machine: Machine
+    target: str
     recipe: str
     reason: str
     features: Mapping[str, str]
@@ -92,6 +105,10 @@ class MachineReport(NamedTuple):
             rows |= {"NVIDIA driver": machine.driver}
         if machine.platform == "gpu":
             rows |= {"share of GPU memory that JAX allocates": memory}
+        if chip := machine.chip:
+            peaks = ", ".join(f"{dtype} {peak / 1e12:,.0f}" for dtype, peak in chip.peak.items())
+            text = f"{chip.memory / 1e9:.1f} GB at {chip.bandwidth / 1e9:,.0f} GB/s"
+            rows |= {f"target {chip.name!r}": f"{text}; TFLOP/s of dense matmuls: {peaks}"}
         rows |= self.features
         rows["recipe"] = f"{self.recipe}: {self.reason}"
         lines = [f"{name}: {text}" for name, text in rows.items()]
@@ -137,6 +154,7 @@ def read_machine() -> Machine:
     except RuntimeError as error:
         backend, failure = "cpu", str(error).splitlines()[0]
     gpus, driver = _nvidia()
+    required = (text for text in importlib.metadata.requires("jax") or () if "libtpu==" in text)
     prefixes = ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
     return Machine(
         versions,
@@ -148,6 +166,7 @@ def read_machine() -> Machine:
         driver,
         {name: text for name, text in os.environ.items() if name.startswith(prefixes)},
         failure,
+        next((text.partition("==")[2].partition(".*")[0] for text in required), ""),
     )
 
 
@@ -168,46 +187,52 @@ def report_of(machine: Machine) -> MachineReport:
     recipe, reason = _recipe(machine)
     # A problem of one group may cause those of the next.
     problems = _driver_problems(machine) or _version_problems(machine) or _use_problems(machine)
-    return MachineReport(machine, recipe, reason, _features(machine), tuple(problems))
+    target = machine.chip.name if machine.chip else ""
+    return MachineReport(machine, target, recipe, reason, _features(machine), tuple(problems))
 
 
 def _recipe(machine: Machine) -> tuple[str, str]:
     """Returns the recipe for a device, and the reason for it."""
-    if machine.platform == "tpu":
-        return "bf16", "TPUs multiply in bfloat16"
-    if machine.platform != "gpu":
+    chip, capability = machine.chip, machine.capability
+    if chip is not None:
+        name, formats = chip.kind, chip.native
+    elif machine.platform == "cpu":
         return "bf16", (
             "you can check its programs on this machine; a CPU computes most 16-bit operations in "
             "FP32, so that training is faster with `fp32`"
         )
-    capability = machine.capability
-    if capability is None:
-        return "bf16", "the compute capability of this GPU is unknown"
-    name = f"compute capability {capability_text(capability)}"
-    if capability < BFLOAT16_MATMULS:
+    elif capability is None:
+        return "bf16", "the formats of this device are unknown"
+    else:
+        name = f"compute capability {capability_text(capability)}"
+        lowest = {"bfloat16": BFLOAT16_MATMULS, "float8_e4m3fn": FP8_MATMULS}
+        formats = tuple(dtype for dtype, first in lowest.items() if capability >= first)
+    if "bfloat16" not in formats:
         return "fp16", f"{name} supports fast matmuls in float16, but not in bfloat16"
-    if capability < FP8_MATMULS:
+    if "float8_e4m3fn" not in formats:
         return "bf16", f"{name} supports fast matmuls in bfloat16, but not in FP8"
     return "bf16", f"{name} supports fast matmuls in bfloat16, and in FP8 with the recipe `fp8`"
 
 
 def _features(machine: Machine) -> dict[str, str]:
     """Returns kernel -> "available", or the reason why it is not available."""
+    attention, fp8, chip = "fused attention", "FP8 matmuls", machine.chip
+    if machine.platform == "tpu":
+        has_fp8 = chip is None or "float8_e4m3fn" in chip.native
+        units = "available" if has_fp8 else "no: the chip multiplies FP8 as it does bfloat16"
+        return {attention: "available", fp8: units}
     if machine.platform != "gpu":
-        why = f"JAX computes on a {machine.platform.upper()}"
-        return {"fused attention of cuDNN": f"no: {why}", "FP8 matmuls": f"no: {why}"}
-    lowest = {
-        "fused attention of cuDNN": FUSED_ATTENTION,
-        "FP8 matmuls": FP8_MATMULS,
-        "MX matmuls": MX_MATMULS,
-    }
+        why = f"no: JAX computes on a {machine.platform.upper()}"
+        return {attention: why, fp8: why}
+    capability = chip.capability if chip else machine.capability
+    lowest = {attention: FUSED_ATTENTION, fp8: FP8_MATMULS, "MX matmuls": MX_MATMULS}
     texts = {}
     for name, first in lowest.items():
-        is_sufficient = machine.capability is None or machine.capability >= first
+        is_sufficient = capability is None or capability >= first
         missing = f"no: it requires compute capability {capability_text(first)}"
         texts[name] = "available" if is_sufficient else missing
     if machine.cudnn is None:
-        texts["fused attention of cuDNN"] = "no: JAX finds no cuDNN"
+        texts[attention] = "no: JAX finds no cuDNN"
     return texts
 
 
@@ -226,15 +251,28 @@ def _version_problems(machine: Machine) -> list[Problem]:
                 "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt",
             )
         )
+    capability = machine.chip.capability if machine.chip else machine.capability
     jaxlib = versions.get("jaxlib", "")
     for n in installed:
+        if capability and capability < _CAPABILITIES[n]:
+            message = f"CUDA {n} does not support compute capability {capability_text(capability)}."
+            problems.append(Problem(message, _other_cuda(n, min(_DRIVERS))))
         for package in (f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt"):
             version = versions.get(package, "not installed")
             if version.split(".")[:3] != jaxlib.split(".")[:3]:
                 command = f'pip install --upgrade "jax[cuda{n}]=={versions["jax"]}"'
                 message = f"{package} is {version}, and jaxlib is {jaxlib}."
                 problems.append(Problem(message, command))
+    libtpu = versions.get("libtpu", "not installed")
+    if machine.platform == "tpu" and not f"{libtpu}.".startswith(f"{machine.libtpu}."):
+        message = f"libtpu is {libtpu}, and jax {versions['jax']} requires {machine.libtpu}."
+        problems.append(Problem(message, f'pip install "jax[tpu]=={versions["jax"]}"'))
     return problems
+
+
+def _other_cuda(old: int, new: int) -> str:
+    packages = f"jax-cuda{old}-plugin jax-cuda{old}-pjrt"
+    return f'pip uninstall {packages}; pip install "jax[cuda{new}]"'
 
 
 def _newest_cuda(machine: Machine) -> int:
@@ -255,10 +293,8 @@ def _driver_problems(machine: Machine) -> list[Problem]:
     message += f"version {_DRIVERS[cuda]} or newer. Install a newer driver"
     if not newest:
         return [Problem(f"{message}.", "nvidia-smi")]
-    command = (
-        f'pip uninstall jax-cuda{cuda}-plugin jax-cuda{cuda}-pjrt; pip install "jax[cuda{newest}]"'
-    )
-    return [Problem(f"{message}, or the plugin for CUDA {newest}.", command)]
+    text = f"{message}, or the plugin for CUDA {newest}."
+    return [Problem(text, _other_cuda(cuda, newest))]
 
 
 def _use_problems(machine: Machine) -> list[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -84,7 +85,10 @@ def _tera(**peaks: float) -> dict[str, float]:
 
 _MB, _GB = 2**20, 2**30
 
-# Data sheets, and the architecture's white paper for the GeForce cards.
+# Data sheets: "NVIDIA V100 Tensor Core GPU", "NVIDIA T4 Tensor Core GPU", "NVIDIA A100 Tensor Core
+# GPU", "NVIDIA H100 Tensor Core GPU", product pages of the L4, L40S, H200 and HGX B200, for the
+# GeForce cards "NVIDIA Ampere GA102 GPU Architecture" and "NVIDIA Ada GPU Architecture", Google's
+# pages "System architecture" of each TPU, and "Intel Xeon Platinum 8480+ Processor".
 _NVIDIA = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center"
 _IMAGES = "https://images.nvidia.com"
 _A100_SHEET = f"{_NVIDIA}/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
@@ -126,7 +130,8 @@ _PEAKS = {
     "h100": _HOPPER,
     "h200": _HOPPER,
     "b200": _tera(float32=75, tf32=1125, half=2250, fp8=4500, int8=4500, float4_e2m1fn=9000),
-    "v5e": _tera(bfloat16=197, int8=394),
+    "v5e": _tera(bfloat16=197, int8=393),
+    # The page of the v5p has no INT8; the announcement "Cloud TPU v5p and AI Hypercomputer" has it.
     "v5p": _tera(bfloat16=459, int8=918),
     "v6e": _tera(bfloat16=918, int8=1836),
     "tpu7x": _tera(bfloat16=1153.5, fp8=2307),
@@ -139,7 +144,7 @@ _PEAKS = {
 # compute capability.
 _GPUS = {
     "v100": ("NVIDIA V100-SXM2-32GB", 32 * _GB, 900e9, 300e9, (7, 0)),
-    "t4": ("NVIDIA T4", 15 * _GB, 320e9, 32e9, (7, 5)),
+    "t4": ("NVIDIA T4", 15835660288, 320e9, 32e9, (7, 5)),
     "a100-40": ("NVIDIA A100-SXM4-40GB", 42297786368, 1555e9, 600e9, (8, 0)),
     "a100": ("NVIDIA A100-SXM4-80GB", 85100068864, 2039.04e9, 600e9, (8, 0)),
     "rtx3090": ("NVIDIA GeForce RTX 3090", 24 * _GB, 936e9, 112.5e9, (8, 6)),
@@ -198,6 +203,27 @@ def _target(name: str) -> Target:
 
 
 TARGETS = {name: _target(name) for name in _SOURCES}
+
+
+# Chip -> the words of its device kind, if these are not its name.
+_WORDS = {"a100-40": {"a100", "40gb"}, "rtx3090": {"rtx", "3090"}, "rtx4090": {"rtx", "4090"}}
+
+
+def is_target(chip: Target, kind: str) -> bool:
+    """Returns True for a device kind such as "NVIDIA A100-SXM4-80GB".
+
+    A slice of a GPU, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", and the form for laptops have fewer cores
+    and less memory.
+    """
+    if chip.platform != "gpu":
+        return kind == chip.kind
+    parts = set(re.split(r"[^a-z0-9]+", kind.lower()))
+    return _WORDS.get(chip.name, {chip.name}) <= parts and parts.isdisjoint(("mig", "laptop"))
+
+
+def find_target(kind: str) -> Target | None:
+    """Returns the chip of a device kind; None if the table does not have it."""
+    return next((chip for chip in TARGETS.values() if is_target(chip, kind)), None)
 
 
 def get_target(name: str) -> Target:

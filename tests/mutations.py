@@ -78,6 +78,27 @@ MUTATIONS = [
         "(context.module_context.platforms or ())[:1]",
         ("test_targets.py::test_exported_programs_are_for_the_chip",),
     ),
+    Mutation(
+        "attributes with line breaks end a computation of a program for a TPU",
+        "jaxmp/_core/_hlo.py",
+        '(?="|}})',
+        '(?="|XX)',
+        ("test_hlo.py::test_line_breaks_in_attributes_do_not_end_a_computation",),
+    ),
+    Mutation(
+        "recomputed arrays are estimated in the order of the program",
+        "jaxmp/_memory/_liveness.py",
+        "for late in (False, True))",
+        "for late in (False, False))",
+        ("test_memory.py::test_recomputed_arrays_do_not_all_exist_at_once",),
+    ),
+    Mutation(
+        "float16 on a TPU is accepted",
+        "jaxmp/_policies/_device.py",
+        'if _compat.target() == "tpu":',
+        'if _compat.target() == "TPU":',
+        ("test_device.py::test_fp16_on_a_tpu_warns_and_names_bf16",),
+    ),
     # Values that are not finite.
     Mutation(
         "while loops: only the last iteration is recorded",

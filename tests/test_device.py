@@ -19,7 +19,7 @@ X = jnp.ones((2, 4))
 @pytest.fixture(autouse=True)
 def fresh_warnings():
     """Resets the record of warnings that are shown once in a process."""
-    _device._warn_of_bfloat16.cache_clear()
+    _device._warn_of.cache_clear()
 
 
 def linen(recipe):
@@ -72,6 +72,13 @@ def test_bf16_on_a_gpu_without_it_warns_once_and_names_fp16(use, capability):
 @pytest.mark.parametrize("use", [linen, in_nnx, autocast])
 def test_devices_and_recipes_without_a_warning(use, recipe, target, capability):
     assert shown(use, recipe, target, capability) == []
+
+
+@pytest.mark.parametrize("use", [linen, in_nnx, autocast])
+@pytest.mark.parametrize(("recipe", "fitting"), [("fp16", "bf16"), ("fp16_params", "bf16_params")])
+def test_fp16_on_a_tpu_warns_and_names_bf16(use, recipe, fitting):
+    (message,) = shown(use, recipe, "tpu", None)
+    assert "not float16" in message and f"recipe = jaxmp.load_recipe({fitting!r})." in message
 
 
 def test_16_bit_parameters_are_kept_by_the_recipe_that_is_named():

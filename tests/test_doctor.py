@@ -8,6 +8,7 @@ import pytest
 import jaxmp
 from jaxmp import _doctor
 from jaxmp._doctor import Machine, report_of
+from jaxmp._targets import TARGETS
 from jaxmp.cli import main
 
 VERSIONS = {"jax": "0.12.0", "jaxlib": "0.12.0.1"}
@@ -24,25 +25,47 @@ H100 = Machine(
 )
 
 
-@pytest.mark.parametrize(
-    ("capability", "recipe", "available"),
-    [
-        ((7, 5), "fp16", set()),
-        ((8, 0), "bf16", {"attention"}),
-        ((8, 9), "bf16", {"attention", "FP8"}),
-        ((9, 0), "bf16", {"attention", "FP8"}),
-        ((10, 0), "bf16", {"attention", "FP8", "MX"}),
-    ],
-)
-def test_the_recipe_and_the_kernels_follow_the_compute_capability(capability, recipe, available):
-    report = report_of(H100._replace(capability=capability))
-    assert report.recipe == recipe
-    assert f"compute capability {capability[0]}.{capability[1]}" in report.reason
-    for name in ("attention", "FP8", "MX"):
-        (text,) = (text for feature, text in report.features.items() if name in feature)
-        assert (text == "available") == (name in available), text
+def gpu(name, capability):
+    return H100._replace(devices={name: 1}, gpus=(name,), capability=capability)
+
+
+def tpu(kind, libtpu="0.0.50"):
+    return Machine(VERSIONS | {"libtpu": libtpu}, {kind: 4}, "tpu", libtpu="0.0.50")
+
+
+# Machine -> chip of the table, recipe, kernels that are available.
+MACHINES = {
+    "T4": (gpu("Tesla T4", (7, 5)), "t4", "fp16", set()),
+    "A100": (gpu("NVIDIA A100-SXM4-40GB", (8, 0)), "a100-40", "bf16", {"attention"}),
+    "L4": (gpu("NVIDIA L4", (8, 9)), "l4", "bf16", {"attention", "FP8"}),
+    "H100": (H100, "h100", "bf16", {"attention", "FP8"}),
+    "B200": (gpu("NVIDIA B200", (10, 0)), "b200", "bf16", {"attention", "FP8", "MX"}),
+    # Not in the table: the compute capability decides.
+    "RTX A6000": (gpu("NVIDIA RTX A6000", (8, 6)), "", "bf16", {"attention"}),
+    "MIG": (gpu("NVIDIA H100 MIG 1g.10gb", (9, 0)), "", "bf16", {"attention", "FP8"}),
+    "RTX 2080": (gpu("NVIDIA GeForce RTX 2080", (7, 5)), "", "fp16", set()),
+    "v5e": (tpu("TPU v5 lite"), "v5e", "bf16", {"attention"}),
+    "TPU7x": (tpu("TPU7x"), "tpu7x", "bf16", {"attention", "FP8"}),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_recipe_and_the_kernels_follow_the_chip(name):
+    machine, target, recipe, available = MACHINES[name]
+    report = report_of(machine)
+    assert (report.target, report.recipe) == (target, recipe)
+    assert (TARGETS[target].kind if target else "compute capability") in report.reason
+    for feature, text in report.features.items():
+        assert (text == "available") == any(word in feature for word in available), feature
     assert report.problems == ()
     assert "No problem was found." in str(report)
+    assert (f"target '{target}': " in str(report)) == bool(target)
+
+
+def test_the_recipe_is_that_of_a_gpu_that_jax_does_not_use():
+    report = report_of(gpu("Tesla V100-SXM2-32GB", None)._replace(platform="cpu"))
+    assert (report.target, report.recipe) == ("v100", "fp16")
+    assert "not in bfloat16" in report.reason
 
 
 PROBLEMS = {
@@ -73,6 +96,16 @@ PROBLEMS = {
         H100._replace(versions=VERSIONS, platform="cpu"),
         "its plugin is not installed",
         'pip install --upgrade "jax[cuda13]"',
+    ),
+    "a GPU without support of CUDA 13": (
+        gpu("Tesla V100-SXM2-32GB", (7, 0)),
+        "CUDA 13 does not support compute capability 7.0",
+        'pip uninstall jax-cuda13-plugin jax-cuda13-pjrt; pip install "jax[cuda12]"',
+    ),
+    "libtpu of another version": (
+        tpu("TPU v6 lite", "0.0.42"),
+        "libtpu is 0.0.42, and jax 0.12.0 requires 0.0.50",
+        'pip install "jax[tpu]==0.12.0"',
     ),
     "a CPU was chosen": (
         H100._replace(platform="cpu", environment={"JAX_PLATFORMS": "cpu"}),
@@ -119,7 +152,7 @@ def test_a_machine_without_a_gpu_has_no_problem_with_the_compiler_for_gpus():
 
 def test_the_report_describes_this_machine():
     machine = jaxmp.doctor().machine
-    assert machine.versions["jax"] == jax.__version__
+    assert machine.versions["jax"] == jax.__version__ and machine.libtpu.startswith("0.0.")
     assert sum(machine.devices.values()) == jax.device_count()
     assert machine.platform == jax.default_backend()
 

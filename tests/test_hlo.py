@@ -55,6 +55,16 @@ def program():
     return Program(TEXT)
 
 
+def test_line_breaks_in_attributes_do_not_end_a_computation(program):
+    attributes = (
+        'frontend_attributes={kernel_metadata={\n"block": "{8}"\n}}, metadata={op_name="f"}'
+    )
+    broken = Program(TEXT.replace("parameter(0)\n  %x", f"parameter(0), {attributes}\n  %x"))
+    names = lambda p: {name: list(c.instructions) for name, c in p.computations.items()}
+    assert names(broken) == names(program)
+    assert broken.computations["body"].instructions["t"].op_name == "f"
+
+
 def test_computations_and_instructions(program):
     assert list(program.computations) == ["fused_computation", "body", "cond", "main"]
     assert program.entry.name == "main" and program.entry.root.name == "r"

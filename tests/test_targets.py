@@ -1,11 +1,14 @@
 """The table of chips, and the target of a program."""
 
+import functools
 import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +53,14 @@ def test_the_formats_of_gpus_are_those_of_their_compute_capability(target):
     assert ("bfloat16" in target.native) == (target.capability >= BFLOAT16_MATMULS)
     assert ("float8_e5m2" in target.native) == (target.capability >= FP8_MATMULS)
     assert "tf32" not in target.native and "float32" in target.native
+
+
+def test_the_page_has_the_table_of_chips():
+    path = Path(__file__).parent.parent / "docs" / "chip_table.py"
+    chip_table = runpy.run_path(str(path))
+    page = chip_table["PAGE"].read_text("utf-8")
+    advice = "run python docs/chip_table.py, which writes the table from jaxmp/_targets.py"
+    assert chip_table["replace_table"](page) == page, advice
 
 
 def test_peaks_are_dense_and_of_one_device():
@@ -156,7 +167,7 @@ def test_programs_for_tpus(chip):
     result = json.loads(done.stdout.rpartition("RESULT")[2])
     compiled, traced, device = result["attention"]
     kind = get_target(chip).kind
-    assert compiled == traced and device == f"{kind} (no such GPU on this machine)"
+    assert compiled == traced and device == f"{kind} (no such TPU on this machine)"
     assert {dtype for pair in result["bf16"] for dtype in pair} == {"bfloat16"}
     rows, notes = result["fp8"]
     assert rows == [["float8_e4m3fn", "float8_e4m3fn"]]
@@ -252,6 +263,26 @@ def test_a_second_chip_does_not_reuse_the_program_of_the_first():
     step.trace(X)
     # Both have the same compute capability.
     assert traced == ["h100", "h200", ""]
+
+
+CUDNN, SPLASH, LOOP = "__cudnn$fmhaSoftmax", "tpu_custom_call", "stablehlo.while"
+
+
+@needs_compiler
+def test_attention_is_that_of_the_chip_and_of_no_earlier_one():
+    x = jax.ShapeDtypeStruct((4, 1024, 8, 64), jnp.bfloat16)
+    attention = jax.jit(functools.partial(jaxmp.dot_product_attention, is_causal=True))
+    chips = {"h200": CUDNN, "t4": LOOP, "v6e": SPLASH, "v100": LOOP, "a100": CUDNN, "cpu": LOOP}
+    # JAX does not promise that a later version reads calls of cuDNN.
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(CUDNN)]
+    for name, kernel in chips.items():
+        platform = {"gpu": "cuda"}.get(get_target(name).platform, get_target(name).platform)
+        with jaxmp.default_target(name):
+            lowered = attention.trace(x, x, x).lower(lowering_platforms=(platform,)).as_text()
+            made = jax.export.export(attention, platforms=[platform], disabled_checks=allowed)
+            exported = made(x, x, x).mlir_module()
+        for text in (lowered, exported):
+            assert [each for each in (CUDNN, SPLASH, LOOP) if each in text] == [kernel], name
 
 
 @needs_compiler

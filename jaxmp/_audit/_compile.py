@@ -28,7 +28,7 @@ from jaxmp._core._locations import Lines
 from jaxmp._core._messages import missing_dependency
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import jit_of
-from jaxmp._targets import Target, get_target
+from jaxmp._targets import Target, get_target, is_target
 from jaxmp.errors import AuditError, TargetError
 
 _CALLBACKS = frozenset(
@@ -135,27 +135,11 @@ def _real_devices(chip: Target, mesh: Mesh | AbstractMesh | None, count: int) ->
     """
     if jax.default_backend() != chip.platform:
         return []
-    gpus = [device for device in jax.local_devices() if _is_target(chip, device.device_kind)]
+    gpus = [device for device in jax.local_devices() if is_target(chip, device.device_kind)]
     in_mesh = _devices_of(mesh)
     if in_mesh and set(in_mesh) <= set(gpus):
         return in_mesh
     return gpus[:count] if len(gpus) >= count else []
-
-
-# Target -> the words of its device kind, if these are not the target itself.
-_WORDS = {"a100-40": {"a100", "40gb"}, "rtx3090": {"rtx", "3090"}, "rtx4090": {"rtx", "4090"}}
-
-
-def _is_target(chip: Target, device_kind: str) -> bool:
-    """Returns True for a device kind such as "NVIDIA A100-SXM4-80GB".
-
-    A slice of a GPU, "NVIDIA A100-SXM4-80GB MIG 1g.10gb", and the form for laptops have fewer cores
-    and less memory.
-    """
-    if chip.platform != "gpu":
-        return device_kind == chip.kind
-    parts = set(re.split(r"[^a-z0-9]+", device_kind.lower()))
-    return _WORDS.get(chip.name, {chip.name}) <= parts and parts.isdisjoint(("mig", "laptop"))
 
 
 def _devices_of(mesh: object) -> list[Any]:
@@ -290,6 +274,6 @@ def _no_callbacks(target: str, traced: Traced) -> AuditError:
     text = ", ".join(f"{name} at {file}:{line}" for name, (file, line) in locations.items())
     return AuditError(
         f"the program calls Python on the host ({text}), which cannot be compiled for {target} "
-        "on a machine without such a GPU. Remove the call for the audit, for example by\n"
+        "on a machine without this chip. Remove the call for the audit, for example by\n"
         "    if verbose:\n        jax.debug.print(...)"
     )

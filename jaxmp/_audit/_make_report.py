@@ -164,7 +164,8 @@ class _ConstrainedAxes(Forward):
 
 def _gpu_text(compiled: Compiled) -> str:
     gpus = f"{compiled.devices} x {compiled.gpu}" if compiled.devices > 1 else compiled.gpu
-    return gpus if compiled.is_real else f"{gpus} (no such GPU on this machine)"
+    missing = f"{gpus} (no such {compiled.chip.platform.upper()} on this machine)"
+    return gpus if compiled.is_real else missing
 
 
 # ---------------------------------------------------------------------------

@@ -170,6 +170,8 @@ class Program:
         Args:
           text: the result of `jax.stages.Compiled.as_text`.
         """
+        # The attributes of Pallas kernels for TPUs contain line breaks.
+        text = re.sub(r'\n(?="|}})', "", text)
         self.computations: dict[str, Computation] = {}
         self.entry = Computation("", {})
         self._readers: dict[str, dict[str, list[Instruction]]] = {}

@@ -17,6 +17,7 @@ from jaxmp._audit import _check_function, _traced
 from jaxmp._audit._compile import asked_by, compile_for
 from jaxmp._audit._trace import Traced
 from jaxmp._core import _compat
+from jaxmp._core._hlo import Program
 from jaxmp._core._typing import PyTree
 from jaxmp._memory._liveness import Liveness, Value
 from jaxmp._memory._report import KINDS, STATE, CompiledMemory
@@ -80,11 +81,16 @@ def estimate_memory(
             traced = _traced(fn, args, kwargs)
         compiled = None
         if exact and target is not None:
-            memory = compile_for(target, traced).memory
+            program = compile_for(target, traced)
+            memory, kinds = program.memory, Counter[str]()
+            parameters = Program(program.text).entry.parameters
+            for n, kind in enumerate(_kinds_of_arguments(traced)):
+                kinds[kind] += sum(shape.bytes for shape in parameters[n].shapes)
             compiled = CompiledMemory(
                 memory.argument_size_in_bytes,
                 memory.output_size_in_bytes - memory.alias_size_in_bytes,
                 memory.temp_size_in_bytes,
+                dict(kinds),
             )
     return _estimate(traced, getattr(fn, "__name__", ""), target or "", compiled)
 

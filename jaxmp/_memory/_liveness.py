@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxmp._audit._program import named
 from jaxmp._core._compat import jaxpr_body
@@ -28,6 +28,8 @@ _CALLS = (CONSTRUCTS | OPAQUE_CALLS) - _BRANCHING
 # Kernels that compute their operands themselves.
 _REDUCTIONS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
 _MATMULS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul"))
+# Operations that take longer to compute again than to read.
+_COSTLY = named("erf erfc erf_inv lgamma digamma")
 _LIBRARY = named(
     "cholesky eigh fft lu qr sort svd top_k triangular_solve rng_bit_generator pallas_call"
     " psum psum_invariant all_gather all_to_all reduce_scatter ppermute cond scan while"
@@ -62,6 +64,10 @@ class _Operation(NamedTuple):
     inside: Counter[str]
     # The operands in whose memory a loop writes its carry.
     carried: list[Value]
+
+
+# A kernel with the arrays that it reads.
+_Kernel: TypeAlias = tuple[_Operation, set[Value]]
 
 
 class Liveness:
@@ -104,7 +110,10 @@ class Liveness:
         for operation in self._operations:
             for value in dict.fromkeys(operation.operands):
                 value.readers.append(operation)
-        return self._largest(self._scheduled())
+        kernels = self._kernels()
+        # XLA takes the order with the smallest peak.
+        orders = (self._ordered(kernels, late) for late in (False, True))
+        return min(map(self._largest, orders), key=Counter.total)
 
     # -- from the jaxpr to operations ---------------------------------------------------------
 
@@ -177,9 +186,9 @@ class Liveness:
 
     # -- kernels --------------------------------------------------------------------------------
 
-    def _scheduled(self) -> list[tuple[_Operation, set[Value]]]:
-        """Returns the kernels in their order, each with the arrays that it reads."""
-        kernels: list[tuple[_Operation, set[Value]]] = []
+    def _kernels(self) -> list[_Kernel]:
+        """Returns the kernels in the order of the program, each with the arrays that it reads."""
+        kernels: list[_Kernel] = []
         for operation in self._operations:
             roots = frozenset().union(*(value.roots for value in operation.operands))
             self._set_kind(operation, roots)
@@ -187,7 +196,7 @@ class Liveness:
                 kernels.append((operation, set(roots)))
             else:
                 operation.results[0].roots = roots
-        return self._delayed(kernels)
+        return kernels
 
     def _is_kernel(self, operation: _Operation, roots: frozenset[Value]) -> bool:
         results = operation.results
@@ -197,6 +206,8 @@ class Liveness:
         if result.is_result or any(_is_library(reader) for reader in result.readers):
             return True
         count = len(result.readers)
+        if operation.name in _COSTLY and count > 1:
+            return True
         read = sum(root.elements * _itemsize(root) for root in roots)
         return count > 1 and read * (count - 1) > (count + 1) * result.bytes
 
@@ -213,28 +224,30 @@ class Liveness:
             else:
                 result.kind = "activations"
 
-    def _delayed(
-        self, kernels: list[tuple[_Operation, set[Value]]]
-    ) -> list[tuple[_Operation, set[Value]]]:
-        """Moves casts of arguments to their first reader, and updates behind their gradients."""
-        first: dict[Value, int] = {}
-        made: dict[Value, int] = {}
-        for n, (operation, read) in enumerate(kernels):
+    def _ordered(self, kernels: list[_Kernel], late: bool) -> list[_Kernel]:
+        """Moves casts of arguments to their first reader, and updates behind their gradients.
+
+        Args:
+          kernels: those of the program.
+          late: True to move all elementwise kernels to their first reader.
+        """
+        made = {value: n for n, (operation, _) in enumerate(kernels) for value in operation.results}
+        places = [float(n) for n in range(len(kernels))]
+        first: dict[Value, float] = {}
+        for n, (operation, read) in reversed(list(enumerate(kernels))):
+            results = operation.results
+            if results and all(value.is_result for value in results):
+                places[n] = max((made.get(value, -1) for value in read), default=n) + 0.25
+            elif results and (
+                (late and not _is_library(operation)) or all(value.is_argument for value in read)
+            ):
+                places[n] = min((first.get(value, n) for value in results), default=n) - 1e-6
             for value in read:
-                first.setdefault(value, n)
-            made.update(dict.fromkeys(operation.results, n))
-        places = []
-        for n, (operation, read) in enumerate(kernels):
-            place = float(n)
-            if operation.results and all(value.is_result for value in operation.results):
-                place = max((made.get(value, -1) for value in read), default=n) + 0.25
-            elif operation.results and all(value.is_argument for value in read):
-                place = min((first.get(value, n) for value in operation.results), default=n) - 0.5
-            places.append(place)
+                first[value] = min(places[n], first.get(value, places[n]))
         order = sorted(range(len(kernels)), key=lambda n: (places[n], n))
         return [kernels[n] for n in order]
 
-    def _largest(self, kernels: list[tuple[_Operation, set[Value]]]) -> Counter[str]:
+    def _largest(self, kernels: list[_Kernel]) -> Counter[str]:
         last: dict[Value, int] = {}
         for n, (_, read) in enumerate(kernels):
             last.update(dict.fromkeys(read, n))

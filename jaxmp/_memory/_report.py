@@ -36,11 +36,13 @@ class CompiledMemory(NamedTuple):
       arguments: bytes of the arguments.
       results: bytes of the results that do not replace donated arguments.
       temporary: all other memory.
+      kinds: kind -> bytes of the arguments of the compiled program.
     """
 
     arguments: int
     results: int
     temporary: int
+    kinds: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ class MemoryEstimate(Report):
     @property
     def total(self) -> int:
         """Bytes that the step requires: those of the compiled program if they are known."""
-        return sum(self.kinds.values()) if self.compiled is None else sum(self.compiled)
+        return sum(self.kinds.values()) if self.compiled is None else sum(self.compiled[:3])
 
     @property
     def usable(self) -> int:
@@ -125,18 +127,14 @@ class MemoryEstimate(Report):
         return Section(title, text, mood="good" if self.fits else "bad")
 
     def _table(self) -> Section:
-        whole = sum(self.kinds.values())
+        whole, columns = sum(self.kinds.values()), ("kind", "bytes", "share")
         rows = [
-            (kind, bytes_text(size), share_text(size, whole), _MEANING[kind])
-            for kind, size in self.kinds.items()
+            (kind, bytes_text(size), share_text(size, whole)) for kind, size in self.kinds.items()
         ]
         if self.compiled is None:
-            return Section("By kind", "", ("kind", "bytes", "share", "content"), tuple(rows))
-        known = dict(zip(("arguments", "results", "temporary"), self.compiled, strict=True))
-        own = {"arguments": self.arguments, "results": self.kinds.get("results", 0)}
-        own["temporary"] = self.temporary
-        text = "XLA reports " + ", ".join(
-            f"{bytes_text(size)} of {kind} (estimated: {bytes_text(own[kind])})"
-            for kind, size in known.items()
-        )
-        return Section("By kind", f"{text}.", ("kind", "bytes", "share", "content"), tuple(rows))
+            cells = tuple((*row, _MEANING[row[0]]) for row in rows)
+            return Section("By kind", "", (*columns, "content"), cells)
+        known = self.compiled.kinds | {"results": self.compiled.results}
+        cells = tuple((*row, bytes_text(known[row[0]]) if row[0] in known else "") for row in rows)
+        text = f"XLA reports {bytes_text(self.compiled.temporary)} of temporary arrays; estimated: "
+        return Section("By kind", text + bytes_text(self.temporary), (*columns, "XLA"), cells)

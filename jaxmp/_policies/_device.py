@@ -42,14 +42,20 @@ def check_gradient(policies: Policies, inputs: Callable[[], PyTree]) -> None:
 
 
 def check_device(policies: Policies) -> None:
-    """Warns once of policies in bfloat16 on a GPU without bfloat16 matmuls.
+    """Warns once of policies in a 16-bit format that the device does not multiply natively.
 
     Called while a model is traced, because the device that is compiled for is known only then.
     """
-    gpu = unsupported_gpu(BFLOAT16_MATMULS)
-    if gpu and computes_in(policies, _BFLOAT16):
-        is_stored = policies.default.param_dtype == _BFLOAT16
-        _warn_of_bfloat16(gpu, "fp16_params" if is_stored else "fp16")
+    if _compat.target() == "tpu":
+        lacks, other, device = _FLOAT16, "bf16", "TPUs multiply bfloat16 natively, and not float16"
+    elif gpu := unsupported_gpu(BFLOAT16_MATMULS):
+        lacks, other = _BFLOAT16, "fp16"
+        device = f"{gpu} has no bfloat16 matmuls: they require compute capability "
+        device += f"{capability_text(BFLOAT16_MATMULS)}"
+    else:
+        return
+    if computes_in(policies, lacks):
+        _warn_of(lacks.name, device, other + "_params" * (policies.default.param_dtype == lacks))
 
 
 @functools.cache
@@ -60,11 +66,10 @@ def computes_in(policies: Policies, dtype: np.dtype) -> bool:
 
 
 @functools.cache
-def _warn_of_bfloat16(gpu: str, recipe: str) -> None:
+def _warn_of(dtype: str, device: str, recipe: str) -> None:
     warnings.warn(
-        f"The policies compute in bfloat16, but {gpu} has no bfloat16 matmuls: they require "
-        f"compute capability {capability_text(BFLOAT16_MATMULS)}. Use float16, which this GPU "
-        f"supports: recipe = jaxmp.load_recipe({recipe!r}).",
+        f"The policies compute in {dtype}, but {device}. Use the other 16-bit format: recipe = "
+        f"jaxmp.load_recipe({recipe!r}).",
         RecipeWarning,
         stacklevel=2,
     )

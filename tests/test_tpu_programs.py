@@ -1,0 +1,80 @@
+"""Dtypes of train steps that are compiled for Google TPUs, read without the parser of jaxmp."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tpu_programs
+from grids import EXPENSIVE
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ROWS = json.loads((BENCHMARKS / "results" / "tpu_programs.json").read_text("utf-8"))["rows"]
+
+TEXT = """
+%fused (p.1: bf16[8,4], p.2: f32[4,4]) -> f32[8,4] {
+  %p.1 = bf16[8,4]{1,0:T(8,128)(2,1)} parameter(0)
+  %p.2 = f32[4,4]{1,0:T(8,128)} parameter(1)
+  ROOT %c.1 = f32[8,4]{1,0:T(8,128)} convolution(%p.1, %p.2), dim_labels=bf_io->bf
+}
+ENTRY %main (a: bf16[4,8]) -> bf16[8,8] {
+  %a = bf16[4,8]{1,0} parameter(0)
+  %gathered = bf16[8,8]{1,0} all-gather(%a), dimensions={0}
+  ROOT %d = bf16[8,8]{1,0} dot(%gathered, /*index=1*/%gathered), lhs_contracting_dims={1}
+}
+"""
+
+
+def test_matmuls_and_collectives_of_a_text():
+    assert tpu_programs.read_program(TEXT) == {
+        "matmuls": {"bf16 x f32": 1, "bf16 x bf16": 1},
+        "kernels": {},
+        "sent": {"all-gather bf16": 1},
+    }
+
+
+def check(row):
+    if row["recipe"] == "fp16":
+        warning, note = row["refused"]
+        assert "TPUs multiply bfloat16 natively, and not float16" in warning
+        assert "jaxmp.load_recipe('bf16')" in warning and "jaxmp.load_recipe('bf16')" in note
+        return
+    assert row["refused"] == [] and row["wide"] == 0 and row["agrees"]
+    assert set(row["matmuls"]) == {"bf16 x bf16"} and row["matmuls"]["bf16 x bf16"] > 10
+    assert bool(row["sent"]) == (row["devices"] > 1)
+
+
+def test_recorded_programs_have_no_wide_matmuls():
+    for column, values in {
+        "chip": tpu_programs.CHIPS,
+        "recipe": tpu_programs.RECIPES,
+        "model": ("linen", "nnx"),
+        "devices": (1, 4),
+    }.items():
+        assert {row[column] for row in ROWS} >= set(values)
+    for row in ROWS:
+        check(row)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='libtpu is not installed: pip install "jaxmp[tpu-aot]"',
+)
+@EXPENSIVE
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_a_program_for_a_tpu(recipe, tmp_path):
+    # In a process of its own, because libtpu prints.
+    out = tmp_path / "rows.json"
+    command = [sys.executable, str(BENCHMARKS / "tpu_programs.py"), "--chips", "v6e"]
+    command += ["--models", "linen", "--recipes", recipe, "--out", str(out)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(out.read_text("utf-8"))["rows"]
+    assert [row["devices"] for row in rows] == ([1, 4] if recipe == "bf16" else [1])
+    for row in rows:
+        check(row)
