@@ -301,6 +301,37 @@ def test_mixed_operands():
     assert checks(report) == {"mixed_operands"}
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype", "found"),
+    [
+        ("BF16_BF16_F32", "bfloat16", set()),
+        ("BF16_BF16_F32_X3", "float32", {"fp32_matmul"}),
+        ("F16_F16_F32", "float16", {"off_policy_matmul"}),
+        ("TF32_TF32_F32", "float32", {"fp32_matmul"}),
+        (lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32), "bfloat16", set()),
+    ],
+)
+def test_an_algorithm_that_rounds_fp32_operands(precision, dtype, found):
+    x = shape(16, 64, dtype=jnp.float32), shape(64, 64, dtype=jnp.float32)
+    fn = jax.grad(lambda w, x: jnp.sum(lax.dot(x, w, precision=precision) ** 2))
+    report = audit(fn, *reversed(x), recipe=BF16)
+    assert {pair for pair in report.matmul_flops} == {(dtype, dtype)}
+    assert checks(report) == found
+
+
+@pytest.mark.parametrize("q", [0.999, jnp.asarray(0.5, jnp.bfloat16)])
+def test_quantiles_of_16_bits(q):
+    """The keys are 16-bit already; the indices are if the quantile is."""
+    report = audit(lambda x: jnp.quantile(x, q, axis=1), shape(8, 1000))
+    assert checks(report) == (set() if isinstance(q, float) else {"rounded_integer"})
+    assert audit(lambda x: jnp.median(x, axis=1), shape(8, 1000)).ok
+    rounded = audit(
+        lambda x: jnp.quantile(x.astype(jnp.bfloat16), q, axis=1),
+        shape(8, 1000, dtype=jnp.float32),
+    )
+    assert "sort_16bit" in checks(rounded)
+
+
 def test_fp8_operands_may_differ():
     args = shape(16, 16, dtype=jnp.float8_e4m3fn), shape(16, 16, dtype=jnp.float8_e5m2)
     report = audit(lambda x, w: lax.dot(x, w, preferred_element_type=jnp.float32), *args)

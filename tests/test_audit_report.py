@@ -14,10 +14,17 @@ from rich.console import Console
 
 import jaxmp
 from byte_gpt import GPT
-from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
-from jaxmp._audit._rows import CastRow, MatmulRow, ModuleRow, RuleRow
-from jaxmp._audit._sections import report_sections
-from jaxmp._audit._sections_findings import fix_parts
+from jaxmp._audit._rows import (
+    AttentionRow,
+    CastRow,
+    CollectiveRow,
+    GemmRow,
+    MatmulRow,
+    MemoryRow,
+    ModuleRow,
+    RuleRow,
+)
+from jaxmp._audit._sections import fix_parts, report_sections
 from jaxmp._report._text import text_lines
 from relaxed import relaxed
 from train_lm import cross_entropy

@@ -7,13 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT
-from jaxmp._audit._context import PolicyContext
+from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT, PendingFindings
 from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._labels import ConditionalFinding, Flow, Logits, WasFp8
-from jaxmp._audit._pending import PendingFindings
 from jaxmp._audit._program import FLOATS, OpOccurrence, dtype_of, half_of, named
-from jaxmp._core._dtypes import FLOAT16, is_fp8
+from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_fp8
 from jaxmp._core._jaxprs import (
     BACKWARD,
     FORWARD,
@@ -23,9 +21,10 @@ from jaxmp._core._jaxprs import (
     equations,
     inners,
     is_literal,
+    module_paths_of,
     sub_jaxprs,
 )
-from jaxmp._core._locations import Location, Locations, root_of
+from jaxmp._core._locations import FULL_PRECISION, Location, Locations, root_of
 from jaxmp._core._matmuls import (
     MATMULS,
     MULTIPLES,
@@ -39,6 +38,85 @@ from jaxmp._core._matmuls import (
 from jaxmp._core._programs._analysis import Body, visit
 from jaxmp._core._programs._constructs import CONSTRUCTS, OPAQUE, OPAQUE_CALLS
 from jaxmp._core._static_values import Scope
+from jaxmp._policies._op_table import OpTable
+from jaxmp._policies._resolve import ResolvedPolicy, resolve_first
+from jaxmp._recipe_files._load import RecipeData
+
+
+class PolicyContext:
+    """Policies that a program is checked against, and the dtypes that they allow."""
+
+    def __init__(
+        self, recipe: RecipeData | None, target: str = "cpu", text: str = "'bf16'"
+    ) -> None:
+        self.recipe = recipe
+        self.policies = None if recipe is None else recipe.policies
+        self.ops = OpTable() if recipe is None else recipe.ops
+        # Type of device that the program is traced for.
+        self.target = target
+        # The policies in the user's code: "'bf16'", "recipe" or "policies".
+        self.text = text
+        self._allowed: dict[Path, frozenset[Any]] = {}
+
+    def allowed_dtypes(self, location: Location) -> frozenset[Any]:
+        """Returns the dtypes in which matmuls at a location may compute; empty without policies.
+
+        A program contains no module types. The dtype of a rule by type is allowed wherever a later
+        rule or the default policy applies by path.
+        """
+        allowed = self._allowed.get(location.names)
+        if allowed is None:
+            allowed = self._allowed[location.names] = self._search(location.names)
+        return allowed
+
+    def _search(self, names: Path) -> frozenset[Any]:
+        if self.policies is None:
+            return frozenset()
+        if FULL_PRECISION in names:
+            return frozenset({FLOAT32})
+        resolved = self.resolve(names)
+        dtypes = {resolved.policy.compute_dtype}
+        for other in self.policies.rules:
+            if other is resolved.rule:
+                break
+            if other.module_type is not None and other.compute_dtype is not None:
+                dtypes.add(other.compute_dtype)
+        return frozenset(dtypes)
+
+    @property
+    def wrap_code(self) -> str:
+        """Returns code that applies the policies to a model."""
+        if self.text == "policies":
+            return "model = jaxmp.load_recipe(policies).wrap(model)"
+        recipe = self.text if self.text == "recipe" else f"jaxmp.load_recipe({self.text})"
+        return f"model = {recipe}.wrap(model)"
+
+    @property
+    def autocast_code(self) -> str:
+        """Returns code that applies the policies to a function."""
+        return f"fn = jaxmp.autocast(fn, {self.text})"
+
+    @property
+    def loss_code(self) -> str:
+        """Returns code that applies the policies to a loss function."""
+        return f"loss_fn = jaxmp.autocast(loss_fn, {self.text})"
+
+    @property
+    def requires_fp32_reductions(self) -> bool:
+        """True if the recipe requires sums of gradients over devices in FP32."""
+        return self.recipe is not None and self.recipe.reduce_dtype == "float32"
+
+    def requires_fp8(self, location: Location) -> bool:
+        """Returns True if the policies require FP8 matmuls in linear layers at a location."""
+        if self.policies is None or FULL_PRECISION in location.names:
+            return False
+        return self.resolve(location.names).scaling is not None
+
+    def resolve(self, names: Path) -> ResolvedPolicy:
+        """Resolves the policy of name scopes."""
+        assert self.policies is not None
+        return resolve_first(self.policies, module_paths_of(names))
+
 
 _KERNELS = named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"

@@ -14,11 +14,10 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_integers import STEPS
 from jaxmp._audit._check_ops import ACCUMULATOR_16BIT
 from jaxmp._audit._checks import ERROR, WARNING, Check
-from jaxmp._audit._dataflow import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
+from jaxmp._audit._dataflow import LARGE, PLUS, SCALAR, UNKNOWN, From, Power, Update, powers_of
 from jaxmp._audit._expressions import expression_of, in_fp32
 from jaxmp._audit._program import FLOATS, dtype_of
 from jaxmp._audit._rows import Finding
-from jaxmp._audit._scale_powers import Power, powers_of
 from jaxmp._audit._trace import Traced, argument_text, is_optax_state, names_optimizer
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_16bit
@@ -31,28 +30,24 @@ from jaxmp.optim._rounding import StochasticRoundingState
 
 OPTIMIZER_STATE_16BIT = Check(
     id="optimizer_state_16bit",
-    severity=ERROR,
     explanation="The optimizer's moments or accumulators are stored in 16 bits: those of optax, or"
     " arrays in which a step averages gradients. A warning for first moments in bfloat16.",
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
 )
 UNUSED_LOSS_SCALE = Check(
     id="unused_loss_scale",
-    severity=ERROR,
     explanation="A dynamic loss scale is among the arguments, and no gradient was computed with"
     " it.",
     fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
 )
 MISSING_LOSS_SCALE = Check(
     id="missing_loss_scale",
-    severity=ERROR,
     explanation="The backward pass of a training step multiplies in float16 without a loss scale.",
     fix="tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
     "loss, grads = state.value_and_grad(loss_fn)(batch)",
 )
 MISSING_MASTER = Check(
     id="missing_master",
-    severity=ERROR,
     explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
     ' what rounding loses. A warning under a recipe with `master = "none"`.',
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",

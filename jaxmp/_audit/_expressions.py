@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxmp._audit._pending import PendingFindings
-from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, half_of, named
+from jaxmp._audit._checks import PendingFindings
+from jaxmp._audit._program import FLOATS, LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import (
     FORWARD,
@@ -33,7 +33,6 @@ _ELEMENTWISE = _MOVES | named(
     "add sub mul div neg exp exp2 log log1p expm1 logistic tanh pow integer_pow square sqrt rsqrt"
     " max min clamp"
 )
-_PERIODIC = named("sin cos tan")
 # Operations from an array to its statistics.
 _STATISTICS = _ELEMENTWISE | named("reduce_sum reduce_max reduce_min")
 # If 16 bits enter at more lines, the fix casts the operand alone.
@@ -343,7 +342,7 @@ def _is_widened(op: OpOccurrence) -> bool:
             name = reader.primitive.name
             is_wide = name == "convert_element_type" and dtype_of(reader.outvars[0]) == FLOAT32
             is_cast |= is_wide
-            if is_wide or name in _PERIODIC:
+            if is_wide or name in PERIODIC:
                 continue
             if name not in _ELEMENTWISE:
                 return False

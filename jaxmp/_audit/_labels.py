@@ -12,19 +12,19 @@ import math
 from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
-from jaxmp._audit._checks import Check
+from jaxmp._audit._checks import Check, PendingFinding, PendingFindings
 from jaxmp._audit._dataflow import (
     GRADIENT,
     SCALAR,
     From,
+    Power,
     is_chosen_scale,
     is_lineage,
     is_scale,
     lineage,
+    powers_after,
 )
-from jaxmp._audit._pending import PendingFinding, PendingFindings
 from jaxmp._audit._program import OpOccurrence, dtype_of, named
-from jaxmp._audit._scale_powers import Power, powers_after
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom, Equation, Inner, inners, is_literal
 from jaxmp._policies._op_table import OpTable

@@ -13,8 +13,17 @@ import jax
 
 from jaxmp import __version__
 from jaxmp._audit._checks import CHECKS, ERROR, WARNING
-from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
-from jaxmp._audit._rows import CastRow, Finding, MatmulRow, ModuleRow, RuleRow
+from jaxmp._audit._rows import (
+    AttentionRow,
+    CastRow,
+    CollectiveRow,
+    Finding,
+    GemmRow,
+    MatmulRow,
+    MemoryRow,
+    ModuleRow,
+    RuleRow,
+)
 from jaxmp._audit._sections import difference_sections, report_sections
 from jaxmp._core._messages import did_you_mean
 from jaxmp._report._section import Section

@@ -27,8 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jaxmp
 from jaxmp._audit import audit_call
-from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._context import PolicyContext
+from jaxmp._audit._auditor import Auditor, PolicyContext
 from jaxmp._audit._dataflow import PLUS, From, Update
 from jaxmp._audit._report import AuditReport
 from jaxmp._core import _compat
