@@ -100,7 +100,6 @@ REPORT = jaxmp.typing.AuditReport(
         update_bytes=26 * 10**6,
         update_floor=26 * 10**6,
     ),
-    aligned=((8, 10**9), (64, 10**8)),
     modules=(ModuleRow(module=LAYERS[0], policy="p=f32,c=f32,o=f32", rule="'**/query*': c=f32"),),
     casts=(
         CastRow(

@@ -36,7 +36,6 @@ from jaxmp._audit._checks import CHECKS as CHECKS
 from jaxmp._audit._compile import compile_for
 from jaxmp._audit._make_report import make_report
 from jaxmp._audit._program import is_attention
-from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._rows import Finding as Finding
 from jaxmp._audit._trace import Traced, trace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,7 +27,6 @@ from jaxmp._core._jaxprs import (
 from jaxmp._core._locations import FULL_PRECISION, Location, Locations, root_of
 from jaxmp._core._matmuls import (
     MATMULS,
-    MULTIPLES,
     WIDENED_MATMUL,
     Matmul,
     count_flops,
@@ -148,8 +147,6 @@ class Auditor:
         self.casts: _Counts = {}
         # (scopes, pass, line) of a matmul -> the FP8 dtype that an operand has or had.
         self.fp8: dict[tuple[Path, str, tuple[str, int]], str] = {}
-        # Multiple -> FLOPs of the matmuls whose sizes are multiples of it.
-        self.aligned: Counter[int] = Counter()
         # Parts of the program that are not counted, and why.
         self.notes: dict[str, None] = {}
         # Values that checks collect during the walk, by type.
@@ -311,9 +308,6 @@ class Auditor:
         row = self.matmuls.setdefault(key, [0, 0])
         row[0] += flops
         row[1] += 1
-        for multiple in MULTIPLES:
-            if all(size % multiple == 0 for size in matmul.widths.values()):
-                self.aligned[multiple] += flops
         return flops
 
     def _count_kernel(self, op: OpOccurrence) -> None:

@@ -125,7 +125,7 @@ def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
             number += 1
     step = step_of(audit, traced)
     for (_, dtype), leaves in states.items():
-        yield _optimizer_state_finding(dtype, leaves, traced, has_fp32=step.trains_fp32)
+        yield _optimizer_state_finding(dtype, leaves, step, traced)
     if not states:
         yield from _check_moments(step)
 
@@ -144,10 +144,11 @@ def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 
 
 def _optimizer_state_finding(
-    dtype: str, leaves: list[tuple[str, int]], traced: Traced, *, has_fp32: bool
+    dtype: str, leaves: list[tuple[str, int]], step: _Step, traced: Traced
 ) -> Finding:
     location, number = leaves[0]
-    file, line = traced.first_use(number)
+    updates = step.updates.get(number)
+    file, line = step.audit.findings.line_of(updates[0].op) if updates else ("", 0)
     example = argument_text(location)
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
@@ -160,7 +161,7 @@ def _optimizer_state_finding(
             " and second moments underflow."
         )
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
-    fix = _FIX_INIT if has_fp32 else _FIX_OPTAX_STATE
+    fix = _FIX_INIT if step.trains_fp32 else _FIX_OPTAX_STATE
     fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else fix
     return OPTIMIZER_STATE_16BIT.finding(
         message,

@@ -26,7 +26,6 @@ from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import Path, inners
 from jaxmp._core._locations import module_of
-from jaxmp._core._matmuls import MULTIPLES
 from jaxmp._core._programs._analysis import Backward, Forward
 from jaxmp._core._programs._constructs import CALLS
 from jaxmp._core._programs._interpreter import Frame
@@ -153,7 +152,6 @@ def make_report(
         findings=tuple(sorted(findings, key=_sort_key)),
         matmuls=merged(_matmul_rows(auditor), "flops", "count"),
         casts=merged(_cast_rows(auditor), "bytes", "count"),
-        aligned=tuple((multiple, auditor.aligned[multiple]) for multiple in MULTIPLES),
         modules=modules,
         rules=rules,
         policies="" if policies is None else str(summarized(policies.default)),

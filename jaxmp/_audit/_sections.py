@@ -1,11 +1,11 @@
-"""Sections of a report and of a comparison, from which all views are rendered."""
+"""Sections of a report, from which all views are rendered."""
 
 from __future__ import annotations
 
 import ast
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ from jaxmp._report._section import (
 from jaxmp._report._units import bytes_text, counted, flops_text, module_text, share_text
 
 if TYPE_CHECKING:
-    from jaxmp._audit._report import AuditDiff, AuditReport
+    from jaxmp._audit._report import AuditReport
 
 # Rows of the table of errors in the short report.
 _MAX_ERRORS = 20
@@ -243,7 +243,6 @@ def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
     if full:
         sections += [
             *warning_sections(report.warnings),
-            _alignment(report),
             _modules(report),
             _casts(report),
             compiled_lines(report.gemms),
@@ -255,28 +254,6 @@ def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
     else:
         sections.append(_details(report))
     return nonempty(sections)
-
-
-def difference_sections(diff: AuditDiff) -> list[Section]:
-    """Returns the sections of a comparison."""
-    rows = tuple(
-        (" x ".join(pair), _signed(flops, flops_text)) for pair, flops in diff.matmul_flops.items()
-    )
-    casts = _signed(diff.cast_bytes, bytes_text) if diff.cast_bytes else ""
-    is_changed = bool(diff.added or diff.removed or rows or casts)
-    return nonempty(
-        [
-            Section("Changes", "" if is_changed else "none"),
-            *finding_sections("New findings", group_findings(diff.added), "Fixes"),
-            *finding_sections("Removed findings", group_findings(diff.removed), "")[:1],
-            Section("Matmul FLOPs", "", ("operands", "change"), rows),
-            Section("Bytes of casts", casts),
-        ]
-    )
-
-
-def _signed(value: int, text: Callable[[float], str]) -> str:
-    return f"{'-' if value < 0 else '+'}{text(abs(value))}"
 
 
 # ---------------------------------------------------------------------------
@@ -306,8 +283,7 @@ def _details(report: AuditReport) -> Section:
     warnings = f"{counted(counts.total(), 'warning')} ({text}), " if counts else ""
     return Section(
         "Details",
-        f"Use --full or report.to_text(full=True) to print {warnings}modules, casts, alignment and"
-        " rules.",
+        f"Use --full or report.to_text(full=True) to print {warnings}modules, casts and rules.",
     )
 
 
@@ -324,16 +300,6 @@ def _matmuls(report: AuditReport) -> Section:
         for pair, flops in report.matmul_flops.items()
     )
     return Section("Matmuls by operand dtype", "", ("operands", *phases, "total", "share"), rows)
-
-
-def _alignment(report: AuditReport) -> Section:
-    rows = tuple(
-        (f"{multiple} elements", flops_text(flops), share_text(flops, report.flops))
-        for multiple, flops in report.aligned
-        if report.flops
-    )
-    columns = ("all sizes are multiples of", "FLOPs", "share")
-    return Section("Matmul alignment (innermost dimensions)", "", columns, rows)
 
 
 def _modules(report: AuditReport) -> Section:

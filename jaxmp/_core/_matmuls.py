@@ -16,10 +16,6 @@ from jaxmp._core._jaxprs import Equation, equations, inners, sub_jaxprs
 from jaxmp._core._programs._operations import arithmetic_of, dot_of, name_of
 from jaxmp._core._typing import DTypeLike
 
-# Multiples that GEMM sizes are compared with: 8 elements of 16 bits are the 16 bytes that a Tensor
-# Core loads at once; 64 and 128 are tile sizes (NVIDIA, "Matrix Multiplication Background").
-MULTIPLES = (8, 16, 64, 128)
-
 MATMULS = (
     "dot_general",
     "conv_general_dilated",
