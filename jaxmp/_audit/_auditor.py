@@ -172,8 +172,7 @@ class Auditor:
           variables: the values.
           harm: the consequence, as a part of a sentence.
         """
-        labels = [label for label in self.flow.of_all(variables) if isinstance(label, cls)]
-        for label in sorted(labels, key=lambda label: label.number):
+        for label in sorted(self.flow.labels(cls, *variables), key=lambda label: label.number):
             label.report(harm, self.findings)
 
     def _is_after_gradient(self, op: OpOccurrence) -> bool:
@@ -295,8 +294,8 @@ class Auditor:
 
     def _record_fp8(self, op: OpOccurrence, matmul: Matmul) -> None:
         names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if is_fp8(dtype)]
-        labels = self.flow.of_all(op.equation.invars[:2])
-        names += sorted(label.name for label in labels if isinstance(label, WasFp8))
+        labels = self.flow.labels(WasFp8, *op.equation.invars[:2])
+        names += sorted(label.name for label in labels)
         if names:
             key = op.location.names, op.location.phase, self.findings.line_of(op)
             self.fp8[key] = names[0]

@@ -52,9 +52,9 @@ class _Summed(NamedTuple):
 @UNFUSED_ATTENTION.on_operation("reduce_sum")
 def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the matmuls of which a softmax is computed."""
-    labels = audit.flow.of(op.equation.invars[0]) if op.location.phase == FORWARD else ()
-    sums = (_Summed(x.op.equation) for x in labels if isinstance(x, Logits) and x.normalized)
-    audit.collected[_Summed].extend(sums)
+    if op.location.phase == FORWARD:
+        labels = audit.flow.labels(Logits, op.equation.invars[0])
+        audit.collected[_Summed] += [_Summed(x.op.equation) for x in labels if x.normalized]
 
 
 @UNFUSED_ATTENTION.on_operation("dot_general")
@@ -94,8 +94,8 @@ def _attention_logits(op: OpOccurrence, audit: Auditor) -> OpOccurrence | None:
         return None
     values = dot_of(op.equation)
     for index, var in enumerate(op.equation.invars[:2]):
-        for label in audit.flow.of(var):
-            if not isinstance(label, Logits) or not label.normalized:
+        for label in audit.flow.labels(Logits, var):
+            if not label.normalized:
                 continue
             logits = label.op.equation
             batches = dot_of(logits).batch[0]

@@ -81,9 +81,8 @@ def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
     if op.location.phase != BACKWARD:
         divisor = op.equation.invars[-1:] if op.name == "div" else op.equation.invars[:1]
         harm = f", and the {op.name} at {audit.findings.where(op)} is not finite for 0"
-        for label in audit.flow.of_all(divisor):
-            if isinstance(label, LostEpsilon):
-                label.fix = fix_before(op, [label.op], audit.findings, "float16") or label.fix
+        for label in audit.flow.labels(LostEpsilon, *divisor):
+            label.fix = fix_before(op, [label.op], audit.findings, "float16") or label.fix
         audit.report(LostEpsilon, divisor, harm)
 
 
@@ -128,7 +127,7 @@ def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
 @FLOAT16_RANGE.on_operation("reduce_sum")
 def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
     """Collects sums of squares, as for a norm."""
-    squares = [x for x in audit.flow.of_all(op.equation.invars) if isinstance(x, Square)]
+    squares = audit.flow.labels(Square, *op.equation.invars)
     if op.location.phase != BACKWARD:
         audit.collected[_Sum] += [_Sum(square, op) for square in squares]
 
@@ -287,7 +286,7 @@ def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
         audit.add(SCALED_GRADIENTS, event.op, event.message, event.fix)
     for (path, _), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         powers = _of_gradient(var, audit)
-        is_state = any(isinstance(label, From) for label in audit.flow.of(var))
+        is_state = bool(audit.flow.labels(From, var))
         is_norm = var.aval.size == 1 and not is_state and any(powers.get(n) for n in scales)
         maker = traced.maker_of(var) if is_norm and not events else None
         if maker is not None:

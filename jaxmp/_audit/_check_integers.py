@@ -35,8 +35,8 @@ ROUNDED_INPUT = Check(
 @ROUNDED_INPUT.on_operation(*PERIODIC)
 def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a periodic function of an argument that was rounded to 16 bits."""
-    labels = audit.flow.of(op.equation.invars[0]) if op.location.phase == FORWARD else ()
-    for label in (x for x in labels if isinstance(x, RoundedInput)):
+    operands = op.equation.invars[:1] if op.location.phase == FORWARD else ()
+    for label in audit.flow.labels(RoundedInput, *operands):
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
@@ -155,12 +155,11 @@ def label_index(op: OpOccurrence, audit: Auditor) -> RoundedIndex | None:
 @ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")
 def check_index(op: OpOccurrence, audit: Auditor) -> None:
     """Reports indices from 16 bits into an array that has more elements than they can number."""
-    labels = audit.flow.of_all(op.equation.invars[1:])
-    for label in labels if op.location.phase == FORWARD else ():
-        if isinstance(label, RoundedIndex):
-            limit = 2 ** (jnp.finfo(dtype_of(label.op.equation.invars[0])).nmant + 1)
-            if max(op.equation.invars[0].aval.shape, default=0) > limit:
-                label.report(f"; they are read at {audit.findings.where(op)}", audit.findings)
+    indices = op.equation.invars[1:] if op.location.phase == FORWARD else ()
+    for label in audit.flow.labels(RoundedIndex, *indices):
+        limit = 2 ** (jnp.finfo(dtype_of(label.op.equation.invars[0])).nmant + 1)
+        if max(op.equation.invars[0].aval.shape, default=0) > limit:
+            label.report(f"; they are read at {audit.findings.where(op)}", audit.findings)
 
 
 def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
@@ -185,7 +184,7 @@ def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
 
 def _integers(var: Atom, audit: Auditor) -> Integers | None:
     """Returns the bound of integers; None for other values and unknown bounds."""
-    labels = [label for label in audit.flow.of(var) if isinstance(label, Integers)]
+    labels = audit.flow.labels(Integers, var)
     dtype = np.dtype(dtype_of(var))
     if labels or dtype.kind not in "biu":
         return labels[0] if labels else None

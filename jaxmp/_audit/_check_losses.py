@@ -112,8 +112,7 @@ def label_logarithm(op: OpOccurrence, audit: Auditor) -> LogProbability | None:
 def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     """Labels log-probabilities that are rounded to 16 bits."""
     (operand,), (result,) = op.equation.invars, op.equation.outvars
-    labels = audit.flow.of(operand)
-    is_log = any(isinstance(label, LogProbability) for label in labels)
+    is_log = bool(audit.flow.labels(LogProbability, operand))
     if not is_log or dtype_of(operand) != FLOAT32 or not is_16bit(dtype_of(result)):
         return None
     dtype, where = dtype_of(result).name, audit.findings.where(op)
@@ -164,8 +163,7 @@ def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     """Labels 16-bit sigmoids and softmaxes."""
     if not is_16bit(dtype_of(op.equation.outvars[0])) or op.location.phase == BACKWARD:
         return None
-    labels = audit.flow.of(op.equation.invars[0])
-    is_softmax = any(isinstance(label, Logits) and label.normalized for label in labels)
+    is_softmax = any(x.normalized for x in audit.flow.labels(Logits, op.equation.invars[0]))
     name = "softmax" if is_softmax else op.name
     return Probability(op, name) if name in _PROBABILITIES else None
 
@@ -173,8 +171,8 @@ def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
 @LOG_OF_ROUNDED.on_operation("log", "log1p")
 def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the logarithm of a probability that was rounded to 16 bits."""
-    labels = audit.flow.of(op.equation.invars[0]) if op.location.phase == FORWARD else ()
-    for label in [x for x in labels if isinstance(x, Probability)][:1]:
+    operands = op.equation.invars[:1] if op.location.phase == FORWARD else ()
+    for label in audit.flow.labels(Probability, *operands)[:1]:
         dtype, where = dtype_of(label.op.equation.outvars[0]), audit.findings.where(label.op)
         name, code = _PROBABILITIES[label.name]
         message = f"the logarithm of a {name} that is rounded to {dtype.name} at {where}."
@@ -237,8 +235,7 @@ def check_difference(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a rounded result that is subtracted outside of the model that returned it."""
     lhs, rhs = op.equation.invars
     for var, other in ((lhs, rhs), (rhs, lhs)):
-        labels = [label for label in audit.flow.of(var) if isinstance(label, RoundedOutput)]
-        for label in labels if op.location.phase == FORWARD else ():
+        for label in audit.flow.labels(RoundedOutput, var) if op.location.phase == FORWARD else ():
             root = label.op.location.names[:1]
             is_inside = bool(root) and op.location.names[:1] == root
             is_constant = is_literal(other) or audit.known.value(other) is not None

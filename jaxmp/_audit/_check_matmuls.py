@@ -89,12 +89,11 @@ def report_matmul(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) 
     if not is_wide or op.location.phase != FORWARD or is_internal_matmul(op, matmul):
         return
     harm = f", and the matmul at {audit.findings.where(op)} ({op.name}) reads it"
-    for label in audit.flow.of_all(op.equation.invars[:2]):
-        if isinstance(label, Promotion):
-            label.report(harm, audit.findings, flops)
-            key = op.location.names, audit.findings.line_of(op)
-            fix = f"{label.fix}\nThis is the promotion at {audit.findings.where(label.op)}."
-            audit.promotion_fixes.setdefault(key, fix)
+    for label in audit.flow.labels(Promotion, *op.equation.invars[:2]):
+        label.report(harm, audit.findings, flops)
+        key = op.location.names, audit.findings.line_of(op)
+        fix = f"{label.fix}\nThis is the promotion at {audit.findings.where(label.op)}."
+        audit.promotion_fixes.setdefault(key, fix)
 
 
 @IMPLICIT_PROMOTION.on_program
@@ -121,7 +120,7 @@ def _label_promotion(
     source, target = dtype_of(operand).name, dtype_of(result).name
     here = op._replace(equation=reader)
     message = f"{source} {_symbol(reader)} {target} is computed in {target}"
-    earlier = [label for label in audit.flow.of_all(others) if isinstance(label, Promotion)]
+    earlier = audit.flow.labels(Promotion, *others)
     if earlier:
         harm = f", and the result promotes another {source} array at {audit.findings.where(here)}"
         # Parts of one expression, such as `mean + noise * std`, are one promotion.
@@ -479,7 +478,7 @@ class Rows(Fact):
 def label_rows(op: OpOccurrence, audit: Auditor) -> Rows | None:
     """Labels rows of an FP32 argument."""
     table = op.equation.invars[0]
-    is_argument = any(isinstance(label, From) for label in audit.flow.of(table))
+    is_argument = bool(audit.flow.labels(From, table))
     is_lookup = dtype_of(table) == FLOAT32 and is_argument and op.location.differentiated
     return Rows(op) if is_lookup and op.location.phase == FORWARD else None
 
@@ -491,9 +490,7 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
     dtype = dtype_of(result)
     if not is_16bit(dtype):
         return
-    for label in audit.flow.of(operand):
-        if not isinstance(label, Rows):
-            continue
+    for label in audit.flow.labels(Rows, operand):
         table = label.op.equation.invars[0].aval
         # The lookup reads and writes FP32 or 16 bits; the cast reads FP32 and writes 16 bits.
         after = 14 * math.prod(result.aval.shape)

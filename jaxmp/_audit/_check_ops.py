@@ -292,7 +292,7 @@ def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     (result,) = op.equation.outvars
     if not _is_after_gradient(op):
         return
-    if any(isinstance(label, Terms) and label.number > 2 for label in audit.flow.of(result)):
+    if any(label.number > 2 for label in audit.flow.labels(Terms, result)):
         message = f"gradients of several microbatches are summed in {dtype_of(result).name}."
         fix = fix_operation(op, audit.findings) or FIX_ACCUMULATOR
         audit.add(ACCUMULATOR_16BIT, op, message, fix)
@@ -441,8 +441,7 @@ def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Forw
         message = f"{op.name} in float16: results above 65504 overflow"
         return _report_forward_use(ForwardUse(op, message, "", WARNING), audit)
     # An argument that is rounded before its sine is a finding of its own.
-    labels = audit.flow.of(op.equation.invars[0])
-    is_rounded = op.name in PERIODIC and any(isinstance(x, RoundedInput) for x in labels)
+    is_rounded = op.name in PERIODIC and audit.flow.labels(RoundedInput, op.equation.invars[0])
     if _role_of_exponential(op) or is_rounded:
         return None
     if op.caller in _BOUNDED or _is_bounded(op.equation, op.body):

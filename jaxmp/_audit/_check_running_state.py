@@ -159,8 +159,8 @@ def label_copy(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the cast of an updated FP32 argument to 16 bits."""
     (operand,), (result,) = op.equation.invars, op.equation.outvars
     if dtype_of(operand) == FLOAT32 and is_16bit(dtype_of(result)):
-        for label in audit.flow.of(operand):
-            if isinstance(label, Update) and label.has_gradient and operand.aval.size > 1:
+        for label in audit.flow.labels(Update, operand):
+            if label.has_gradient and operand.aval.size > 1:
                 audit.flow.mark(result, Copy(label.number, op))
 
 

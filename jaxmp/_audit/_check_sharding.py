@@ -64,9 +64,8 @@ def label_reductions(op: OpOccurrence, audit: Auditor) -> None:
 def label_activations(op: OpOccurrence, audit: Auditor) -> None:
     """Records that a matmul of the backward pass reads a sum, which is then an activation."""
     if op.location.phase == BACKWARD:
-        for label in audit.flow.of_all(op.equation.invars[:2]):
-            if isinstance(label, Reduction16Bit):
-                label.is_activation = True
+        for label in audit.flow.labels(Reduction16Bit, *op.equation.invars[:2]):
+            label.is_activation = True
 
 
 @ALL_REDUCE_16BIT.on_program
@@ -112,8 +111,8 @@ class Constraint(NamedTuple):
 
 
 def constraint_of(op: OpOccurrence, audit: Auditor) -> Constraint:
-    labels = audit.flow.of(op.equation.invars[0])
-    return Constraint(op, tuple(label.number for label in labels if isinstance(label, From)))
+    labels = audit.flow.labels(From, op.equation.invars[0])
+    return Constraint(op, tuple(label.number for label in labels))
 
 
 def gather_of(row: CollectiveRow, audit: Auditor) -> Constraint | None:
@@ -391,8 +390,7 @@ def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
     loop = loop_of(op.equation)
     assert loop is not None
     body = loop.body
-    labels = audit.flow.of_all(body.outvars)
-    if any(isinstance(label, Update) for label in labels):
+    if audit.flow.labels(Update, *body.outvars):
         return
     stacks = (str(equation.source_info.name_stack) for equation in equations(body))
     if any(phase_of(stack) == BACKWARD for stack in stacks):

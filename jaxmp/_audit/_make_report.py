@@ -48,7 +48,7 @@ def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
     if not suspects and not auditor.after_gradient:
         return pending
     is_updated = [
-        any(isinstance(x, Update) and x.has_gradient for x in auditor.flow.of(var))
+        any(x.has_gradient for x in auditor.flow.labels(Update, var))
         for var in traced.jaxpr.outvars
     ]
     search = _Sources()

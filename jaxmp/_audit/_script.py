@@ -314,9 +314,9 @@ def updates_state(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
         auditor.flow.mark(var, From(number, PLUS))
     auditor.run(Scope(body))
     return any(
-        isinstance(label, Update) and _is_same(body.invars[label.number].aval, var.aval)
+        _is_same(body.invars[label.number].aval, var.aval)
         for var in body.outvars
-        for label in auditor.flow.of(var)
+        for label in auditor.flow.labels(Update, var)
     )
 
 
