@@ -142,13 +142,13 @@ def _optimizer_state_finding(
     file, line = step.audit.findings.line_of(updates[0].op) if updates else ("", 0)
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
-    others = [n for n in numbers if not _FIRST_MOMENT.search(step.locations[n])]
-    is_first, example = dtype == "bfloat16" and not others, step.locations[(others or numbers)[0]]
+    places = [step.locations[n] for n in numbers]
+    is_first = dtype == "bfloat16" and all(map(_FIRST_MOMENT.search, places))
     if is_first:
-        message = f"{len(numbers)} first moments are bfloat16, such as {example}."
+        message = f"{len(numbers)} first moments are bfloat16, such as {places[0]}."
     else:
         message = (
-            f"{len(numbers)} arrays are {dtype}, such as {example}: small updates are rounded away,"
+            f"{len(numbers)} arrays are {dtype}, such as {places[0]}: small updates are rounded away,"
             " and second moments underflow."
         )
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
