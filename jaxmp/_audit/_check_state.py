@@ -148,8 +148,8 @@ def _optimizer_state_finding(
         message = f"{len(numbers)} first moments are bfloat16, such as {places[0]}."
     else:
         message = (
-            f"{len(numbers)} arrays are {dtype}, such as {places[0]}: small updates are rounded away,"
-            " and second moments underflow."
+            f"{len(places)} arrays are {dtype}, such as {places[0]}: small updates are rounded"
+            " away, and second moments underflow."
         )
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
     fix = _FIX_INIT if step.trains_fp32 else _FIX_OPTAX_STATE
