@@ -975,8 +975,8 @@ MUTATIONS = [
     Mutation(
         "a fix casts the narrow operand",
         "jaxmp/_audit/_expressions.py",
-        "sides[index] = change(sides[index])",
-        "sides[1 - index] = change(sides[1 - index])",
+        "sides[index] = changed(sides[index])",
+        "sides[1 - index] = changed(sides[1 - index])",
         ("test_audit_fixes.py::test_the_fix_of_two_dtypes_casts_the_wide_operand",),
     ),
     Mutation(

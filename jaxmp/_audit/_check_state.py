@@ -138,8 +138,7 @@ def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 def _optimizer_state_finding(
     dtype: str, numbers: list[int], is_average: bool, step: _Step, traced: Traced
 ) -> Finding:
-    updates = step.updates.get(numbers[0])
-    file, line = step.audit.findings.line_of(updates[0].op) if updates else ("", 0)
+    file, line = traced.first_use(numbers[0])
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
     places = [step.locations[n] for n in numbers]
