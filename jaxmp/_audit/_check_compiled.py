@@ -16,7 +16,7 @@ from jaxmp._core._jaxprs import FORWARD, QUANTIZE
 from jaxmp._core._locations import Location
 from jaxmp._core._matmuls import Matmul
 from jaxmp._core._programs._operations import dot_of, name_of
-from jaxmp.fp8._eligible import explain_exclusion
+from jaxmp.fp8._explain import explain_exclusion
 from jaxmp.fp8._scaling import CurrentScaling
 
 FP32_GEMM = Check(
