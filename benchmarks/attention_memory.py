@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._compile import GPUS
 from result_file import write_result
 
 WAYS = ("auto", "blockwise", "xla")

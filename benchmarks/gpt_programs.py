@@ -32,8 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import jax
 
 import gpt
-from jaxmp._audit._compile import compile_for
-from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._compile import GPUS, compile_for
 from jaxmp._audit._hlo_stats import read_program
 from jaxmp._audit._trace import trace
 from jaxmp._core import _compat

@@ -29,7 +29,7 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from jaxmp import losses
-from jaxmp._audit._gpus import GPUS, describe
+from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core import _compat
 from result_file import write_result
 

@@ -279,6 +279,7 @@ MODELS = (
             ("jraphx/nn/conv/gcn_conv.py", ""),
             ("jraphx/utils/scatter.py", ""),
             ("jraphx/utils/scatter_softmax.py", ""),
+            ("jraph/_src/utils.py", "return jax.ops.segment_sum("),
         ),
         "The package's own layers compute in the dtype of their input",
         "The degree of a node with more than 256 edges is wrong, and statistics have 8 bits.",

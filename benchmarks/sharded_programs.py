@@ -57,7 +57,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._audit._compile import _WITHOUT_GPU as WITHOUT_GPU
-from jaxmp._audit._gpus import GPUS, describe
+from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core._compat import described_gpus
 
 FRAMEWORKS = ("Linen", "NNX")

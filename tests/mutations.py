@@ -250,7 +250,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the audit reports a result from which its own mean is subtracted",
-        "jaxmp/_audit/_check_outputs.py",
+        "jaxmp/_audit/_check_losses.py",
         " or _depends(other, label, op, audit)",
         "",
         ("test_fp32_outputs.py::test_differences_of_one_result_are_not_reported",),
@@ -880,7 +880,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the audit takes an evaluation after the update for the optimizer",
-        "jaxmp/_audit/_optimizer.py",
+        "jaxmp/_audit/_make_report.py",
         "if not sources.isdisjoint(f.after_gradient)",
         "if f.after_gradient",
         (
@@ -890,7 +890,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the audit takes the gates of a recurrent layer for a decayed sum",
-        "jaxmp/_audit/_check_recurrences.py",
+        "jaxmp/_audit/_check_running_state.py",
         "    if not all(rows):\n        return False\n",
         "    rows = [row or _Linear() for row in rows]\n",
         ("test_audit_plants.py::test_linear_recurrences",),
@@ -911,7 +911,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the audit ignores the loss scale in a division of gradients",
-        "jaxmp/_audit/_scale_powers.py",
+        "jaxmp/_audit/_dataflow.py",
         "return known[0] - known[1]",
         "return known[0]",
         ("test_audit_plants.py::test_gradients_and_their_scale",),
@@ -961,8 +961,8 @@ MUTATIONS = [
     Mutation(
         "a fix casts the narrow operand",
         "jaxmp/_audit/_expressions.py",
-        "sides[index] = change(sides[index])",
-        "sides[1 - index] = change(sides[1 - index])",
+        "sides[index] = changed(sides[index])",
+        "sides[1 - index] = changed(sides[1 - index])",
         ("test_audit_fixes.py::test_the_fix_of_two_dtypes_casts_the_wide_operand",),
     ),
     Mutation(
@@ -981,7 +981,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the fix of a gather does not split the copy",
-        "jaxmp/_audit/_constraints.py",
+        "jaxmp/_audit/_check_sharding.py",
         "PartitionSpec({spec})",
         "PartitionSpec()",
         ("test_audit_sharding.py::test_the_fix_of_a_gather_is_the_constraint_of_the_program",),
@@ -1005,7 +1005,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the audit ignores full_precision",
-        "jaxmp/_audit/_context.py",
+        "jaxmp/_audit/_auditor.py",
         "        if FULL_PRECISION in names:\n            return frozenset({FLOAT32})\n",
         "",
         ("test_audit.py::test_full_precision_is_allowed",),

@@ -23,7 +23,7 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import audit, cli
 from jaxmp._audit import _compile
-from jaxmp._audit._gpus import GPUS
+from jaxmp._audit._compile import GPUS
 from jaxmp._audit._trace import trace
 from jaxmp._targets import get_target
 from relaxed import relaxed

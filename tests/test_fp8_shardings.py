@@ -14,7 +14,7 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
-from jaxmp._audit._gpus import GPUS, describe
+from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core import _compat
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._jaxprs import equations

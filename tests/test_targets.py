@@ -18,8 +18,7 @@ from jax.sharding import SingleDeviceSharding
 import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
-from jaxmp._audit._compile import _WITHOUT_GPU, compile_for
-from jaxmp._audit._gpus import GPUS, describe
+from jaxmp._audit._compile import _WITHOUT_GPU, GPUS, compile_for, describe
 from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._capability import BFLOAT16_MATMULS, FP8_MATMULS, TF32_MATMULS

@@ -17,36 +17,25 @@ from jaxmp._recipe_files._load import RecipeLike
 
 # The order of these imports is that of the checks in reports and in the documentation.
 # isort: off
-from jaxmp._audit import _check_promotions as _check_promotions
 from jaxmp._audit import _check_matmuls as _check_matmuls
 from jaxmp._audit import _check_ops as _check_ops
-from jaxmp._audit import _check_recurrences as _check_recurrences
 from jaxmp._audit import _check_float16 as _check_float16
 from jaxmp._audit import _check_integers as _check_integers
-from jaxmp._audit import _check_inputs as _check_inputs
-from jaxmp._audit import _check_outputs as _check_outputs
-from jaxmp._audit import _check_attention as _check_attention
-from jaxmp._audit import _check_masks as _check_masks
-from jaxmp._audit import _check_state as _check_state
 from jaxmp._audit import _check_losses as _check_losses
-from jaxmp._audit import _check_gathers as _check_gathers
+from jaxmp._audit import _check_attention as _check_attention
+from jaxmp._audit import _check_state as _check_state
 from jaxmp._audit import _check_running_state as _check_running_state
-from jaxmp._audit import _check_loss_scale as _check_loss_scale
-from jaxmp._audit import _check_collectives as _check_collectives
-from jaxmp._audit import _check_hlo as _check_hlo
+from jaxmp._audit import _check_compiled as _check_compiled
 from jaxmp._audit import _check_sharding as _check_sharding
-from jaxmp._audit import _check_fp8 as _check_fp8
 from jaxmp._audit import _check_rules as _check_rules
 
 # isort: on
-from jaxmp._audit._auditor import Auditor
+from jaxmp._audit._auditor import Auditor, PolicyContext
 from jaxmp._audit._check_state import label_arguments
 from jaxmp._audit._checks import CHECKS as CHECKS
 from jaxmp._audit._compile import compile_for
-from jaxmp._audit._context import PolicyContext
 from jaxmp._audit._make_report import make_report
 from jaxmp._audit._program import is_attention
-from jaxmp._audit._report import AuditDiff as AuditDiff
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._rows import Finding as Finding
 from jaxmp._audit._trace import Traced, trace

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT
-from jaxmp._audit._context import PolicyContext
+from jaxmp._audit._checks import ON_16_BITS, ON_MATMUL, ON_OPERATION, ON_RESULT, PendingFindings
 from jaxmp._audit._dataflow import GRADIENT
 from jaxmp._audit._labels import ConditionalFinding, Flow, Logits, WasFp8
-from jaxmp._audit._pending import PendingFindings
 from jaxmp._audit._program import FLOATS, OpOccurrence, dtype_of, half_of, named
-from jaxmp._core._dtypes import FLOAT16, is_fp8
+from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_fp8
 from jaxmp._core._jaxprs import (
     BACKWARD,
     FORWARD,
@@ -23,12 +21,12 @@ from jaxmp._core._jaxprs import (
     equations,
     inners,
     is_literal,
+    module_paths_of,
     sub_jaxprs,
 )
-from jaxmp._core._locations import Location, Locations, root_of
+from jaxmp._core._locations import FULL_PRECISION, Location, Locations, root_of
 from jaxmp._core._matmuls import (
     MATMULS,
-    MULTIPLES,
     WIDENED_MATMUL,
     Matmul,
     count_flops,
@@ -39,6 +37,85 @@ from jaxmp._core._matmuls import (
 from jaxmp._core._programs._analysis import Body, visit
 from jaxmp._core._programs._constructs import CONSTRUCTS, OPAQUE, OPAQUE_CALLS
 from jaxmp._core._static_values import Scope
+from jaxmp._policies._op_table import OpTable
+from jaxmp._policies._resolve import ResolvedPolicy, resolve_first
+from jaxmp._recipe_files._load import RecipeData
+
+
+class PolicyContext:
+    """Policies that a program is checked against, and the dtypes that they allow."""
+
+    def __init__(
+        self, recipe: RecipeData | None, target: str = "cpu", text: str = "'bf16'"
+    ) -> None:
+        self.recipe = recipe
+        self.policies = None if recipe is None else recipe.policies
+        self.ops = OpTable() if recipe is None else recipe.ops
+        # Type of device that the program is traced for.
+        self.target = target
+        # The policies in the user's code: "'bf16'", "recipe" or "policies".
+        self.text = text
+        self._allowed: dict[Path, frozenset[Any]] = {}
+
+    def allowed_dtypes(self, location: Location) -> frozenset[Any]:
+        """Returns the dtypes in which matmuls at a location may compute; empty without policies.
+
+        A program contains no module types. The dtype of a rule by type is allowed wherever a later
+        rule or the default policy applies by path.
+        """
+        allowed = self._allowed.get(location.names)
+        if allowed is None:
+            allowed = self._allowed[location.names] = self._search(location.names)
+        return allowed
+
+    def _search(self, names: Path) -> frozenset[Any]:
+        if self.policies is None:
+            return frozenset()
+        if FULL_PRECISION in names:
+            return frozenset({FLOAT32})
+        resolved = self.resolve(names)
+        dtypes = {resolved.policy.compute_dtype}
+        for other in self.policies.rules:
+            if other is resolved.rule:
+                break
+            if other.module_type is not None and other.compute_dtype is not None:
+                dtypes.add(other.compute_dtype)
+        return frozenset(dtypes)
+
+    @property
+    def wrap_code(self) -> str:
+        """Returns code that applies the policies to a model."""
+        if self.text == "policies":
+            return "model = jaxmp.load_recipe(policies).wrap(model)"
+        recipe = self.text if self.text == "recipe" else f"jaxmp.load_recipe({self.text})"
+        return f"model = {recipe}.wrap(model)"
+
+    @property
+    def autocast_code(self) -> str:
+        """Returns code that applies the policies to a function."""
+        return f"fn = jaxmp.autocast(fn, {self.text})"
+
+    @property
+    def loss_code(self) -> str:
+        """Returns code that applies the policies to a loss function."""
+        return f"loss_fn = jaxmp.autocast(loss_fn, {self.text})"
+
+    @property
+    def requires_fp32_reductions(self) -> bool:
+        """True if the recipe requires sums of gradients over devices in FP32."""
+        return self.recipe is not None and self.recipe.reduce_dtype == "float32"
+
+    def requires_fp8(self, location: Location) -> bool:
+        """Returns True if the policies require FP8 matmuls in linear layers at a location."""
+        if self.policies is None or FULL_PRECISION in location.names:
+            return False
+        return self.resolve(location.names).scaling is not None
+
+    def resolve(self, names: Path) -> ResolvedPolicy:
+        """Resolves the policy of name scopes."""
+        assert self.policies is not None
+        return resolve_first(self.policies, module_paths_of(names))
+
 
 _KERNELS = named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
@@ -70,8 +147,6 @@ class Auditor:
         self.casts: _Counts = {}
         # (scopes, pass, line) of a matmul -> the FP8 dtype that an operand has or had.
         self.fp8: dict[tuple[Path, str, tuple[str, int]], str] = {}
-        # Multiple -> FLOPs of the matmuls whose sizes are multiples of it.
-        self.aligned: Counter[int] = Counter()
         # Parts of the program that are not counted, and why.
         self.notes: dict[str, None] = {}
         # Values that checks collect during the walk, by type.
@@ -97,8 +172,7 @@ class Auditor:
           variables: the values.
           harm: the consequence, as a part of a sentence.
         """
-        labels = [label for label in self.flow.of_all(variables) if isinstance(label, cls)]
-        for label in sorted(labels, key=lambda label: label.number):
+        for label in sorted(self.flow.labels(cls, *variables), key=lambda label: label.number):
             label.report(harm, self.findings)
 
     def _is_after_gradient(self, op: OpOccurrence) -> bool:
@@ -220,8 +294,8 @@ class Auditor:
 
     def _record_fp8(self, op: OpOccurrence, matmul: Matmul) -> None:
         names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if is_fp8(dtype)]
-        labels = self.flow.of_all(op.equation.invars[:2])
-        names += sorted(label.name for label in labels if isinstance(label, WasFp8))
+        labels = self.flow.labels(WasFp8, *op.equation.invars[:2])
+        names += sorted(label.name for label in labels)
         if names:
             key = op.location.names, op.location.phase, self.findings.line_of(op)
             self.fp8[key] = names[0]
@@ -233,9 +307,6 @@ class Auditor:
         row = self.matmuls.setdefault(key, [0, 0])
         row[0] += flops
         row[1] += 1
-        for multiple in MULTIPLES:
-            if all(size % multiple == 0 for size in matmul.widths.values()):
-                self.aligned[multiple] += flops
         return flops
 
     def _count_kernel(self, op: OpOccurrence) -> None:

@@ -1,4 +1,4 @@
-"""Checks of integers: counts and positions in 16 bits, sums of int8 in int8, and sorted keys."""
+"""Checks of integers and arguments that are rounded to 16 bits, of sorted keys and of int8 sums."""
 
 from __future__ import annotations
 
@@ -10,31 +10,73 @@ import numpy as np
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import counts_largest
-from jaxmp._audit._checks import ERROR, Check
-from jaxmp._audit._expressions import expression_of, fix_origins, in_fp32, with_accumulator
-from jaxmp._audit._labels import ConditionalFinding, Fact
-from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
+from jaxmp._audit._checks import Check
+from jaxmp._audit._expressions import (
+    expression_of,
+    fix_operation,
+    fix_origins,
+    in_fp32,
+    with_accumulator,
+)
+from jaxmp._audit._labels import ConditionalFinding, Fact, RoundedInput
+from jaxmp._audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom, module_paths_of
 from jaxmp._core._programs._operations import axes_of, count_of_keys, iota_length
+
+ROUNDED_INPUT = Check(
+    id="rounded_input",
+    explanation="An FP32 argument is rounded to 16 bits before its sine or cosine is computed: a"
+    " time step of 257 becomes 256 in bfloat16.",
+    fix="jaxmp.Rule('', keep_inputs=['t'])",
+)
+
+
+@ROUNDED_INPUT.on_operation(*PERIODIC)
+def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a periodic function of an argument that was rounded to 16 bits."""
+    operands = op.equation.invars[:1] if op.location.phase == FORWARD else ()
+    for label in audit.flow.labels(RoundedInput, *operands):
+        source, dtype = label.input, label.dtype
+        example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
+        message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
+        fix = _keep_input(source.name, dtype, op) or fix_operation(op, audit.findings, dtype)
+        audit.add(ROUNDED_INPUT, op, message, fix)
+
+
+def _keep_input(name: str, dtype: str, op: OpOccurrence) -> str:
+    """Returns the rules that keep an argument in FP32 where a module computes its sine.
+
+    Returns:
+      "" outside of modules, where no policy casts the argument.
+    """
+    if not op.location.names:
+        return ""
+    path = module_paths_of(op.location.names)[0]
+    parts = []
+    if name != "NAME":
+        keep = f"    Rule('', keep_inputs=[{name!r}])"
+        parts.append(f"Keep the argument by a rule with its name in the model's __call__:\n{keep}")
+    if path:
+        start = "Also compute" if parts else "Compute"
+        parts.append(f"{start} this module in FP32:\n    Rule({path!r}, 'c=f32,o={dtype}')")
+    return "\n".join(parts)
+
 
 ROUNDED_INTEGER = Check(
     id="rounded_integer",
-    severity=ERROR,
     explanation="Counts, positions, steps or indices are rounded to 16 bits or computed in them,"
     " where the integers beyond 256 (bfloat16) or 2048 (float16) are not distinct.",
     fix="positions = jnp.arange(length, dtype=jnp.float32)",
 )
 SORT_16BIT = Check(
     id="sort_16bit",
-    severity=ERROR,
     explanation="FP32 keys are rounded to 16 bits and then sorted, so that different keys compare"
     " as equal.",
     fix="order = jnp.argsort(x)",
 )
 INT_OVERFLOW = Check(
     id="int_overflow",
-    severity=ERROR,
     explanation="A matmul of 8-bit or 16-bit integers sums in the same dtype, which wraps around.",
     fix="jnp.matmul(x, w, preferred_element_type=jnp.int32)",
 )
@@ -113,12 +155,11 @@ def label_index(op: OpOccurrence, audit: Auditor) -> RoundedIndex | None:
 @ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")
 def check_index(op: OpOccurrence, audit: Auditor) -> None:
     """Reports indices from 16 bits into an array that has more elements than they can number."""
-    labels = audit.flow.of_all(op.equation.invars[1:])
-    for label in labels if op.location.phase == FORWARD else ():
-        if isinstance(label, RoundedIndex):
-            limit = 2 ** (jnp.finfo(dtype_of(label.op.equation.invars[0])).nmant + 1)
-            if max(op.equation.invars[0].aval.shape, default=0) > limit:
-                label.report(f"; they are read at {audit.findings.where(op)}", audit.findings)
+    indices = op.equation.invars[1:] if op.location.phase == FORWARD else ()
+    for label in audit.flow.labels(RoundedIndex, *indices):
+        limit = 2 ** (jnp.finfo(dtype_of(label.op.equation.invars[0])).nmant + 1)
+        if max(op.equation.invars[0].aval.shape, default=0) > limit:
+            label.report(f"; they are read at {audit.findings.where(op)}", audit.findings)
 
 
 def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
@@ -143,7 +184,7 @@ def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
 
 def _integers(var: Atom, audit: Auditor) -> Integers | None:
     """Returns the bound of integers; None for other values and unknown bounds."""
-    labels = [label for label in audit.flow.of(var) if isinstance(label, Integers)]
+    labels = audit.flow.labels(Integers, var)
     dtype = np.dtype(dtype_of(var))
     if labels or dtype.kind not in "biu":
         return labels[0] if labels else None
@@ -162,7 +203,9 @@ def _integers(var: Atom, audit: Auditor) -> Integers | None:
 def label_keys(op: OpOccurrence, audit: Auditor) -> RoundedKeys | None:
     """Labels FP32 values that are rounded to 16 bits, unless they were 16 bits before."""
     (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
-    if op.location.phase != FORWARD or dtype_of(operand) != FLOAT32 or not is_16bit(dtype):
+    # `jnp.quantile` and `jnp.median` write a scalar NaN into their 16-bit keys.
+    is_array = dtype_of(operand) == FLOAT32 and operand.aval.size > 1
+    if op.location.phase != FORWARD or not is_array or not is_16bit(dtype):
         return None
     maker = op.body.maker_through(operand, LAYOUT - {"convert_element_type"})
     if (

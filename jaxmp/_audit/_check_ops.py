@@ -9,7 +9,6 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._check_inputs import is_rounded
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT, Terms
 from jaxmp._audit._expressions import (
@@ -20,9 +19,10 @@ from jaxmp._audit._expressions import (
     statistics_of,
     with_fp32_summand,
 )
-from jaxmp._audit._labels import REDUCES, ConditionalFinding
+from jaxmp._audit._labels import REDUCES, ConditionalFinding, RoundedInput
 from jaxmp._audit._program import (
     LAYOUT,
+    PERIODIC,
     OpOccurrence,
     dtype_of,
     half_of,
@@ -51,14 +51,12 @@ from jaxmp._core._programs._operations import axes_of, loop_of, name_of, window_
 
 SOFTMAX_16BIT = Check(
     id="softmax_16bit",
-    severity=ERROR,
     explanation="A softmax is computed in 16 bits.",
     fix="jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)",
     includes_optimizer=True,
 )
 LOSS_16BIT = Check(
     id="loss_16bit",
-    severity=ERROR,
     explanation="A log-softmax, a log-sum-exp, the differences of an L1 loss or a scalar result of"
     " the program are computed in 16 bits.",
     fix="logits = logits.astype(jnp.float32)",
@@ -66,14 +64,12 @@ LOSS_16BIT = Check(
 )
 NORM_16BIT = Check(
     id="norm_16bit",
-    severity=ERROR,
     explanation="The statistics of a normalization are computed in 16 bits.",
     fix="x = x.astype(jnp.float32)",
     includes_optimizer=True,
 )
 REDUCTION_16BIT = Check(
     id="reduction_16bit",
-    severity=ERROR,
     explanation="A sum, a product or a cumulative sum accumulates in 16 bits; the message estimates"
     " its error. A warning for pooling and for the sums of a backward pass, which JAX makes for"
     " values that were broadcast or gathered, if the estimate is at least 5 %.",
@@ -82,7 +78,6 @@ REDUCTION_16BIT = Check(
 )
 EXP_16BIT = Check(
     id="exp_16bit",
-    severity=ERROR,
     explanation="An exponential, logarithm, power or trigonometric function of the forward pass is"
     " computed in 16 bits. A warning for squares and other integer powers in float16, which"
     " overflow.",
@@ -90,7 +85,6 @@ EXP_16BIT = Check(
 )
 ACCUMULATOR_16BIT = Check(
     id="accumulator_16bit",
-    severity=ERROR,
     explanation="Gradients are accumulated in 16 bits over microbatches or steps, parameters are"
     " averaged, or other state is updated in 16 bits: counters, metrics, running statistics and"
     " decayed sums of loops.",
@@ -298,7 +292,7 @@ def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     (result,) = op.equation.outvars
     if not _is_after_gradient(op):
         return
-    if any(isinstance(label, Terms) and label.number > 2 for label in audit.flow.of(result)):
+    if any(label.number > 2 for label in audit.flow.labels(Terms, result)):
         message = f"gradients of several microbatches are summed in {dtype_of(result).name}."
         fix = fix_operation(op, audit.findings) or FIX_ACCUMULATOR
         audit.add(ACCUMULATOR_16BIT, op, message, fix)
@@ -446,7 +440,9 @@ def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Forw
             return None
         message = f"{op.name} in float16: results above 65504 overflow"
         return _report_forward_use(ForwardUse(op, message, "", WARNING), audit)
-    if _role_of_exponential(op) or is_rounded(op, audit):
+    # An argument that is rounded before its sine is a finding of its own.
+    is_rounded = op.name in PERIODIC and audit.flow.labels(RoundedInput, op.equation.invars[0])
+    if _role_of_exponential(op) or is_rounded:
         return None
     if op.caller in _BOUNDED or _is_bounded(op.equation, op.body):
         return None

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._checks import ERROR, Check
+from jaxmp._audit._checks import Check
 from jaxmp._audit._rows import Finding, ModuleRow, RuleRow
 from jaxmp._audit._trace import Traced
 from jaxmp._core._locations import FULL_PRECISION, module_of
@@ -14,7 +14,6 @@ from jaxmp._policies._rules import Rule, rule_text
 
 UNUSED_RULE = Check(
     id="unused_rule",
-    severity=ERROR,
     explanation="A required rule decides for no module of the program.",
     fix="jaxmp.Rule('decoder/**', 'c=f32', required=False)",
 )

@@ -1,4 +1,4 @@
-"""Checks of the collectives of a program compiled for several GPUs."""
+"""Checks of what several devices send: sums in 16 bits, gathers and their sharding constraints."""
 
 from __future__ import annotations
 
@@ -6,25 +6,167 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import jax
+from jax.sharding import PartitionSpec
+
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._check_collectives import ALL_REDUCE_16BIT, sum_note
-from jaxmp._audit._check_hlo import CompiledProgram, finding, requires_16_bits
+from jaxmp._audit._check_compiled import CompiledProgram, finding, requires_16_bits
 from jaxmp._audit._checks import ERROR, WARNING, Check
-from jaxmp._audit._constraints import Constraint, constraint_of, fix_of_gather, gather_of
-from jaxmp._audit._dataflow import Update
-from jaxmp._audit._gpu_rows import CollectiveRow
-from jaxmp._audit._hlo_collectives import ACTIVATION, GRADIENT, UPDATE, WEIGHT
-from jaxmp._audit._program import OpOccurrence
-from jaxmp._audit._rows import Finding
+from jaxmp._audit._dataflow import GRADIENT, From, Update
+from jaxmp._audit._expressions import expression_of, fix_origins, with_split_copy
+from jaxmp._audit._hlo_collectives import ACTIVATION, UPDATE, WEIGHT, WEIGHT_GRADIENT, axis_names
+from jaxmp._audit._labels import Reduction16Bit
+from jaxmp._audit._program import OpOccurrence, dtype_of, half_of
+from jaxmp._audit._rows import CollectiveRow, Finding
 from jaxmp._audit._trace import Traced
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, equations, phase_of
-from jaxmp._core._programs._operations import loop_of
+from jaxmp._core._locations import module_of
+from jaxmp._core._matmuls import MATMULS
+from jaxmp._core._programs._operations import is_in_mesh, loop_of, mesh_axes_of, sharding_of_result
 from jaxmp._fp32_gradients import with_fp32_gradients
 from jaxmp._report._units import bytes_text
 
+ALL_REDUCE_16BIT = Check(
+    id="all_reduce_16bit",
+    explanation="Gradients of parameters are summed over devices in 16 bits where the recipe"
+    " requires FP32. A warning without policies.",
+    fix="grads = jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), 'data')",
+    needs_target="under `jit` with shardings; not for `shard_map` and `pmap`",
+    includes_optimizer=True,
+)
+
+# The gradient of a gather in 16 bits is a sum over devices in 16 bits.
+_FIX_GATHER_VJP = """\
+Gather in 16 bits, and sum the gradient in FP32:
+    @jax.custom_vjp
+    def gather(w):
+        return jax.lax.all_gather(w.astype(jnp.{dtype}), {name}, tiled=True)
+
+    def gather_bwd(_, g):
+        g = g.astype(jnp.float32)
+        return (jax.lax.psum_scatter(g, {name}, tiled=True),)
+
+    gather.defvjp(lambda w: (gather(w), None), gather_bwd)"""
+
+
+@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "reduce_scatter")
+def label_reductions(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels a sum over devices in 16 bits."""
+    for operand, result in zip(op.equation.invars, op.equation.outvars, strict=True):
+        if is_16bit(dtype_of(operand)) and operand.aval.size > 1:
+            label = Reduction16Bit(op, GRADIENT in audit.flow.of(operand))
+            audit.collected[Reduction16Bit].append(label)
+            audit.flow.mark(result, label)
+
+
+@ALL_REDUCE_16BIT.on_operation(*MATMULS)
+def label_activations(op: OpOccurrence, audit: Auditor) -> None:
+    """Records that a matmul of the backward pass reads a sum, which is then an activation."""
+    if op.location.phase == BACKWARD:
+        for label in audit.flow.labels(Reduction16Bit, *op.equation.invars[:2]):
+            label.is_activation = True
+
+
+@ALL_REDUCE_16BIT.on_program
+def report_reductions(audit: Auditor, traced: Traced) -> None:
+    """Reports the sums over devices, after the walk."""
+    audit.collected[Traced].append(traced)
+    for reduction in audit.collected[Reduction16Bit]:
+        _report_reduction(reduction, audit)
+
+
+def sum_note(dtype: str) -> str:
+    """Returns the note about sums that require no change: a few terms, rounded as activations."""
+    return f"activations are summed over devices in {dtype}, as in tensor parallelism"
+
+
+def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
+    op = reduction.op
+    dtype = dtype_of(op.equation.invars[0]).name
+    names = mesh_axes_of(op.equation)
+    name = repr(names[0]) if len(names) == 1 else repr(names)
+    if not reduction.is_gradient or reduction.is_activation:
+        audit.notes[sum_note(dtype)] = None
+        return
+    message = f"gradients are summed over devices in {dtype} ({op.name})."
+    fix = fix_origins(op, audit.findings)
+    fix = fix or f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
+    if op.name == "reduce_scatter" and op.location.phase == BACKWARD:
+        fix = _FIX_GATHER_VJP.format(name=name, dtype=dtype)
+    elif op.location.phase == BACKWARD:
+        fix = (
+            "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
+            f"    params = jax.lax.pcast(params, {name}, to='varying')"
+        )
+    severity = ERROR if audit.context.requires_fp32_reductions else WARNING
+    audit.add(ALL_REDUCE_16BIT, op, message, fix, severity=severity)
+
+
+class Constraint(NamedTuple):
+    """Sharding constraint of the forward pass, and the arguments of which it has elements."""
+
+    op: OpOccurrence
+    arguments: tuple[int, ...]
+
+
+def constraint_of(op: OpOccurrence, audit: Auditor) -> Constraint:
+    labels = audit.flow.labels(From, op.equation.invars[0])
+    return Constraint(op, tuple(label.number for label in labels))
+
+
+def gather_of(row: CollectiveRow, audit: Auditor) -> Constraint | None:
+    """Returns the constraint by which devices gather a weight; None if it is not known.
+
+    XLA names many gathers after the arguments, without a line. Then the constraint has the same
+    module and number of elements.
+    """
+    gathers = [
+        each
+        for each in audit.collected[Constraint]
+        if module_of(each.op.location.names, audit.root) == row.module
+        and (not row.file or audit.findings.line_of(each.op) == (row.file, row.line))
+        and _split_of(each, audit) is not None
+    ]
+    elements = row.bytes // row.count // (8 if row.dtype == "float64" else 4)
+    difference = lambda each: abs(each.op.equation.invars[0].aval.size - elements)
+    return min(gathers, key=difference, default=None)
+
+
+def fix_of_gather(gather: Constraint, dtype: str, audit: Auditor) -> str:
+    """Returns the constraint with a 16-bit copy of the weight that is still split, or "".
+
+    The code also runs for the other constraints of its line, which must be of weights that are
+    split in the same way.
+    """
+    line = audit.findings.line_of(gather.op)
+    same = [c for c in audit.collected[Constraint] if audit.findings.line_of(c.op) == line]
+    if len({_split_of(constraint, audit) for constraint in same}) > 1:
+        return ""
+    spec = ", ".join(map(repr, _split_of(gather, audit) or ()))
+    is_cast = half_of(gather.op.equation.invars) is not None
+    return with_split_copy(
+        expression_of(gather.op, audit.findings),
+        f"jax.sharding.PartitionSpec({spec})",
+        "" if is_cast else dtype,
+        has_mesh=is_in_mesh(gather.op.equation),
+    )
+
+
+def _split_of(constraint: Constraint, audit: Auditor) -> PartitionSpec | None:
+    """Returns the spec of the argument that a constraint gathers; None if it gathers none."""
+    (operand,), result = constraint.op.equation.invars, sharding_of_result(constraint.op.equation)
+    leaves = jax.tree.leaves(audit.collected[Traced][-1].arguments)
+    for number in constraint.arguments:
+        spec = getattr(getattr(leaves[number], "sharding", None), "spec", None)
+        if spec is not None and leaves[number].shape == operand.aval.shape:
+            kept = axis_names(getattr(result, "spec", ()))
+            return None if axis_names(spec) <= kept else spec
+    return None
+
+
 FP32_ALL_GATHER = Check(
     id="fp32_all_gather",
-    severity=ERROR,
     explanation="Devices gather a weight of a matmul in FP32, and cast it to 16 bits or FP8. A"
     " warning without policies, and for updated FP32 parameters, which ZeRO-1 gathers.",
     fix="w = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), sharding_of_w)\n"
@@ -145,7 +287,7 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
         is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF
         if not is_sum or (row.file, row.line) in reported:
             continue
-        if row.content != GRADIENT:
+        if row.content != WEIGHT_GRADIENT:
             audit.notes[sum_note(row.dtype)] = None
             continue
         size = bytes_text(row.bytes)
@@ -248,8 +390,7 @@ def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
     loop = loop_of(op.equation)
     assert loop is not None
     body = loop.body
-    labels = audit.flow.of_all(body.outvars)
-    if any(isinstance(label, Update) for label in labels):
+    if audit.flow.labels(Update, *body.outvars):
         return
     stacks = (str(equation.source_info.name_stack) for equation in equations(body))
     if any(phase_of(stack) == BACKWARD for stack in stacks):
@@ -263,7 +404,7 @@ def check_microbatches(program: CompiledProgram, audit: Auditor) -> Iterator[Fin
     rows = [
         row
         for row in _large(program.rows.collectives)
-        if row.content == GRADIENT and row.in_outer_loop and row.axes
+        if row.content == WEIGHT_GRADIENT and row.in_outer_loop and row.axes
     ]
     if loops and rows:
         length = loops[0].length

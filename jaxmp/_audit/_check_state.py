@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -14,13 +13,11 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_integers import STEPS
 from jaxmp._audit._check_ops import ACCUMULATOR_16BIT
 from jaxmp._audit._checks import ERROR, WARNING, Check
-from jaxmp._audit._dataflow import LARGE, PLUS, SCALAR, UNKNOWN, From, Update
+from jaxmp._audit._dataflow import LARGE, PLUS, SCALAR, UNKNOWN, From, Power, Update, powers_of
 from jaxmp._audit._expressions import expression_of, in_fp32
 from jaxmp._audit._program import FLOATS, dtype_of
 from jaxmp._audit._rows import Finding
-from jaxmp._audit._scale_powers import Power, powers_of
-from jaxmp._audit._trace import Traced, argument_text, is_optax_state, names_optimizer
-from jaxmp._core import _trees
+from jaxmp._audit._trace import Traced, argument_text
 from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_16bit
 from jaxmp._core._programs._analysis import Body
 from jaxmp.optim._rounding import StochasticRoundingState
@@ -31,28 +28,24 @@ from jaxmp.optim._rounding import StochasticRoundingState
 
 OPTIMIZER_STATE_16BIT = Check(
     id="optimizer_state_16bit",
-    severity=ERROR,
     explanation="The optimizer's moments or accumulators are stored in 16 bits: those of optax, or"
     " arrays in which a step averages gradients. A warning for first moments in bfloat16.",
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
 )
 UNUSED_LOSS_SCALE = Check(
     id="unused_loss_scale",
-    severity=ERROR,
     explanation="A dynamic loss scale is among the arguments, and no gradient was computed with"
     " it.",
     fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
 )
 MISSING_LOSS_SCALE = Check(
     id="missing_loss_scale",
-    severity=ERROR,
     explanation="The backward pass of a training step multiplies in float16 without a loss scale.",
     fix="tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
     "loss, grads = state.value_and_grad(loss_fn)(batch)",
 )
 MISSING_MASTER = Check(
     id="missing_master",
-    severity=ERROR,
     explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
     ' what rounding loses. A warning under a recipe with `master = "none"`.',
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
@@ -116,21 +109,15 @@ def label_arguments(audit: Auditor, traced: Traced) -> None:
 @OPTIMIZER_STATE_16BIT.on_program
 def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit leaves of optimizer states, and moments that are written by hand."""
-    # (path of the state, dtype) -> (path, number) of its leaves.
-    states: dict[tuple[Any, str], list[tuple[str, int]]] = {}
-    number = 0
-    for path, node in jtu.tree_flatten_with_path(traced.arguments, is_leaf=is_optax_state)[0]:
-        is_stored = is_optax_state(node) or names_optimizer(path)
-        owner = path if is_optax_state(node) else ()
-        for below, leaf in jtu.tree_flatten_with_path(node)[0]:
-            dtype = _trees.dtype_of(leaf)
-            if is_stored and dtype is not None and dtype in FLOATS_16BIT:
-                leaves = states.setdefault((owner, dtype.name), [])
-                leaves.append((jtu.keystr((*path, *below)), number))
-            number += 1
     step = step_of(audit, traced)
-    for (_, dtype), leaves in states.items():
-        yield _optimizer_state_finding(dtype, leaves, traced, has_fp32=step.trains_fp32)
+    # (whether optax averages with them, dtype) -> numbers of the leaves.
+    states: dict[tuple[bool, str], list[int]] = {}
+    for number, aval in step.avals.items():
+        if step.in_optimizer[number] and aval.dtype in FLOATS_16BIT:
+            is_average = bool(_OPTAX_AVERAGE.search(step.locations[number]))
+            states.setdefault((is_average, aval.dtype.name), []).append(number)
+    for (is_average, dtype), numbers in states.items():
+        yield _optimizer_state_finding(dtype, numbers, is_average, step, traced)
     if not states:
         yield from _check_moments(step)
 
@@ -149,31 +136,30 @@ def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 
 
 def _optimizer_state_finding(
-    dtype: str, leaves: list[tuple[str, int]], traced: Traced, *, has_fp32: bool
+    dtype: str, numbers: list[int], is_average: bool, step: _Step, traced: Traced
 ) -> Finding:
-    location, number = leaves[0]
-    file, line = traced.first_use(number)
-    example = argument_text(location)
+    file, line = traced.first_use(numbers[0])
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
-    is_first = dtype == "bfloat16" and all(_FIRST_MOMENT.search(text) for text, _ in leaves)
+    places = [step.locations[n] for n in numbers]
+    is_first = dtype == "bfloat16" and all(map(_FIRST_MOMENT.search, places))
     if is_first:
-        message = f"{len(leaves)} first moments are bfloat16, such as {example}."
+        message = f"{len(numbers)} first moments are bfloat16, such as {places[0]}."
     else:
         message = (
-            f"{len(leaves)} arrays are {dtype}, such as {example}: small updates are rounded away,"
-            " and second moments underflow."
+            f"{len(places)} arrays are {dtype}, such as {places[0]}: small updates are rounded"
+            " away, and second moments underflow."
         )
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
-    fix = _FIX_INIT if has_fp32 else _FIX_OPTAX_STATE
+    fix = _FIX_INIT if step.trains_fp32 else _FIX_OPTAX_STATE
     fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else fix
     return OPTIMIZER_STATE_16BIT.finding(
         message,
-        _FIX_AVERAGE if _OPTAX_AVERAGE.search(location) else _fill(fix, dtype),
+        _FIX_AVERAGE if is_average else _fill(fix, dtype),
         severity=WARNING if is_first else ERROR,
         file=file,
         line=line,
-        count=len(leaves),
+        count=len(numbers),
     )
 
 
@@ -199,11 +185,10 @@ class _Step:
         # Number of an argument -> its updates among the results.
         self.updates: dict[int, list[Update]] = {}
         for var in traced.jaxpr.outvars:
-            for label in self.flow.of(var):
-                if isinstance(label, Update):
-                    argument = traced.variables[label.number].aval
-                    if (argument.shape, argument.dtype) == (var.aval.shape, dtype_of(var)):
-                        self.updates.setdefault(label.number, []).append(label)
+            for label in self.flow.labels(Update, var):
+                argument = traced.variables[label.number].aval
+                if (argument.shape, argument.dtype) == (var.aval.shape, dtype_of(var)):
+                    self.updates.setdefault(label.number, []).append(label)
         self.avals = {n: var.aval for n, var in traced.variables.items()}
         self.dtypes = {n: self.avals[n].dtype for n in self.updates}
 

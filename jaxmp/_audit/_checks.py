@@ -1,25 +1,18 @@
-"""Registry of the checks of an audit.
-
-A `Check` has an id, a severity, an explanation and a fix; `docs/audit.md` has a row for each. Its
-decorators register the functions that search for it:
-
-- `on_operation`: before the labels of an operation's results are known; may return a label.
-- `on_result`: after that.
-- `on_16_bits`: for 16-bit operations of the op table's FP32 rows; may return a label.
-- `on_matmul`: for floating-point matmuls and convolutions.
-- `on_program`: once, after the walk over the traced program; may return findings.
-- `on_compiled`: once, for the program compiled for a GPU.
-"""
+"""Registry of the checks of an audit, and the findings that they add."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from jaxmp._audit._program import OpOccurrence
 from jaxmp._audit._rows import ERROR as ERROR
 from jaxmp._audit._rows import WARNING as WARNING
 from jaxmp._audit._rows import Finding
+from jaxmp._core._jaxprs import Atom, Equation, Path
+from jaxmp._core._locations import Lines, call_site
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,9 +23,9 @@ class Check:
 
     Args:
       id: its name in findings, such as "fp32_matmul".
-      severity: "error" or "warning". A function may report a warning for a check that is an error.
       explanation: what it reports, for `docs/audit.md`.
       fix: the remedy, as code. A function may report a more specific one.
+      severity: "error" or "warning". A function may report a warning for a check that is an error.
       needs_target: "no" if the traced program suffices, "yes" if only a compiled program shows the
         defect, or the circumstances in which a compiled program is needed.
       includes_optimizer: True if it also applies to the optimizer's operations: those that read
@@ -40,9 +33,9 @@ class Check:
     """
 
     id: str
-    severity: str
     explanation: str
     fix: str
+    severity: str = ERROR
     needs_target: str = "no"
     includes_optimizer: bool = False
 
@@ -72,31 +65,27 @@ class Check:
 
     def on_operation(self, *primitives: str) -> Callable[[Function], Function]:
         """Registers a function `(op, audit) -> label or None` for some primitives."""
-        return _registration(lambda function: _register(ON_OPERATION, primitives, function))
+        return _registration([ON_OPERATION[name] for name in primitives])
 
     def on_result(self, *primitives: str) -> Callable[[Function], Function]:
         """Registers a function `(op, audit) -> None` for some primitives."""
-        return _registration(lambda function: _register(ON_RESULT, primitives, function))
+        return _registration([ON_RESULT[name] for name in primitives])
 
     def on_16_bits(self, function: Function) -> Function:
         """Registers a function `(op, dtype, audit) -> label or None`."""
-        ON_16_BITS.append(function)
-        return function
+        return _registration([ON_16_BITS])(function)
 
     def on_matmul(self, function: Function) -> Function:
         """Registers a function `(op, matmul, flops, audit) -> None`."""
-        ON_MATMUL.append(function)
-        return function
+        return _registration([ON_MATMUL])(function)
 
     def on_program(self, function: Function) -> Function:
         """Registers a function `(audit, traced) -> findings or None`."""
-        ON_PROGRAM.append(function)
-        return function
+        return _registration([ON_PROGRAM])(function)
 
     def on_compiled(self, function: Function) -> Function:
         """Registers a function `(program, audit) -> findings`."""
-        ON_COMPILED.append(function)
-        return function
+        return _registration([ON_COMPILED])(function)
 
 
 # Id -> check, in the order of the imports in `jaxmp/_audit/__init__.py`. Findings of one severity
@@ -104,32 +93,124 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 # Primitive -> functions.
-ON_OPERATION: dict[str, list[Callable[..., Any]]] = {}
-ON_RESULT: dict[str, list[Callable[..., Any]]] = {}
+ON_OPERATION: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
+ON_RESULT: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
 ON_16_BITS: list[Callable[..., Any]] = []
 ON_MATMUL: list[Callable[..., Any]] = []
 ON_PROGRAM: list[Callable[..., Any]] = []
 ON_COMPILED: list[Callable[..., Any]] = []
 
 
-def _registration(register: Callable[[Any], None]) -> Callable[[Function], Function]:
+def _registration(lists: list[list[Callable[..., Any]]]) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
-        register(function)
+        for functions in lists:
+            functions.append(function)
         return function
 
     return decorate
-
-
-def _register(
-    table: dict[str, list[Callable[..., Any]]],
-    primitives: tuple[str, ...],
-    function: Callable[..., Any],
-) -> None:
-    for name in primitives:
-        table.setdefault(name, []).append(function)
 
 
 def documentation_table() -> str:
     """Returns the table of checks in `docs/audit.md`."""
     head = "| check | severity | needs `target=` | meaning | fix |\n|---|---|---|---|---|"
     return "\n".join([head, *(check.documentation_row for check in CHECKS.values())])
+
+
+@dataclasses.dataclass
+class PendingFinding:
+    """A finding of the traced program, while operations are still being counted."""
+
+    check: Check
+    severity: str
+    names: Path
+    primitive: str
+    line: tuple[str, int]
+    message: str
+    fix: str
+    count: int = 0
+    flops: int = 0
+    # Results of the operations, if these are outside of modules and derivatives and read values
+    # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
+    # or the optimizer's state is computed from its result.
+    after_gradient: list[Atom] = dataclasses.field(default_factory=list)
+    # FLOPs of the matmuls that a promotion makes wide, and whether it has another consequence.
+    harmed_flops: int = 0
+    has_other_harm: bool = False
+
+    def add_harm(self, flops: int | None) -> None:
+        """Counts a consequence: a matmul of that many FLOPs, or (None) of another type."""
+        self.harmed_flops += flops or 0
+        self.has_other_harm |= flops is None
+
+
+class PendingFindings:
+    """Findings of the walk, one for each check, module and source line."""
+
+    def __init__(self, is_after_gradient: Callable[[OpOccurrence], bool]) -> None:
+        self._is_after_gradient = is_after_gradient
+        self._by_key: dict[tuple[object, ...], PendingFinding] = {}
+        self.lines = Lines()
+
+    def add(
+        self,
+        check: Check,
+        op: OpOccurrence,
+        message: str,
+        fix: str = "",
+        *,
+        severity: str = "",
+        flops: int = 0,
+    ) -> PendingFinding:
+        """Counts one operation.
+
+        Args:
+          check: the check.
+          op: the operation.
+          message: the defect and its consequence.
+          fix: the remedy; "" for that of the check.
+          severity: "error" or "warning"; "" for that of the check.
+          flops: FLOPs of the operation, if it is a matmul.
+
+        Returns:
+          The finding that the operation is counted in.
+        """
+        severity = severity or check.severity
+        line = self.line_of(op)
+        is_after = self._is_after_gradient(op)
+        key = check.id, severity, op.location.names, line, is_after
+        finding = self._by_key.get(key)
+        if finding is None:
+            finding = self._by_key[key] = PendingFinding(
+                check,
+                severity,
+                op.location.names,
+                op.name,
+                line,
+                message,
+                fix or check.fix,
+            )
+        finding.after_gradient += op.equation.outvars if is_after else ()
+        finding.count += 1
+        finding.flops += flops
+        return finding
+
+    def line_of(self, op: OpOccurrence) -> tuple[str, int]:
+        """Returns (file, line) of an operation in the user's code; ("", 0) if it is not known."""
+        return self.lines.of((op.equation, *op.enclosing))
+
+    def where(self, op: OpOccurrence) -> str:
+        """Returns the line of an operation as `model.py:12`."""
+        return self.text_of(self.line_of(op))
+
+    def text_of(self, line: tuple[str, int]) -> str:
+        """Returns a line as `model.py:12`."""
+        file, number = line
+        return f"{file.rpartition('/')[2]}:{number}" if file else "an unknown line"
+
+    def is_own_call(self, equation: Equation) -> bool:
+        """Returns True if the user's own code contains the call that made an equation."""
+        call = call_site(equation)
+        return call is not None and self.lines.is_own(call[0].co_filename)
+
+    def __iter__(self) -> Iterator[PendingFinding]:
+        return iter(self._by_key.values())

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import itertools
 import linecache
-from collections.abc import Callable
 
 import numpy as np
 
-from jaxmp._audit._pending import PendingFindings
-from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, half_of, named
+from jaxmp._audit._checks import PendingFindings
+from jaxmp._audit._program import FLOATS, LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import (
     FORWARD,
@@ -33,7 +32,6 @@ _ELEMENTWISE = _MOVES | named(
     "add sub mul div neg exp exp2 log log1p expm1 logistic tanh pow integer_pow square sqrt rsqrt"
     " max min clamp"
 )
-_PERIODIC = named("sin cos tan")
 # Operations from an array to its statistics.
 _STATISTICS = _ELEMENTWISE | named("reduce_sum reduce_max reduce_min")
 # If 16 bits enter at more lines, the fix casts the operand alone.
@@ -93,14 +91,8 @@ def in_fp32(expression: ast.expr | None, back: str = "") -> str:
 
 
 def narrowed(expression: ast.expr | None, index: int, dtype: str) -> str:
-    """Returns an operation of two arrays with a cast of one; "" for other expressions.
-
-    Args:
-      expression: of the operation.
-      index: 0 for the first array, 1 for the second.
-      dtype: to which the array is cast.
-    """
-    return _with_operand(expression, index, lambda operand: _cast(operand, dtype))
+    """Returns an operation of two arrays with a cast of one; see `with_operand`."""
+    return with_operand(expression, index, f"_.astype(jnp.{dtype})")
 
 
 def with_operand(expression: ast.expr | None, index: int, code: str) -> str:
@@ -112,25 +104,19 @@ def with_operand(expression: ast.expr | None, index: int, code: str) -> str:
       code: the new operand, in which `_` is the old one.
     """
 
-    def replaced(operand: ast.expr) -> ast.expr:
+    def changed(operand: ast.expr) -> ast.expr:
         text = f"({ast.unparse(operand)})".join(code.split("_"))
         return ast.parse(text, mode="eval").body
 
-    return _with_operand(expression, index, replaced)
-
-
-def _with_operand(
-    expression: ast.expr | None, index: int, change: Callable[[ast.expr], ast.expr]
-) -> str:
     if isinstance(expression, ast.BinOp):
         sides = [expression.left, expression.right]
-        sides[index] = change(sides[index])
+        sides[index] = changed(sides[index])
         return ast.unparse(ast.BinOp(sides[0], expression.op, sides[1]))
     if isinstance(expression, ast.Subscript) and index == 0:
-        return ast.unparse(ast.Subscript(change(expression.value), expression.slice))
+        return ast.unparse(ast.Subscript(changed(expression.value), expression.slice))
     if isinstance(expression, ast.Call) and ast.unparse(expression.func) in _BINARY:
         arguments = list(expression.args)
-        arguments[index] = change(arguments[index])
+        arguments[index] = changed(arguments[index])
         return ast.unparse(ast.Call(expression.func, arguments, expression.keywords))
     return ""
 
@@ -343,7 +329,7 @@ def _is_widened(op: OpOccurrence) -> bool:
             name = reader.primitive.name
             is_wide = name == "convert_element_type" and dtype_of(reader.outvars[0]) == FLOAT32
             is_cast |= is_wide
-            if is_wide or name in _PERIODIC:
+            if is_wide or name in PERIODIC:
                 continue
             if name not in _ELEMENTWISE:
                 return False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxmp._audit._hlo_flow import DataFlow, Value, is_differentiated, is_matmul
+from jaxmp._audit._hlo_matmuls import DataFlow, Value, is_differentiated, is_matmul
 from jaxmp._audit._program import named
 from jaxmp._core._hlo import Computation, Instruction, Shape
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, RECOMPUTE, phase_of
@@ -27,7 +27,7 @@ _COLLECTIVES = (
 )
 _SUMS = ("all-reduce", "reduce-scatter")
 # Contents of arrays.
-WEIGHT, GRADIENT, ACTIVATION, UPDATE = "weight", "gradient", "activation", "update"
+WEIGHT, WEIGHT_GRADIENT, ACTIVATION, UPDATE = "weight", "gradient", "activation", "update"
 
 # Instructions besides matmuls after which a gradient of an activation is no gradient of a weight.
 _COMBINES = named("scatter reduce reduce-window sort gather")
@@ -156,8 +156,8 @@ class Contents:
                 self._mixes(value) and phase_of(self._flow.op_name(value)) == BACKWARD
                 for value in sources
             )
-            return Content(GRADIENT if is_gradient else "")
-        return Content(ACTIVATION if self._is_read_by_model(result, phase) else GRADIENT)
+            return Content(WEIGHT_GRADIENT if is_gradient else "")
+        return Content(ACTIVATION if self._is_read_by_model(result, phase) else WEIGHT_GRADIENT)
 
     def _is_read_by_model(self, result: Value, phase: str) -> bool:
         """Returns True if a differentiated operation combines the elements of an array.

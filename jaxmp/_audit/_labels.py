@@ -10,21 +10,21 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Hashable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from jaxmp._audit._checks import Check
+from jaxmp._audit._checks import Check, PendingFinding, PendingFindings
 from jaxmp._audit._dataflow import (
     GRADIENT,
     SCALAR,
     From,
+    Power,
     is_chosen_scale,
     is_lineage,
     is_scale,
     lineage,
+    powers_after,
 )
-from jaxmp._audit._pending import PendingFinding, PendingFindings
 from jaxmp._audit._program import OpOccurrence, dtype_of, named
-from jaxmp._audit._scale_powers import Power, powers_after
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom, Equation, Inner, inners, is_literal
 from jaxmp._policies._op_table import OpTable
@@ -138,6 +138,7 @@ class Logits(NamedTuple):
     normalized: bool = False
 
 
+_Label = TypeVar("_Label")
 Labels = frozenset[Any]
 _NONE: Labels = frozenset()
 _ONLY_GRADIENT: Labels = frozenset({GRADIENT})
@@ -202,6 +203,10 @@ class Flow:
     def of_all(self, variables: Iterable[Atom]) -> set[Any]:
         """Returns the labels of several operands."""
         return {label for var in variables for label in self.of(var)}
+
+    def labels(self, cls: type[_Label], *variables: Atom) -> list[_Label]:
+        """Returns the labels of one class that some operands have."""
+        return [label for label in self.of_all(variables) if isinstance(label, cls)]
 
     def copy(self, sources: Iterable[Atom | None], targets: Iterable[Atom | None]) -> None:
         """Copies labels into or out of a sub-jaxpr; None stands for an unknown variable."""

@@ -12,32 +12,94 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._check_hlo import CompiledProgram
-from jaxmp._audit._check_matmuls import FP32_MATMUL, MISALIGNED_MATMUL
-from jaxmp._audit._check_promotions import IMPLICIT_PROMOTION
+from jaxmp._audit._check_compiled import CompiledProgram
+from jaxmp._audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
 from jaxmp._audit._check_rules import decisions
-from jaxmp._audit._checks import CHECKS, ERROR, ON_COMPILED, ON_PROGRAM, WARNING
+from jaxmp._audit._checks import CHECKS, ERROR, ON_COMPILED, ON_PROGRAM, WARNING, PendingFinding
 from jaxmp._audit._compile import Compiled
-from jaxmp._audit._gpu_rows import Compilation
+from jaxmp._audit._dataflow import Update
 from jaxmp._audit._hlo_collectives import axis_names
 from jaxmp._audit._hlo_stats import read_program
-from jaxmp._audit._optimizer import checked_findings
-from jaxmp._audit._pending import PendingFinding
 from jaxmp._audit._report import AuditReport
-from jaxmp._audit._rows import CastRow, Finding, MatmulRow, merged
+from jaxmp._audit._rows import CastRow, Compilation, Finding, MatmulRow, merged
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._jaxprs import Path
+from jaxmp._core._jaxprs import Path, inners
 from jaxmp._core._locations import module_of
-from jaxmp._core._matmuls import MULTIPLES
-from jaxmp._core._programs._analysis import Forward
+from jaxmp._core._programs._analysis import Backward, Forward
 from jaxmp._core._programs._constructs import CALLS
 from jaxmp._core._programs._interpreter import Frame
-from jaxmp._core._programs._operations import sharding_of_result
+from jaxmp._core._programs._operations import loop_of, sharding_of_result
 from jaxmp._policies._policy import summarized
 from jaxmp._policies._resolve import matmul_scaling
 from jaxmp._recipe_files._load import RecipeData
 from jaxmp._targets import get_target
+
+
+def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
+    """Returns the findings without those of checks that do not apply to the optimizer.
+
+    An operation belongs to the optimizer if it reads values that were computed from gradients, and
+    if updated parameters or the optimizer's state are computed from its result. Its matmuls follow
+    the optimizer's precision and not the policies; a note gives their share of the FLOPs.
+    """
+    pending = list(auditor.findings)
+    suspects = [f for f in pending if f.after_gradient and not f.check.includes_optimizer]
+    if not suspects and not auditor.after_gradient:
+        return pending
+    is_updated = [
+        any(x.has_gradient for x in auditor.flow.labels(Update, var))
+        for var in traced.jaxpr.outvars
+    ]
+    search = _Sources()
+    search.run(traced.jaxpr, is_updated)
+    sources = search.found
+    _note_matmuls(auditor, sources)
+    dropped = [f for f in suspects if not sources.isdisjoint(f.after_gradient)]
+    for finding in (f for f in dropped if not f.flops):
+        where = auditor.findings.text_of(finding.line)
+        auditor.notes[f"{finding.check.id} at {where} is not reported in the optimizer"] = None
+    ids = set(map(id, dropped))
+    return [finding for finding in pending if id(finding) not in ids]
+
+
+class _Sources(Backward):
+    """Finds the variables at any depth that some results depend on.
+
+    A loop depends on all that its body computes.
+    """
+
+    nothing = False
+
+    def __init__(self) -> None:
+        self.found: set[Any] = set()
+
+    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+        if not any(results):
+            return [False] * len(equation.invars)
+        pairs = zip(equation.outvars, results, strict=True)
+        self.found.update(var for var, is_needed in pairs if is_needed)
+        if not inners(equation):
+            return [True] * len(equation.invars)
+        is_loop = loop_of(equation) is not None
+        operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
+        # The index of a branch.
+        return [True, *operands[1:]] if equation.primitive.name == "cond" else operands
+
+    def join(self, first: bool, second: bool) -> bool:
+        return first or second
+
+
+def _note_matmuls(auditor: Auditor, sources: set[Any]) -> None:
+    total = sum(flops for flops, _ in auditor.matmuls.values())
+    for where, rows in auditor.after_gradient.items():
+        flops = sum(flops for results, flops in rows if not sources.isdisjoint(results))
+        if flops:
+            auditor.notes[
+                f"the optimizer's matmuls at {where} ({flops / total:.1%} of the FLOPs) are not"
+                " compared with the policies"
+            ] = None
+
 
 _EMULATED = (
     "FP8 matmuls are emulated on a CPU: operands are rounded to FP8 and multiplied in a wider dtype"
@@ -90,7 +152,6 @@ def make_report(
         findings=tuple(sorted(findings, key=_sort_key)),
         matmuls=merged(_matmul_rows(auditor), "flops", "count"),
         casts=merged(_cast_rows(auditor), "bytes", "count"),
-        aligned=tuple((multiple, auditor.aligned[multiple]) for multiple in MULTIPLES),
         modules=modules,
         rules=rules,
         policies="" if policies is None else str(summarized(policies.default)),

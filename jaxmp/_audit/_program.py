@@ -30,6 +30,7 @@ LAYOUT = named(
     "convert_element_type reshape broadcast_in_dim abs squeeze transpose copy expand_dims"
     " stop_gradient reduce_precision"
 )
+PERIODIC = named("sin cos tan")
 
 
 class OpOccurrence(NamedTuple):

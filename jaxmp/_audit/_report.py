@@ -1,4 +1,4 @@
-"""The report of an audit, and the comparison of two."""
+"""The report of an audit, and its comparison with a baseline."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import ClassVar
 
 import jax
 
 from jaxmp import __version__
 from jaxmp._audit._checks import CHECKS, ERROR, WARNING
-from jaxmp._audit._gpu_rows import AttentionRow, CollectiveRow, GemmRow, MemoryRow
-from jaxmp._audit._rows import CastRow, Finding, MatmulRow, ModuleRow, RuleRow
-from jaxmp._audit._sections import difference_sections, report_sections
+from jaxmp._audit._rows import (
+    AttentionRow,
+    CastRow,
+    CollectiveRow,
+    Finding,
+    GemmRow,
+    MatmulRow,
+    MemoryRow,
+    ModuleRow,
+    RuleRow,
+)
+from jaxmp._audit._sections import report_sections
 from jaxmp._core._messages import did_you_mean
 from jaxmp._report._section import Section
-from jaxmp._report._views import Report, Views, read_report
+from jaxmp._report._views import Report, read_report
 from jaxmp.errors import AuditError, AuditFailedError
 
 # Findings that an error message lists.
@@ -51,7 +59,6 @@ class AuditReport(Report):
       matmuls: FLOPs per module, pass and operand dtypes.
       gemms: the matmuls of the GPU and their dtypes.
       memory: bytes on each device, and the bytes that the optimizer update moves.
-      aligned: (multiple, FLOPs of the matmuls whose sizes are all multiples of it).
       modules: the policy and the rule of each module; empty without policies.
       casts: bytes per module, pass and dtypes.
       attention: the fused attention kernels.
@@ -86,7 +93,6 @@ class AuditReport(Report):
     matmuls: tuple[MatmulRow, ...] = ()
     gemms: tuple[GemmRow, ...] = ()
     memory: MemoryRow | None = None
-    aligned: tuple[tuple[int, int], ...] = ()
     modules: tuple[ModuleRow, ...] = ()
     casts: tuple[CastRow, ...] = ()
     attention: tuple[AttentionRow, ...] = ()
@@ -209,22 +215,6 @@ class AuditReport(Report):
                 "    pathlib.Path('audit.json').write_text(report.to_json())"
             )
 
-    def diff(self, other: AuditReport | str | Path) -> AuditDiff:
-        """Compares this report with a later one.
-
-        Args:
-          other: the later report, its JSON text, or a path that ends in `.json`.
-
-        Raises:
-          AuditError: if it cannot be read.
-
-        Example:
-          >>> x = jnp.ones((8, 8))
-          >>> audit(lambda x: x @ x, x).diff(audit(lambda x: x @ x @ x, x)).matmul_flops
-          {('float32', 'float32'): 1024}
-        """
-        return AuditDiff(before=self, after=read_report(AuditReport, other))
-
     # -- views ------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
@@ -254,57 +244,6 @@ def known_checks(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
 
 def _fails(finding: Finding, checks: frozenset[str] | None) -> bool:
     return finding.severity == ERROR if checks is None else finding.check in checks
-
-
-# ---------------------------------------------------------------------------
-# Differences between two audits
-# ---------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditDiff(Views):
-    """Differences between two audits, such as those before and after a change; prints as a table.
-
-    Args:
-      before: the earlier report.
-      after: the later report.
-
-    Example:
-      >>> x = jnp.ones((8, 8), jnp.bfloat16)
-      >>> change = audit(lambda x: x @ x, x).diff(audit(lambda x: jax.nn.softmax(x @ x), x))
-      >>> [finding.check for finding in change.added], change.removed
-      (['softmax_16bit'], ())
-    """
-
-    before: AuditReport
-    after: AuditReport
-
-    @property
-    def added(self) -> tuple[Finding, ...]:
-        """Findings that only the later report has; lines that moved do not count."""
-        return _without(self.after.findings, self.before.findings)
-
-    @property
-    def removed(self) -> tuple[Finding, ...]:
-        """Findings that only the earlier report has."""
-        return _without(self.before.findings, self.after.findings)
-
-    @property
-    def matmul_flops(self) -> dict[tuple[str, str], int]:
-        """Operand dtypes -> FLOPs that were added (negative: removed), where they changed."""
-        before, after = self.before.matmul_flops, self.after.matmul_flops
-        pairs = dict.fromkeys([*after, *before])
-        changes = {pair: after.get(pair, 0) - before.get(pair, 0) for pair in pairs}
-        return {pair: change for pair, change in changes.items() if change}
-
-    @property
-    def cast_bytes(self) -> int:
-        """Bytes of casts that were added (negative: removed)."""
-        return self.after.cast_bytes - self.before.cast_bytes
-
-    def _sections(self, full: bool) -> list[Section]:
-        del full
-        return difference_sections(self)
 
 
 def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:

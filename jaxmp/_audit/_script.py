@@ -27,8 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jaxmp
 from jaxmp._audit import audit_call
-from jaxmp._audit._auditor import Auditor
-from jaxmp._audit._context import PolicyContext
+from jaxmp._audit._auditor import Auditor, PolicyContext
 from jaxmp._audit._dataflow import PLUS, From, Update
 from jaxmp._audit._report import AuditReport
 from jaxmp._core import _compat
@@ -315,9 +314,9 @@ def updates_state(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
         auditor.flow.mark(var, From(number, PLUS))
     auditor.run(Scope(body))
     return any(
-        isinstance(label, Update) and _is_same(body.invars[label.number].aval, var.aval)
+        _is_same(body.invars[label.number].aval, var.aval)
         for var in body.outvars
-        for label in auditor.flow.of(var)
+        for label in auditor.flow.labels(Update, var)
     )
 
 

@@ -208,7 +208,7 @@ def is_array(leaf: object) -> bool:
 
 def argument_text(location: str) -> str:
     """Returns `opt_state[0].mu['w']` for the key path `[0][1].opt_state[0].mu['w']`."""
-    return location.removeprefix("[0]").removeprefix("[1]")
+    return location.removeprefix("[0]").removeprefix("[1]") or f"argument {location}"
 
 
 def is_optax_state(node: object) -> bool:

@@ -13,12 +13,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxmp._core._dtypes import bits
 from jaxmp._core._jaxprs import Equation, equations, inners, sub_jaxprs
-from jaxmp._core._programs._operations import dot_of, name_of
+from jaxmp._core._programs._operations import arithmetic_of, dot_of, name_of
 from jaxmp._core._typing import DTypeLike
-
-# Multiples that GEMM sizes are compared with: 8 elements of 16 bits are the 16 bytes that a Tensor
-# Core loads at once; 64 and 128 are tile sizes (NVIDIA, "Matrix Multiplication Background").
-MULTIPLES = (8, 16, 64, 128)
 
 MATMULS = (
     "dot_general",
@@ -73,7 +69,10 @@ def matmul_of(equation: Equation) -> Matmul:
     out = equation.outvars[0].aval
     measure = _SIZES[equation.primitive.name]
     flops, widths, contracts = measure(equation.params, lhs.shape, rhs.shape, out.shape)
-    return Matmul(lhs.dtype, rhs.dtype, out.dtype, flops, widths, contracts)
+    options = arithmetic_of(equation)
+    # An algorithm rounds FP32 operands inside of the kernel.
+    dtype = None if options is None else options.rounded_dtype
+    return Matmul(dtype or lhs.dtype, dtype or rhs.dtype, out.dtype, flops, widths, contracts)
 
 
 def _dot(

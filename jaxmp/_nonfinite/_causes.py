@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._audit._checks import PendingFindings
 from jaxmp._audit._expressions import expression_of
-from jaxmp._audit._pending import PendingFindings
 from jaxmp._audit._program import OpOccurrence
 from jaxmp._core._compat import is_in_custom_vjp
 from jaxmp._core._locations import module_of, root_of

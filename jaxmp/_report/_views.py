@@ -73,21 +73,7 @@ def _restored(value: Any, hint: Any) -> Any:
 R = TypeVar("R", bound="Report")
 
 
-class Views(abc.ABC):
-    """Object that is rendered from sections."""
-
-    @abc.abstractmethod
-    def _sections(self, full: bool) -> list[Section]:
-        """Returns the sections of the short or the full report."""
-
-    def __str__(self) -> str:
-        return plain_text(self._sections(full=False))
-
-    def __rich__(self) -> RichRenderable:
-        return _renderable(self._sections(full=False))
-
-
-class Report(Views):
+class Report(abc.ABC):
     """Base of the reports, which are frozen dataclasses of plain data.
 
     A subclass has the method `_sections` and the attributes below.
@@ -102,6 +88,16 @@ class Report(Views):
     # The fields that precede the others in JSON: constants, and names of properties.
     _schema: ClassVar[dict[str, JSONValue]]
     _summary: ClassVar[tuple[str, ...]] = ("ok",)
+
+    @abc.abstractmethod
+    def _sections(self, full: bool) -> list[Section]:
+        """Returns the sections of the short or the full report."""
+
+    def __str__(self) -> str:
+        return plain_text(self._sections(full=False))
+
+    def __rich__(self) -> RichRenderable:
+        return _renderable(self._sections(full=False))
 
     def to_text(self, *, full: bool = False, width: int = WIDTH) -> str:
         """Returns the report as plain text, as `print(report)` does.

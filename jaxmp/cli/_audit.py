@@ -71,7 +71,7 @@ def audit(
     ] = None,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Print warnings, modules, casts, alignment and rules too."),
+        typer.Option("--full", help="Print warnings, modules, casts and rules too."),
     ] = False,
     html: HtmlOption = None,
 ) -> None:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._core._jaxprs import inners
 from jaxmp._core._programs._constructs import LOOPS
+
+# First part of the name of an algorithm -> the dtype of its operands.
+_ROUNDED = {"BF16": jnp.dtype(jnp.bfloat16), "F16": jnp.dtype(jnp.float16)}
 
 # Dimensions of the two operands of a matmul.
 _Sides: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -52,6 +56,18 @@ class Arithmetic(NamedTuple):
         """True if the author asked for `precision=HIGHEST`."""
         sides = self.precision if isinstance(self.precision, tuple) else (self.precision,)
         return lax.Precision.HIGHEST in sides
+
+    @property
+    def rounded_dtype(self) -> Any:
+        """The 16-bit dtype to which an algorithm such as BF16_BF16_F32 rounds operands, or None."""
+        algorithm = self.precision
+        if isinstance(algorithm, lax.DotAlgorithm):
+            parts = algorithm.lhs_component_count * algorithm.rhs_component_count
+            dtype = jnp.dtype(algorithm.lhs_precision_type)
+            return dtype if parts == 1 and dtype.itemsize == 2 else None
+        # Those whose names end with X3, X6 or X9 multiply several parts of each operand.
+        name = algorithm.name if isinstance(algorithm, lax.DotAlgorithmPreset) else ""
+        return None if "_X" in name else _ROUNDED.get(name.partition("_")[0])
 
 
 def arithmetic_of(equation: Any) -> Arithmetic | None:
