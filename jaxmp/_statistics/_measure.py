@@ -109,7 +109,7 @@ def measure(x: Array, factor: Array | None = None, dtype: DTypeLike | None = Non
     zeros = lax.add(zero, nonfinite)
     formats = {}
     for name in FORMATS:
-        scaled = lax.mul(x, _fp8_scale(amax, _range_of(name)[2])) if is_fp8(name) else x
+        scaled = lax.mul(x, fp8_scale(amax, name)) if is_fp8(name) else x
         formats[name] = _rounding(scaled, name, zeros, unscaled if is_fp8(name) else inverse)
     if factor is not None:
         scaled = lax.div(x, lax.broadcast_in_dim(factor, x.shape, range(factor.ndim)))
@@ -153,9 +153,9 @@ def _power(x: Array) -> Array:
     return lax.reduce_sum(lax.mul(x, x), range(x.ndim))
 
 
-def _fp8_scale(amax: Array, largest: float) -> Array:
+def fp8_scale(amax: Array, name: str) -> Array:
     """Returns the largest power of two that maps `amax` into a format, as `CurrentScaling` does."""
-    ratio = lax.div(np.float32(largest), lax.max(amax, np.float32(np.finfo(np.float32).tiny)))
+    ratio = lax.div(np.float32(_range_of(name)[2]), lax.max(amax, np.float32(np.finfo(np.float32).tiny)))
     bits = lax.bitcast_convert_type(lax.min(ratio, np.float32(2.0**126)), jnp.uint32)
     return lax.bitcast_convert_type(lax.bitwise_and(bits, np.uint32(_EXPONENT)), FLOAT32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -100,6 +100,7 @@ class Observer(Interpreter):
 
     has_side_results = True
     drops_derivatives = True
+    measure: Callable[..., Any] = staticmethod(measure)
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
@@ -153,7 +154,7 @@ class Observer(Interpreter):
         if is_literal(var) or not jnp.issubdtype(x.dtype, jnp.floating) or is_fp8(x.dtype):
             return
         if var not in inside.measured:
-            inside.measured[var] = measure(x)
+            inside.measured[var] = self.measure(x)
         self.side[Key(kind, name[0], name[1], x.shape, (*at, name[1]))] = inside.measured[var]
 
     def _quantized(self, x: Array, results: list[Array], key: Key) -> None:
@@ -162,8 +163,8 @@ class Observer(Interpreter):
             if not is_fp8(values.dtype) or factor.dtype != jnp.float32:
                 continue
             key = key._replace(at=(*key.at, n))
-            self.side[key._replace(kind=SCALES)] = measure(factor)
+            self.side[key._replace(kind=SCALES)] = self.measure(factor)
             # The scales of blocks do not broadcast.
             pairs = zip(factor.shape, x.shape, strict=False)
             fits = factor.ndim in (0, x.ndim) and all(size in (1, full) for size, full in pairs)
-            self.side[key] = measure(x, factor, values.dtype) if fits else measure(x)
+            self.side[key] = self.measure(x, factor, values.dtype) if fits else self.measure(x)

@@ -24,8 +24,9 @@ from jaxmp._nonfinite._arguments import (
     scale_and_number,
 )
 from jaxmp._statistics._measure import TensorStats, measure
-from jaxmp._statistics._observe import GRADIENTS, SCALES, Key, Observer
+from jaxmp._statistics._observe import ACTIVATIONS, GRADIENTS, SCALES, Key, Observer
 from jaxmp._statistics._report import StatsReport, make_report
+from jaxmp._statistics._what_if import Emulation, error_of
 from jaxmp.errors import AuditError
 
 
@@ -117,6 +118,16 @@ def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
     return measured
 
 
+# Kind -> name -> statistics or samples.
+Rows = dict[str, dict[str, Any]]
+
+
+def _add(rows: Rows, kind: str, name: str, stats: Any) -> None:
+    group = rows.setdefault(kind, {})
+    count = sum(each.partition("#")[0] == name for each in group)
+    group[f"{name}#{count + 1}" if count else name] = stats
+
+
 class _Program:
     """Statistics of a traced step, as a function of the arrays among its arguments."""
 
@@ -125,33 +136,37 @@ class _Program:
         _, self.scale = scale_and_number(traced)
 
     def __call__(self, arrays: list[Any]) -> TrainingStats:
-        observer = Observer()
-        results = observer.run(self.traced.closed, arrays)
-        rows: dict[str, dict[str, TensorStats]] = {}
-
-        def add(kind: str, name: str, stats: TensorStats) -> None:
-            group = rows.setdefault(kind, {})
-            count = sum(each.partition("#")[0] == name for each in group)
-            group[f"{name}#{count + 1}" if count else name] = stats
+        results, rows = self._run(Observer(), arrays)
 
         for kind, role in (("parameters", PARAMETER), (SCALES, FP8)):
             for number, array in enumerate(arrays):
                 if self.roles[number] == role and jnp.issubdtype(array.dtype, jnp.floating):
-                    add(kind, self.names[number], measure(array))
+                    _add(rows, kind, self.names[number], measure(array))
+        for number, new in self._updated(results):
+            old = lax.convert_element_type(arrays[number], jnp.float32)
+            update = lax.sub(lax.convert_element_type(new, jnp.float32), old)
+            _add(rows, "updates", self.names[number], measure(update))
+        scale = 1.0 if self.scale is None else arrays[self.scale]
+        return TrainingStats(rows, jnp.asarray(scale, jnp.float32))
+
+    def samples(self, arrays: list[Any], name: str, scale: Array) -> Rows:
+        """Returns samples of the gradients and activations of the step in a format."""
+        rows = self._run(Emulation(name, scale), arrays)[1]
+        return {kind: rows.get(kind, {}) for kind in (GRADIENTS, ACTIVATIONS)}
+
+    def _run(self, observer: Observer, arrays: list[Any]) -> tuple[list[Any], Rows]:
+        """Returns the results of the step, and what an observer measures, by kind and name."""
+        results = observer.run(self.traced.closed, arrays)
+        rows: Rows = {}
         paths = [key.path for key in observer.side]
         root = root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
         for key, stats in observer.side.items():
             module = module_of(key.path, root)
             if key.kind != GRADIENTS:
-                add(key.kind, f"{module}:{key.label}" if key.label else module, stats)
+                _add(rows, key.kind, f"{module}:{key.label}" if key.label else module, stats)
             elif key.shape not in self._shapes(FP8) - self._shapes(PARAMETER):
-                add(GRADIENTS, self._parameter(key, module), stats)
-        for number, new in self._updated(results):
-            old = lax.convert_element_type(arrays[number], jnp.float32)
-            update = lax.sub(lax.convert_element_type(new, jnp.float32), old)
-            add("updates", self.names[number], measure(update))
-        scale = 1.0 if self.scale is None else arrays[self.scale]
-        return TrainingStats(rows, jnp.asarray(scale, jnp.float32))
+                _add(rows, GRADIENTS, self._parameter(key, module), stats)
+        return results, rows
 
     def _shapes(self, role: str) -> set[tuple[int, ...]]:
         pairs = zip(self.traced.arrays, self.roles, strict=True)

@@ -1,0 +1,100 @@
+"""Runs a traced step again in another format, for the errors of its gradients and outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._jaxprs import BACKWARD
+from jaxmp._core._programs._constructs import CONSTRUCTS
+from jaxmp._core._programs._fp32 import runs_in_fp32
+from jaxmp._core._programs._interpreter import Frame
+from jaxmp._core._programs._operations import dot_of
+from jaxmp._core._typing import Array
+from jaxmp._policies._op_table import OpTable
+from jaxmp._statistics._measure import fp8_scale
+from jaxmp._statistics._observe import Observer
+
+FLOAT16, FLOAT8 = "float16", "float8"
+# Elements of a tensor that are compared, at most.
+_SAMPLES = 65536
+_TABLE = OpTable()
+
+
+class Emulation(Observer):
+    """Observer that computes in another format, and returns samples of the tensors.
+
+    The results of the operations that the op table runs in 16 bits are rounded, in modules and of
+    all matmuls: to float16, or to bfloat16 for FP8. For FP8, the operands of matmuls without batch
+    axes are rounded to E4M3, and to E5M2 in the backward pass, each with the scale of its largest
+    magnitude. Numbers beyond the range of a format become its largest number.
+
+    Args:
+      name: "float16", "float8", or "" for the step as it is.
+      scale: the loss scale of the backward pass in float16.
+    """
+
+    def __init__(self, name: str, scale: float) -> None:
+        super().__init__()
+        self.name, self.scale = name, scale
+
+    def measure(self, x: Array, *_: Any) -> Array:
+        """Returns a regular subset of the elements."""
+        x = lax.reshape(lax.convert_element_type(x, FLOAT32), (x.size,))
+        return x[:: max(1, -(-x.size // _SAMPLES))]
+
+    def _entered(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        place, primitive = frame.place.of(equation), equation.primitive.name
+        is_matmul = primitive in ("dot_general", "conv_general_dilated")
+        is_narrow = self.name and (place.scopes or is_matmul) and runs_in_fp32(equation)
+        if not is_narrow or primitive in CONSTRUCTS:
+            return super()._entered(equation, operands, frame)
+        is_backward = place.phase == BACKWARD
+        if is_matmul:
+            flags = [frame.state.is_cotangent(var) for var in equation.invars]
+            operands = [self._rounded(x, f) for x, f in zip(operands, flags, strict=True)]
+            is_dot = primitive == "dot_general"
+            if self.name == FLOAT8 and is_dot and not dot_of(equation).batch[0]:
+                operands = [_fp8(x, f) for x, f in zip(operands, flags, strict=True)]
+        results = super()._entered(equation, operands, frame)
+        if _TABLE.category(primitive) == "fp32":
+            return results
+        return [self._rounded(x, is_backward) for x in results]
+
+    def _rounded(self, x: Any, is_backward: bool) -> Any:
+        if getattr(x, "dtype", None) != FLOAT32:
+            return x
+        if self.name == FLOAT8:
+            return lax.reduce_precision(x, 8, 7)
+        return _converted(x, np.float16, self.scale if is_backward else np.float32(1))
+
+
+def _fp8(x: Array, is_cotangent: bool) -> Array:
+    if x.dtype != FLOAT32:
+        return x
+    name = "float8_e5m2" if is_cotangent else "float8_e4m3fn"
+    amax = lax.reduce_max(lax.abs(x), range(x.ndim))
+    return _converted(x, name, fp8_scale(amax, name))
+
+
+def _converted(x: Array, dtype: Any, scale: Any) -> Array:
+    """Returns an array as it is stored in a format with a scale."""
+    dtype = jnp.dtype(dtype)
+    largest = np.float32(jnp.finfo(dtype).max)
+    scaled = lax.clamp(-largest, lax.mul(x, scale), largest)
+    narrow = lax.optimization_barrier(lax.convert_element_type(scaled, dtype))
+    return lax.div(lax.convert_element_type(narrow, FLOAT32), scale)
+
+
+@jax.jit
+def error_of(exact: Array, rounded: Array) -> Array:
+    """Returns the norm of the difference of two tensors, over that of the first."""
+    unit = jnp.max(jnp.abs(exact), initial=np.finfo(np.float32).tiny)
+    norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x / unit)))
+    return norm(rounded - exact) / norm(exact)
