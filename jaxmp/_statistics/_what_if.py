@@ -21,7 +21,7 @@ from jaxmp._policies._op_table import OpTable
 from jaxmp._statistics._measure import fp8_scale
 from jaxmp._statistics._observe import Observer
 
-FLOAT16, FLOAT8 = "float16", "float8"
+EMULATED = FLOAT16, FLOAT8 = "float16", "float8"
 # Elements of a tensor that are compared, at most.
 _SAMPLES = 65536
 _TABLE = OpTable()
@@ -56,12 +56,12 @@ class Emulation(Observer):
         if not is_narrow or primitive in CONSTRUCTS:
             return super()._entered(equation, operands, frame)
         is_backward = place.phase == BACKWARD
-        if is_matmul:
-            flags = [frame.state.is_cotangent(var) for var in equation.invars]
+        flags = [frame.state.is_cotangent(var) for var in equation.invars]
+        if is_matmul or (is_backward and primitive == "reduce_sum"):
+            # Parameters, inputs and cotangents may come from outside of the module, in FP32.
             operands = [self._rounded(x, f) for x, f in zip(operands, flags, strict=True)]
-            is_dot = primitive == "dot_general"
-            if self.name == FLOAT8 and is_dot and not dot_of(equation).batch[0]:
-                operands = [_fp8(x, f) for x, f in zip(operands, flags, strict=True)]
+        if self.name == FLOAT8 and primitive == "dot_general" and not dot_of(equation).batch[0]:
+            operands = [_fp8(x, f) for x, f in zip(operands, flags, strict=True)]
         results = super()._entered(equation, operands, frame)
         if _TABLE.category(primitive) == "fp32":
             return results
@@ -92,9 +92,23 @@ def _converted(x: Array, dtype: Any, scale: Any) -> Array:
     return lax.div(lax.convert_element_type(narrow, FLOAT32), scale)
 
 
+# Kind -> module -> samples of its tensors.
+Samples = dict[str, dict[str, list[Array]]]
+
+
 @jax.jit
-def error_of(exact: Array, rounded: Array) -> Array:
-    """Returns the norm of the difference of two tensors, over that of the first."""
-    unit = jnp.max(jnp.abs(exact), initial=np.finfo(np.float32).tiny)
-    norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(x / unit)))
-    return norm(rounded - exact) / norm(exact)
+def errors_of(exact: Samples, rounded: Samples) -> dict[str, dict[str, Array]]:
+    """Returns the norm of the difference of a module's tensors, over the norm of the tensors."""
+
+    def error(first: list[Array], second: list[Array]) -> Array:
+        unit = jnp.finfo(FLOAT32).tiny
+        for x in first:
+            unit = jnp.maximum(unit, jnp.max(jnp.abs(x), initial=0))
+        norm = lambda xs: jnp.sqrt(sum(jnp.sum(jnp.square(x / unit)) for x in xs))
+        differences = [x - y for x, y in zip(first, second, strict=True)]
+        return norm(differences) / jnp.maximum(norm(first), jnp.finfo(FLOAT32).tiny)
+
+    return {
+        kind: {module: error(tensors, rounded[kind][module]) for module, tensors in group.items()}
+        for kind, group in exact.items()
+    }
