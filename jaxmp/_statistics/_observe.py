@@ -33,6 +33,9 @@ from jaxmp._statistics._measure import TensorStats, measure
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
 _MATMULS = ("dot_general", "conv_general_dilated")
+# Kernels of Pallas and cuDNN, which no interpreter enters.
+_ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+_KERNELS = ("pallas_call", *_ATTENTION)
 
 
 class Key(NamedTuple):
@@ -118,9 +121,10 @@ class Observer(Interpreter):
             if place.phase != RECOMPUTE:
                 self._quantized(operands[0], results, Key(OPERANDS, place.scopes, role, (), at))
             return results
-        if name in _MATMULS and place.phase != RECOMPUTE:
-            labels = ("lhs", "rhs") if place.phase == FORWARD else ("output_grad",) * 2
-            for var, x, label in zip(equation.invars, operands, labels, strict=True):
+        if name in (*_MATMULS, *_KERNELS) and place.phase != RECOMPUTE:
+            for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
+                label = ("lhs", "rhs")[n] if name in _MATMULS else f"operand_{n}"
+                label = label if place.phase == FORWARD else "output_grad"
                 if place.phase == FORWARD or inside.is_cotangent(var):
                     self._measure(inside, OPERANDS, (place.scopes, label), var, x, at)
         results = self._entered(equation, operands, frame)

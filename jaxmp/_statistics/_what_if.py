@@ -52,44 +52,60 @@ class Emulation(Observer):
     def _entered(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         place, primitive = frame.place.of(equation), equation.primitive.name
         is_matmul = primitive in ("dot_general", "conv_general_dilated")
-        is_narrow = self.name and (place.scopes or is_matmul) and runs_in_fp32(equation)
-        if not is_narrow or primitive in CONSTRUCTS:
+        is_inside = self.name and (place.scopes or is_matmul) and runs_in_fp32(equation)
+        if not is_inside or primitive in CONSTRUCTS or not any(map(_is_fp32, operands)):
             return super()._entered(equation, operands, frame)
         is_backward = place.phase == BACKWARD
         flags = [frame.state.is_cotangent(var) for var in equation.invars]
-        if is_matmul or (is_backward and primitive == "reduce_sum"):
+        if is_backward and primitive == "reduce_sum" and 0 in equation.params["axes"]:
+            # A sum over the batch, as of a bias, accumulates in the format.
+            (result,) = self.bound(equation, [self._narrow(operands[0], True)])
+            return [self._wide(result, True)]
+        if is_matmul:
             # Parameters, inputs and cotangents may come from outside of the module, in FP32.
             operands = [self._rounded(x, f) for x, f in zip(operands, flags, strict=True)]
         if self.name == FLOAT8 and primitive == "dot_general" and not dot_of(equation).batch[0]:
-            operands = [_fp8(x, f) for x, f in zip(operands, flags, strict=True)]
+            pairs = zip(operands, flags, strict=True)
+            operands = [_fp8(x, f) if _is_fp32(x) else x for x, f in pairs]
         results = super()._entered(equation, operands, frame)
         if _TABLE.category(primitive) == "fp32":
             return results
         return [self._rounded(x, is_backward) for x in results]
 
+    def _scale(self, is_backward: bool) -> Any:
+        return self.scale if is_backward and self.name == FLOAT16 else np.float32(1)
+
+    def _narrow(self, x: Array, is_backward: bool) -> Array:
+        dtype = np.float16 if self.name == FLOAT16 else jnp.bfloat16
+        return _stored(x, dtype, self._scale(is_backward))
+
+    def _wide(self, x: Array, is_backward: bool) -> Array:
+        return lax.div(lax.convert_element_type(x, FLOAT32), self._scale(is_backward))
+
     def _rounded(self, x: Any, is_backward: bool) -> Any:
-        if getattr(x, "dtype", None) != FLOAT32:
+        if not _is_fp32(x):
             return x
         if self.name == FLOAT8:
             return lax.reduce_precision(x, 8, 7)
-        return _converted(x, np.float16, self.scale if is_backward else np.float32(1))
+        return self._wide(self._narrow(x, is_backward), is_backward)
+
+
+def _is_fp32(x: Any) -> bool:
+    return getattr(x, "dtype", None) == FLOAT32
+
+
+def _stored(x: Array, dtype: Any, scale: Any) -> Array:
+    """Returns an array in a format, times a scale; larger numbers become the largest one."""
+    largest = np.float32(jnp.finfo(dtype).max)
+    scaled = lax.clamp(-largest, lax.mul(x, scale), largest)
+    # XLA may remove a pair of conversions.
+    return lax.optimization_barrier(lax.convert_element_type(scaled, jnp.dtype(dtype)))
 
 
 def _fp8(x: Array, is_cotangent: bool) -> Array:
-    if x.dtype != FLOAT32:
-        return x
     name = "float8_e5m2" if is_cotangent else "float8_e4m3fn"
-    amax = lax.reduce_max(lax.abs(x), range(x.ndim))
-    return _converted(x, name, fp8_scale(amax, name))
-
-
-def _converted(x: Array, dtype: Any, scale: Any) -> Array:
-    """Returns an array as it is stored in a format with a scale."""
-    dtype = jnp.dtype(dtype)
-    largest = np.float32(jnp.finfo(dtype).max)
-    scaled = lax.clamp(-largest, lax.mul(x, scale), largest)
-    narrow = lax.optimization_barrier(lax.convert_element_type(scaled, dtype))
-    return lax.div(lax.convert_element_type(narrow, FLOAT32), scale)
+    scale = fp8_scale(lax.reduce_max(lax.abs(x), range(x.ndim)), name)
+    return lax.div(lax.convert_element_type(_stored(x, name, scale), FLOAT32), scale)
 
 
 # Kind -> module -> samples of its tensors.
