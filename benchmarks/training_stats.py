@@ -4,8 +4,8 @@
     python benchmarks/training_stats.py --only ranks
     python benchmarks/training_stats.py --out benchmarks/results/training_stats_cpu.json
 
-Ranks: `what_if` and `jaxmp.validate` measure the error that float16 and FP8 cause in each module, on
-the same parameters and batch, after 20 steps in FP32. The figures are the rank correlation of
+Ranks: `what_if` and `jaxmp.validate` measure the error that float16 and FP8 cause in each module,
+on the same parameters and batch, after 20 steps in FP32. The figures are the rank correlation of
 Spearman over the modules, of the gradients of parameters and of the outputs. The models are a
 perceptron, the byte-level GPT and Llama, in which all linear layers compute in FP8.
 
@@ -51,6 +51,7 @@ from train_lm import cross_entropy, prepare
 
 STEP = 20
 FORMATS = {"float16": "fp16", "float8": "fp8"}
+FIELDS = {"gradients": "gradient_error", "activations": "activation_error"}
 
 # ---------------------------------------------------------------------------
 # Ranks of modules
@@ -122,9 +123,7 @@ def make_run(name: str) -> Callable[[jaxmp.Recipe, int], jaxmp.TrainingRun]:
             return state.apply_gradients(grads=grads), {"loss": value, "grads": grads}
 
         evaluate = lambda state: loss_fn(state.params, held_out)
-        return jaxmp.TrainingRun(
-            state=state, step=step, batches=batches(seed), evaluate=evaluate
-        )
+        return jaxmp.TrainingRun(state=state, step=step, batches=batches(seed), evaluate=evaluate)
 
     return make
 
@@ -156,7 +155,7 @@ def ranks(names: tuple[str, ...] = tuple(MODELS), step: int = STEP) -> list[dict
         report = jaxmp.validate(make_run(name), candidates, progress=False, **options)
         errors = predicted(name, step)
         for label, recipe in FORMATS.items():
-            for kind, field in (("gradients", "gradient_error"), ("activations", "activation_error")):
+            for kind, field in FIELDS.items():
                 measured = {row.module: getattr(row, field) for row in report[recipe].modules}
                 own = errors[label][kind]
                 modules = [m for m, error in measured.items() if error is not None and m in own]

@@ -155,7 +155,8 @@ def _power(x: Array) -> Array:
 
 def fp8_scale(amax: Array, name: str) -> Array:
     """Returns the largest power of two that maps `amax` into a format, as `CurrentScaling` does."""
-    ratio = lax.div(np.float32(_range_of(name)[2]), lax.max(amax, np.float32(np.finfo(np.float32).tiny)))
+    largest, tiny = np.float32(_range_of(name)[2]), np.float32(np.finfo(np.float32).tiny)
+    ratio = lax.div(largest, lax.max(amax, tiny))
     bits = lax.bitcast_convert_type(lax.min(ratio, np.float32(2.0**126)), jnp.uint32)
     return lax.bitcast_convert_type(lax.bitwise_and(bits, np.uint32(_EXPONENT)), FLOAT32)
 

@@ -187,9 +187,7 @@ def make_report(
             counts += x.exponents.reshape(-1, 256, 3).sum(0, dtype=np.float64)
     scales = _scales(counts, round(math.log2(scale)))
     errors = jax.tree.map(float, errors)
-    return StatsReport(
-        loss_scale=_first(scales), scales=scales, tensors=tuple(rows), errors=errors
-    )
+    return StatsReport(loss_scale=_first(scales), scales=scales, tensors=tuple(rows), errors=errors)
 
 
 def _scales(counts: np.ndarray, shift: int) -> tuple[tuple[float, float, float], ...]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
-from jaxmp._audit._trace import Traced, is_array, trace
+from jaxmp._audit._trace import Traced, check_function, is_array, trace
 from jaxmp._core._locations import module_of, root_of
 from jaxmp._core._typing import Array
 from jaxmp._nonfinite._arguments import (
@@ -106,11 +106,7 @@ def with_stats(
       >>> sorted(stats.tensors["operands"]), float(stats.tensors["gradients"]["w"].amax) == 2.0**-60
       (['dense:lhs', 'dense:output_grad', 'dense:rhs'], True)
     """
-    if not callable(step):
-        raise AuditError(
-            f"with_stats received an object of type {type(step).__name__} instead of a function. "
-            "Pass the step, and then its arguments: jaxmp.with_stats(train_step)(state, batch)."
-        )
+    check_function(step, "with_stats")
     unknown = [name for name in what_if if name not in EMULATED]
     if unknown or isinstance(what_if, str):
         raise AuditError(
