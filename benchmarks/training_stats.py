@@ -13,8 +13,8 @@ Loss scale: the suggestion from the first step in FP32, the share of the FP32 gr
 parameters that float16 loses with it and with other powers of two, and the steps that 100 steps in
 fp16 skip with it.
 
-Cost: equations of the traced programs, and bytes of the programs compiled for this CPU, of a step
-of a GPT with 48 layers and of its statistics.
+Cost: equations of the traced programs of a step and of its statistics, for a GPT with 48 layers and
+for a Llama with 48 layers in a scan, and bytes of the latter's programs compiled for this CPU.
 """
 
 from __future__ import annotations
@@ -272,22 +272,31 @@ def loss_scale(training: type[Digits | ByteGpt], count: int = 100) -> dict[str, 
 # ---------------------------------------------------------------------------
 
 
-def gpt_step(layers: int) -> tuple[Callable[..., Any], Any]:
-    """Returns a training step and its state, as shapes."""
-    model, batch = byte_gpt.GPT(layers, 64, max_length=32), jnp.ones((4, 33), jnp.int32)
-    tx = optax.adam(1e-3)
+def byte_gpt_of(layers: int) -> tuple[Any, tuple[int, int]]:
+    """Returns a small GPT, whose layers are unrolled, and the shape of its tokens."""
+    return byte_gpt.GPT(layers, 64, max_length=32), (4, 33)
 
-    def step(state: Any) -> Any:
+
+def llama_of(layers: int) -> tuple[Any, tuple[int, int]]:
+    """Returns a Llama with 0.6 billion parameters in 48 layers, in a scan."""
+    return llama.Llama(llama.Shape(layers, 1024, 16, 4, 2816, 32000, max_length=512)), (4, 513)
+
+
+def step_of(model: Any, shape: tuple[int, int]) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+    """Returns a training step and its arguments, as shapes."""
+    tx, tokens = optax.adam(1e-3), jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def step(state: Any, batch: Any) -> Any:
         loss_fn = lambda params: cross_entropy(model.apply(params, batch[:, :-1]), batch)
         loss, grads = jax.value_and_grad(loss_fn)(state["params"])
         updates, opt = tx.update(grads, state["opt"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
-    def initial() -> Any:
+    def initial(batch: Any) -> Any:
         params = model.init(jax.random.key(0), batch[:, :-1])
         return {"params": params, "opt": tx.init(params)}
 
-    return step, jax.eval_shape(initial)
+    return step, (jax.eval_shape(initial, tokens), tokens)
 
 
 def count_equations(jaxpr: Any, seen: dict[int, Any]) -> int:
@@ -300,23 +309,28 @@ def count_equations(jaxpr: Any, seen: dict[int, Any]) -> int:
     return len(body.eqns) + sum(count_equations(each, seen) for each in inner)
 
 
-def cost(layers: int = 48, *, compiles: bool = True) -> list[dict[str, Any]]:
-    """Returns equations and bytes of a step and of its statistics."""
-    step, state = gpt_step(layers)
-    program, rows = _Program(trace(step, (state,), {})), []
-    for name, fn, argument in (
-        ("step", step, state),
-        ("statistics", program, jax.tree.leaves(state)),
-    ):
-        equations = count_equations(jax.make_jaxpr(fn)(argument), {})
-        row = {"program": name, "layers": layers, "equations": equations}
-        if compiles:
-            memory = jax.jit(fn).lower(argument).compile().memory_analysis()
-            sizes = ("argument", "output", "temp")
-            row |= {size: getattr(memory, f"{size}_size_in_bytes") for size in sizes}
-            row["bytes"] = sum(row[size] for size in sizes)
-        rows.append(row)
-        print(row, flush=True)
+def cost(
+    layers: int = 48, models: tuple[Callable[..., Any], ...] = (byte_gpt_of, llama_of)
+) -> list[dict[str, Any]]:
+    """Returns equations of a step and of its statistics, and the bytes of those with a scan."""
+    rows = []
+    for make in models:
+        step, arguments = step_of(*make(layers))
+        program = _Program(trace(step, arguments, {}))
+        for name, fn, args in (
+            ("step", step, arguments),
+            ("statistics", program, (jax.tree.leaves(arguments),)),
+        ):
+            equations = count_equations(jax.make_jaxpr(fn)(*args), {})
+            row = {"model": make.__name__, "layers": layers, "program": name}
+            row["equations"] = equations
+            if make is llama_of:
+                memory = jax.jit(fn).lower(*args).compile().memory_analysis()
+                sizes = ("argument", "output", "temp")
+                row |= {size: getattr(memory, f"{size}_size_in_bytes") for size in sizes}
+                row["bytes"] = sum(row[size] for size in sizes)
+            rows.append(row)
+            print(row, flush=True)
     return rows
 
 

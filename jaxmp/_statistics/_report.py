@@ -136,8 +136,8 @@ class StatsReport(Report):
 _SCALE_COLUMNS = ("scale", "becomes zero", "exceeds the range")
 _LEGEND = (
     "Share of the elements other than zero that become zero or exceed the range, and the "
-    "signal-to-noise ratio in dB. FP8 formats have a scale for each tensor. The loss scale of the "
-    "step is not in the magnitudes of gradients, and in the values that are rounded."
+    "signal-to-noise ratio in dB. FP8 formats have a scale for each tensor. The magnitudes of "
+    "gradients are without the loss scale of the step, and the roundings with it."
 )
 _ERRORS = (
     "Norm of the difference that the format makes to the outputs and gradients of a module, over "
