@@ -421,8 +421,9 @@ def test_the_measured_ranks_of_modules_are_those_of_validate():
         assert row["spearman"] == round(training_stats.spearman(pairs), 3) >= 0.8, row
 
 
-@pytest.mark.parametrize("row", results_of("loss_scale"), ids=lambda row: row["training"])
-def test_the_measured_first_loss_scale_skips_no_step(row):
+@pytest.mark.parametrize("name", ["Digits", "ByteGpt"])
+def test_the_measured_first_loss_scale_skips_no_step(name):
+    (row,) = (row for row in results_of("loss_scale") if row["training"] == name)
     good = [
         2.0 ** int(power.removeprefix("2**"))
         for power, (underflow, overflow) in row["lost_by_power"].items()

@@ -40,7 +40,7 @@ class Emulation(Observer):
       scale: the loss scale of the backward pass in float16.
     """
 
-    def __init__(self, name: str, scale: float) -> None:
+    def __init__(self, name: str, scale: Any) -> None:
         super().__init__()
         self.name, self.scale = name, scale
 
