@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import FLOAT32, is_fp8
 from jaxmp._core._programs._interpreter import vary_as_here
+from jaxmp._core._shardings import flattened
 from jaxmp._core._typing import Array, DTypeLike
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -126,10 +126,7 @@ def _bits(x: Array) -> Array:
 
 
 def _exponents(bits: Array) -> Array:
-    if any(axis is not None for axis in jax.typeof(bits).sharding.spec):
-        # Axes of an explicit mesh, over which JAX does not reshape.
-        bits = jax.sharding.reshard(bits, PartitionSpec())
-    bits = lax.reshape(bits, (bits.size, 1))
+    bits = lax.reshape(flattened(bits), (bits.size, 1))
     fraction = lax.bitwise_and(bits, np.uint32(_FRACTION))
     as_int = lambda x: lax.convert_element_type(x, jnp.int32)
     is_other, is_last = lax.gt(fraction, np.uint32(0)), lax.ge(fraction, np.uint32(_ROUNDS_UP))

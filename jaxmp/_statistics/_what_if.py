@@ -16,6 +16,7 @@ from jaxmp._core._programs._constructs import CONSTRUCTS
 from jaxmp._core._programs._fp32 import runs_in_fp32
 from jaxmp._core._programs._interpreter import Frame
 from jaxmp._core._programs._operations import dot_of
+from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array
 from jaxmp._policies._op_table import OpTable
 from jaxmp._statistics._measure import fp8_scale
@@ -46,8 +47,7 @@ class Emulation(Observer):
 
     def measure(self, x: Array, *_: Any) -> Array:
         """Returns a regular subset of the elements."""
-        x = lax.reshape(lax.convert_element_type(x, FLOAT32), (x.size,))
-        return x[:: max(1, -(-x.size // _SAMPLES))]
+        return sampled(x, _SAMPLES)
 
     def _entered(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         place, primitive = frame.place.of(equation), equation.primitive.name

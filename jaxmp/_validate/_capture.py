@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import PartitionSpec
 
 from jaxmp._core._jaxprs import FORWARD, Path
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._programs._outputs import ModuleOutputs, used_inside
+from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array, PyTree
 
 # Elements of an output that are returned: a regular subset, which suffices for its error.
@@ -101,18 +100,8 @@ class _Capture(Interpreter):
         for var, result in zip(equation.outvars, results, strict=True):
             for path in analysis.last.get(var, ()):
                 self.side.pop(path, None)  # moves the module to its position in the forward pass
-                self.side[path] = Output(_sampled(result), jnp.array(True))
+                self.side[path] = Output(sampled(result, SAMPLES), jnp.array(True))
         return results
 
     def joined(self, value: Output) -> Output:
-        return Output(_sampled(value.values), jnp.any(value.is_computed))
-
-
-def _sampled(x: Array) -> Array:
-    """Returns at most `SAMPLES` elements at equal distances, as a float32 vector."""
-    if any(axis is not None for axis in jax.typeof(x).sharding.spec):
-        # Axes of an explicit mesh, over which JAX does not reshape.
-        x = jax.sharding.reshard(x, PartitionSpec())
-    stride = -(-x.size // SAMPLES)
-    sample = lax.reshape(x, (x.size,))[:: max(stride, 1)]
-    return lax.convert_element_type(sample, jnp.float32)
+        return Output(sampled(value.values, SAMPLES), jnp.any(value.is_computed))

@@ -15,8 +15,9 @@ from jax import lax
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._locations import module_of, root_of
+from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._validate._capture import _sampled, with_outputs
+from jaxmp._validate._capture import SAMPLES, with_outputs
 from jaxmp._validate._check_run import check_grads
 from jaxmp._validate._patterns import Pattern, difference, find_patterns, joined
 from jaxmp._validate._pure import PureRun
@@ -98,7 +99,10 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         )
         samples = (
             _samples(jax.tree.map(_difference, after, before)),
-            {path: _sampled(_difference(other[path], leaf)) for path, leaf in state.items()},
+            {
+                path: sampled(_difference(other[path], leaf), SAMPLES)
+                for path, leaf in state.items()
+            },
             _samples(before),
         )
         dtypes.update({path: str(leaf.dtype) for path, leaf in state.items()})
@@ -171,10 +175,14 @@ def _stored(x: Array) -> Array:
     return lax.reduce_precision(wide, info.nexp, info.nmant)
 
 
+def _sample(x: Array) -> Array:
+    return sampled(x, SAMPLES)
+
+
 def _samples(tree: PyTree) -> dict[str, Array]:
     """Returns a sample of each leaf of a tree of parameters, by path."""
     leaves = _trees.leaves_with_path(tree)
-    return {_trees.parameter_path(path): _sampled(leaf) for path, leaf in leaves}
+    return {_trees.parameter_path(path): _sample(leaf) for path, leaf in leaves}
 
 
 # ---------------------------------------------------------------------------
