@@ -173,8 +173,8 @@ MUTATIONS = [
     Mutation(
         "statistics: recomputed operands are counted again",
         "jaxmp/_statistics/_observe.py",
-        "if name in _MATMULS and place.phase != RECOMPUTE:",
-        "if name in _MATMULS:",
+        "if name in (*_MATMULS, *_KERNELS) and place.phase != RECOMPUTE:",
+        "if name in (*_MATMULS, *_KERNELS):",
         ("test_statistics.py::test_a_scan_has_a_row_for_each_layer",),
     ),
     Mutation(
