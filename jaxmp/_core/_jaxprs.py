@@ -40,8 +40,6 @@ class Equation(Protocol):
 _TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
 # Scope of the casts that autocast inserts.
 AUTOCAST = "jaxmp_autocast"
-# Name of the jitted loop over FP8 layers that only a step without known amaxes runs.
-FIRST_STEP = "jaxmp_fp8_first_step"
 # Prefix of the names of jitted functions that quantize to FP8; the operand's role follows.
 QUANTIZE = "jaxmp_fp8_quantize_"
 # Scopes that are not modules. JAX adds two for a rematerialized function. (It also adds
