@@ -30,8 +30,8 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import FORWARD, Path
 from jaxmp._core._locations import module_of, root_of
-from jaxmp._core._programs._analysis import ModuleOutputs, used_inside
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._core._programs._outputs import ModuleOutputs, used_inside
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._validate._pure import PureRun
 from jaxmp._validate._rows import GradientRow, ModuleRow, Pattern

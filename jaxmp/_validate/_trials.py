@@ -28,8 +28,8 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._jaxprs import Equation, is_literal
 from jaxmp._core._locations import Lines, Location, Locations, module_of, root_of
-from jaxmp._core._programs._bind import bind_in_fp32, is_narrow, runs_in_fp32, wide
 from jaxmp._core._programs._constructs import CONSTRUCTS
+from jaxmp._core._programs._fp32 import bind_in_fp32, is_narrow, runs_in_fp32, wide
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._validate._probe import Probe, gradient_row, make_probe, module_rows
