@@ -465,7 +465,7 @@ def test_an_opaque_kernel_is_named():
 
 
 def test_kernels_of_cudnn_are_single_operations():
-    """They do not run on this machine, so their programs are lowered for a GPU."""
+    """They do not run on this machine, so their program is traced for a GPU."""
 
     def step(x):
         def loss(x):
@@ -477,8 +477,7 @@ def test_kernels_of_cudnn_are_single_operations():
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     with jaxmp.default_target("h100"):
         program = Program(Recorder(), trace(step, (x,), {}).closed)
-        text = program.side.trace([x]).lower(lowering_platforms=("cuda",)).as_text()
-    assert "fmhaSoftmaxBackward" in text
+        program.side.trace([x])
     names = {e.primitive.name: e for _, e, _ in Recorded(program.recorder.regions, {}).equations()}
     for side in ("fwd", "bwd"):
         assert len(names[f"dot_product_attention_{side}_wrapper"].invars) >= 3

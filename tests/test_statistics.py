@@ -333,7 +333,7 @@ def test_operands_of_kernels_are_measured():
 
 
 def test_kernels_of_cudnn_are_measured():
-    """They do not run on this machine, so the program is traced and lowered for a GPU."""
+    """They do not run on this machine, so the program is traced for a GPU."""
 
     def loss(x):
         with jax.named_scope("attention"):
@@ -343,7 +343,6 @@ def test_kernels_of_cudnn_are_measured():
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     with jaxmp.default_target("h100"):
         traced = jax.jit(_Program(trace(jax.grad(loss), (x,), {}))).trace([x])
-        assert "fmhaSoftmaxBackward" in traced.lower(lowering_platforms=("cuda",)).as_text()
     tensors = traced.out_info.tensors
     assert {f"attention:operand_{n}" for n in range(3)} <= set(tensors["operands"])
     assert "attention:output_grad" in tensors["operands"]
