@@ -171,10 +171,31 @@ MUTATIONS = [
         ("test_statistics.py::test_the_scale_of_the_step_is_taken_out",),
     ),
     Mutation(
+        "statistics: magnitudes of gradients contain the loss scale",
+        "jaxmp/_statistics/_report.py",
+        "scale if is_scaled else 1.0",
+        "1.0",
+        ("test_statistics.py::test_the_scale_of_the_step_is_taken_out",),
+    ),
+    Mutation(
+        "statistics: gradients in float16 have no loss scale",
+        "jaxmp/_statistics/_what_if.py",
+        "self.scale if is_backward and self.name == FLOAT16 else",
+        "",
+        ("test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it",),
+    ),
+    Mutation(
+        "statistics: operands of kernels are not measured",
+        "jaxmp/_statistics/_observe.py",
+        "(*_MATMULS, *_KERNELS)",
+        "_MATMULS",
+        ("test_statistics.py::test_operands_of_kernels_are_measured",),
+    ),
+    Mutation(
         "statistics: recomputed operands are counted again",
         "jaxmp/_statistics/_observe.py",
-        "if name in _MATMULS and place.phase != RECOMPUTE:",
-        "if name in _MATMULS:",
+        "if name in (*_MATMULS, *_KERNELS) and place.phase != RECOMPUTE:",
+        "if name in (*_MATMULS, *_KERNELS):",
         ("test_statistics.py::test_a_scan_has_a_row_for_each_layer",),
     ),
     Mutation(

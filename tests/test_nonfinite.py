@@ -21,8 +21,11 @@ from jax.experimental import pallas as pl
 import jaxmp
 from grids import fast_cases
 from jaxmp import cli
+from jaxmp._audit._trace import trace
 from jaxmp._core._jaxprs import equations
 from jaxmp._core._locations import Lines
+from jaxmp._nonfinite import NonfiniteReport
+from jaxmp._nonfinite._record import Program, Recorded, Recorder
 from planted_nonfinite import HEAD, PLANTS
 from test_audit_fixes import is_target
 
@@ -125,6 +128,23 @@ def test_a_planted_fault_is_named_and_its_fix_removes_it(name, tmp_path):
     assert plant.argument in report.argument
     step, *args = fixed(plant, report, tmp_path)
     assert_finite(step, args)
+
+
+def test_a_step_whose_gradient_is_not_finite_leaves_no_checkpoint(tmp_path):
+    """The story of marin#7271, whose job ended with a poisoned checkpoint."""
+    step, params, x = loaded(
+        next(plant for plant in PLANTS if plant.name.startswith("marin#7271")).program, tmp_path
+    )()
+    _, grads = step(params, x)
+    poisoned = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    checkpointer = jaxmp.checkpoint.Checkpointer(tmp_path / "run")
+    checkpointer.save(1, params, recipe="fp32")
+    checkpointer.save(2, poisoned, recipe="fp32")
+    with pytest.raises(jaxmp.errors.CheckpointError, match="NaN or infinity in 'down'"):
+        checkpointer.close()
+    assert checkpointer.all_steps() == [1]
+    report = jaxmp.locate_nonfinite(step, checkpointer.restore(params, recipe="fp32"), x)
+    assert (report.module, report.phase) == ("w_down", "backward")
 
 
 NORMALIZED = """
@@ -440,6 +460,28 @@ def test_an_opaque_kernel_is_named():
     assert (report.primitive, report.module, report.cause) == ("pallas_call", "kernel", "")
     assert report.index == (1,)
     assert "pallas_call returns values that are not finite" in report.message
+    ((operand,), (result,)) = report.operands, report.results
+    assert (operand.low, operand.high, result.nonfinite, result.high) == (1, 3, 0.5, 1.5)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX requires cuDNN to trace it")
+def test_kernels_of_cudnn_are_single_operations():
+    """They do not run on this machine, so their program is traced for a GPU."""
+
+    def step(x):
+        def loss(x):
+            y = jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
+            return y.astype(jnp.float32).sum()
+
+        return jax.grad(loss)(x)
+
+    x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    with jaxmp.default_target("h100"):
+        program = Program(Recorder(), trace(step, (x,), {}).closed)
+        program.side.trace([x])
+    names = {e.primitive.name: e for _, e, _ in Recorded(program.recorder.regions, {}).equations()}
+    for side in ("fwd", "bwd"):
+        assert len(names[f"dot_product_attention_{side}_wrapper"].invars) >= 3
 
 
 def test_a_select_between_a_scalar_and_a_literal():
@@ -511,17 +553,22 @@ print(jaxmp.locate_nonfinite(step, jnp.ones((8, 8)), x).to_json())
 @pytest.mark.expensive
 def test_a_scan_on_a_mesh_of_eight_devices(tmp_path):
     """Rows 4 and 5 are on devices 4 and 5. Row 5 reaches 4,007, 32,056 and 128,224 per device."""
-    (tmp_path / "run.py").write_text(EIGHT_DEVICES)
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     env = os.environ | {"XLA_FLAGS": flags}
-    done = subprocess.run(
-        [sys.executable, "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    where = [report[name] for name in ("device", "iteration", "index", "module", "primitive")]
-    assert where == [4, [2], [1, 0], "dense", "dot_general"]
-    assert (report["cause"], report["phase"]) == ("float16_range", "forward")
+
+    def diagnosis(program):
+        (tmp_path / "run.py").write_text(program)
+        done = subprocess.run(
+            [sys.executable, "run.py"], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return NonfiniteReport.from_json(done.stdout)
+
+    report = diagnosis(EIGHT_DEVICES)
+    where = report.device, report.iteration, report.index, report.module, report.primitive
+    assert where == (4, (2,), (1, 0), "dense", "dot_general")
+    assert (report.cause, report.phase) == ("float16_range", "forward")
+    assert not diagnosis(replaced(EIGHT_DEVICES, report)).reproduced
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Statistics of the tensors of a training step, and the loss scale that they suggest."""
 
 import functools
+import json
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -11,14 +13,14 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
-from byte_gpt import GPT
+import training_stats
 from grids import EXPENSIVE
 from jaxmp import fp8
 from jaxmp._audit._trace import trace
-from jaxmp._core._jaxprs import is_jaxpr, sub_jaxprs
 from jaxmp._statistics._measure import FORMATS, measure
 from jaxmp._statistics._with_stats import _Program
 from jaxmp.errors import AuditError
@@ -164,8 +166,8 @@ def test_the_training_is_the_same_with_and_without():
         step, state = plain_step()
         measure_step = jaxmp.with_stats(step)
         text = step.lower(state, X).as_text()
-        for number in range(20):
-            if measured and number % 5 == 0:
+        for number in range(100):
+            if measured and number % 25 == 0:
                 measure_step(state, X)
             state, _ = step(state, X)
         assert step.lower(state, X).as_text() == text and step._cache_size() == 1
@@ -317,38 +319,103 @@ def test_a_branch_that_is_not_taken_has_no_elements():
         assert len(shown) == 1
 
 
+def test_operands_of_kernels_are_measured():
+    def double(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2
+
+    @jax.named_scope("kernel")
+    def step(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(double, out_shape=shape, interpret=True)(x) + 1
+
+    tensors = jaxmp.with_stats(step)(X).tensors
+    assert float(tensors["operands"]["kernel:operand_0"].amax) == float(jnp.abs(X).max())
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX requires cuDNN to trace it")
+def test_kernels_of_cudnn_are_measured():
+    """They do not run on this machine, so the program is traced for a GPU."""
+
+    def loss(x):
+        with jax.named_scope("attention"):
+            y = jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
+        return y.astype(jnp.float32).sum()
+
+    x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    with jaxmp.default_target("h100"):
+        traced = jax.jit(_Program(trace(jax.grad(loss), (x,), {}))).trace([x])
+    tensors = traced.out_info.tensors
+    assert {f"attention:operand_{n}" for n in range(3)} <= set(tensors["operands"])
+    assert "attention:output_grad" in tensors["operands"]
+    assert set(tensors["activations"]) == {"attention"}
+
+
+# ---------------------------------------------------------------------------
+# What if
+# ---------------------------------------------------------------------------
+
+
+def test_the_errors_of_a_format_are_those_of_a_step_in_it():
+    """The reference is the same step, written in float16 with a loss scale."""
+
+    def loss_fn(params, x, dtype):
+        for name in ("up", "down"):
+            with jax.named_scope(name):
+                x = x.astype(dtype) @ params[name].astype(dtype)
+        return jnp.mean(jnp.square(x.astype(jnp.float32))) * 2.0**-24
+
+    def run(dtype, scale):
+        loss = lambda params: loss_fn(params, X, dtype) * scale
+        return jax.tree.map(lambda g: g / scale, jax.jit(jax.grad(loss))(PARAMS))
+
+    step = functools.partial(jax.grad(loss_fn), dtype=jnp.float32)
+    stats = jaxmp.with_stats(step, what_if=["float16", "float8"])(PARAMS, X)
+    exact, narrow = run(jnp.float32, 1.0), run(jnp.float16, 2.0**24)
+    norm = lambda x: float(jnp.linalg.norm(x))
+    for name, x in exact.items():
+        want = norm(narrow[name] - x) / norm(x)
+        error = float(stats.errors["float16"]["gradients"][name])
+        assert 0.3 < error / want < 3 and 1e-4 < error < 2e-3
+        assert 10 * error < float(stats.errors["float8"]["gradients"][name]) < 0.2
+    report = stats.report()
+    assert type(report).from_json(report.to_json()) == report
+    assert "float8 gradients" in report.to_text() and "float8 gradients" in report.to_html()
+
+
+@pytest.mark.parametrize("what_if", ["float16", ["bfloat16"]])
+def test_a_format_that_is_not_emulated_is_refused(what_if):
+    with pytest.raises(AuditError, match=r"what_if=\['float16'\]"):
+        jaxmp.with_stats(jnp.sum, what_if=what_if)
+
+
 # ---------------------------------------------------------------------------
 # Cost
 # ---------------------------------------------------------------------------
 
 
-def count(jaxpr, seen):
-    """Returns the number of equations, those of a shared jaxpr once."""
-    body = getattr(jaxpr, "jaxpr", jaxpr)
-    if id(body) in seen:
-        return 0
-    seen[id(body)] = body
-    inner = [each for equation in body.eqns for each in sub_jaxprs(equation) if is_jaxpr(each)]
-    return len(body.eqns) + sum(count(each, seen) for each in inner)
-
-
 def test_tracing_costs_at_most_twice_the_step():
-    model, tokens = GPT(layers=12, width=32, heads=2, max_length=16), jnp.ones((2, 16), jnp.int32)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    state = {"params": params, "opt": jax.eval_shape(optax.adam(1e-3).init, params)}
-
-    def step(state):
-        loss, grads = jax.value_and_grad(lambda p: jnp.square(model.apply(p, tokens)).mean())(
-            state["params"]
-        )
-        updates, opt = optax.adam(1e-3).update(grads, state["opt"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
-
-    state = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), state)
-    own = count(jax.make_jaxpr(step)(state), {})
-    program = _Program(trace(step, (state,), {}))
-    stats = count(jax.make_jaxpr(program)(jax.tree.leaves(state)), {})
+    rows = training_stats.cost(8, (training_stats.byte_gpt_of,))
+    own, stats = (row["equations"] for row in rows)
     assert own < stats <= 2 * own, (own, stats)
+
+
+RESULTS = Path(training_stats.__file__).parent / "results"
+
+
+def results_of(part):
+    return json.loads((RESULTS / f"training_stats_{part}_cpu.json").read_text("utf-8"))[part]
+
+
+@pytest.mark.parametrize("name", ["Digits", "ByteGpt"])
+def test_the_measured_first_loss_scale_skips_no_step(name):
+    (row,) = (row for row in results_of("loss_scale") if row["training"] == name)
+    good = [
+        2.0 ** int(power.removeprefix("2**"))
+        for power, (underflow, overflow) in row["lost_by_power"].items()
+        if underflow < 0.001 and not overflow
+    ]
+    assert row["suggested"] in good and row["lost"] < 0.001
+    assert (row["steps"], row["skipped"]) == (100, 0)
 
 
 # ---------------------------------------------------------------------------
@@ -446,6 +513,8 @@ def test_the_scale_of_the_step_is_taken_out():
     plain = jaxmp.with_stats(jax.grad(loss_fn))(PARAMS, X).report()
     scaled = jaxmp.with_stats(step)(state, X).report()
     assert scaled.loss_scale == plain.loss_scale
+    of_gradients = lambda report: sorted(x.rms for x in report.tensors if x.kind == "gradients")
+    np.testing.assert_allclose(of_gradients(scaled), of_gradients(plain), rtol=1e-3)
 
 
 def test_a_training_with_the_suggested_scale_skips_no_step():
@@ -474,5 +543,5 @@ def test_views_of_the_report():
 
 
 def test_an_object_that_is_not_a_function_is_refused():
-    with pytest.raises(AuditError, match=r"type dict.*jaxmp\.with_stats\(train_step\)"):
+    with pytest.raises(AuditError, match=r"(?s)type dict.*jaxmp\.with_stats\(train_step\)"):
         jaxmp.with_stats({})

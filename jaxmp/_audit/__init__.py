@@ -10,8 +10,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe_files._load import RecipeLike
 
@@ -38,12 +36,11 @@ from jaxmp._audit._make_report import make_report
 from jaxmp._audit._program import is_attention
 from jaxmp._audit._report import AuditReport as AuditReport
 from jaxmp._audit._rows import Finding as Finding
-from jaxmp._audit._trace import Traced, trace
+from jaxmp._audit._trace import check_function, trace
 from jaxmp._core import _compat
 from jaxmp._core._static_values import Scope
 from jaxmp._recipe_files._load import as_recipe_data
 from jaxmp._targets import default_target, get_target
-from jaxmp.errors import AuditError
 
 
 def audit(
@@ -106,7 +103,7 @@ def audit_call(
     target: str | None,
 ) -> AuditReport:
     """Audits a function whose keyword arguments may have any name, such as `target`."""
-    _check_function(fn)
+    check_function(fn, "audit")
     target = target or _compat.current_context().chip or None
     if target is not None:
         get_target(target)
@@ -127,7 +124,7 @@ def _audit(
     target: str | None,
 ) -> AuditReport:
     with contextlib.nullcontext() if target is None else default_target(target):
-        traced = _traced(fn, args, kwargs)
+        traced = trace(fn, args, kwargs)
     auditor = Auditor(context)
     label_arguments(auditor, traced)
     # Masks that attention makes for its own derivative are not the model's.
@@ -136,31 +133,3 @@ def _audit(
     if target is not None and not get_target(target).uncompiled:
         compiled = compile_for(target, traced)
     return make_report(auditor, traced, compiled, function=fn, target=target or "")
-
-
-def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-    try:
-        return trace(fn, args, kwargs)
-    except Exception as error:
-        # Flax is an optional dependency.
-        if type(error).__name__ != "TraceContextError":
-            raise
-        raise AuditError(
-            f"the audited function changes an NNX object that is not among its arguments ({error})."
-            " Pass the model and the optimizer as arguments:\n"
-            "    jaxmp.audit(train_step, model, optimizer, batch)"
-        ) from error
-
-
-def _check_function(fn: object) -> None:
-    if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered)):
-        raise AuditError(
-            f"audit received a program that JAX has {type(fn).__name__.lower()} already, whose "
-            "operations it cannot trace. Pass the function; target='h200' compiles it, too:\n"
-            "    jaxmp.audit(train_step, state, batch, target='h200')"
-        )
-    if not callable(fn):
-        raise AuditError(
-            f"audit received an object of type {type(fn).__name__} instead of a function. Pass the "
-            "function and its arguments separately: audit(train_step, state, batch)."
-        )

@@ -135,11 +135,43 @@ class Traced:
         return self.names[keys[0]] if keys and keys[0] in range(len(self.names)) else "NAME"
 
 
+def check_function(fn: object, name: str) -> None:
+    """Checks that an object can be traced.
+
+    Args:
+      fn: the object.
+      name: the public function that received it.
+
+    Raises:
+      AuditError: with the call to write.
+    """
+    kind = type(fn).__name__
+    call = f"jaxmp.{name}(train_step, state, batch)"
+    if name == "with_stats":
+        call = "jaxmp.with_stats(train_step)(state, batch)"
+    if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered)):
+        raise AuditError(
+            f"{name} received a program that JAX has {kind.lower()} already, whose operations it "
+            f"cannot trace. Pass the function:\n    {call}"
+        )
+    if not callable(fn):
+        raise AuditError(
+            f"{name} received an object of type {kind} instead of a function. Pass the function, "
+            f"and its arguments separately:\n    {call}"
+        )
+    if kind == "CompiledStep":
+        raise AuditError(
+            f"{name} received a step of jaxmp.nnx.compile_step, which contains its own model. Pass "
+            f"the function and its arguments:\n    {call.replace('state', 'model, optimizer')}"
+        )
+
+
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Traces a function for arguments of these shapes and dtypes; nothing is computed.
 
     Raises:
-      AuditError: if `fn`, or a function that it calls, was jitted with `compiler_options`.
+      AuditError: if `fn`, or a function that it calls, was jitted with `compiler_options`, or
+        changes an NNX object that is not among its arguments.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     positions = [number for number, leaf in enumerate(leaves) if is_array(leaf)]
@@ -164,8 +196,15 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     arrays = [leaves[n] for n in positions]
     try:
         closed = jax.make_jaxpr(run)(*arrays)
-    except ValueError as error:
-        if "compiler_options" not in str(error):
+    except Exception as error:
+        # Flax, which has this error, is an optional dependency.
+        if type(error).__name__ == "TraceContextError":
+            raise AuditError(
+                f"the traced function changes an NNX object that is not among its arguments "
+                f"({error}). Pass the model and the optimizer as arguments:\n"
+                "    jaxmp.audit(train_step, model, optimizer, batch)"
+            ) from error
+        if not isinstance(error, ValueError) or "compiler_options" not in str(error):
             raise
         raise AuditError(
             "the audited function was jitted with compiler_options=..., and JAX cannot trace it as "

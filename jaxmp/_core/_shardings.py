@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._trees import Path, path_names
-from jaxmp._core._typing import PyTree
+from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import JaxmpError
 
 # Names under which a Variable of Flax NNX stores its array.
@@ -128,3 +130,19 @@ def as_parts(names: Path) -> Path:
 def without_contents(names: Path) -> Path:
     """Returns a path without the name of the array in a Variable of Flax NNX."""
     return names[:-1] if names and names[-1] in _CONTENTS else names
+
+
+def flattened(x: Array) -> Array:
+    """Returns the elements of an array as a vector, without axes of an explicit mesh.
+
+    JAX does not reshape over such axes. The operations are primitives, for use in interpreters.
+    """
+    if any(axis is not None for axis in jax.typeof(x).sharding.spec):
+        x = jax.sharding.reshard(x, PartitionSpec())
+    return lax.reshape(x, (x.size,))
+
+
+def sampled(x: Array, count: int) -> Array:
+    """Returns at most `count` elements at equal distances, as a float32 vector."""
+    sample = flattened(x)[:: max(-(-x.size // count), 1)]
+    return lax.convert_element_type(sample, jnp.float32)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
-from jaxmp._audit import _check_function, _traced
 from jaxmp._audit._compile import asked_by, compile_for
-from jaxmp._audit._trace import Traced
+from jaxmp._audit._trace import Traced, check_function, trace
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Program
 from jaxmp._core._typing import PyTree
@@ -70,7 +69,7 @@ def estimate_memory(
       >>> estimate.kinds["parameters"]
       16384
     """
-    _check_function(fn)
+    check_function(fn, "estimate_memory")
     chip = None if target is None else get_target(target)
     if exact and chip is None:
         raise TargetError("exact=True compiles for a chip. Name it: exact=True, target='h200'.")
@@ -78,7 +77,7 @@ def estimate_memory(
         raise TargetError(f"no program can be compiled for {target!r}: {chip.uncompiled}.")
     with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
         with contextlib.nullcontext() if target is None else default_target(target):
-            traced = _traced(fn, args, kwargs)
+            traced = trace(fn, args, kwargs)
         compiled = None
         if exact and target is not None:
             program = compile_for(target, traced)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxmp._audit._trace import Traced, trace
+from jaxmp._audit._trace import Traced, check_function, trace
 from jaxmp._core._jaxprs import FORWARD, Path, is_literal
 from jaxmp._core._locations import Lines, module_of, root_of
 from jaxmp._nonfinite._arguments import (
@@ -50,7 +50,8 @@ def locate_nonfinite(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Non
       The report. `reproduced` is False, with a `reason`, if the step is finite.
 
     Raises:
-      AuditError: if `step`, or a function that it calls, was jitted with `compiler_options`.
+      AuditError: if `step` is not a function; if it, or a function that it calls, was jitted with
+        `compiler_options`.
 
     Example:
       >>> def loss_fn(w, x):
@@ -59,6 +60,7 @@ def locate_nonfinite(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Non
       >>> report.cause, report.index
       ('log_of_zero', (1,))
     """
+    check_function(step, "locate_nonfinite")
     traced = trace(step, args, kwargs)
     reason = unusable(traced)
     if reason:

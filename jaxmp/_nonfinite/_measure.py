@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
-from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._programs._bind import bind_in_fp32
 from jaxmp._core._programs._interpreter import Frame, vary_as_here
+from jaxmp._core._shardings import flattened
 from jaxmp._core._typing import Array
 from jaxmp._nonfinite._record import Key, Program, Recorder
 from jaxmp._nonfinite._walk import Operation
@@ -119,9 +119,7 @@ def _rows(types: list[Any], group: list[Any]) -> tuple[ArrayRow, ...]:
 def _flat(x: Array) -> Array:
     """Returns the elements of an array as a vector in FP32, without a sharded axis."""
     x = lax.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    if any(axis is not None for axis in jax.typeof(x).sharding.spec):
-        x = jax.sharding.reshard(x, PartitionSpec())
-    return lax.convert_element_type(lax.reshape(x, (x.size,)), FLOAT32)
+    return lax.convert_element_type(flattened(x), FLOAT32)
 
 
 def _first(x: Array) -> Array:

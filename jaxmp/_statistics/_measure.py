@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import FLOAT32, is_fp8
 from jaxmp._core._programs._interpreter import vary_as_here
+from jaxmp._core._shardings import flattened
 from jaxmp._core._typing import Array, DTypeLike
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -109,7 +109,7 @@ def measure(x: Array, factor: Array | None = None, dtype: DTypeLike | None = Non
     zeros = lax.add(zero, nonfinite)
     formats = {}
     for name in FORMATS:
-        scaled = lax.mul(x, _fp8_scale(amax, _range_of(name)[2])) if is_fp8(name) else x
+        scaled = lax.mul(x, fp8_scale(amax, name)) if is_fp8(name) else x
         formats[name] = _rounding(scaled, name, zeros, unscaled if is_fp8(name) else inverse)
     if factor is not None:
         scaled = lax.div(x, lax.broadcast_in_dim(factor, x.shape, range(factor.ndim)))
@@ -126,10 +126,7 @@ def _bits(x: Array) -> Array:
 
 
 def _exponents(bits: Array) -> Array:
-    if any(axis is not None for axis in jax.typeof(bits).sharding.spec):
-        # Axes of an explicit mesh, over which JAX does not reshape.
-        bits = jax.sharding.reshard(bits, PartitionSpec())
-    bits = lax.reshape(bits, (bits.size, 1))
+    bits = lax.reshape(flattened(bits), (bits.size, 1))
     fraction = lax.bitwise_and(bits, np.uint32(_FRACTION))
     as_int = lambda x: lax.convert_element_type(x, jnp.int32)
     is_other, is_last = lax.gt(fraction, np.uint32(0)), lax.ge(fraction, np.uint32(_ROUNDS_UP))
@@ -153,9 +150,10 @@ def _power(x: Array) -> Array:
     return lax.reduce_sum(lax.mul(x, x), range(x.ndim))
 
 
-def _fp8_scale(amax: Array, largest: float) -> Array:
+def fp8_scale(amax: Array, name: str) -> Array:
     """Returns the largest power of two that maps `amax` into a format, as `CurrentScaling` does."""
-    ratio = lax.div(np.float32(largest), lax.max(amax, np.float32(np.finfo(np.float32).tiny)))
+    largest, tiny = np.float32(_range_of(name)[2]), np.float32(np.finfo(np.float32).tiny)
+    ratio = lax.div(largest, lax.max(amax, tiny))
     bits = lax.bitcast_convert_type(lax.min(ratio, np.float32(2.0**126)), jnp.uint32)
     return lax.bitcast_convert_type(lax.bitwise_and(bits, np.uint32(_EXPONENT)), FLOAT32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from jaxmp._statistics._measure import TensorStats, measure
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
 _MATMULS = ("dot_general", "conv_general_dilated")
+# Kernels of Pallas and cuDNN, which no interpreter enters.
+_ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+_KERNELS = ("pallas_call", *_ATTENTION)
 
 
 class Key(NamedTuple):
@@ -98,6 +101,7 @@ class Observer(Interpreter):
 
     has_side_results = True
     drops_derivatives = True
+    measure: Callable[..., Any] = staticmethod(measure)
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
@@ -115,9 +119,10 @@ class Observer(Interpreter):
             if place.phase != RECOMPUTE:
                 self._quantized(operands[0], results, Key(OPERANDS, place.scopes, role, (), at))
             return results
-        if name in _MATMULS and place.phase != RECOMPUTE:
-            labels = ("lhs", "rhs") if place.phase == FORWARD else ("output_grad",) * 2
-            for var, x, label in zip(equation.invars, operands, labels, strict=True):
+        if name in (*_MATMULS, *_KERNELS) and place.phase != RECOMPUTE:
+            for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
+                label = ("lhs", "rhs")[n] if name in _MATMULS else f"operand_{n}"
+                label = label if place.phase == FORWARD else "output_grad"
                 if place.phase == FORWARD or inside.is_cotangent(var):
                     self._measure(inside, OPERANDS, (place.scopes, label), var, x, at)
         results = self._entered(equation, operands, frame)
@@ -146,7 +151,7 @@ class Observer(Interpreter):
         if is_literal(var) or not jnp.issubdtype(x.dtype, jnp.floating) or is_fp8(x.dtype):
             return
         if var not in inside.measured:
-            inside.measured[var] = measure(x)
+            inside.measured[var] = self.measure(x)
         self.side[Key(kind, name[0], name[1], x.shape, (*at, name[1]))] = inside.measured[var]
 
     def _quantized(self, x: Array, results: list[Array], key: Key) -> None:
@@ -155,8 +160,8 @@ class Observer(Interpreter):
             if not is_fp8(values.dtype) or factor.dtype != jnp.float32:
                 continue
             key = key._replace(at=(*key.at, n))
-            self.side[key._replace(kind=SCALES)] = measure(factor)
+            self.side[key._replace(kind=SCALES)] = self.measure(factor)
             # The scales of blocks do not broadcast.
             pairs = zip(factor.shape, x.shape, strict=False)
             fits = factor.ndim in (0, x.ndim) and all(size in (1, full) for size, full in pairs)
-            self.side[key] = measure(x, factor, values.dtype) if fits else measure(x)
+            self.side[key] = self.measure(x, factor, values.dtype) if fits else self.measure(x)

@@ -33,13 +33,13 @@ class TensorRow:
     Args:
       kind: such as "gradients".
       name: the module or the parameter.
-      amax: largest magnitude.
-      rms: root mean square.
+      amax: largest magnitude; of a gradient, without the loss scale.
+      rms: root mean square; of a gradient, without the loss scale.
       zero: share of elements that are zero.
       nonfinite: share of elements that are infinite or NaN.
       formats: format -> (share of the elements other than zero that become zero, share of them
-        that exceed the range, signal-to-noise ratio in decibels). The format "actual" is the FP8
-        format of the program, with its scale.
+        that exceed the range, signal-to-noise ratio in decibels), of a gradient with the loss
+        scale of the step. The format "actual" is the FP8 format of the program, with its scale.
     """
 
     kind: str
@@ -62,6 +62,7 @@ class StatsReport(Report):
         elements other than zero that becomes zero in float16, share that becomes infinite, with
         which a step is skipped).
       tensors: the tensors.
+      errors: format of `what_if` -> "gradients" or "activations" -> module -> relative error.
 
     Example:
       >>> stats = jaxmp.with_stats(jax.grad(lambda w: jnp.square(w).sum()))(jnp.ones(4))
@@ -80,6 +81,7 @@ class StatsReport(Report):
     loss_scale: float | None
     scales: tuple[tuple[float, float, float], ...]
     tensors: tuple[TensorRow, ...]
+    errors: dict[str, dict[str, dict[str, float]]] = dataclasses.field(default_factory=dict)
 
     def _sections(self, full: bool) -> list[Section]:
         lost = [row for row in self.scales if 0 < row[1] + row[2] < 1]
@@ -88,6 +90,7 @@ class StatsReport(Report):
         mood = "" if not self.scales else "bad" if self.loss_scale is None else "good"
         sections = [
             Section("Loss scale for float16", self._advice(), _SCALE_COLUMNS, scales, mood=mood),
+            *self._errors(full),
             Section("Losses in each format", _LEGEND),
         ]
         for kind, rows in grouped(self.tensors, lambda row: row.kind).items():
@@ -99,6 +102,25 @@ class StatsReport(Report):
             cells = tuple(_cells(row, names) for row in rows[: len(rows) - more])
             sections.append(Section(kind.replace("_", " ").capitalize(), text, columns, cells))
         return sections
+
+    def _errors(self, full: bool) -> list[Section]:
+        """Returns the errors of modules, the largest of gradients first."""
+        names = [(name, kind) for name, kinds in self.errors.items() for kind in sorted(kinds)]
+        columns = [self.errors[name][kind] for name, kind in names]
+        if not columns:
+            return []
+        largest: dict[str, float] = {}
+        for (_, kind), column in zip(names, columns, strict=True):
+            for module, error in column.items():
+                largest[module] = max(largest.get(module, 0), error * (kind == GRADIENTS))
+        modules = sorted(largest, key=lambda module: -largest[module])
+        share = lambda column, module: f"{column[module]:.2%}" if module in column else ""
+        cells = tuple(
+            (module_text(module), *(share(column, module) for column in columns))
+            for module in modules[: None if full else _ROWS]
+        )
+        labels = [f"{name} {'outputs' if kind != GRADIENTS else kind}" for name, kind in names]
+        return [Section("What if: errors of modules", _ERRORS, ("", *labels), cells)]
 
     def _advice(self) -> str:
         if not self.scales:
@@ -114,7 +136,12 @@ class StatsReport(Report):
 _SCALE_COLUMNS = ("scale", "becomes zero", "exceeds the range")
 _LEGEND = (
     "Share of the elements other than zero that become zero or exceed the range, and the "
-    "signal-to-noise ratio in dB. FP8 formats have a scale for each tensor."
+    "signal-to-noise ratio in dB. FP8 formats have a scale for each tensor. The magnitudes of "
+    "gradients are without the loss scale of the step, and the roundings with it."
+)
+_ERRORS = (
+    "Norm of the difference that the format makes to the outputs and gradients of a module, over "
+    "their norm, in one step that was run again in this format."
 )
 # Rows of each table of the short report: those with the lowest signal-to-noise ratio.
 _ROWS = 8
@@ -138,23 +165,29 @@ def _cells(row: TensorRow, names: list[str]) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------
 
 
-def make_report(tensors: Mapping[str, Mapping[str, TensorStats]], loss_scale: Any) -> StatsReport:
+def make_report(
+    tensors: Mapping[str, Mapping[str, TensorStats]], loss_scale: Any, errors: Any
+) -> StatsReport:
     """Returns the report on the statistics of a step.
 
     Args:
       tensors: kind -> name -> statistics.
       loss_scale: the scale of the gradients among them.
+      errors: format -> kind -> module -> error.
     """
-    tensors, loss_scale = jax.device_get((tensors, loss_scale))
+    tensors, loss_scale, errors = jax.device_get((tensors, loss_scale, errors))
     flat = [(kind, name, x) for kind, group in tensors.items() for name, x in group.items()]
     # Code in a branch that was not taken has no elements.
-    rows = [_row(kind, name, x) for kind, name, x in flat if x.exponents.any()]
-    counts = np.zeros((256, 3))
+    scale, rows, counts = float(np.max(loss_scale)), [], np.zeros((256, 3))
     for kind, name, x in flat:
-        if kind == GRADIENTS or (kind == OPERANDS and ":output_grad" in name):
+        is_scaled = kind == GRADIENTS or (kind == OPERANDS and ":output_grad" in name)
+        if x.exponents.any():
+            rows.append(_row(kind, name, x, scale if is_scaled else 1.0))
+        if is_scaled:
             counts += x.exponents.reshape(-1, 256, 3).sum(0, dtype=np.float64)
-    scales = _scales(counts, round(math.log2(float(np.max(loss_scale)))))
-    return StatsReport(loss_scale=_first(scales), scales=scales, tensors=tuple(rows))
+    scales = _scales(counts, round(math.log2(scale)))
+    errors = jax.tree.map(float, errors)
+    return StatsReport(loss_scale=_first(scales), scales=scales, tensors=tuple(rows), errors=errors)
 
 
 def _scales(counts: np.ndarray, shift: int) -> tuple[tuple[float, float, float], ...]:
@@ -185,7 +218,8 @@ def _first(scales: tuple[tuple[float, float, float], ...]) -> float | None:
     return max(allowed[0], allowed[-1] * 2.0 ** -(_HEADROOM if scales[-1][2] else 0))
 
 
-def _row(kind: str, name: str, stats: TensorStats) -> TensorRow:
+def _row(kind: str, name: str, stats: TensorStats, scale: float) -> TensorRow:
+    """Returns the row of a tensor; its magnitudes are divided by the loss scale in it."""
     counts = np.asarray(stats.exponents, np.float64).reshape(-1, 256 * 3)
     size, zero, bad = counts.sum(1), counts[:, POWERS], counts[:, 255 * 3 :].sum(1)
     flat = lambda x: np.asarray(x, np.float64).reshape(-1)
@@ -199,8 +233,8 @@ def _row(kind: str, name: str, stats: TensorStats) -> TensorRow:
     return TensorRow(
         kind=kind,
         name=name,
-        amax=float(flat(stats.amax).max()),
-        rms=math.sqrt(power.sum() / max((size - bad).sum(), 1)),
+        amax=float(flat(stats.amax).max()) / scale,
+        rms=math.sqrt(power.sum() / max((size - bad).sum(), 1)) / scale,
         zero=float(zero.sum() / max(size.sum(), 1)),
         nonfinite=float(bad.sum() / max(size.sum(), 1)),
         formats=formats,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
-from jaxmp._audit._trace import Traced, is_array, trace
+from jaxmp._audit._trace import Traced, check_function, is_array, trace
 from jaxmp._core._locations import module_of, root_of
 from jaxmp._core._typing import Array
 from jaxmp._nonfinite._arguments import (
@@ -24,8 +24,9 @@ from jaxmp._nonfinite._arguments import (
     scale_and_number,
 )
 from jaxmp._statistics._measure import TensorStats, measure
-from jaxmp._statistics._observe import GRADIENTS, SCALES, Key, Observer
+from jaxmp._statistics._observe import ACTIVATIONS, GRADIENTS, SCALES, Key, Observer
 from jaxmp._statistics._report import StatsReport, make_report
+from jaxmp._statistics._what_if import EMULATED, Emulation, Samples, errors_of
 from jaxmp.errors import AuditError
 
 
@@ -39,6 +40,8 @@ class TrainingStats:
         "activations", "operands" and "fp8_scales".
       loss_scale: the loss scale among the arguments, of which the gradients are multiples; 1
         without one.
+      errors: format of `what_if` -> "gradients" or "activations" -> module -> relative error: the
+        norm of the difference that the format makes, over the norm of the module's tensors.
 
     Example:
       >>> step = jax.grad(lambda w, x: (x @ w).sum())
@@ -49,13 +52,16 @@ class TrainingStats:
 
     tensors: dict[str, dict[str, TensorStats]]
     loss_scale: Array
+    errors: dict[str, dict[str, dict[str, Array]]] = dataclasses.field(default_factory=dict)
 
     def report(self) -> StatsReport:
         """Returns the losses in each candidate format, and the loss scale to start with."""
-        return make_report(self.tensors, self.loss_scale)
+        return make_report(self.tensors, self.loss_scale, self.errors)
 
 
-def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
+def with_stats(
+    step: Callable[..., Any], *, what_if: Sequence[str] = ()
+) -> Callable[..., TrainingStats]:
     """Returns a function that measures a training step instead of running it.
 
     The function has the arguments of the step, and returns statistics of its parameters, gradients
@@ -77,14 +83,20 @@ def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
     Args:
       step: a function of pytrees of arrays that computes gradients. It may be jitted, and may be a
         function of NNX modules, which are not changed.
+      what_if: formats in which the step is run again, of "float16" and "float8", for the errors of
+        the gradients and outputs of each module. In "float16", the results of operations are
+        rounded, with the suggested loss scale. In "float8", the operands of the matmuls of layers
+        are rounded, each with the scale of its largest magnitude, and other results to bfloat16.
+        Measure a step in FP32. Each format costs about as much as the step, and so does the
+        comparison.
 
     Returns:
       A function that returns `TrainingStats`, a pytree; its `report()` compares formats. Arguments
       that are not arrays are static: it is traced again when they change.
 
     Raises:
-      AuditError: if `step` is not a function; if it, or a function that it calls, was jitted with
-        `compiler_options`.
+      AuditError: if `step` is not a function; if a format is unknown; if the step, or a function
+        that it calls, was jitted with `compiler_options`.
 
     Example:
       >>> def loss_fn(w, x):
@@ -94,12 +106,14 @@ def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
       >>> sorted(stats.tensors["operands"]), float(stats.tensors["gradients"]["w"].amax) == 2.0**-60
       (['dense:lhs', 'dense:output_grad', 'dense:rhs'], True)
     """
-    if not callable(step):
+    check_function(step, "with_stats")
+    unknown = [name for name in what_if if name not in EMULATED]
+    if unknown or isinstance(what_if, str):
         raise AuditError(
-            f"with_stats received an object of type {type(step).__name__} instead of a function. "
-            "Pass the step, and then its arguments: jaxmp.with_stats(train_step)(state, batch)."
+            f"with_stats received what_if={what_if!r}. Pass a sequence of formats, of "
+            f"{', '.join(map(repr, EMULATED))}: what_if=[{EMULATED[0]!r}]."
         )
-    programs: dict[Any, Callable[..., TrainingStats]] = {}
+    programs: dict[Any, tuple[Callable[..., Any], ...]] = {}
 
     def measured(*args: Any, **kwargs: Any) -> TrainingStats:
         leaves, structure = jax.tree.flatten((args, kwargs))
@@ -111,8 +125,16 @@ def with_stats(step: Callable[..., Any]) -> Callable[..., TrainingStats]:
             # XLA must not leave out roundings.
             options: dict[str, Any] = {"xla_allow_excess_precision": False}
             program = _Program(trace(step, shapes, names))
-            programs[key] = jax.jit(program, compiler_options=options)
-        return programs[key](arrays)
+            samples = jax.jit(program.samples, static_argnums=1, compiler_options=options)
+            programs[key] = jax.jit(program, compiler_options=options), samples
+        program, samples = programs[key]
+        stats = program(arrays)
+        if what_if:
+            scale = (stats.report().loss_scale or stats.loss_scale) / stats.loss_scale
+            runs = {name: samples(arrays, name, scale) for name in ("", *what_if)}
+            errors = {name: errors_of(runs[""], runs[name]) for name in what_if}
+            stats = dataclasses.replace(stats, errors=errors)
+        return stats
 
     return measured
 
@@ -138,20 +160,36 @@ class _Program:
             for number, array in enumerate(arrays):
                 if self.roles[number] == role and jnp.issubdtype(array.dtype, jnp.floating):
                     add(kind, self.names[number], measure(array))
-        paths = [key.path for key in observer.side]
-        root = root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
-        for key, stats in observer.side.items():
-            module = module_of(key.path, root)
-            if key.kind != GRADIENTS:
-                add(key.kind, f"{module}:{key.label}" if key.label else module, stats)
-            elif key.shape not in self._shapes(FP8) - self._shapes(PARAMETER):
+        for key, module, stats in self._by_module(observer):
+            if key.kind == GRADIENTS:
                 add(GRADIENTS, self._parameter(key, module), stats)
+            else:
+                add(key.kind, f"{module}:{key.label}" if key.label else module, stats)
         for number, new in self._updated(results):
             old = lax.convert_element_type(arrays[number], jnp.float32)
             update = lax.sub(lax.convert_element_type(new, jnp.float32), old)
             add("updates", self.names[number], measure(update))
         scale = 1.0 if self.scale is None else arrays[self.scale]
         return TrainingStats(rows, jnp.asarray(scale, jnp.float32))
+
+    def samples(self, arrays: list[Any], name: str, scale: Array) -> Samples:
+        """Returns samples of the gradients and outputs of each module in a format."""
+        observer = Emulation(name, scale)
+        observer.run(self.traced.closed, arrays)
+        samples: Samples = {}
+        for key, module, sample in self._by_module(observer):
+            if key.kind in (ACTIVATIONS, GRADIENTS):
+                samples.setdefault(key.kind, {}).setdefault(module, []).append(sample)
+        return samples
+
+    def _by_module(self, observer: Observer) -> Iterator[tuple[Key, str, Any]]:
+        """Yields (key, module, measurement) of each tensor that an observer measured."""
+        paths = [key.path for key in observer.side]
+        root = root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
+        for key, measured in observer.side.items():
+            of_fp8 = key.shape in self._shapes(FP8) - self._shapes(PARAMETER)
+            if key.kind != GRADIENTS or not of_fp8:
+                yield key, module_of(key.path, root), measured
 
     def _shapes(self, role: str) -> set[tuple[int, ...]]:
         pairs = zip(self.traced.arrays, self.roles, strict=True)
