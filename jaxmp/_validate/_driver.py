@@ -17,6 +17,7 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe
+from jaxmp._report._progress import OnRun, OnStep
 from jaxmp._report._section import abbreviate
 from jaxmp._report._units import counted
 from jaxmp._validate._budget import Budget, choose_metrics, choose_training
@@ -28,7 +29,6 @@ from jaxmp._validate._compare import (
 )
 from jaxmp._validate._diagnose import Evidence, diagnose, find_origin
 from jaxmp._validate._probe import Leaves, Measurements, Probe, leaves_of, make_probe
-from jaxmp._validate._progress import OnRun, OnStep
 from jaxmp._validate._pure import PureRun, as_arrays, as_pure, check_same_params
 from jaxmp._validate._report import ValidationReport
 from jaxmp._validate._rows import (

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._report._progress import OnStep
 from jaxmp._validate._check_run import check_batch
-from jaxmp._validate._progress import OnStep
 from jaxmp._validate._pure import PureRun, as_arrays, checksum, too_few_batches
 from jaxmp._validate._rows import TrainingRecord
 

@@ -13,12 +13,12 @@ from flax import nnx
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe, load_recipe
 from jaxmp._recipe_files._load import RecipeLike
+from jaxmp._report._progress import progress_bar
 from jaxmp._targets import get_target
 from jaxmp._validate._budget import BudgetsLike, check_directions, resolve_budgets
 from jaxmp._validate._check_run import check_make_run
 from jaxmp._validate._driver import Settings, make_schedule, run_validation
 from jaxmp._validate._model_run import LossFn, ModelLike, make_model_runs
-from jaxmp._validate._progress import progress_bar
 from jaxmp._validate._report import ValidationReport
 from jaxmp._validate._run import MakeRun
 from jaxmp.errors import ValidationError

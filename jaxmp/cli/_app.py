@@ -19,6 +19,7 @@ from jaxmp.cli._explain import UnmatchedRuleError, explain
 from jaxmp.cli._locate import locate
 from jaxmp.cli._memory import memory
 from jaxmp.cli._output import console, escape
+from jaxmp.cli._plan import plan
 from jaxmp.cli._recipes import recipes
 from jaxmp.cli._show import show
 from jaxmp.cli._validate import validate
@@ -36,6 +37,7 @@ app.command()(show)
 app.command()(explain)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
 app.command()(memory)
+app.command()(plan)
 app.command()(validate)
 app.command()(doctor)
 app.command()(locate)

@@ -1,4 +1,4 @@
-"""Progress bars of a validation, on standard error."""
+"""Progress bars on standard error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Called with the name of a run before it starts, and after each step.
+# Called with the name of a run or program before it starts, and after each step.
 OnRun = Callable[[str], None]
 OnStep = Callable[[], None]
 
@@ -18,7 +18,7 @@ def progress_bar(total: int, enabled: bool | None) -> Iterator[tuple[OnRun, OnSt
     """Shows a progress bar during a block, if rich is installed.
 
     Args:
-      total: number of training steps of all runs.
+      total: number of steps of the whole bar.
       enabled: None to show it if standard error is a terminal.
     """
     is_enabled = sys.stderr.isatty() if enabled is None else enabled

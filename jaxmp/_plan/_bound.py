@@ -1,0 +1,104 @@
+"""Roofline of a compiled program: the least time that its kernels take on a chip."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jaxmp._audit._compile import Compiled
+from jaxmp._audit._hlo_collectives import collective_name, sent_arrays
+from jaxmp._audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts
+from jaxmp._core._hlo import Program
+from jaxmp._plan._kernels import accessed, kernels
+from jaxmp._targets import Target
+
+# Shares of the peaks that kernels reach. Matmuls of 8,192 rows in bfloat16 and FP8 (torchao,
+# `benchmarks/float8/float8_roofline.py`), and reads of HBM, on an H100.
+_MATMULS, _FP8_MATMULS, _MEMORY = 0.78, 0.72, 0.9
+# cuDNN's attention, forward and backward, with 128 features per head and 8,192 positions or more
+# (cudnn-frontend, `benchmark/sdpa_benchmark_training`); less with 64 features or fewer positions.
+_ATTENTION = {False: 0.65, True: 0.55}
+_SMALL_HEAD, _GROWTH = 0.6, 0.23
+# Seconds to start a kernel, and seconds on a TPU, whose program starts them itself.
+_LAUNCH = {"gpu": 2e-6, "tpu": 1e-6}
+
+
+class Cost(NamedTuple):
+    """Work of one step on each device.
+
+    Args:
+      seconds: the roofline. Ratios of two programs for one chip are meaningful, times are not.
+      kernels: number of kernels that the step starts.
+      flops: dtype in which the chip multiplies -> FLOPs of matmuls, "attention" for fused kernels.
+      bytes: "matmuls", "attention", "collectives" or "other" -> bytes that kernels access.
+    """
+
+    seconds: float
+    kernels: int
+    flops: dict[str, int]
+    bytes: dict[str, int]
+
+
+def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
+    """Returns the cost of a program.
+
+    Each kernel takes the larger of the times of its FLOPs and of its bytes, and the time to start
+    it. Communication overlaps with computation.
+
+    Args:
+      compiled: the program.
+      attention: its fused kernels, rows of the audit's report.
+    """
+    program, chip = Program(compiled.text), compiled.chip
+    flow = DataFlow(program)
+    flops, moved = Counter[str](), Counter[str]()
+    seconds, sent, count = 0.0, 0.0, 0
+    for step in kernels(program):
+        kind, computing, size = "other", 0.0, 0
+        for inside, part in parts(program, step):
+            matmul = matmul_of_instruction(flow, step, inside, part)
+            if matmul is not None:
+                kind, dtype = "matmuls", _multiplied_in(matmul.lhs, matmul.rhs, chip)
+                flops[dtype] += matmul.flops * step.times
+                computing += matmul.flops / _rate(dtype, chip)
+            elif part.attribute("custom_call_target").startswith("__cudnn$fmha"):
+                kind = "attention"
+            elif collective_name(part):
+                kind = "collectives"
+                size += sum(shape.bytes for shape in sent_arrays(part, inside))
+                passes = 2 if collective_name(part) == "all-reduce" else 1
+                sent += passes * size * step.times / (chip.link / 2 or chip.bandwidth)
+        size = size or accessed(program, step)
+        moved[kind] += size * step.times
+        count += step.times
+        if kind != "collectives":
+            memory = size / (_MEMORY * chip.bandwidth)
+            seconds += step.times * (max(computing, memory) + _LAUNCH.get(chip.platform, 0.0))
+    for row in attention:
+        flops["attention"] += row.flops
+        seconds += row.flops / _attention_rate(row, chip)
+    return Cost(max(seconds, sent), count, dict(flops), dict(moved))
+
+
+def _multiplied_in(lhs: str, rhs: str, chip: Target) -> str:
+    """Returns the format in which the chip multiplies, with one name for both formats of FP8."""
+    wide = lhs if not lhs.startswith("float8") else rhs
+    dtype = chip.rounded_fp32 if wide == "tf32" else wide
+    if dtype.startswith("float8"):
+        return "float8" if "float8_e4m3fn" in chip.native else "bfloat16"
+    return dtype
+
+
+def _rate(dtype: str, chip: Target) -> float:
+    name = "float8_e4m3fn" if dtype == "float8" else dtype
+    fallback = chip.peak.get("float32") or chip.peak["bfloat16"]
+    return chip.peak.get(name, fallback) * (_FP8_MATMULS if dtype == "float8" else _MATMULS)
+
+
+def _attention_rate(row: Any, chip: Target) -> float:
+    share = _ATTENTION["Backward" in row.kernel] * (1 if row.shape[-1] > 64 else _SMALL_HEAD)
+    length = max(row.shape[1:3])  # larger than the number of heads
+    return (
+        chip.peak.get(row.dtype, max(chip.peak.values())) * share * min(1, length / 8192) ** _GROWTH
+    )
