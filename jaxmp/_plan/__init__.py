@@ -67,10 +67,13 @@ def plan(
       >>> plan(make_step, recipes=["fp16"], targets=["v100"]).choices[0].recipe
       'fp16'
     """
-    loaded, chips = _checked(make_step, recipes, targets, batches, remat)
+    loaded, chips = _checked(
+        make_step, recipes=recipes, targets=targets, batches=batches, remat=remat
+    )
     names = [recipe.name for recipe in loaded]
     baseline = "bf16" if "bf16" in names else names[0]
-    sizes = [None] if batches is None or batches == _LARGEST else list(batches)
+    is_search = batches == _LARGEST
+    sizes = [None] if batches is None or isinstance(batches, str) else list(batches)
     programs = list(itertools.product(remat or [None], sizes, loaded))
     folder = None if cache is None else Path(cache).expanduser()
     rows: list[PlanRow] = []
@@ -81,7 +84,6 @@ def plan(
             for form, size, recipe in programs:
                 on_program(f"{chip.name}, {recipe.name}")
                 program = Program(make_step, recipe, chip, form, folder)
-                is_search = batches == _LARGEST
                 measured.append(program.largest() if is_search else program.measure(size))
                 on_end()
             own = relative(measured, baseline)
@@ -95,53 +97,41 @@ def plan(
     )
 
 
-# ---------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------
+_EXAMPLES = {
+    "recipes": "['bf16', 'fp8']",
+    "targets": "['h100']",
+    "batches": "[8, 16], or batches='largest'",
+    "remat": "[False, True]",
+}
 
 
-def _checked(
-    make_step: object, recipes: Any, targets: Any, batches: Any, remat: Any
-) -> tuple[list[Recipe], list[Target]]:
+def _checked(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Target]]:
     if not callable(make_step):
         raise AuditError(
             f"plan received an object of type {type(make_step).__name__} instead of a function "
             "that takes a recipe. Pass\n"
             "    def make_step(recipe):\n        return train_step, state, batch"
         )
-    for name, values, example in (
-        ("recipes", recipes, "['bf16', 'fp8']"),
-        ("targets", targets, "['h100']"),
-        ("batches", batches, "[8, 16], or batches='largest'"),
-        ("remat", remat, "[False, True]"),
-    ):
-        is_optional = name in ("batches", "remat") and values is None
-        if is_optional or (name == "batches" and values == _LARGEST):
-            continue
-        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-            raise AuditError(f"{name}={values!r} is not a list. Write {name}={example}.")
-    for size in () if batches in (None, _LARGEST) else batches:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise AuditError(
-                f"batches contains {size!r}, which is not a positive number of examples. Write "
-                "batches=[8, 16], or batches='largest'."
-            )
     parameters = inspect.signature(make_step).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for argument, parameter, example in (
-        ("batches", "batch_size", "batch_size=8"),
-        ("remat", "remat", "remat=False"),
-    ):
-        value = batches if argument == "batches" else remat
-        if value is not None and parameter not in parameters and not takes_all:
-            name = getattr(make_step, "__name__", "make_step")
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name, values in lists.items():
+        if values is None and name in ("batches", "remat"):
+            continue
+        is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
+        if name == "batches":
+            sizes = values if is_list else [values == _LARGEST]
+            is_list = all(size > 0 and isinstance(size, int) for size in sizes)
+        if not is_list:
+            raise AuditError(f"{name}={values!r} is not valid. Write {name}={_EXAMPLES[name]}.")
+        parameter = {"batches": "batch_size=8", "remat": "remat=False"}.get(name, "")
+        if parameter and not takes_all and parameter.partition("=")[0] not in parameters:
+            function = getattr(make_step, "__name__", "make_step")
             raise AuditError(
-                f"{name} has no parameter {parameter!r}, which {argument}={value!r} requires. "
-                f"Write\n    def {name}(recipe, {example}):"
+                f"{function} has no parameter for {name}={values!r}. Write\n"
+                f"    def {function}(recipe, {parameter}):"
             )
-    loaded = list(dict.fromkeys(map(load_recipe, recipes)))
-    chips = [get_target(name) for name in dict.fromkeys(targets)]
+    chips = [get_target(name) for name in dict.fromkeys(lists["targets"])]
     for chip in chips:
         if not chip.uncompiled:
             check_compiler(chip)
-    return loaded, chips
+    return list(dict.fromkeys(map(load_recipe, lists["recipes"]))), chips

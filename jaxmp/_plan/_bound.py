@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 from jaxmp._audit._compile import Compiled
 from jaxmp._audit._hlo_collectives import collective_name, sent_arrays
 from jaxmp._audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts
+from jaxmp._audit._hlo_stats import fused_attention
 from jaxmp._core._hlo import Program
+from jaxmp._core._jaxprs import BACKWARD
 from jaxmp._plan._kernels import accessed, kernels
 from jaxmp._targets import Target
 
 # Shares of the peaks that kernels reach. Matmuls of 8,192 rows in bfloat16 and FP8 (torchao,
 # `benchmarks/float8/float8_roofline.py`), and reads of HBM, on an H100.
 _MATMULS, _FP8_MATMULS, _MEMORY = 0.78, 0.72, 0.9
-# cuDNN's attention, forward and backward, with 128 features per head and 8,192 positions or more
+# Fused attention, forward and backward. The figures are those of cuDNN with 128 features per head and 8,192 positions or more
 # (cudnn-frontend, `benchmark/sdpa_benchmark_training`); less with 64 features or fewer positions.
 _ATTENTION = {False: 0.65, True: 0.55}
 _SMALL_HEAD, _GROWTH = 0.6, 0.23
@@ -62,7 +64,7 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
                 kind, dtype = "matmuls", _multiplied_in(matmul.lhs, matmul.rhs, chip)
                 flops[dtype] += matmul.flops * step.times
                 computing += matmul.flops / _rate(dtype, chip)
-            elif part.attribute("custom_call_target").startswith("__cudnn$fmha"):
+            elif fused_attention(part):
                 kind = "attention"
             elif collective_name(part):
                 kind = "collectives"
@@ -97,7 +99,7 @@ def _rate(dtype: str, chip: Target) -> float:
 
 
 def _attention_rate(row: Any, chip: Target) -> float:
-    share = _ATTENTION["Backward" in row.kernel] * (1 if row.shape[-1] > 64 else _SMALL_HEAD)
+    share = _ATTENTION[row.phase == BACKWARD] * (1 if row.shape[-1] > 64 else _SMALL_HEAD)
     length = max(row.shape[1:3])  # larger than the number of heads
     return (
         chip.peak.get(row.dtype, max(chip.peak.values())) * share * min(1, length / 8192) ** _GROWTH

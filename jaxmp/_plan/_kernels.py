@@ -26,6 +26,9 @@ def accessed(program: Program, step: Step) -> int:
     If a kernel slices an array or updates it in place, only the accessed part counts.
     """
     kernel = step.instruction
+    if kernel.opcode in ("copy-start", "slice-start"):
+        # Of a TPU, between its memories. The results are the target, the source and a context.
+        return min(shape.bytes for shape in kernel.shapes[:2])
     operands = [step.computation.instructions[name] for name in kernel.operands]
     inside = program.inside(kernel)
     if inside is None:
@@ -46,6 +49,9 @@ def _read(program: Program, inside: Computation, value: Instruction) -> int:
             parts += _read(program, inside, reader)
         elif reader.opcode in _SLICES and reader.operands[0] == value.name:
             parts += _bytes(reader.shapes)
+        elif reader.opcode == "fusion" and (nested := program.inside(reader)) is not None:
+            numbers = (n for n, name in enumerate(reader.operands) if name == value.name)
+            parts += sum(_read(program, nested, nested.parameters[n]) for n in numbers)
         elif reader.opcode != "dynamic-update-slice" or reader.operands[0] != value.name:
             return _bytes(value.shapes)
     return min(parts, _bytes(value.shapes))
@@ -64,4 +70,4 @@ def _written(inside: Computation, result: Instruction) -> int:
 
 
 def _bytes(shapes: Iterable[Shape]) -> int:
-    return sum(shape.bytes for shape in shapes)
+    return sum(shape.bytes for shape in shapes if not shape.is_on_chip)

@@ -57,7 +57,7 @@ class Program(NamedTuple):
             batch=batch,
             remat=str(options.get("remat", "")),
             usable=self.chip.usable,
-            is_native=not lacking_format(self.chip, self.recipe.data),
+            lacking=lacking_format(self.chip, self.recipe.data),
         )
         try:
             with _compat.unchecked_cuda(), default_target(self.chip.name):
@@ -65,7 +65,7 @@ class Program(NamedTuple):
                 measure = self._estimated if self.chip.uncompiled else self._compiled
                 return measure(row, step, tuple(args))
         except JaxmpError as error:
-            problem = str(error).partition("\n")[0].rstrip(":")
+            problem = str(error).partition("\n")[0].partition(". ")[0]
             need = re.search(r"does not fit .* requires ([\d.]+)([KMGT]?)", problem)
             if need and isinstance(error, TargetError):
                 size = int(float(need[1]) * 2 ** _UNITS[need[2]])
@@ -104,7 +104,6 @@ class Program(NamedTuple):
             flops=cost.flops,
             bytes=cost.bytes,
             fallbacks=_fallbacks(report),
-            notes=report.notes,
         )
         return Measured(row, cost.seconds)
 

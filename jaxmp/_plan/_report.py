@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from jaxmp._report._section import Section
-from jaxmp._report._units import bytes_text, counted, flops_text, share_text
+from jaxmp._report._units import bytes_text, counted
 from jaxmp._report._views import Report
 from jaxmp.errors import AuditError
 
@@ -37,9 +38,9 @@ class PlanRow:
       flops: dtype in which the chip multiplies, or "attention" -> FLOPs per device.
       bytes: "matmuls", "attention", "collectives" or "other" kernels -> bytes that they access.
       fallbacks: why kernels of the recipe's formats, or fused attention, are not used.
-      notes: what else the audit of the program states about the chip.
+      lacking: the format of the recipe that the chip does not multiply natively, and a recipe that
+        fits; "" if there is none.
       problem: why the program was not compiled; "" if it was.
-      is_native: False if the chip does not multiply the formats of the recipe natively.
     """
 
     recipe: str
@@ -54,21 +55,8 @@ class PlanRow:
     flops: dict[str, int] = dataclasses.field(default_factory=dict)
     bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     fallbacks: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    lacking: str = ""
     problem: str = ""
-    is_native: bool = True
-
-    @property
-    def name(self) -> str:
-        """The recipe with batch and remat, such as "bf16, batch 8"."""
-        parts = [self.recipe, f"batch {self.batch}" if self.batch else "", self.remat and "remat "]
-        return ", ".join(filter(None, parts)) + self.remat
-
-    def flops_text(self) -> str:
-        """Returns the shares of the formats, such as `62% bfloat16, 38% float8`."""
-        total = sum(self.flops.values())
-        shares = sorted(self.flops.items(), key=lambda item: -item[1])
-        return ", ".join(f"{flops / total:.0%} {dtype}" for dtype, flops in shares if flops)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,18 +72,17 @@ class PlanChoice:
     """
 
     target: str
-    recipe: str
-    batch: int | None
-    remat: str
-    reason: str
+    recipe: str = ""
+    batch: int | None = None
+    remat: str = ""
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanReport(Report):
     """Programs of a training step for several recipes and chips. Frozen; contains plain data.
 
-    `print(report)` shows the recommendation for each chip and a table of the programs;
-    `report.to_text(full=True)` adds bytes by kind.
+    `print(report)` shows the recommendation for each chip and a table of the programs.
 
     Args:
       function: name of the function that makes the step.
@@ -128,114 +115,105 @@ class PlanReport(Report):
         return f"<PlanReport of {counted(len(self.rows), 'program')}>"
 
     def _sections(self, full: bool) -> list[Section]:
-        sections = [self._choices(), self._programs()]
-        if full:
-            sections.append(self._kinds())
-        rows = [(row.target, row.name, text) for row in self.rows for text in _remarks(row)]
-        return [*sections, Section("Remarks", "", ("chip", "program", "remark"), tuple(rows))]
-
-    def _choices(self) -> Section:
-        rows = [
-            (choice.target, _named(choice) if choice.recipe else "none", choice.reason)
-            for choice in self.choices
-        ]
-        mood = "good" if all(choice.recipe for choice in self.choices) else "bad"
-        columns = ("chip", "recommended", "reason")
-        return Section(f"Plan of {self.function}", "", columns, tuple(rows), mood=mood)
-
-    def _programs(self) -> Section:
-        rows = [
+        del full
+        choices = [(each.target, _name(each) or "none", each.reason) for each in self.choices]
+        programs = [
             (
                 row.target,
-                row.name,
+                _name(row),
                 {True: "yes", False: "no", None: ""}[row.fits],
                 bytes_text(row.memory) if row.memory else "",
-                bytes_text(sum(row.bytes.values())) if row.bytes else "",
-                row.flops_text(),
+                _shares(row.bytes, bytes_text(sum(row.bytes.values()))),
+                _shares(row.flops),
                 "" if row.bound is None else f"{row.bound:.2f}",
             )
             for row in self.rows
         ]
+        remarks = [(row.target, _name(row), text) for row in self.rows for text in _remarks(row)]
+        mood = "good" if all(each.recipe for each in self.choices) else "bad"
         columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
-        return Section("Programs", _BOUND.format(self.baseline), columns, tuple(rows))
-
-    def _kinds(self) -> Section:
-        rows = [
-            (row.target, row.name, kind, bytes_text(size), share_text(size, total), "")
-            for row in self.rows
-            for total in [sum(row.bytes.values())]
-            for kind, size in row.bytes.items()
+        of_choices = ("chip", "recommended", "reason")
+        return [
+            Section(f"Plan of {self.function}", "", of_choices, tuple(choices), mood=mood),
+            Section("Programs", _BOUND.format(self.baseline), columns, tuple(programs)),
+            Section("Remarks", "", ("chip", "program", "remark"), tuple(remarks)),
         ]
-        rows += [
-            (row.target, row.name, kind, "", share_text(flops, total), flops_text(flops))
-            for row in self.rows
-            for total in [sum(row.flops.values())]
-            for kind, flops in row.flops.items()
-        ]
-        columns = ("chip", "program", "kind", "moved", "share", "FLOPs")
-        return Section("By kind", "", columns, tuple(rows))
 
 
-def _named(choice: PlanChoice) -> str:
-    return PlanRow(recipe=choice.recipe, target="", batch=choice.batch, remat=choice.remat).name
+def _name(program: PlanRow | PlanChoice) -> str:
+    """Returns the recipe with batch and remat, such as "bf16, batch 8"."""
+    batch = f"batch {program.batch}" if program.batch else ""
+    remat = f"remat {program.remat}" if program.remat else ""
+    return ", ".join(filter(None, (program.recipe, batch, remat)))
+
+
+def _shares(counts: dict[str, int], total: str = "") -> str:
+    """Returns the shares of kinds, such as `62% bfloat16, 38% float8`, after the total."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{count / sum(counts.values()):.0%} {kind}" for kind, count in ordered)
+    return f"{total}: {shares}" if total and shares else shares
 
 
 def _remarks(row: PlanRow) -> list[str]:
-    problem = [f"not compiled: {row.problem}"] if row.problem else []
-    return [*problem, *row.fallbacks, *row.notes]
+    problem = f"not compiled: {row.problem}" if row.problem else ""
+    return list(filter(None, (problem, *row.fallbacks, row.lacking)))
+
+
+# ---------------------------------------------------------------------------
+# Recommendations
+# ---------------------------------------------------------------------------
 
 
 def choose(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     """Returns the recommendation for a chip: the least bound, or the baseline within the margin."""
-    fitting = [row for row in rows if row.fits and row.is_native]
+    fitting = [row for row in rows if row.fits and not row.lacking]
     if not fitting:
-        return PlanChoice(target=target, recipe="", batch=None, remat="", reason=_why_none(rows))
-    best = min(fitting, key=lambda row: 1.0 if row.bound is None else row.bound)
-    base = next((row for row in fitting if row.recipe == baseline), best)
-    bases = [row for row in fitting if row.recipe == baseline and row.bound is not None]
-    if bases and best.bound is not None:
-        base = min(bases, key=lambda row: row.bound or 0.0)
-        best = best if best.bound < (1 - MARGIN) * (base.bound or 0.0) else base
-    reasons = [_gain(best, base)] if best is not base else []
-    others = {row.recipe for row in rows} - {best.recipe}
-    for recipe in sorted(others):
-        compiled = [r for r in rows if r.recipe == recipe and r.bound is not None]
-        if compiled and best.bound is not None:
-            other = min(compiled, key=lambda row: row.bound or 0.0)
-            reasons += [_no_gain(other, best)] if other is not base else []
-    if best.bound is None:
-        reasons.append("The chip multiplies its formats natively, and it fits by the estimate.")
-    text = " ".join(reasons) or "It fits."
+        return PlanChoice(target=target, reason=_why_none(rows))
+    best = base = min(fitting, key=_bound)
+    if any(row.recipe == baseline for row in fitting):
+        base = min((row for row in fitting if row.recipe == baseline), key=_bound)
+        best = best if _bound(best) < (1 - MARGIN) * _bound(base) else base
+    reasons = [] if best.bound else ["The chip multiplies its formats, and the estimate fits."]
+    if best is not base:
+        ratio = f"{_bound(best) / _bound(base):.2f}"
+        reasons.append(f"Its bound is {ratio} of that of {_name(base)}: {_work(best, base)}.")
+    for recipe in dict.fromkeys(row.recipe for row in rows if row.recipe != best.recipe):
+        other = min((row for row in rows if row.recipe == recipe), key=_bound)
+        if other is not base:
+            reasons.append(_comparison(other, best))
     return PlanChoice(
-        target=target, recipe=best.recipe, batch=best.batch, remat=best.remat, reason=text
+        target=target,
+        recipe=best.recipe,
+        batch=best.batch,
+        remat=best.remat,
+        reason=" ".join(reasons) or "It fits.",
     )
 
 
+def _bound(row: PlanRow) -> float:
+    return math.inf if row.bound is None else row.bound
+
+
 def _why_none(rows: list[PlanRow]) -> str:
-    known = [row for row in rows if row.memory and row.is_native]
-    if known:
-        least = min(known, key=lambda row: row.memory)
-        need, usable = bytes_text(least.memory), bytes_text(least.usable)
-        return f"Nothing fits: {least.name} requires {need} of {usable}."
-    return "No recipe fits the formats of the chip."
+    known = [row for row in rows if row.memory and not row.lacking]
+    if not known:
+        return "The chip does not multiply the formats of these recipes."
+    least = min(known, key=lambda row: row.memory)
+    need, usable = bytes_text(least.memory), bytes_text(least.usable)
+    return f"Nothing fits: {_name(least)} requires {need} of {usable}."
 
 
-def _gain(best: PlanRow, base: PlanRow) -> str:
-    ratio = (best.bound or 0.0) / (base.bound or 1.0)
-    return f"Its bound is {ratio:.2f} of that of {base.name}: {_work(best, base)}."
-
-
-def _no_gain(other: PlanRow, best: PlanRow) -> str:
-    ratio = (other.bound or 0.0) / (best.bound or 1.0)
-    if not other.fits:
-        return f"{other.name} does not fit."
-    if ratio < 1:
-        return f"{other.name} gains less than {MARGIN:.0%}: {_work(other, best)}."
-    return f"{other.name} gains nothing: {_work(other, best)}."
+def _comparison(other: PlanRow, best: PlanRow) -> str:
+    """Returns why another recipe is not the recommended one."""
+    if other.bound is None or best.bound is None or not other.fits:
+        cannot = "does not fit" if other.fits is False else "was not compiled"
+        return f"{_name(other)} {cannot}."
+    gain = f"less than {MARGIN:.0%}" if other.bound < best.bound else "nothing"
+    return f"{_name(other)} gains {gain}: {_work(other, best)}."
 
 
 def _work(row: PlanRow, base: PlanRow) -> str:
     """Returns the bytes of two programs per example, and the formats of the first."""
-    own, others = (sum(each.bytes.values()) / (each.batch or 1) for each in (row, base))
+    own, others = (bytes_text(sum(each.bytes.values()) / (each.batch or 1)) for each in (row, base))
     per = " per example" if row.batch else ""
-    return f"it moves {bytes_text(own)}{per} instead of {bytes_text(others)}, {row.flops_text()}"
+    return f"it moves {own}{per} instead of {others}, and computes {_shares(row.flops)}"

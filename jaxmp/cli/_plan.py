@@ -9,7 +9,6 @@ import typer
 import jaxmp
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._output import console, write_file, write_json
-from jaxmp.errors import JaxmpError
 
 _EXAMPLE = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
 _VALUES = {"true": True, "false": False}
@@ -39,7 +38,6 @@ def plan(
         str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
     ] = "~/.cache/jaxmp",
     json: JsonOption = None,
-    full: Annotated[bool, typer.Option("--full", help="Print bytes and FLOPs by kind.")] = False,
     html: HtmlOption = None,
 ) -> None:
     """Compile a training step for recipes and chips, and recommend a recipe for each chip.
@@ -59,9 +57,9 @@ def plan(
         ),
     )
     if not write_json(json, report.to_json()):
-        console().print(report.to_rich(full=full), soft_wrap=True)
+        console().print(report.to_rich(), soft_wrap=True)
     if html is not None:
-        write_file(html, report.to_html(full=full))
+        write_file(html, report.to_html())
     raise typer.Exit(0 if all(choice.recipe for choice in report.choices) else 1)
 
 
@@ -70,11 +68,5 @@ def _items(text: str) -> list[str]:
 
 
 def _sizes(text: str | None) -> Any:
-    if text in (None, "largest"):
-        return text
-    if not all(item.isdecimal() for item in _items(text or "")):
-        raise JaxmpError(
-            f"--batches {text!r} is neither a list of numbers nor 'largest'. Write\n"
-            "    --batches 8,16,32"
-        )
-    return [int(item) for item in _items(text or "")]
+    items = _items(text or "")
+    return [int(item) for item in items] if all(map(str.isdecimal, items)) and items else text
