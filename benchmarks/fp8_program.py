@@ -57,21 +57,6 @@ class Mlp(nn.Module):
         return x
 
 
-class FunctionalMlp(nn.Module):
-    """The blocks of `Mlp`, with `functional.linear`."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns an array of the shape of x."""
-        init = nn.initializers.lecun_normal()
-        for index in range(BLOCKS):
-            up = self.param(f"up_{index}", init, (WIDTH, HIDDEN))
-            down = self.param(f"down_{index}", init, (HIDDEN, WIDTH))
-            hidden = functional.gelu(functional.linear(x, up))
-            x = x + functional.linear(hidden, down)
-        return x
-
-
 # ---------------------------------------------------------------------------
 # Variants
 # ---------------------------------------------------------------------------
@@ -104,7 +89,6 @@ def fp8_policy(scaling: Any) -> PolicyMap:
 VARIANTS = {
     "bf16": Variant(BF16, Mlp(nn.gelu)),
     "bf16, functional.gelu": Variant(BF16, limits=Limits(1820, 15, 0.8)),
-    "bf16, functional.gelu and linear": Variant(BF16, FunctionalMlp(), Limits(1220, 9, 0.9)),
     "current": Variant(fp8_policy(fp8.CurrentScaling()), limits=Limits(3150, 75, 0.7)),
     "delayed": Variant(fp8_policy(fp8.DelayedScaling()), limits=Limits(3000, 50, 0.7)),
     "delayed, calibrate=False": Variant(

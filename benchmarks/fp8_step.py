@@ -28,6 +28,7 @@ if "--toy" in sys.argv:
     os.environ["JAX_PLATFORMS"] = "cpu"
 # Delayed scaling of w2 takes 113 GiB as compiled for an H200, more than the usual three quarters.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import flax
 import flax.linen as nn
@@ -38,6 +39,7 @@ from flax.linen import fp8_ops
 
 import jaxmp
 from gpu_record import environment, rotated, write_json
+from llama import rotary_embedding
 
 OVERWRITE = "_overwrite_with_gradient"
 RESULTS = Path(__file__).parent / "results"
@@ -99,8 +101,7 @@ class Layer(nn.Module):
         k = linear((size.kv_heads, head), name="key")(h)
         v = linear((size.kv_heads, head), name="value")(h)
         if size.llama:
-            positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-            q, k = (jaxmp.functional.rotary_embedding(y, positions, base=5e5) for y in (q, k))
+            q, k = (rotary_embedding(y, base=5e5) for y in (q, k))
         a = jaxmp.dot_product_attention(q, k, v, is_causal=True)
         x = x + linear(size.width, axis=(-2, -1), name="out")(a)
         h = norm(name="mlp_norm")(x)

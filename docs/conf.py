@@ -67,7 +67,7 @@ MODULES = {
     "jaxmp.optim": "Masters and skipped steps",
     "jaxmp.fp8": "FP8",
     "jaxmp.losses": "Losses",
-    "jaxmp.functional": "Activations, linear layers and rotary positions",
+    "jaxmp.functional": "Activations",
     "jaxmp.checkpoint": "Checkpoints",
     "jaxmp.testing": "Tests of equivalence",
     "jaxmp.typing": "Types and results",

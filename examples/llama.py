@@ -237,6 +237,20 @@ def saved(remat: str) -> Callable[..., bool]:
     return fp8.checkpoint_policy(is_saved)
 
 
+def rotary_embedding(x_BTNH: jax.Array, base: float) -> jax.Array:
+    """Rotates pairs of features by angles proportional to the position (arXiv:2104.09864).
+
+    Angles, sines and rotation are in FP32: bfloat16 cannot represent all positions above 256.
+    """
+    length, size = x_BTNH.shape[1], x_BTNH.shape[-1]
+    rates = base ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    angles = jnp.outer(jnp.arange(length, dtype=jnp.float32), rates)[None, :, None]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    rotated = (first * cos - second * sin, first * sin + second * cos)
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+
+
 def attention(shape: Shape, qkv_BTF: jax.Array) -> jax.Array:
     """Computes causal attention with rotary positions.
 
@@ -245,11 +259,9 @@ def attention(shape: Shape, qkv_BTF: jax.Array) -> jax.Array:
     """
     batch, length, _ = qkv_BTF.shape
     qkv_BTKGH = qkv_BTF.reshape(batch, length, shape.key_heads, -1, shape.head_size)
-    positions_T = jnp.arange(length)
-    rotate = functools.partial(functional.rotary_embedding, base=shape.rope_base)
     q_BTNH = qkv_BTKGH[:, :, :, :-2].reshape(batch, length, shape.heads, shape.head_size)
-    q_BTNH = rotate(q_BTNH, positions_T)
-    k_BTKH = rotate(qkv_BTKGH[:, :, :, -2], positions_T)
+    q_BTNH = rotary_embedding(q_BTNH, shape.rope_base)
+    k_BTKH = rotary_embedding(qkv_BTKGH[:, :, :, -2], shape.rope_base)
     v_BTKH = qkv_BTKGH[:, :, :, -1]
     qkv = (checkpoint_name(part, "qkv") for part in (q_BTNH, k_BTKH, v_BTKH))
     return jaxmp.dot_product_attention(*qkv, is_causal=True).reshape(batch, length, -1)

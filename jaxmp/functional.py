@@ -1,4 +1,4 @@
-"""Activations that save only their inputs for the backward pass."""
+"""Activations with the results of `jax.nn` that save only their inputs for the backward pass."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from jax.typing import ArrayLike
 
 from jaxmp._core._dtypes import floating_array
 from jaxmp.errors import JaxmpError
+
+__all__ = ["gelu", "silu", "swiglu"]
 
 
 def gelu(x: ArrayLike, *, approximate: bool = True) -> jax.Array:
