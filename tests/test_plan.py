@@ -12,6 +12,7 @@ import pytest
 import jaxmp
 from gpu_compiler import needs_compiler
 from jaxmp._audit._compile import Compiled
+from jaxmp._audit._hlo_stats import read_program
 from jaxmp._core._hlo import Program as Hlo
 from jaxmp._plan._bound import cost_of
 from jaxmp._plan._programs import Measured, Program, relative
@@ -156,6 +157,13 @@ def test_the_search_finds_what_trying_each_batch_finds(memory, monkeypatch):
     assert len(compiled) <= 16 and len(set(compiled)) == len(compiled)
 
 
+NO_MEMORY = types.SimpleNamespace(
+    argument_size_in_bytes=0,
+    output_size_in_bytes=0,
+    alias_size_in_bytes=0,
+    temp_size_in_bytes=0,
+)
+
 # ---------------------------------------------------------------------------
 # Bounds
 # ---------------------------------------------------------------------------
@@ -233,14 +241,70 @@ def test_loops_without_a_count_are_counted_by_their_condition():
     assert Hlo(unknown).trips(loop) is None
 
 
-def test_the_roofline_counts_each_kernel():
-    cost = cost_of(Compiled(HLO, None, "", 1, False, {}, [], get_target("v6e")), ())
-    elementwise, dot = 2 * 64 * 128 * 2, (64 * 128 + 128 * 256 + 64 * 256) * 2
-    counters = 2 * 6 * (4 + 4 + 4) - 6 * 4 - 6 * 3  # adds and comparisons of 4-byte integers
-    assert cost.flops == {"bfloat16": 2 * 64 * 128 * 256}
-    assert cost.bytes["matmuls"] == dot
-    assert 0 <= cost.bytes["other"] - 6 * elementwise <= counters + 100
-    assert cost.kernels == 1 + 6 * 3
+def cost(text, chip="v6e"):
+    return cost_of(Compiled(text, None, "", 1, False, {}, [], get_target(chip)), ())
+
+
+def test_kernels_in_loops_count_once_per_iteration():
+    counted = cost(HLO)
+    assert counted.flops == {"bfloat16": 2 * 64 * 128 * 256}
+    assert counted.bytes["matmuls"] == (64 * 128 + 128 * 256 + 64 * 256) * 2
+    tanh, counters = 2 * 64 * 128 * 2, (4 + 4 + 4) + (4 + 4 + 1)
+    assert counted.bytes["other"] == 6 * (tanh + counters)
+    assert counted.kernels == 1 + 6 * 3
+
+
+DOT = """HloModule step, entry_computation_layout={()->()}
+
+ENTRY %main (w: f8e4m3fn[8192,8192], v: f8e4m3fn[8192,8192]) -> bf16[8192,8192] {
+  %w = f8e4m3fn[8192,8192]{1,0} parameter(0)
+  %v = f8e4m3fn[8192,8192]{1,0} parameter(1)
+  ROOT %d = bf16[8192,8192]{1,0} dot(%w, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_a_kernel_takes_the_larger_of_the_times_of_flops_and_of_bytes():
+    flops, size, chip = 2 * 8192**3, 4 * 8192**2, get_target("tpu7x")
+    computing, memory = flops / (0.78 * chip.peak["float8_e4m3fn"]), size / (0.92 * chip.bandwidth)
+    assert cost(DOT, "tpu7x").seconds == pytest.approx(computing + 1e-6)
+    slow = chip._replace(bandwidth=chip.bandwidth / 1000)
+    moved = cost_of(Compiled(DOT, None, "", 1, False, {}, [], slow), ()).seconds
+    assert moved == pytest.approx(1000 * memory + 1e-6)
+
+
+def test_fp8_without_units_for_it_counts_as_bfloat16():
+    assert list(cost(DOT, "tpu7x").flops) == ["float8"]
+    assert list(cost(DOT, "v6e").flops) == ["bfloat16"]
+
+
+SPLASH = """HloModule step, entry_computation_layout={()->()}
+
+ENTRY %main (q: bf16[2,4,256,64], k: bf16[2,4,512,64]) -> bf16[2,4,256,64] {
+  %q = bf16[2,4,256,64]{3,2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %k = bf16[2,4,512,64]{3,2,1,0:T(8,128)(2,1)} parameter(1)
+  %mask = s8[1,1,1]{2,1,0} constant({...})
+  %iota.1.q_sequence_ref = s32[256,128]{1,0} iota(), iota_dimension=0
+  %splash_mha_dkv.20 = (bf16[2,4,256,64]{3,2,1,0}, f32[2,4,256,128]{3,2,1,0}) custom-call(%mask, \
+%q, %k, %k, %iota.1.q_sequence_ref), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 256}"
+}}, metadata={op_name="jit(step)/transpose(jvp())/jit(jaxmp_attention_splash)/pallas_call"}
+  ROOT %out = bf16[2,4,256,64]{3,2,1,0} get-tuple-element(%splash_mha_dkv.20), index=0
+}
+""".replace("\\\n", "")
+
+
+def test_kernels_of_tpus_are_read():
+    compiled = Compiled(SPLASH, NO_MEMORY, "", 1, False, {}, [], get_target("v6e"))
+    assert Hlo(SPLASH).entry.root.name == "out"
+    (row,) = read_program(compiled, {}, (), [], []).attention
+    assert (row.kernel, row.phase, row.dtype) == ("splash_mha_dkv", "backward", "bfloat16")
+    # Four matmuls under a causal mask.
+    assert row.flops == 4 * 2 * 2 * 4 * 256 * 512 * 64 // 2
+    # The queries are in the memory of the chip, and are not read from HBM.
+    keys, results = 2 * 2 * 4 * 512 * 64, 2 * 2 * 4 * 256 * 64 + 4 * 2 * 4 * 256 * 128
+    assert cost(SPLASH).bytes["attention"] == 2 * keys + results + 1 + 4 * 256 * 128
 
 
 def test_attention_has_its_own_rate():

@@ -15,13 +15,14 @@ from jaxmp._core._jaxprs import BACKWARD
 from jaxmp._plan._kernels import accessed, kernels
 from jaxmp._targets import Target
 
-# Shares of the peaks that kernels reach. Matmuls of 8,192 rows in bfloat16 and FP8 (torchao,
-# `benchmarks/float8/float8_roofline.py`), and reads of HBM, on an H100.
-_MATMULS, _FP8_MATMULS, _MEMORY = 0.78, 0.72, 0.9
-# Fused attention, forward and backward. The figures are those of cuDNN with 128 features per head and 8,192 positions or more
-# (cudnn-frontend, `benchmark/sdpa_benchmark_training`); less with 64 features or fewer positions.
+# Shares of the peaks that matmuls and memory reach on an H100 (torchao,
+# `torchao/testing/training/roofline_utils.py`).
+_MATMULS, _MEMORY = 0.78, 0.92
+# Fused attention, forward and backward: cuDNN on an H200, with 128 features per head and 8,192
+# positions (cudnn-frontend, `sdpa_benchmark_training/results/h200_919_only_cudnn`). Shorter
+# sequences and smaller heads reach less.
 _ATTENTION = {False: 0.65, True: 0.55}
-_SMALL_HEAD, _GROWTH = 0.6, 0.23
+_SMALL_HEAD, _GROWTH = 0.55, 0.2
 # Seconds to start a kernel, and seconds on a TPU, whose program starts them itself.
 _LAUNCH = {"gpu": 2e-6, "tpu": 1e-6}
 
@@ -95,7 +96,7 @@ def _multiplied_in(lhs: str, rhs: str, chip: Target) -> str:
 def _rate(dtype: str, chip: Target) -> float:
     name = "float8_e4m3fn" if dtype == "float8" else dtype
     fallback = chip.peak.get("float32") or chip.peak["bfloat16"]
-    return chip.peak.get(name, fallback) * (_FP8_MATMULS if dtype == "float8" else _MATMULS)
+    return chip.peak.get(name, fallback) * _MATMULS
 
 
 def _attention_rate(row: Any, chip: Target) -> float:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmp._targets import Target
+
 _COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
@@ -25,15 +27,15 @@ class StoredMemory(NamedTuple):
     temp_size_in_bytes: int
 
 
-def caching_compiler(folder: Path, target: str) -> Callable[[Any, Any], tuple[str, Any]]:
+def caching_compiler(folder: Path, chip: Target) -> Callable[[Any, Any], tuple[str, Any]]:
     """Returns a function that compiles a lowered program, or reads its result from a folder.
 
-    The key of a result is the text of the lowered program, the target, and the versions and options
+    The key of a result is the text of the lowered program, the chip, and the versions and options
     of the compilers. A file that cannot be read or written is ignored.
     """
 
     def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
-        settings = [target, options, *_versions(), *map(os.environ.get, _FLAGS)]
+        settings = [repr(chip), options, *_versions(), *map(os.environ.get, _FLAGS)]
         text = json.dumps(settings) + lowered.as_text()
         file = folder / hashlib.sha256(text.encode()).hexdigest()
         with contextlib.suppress(OSError, ValueError, zlib.error):

@@ -65,7 +65,7 @@ class Program(NamedTuple):
                 measure = self._estimated if self.chip.uncompiled else self._compiled
                 return measure(row, step, tuple(args))
         except JaxmpError as error:
-            problem = str(error).partition("\n")[0].partition(". ")[0]
+            problem = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
             need = re.search(r"does not fit .* requires ([\d.]+)([KMGT]?)", problem)
             if need and isinstance(error, TargetError):
                 size = int(float(need[1]) * 2 ** _UNITS[need[2]])
@@ -88,10 +88,10 @@ class Program(NamedTuple):
         return Measured(dataclasses.replace(row, **known))
 
     def _compiled(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> Measured:
-        name = self.chip.name
-        compiler = compile_lowered if self.cache is None else caching_compiler(self.cache, name)
-        context = PolicyContext(self.recipe.data, self.chip.platform, repr(self.recipe.name))
-        report, compiled = audit_program(context, step, args, {}, name, compiler)
+        chip = self.chip
+        compiler = compile_lowered if self.cache is None else caching_compiler(self.cache, chip)
+        context = PolicyContext(self.recipe.data, chip.platform, repr(self.recipe.name))
+        report, compiled = audit_program(context, step, args, {}, chip.name, compiler)
         assert compiled is not None and report.memory is not None
         memory = report.memory
         total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
@@ -99,7 +99,7 @@ class Program(NamedTuple):
         row = dataclasses.replace(
             row,
             memory=total,
-            fits=total <= self.chip.usable,
+            fits=total <= chip.usable,
             kernels=cost.kernels,
             flops=cost.flops,
             bytes=cost.bytes,

@@ -169,16 +169,16 @@ def choose(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     fitting = [row for row in rows if row.fits and not row.lacking]
     if not fitting:
         return PlanChoice(target=target, reason=_why_none(rows))
-    best = base = min(fitting, key=_bound)
+    best = base = min(fitting, key=_value)
     if any(row.recipe == baseline for row in fitting):
-        base = min((row for row in fitting if row.recipe == baseline), key=_bound)
-        best = best if _bound(best) < (1 - MARGIN) * _bound(base) else base
+        base = min((row for row in fitting if row.recipe == baseline), key=_value)
+        best = best if _value(best) < (1 - MARGIN) * _value(base) else base
     reasons = [] if best.bound else ["The chip multiplies its formats, and the estimate fits."]
     if best is not base:
-        ratio = f"{_bound(best) / _bound(base):.2f}"
+        ratio = f"{_value(best) / _value(base):.2f}"
         reasons.append(f"Its bound is {ratio} of that of {_name(base)}: {_work(best, base)}.")
     for recipe in dict.fromkeys(row.recipe for row in rows if row.recipe != best.recipe):
-        other = min((row for row in rows if row.recipe == recipe), key=_bound)
+        other = min((row for row in rows if row.recipe == recipe), key=_value)
         if other is not base:
             reasons.append(_comparison(other, best))
     return PlanChoice(
@@ -190,7 +190,7 @@ def choose(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     )
 
 
-def _bound(row: PlanRow) -> float:
+def _value(row: PlanRow) -> float:
     return math.inf if row.bound is None else row.bound
 
 
