@@ -119,8 +119,8 @@ def _checked(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Target
             continue
         is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
         if name == "batches":
-            sizes = values if is_list else [values == _LARGEST]
-            is_list = all(size > 0 and isinstance(size, int) for size in sizes)
+            sizes: list[Any] = list(values or ()) if is_list else [int(values == _LARGEST)]
+            is_list = all(isinstance(size, int) and size > 0 for size in sizes)
         if not is_list:
             raise AuditError(f"{name}={values!r} is not valid. Write {name}={_EXAMPLES[name]}.")
         parameter = {"batches": "batch_size=8", "remat": "remat=False"}.get(name, "")

@@ -64,7 +64,7 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
             if matmul is not None:
                 kind, dtype = "matmuls", _multiplied_in(matmul.lhs, matmul.rhs, chip)
                 flops[dtype] += matmul.flops * step.times
-                computing += matmul.flops / _rate(dtype, chip)
+                computing += matmul.flops / (_MATMULS * _peak(dtype, chip))
             elif fused_attention(part):
                 kind = "attention"
             elif collective_name(part):
@@ -87,21 +87,17 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
 def _multiplied_in(lhs: str, rhs: str, chip: Target) -> str:
     """Returns the format in which the chip multiplies, with one name for both formats of FP8."""
     wide = lhs if not lhs.startswith("float8") else rhs
-    dtype = chip.rounded_fp32 if wide == "tf32" else wide
-    if dtype.startswith("float8"):
+    if wide.startswith("float8"):
         return "float8" if "float8_e4m3fn" in chip.native else "bfloat16"
-    return dtype
-
-
-def _rate(dtype: str, chip: Target) -> float:
-    name = "float8_e4m3fn" if dtype == "float8" else dtype
-    fallback = chip.peak.get("float32") or chip.peak["bfloat16"]
-    return chip.peak.get(name, fallback) * _MATMULS
+    return chip.rounded_fp32 if wide == "tf32" else wide
 
 
 def _attention_rate(row: Any, chip: Target) -> float:
     share = _ATTENTION[row.phase == BACKWARD] * (1 if row.shape[-1] > 64 else _SMALL_HEAD)
     length = max(row.shape[1:3])  # larger than the number of heads
-    return (
-        chip.peak.get(row.dtype, max(chip.peak.values())) * share * min(1, length / 8192) ** _GROWTH
-    )
+    return _peak(row.dtype, chip) * share * min(1, length / 8192) ** _GROWTH
+
+
+def _peak(dtype: str, chip: Target) -> float:
+    name = "float8_e4m3fn" if dtype == "float8" else dtype
+    return chip.peak.get(name) or chip.peak.get("float32") or chip.peak["bfloat16"]

@@ -49,8 +49,8 @@ class Program(NamedTuple):
 
     def measure(self, batch: int | None) -> Measured:
         """Compiles the program for a batch size."""
-        options = {"batch_size": batch, "remat": self.remat}
-        options = {name: value for name, value in options.items() if value is not None}
+        options = {} if batch is None else {"batch_size": batch}
+        options |= {} if self.remat is None else {"remat": self.remat}
         row = PlanRow(
             recipe=self.recipe.name,
             target=self.chip.name,
@@ -96,16 +96,9 @@ class Program(NamedTuple):
         memory = report.memory
         total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
         cost = cost_of(compiled, report.attention)
-        row = dataclasses.replace(
-            row,
-            memory=total,
-            fits=total <= chip.usable,
-            kernels=cost.kernels,
-            flops=cost.flops,
-            bytes=cost.bytes,
-            fallbacks=_fallbacks(report),
-        )
-        return Measured(row, cost.seconds)
+        known = {"memory": total, "fits": total <= chip.usable, "fallbacks": _fallbacks(report)}
+        known |= {"kernels": cost.kernels, "flops": cost.flops, "bytes": cost.bytes}
+        return Measured(dataclasses.replace(row, **known), cost.seconds)
 
     def largest(self) -> Measured:
         """Finds the largest batch that fits, by compiling batches around the limit.
@@ -116,21 +109,21 @@ class Program(NamedTuple):
         default = inspect.signature(self.make_step).parameters.get("batch_size")
         batch = getattr(default, "default", None)
         batch = batch if isinstance(batch, int) else _FIRST_BATCH
-        low = high = before = None
-        for count in range(10 * _MAX_BATCH.bit_length()):
-            measured = self.measure(batch)
-            if measured.row.fits is None:
-                return measured
+        low = high = None
+        measured, count = self.measure(batch), 1
+        while measured.row.fits is not None:
+            before = low or high
             low, high = (measured, high) if measured.row.fits else (low, measured)
             first, last = (each.row.batch or 0 if each else 0 for each in (low, high))
             if (high and last - first == 1) or first >= _MAX_BATCH:
-                break
-            points = [each.row for each in (low, high or before, before) if each][:2]
+                return low or measured
+            points = (low, high) if low and high else (before, measured)
             guess = (first + last) // 2 if high else 2 * first
-            if len(points) == 2 and count < _LINEAR:
-                guess = _interpolated(*points, self.chip.usable)
-            before, batch = measured, max(first + 1, min(guess, last - 1 if high else 4 * first))
-        return low or measured
+            if before and count < _LINEAR:
+                guess = _interpolated(*(each.row for each in points if each), self.chip.usable)
+            batch = max(first + 1, min(guess, last - 1 if high else 4 * first))
+            measured, count = self.measure(batch), count + 1
+        return measured
 
 
 def _interpolated(one: PlanRow, other: PlanRow, limit: int) -> int:

@@ -7,7 +7,7 @@ import math
 from typing import ClassVar
 
 from jaxmp._report._section import Section
-from jaxmp._report._units import bytes_text, counted
+from jaxmp._report._units import bytes_text
 from jaxmp._report._views import Report
 from jaxmp.errors import AuditError
 
@@ -111,9 +111,6 @@ class PlanReport(Report):
     rows: tuple[PlanRow, ...] = ()
     choices: tuple[PlanChoice, ...] = ()
 
-    def __repr__(self) -> str:
-        return f"<PlanReport of {counted(len(self.rows), 'program')}>"
-
     def _sections(self, full: bool) -> list[Section]:
         del full
         choices = [(each.target, _name(each) or "none", each.reason) for each in self.choices]
@@ -169,25 +166,18 @@ def choose(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     fitting = [row for row in rows if row.fits and not row.lacking]
     if not fitting:
         return PlanChoice(target=target, reason=_why_none(rows))
-    best = base = min(fitting, key=_value)
-    if any(row.recipe == baseline for row in fitting):
-        base = min((row for row in fitting if row.recipe == baseline), key=_value)
-        best = best if _value(best) < (1 - MARGIN) * _value(base) else base
+    best = min(fitting, key=_value)
+    base = min((row for row in fitting if row.recipe == baseline), key=_value, default=best)
+    best = best if _value(best) < (1 - MARGIN) * _value(base) else base
     reasons = [] if best.bound else ["The chip multiplies its formats, and the estimate fits."]
     if best is not base:
         ratio = f"{_value(best) / _value(base):.2f}"
         reasons.append(f"Its bound is {ratio} of that of {_name(base)}: {_work(best, base)}.")
     for recipe in dict.fromkeys(row.recipe for row in rows if row.recipe != best.recipe):
         other = min((row for row in rows if row.recipe == recipe), key=_value)
-        if other is not base:
-            reasons.append(_comparison(other, best))
-    return PlanChoice(
-        target=target,
-        recipe=best.recipe,
-        batch=best.batch,
-        remat=best.remat,
-        reason=" ".join(reasons) or "It fits.",
-    )
+        reasons += [_comparison(other, best)] * (other is not base)
+    chosen = {name: getattr(best, name) for name in ("recipe", "batch", "remat")}
+    return PlanChoice(target=target, **chosen, reason=" ".join(reasons) or "It fits.")
 
 
 def _value(row: PlanRow) -> float:

@@ -11,7 +11,6 @@ from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, lo
 from jaxmp.cli._output import console, write_file, write_json
 
 _EXAMPLE = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
-_VALUES = {"true": True, "false": False}
 
 
 def plan(
@@ -51,8 +50,8 @@ def plan(
             make_step,
             recipes=_items(recipes),
             targets=_items(targets),
-            batches=_sizes(batches),
-            remat=None if remat is None else [_VALUES.get(item, item) for item in _items(remat)],
+            batches=_values(batches),
+            remat=_values(remat),
             cache=cache or None,
         ),
     )
@@ -67,6 +66,8 @@ def _items(text: str) -> list[str]:
     return [item for item in text.split(",") if item]
 
 
-def _sizes(text: str | None) -> Any:
-    items = _items(text or "")
-    return [int(item) for item in items] if all(map(str.isdecimal, items)) and items else text
+def _values(text: str | None) -> Any:
+    """Returns numbers, booleans and words; "largest" is not a list."""
+    words: dict[str, Any] = {"true": True, "false": False}
+    items = [words.get(x, int(x) if x.isdecimal() else x) for x in _items(text or "")]
+    return text if text in (None, "largest") else items
