@@ -521,16 +521,25 @@ def test_microbatches_under_jit_are_summed_one_by_one_and_the_remedy_sums_once()
 
 
 @needs_compiler
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.12 has unreduced arrays.")
-def test_microbatches_on_explicit_axes_are_summed_once():
+def test_microbatches_of_reduced_parameters_are_summed_once():
     mesh = mesh_of(AxisType.Explicit, data=8)
-    params = [shape((WIDTH, WIDTH), P(), mesh=mesh)] * LAYERS
     batch = shape((ROWS, WIDTH), P("data"), mesh=mesh)
-    interleaved = functools.partial(in_microbatches, interleave=True)
-    report = compiled(step_of(free, interleaved), params, batch)
+    in_parts = functools.partial(in_microbatches, interleave=True)
+    spec = NamedSharding(mesh, P(None, None, reduced={"data"}))
+
+    def of_reduced(loss_fn):
+        run = in_parts(loss_fn)
+        return lambda params, batch: run([jax.reshard(p, spec) for p in params], batch)
+
+    params = [shape((WIDTH, WIDTH), P(), mesh=mesh)] * LAYERS
+    report = compiled(step_of(free, of_reduced), params, batch)
     assert severities(report) == {}
     assert sent(report, "gradient") == {"float32": pytest.approx(4 * LAYERS * ONE, rel=1e-4)}
-    assert not any(row.in_outer_loop for row in report.collectives)
+    # The loss is summed in each microbatch.
+    assert not any(row.in_outer_loop and row.bytes > 4096 for row in report.collectives)
+    finding = the_only(compiled(step_of(free, in_parts), params, batch), "reduction_per_microbatch")
+    summed_once = run_fix(finding.fix, mesh)
+    assert severities(compiled(step_of(free, lambda _: summed_once), params, batch)) == {}
 
 
 @needs_compiler

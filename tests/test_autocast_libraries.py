@@ -159,6 +159,18 @@ def test_equinox_trains():
     assert_trains_alike(*((losses, eqx.filter(s[0], eqx.is_array)) for losses, s in runs))
 
 
+def test_equinox_vectors_with_few_outputs():
+    """XLA's CPU compiler refuses `vmap(w @ x)` with an FP32 result after another such product."""
+    model = eqx.nn.MLP(2, 4, 32, 1, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (64, 2))
+    loss = lambda model, x: jnp.square(jax.vmap(model)(x)).mean()
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    run = lambda loss: jax.jit(jax.value_and_grad(lambda a, x: loss(eqx.combine(a, rest), x)))
+    result, exact = run(autocast(loss, "bf16"))(arrays, x), run(loss)(arrays, x)
+    compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05, atol=2e-3)
+    jax.tree.map(compare, result, exact)
+
+
 def test_equinox_full_precision():
     model = Encoder(jax.random.key(0), full=True)
     gradients, arrays = equinox_gradients(autocast(encoder_loss, MIXED), model)

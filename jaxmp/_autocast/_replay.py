@@ -40,17 +40,17 @@ from jaxmp._autocast._values import (
     with_dtype,
     wrap,
 )
-from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body
+from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
 from jaxmp._core._jaxprs import Path, array_aval, equations, scope_names, sub_jaxprs
 from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._constructs import CONSTRUCTS
 from jaxmp._core._programs._in_place import InPlace
 from jaxmp._core._programs._interpreter import Frame, Place
-from jaxmp._core._programs._operations import arithmetic_of, dot_of
+from jaxmp._core._programs._operations import Dot, arithmetic_of, dot_of
 from jaxmp._core._trees import cast, is_castable
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._core._wide_dot import wide_product
+from jaxmp._core._wide_dot import wide_product, widened_product
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._precision import matmul_precision
 from jaxmp._policies._resolve import narrow_reason, resolve_policy
@@ -279,8 +279,13 @@ class Autocast(InPlace):
         if wide is None or wide == dtype or len(arrays) != 2:
             return wrap(equation, bind(equation, arrays, **changes))
 
-        def matmul(lhs: Array, rhs: Array, preferred_element_type: DTypeLike = dtype) -> Array:
-            return bind(equation, [lhs, rhs], preferred_element_type=preferred_element_type)
+        is_refused = wide == FLOAT32 and target() == "cpu" and _multiplies_vectors(equation)
+
+        def matmul(*operands: Array, preferred_element_type: DTypeLike = dtype) -> Array:
+            product = lambda *arrays, **dtypes: bind(equation, list(arrays), **dtypes)
+            if is_refused and preferred_element_type == FLOAT32:
+                return widened_product(product, *operands)
+            return product(*operands, preferred_element_type=preferred_element_type)
 
         lhs, rhs = arrays
         return [Value(wide_product(matmul, lhs, rhs, wide), priority)]
@@ -392,3 +397,13 @@ class Autocast(InPlace):
 def _precision(policy: Policy) -> tuple[lax.Precision, ...] | None:
     name = matmul_precision(policy, None)
     return None if name is None else (lax.Precision(name),) * 2
+
+
+def _multiplies_vectors(equation: JaxprEqn) -> bool:
+    """Returns True for `jax.vmap(lambda x: w @ x)(xs)`.
+
+    XLA's CPU compiler refuses it in 16 bits with an FP32 result if the vectors are such a product.
+    """
+    if not is_matmul(equation) or dot_of(equation) != Dot(((1,), (1,)), ((), ())):
+        return False
+    return all(array_aval(var).ndim == 2 for var in equation.invars)

@@ -10,7 +10,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core.primitives import convert_element_type_p
 
-from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._matmuls import WIDENED_MATMUL
 from jaxmp._core._typing import DTypeLike
 
 
@@ -57,6 +58,21 @@ def wide_product(
 
     multiply.defjvp(multiply_jvp, symbolic_zeros=True)
     return multiply(lhs, rhs)
+
+
+def widened_product(product: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
+    """Computes the FP32 product of 16-bit operands that are converted to FP32 first.
+
+    XLA's CPU compiler refuses some matmuls of 16-bit operands with an FP32 result ("Unsupported
+    element type for DotThunk") and converts the operands to FP32 in all others.
+    """
+
+    def multiply(*operands: jax.Array) -> jax.Array:
+        wide = [o.astype(FLOAT32) if is_16bit(o.dtype) else o for o in operands]
+        return product(*wide, preferred_element_type=FLOAT32)
+
+    multiply.__name__ = WIDENED_MATMUL
+    return jax.jit(multiply)(*operands)
 
 
 # ---------------------------------------------------------------------------

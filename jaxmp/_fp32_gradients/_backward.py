@@ -11,13 +11,12 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxmp._core._compat import jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import equations, without_unused
-from jaxmp._core._matmuls import WIDENED_MATMUL
 from jaxmp._core._programs._analysis import Body, primitives
 from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._constructs import CALLS
 from jaxmp._core._programs._interpreter import Frame, Interpreter
 from jaxmp._core._typing import Array
-from jaxmp._core._wide_dot import wide_product
+from jaxmp._core._wide_dot import wide_product, widened_product
 from jaxmp._fp32_gradients._layout import ELEMENTWISE, REDUCTIONS
 from jaxmp._fp32_gradients._values import results_of
 
@@ -158,7 +157,9 @@ def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
     name = equation.primitive.name
     if name in MATMULS:
         if target() == "cpu" and any(map(is_16bit_aval, operands)):
-            return _widened_matmul(equation, operands)
+            return widened_product(
+                lambda *wide, **dtype: bind(equation, list(wide), **dtype), *operands
+            )
         return bind(equation, operands, preferred_element_type=FLOAT32)
     if name == "convert_element_type":
         return operands[0]
@@ -176,21 +177,6 @@ def run_forward(equation: JaxprEqn, operands: list[Array]) -> Any:
         return (_in_fp32 if wide else bind)(equation, [*pair, *rest])
 
     return wide_product(multiply, lhs, rhs, FLOAT32).astype(_dtype(equation.outvars[0]))
-
-
-def _widened_matmul(equation: JaxprEqn, operands: list[Array]) -> Array:
-    """Returns the FP32 product of 16-bit operands that are converted to FP32 first.
-
-    XLA's CPU compiler refuses some matmuls of 16-bit operands with an FP32 result ("Unsupported
-    element type for DotThunk") and converts the operands to FP32 in all others.
-    """
-
-    def multiply(*operands: Array) -> Any:
-        wide = [o.astype(FLOAT32) if is_16bit_aval(o) else o for o in operands]
-        return bind(equation, wide, preferred_element_type=FLOAT32)
-
-    multiply.__name__ = WIDENED_MATMUL
-    return jax.jit(multiply)(*operands)
 
 
 def is_16bit_aval(aval: object) -> bool:

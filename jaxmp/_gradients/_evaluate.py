@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
@@ -19,7 +20,6 @@ from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients import is_on_several_devices, with_fp32_gradients
 from jaxmp._gradients._arguments import Options
 from jaxmp._gradients._result import parse_result
-from jaxmp._gradients._unreduced import summed
 from jaxmp._loss_scale import NoLossScale
 from jaxmp._loss_scale._use import contains_float16, present
 
@@ -77,6 +77,25 @@ def differentiate(
     cotangent, _ = _cotangent_and_unscale(loss, options)
     grads = backward(_compat.vary(cotangent, _compat.varying_axes(loss)))
     return Sums(loss, weight, grads), aux
+
+
+def reduced_axes(leaf: object) -> frozenset[Any]:
+    """Returns the explicit mesh axes over which a parameter is `reduced`.
+
+    Its gradient is `unreduced`: the sum of one term per device (JAX 0.12 and newer).
+    """
+    sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.Array) else None
+    return frozenset(sharding.spec.reduced) if isinstance(sharding, NamedSharding) else frozenset()
+
+
+def summed(array: Array) -> Array:
+    """Returns the sum of an unreduced array over devices, and any other array unchanged."""
+    sharding = jax.typeof(array).sharding
+    if not (isinstance(sharding, NamedSharding) and sharding.spec.unreduced):
+        return array
+    return jax.reshard(
+        array, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec.partitions))
+    )
 
 
 def unscaled(sums: Sums, options: Options) -> Sums:

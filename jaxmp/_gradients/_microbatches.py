@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._arguments import Options
-from jaxmp._gradients._delayed_sums import delay_sums
-from jaxmp._gradients._evaluate import Sums, differentiate, evaluate, unscaled
+from jaxmp._gradients._evaluate import Sums, differentiate, evaluate, reduced_axes, summed, unscaled
 from jaxmp._gradients._result import describe
-from jaxmp._gradients._unreduced import summed
 from jaxmp.errors import JaxmpError
 
 
@@ -35,8 +32,9 @@ def accumulate(
             "batch, for example batch_argnums=1."
         )
 
-    delays = _can_delay(args, options)
-    run = differentiate if delays else evaluate
+    # Gradients of `reduced` parameters are terms of a sum over devices, which follows the loop.
+    leaves = jax.tree.leaves([args[i] for i in options.argnums])
+    run = differentiate if (delays := any(map(reduced_axes, leaves))) else evaluate
 
     def run_part(
         mutables: PyTree, index: jax.Array, part: dict[int, list[Array]]
@@ -56,8 +54,6 @@ def accumulate(
     mutables = None if options.mutable_argnum is None else args[options.mutable_argnum]
     xs = (jnp.arange(options.microbatches), rows)
     zero = _zero_sums(args, options)
-    if delays:
-        run_part, zero = _with_delayed_sums(run_part, mutables, xs, zero, options)
 
     def body(
         carry: tuple[PyTree, Sums], xs: tuple[Array, dict[int, list[Array]]]
@@ -70,54 +66,6 @@ def accumulate(
     if delays:
         total = unscaled(jax.tree.map(summed, total), options)
     return total, aux if options.mutable_argnum is None else (mutables, aux)
-
-
-# ---------------------------------------------------------------------------
-# One sum over devices, after the loop
-# ---------------------------------------------------------------------------
-
-_RunPart: TypeAlias = Callable[..., tuple[Sums, PyTree, PyTree]]
-
-
-def _can_delay(args: tuple[Any, ...], options: Options) -> bool:
-    """Returns True if gradients may be summed over explicit mesh axes after the loop."""
-    is_wide = not (is_16bit(options.accumulate_dtype) or is_16bit(options.reduce_dtype))
-    return is_wide and _compat.is_explicit(args)
-
-
-def _with_delayed_sums(
-    run_part: _RunPart, mutables: PyTree, xs: tuple[Array, PyTree], zero: Sums, options: Options
-) -> tuple[_RunPart, Sums]:
-    """Returns `run_part` with sums that are unreduced where possible, and their initial values."""
-    first = jax.eval_shape(lambda xs: jax.tree.map(lambda leaf: leaf[0], xs), xs)
-    leaves, inputs = jax.tree.flatten((mutables, *first))
-    structure: Any = None
-
-    def flat(*leaves: Array) -> list[Array]:
-        nonlocal structure
-        results, structure = jax.tree.flatten(run_part(*inputs.unflatten(leaves)))
-        return results
-
-    closed = jax.make_jaxpr(flat)(*leaves)
-    is_param = [
-        _overwritten.map_leaves(lambda leaf: True, lambda leaf: False, tree) for tree in zero.grads
-    ]
-    # The first results are the loss, the weight if there is one, and the gradients.
-    asked = [True] * (2 if options.weighted else 1) + jax.tree.leaves(is_param)
-    asked += [False] * (len(closed.out_avals) - len(asked))
-    delayed = delay_sums(closed, asked)
-    loss, *rest = delayed.shardings
-    shardings = [loss, *rest] if options.weighted else [loss, None, *rest]
-    zeros, of_zeros = jax.tree.flatten(zero)
-    zeros = [
-        leaf if sharding is None else jax.reshard(leaf, sharding)
-        for leaf, sharding in zip(zeros, shardings, strict=False)
-    ]
-
-    def run_delayed(mutables: PyTree, index: Array, part: PyTree) -> tuple[Sums, PyTree, PyTree]:
-        return structure.unflatten(delayed.run(*jax.tree.leaves((mutables, index, part))))
-
-    return run_delayed, of_zeros.unflatten(zeros)
 
 
 def unpair(aux: PyTree) -> tuple[PyTree, PyTree]:
@@ -171,7 +119,7 @@ def _join(part: list[Array], whole: PyTree) -> PyTree:
 def _zero_sums(args: tuple[Any, ...], options: Options) -> Sums:
     grads = tuple(
         _overwritten.map_leaves(
-            lambda leaf: jnp.zeros_like(leaf, dtype=_accumulator_dtype(jnp.asarray(leaf), options)),
+            lambda leaf: _zero_gradient(jnp.asarray(leaf), options),
             _overwritten.fill_lowest,
             args[i],
         )
@@ -182,8 +130,14 @@ def _zero_sums(args: tuple[Any, ...], options: Options) -> Sums:
     return _compat.vary(zero, tuple(axes)) if axes else zero
 
 
-def _accumulator_dtype(gradient: jax.Array, options: Options) -> np.dtype:
-    return options.accumulate_dtype if _trees.is_castable(gradient) else gradient.dtype
+def _zero_gradient(leaf: jax.Array, options: Options) -> jax.Array:
+    dtype = options.accumulate_dtype if _trees.is_castable(leaf) else leaf.dtype
+    axes = reduced_axes(leaf)
+    if not axes:
+        return jnp.zeros_like(leaf, dtype=dtype)
+    sharding = jax.typeof(leaf).sharding
+    spec = PartitionSpec(*sharding.spec.partitions, unreduced=axes)
+    return jax.reshard(jnp.zeros(leaf.shape, dtype), NamedSharding(sharding.mesh, spec))
 
 
 def _add(total: Sums, new: Sums) -> Sums:

@@ -59,8 +59,8 @@ def value_and_grad(
       microbatches: k > 1 splits the arguments in `batch_argnums` into k parts along axis 0,
         evaluates them sequentially in a `lax.scan`, and averages the results. Auxiliary data is
         stacked on a new axis 0. Scalars in a batch are passed to every part unchanged. On explicit
-        mesh axes, gradients of parameters that are not split over the axes of the batch are summed
-        over devices once, after the scan (JAX 0.12 and newer).
+        mesh axes, gradients of parameters that are `reduced` over the axes of the batch are summed
+        over devices once, after the scan.
       batch_argnums: numbers of the arguments to split.
       rng_argnums: numbers of the arguments that contain PRNG keys. Each part receives the keys
         folded with its index.

@@ -3,7 +3,6 @@
 from jaxmp._core._compat._axes import agree as agree
 from jaxmp._core._compat._axes import bound_axes as bound_axes
 from jaxmp._core._compat._axes import check_axes as check_axes
-from jaxmp._core._compat._axes import is_explicit as is_explicit
 from jaxmp._core._compat._axes import is_in_unchecked_shard_map as is_in_unchecked_shard_map
 from jaxmp._core._compat._axes import largest as largest
 from jaxmp._core._compat._axes import partition_spec as partition_spec

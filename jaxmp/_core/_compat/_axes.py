@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, Mesh, PartitionSpec, Sharding
+from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from jaxmp._core._compat._private import load_private
 from jaxmp._core._typing import PyTree
@@ -35,21 +35,6 @@ def vary(tree: PyTree, axes: Collection[Any]) -> PyTree:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(mark, tree)
-
-
-def is_explicit(tree: PyTree) -> bool:
-    """Returns True if an array is on a mesh with explicit axes, of which JAX can delay sums.
-
-    JAX 0.12 has rules for operations on arrays that are `unreduced` over mesh axes. Inside of
-    `shard_map`, over whose axes jaxmp sums gradients itself, the result is False.
-    """
-    if jax.__version_info__ < (0, 12):
-        return False
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    kinds = [jax.typeof(array).sharding.mesh.axis_types for array in arrays]
-    return any(AxisType.Explicit in types for types in kinds) and not any(
-        AxisType.Manual in types for types in kinds
-    )
 
 
 def partition_spec(sharding: Sharding, mesh: Mesh, ndim: int) -> PartitionSpec | None:
