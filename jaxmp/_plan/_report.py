@@ -197,6 +197,7 @@ def _comparison(other: PlanRow, best: PlanRow) -> str:
     """Returns why another recipe is not the recommended one."""
     if other.bound is None or best.bound is None or not other.fits:
         cannot = "does not fit" if other.fits is False else "was not compiled"
+        cannot = "computes in a format that the chip lacks" if other.lacking else cannot
         return f"{_name(other)} {cannot}."
     gain = f"less than {MARGIN:.0%}" if other.bound < best.bound else "nothing"
     return f"{_name(other)} gains {gain}: {_work(other, best)}."
