@@ -126,11 +126,11 @@ class Program(NamedTuple):
         return measured
 
 
-def _interpolated(one: PlanRow, other: PlanRow, limit: int) -> int:
+def _interpolated(first: PlanRow, second: PlanRow, limit: int) -> int:
     """Returns the largest batch below a limit of memory that grows linearly from two programs."""
-    a, b = one.batch or 0, other.batch or 0
-    slope = (other.memory - one.memory) / (b - a)
-    return int(a + (limit - one.memory) / slope) if slope > 0 else 2 * max(a, b)
+    a, b = first.batch or 0, second.batch or 0
+    slope = (second.memory - first.memory) / (b - a)
+    return int(a + (limit - first.memory) / slope) if slope > 0 else 2 * max(a, b)
 
 
 def _fallbacks(report: AuditReport) -> tuple[str, ...]:

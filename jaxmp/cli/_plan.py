@@ -68,6 +68,6 @@ def _items(text: str) -> list[str]:
 
 def _values(text: str | None) -> Any:
     """Returns numbers, booleans and words; "largest" is not a list."""
-    words: dict[str, Any] = {"true": True, "false": False}
-    items = [words.get(x, int(x) if x.isdecimal() else x) for x in _items(text or "")]
+    named: dict[str, Any] = {"true": True, "false": False}
+    items = [named.get(x, int(x) if x.isdecimal() else x) for x in _items(text or "")]
     return text if text in (None, "largest") else items
