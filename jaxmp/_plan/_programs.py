@@ -104,7 +104,8 @@ class Program(NamedTuple):
         """Finds the largest batch that fits, by compiling batches around the limit.
 
         It interpolates linearly between the programs next to the limit, and bisects if that does
-        not converge. If no batch fits, the result is that of one example.
+        not converge. The next batch does not fit; others may, because XLA computes arrays again in
+        programs that exceed the memory. If no batch fits, the result is that of one example.
         """
         default = inspect.signature(self.make_step).parameters.get("batch_size")
         batch = getattr(default, "default", None)
