@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from jaxmp._attention import recorded_choices
@@ -29,7 +29,7 @@ class Explanation:
     """Decisions of a recipe on a model or a function, in sections.
 
     Each section has `rows` with named fields, a `summary` and `notes`. `str()` formats all sections
-    as tables, and `rich.print` prints them.
+    as tables.
 
     Attributes:
       policies: the policy and the deciding rule of each module of a Flax model, `unused` rules, the
@@ -66,20 +66,6 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n\n".join(f"{title}\n{section}" for title, section in self.sections())
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
-        # rich is an optional dependency, and present where this method is called.
-        Text = importlib.import_module("rich.text").Text
-        Table = importlib.import_module("rich.table").Table
-        for title, section in self.sections():
-            yield Text(title, style="bold")
-            yield Text(section.summary)
-            table = Table(*section.columns)
-            for row in section.rows:
-                table.add_row(*map(Text, row.cells()))
-            if section.rows:
-                yield table
-            yield from (Text(f"note: {note}") for note in section.notes)
 
     def to_json(self) -> str:
         """Returns all sections as JSON; policies, rules and dtypes are strings."""

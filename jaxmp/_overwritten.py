@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +27,6 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import PARAMS, leaves_with_path, select_leaf
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
-from jaxmp.fp8._first_step import with_branches_outside
 from jaxmp.fp8._state import (
     NAMES,
     PREFIX,
@@ -153,18 +152,6 @@ def begin_step(tree: PyTree, is_on_several_devices: bool) -> PyTree:
         for location, state in zip(locations, active, strict=True):
             states.write(location, state)
     return join(params, states.tree(), tree)
-
-
-def evaluate_step(evaluate: Callable[[], PyTree], args: Sequence[PyTree]) -> PyTree:
-    """Returns `evaluate()`; see `with_branches_outside`.
-
-    Args:
-      evaluate: computes the gradients of a step.
-      args: the differentiated arguments, from `begin_step`.
-    """
-    collections = [_Collection(split(tree)[1]) for tree in args]
-    states = (states.read(each) for states in collections for each in states.locations)
-    return with_branches_outside(evaluate, list(filter(is_active, states)))
 
 
 def without_active(aux: PyTree, before: tuple[PyTree, ...]) -> PyTree:

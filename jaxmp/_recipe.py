@@ -19,8 +19,8 @@ from jaxmp._recipe_files._dump import recipe_text
 from jaxmp._recipe_files._load import PolicyMap, RecipeData, RecipeLike, as_recipe_data
 from jaxmp._recipe_files._replace import RecipeChanges, replace_settings
 from jaxmp.errors import JaxmpError, RecipeError
-from jaxmp.optim._mixed_precision import mixed_precision
-from jaxmp.optim._storage import cast_params
+from jaxmp.optim._master import cast_params
+from jaxmp.optim._skip import mixed_precision
 
 M = TypeVar("M")
 

@@ -21,7 +21,7 @@ from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _assign, _find, _master, _skip
 from jaxmp.optim._apply import apply_update
-from jaxmp.optim._composition import check_composition
+from jaxmp.optim._find import check_composition
 
 
 class TrainState(struct.PyTreeNode):
@@ -100,7 +100,7 @@ class TrainState(struct.PyTreeNode):
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale in the optimizer state; `NoLossScale()` if it has none."""
-        return _find.shared_loss_scale(self.opt_state)
+        return _find.own_loss_scale(self.opt_state)
 
     def value_and_grad(
         self,
@@ -201,7 +201,6 @@ def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
     trainable = jax.tree.map(_strong, trainable)
     check_composition(jax.eval_shape(tx.init, trainable))
     opt_state = tx.init(trainable)
-    _find.shared_loss_scale(opt_state)
     _check_rules(opt_state, trainable)
     stored = jax.tree.map(_fresh, _assign.store(trainable, opt_state), trainable)
     fix = (

@@ -52,7 +52,7 @@ def value_and_grad(
         a decorator: `@value_and_grad(has_aux=True)`.
       argnums: the arguments to differentiate: numbers, or `nnx.DiffState(number, filter)`.
       has_aux: `fn` returns `(loss, aux)`; `aux` can contain Flax objects.
-      loss_scale: a jaxmp or jmp loss scale, a number, or None.
+      loss_scale: a loss scale, a number, or None.
       wrt: filter of the Variables to differentiate. The state of delayed scaling
         (`OverwriteWithGradient`) is always differentiated.
       **options: `weighted`, `microbatches`, `batch_argnums`, `rng_argnums`, `axis_name`,

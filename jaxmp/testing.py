@@ -5,8 +5,8 @@
     def test_bf16_is_not_worse_than_before(equivalent):
         equivalent(make_run, "bf16", steps=200)
 
-The fixture compares with a baseline next to the test file, so that a change that makes loss,
-gradient error, memory or kernel count worse fails. Import it in the test file: as a plugin of
+The fixture compares with a baseline next to the test file, so that a change that makes the loss or
+the gradient error worse fails. Import it in the test file: as a plugin of
 pytest, it would import JAX before the `conftest.py` of the project can set JAX's flags.
 """
 

@@ -244,14 +244,14 @@ MUTATIONS = [
     ),
     Mutation(
         "autocast rounds a sigmoid before its logarithm",
-        "jaxmp/_autocast/_magnified.py",
+        "jaxmp/_autocast/_consumers.py",
         "effect = max(effect, Effect.MAGNIFIED)",
         "pass",
         ("test_autocast_magnified.py::test_a_saturated_value_is_not_rounded_to_one",),
     ),
     Mutation(
         "autocast forgets what a jitted function does with its operands",
-        "jaxmp/_autocast/_magnified.py",
+        "jaxmp/_autocast/_consumers.py",
         "list(map(max, inside, self._operands(equation, results)))",
         "list(self._operands(equation, results))",
         ("test_autocast_magnified.py::test_a_gram_matrix_is_computed_in_fp32",),
@@ -388,7 +388,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients are unscaled in 16 bits",
-        "jaxmp/_loss_scale/_leaves.py",
+        "jaxmp/_loss_scale/_base.py",
         "    wide = jnp.asarray(cast_floating(leaf, FLOAT32))\n",
         "    wide = jnp.asarray(leaf)\n",
         ("test_loss_scale.py::test_float16_gradients_are_unscaled_in_fp32",),
@@ -417,14 +417,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a 16-bit loss causes no warning",
-        "jaxmp/_gradients/_result.py",
+        "jaxmp/_gradients/_arguments.py",
         "    if is_16bit(array.dtype):\n        warnings.warn(",
         "    if False:\n        warnings.warn(",
         ("test_gradients.py::test_a_half_loss_is_warned_about",),
     ),
     Mutation(
         "the weight of a loss is ignored",
-        "jaxmp/_gradients/_result.py",
+        "jaxmp/_gradients/_arguments.py",
         '    weight = lax.stop_gradient(_scalar(loss[1], "weight"))\n',
         '    weight = jnp.ones_like(lax.stop_gradient(_scalar(loss[1], "weight")))\n',
         (
@@ -441,21 +441,21 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of microbatches are accumulated in their own 16 bits",
-        "jaxmp/_gradients/_microbatches.py",
+        "jaxmp/_gradients/_evaluate.py",
         "dtype = options.accumulate_dtype if _trees.is_castable(leaf) else leaf.dtype",
         "dtype = leaf.dtype",
         ("test_gradients.py::test_sixteen_bit_gradients_are_accumulated_in_fp32",),
     ),
     Mutation(
         "all microbatches use the same random numbers",
-        "jaxmp/_gradients/_microbatches.py",
+        "jaxmp/_gradients/_evaluate.py",
         "lambda key: jax.random.fold_in(key, index), args[i]",
         "lambda key: key, args[i]",
         ("test_gradients.py::test_aux_is_stacked_and_keys_are_folded",),
     ),
     Mutation(
         "gradients of reduced parameters are summed in each microbatch",
-        "jaxmp/_gradients/_microbatches.py",
+        "jaxmp/_gradients/_evaluate.py",
         "if (delays := any(map(reduced_axes, leaves))) else evaluate",
         "if (delays := False) else evaluate",
         (
@@ -465,7 +465,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a bad loss of a microbatch on explicit axes leaves its gradients finite",
-        "jaxmp/_gradients/_microbatches.py",
+        "jaxmp/_gradients/_evaluate.py",
         "total = unscaled(jax.tree.map(summed, total), options)",
         "total = jax.tree.map(summed, total)",
         ("test_reduced_parameters.py::test_a_bad_loss_of_one_microbatch_poisons_all_gradients",),
@@ -544,14 +544,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the packed remainder has no sign",
-        "jaxmp/optim/_storage.py",
+        "jaxmp/optim/_master.py",
         "_high_bits(param) + remainder.astype(jnp.int32), jnp.float32)",
         "_high_bits(param) + jnp.abs(remainder.astype(jnp.int32)), jnp.float32)",
         ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
     ),
     Mutation(
         "packed parameters are truncated instead of rounded",
-        "jaxmp/optim/_storage.py",
+        "jaxmp/optim/_master.py",
         "high = lax.shift_right_logical(bits + _HALF_ULP,",
         "high = lax.shift_right_logical(bits,",
         ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
@@ -722,7 +722,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the margin enlarges the scale",
-        "jaxmp/fp8/_quantize.py",
+        "jaxmp/fp8/_operands.py",
         "limit * 2.0**-margin",
         "limit * 2.0**margin",
         ("test_fp8_quantize.py::test_scales_follow_the_rule",),
@@ -756,45 +756,17 @@ MUTATIONS = [
     ),
     Mutation(
         "an infinity saturates and is hidden",
-        "jaxmp/fp8/_quantize.py",
+        "jaxmp/fp8/_operands.py",
         "convert_element_type(clipped + x * np.zeros((), wide), dtype)",
         "convert_element_type(clipped, dtype)",
         ("test_fp8_quantize.py::test_what_is_not_finite_stays_so",),
     ),
     Mutation(
         "a scan reads an array of constants for each operand that it quantizes",
-        "jaxmp/fp8/_quantize.py",
+        "jaxmp/fp8/_operands.py",
         "convert_element_type(clipped + x * np.zeros((), wide), dtype)",
         "select(lax.is_finite(x), clipped.astype(dtype), jnp.full(x.shape, jnp.nan, dtype))",
         ("test_fp8_quantize.py::test_a_scan_reads_no_array_of_constants",),
-    ),
-    Mutation(
-        "a step in which one of several amaxes is unknown does not measure it",
-        "jaxmp/fp8/_first_step.py",
-        "    return jnp.min(amaxes)\n",
-        "    return jnp.max(amaxes)\n",
-        ("test_fp8_first_step.py::test_steps_equal_those_with_branches_in_the_loop",),
-    ),
-    Mutation(
-        "an amax counts as known although the newest entry, which is its scale, is 0",
-        "jaxmp/fp8/_first_step.py",
-        '    entry = 1 if names == {_IS_KNOWN + "max"} else 2\n',
-        "    entry = 1\n",
-        ("test_fp8_first_step.py::test_steps_equal_those_with_branches_in_the_loop",),
-    ),
-    Mutation(
-        "the loop of the first step does not measure",
-        "jaxmp/fp8/_first_step.py",
-        "lax.eq if self.is_known else lax.ne",
-        "lax.eq",
-        ("test_fp8_first_step.py::test_steps_equal_those_with_branches_in_the_loop",),
-    ),
-    Mutation(
-        "kernels of the loop of the first step count in each step",
-        "jaxmp/_core/_hlo.py",
-        'instruction.opcode != "conditional" or not _is_first_step(called)',
-        "True",
-        ("test_hlo.py::test_loops_of_the_first_step_do_not_count",),
     ),
     Mutation(
         "the backward pass measures the operands of the forward pass again",
@@ -805,7 +777,7 @@ MUTATIONS = [
     ),
     Mutation(
         "values beyond the range of FP8 become NaN",
-        "jaxmp/fp8/_quantize.py",
+        "jaxmp/fp8/_operands.py",
         "    clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))\n",
         "    clipped = scaled\n",
         ("test_fp8_quantize.py::test_what_is_too_large_saturates",),
@@ -886,7 +858,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the weights of rows do not enter the mean",
-        "jaxmp/losses/_weights.py",
+        "jaxmp/losses/_arguments.py",
         "jnp.asarray(math.prod(rows), wide) if factors is None else jnp.sum(factors)",
         "jnp.asarray(math.prod(rows), wide)",
         ("test_losses.py::test_reductions",),
@@ -1031,7 +1003,7 @@ MUTATIONS = [
     ),
     Mutation(
         "microbatches of rows on explicit axes lose their sharding",
-        "jaxmp/_gradients/_microbatches.py",
+        "jaxmp/_gradients/_evaluate.py",
         "out_sharding=_sharding_of_parts(leaf)",
         "out_sharding=None",
         (
@@ -1071,7 +1043,7 @@ MUTATIONS = [
     # Several devices.
     Mutation(
         "weight gradients keep the dtype of their matmul",
-        "jaxmp/_fp32_gradients/_backward.py",
+        "jaxmp/_fp32_gradients/_derivatives.py",
         "    chosen = (asked & possible) - narrow\n",
         "    chosen = set()\n",
         ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
@@ -1085,7 +1057,7 @@ MUTATIONS = [
     ),
     Mutation(
         "products of weights are summed over devices in 16 bits",
-        "jaxmp/_fp32_gradients/_backward.py",
+        "jaxmp/_fp32_gradients/_derivatives.py",
         "    if equation.primitive.name not in MATMULS:\n        return bind",
         "    if True:\n        return bind",
         ("test_fp32_gradients.py::test_products_of_weights_are_accumulated_in_fp32",),
@@ -1285,7 +1257,7 @@ MUTATIONS = [
     ),
     Mutation(
         "emulated operations do not round",
-        "jaxmp/_validate/_emulate.py",
+        "jaxmp/_validate/_trials.py",
         "    return jnp.where(mode == ROUNDED, rounded, ",
         "    return jnp.where(mode == ROUNDED, x, ",
         ("test_validate_trials.py::test_emulated_roundings_are_those_of_the_step",),
@@ -1299,14 +1271,14 @@ MUTATIONS = [
     ),
     Mutation(
         "another learning rate of Adam is taken for clipping",
-        "jaxmp/_validate/_patterns.py",
+        "jaxmp/_validate/_probe.py",
         "            factor=factor,\n        )\n        return\n",
         "            factor=factor,\n        )\n",
         ("test_validate_trials.py::test_another_learning_rate_of_adam",),
     ),
     Mutation(
         "an average in 16 bits may change in a single element",
-        "jaxmp/_validate/_patterns.py",
+        "jaxmp/_validate/_probe.py",
         '    limit = lambda path: _STALLED if dtypes[path] in ("bfloat16", "float16") else 1.0\n',
         "    limit = lambda path: 1.0\n",
         ("test_validate_trials.py::test_a_leaf_of_the_state_that_does_not_change",),

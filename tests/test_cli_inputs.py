@@ -85,7 +85,6 @@ VALIDATE = [
     *(["--baseline", x] for x in ("", "dir", "gone", "binary.json", "list.json", "deep.json")),
     *(["--baseline", x, "--write-baseline"] for x in ("dir", "gone/x", "loop")),
     ["--write-baseline"],
-    ["--target", "h300"],
     ["--nothing"],
 ]
 AUDIT = [

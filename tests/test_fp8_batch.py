@@ -32,8 +32,8 @@ def test_a_larger_element_changes_only_elements_that_are_subnormal(dtype):
 
     @jax.jit
     def values(x):
-        scale = fp8._quantize.compute_scale(jnp.abs(x).max(), dtype, power_of_two=True)
-        values = jax.lax.optimization_barrier(fp8._quantize.quantize(x, scale, dtype))
+        scale = fp8._operands.compute_scale(jnp.abs(x).max(), dtype, power_of_two=True)
+        values = jax.lax.optimization_barrier(fp8._operands.quantize(x, scale, dtype))
         return values.astype(jnp.float32) / scale, scale
 
     before, _ = values(x)

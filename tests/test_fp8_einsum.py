@@ -7,7 +7,7 @@ import pytest
 
 from jaxmp import fp8
 from jaxmp.errors import JaxmpError
-from jaxmp.fp8 import _eligible
+from jaxmp.fp8 import _explain
 
 EQUATIONS = [
     ("ab,bc->ac", (4, 6), (6, 5)),
@@ -121,4 +121,4 @@ ROWWISE = fp8.RowwiseScaling()
     ],
 )
 def test_eligible_layers(k, n, recipe, target, reason):
-    assert _eligible.explain_exclusion(k, n, fp8._scaling.as_scaling(recipe), target) == reason
+    assert _explain.explain_exclusion(k, n, fp8._scaling.as_scaling(recipe), target) == reason

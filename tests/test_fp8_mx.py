@@ -17,7 +17,7 @@ from jaxmp import PolicyMap, audit, autocast, fp8
 from jaxmp._audit._gpus import GPUS, describe
 from jaxmp._core import _compat
 from jaxmp.errors import CompositionError, RecipeError
-from jaxmp.fp8 import _eligible
+from jaxmp.fp8 import _explain
 from jaxmp.fp8._dims import make_dims
 from jaxmp.fp8._mx import mx_quantized
 
@@ -236,7 +236,7 @@ def test_layers_einsum_and_autocast_take_it():
     theirs = jax.jit(lambda x, w: fp8.einsum("mx")("td,dnh->tnh", x, w))(*half)
     # Half a unit of BF16, because XLA may return FP32 sums without rounding.
     np.testing.assert_allclose(ours, theirs.astype(jnp.float32), rtol=2.0**-8)
-    exclusion = _eligible.explain_exclusion
+    exclusion = _explain.explain_exclusion
     assert exclusion(48, 64, fp8.MXScaling(), "cpu") == "K = 48 is not a multiple of 32"
     assert exclusion(48, 64, fp8.CurrentScaling(), "cpu") == ""
     assert "too narrow" in exclusion(1024, 4096, fp8.MXScaling(), "gpu")

@@ -25,7 +25,7 @@ def bits(x):
 
 
 def quantize(x, scale, dtype):
-    return jax.jit(lambda x: fp8._quantize.quantize(x, scale, dtype))(x)
+    return jax.jit(lambda x: fp8._operands.quantize(x, scale, dtype))(x)
 
 
 def limit(dtype):
@@ -99,16 +99,16 @@ def test_a_stale_scale_saturates_what_is_finite():
 
 def test_scales_broadcast():
     x = jnp.ones((2, 3), jnp.float32)
-    q = fp8._quantize.quantize(x, jnp.array([[2.0], [4.0]], jnp.float32), "e4m3fn")
+    q = fp8._operands.quantize(x, jnp.array([[2.0], [4.0]], jnp.float32), "e4m3fn")
     assert q.tolist() == [[2.0] * 3, [4.0] * 3]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "float8_e8m0fnu", "e9m9", "int8", None])
 def test_other_formats_are_refused(dtype):
     with pytest.raises(PolicyError, match="e4m3fn"):
-        fp8._quantize.quantize(jnp.ones(2), 1.0, dtype)
+        fp8._operands.quantize(jnp.ones(2), 1.0, dtype)
     with pytest.raises(PolicyError, match="e4m3fn"):
-        fp8._quantize.compute_scale(1.0, dtype)
+        fp8._operands.compute_scale(1.0, dtype)
 
 
 # ---------------------------------------------------------------------------
@@ -138,7 +138,7 @@ AMAXES = [0.0, -0.0, np.inf, np.nan, SUBNORMAL, 1e-45, 1.2e-38, 1e-20, 0.3, 1.0,
 @pytest.mark.parametrize("jitted", [False, True])
 def test_scales_follow_the_rule(dtype, margin, power_of_two, jitted):
     amax = np.array(AMAXES, np.float32)
-    fn = lambda x: fp8._quantize.compute_scale(x, dtype, margin, power_of_two)
+    fn = lambda x: fp8._operands.compute_scale(x, dtype, margin, power_of_two)
     scale = np.asarray((jax.jit(fn) if jitted else fn)(amax))
     want = [reference_scale(x, dtype, margin, power_of_two) for x in amax]
     np.testing.assert_array_equal(scale, np.array(want, np.float32))

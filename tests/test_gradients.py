@@ -6,7 +6,6 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -83,18 +82,6 @@ def test_the_scaled_loss_is_never_formed():
     assert not np.isfinite(float(grad))  # the cotangent itself is 1e35 * 2**16
     loss, grad = jaxmp.value_and_grad(lambda w: w + 1e38, loss_scale=2.0**16)(jnp.float32(1.0))
     assert np.isfinite(loss) and float(grad) == 1.0
-
-
-def test_jmp_loss_scales_are_accepted(getkey):
-    params, batch = make(getkey())
-    expected = jax.value_and_grad(loss_fn)(params, batch)
-    for scale in (
-        jmp.NoOpLossScale(),
-        jmp.StaticLossScale(8.0),
-        jmp.DynamicLossScale(jnp.float32(8.0)),
-    ):
-        actual = jaxmp.value_and_grad(loss_fn, loss_scale=scale)(params, batch)
-        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 # ---------------------------------------------------------------------------

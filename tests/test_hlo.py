@@ -104,26 +104,6 @@ def test_loops_run_as_often_as_xla_knows(program):
     assert program.inside(fusion).root.opcode == "negate"
 
 
-def test_loops_of_the_first_step_do_not_count():
-    body = lambda name, scope: (
-        f"%{name} (x: f32[]) -> f32[] {{\n"
-        "  %x = f32[] parameter(0)\n"
-        f'  ROOT %{name}.1 = f32[] negate(%x), metadata={{op_name="jit(step)/{scope}/while"}}\n'
-        "}\n\n"
-    )
-    call = "conditional(%p, %a, %a), true_computation=%known, false_computation=%unknown"
-    program = Program(
-        "HloModule m\n\n"
-        + body("known", "branch_1_fun")
-        + body("unknown", "branch_0_fun/jit(jaxmp_fp8_first_step)")
-        + "ENTRY %e (p: pred[], a: f32[]) -> f32[] {\n"
-        "  %p = pred[] parameter(0)\n  %a = f32[] parameter(1)\n"
-        f"  ROOT %c = f32[] {call}\n}}\n"
-    )
-    names = [step.instruction.name for step in program.steps()]
-    assert "known.1" in names and "unknown.1" not in names
-
-
 def test_donated_arguments(program):
     assert program.aliased == {0: 1, 2: 0}
     assert Program("HloModule m\n\nENTRY %e () -> f32[] {\n}\n").aliased == {}

@@ -210,7 +210,7 @@ def test_fresh_survives_donation_of_the_original(make):
 def test_scale_value_is_a_strong_fp32_scalar(make, scale):
     value = make().scale_value
     assert (value.shape, value.dtype, value.weak_type) == ((), jnp.float32, False)
-    assert float(value) == scale == float(make().loss_scale)
+    assert float(value) == scale
 
 
 @pytest.mark.parametrize("make", ALL)
@@ -671,7 +671,7 @@ def test_bad_static_scales_are_refused_with_a_fix_that_works(value):
     with pytest.raises(LossScaleError) as error:
         StaticLossScale(value)
     assert f"StaticLossScale(loss_scale={value!r}): loss_scale must be" in str(error.value)
-    assert fix_in(error) == StaticLossScale(1024)
+    assert fix_in(error) == StaticLossScale(65536)
 
 
 @pytest.mark.parametrize(
@@ -768,9 +768,8 @@ def test_as_loss_scale_refuses_the_rest_with_a_fix_that_works(value):
 
 
 def test_a_foreign_class_of_the_same_name_is_refused():
-    foreign = type("DynamicLossScale", (), {"scale": 1.0, "increment_period": 2000})
-    with pytest.raises(LossScaleError, match="is not a loss scale"):
-        as_loss_scale(foreign())
+    with pytest.raises(LossScaleError, match=r"is not a loss scale.* DynamicLossScale\(init_scale"):
+        as_loss_scale(jmp.DynamicLossScale(jnp.float32(8)))
 
 
 def test_as_loss_scale_checks_numbers():
@@ -778,56 +777,8 @@ def test_as_loss_scale_checks_numbers():
         as_loss_scale(-1)
 
 
-def test_jmp_loss_scales_are_converted():
-    assert as_loss_scale(jmp.NoOpLossScale()) == NoLossScale()
-    assert as_loss_scale(jmp.StaticLossScale(jnp.float16(8))) == StaticLossScale(8)
-    # The scale that jmp's README recommends; jmp itself raises on it in `adjust`.
-    converted = as_loss_scale(jmp.DynamicLossScale(jnp.float16(2**15)))
-    assert converted == DynamicLossScale(2**15, min_scale=1, max_scale=None)
-
-
-@given(
-    flags=PATTERNS,
-    exponent=st.integers(-2, 40),
-    factor=st.sampled_from([2, 4]),
-    period=st.integers(1, 4),
-    counter=st.integers(0, 3),
-)
-def test_jmp_and_its_conversion_go_through_the_same_scales(
-    flags, exponent, factor, period, counter
-):
-    # jmp multiplies int by bool.
-    with jax.numpy_dtype_promotion("standard"):
-        theirs = jmp.DynamicLossScale(
-            jnp.float32(2.0**exponent),
-            jnp.int32(counter % period),
-            period=period,
-            factor=factor,
-            min_loss_scale=jnp.float32(0.25),
-        )
-        ours = as_loss_scale(theirs)
-        for flag in flags:
-            theirs, ours = theirs.adjust(jnp.array(flag)), ours.adjust(flag)
-            assert float(ours.scale_value) == float(theirs.loss_scale)
-            assert int(ours.good_steps) == int(theirs.counter)
-
-
-def test_a_jmp_loss_scale_is_converted_inside_jit():
-    theirs = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(1), period=2)
-    got = jax.jit(lambda x: as_loss_scale(x).adjust(True))(theirs)
-    assert math.isclose(float(got.scale_value), 16)
-
-
-def test_code_written_for_jmp_reads_the_scale():
-    for loss_scale in (StaticLossScale(4), DynamicLossScale(4)):
-        assert float(loss_scale.loss_scale) == 4
-    assert float(NoLossScale().loss_scale) == jmp.NoOpLossScale().loss_scale
-
-
 def test_the_examples_run():
-    files = [
-        sys.modules[f"{module.__name__}.{name}"] for name in ("_static", "_dynamic", "_convert")
-    ]
+    files = [sys.modules[f"{module.__name__}.{name}"] for name in ("_base", "_dynamic")]
     results = [doctest.testmod(file, extraglobs=vars(module)) for file in files]
     assert sum(result.attempted for result in results) >= 6
     assert not any(result.failed for result in results)

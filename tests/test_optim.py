@@ -19,7 +19,7 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import optim
 from jaxmp.errors import CompositionError
-from jaxmp.optim._storage import pack, unpack
+from jaxmp.optim._master import pack, unpack
 from relaxed import relaxed
 
 BF16 = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32")
@@ -63,7 +63,7 @@ def adversarial(step, shape):
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-3, momentum=0.9)])
 @fast_cases("inner0-policies0-fp32", "inner1-policies1-packed")
 def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form, inner):
-    tx = optim._mixed_precision.mixed_precision(relaxed(inner), recipe=policies, master=form)
+    tx = optim._skip.mixed_precision(relaxed(inner), recipe=policies, master=form)
     stored = policies.default.param_dtype
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
     cast = (lambda m: pack(m)[0]) if form == "packed" else (lambda m: m.astype(stored))
@@ -91,9 +91,7 @@ def test_both_forms_train_the_same_masters_as_fp32_parameters():
         ("fp32", BF16, "fp32"),
         ("packed", BF16, "packed"),
     ]:
-        tx = optim._mixed_precision.mixed_precision(
-            relaxed(optax.adamw(1e-2)), recipe=policies, master=form
-        )
+        tx = optim._skip.mixed_precision(relaxed(optax.adamw(1e-2)), recipe=policies, master=form)
         state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
         step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
         for g in grads:
@@ -113,7 +111,7 @@ def test_small_updates_stall_without_masters_and_not_with_them():
     params = {"w": jnp.ones(4)}
     ends = {}
     for form in ("none", "fp32", "packed"):
-        tx = optim._mixed_precision.mixed_precision(optax.sgd(1e-3), recipe=BF16, master=form)
+        tx = optim._skip.mixed_precision(optax.sgd(1e-3), recipe=BF16, master=form)
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
         step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.ones(4)}))
         for _ in range(1000):
@@ -126,9 +124,9 @@ def test_small_updates_stall_without_masters_and_not_with_them():
 @pytest.mark.parametrize("form", ["fp32", "packed"])
 def test_plain_optax_loop_lands_on_the_cast_master(form):
     params = toy_params()
-    tx = optim._mixed_precision.mixed_precision(relaxed(optax.adam(1e-2)), recipe=BF16, master=form)
+    tx = optim._skip.mixed_precision(relaxed(optax.adam(1e-2)), recipe=BF16, master=form)
     state = tx.init(params)
-    params = optim._storage.cast_params(params, BF16, form)
+    params = optim._master.cast_params(params, BF16, form)
 
     @jax.jit
     def step(params, state, grads):
@@ -151,14 +149,14 @@ def test_plain_optax_loop_lands_on_the_cast_master(form):
 
 def test_moments_are_fp32_whatever_the_parameters_are():
     for form in ("fp32", "packed", "none"):
-        tx = optim._mixed_precision.mixed_precision(optax.adam(1e-2), recipe=BF16, master=form)
+        tx = optim._skip.mixed_precision(optax.adam(1e-2), recipe=BF16, master=form)
         state = tx.init(toy_params())
         adam = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
         assert {leaf.dtype for leaf in jax.tree.leaves(adam)} == {np.dtype("float32")}
 
 
 def test_fp32_parameters_have_no_second_copy():
-    state = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP32).init(toy_params())
+    state = optim._skip.mixed_precision(optax.sgd(0.1), recipe=FP32).init(toy_params())
     assert not jax.tree.leaves(state.inner_state.masters)
 
 
@@ -166,7 +164,7 @@ def test_rules_choose_the_storage_of_each_parameter():
     policies = jaxmp.PolicyMap(
         "p=bf16,c=bf16,o=f32", [jaxmp.Rule("dense:bias", "p=f32", why="small and sensitive")]
     )
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=policies)
+    tx = optim._skip.mixed_precision(optax.sgd(0.1), recipe=policies)
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
     assert state.params["dense"]["kernel"].dtype == jnp.bfloat16
     assert state.params["dense"]["bias"].dtype == jnp.float32
@@ -176,7 +174,7 @@ def test_rules_choose_the_storage_of_each_parameter():
 def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
     params = {"a": {"w": jnp.full((2,), 60000.0)}, "b": jnp.ones(2)}
     for skip in ("cond", "select"):
-        tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16, skip=skip)
+        tx = optim._skip.mixed_precision(optax.sgd(1.0), recipe=FP16, skip=skip)
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
         grads = {"a": {"w": jnp.array([0.0, -6000.0])}, "b": jnp.ones(2)}
         new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
@@ -192,20 +190,18 @@ def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
 
 
 def test_packed_is_refused_for_float16_with_a_fix_that_works():
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP16, master="packed")
+    tx = optim._skip.mixed_precision(optax.sgd(0.1), recipe=FP16, master="packed")
     with pytest.raises(jaxmp.errors.CompositionError, match="dense:bias") as error:
         tx.init(toy_params())
     rule = re.search(r"Rule\(.*\)", str(error.value)).group()
     mended = jaxmp.PolicyMap(
         FP16.default, [eval(rule, {"Rule": jaxmp.Rule}), jaxmp.Rule("**", "p=bf16")]
     )
-    optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=mended, master="packed").init(
-        toy_params()
-    )
+    optim._skip.mixed_precision(optax.sgd(0.1), recipe=mended, master="packed").init(toy_params())
 
 
 def test_uncast_parameters_are_refused_in_a_plain_loop():
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=BF16)
+    tx = optim._skip.mixed_precision(optax.sgd(0.1), recipe=BF16)
     params = toy_params()
     state = tx.init(params)
     with pytest.raises(jaxmp.errors.CompositionError, match=r"recipe.cast_params\(params\)"):
@@ -216,7 +212,7 @@ def test_uncast_parameters_are_refused_in_a_plain_loop():
 def test_unknown_modes_are_refused_with_the_menu(bad):
     (value,) = bad.values()
     with pytest.raises(jaxmp.errors.CompositionError, match=f"{value}.*Allowed.*auto"):
-        optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP32, **bad)
+        optim._skip.mixed_precision(optax.sgd(0.1), recipe=FP32, **bad)
 
 
 def test_no_guard_and_a_dynamic_scale_contradict():
@@ -236,10 +232,10 @@ def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
     inner = relaxed(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 9)))
     )
-    tx = optim._mixed_precision.mixed_precision(
+    tx = optim._skip.mixed_precision(
         inner, recipe=BF16, loss_scale=jaxmp.DynamicLossScale(), skip=skip
     )
-    params = optim._storage.cast_params(toy_params(), BF16)
+    params = optim._master.cast_params(toy_params(), BF16)
     state = tx.init(toy_params())
     grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
     _, state = tx.update(grads, state, params)
@@ -289,7 +285,7 @@ def test_check_raises_when_the_scale_collapses():
 @pytest.mark.parametrize(
     "around",
     [
-        functools.partial(optim._mixed_precision.mixed_precision, recipe=FP32),
+        functools.partial(optim._skip.mixed_precision, recipe=FP32),
         optim._skip.skip_nonfinite,
         optim.master_params,
     ],
@@ -368,7 +364,7 @@ def quadratic(params):
 
 def mixed(inner=None, **kwargs):
     options = {"recipe": BF16, "loss_scale": jaxmp.DynamicLossScale(), **kwargs}
-    return optim._mixed_precision.mixed_precision(
+    return optim._skip.mixed_precision(
         relaxed(optax.adamw(1e-2) if inner is None else inner), **options
     )
 
@@ -431,21 +427,6 @@ def test_compositions_train_skip_and_keep_their_types(name):
     assert step._cache_size() == 1
 
 
-def test_multi_transform_outside_guards_each_group_and_names_the_scales():
-    tx = optax.multi_transform(
-        {"a": mixed(), "b": mixed(optax.sgd(1e-2))}, {"dense": {"kernel": "a", "bias": "b"}}
-    )
-    state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
-    with pytest.raises(jaxmp.JaxmpError, match=r"2 loss scales.*\['a'\].*\['b'\]"):
-        jaxmp.get_loss_scale(state)
-    grads = jax.tree.map(lambda p: jnp.ones(p.shape), state.params)
-    new = state.apply_gradients(grads=grads)
-    for param, master in zip(
-        jax.tree.leaves(new.params), jax.tree.leaves(jaxmp.get_master_params(new)), strict=True
-    ):
-        assert same_bits(master.astype(jnp.bfloat16), param)
-
-
 @pytest.mark.parametrize(
     ("wrap", "fix"),
     [
@@ -453,6 +434,12 @@ def test_multi_transform_outside_guards_each_group_and_names_the_scales():
         (lambda tx: optax.apply_if_finite(tx, 3), "recipe.optimizer(inner)"),
         (lambda tx: optax.chain(tx, optax.scale(0.5)), "recipe.optimizer(optax.chain(inner"),
         (lambda tx: optax.chain(optax.chain(tx, optax.scale(0.5))), "optax.chain(inner"),
+        (
+            lambda tx: optax.multi_transform(
+                {"a": tx, "b": mixed()}, {"dense": {"kernel": "a", "bias": "b"}}
+            ),
+            "recipe.optimizer(optax.multi_transform(",
+        ),
     ],
 )
 def test_what_would_break_silently_is_refused(wrap, fix):
@@ -478,7 +465,7 @@ def test_state_around_the_guard_is_restored_on_a_skip():
 
 def test_flax_nnx_optimizer_holds_it():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = optim._mixed_precision.mixed_precision(
+    tx = optim._skip.mixed_precision(
         relaxed(optax.adamw(1e-1)), recipe=FP32, loss_scale=jaxmp.DynamicLossScale()
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -594,32 +581,8 @@ def test_stochastic_rounding_is_a_function_of_its_state():
 
 
 # ---------------------------------------------------------------------------
-# Several guards, several devices
+# Several devices
 # ---------------------------------------------------------------------------
-
-
-def two_groups(policies=FP32):
-    guarded = lambda: optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=policies)
-    return optax.multi_transform({"a": guarded(), "b": guarded()}, {"x": "a", "y": "b"})
-
-
-@pytest.mark.parametrize("policies", [FP32, BF16])
-def test_two_guards_skip_together(policies):
-    params = {"x": jnp.ones(3), "y": jnp.ones(2)}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=two_groups(policies))
-    new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.array([1.0, jnp.inf])})
-    assert int(new.step) == 0
-    assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
-
-
-def test_two_guards_skip_together_when_one_master_does_not_fit():
-    params = {"x": jnp.ones(3), "y": jnp.full(2, 65000.0)}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=two_groups(FP16))
-    new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.full(2, -1000.0)})
-    assert all("stats" in path or "loss_scale" in path for path in changed(state, new))
-
-
-GROUPS = {"x": "a", "y": "b"}
 
 
 def load(name):
@@ -628,76 +591,6 @@ def load(name):
     if not isinstance(recipe.loss_scale, jaxmp.DynamicLossScale):
         return recipe
     return recipe.replace(loss_scale=jaxmp.DynamicLossScale(init_scale=2.0**8))
-
-
-def grouped(recipe_a, recipe_b):
-    """Returns the state of two parameter groups, each with a separate recipe optimizer."""
-    tx = optax.multi_transform(
-        {"a": recipe_a.optimizer(optax.sgd(0.5)), "b": recipe_b.optimizer(optax.sgd(0.25))}, GROUPS
-    )
-    params = {"x": jnp.ones(3), "y": jnp.ones(2)}
-    return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-
-@pytest.mark.parametrize(
-    ("recipes", "scale"),
-    [
-        (("bf16", "bf16"), 1.0),
-        (("bf16_params", "fp32"), 1.0),
-        (("fp16", "fp16"), 2.0**8),
-        (("fp16", "bf16"), 2.0**8),
-        (("fp32", "fp16_params"), 2.0**8),
-    ],
-)
-@fast_cases("recipes0-1.0", "recipes3-256.0")
-def test_groups_with_their_own_optimizers_share_one_scale(recipes, scale):
-    state = grouped(*map(load, recipes))
-
-    @jax.jit
-    def step(state, factor):
-        loss, grads = state.value_and_grad(lambda p, f: quadratic(p) * f)(factor)
-        return state.apply_gradients(grads=grads), loss
-
-    assert float(state.loss_scale.scale_value) == scale
-    new, loss = step(state, jnp.float32(1.0))
-    assert float(loss) == 5.0
-    assert new.params["x"].tolist() == [0.0] * 3 and new.params["y"].tolist() == [0.5] * 2
-    skipped, _ = step(new, jnp.float32(jnp.inf))
-    assert int(skipped.step) == 1 and not changed(new.params, skipped.params)
-    assert float(skipped.loss_scale.scale_value) == max(scale / 2, 1.0)
-    jaxmp.check(skipped)
-
-
-def test_scales_of_groups_stay_equal_when_one_master_does_not_fit():
-    recipe = jaxmp.load_recipe("fp16_params")
-    state = grouped(recipe, recipe)
-    new = state.apply_gradients(grads={"x": jnp.ones(3), "y": jnp.full(2, -1e6)})
-    states = new.opt_state.inner_states
-    guards = [states[name].inner_state for name in "ab"]
-    assert [float(guard.loss_scale.scale_value) for guard in guards] == [2.0**15] * 2
-    assert [int(guard.stats.total) for guard in guards] == [1, 1]
-    assert float(new.loss_scale.scale_value) == 2.0**15
-
-
-@pytest.mark.parametrize(
-    "other", [jaxmp.DynamicLossScale(init_scale=2.0**10), jaxmp.StaticLossScale(2.0**16)]
-)
-def test_groups_with_different_scales_are_refused(other):
-    recipe = jaxmp.load_recipe("fp16")
-    with pytest.raises(CompositionError, match=r"different loss scales.*recipe.optimizer\(optax"):
-        grouped(recipe, recipe.replace(loss_scale=other))
-
-
-def test_groups_name_one_axis():
-    recipe = jaxmp.load_recipe("bf16")
-    tx = optax.multi_transform(
-        {"a": recipe.optimizer(optax.sgd(0.5), axis_name="d"), "b": recipe.optimizer(optax.sgd(1))},
-        GROUPS,
-    )
-    params = {"x": jnp.ones(3), "y": jnp.ones(2)}
-    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-    with pytest.raises(CompositionError, match="different axes: 'd' and None"):
-        state.value_and_grad(quadratic)
 
 
 def sum_of_squares(params, batch):
@@ -836,7 +729,7 @@ def test_masked_out_gradients_are_guarded_too():
 
 def test_devices_with_other_parts_of_the_parameters_skip_together():
     """Only the part of one device overflows float16."""
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d")
+    tx = optim._skip.mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d")
 
     def one(w):
         state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
@@ -849,9 +742,7 @@ def test_devices_with_other_parts_of_the_parameters_skip_together():
 @pytest.mark.parametrize("skip", ["cond", "select"])
 def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
-    tx = optim._mixed_precision.mixed_precision(
-        optax.sgd(1.0), recipe=FP16, axis_name="d", skip=skip
-    )
+    tx = optim._skip.mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d", skip=skip)
 
     def one(w, grad):
         state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
@@ -869,7 +760,7 @@ def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
 
 
 def test_a_stored_value_that_never_fit_is_named_at_once():
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16)
+    tx = optim._skip.mixed_precision(optax.sgd(1.0), recipe=FP16)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.full(2, 70000.0)}, tx=tx)
     with pytest.raises(jaxmp.errors.MasterOverflowError, match="':w'"):
         jaxmp.check(state)
@@ -878,9 +769,7 @@ def test_a_stored_value_that_never_fit_is_named_at_once():
 @pytest.mark.parametrize("skip", ["select", "cond"])
 @pytest.mark.parametrize("master", ["fp32", "packed"])
 def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master, skip):
-    tx = optim._mixed_precision.mixed_precision(
-        optax.sgd(1e20), recipe=BF16, master=master, skip=skip
-    )
+    tx = optim._skip.mixed_precision(optax.sgd(1e20), recipe=BF16, master=master, skip=skip)
     params = {"a": {"v": jnp.ones(2), "w": jnp.full(2, 3.38e38)}}
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     grads = lambda value: {"a": {"v": jnp.zeros(2), "w": jnp.full(2, value)}}
@@ -901,7 +790,7 @@ def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master,
 def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
     """optax would divide all gradients by the infinite norm, and decay the momentum."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-    tx = optim._mixed_precision.mixed_precision(inner, recipe=BF16, skip=skip)
+    tx = optim._skip.mixed_precision(inner, recipe=BF16, skip=skip)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     largest = state.apply_gradients(grads={"w": jnp.array([1.8e19, 1.0])})
     assert int(largest.step) == 1
@@ -916,7 +805,7 @@ def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
 
 def test_the_update_has_no_check_of_new_bfloat16_masters():
     """XLA:GPU would write these masters to memory in FP32, for the check and for the parameters."""
-    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.5), recipe=BF16, skip="none")
+    tx = optim._skip.mixed_precision(optax.sgd(0.5), recipe=BF16, skip="none")
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(7)}, tx=tx)
     step = lambda state, grads: state.apply_gradients(grads=grads).params
     jaxpr = jax.make_jaxpr(step)(state, {"w": jnp.ones(7)}).jaxpr
@@ -941,7 +830,7 @@ def test_check_reads_ensembles_and_explains_itself_under_jit():
         (lambda tx: optim.stochastic_rounding(tx), "StochasticRoundingState"),
         (lambda tx: optax.contrib.schedule_free(tx, 1.0), "ScheduleFreeState"),
         (
-            lambda tx: optim._mixed_precision.mixed_precision(tx, recipe=BF16),
+            lambda tx: optim._skip.mixed_precision(tx, recipe=BF16),
             "recipe.optimizer(inner)",
         ),
     ],
@@ -982,7 +871,7 @@ def test_donation_takes_nothing_of_the_callers():
 @pytest.mark.parametrize(
     "tx",
     [
-        optim._mixed_precision.mixed_precision(optax.adamw(1e-3), recipe="bf16"),
+        optim._skip.mixed_precision(optax.adamw(1e-3), recipe="bf16"),
         optim.master_params(optax.adamw(1e-3), recipe="bf16"),
         optim._skip.skip_nonfinite(optax.adamw(1e-3)),
     ],

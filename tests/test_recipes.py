@@ -746,7 +746,6 @@ def test_loading_touches_no_device():
         ({"loss_scale": 128.0}, {"loss_scale": StaticLossScale(128.0)}),
         ({"loss_scale": DynamicLossScale.keras()}, {"loss_scale": DynamicLossScale.keras()}),
         ({"loss_scale": {"preset": "torch"}}, {"loss_scale": DynamicLossScale.torch()}),
-        ({"loss_scale": jmp.NoOpLossScale()}, {"loss_scale": NoLossScale()}),
         ({"master": "none", "skip": "cond"}, {"master": "none", "skip": "cond"}),
         ({"reduce_dtype": jnp.bfloat16}, {"reduce_dtype": "bfloat16"}),
         ({"name": "mine", "summary": "my own"}, {"name": "mine", "summary": "my own"}),

@@ -1,7 +1,6 @@
 """Warnings about successive skipped steps: counts, causes, and functions that warn."""
 
 import re
-import warnings
 
 import flax.linen as nn
 import jax
@@ -151,23 +150,6 @@ def test_an_nnx_optimizer_reports_too():
     for _ in range(10):
         optimizer.update(model, grads)
     assert "that of ':bias'" in message_of(lambda: jaxmp.check(optimizer))
-
-
-def test_groups_of_parameters_report_their_counts():
-    recipe = jaxmp.load_recipe("fp16")
-    parts = {name: recipe.optimizer(optax.sgd(0.1)) for name in ("one", "two")}
-    tx = optax.partition(parts, {"a": "one", "b": {"w": "two", "x": "two"}})
-    state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-    step = jax.jit(lambda state: state.apply_gradients(grads=BAD))
-    for _ in range(10):
-        state = step(state)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jaxmp.check(state)
-    messages = [str(warning.message) for warning in caught]
-    assert len(messages) == 2 and all("last 10 steps" in text for text in messages)
-    # Both guards receive NaN gradients for all groups, so neither can name the first leaf.
-    assert not any("first non-finite gradient" in text for text in messages)
 
 
 def test_devices_agree_on_the_leaf():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmp.optim._storage import OVERFLOW_THRESHOLD, pack, remainder_to, to_storage, unpack
+from jaxmp.optim._master import OVERFLOW_THRESHOLD, pack, remainder_to, to_storage, unpack
 
 
 def bits(array):

@@ -112,7 +112,7 @@ def test_records_have_an_item_per_step_and_evaluation(report):
     for record in report.runs:
         assert len(record.losses) == len(record.gradient_norms) == len(record.loss_scales) == STEPS
         assert record.eval_steps == report.eval_steps == (*range(0, STEPS, 2), STEPS)
-        assert len(record.evaluations["loss"]) == len(record.weight_norms) == len(report.eval_steps)
+        assert len(record.evaluations["loss"]) == len(report.eval_steps)
         assert min(record.gradient_norms) > 0
 
 
@@ -152,17 +152,9 @@ def test_json_round_trip(report):
     )
     changed = dataclasses.replace(report, runs=(broken,))
     assert jaxmp.typing.ValidationReport.from_json(changed.to_json()) == changed
-    text = report.to_json().replace('"schema_version": 2', '"schema_version": 99')
-    with pytest.raises(jaxmp.errors.ValidationError, match=r"schema_version is 99, and must be 2"):
+    text = report.to_json().replace('"schema_version": 3', '"schema_version": 99')
+    with pytest.raises(jaxmp.errors.ValidationError, match=r"schema_version is 99, and must be 3"):
         jaxmp.typing.ValidationReport.from_json(text)
-    first = json.loads(report.to_json()) | {"schema_version": 1}
-    for field in ("direction", "unit"):
-        del first["metric"][field]
-    for row in first["candidates"][0]["gradients"]:
-        del row["loss"]
-    earlier = jaxmp.typing.ValidationReport.from_json(json.dumps(first))
-    assert earlier.metric.direction == "min" and earlier.runs == report.runs
-    report.check(baseline=earlier)
     with pytest.raises(jaxmp.errors.ValidationError, match="no candidate 'fp8'; it has 'bf16'"):
         report["fp8"]
 
@@ -312,8 +304,6 @@ def test_power_agrees_with_simulation():
 
     assert share("pass", 0.0, seeds) >= 0.77
     assert share("pass", 0.0, seeds - 2) < 0.8
-    excess = _statistics.detectable_excess(deviation, seeds)
-    assert share("fail", budget + excess, seeds) == pytest.approx(0.8, abs=0.03)
     # A difference as large as the budget fails, or passes, in at most 2.5 % of all cases.
     assert share("fail", budget, seeds) <= 0.03
     assert share("pass", budget, seeds) <= 0.03
@@ -347,11 +337,10 @@ def test_a_planted_difference_is_detected_through_the_spread_of_seeds(shift, ver
     for _ in range(20):
         reference = 1.5 * np.exp(rng.normal(0, 0.02, 5))
         candidate = reference * np.exp(rng.normal(shift, 0.001, 5))
-        checks, _, power = compare_metrics(
+        checks, _, _ = compare_metrics(
             records("fp32", reference), records("bf16", candidate), [MetricChoice()], budget
         )
         verdicts.append(checks[0].verdict)
-        assert power.unpaired_deviation > 3 * power.deviation
     assert verdicts.count(verdict) >= 19
 
 
@@ -660,6 +649,25 @@ def test_bad_arguments_raise(options, match):
         jaxmp.validate(make_run, **options)
 
 
+def test_a_reference_that_diverges_is_named_before_the_candidates_train():
+    trained = []
+
+    def make(recipe, seed):
+        trained.append(recipe.name)
+        run = make_run(recipe, seed)
+
+        def step(state, x):
+            new, metrics = run.step(state, x)
+            return new, {**metrics, "loss": jnp.where(new.step > 2, jnp.nan, metrics["loss"])}
+
+        return dataclasses.replace(run, step=step)
+
+    match = r"The reference 'fp32' ends with a training loss of nan .* seed 0, first at step 2"
+    with pytest.raises(jaxmp.errors.ValidationError, match=match):
+        jaxmp.validate(make, ["bf16"], steps=4, seeds=1)
+    assert set(trained) == {"fp32"}
+
+
 def test_a_list_of_too_few_batches_is_refused_before_the_training():
     def make(recipe, seed):
         def step(state, x):
@@ -686,9 +694,9 @@ class NnxWithRngs(nnx.Module):
 @pytest.mark.parametrize(
     ("model", "options", "match"),
     [
-        (Perceptron, {}, r"the class Perceptron\. Pass a module, such as Perceptron\(\)"),
-        (NnxWithRngs, {}, r"takes rngs.* lambda seed: NnxWithRngs\(rngs=nnx.Rngs\(seed\)\)"),
-        (NnxWithRngs(nnx.Rngs(0)), {}, r"trains a new one.* lambda seed: NnxWithRngs\("),
+        (Perceptron, {}, r"the class Perceptron\. Pass a Linen module, such as Net\(\)"),
+        (NnxWithRngs, {}, r"the class NnxWithRngs\. .* lambda seed: Net\(rngs=nnx.Rngs\(seed\)\)"),
+        (NnxWithRngs(nnx.Rngs(0)), {}, r"of type NnxWithRngs\. .*trains a new one"),
         (3, {}, "The model is of type int"),
         (Perceptron(), dict(batches=iter(data(0))), "can be read only once"),
         (Perceptron(), dict(batches={"x": data(0)}), "batches is a dict, which has no batches"),
@@ -702,23 +710,6 @@ class NnxWithRngs(nnx.Module):
 def test_a_wrong_argument_of_a_model_is_named(model, options, match):
     with pytest.raises(jaxmp.errors.ValidationError, match=match):
         run(model, **options)
-
-
-def run_without_arguments():
-    return make_run(None, 0)
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (run_without_arguments, r"run_without_arguments\(\) \(test_validate.py, line \d+\) cannot"),
-        (lambda seed, recipe: None, "has the seed as first argument"),
-    ],
-)
-def test_a_make_run_with_other_arguments_is_named(make, match):
-    with pytest.raises(jaxmp.errors.ValidationError, match=match) as caught:
-        jaxmp.validate(make, ["bf16"], steps=4)
-    assert "    def make_run(recipe, seed):\n" in str(caught.value)
 
 
 def with_metrics(metrics):
@@ -800,15 +791,9 @@ def test_a_baseline_detects_each_regression(report, tmp_path):
     gradients = tuple(
         dataclasses.replace(row, error=1.5 * row.error) for row in candidate.gradients
     )
-    size = candidate.program
-    assert size.temporary_bytes > 0 and size.kernels > 0
-    program = dataclasses.replace(
-        size, temporary_bytes=2 * size.temporary_bytes, kernels=2 * size.kernels
-    )
     for changes, match in [
         ({"pairs": pairs}, r"bf16: the held-out loss is worse by \+1 %"),
         ({"gradients": gradients}, "bf16: the gradient error rose"),
-        ({"program": program}, "temporary memory rose.*\n.*the compiled program rose"),
     ]:
         with pytest.raises(jaxmp.errors.ValidationFailedError, match=match):
             worse(report, **changes).check(baseline=file)

@@ -42,7 +42,7 @@ def mask_rows(
     with warnings.catch_warnings():
         # Warnings about layers that ignore the recipe, which do not concern masks.
         warnings.simplefilter("ignore", RecipeWarning)
-        closed = trace(call, args, kwargs)
+        closed = trace(call, args, kwargs).closed
     arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "shape")]
     masks = declared_masks(Scope(closed, list(map(_elements, arrays))))
     return tuple(MaskRow(mask.path, str(mask), is_known) for mask, is_known in masks)

@@ -14,7 +14,7 @@ from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import FORWARD, QUANTIZE
 from jaxmp._core._matmuls import Matmul
 from jaxmp._core._programs._operations import dot_of, name_of
-from jaxmp.fp8._eligible import explain_exclusion
+from jaxmp.fp8._explain import explain_exclusion
 from jaxmp.fp8._scaling import CurrentScaling
 
 NOT_FP8 = Check(

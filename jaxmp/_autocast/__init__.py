@@ -108,8 +108,8 @@ def autocast(
         check_device(config.policies)
         check_gradient(config.policies, lambda: (args, kwargs))
         with decisions(config.policies.default.matmul == "fp8") as rows:
-            traced = trace(fn, args, kwargs)
-            interpreter = Autocast(config, traced.in_custom_vjp)
+            traced, in_custom_vjp = trace(fn, args, kwargs)
+            interpreter = Autocast(config, in_custom_vjp)
             arrays = interpreter.function(traced.closed, traced.arrays)
         warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
         return traced.results(arrays)
@@ -126,9 +126,9 @@ def explain_operations(
       PolicyError, RuleError, CompositionError, OpError: as `autocast`.
     """
     config = make_config(fn, recipe, None, "explain")
-    traced = trace(fn, args, kwargs)
+    traced, in_custom_vjp = trace(fn, args, kwargs)
     record = Recorder(config)
-    interpreter = Autocast(config, traced.in_custom_vjp, record)
+    interpreter = Autocast(config, in_custom_vjp, record)
     run = lambda *arrays: interpreter.function(traced.closed, list(arrays))
     jax.make_jaxpr(run)(*traced.arrays)
     return record.explanation()

@@ -12,10 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast._equations import outputs_of, why_as_recorded
-from jaxmp._autocast._magnified import Effect
+from jaxmp._autocast._consumers import Effect
 from jaxmp._autocast._resolve import AutocastConfig, path_of
-from jaxmp._autocast._values import Value, common_dtype, is_castable_aval
+from jaxmp._autocast._values import (
+    Value,
+    common_dtype,
+    is_castable_aval,
+    outputs_of,
+    why_as_recorded,
+)
 from jaxmp._core._dtypes import FLOAT32, bits
 from jaxmp._core._explanation import ExplanationRow, Section
 from jaxmp._core._jaxprs import FORWARD, Path, array_aval, equations, inners, phase_of

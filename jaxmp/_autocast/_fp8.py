@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast._equations import is_matmul
+from jaxmp._autocast._values import is_matmul
 from jaxmp._core._jaxprs import array_aval
 from jaxmp._core._programs._operations import dot_of
 from jaxmp._policies._resolve import Scaling, matmul_scaling

@@ -13,13 +13,18 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jaxmp._autocast._control_flow import RULES, as_recorded_dtypes
-from jaxmp._autocast._equations import is_matmul, kernel_of, outputs_of, why_as_recorded
+from jaxmp._autocast._consumers import (
+    ARITHMETIC,
+    Consumers,
+    Effect,
+    Effects,
+    Magnified,
+    is_identity,
+)
 from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._fp8 import fp8_matmul, is_explained, note_unsupported, record_excluded
-from jaxmp._autocast._fp32_consumers import ARITHMETIC, Consumers, is_identity
-from jaxmp._autocast._magnified import Effect, Effects, Magnified
 from jaxmp._autocast._resolve import (
+    IN_CUSTOM_JVP,
     IN_CUSTOM_VJP,
     IN_JVP_RULE,
     AutocastConfig,
@@ -34,9 +39,13 @@ from jaxmp._autocast._values import (
     common_dtype,
     in_recorded_dtypes,
     is_castable_aval,
+    is_matmul,
+    kernel_of,
     literal_value,
+    outputs_of,
     scalar_of,
     to_aval,
+    why_as_recorded,
     with_dtype,
     wrap,
 )
@@ -158,14 +167,20 @@ class Autocast(InPlace):
     ) -> list[Value]:
         """Runs one equation, located at the scopes `scope_path`, in the dtype of its category."""
         if self.is_as_written(equation):
-            return as_recorded_dtypes(self, equation, env, values, scope_path)
+            return self.run_as_written(equation, env, values, scope_path)
         name = equation.primitive.name
         if name in CONSTRUCTS:
             with contextlib.nullcontext() if self.record is None else self.record.inside(equation):
-                if name in RULES:
-                    return RULES[name](self, equation, env, values, scope_path)
-                effects, place = env.effects_of(equation), Place(scope_path)
-                return self.in_place(equation, values, env, place, effects)
+                if name == "custom_vjp_call":
+                    return self.run_as_written(equation, env, values, scope_path)
+                effects = env.effects_of(equation)
+                if name != "custom_jvp_call":
+                    return self.in_place(equation, values, env, Place(scope_path), effects)
+                if self.config.scaling is not None:
+                    # Reverse mode transposes matmuls of the rule; those in FP8 have no transpose.
+                    scope_path = (*scope_path, IN_CUSTOM_JVP)
+                of_rule = Place((*scope_path, IN_JVP_RULE))
+                return self.custom_jvp(equation, values, Place(scope_path), effects, of_rule)
         effect = max(env.effects_of(equation), default=Effect.BOUNDED)
         if self.record is not None:
             self._explain(self.record, equation, values, scope_path, effect)
@@ -312,8 +327,10 @@ class Autocast(InPlace):
         path, shapes = path_of(scope_path), (values[0].array.shape, values[1].array.shape)
         return fp8_matmul(self.config.scaling, equation, shapes, path, kernel_of(values), why)
 
-    def record_opaque(self, equation: JaxprEqn, scope_path: Path) -> None:
-        """Records the matmuls inside an equation that runs in its recorded dtypes."""
+    def run_as_written(
+        self, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
+    ) -> list[Value]:
+        """Runs an equation in its recorded dtypes, and records the matmuls inside."""
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
         policy = self.config.scope_policy((*scope_path, IN_CUSTOM_VJP))
@@ -322,6 +339,7 @@ class Autocast(InPlace):
             inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
             path, why = path_of(scope_path), policy.exclusion_reason
             record_excluded(self.config.scaling, (equation, *inside), path, why)
+        return wrap(equation, bind(equation, in_recorded_dtypes(equation, env, values)))
 
     def _is_fp32_only(self, equation: JaxprEqn, env: Environment, dtype: np.dtype) -> bool:
         """Returns True if the recorded result is FP32 and only FP32 operations consume it.

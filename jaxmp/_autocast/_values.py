@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -14,10 +15,11 @@ from jax import lax
 from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast._fp32_consumers import Consumers
-from jaxmp._autocast._magnified import Effect, Effects
+from jaxmp._autocast._consumers import Consumers, Effect, Effects
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import AUTOCAST, array_aval
+from jaxmp._core._matmuls import is_outer_product
+from jaxmp._core._programs._operations import arithmetic_of, dot_of
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike
 
@@ -173,3 +175,57 @@ def common_dtype(values: list[Value]) -> np.dtype:
     if not arrays and any(jnp.ndim(value.array) > 0 for value in floating):
         arrays = [value for value in floating if jnp.ndim(value.array) > 0]
     return _widest(arrays or computed or floating)
+
+
+# ---------------------------------------------------------------------------
+# Matmuls
+# ---------------------------------------------------------------------------
+
+
+def is_matmul(equation: JaxprEqn) -> bool:
+    """Returns True for a `dot_general` of castable operands that contracts a dimension."""
+    return (
+        equation.primitive.name == "dot_general"
+        and not is_outer_product(equation)
+        and all(is_castable_aval(var.aval) for var in equation.invars)
+    )
+
+
+def kernel_of(values: Sequence[Value]) -> int:
+    """Returns 0 or 1, the operand of a matmul that is treated as the kernel of a layer.
+
+    It is the only operand that no matmul, FP32 operation or cast has computed, or the second one.
+    """
+    computed = [value.priority >= Priority.NARROW for value in values]
+    return 0 if computed == [False, True] else 1
+
+
+def outputs_of(equation: JaxprEqn, values: Sequence[Value]) -> int | None:
+    """Returns the number of outputs of a linear layer; None for other operations.
+
+    A matmul of two computed operands, such as that of attention, is not a layer. Of two arguments,
+    a vector is the input.
+    """
+    kernel = kernel_of(values)
+    computed = [value.priority >= Priority.NARROW for value in values]
+    if computed[kernel] or not is_matmul(equation):
+        return None
+    dot = dot_of(equation)
+    used = {*dot.contracted[kernel], *dot.batch[kernel]}
+    free = [n for axis, n in enumerate(values[kernel].array.shape) if axis not in used]
+    return math.prod(free) if free or any(computed) else None
+
+
+def why_as_recorded(equation: JaxprEqn, effect: Effect) -> str:
+    """Returns why a matmul keeps the dtypes in which it was recorded, or "" if it does not.
+
+    Args:
+      equation: a matmul.
+      effect: the effect of the rounding of its result.
+    """
+    if is_16bit(array_aval(equation.invars[0]).dtype):
+        return ""
+    options = arithmetic_of(equation)
+    if options is not None and options.is_highest:
+        return "its author asked for precision=HIGHEST"
+    return "a factorization or a solve reads its result" if effect is Effect.SOLVED else ""

@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxmp._core._jaxprs import FIRST_STEP
-
 # ---------------------------------------------------------------------------
 # Shapes
 # ---------------------------------------------------------------------------
@@ -181,11 +179,6 @@ class Step(NamedTuple):
     times: int
 
 
-def _is_first_step(branch: Computation) -> bool:
-    """Returns True for a branch that calls the function `FIRST_STEP`."""
-    return any(f"jit({FIRST_STEP})" in each.op_name for each in branch.instructions.values())
-
-
 class Program:
     """Compiled program."""
 
@@ -229,10 +222,7 @@ class Program:
         }
 
     def steps(self) -> Iterator[Step]:
-        """Yields all executed instructions in order, including those in loops and branches.
-
-        Loops that only the first step of FP8 scaling executes are omitted.
-        """
+        """Yields all executed instructions in order, including those in loops and branches."""
         yield from self._steps(self.entry, 1)
 
     def _steps(self, computation: Computation, times: int) -> Iterator[Step]:
@@ -241,8 +231,7 @@ class Program:
             if instruction.opcode in _CALLS:
                 inside = times * (self.trips(instruction) or 1)
                 for called in map(self.computations.__getitem__, instruction.called):
-                    if instruction.opcode != "conditional" or not _is_first_step(called):
-                        yield from self._steps(called, inside)
+                    yield from self._steps(called, inside)
 
     def trips(self, instruction: Instruction) -> int | None:
         """Returns the number of times that an instruction runs its computations.

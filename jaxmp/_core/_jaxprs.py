@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._programs._constructs import scan_of, shard_map_of, while_of
+from jaxmp._core._trees import canonical
 from jaxmp._core._typing import PyTree
 
 Path = tuple[str, ...]
@@ -40,8 +42,6 @@ class Equation(Protocol):
 _TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
 # Scope of the casts that autocast inserts.
 AUTOCAST = "jaxmp_autocast"
-# Name of the jitted loop over FP8 layers that only a step without known amaxes runs.
-FIRST_STEP = "jaxmp_fp8_first_step"
 # Prefix of the names of jitted functions that quantize to FP8; the operand's role follows.
 QUANTIZE = "jaxmp_fp8_quantize_"
 # Scopes that are not modules. JAX adds two for a rematerialized function. (It also adds
@@ -49,23 +49,50 @@ QUANTIZE = "jaxmp_fp8_quantize_"
 _NO_MODULES = frozenset({"rematted_computation", "checkpoint", AUTOCAST})
 
 
-def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) -> ClosedJaxpr:
-    """Returns the jaxpr of a function; its arguments that are not arrays are passed unchanged.
+class Traced(NamedTuple):
+    """Traced function and the assembly of its results.
+
+    closed: its jaxpr.
+    arrays: the leaves of the arguments that are arrays, in the dtypes in which they were traced.
+    results: arrays that the jaxpr returns -> results of the function.
+    """
+
+    closed: ClosedJaxpr
+    arrays: list[Any]
+    results: Callable[[list[Any]], Any]
+
+
+def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) -> Traced:
+    """Traces a function for some arguments; leaves that are not arrays are passed unchanged.
 
     Args:
       fn: any JAX function.
       args, kwargs: its arguments. Arrays may be `jax.ShapeDtypeStruct`.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
-    positions = [n for n, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+    positions = [n for n, leaf in enumerate(leaves) if _is_array(leaf)]
+    static: list[Any] = []
 
-    def run(*arrays: jax.Array) -> list[jax.Array]:
+    def flat(*arrays: jax.Array) -> list[jax.Array]:
         filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
         args, kwargs = structure.unflatten(filled.values())
-        out = jax.tree.leaves(fn(*args, **kwargs))
-        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+        out, tree = jax.tree.flatten(fn(*args, **kwargs))
+        static[:] = tree, [None if _is_array(leaf) else leaf for leaf in out]
+        return [leaf for leaf in out if _is_array(leaf)]
 
-    return jax.make_jaxpr(run)(*(leaves[n] for n in positions))
+    def results(arrays: list[Any]) -> PyTree:
+        tree, leaves = static
+        rest = iter(arrays)
+        return tree.unflatten([next(rest) if leaf is None else leaf for leaf in leaves])
+
+    arrays = [canonical(leaves[n]) for n in positions]
+    return Traced(jax.make_jaxpr(flat)(*arrays), arrays, results)
+
+
+def _is_array(leaf: object) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind in "biufcV"
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
 def equations(jaxpr: Jaxpr | ClosedJaxpr, *, inside: bool = True) -> Iterator[Any]:

@@ -265,12 +265,6 @@ def _is_finite(leaf: ArrayLike) -> jax.Array:
     return functools.reduce(lax.bitwise_and, parts)
 
 
-def _wide_parts(leaf: ArrayLike) -> list[jax.Array]:
-    """Returns the real and the imaginary part of an array, at least in FP32."""
-    parts = _real_parts(jnp.asarray(leaf))
-    return [cast(part, wide_dtype(part.dtype)) for part in parts]
-
-
 def _real_parts(array: jax.Array) -> tuple[jax.Array, ...]:
     if jnp.iscomplexobj(array):
         return lax.real(array), lax.imag(array)

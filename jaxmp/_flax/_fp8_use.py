@@ -72,7 +72,7 @@ def _multiplies_without_fp8(fn: Callable[..., Any], args: PyTree, kwargs: Any) -
     """Traces a function again, because a layer that was jitted before records no decision."""
     # A model that cannot be traced a second time probably has matmuls.
     with contextlib.suppress(Exception):
-        traced = list(equations(trace(fn, args, kwargs)))
+        traced = list(equations(trace(fn, args, kwargs).closed))
         names = {equation.primitive.name for equation in traced}
         casts = (str(equation.params.get("new_dtype")) for equation in traced)
         return not names.isdisjoint(MATMULS) and not any("float8" in dtype for dtype in casts)

@@ -120,7 +120,7 @@ def module_paths(
 
     rngs = jax.random.key(0) if rngs is None else rngs
     with context(policies=Plain(object())), nn.intercept_methods(record):
-        traced = trace(model.init, (rngs, *args), dict(kwargs))
+        traced, _ = trace(model.init, (rngs, *args), dict(kwargs))
     variables = traced.results(traced.closed.out_avals)
     names = [path for path, _ in leaves_with_path(variables.get("params", {}))]
     return {**paths, **dict.fromkeys(map(parameter_path, names))}

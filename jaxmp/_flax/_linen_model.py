@@ -106,7 +106,7 @@ def explain_model(
     with warnings.catch_warnings():
         # The share itself is reported.
         warnings.simplefilter("ignore", RecipeWarning)
-        traced = trace(wrapped.init, (rngs, *args), kwargs)
+        traced, _ = trace(wrapped.init, (rngs, *args), kwargs)
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.closed.out_avals]
         variables = traced.results(shapes)
         call = functools.partial(wrapped.apply, rngs=rngs, mutable=DenyList("params"))

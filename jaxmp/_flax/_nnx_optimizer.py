@@ -22,7 +22,7 @@ from jaxmp._loss_scale import LossScale
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _assign, _find
 from jaxmp.optim._apply import apply_update
-from jaxmp.optim._composition import check_composition
+from jaxmp.optim._find import check_composition
 
 # Writes of the last call of each optimizer's `value_and_grad`, until `update` keeps or undoes them.
 # They are not a field, because the tree structure of the optimizer must not change in between.
@@ -81,7 +81,7 @@ class Optimizer(nnx.Optimizer):
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale in the optimizer state; `NoLossScale()` if it has none."""
-        return _find.shared_loss_scale(self._pure_state())
+        return _find.own_loss_scale(self._pure_state())
 
     def value_and_grad(
         self,

@@ -75,7 +75,7 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
     """
     args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
     with recorded():
-        flops = count_flops(trace(fn, args, kwargs))
+        flops = count_flops(trace(fn, args, kwargs).closed)
     low = sum(flops[pair] for pair in flops if all(bits(dtype) <= 16 for dtype in pair))
     return low / flops.total() if flops.total() else None
 

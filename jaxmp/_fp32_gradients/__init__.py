@@ -25,7 +25,7 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import equations
 from jaxmp._core._trees import is_castable
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._fp32_gradients._backward import is_16bit_aval
+from jaxmp._fp32_gradients._derivatives import is_16bit_aval
 from jaxmp._fp32_gradients._interpreter import run
 
 

@@ -20,14 +20,20 @@ from jaxmp._core._programs._constructs import CALLS, REMATS, call_of, scan_of
 from jaxmp._core._programs._interpreter import Entry, Frame, Interpreter
 from jaxmp._core._programs._operations import is_partial, new_dtype_of, sharding_of_result
 from jaxmp._core._typing import Array
-from jaxmp._fp32_gradients._backward import MATMULS, MOVES, is_16bit_aval
-from jaxmp._fp32_gradients._derivatives import run_custom_derivative, run_matmul
-from jaxmp._fp32_gradients._equations import forwarded, quantizes
+from jaxmp._fp32_gradients._derivatives import (
+    MATMULS,
+    MOVES,
+    is_16bit_aval,
+    run_custom_derivative,
+    run_matmul,
+)
 from jaxmp._fp32_gradients._layout import (
     ELEMENTWISE,
     REDUCTIONS,
     Layout,
     batch_axes,
+    forwarded,
+    quantizes,
 )
 from jaxmp._fp32_gradients._values import (
     Constant,

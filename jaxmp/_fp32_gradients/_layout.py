@@ -13,18 +13,18 @@ from typing import Any, TypeAlias
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import sub_jaxprs
+from jaxmp._core._dtypes import is_fp8
+from jaxmp._core._jaxprs import equations, sub_jaxprs
 from jaxmp._core._programs._analysis import Forward, primitives
 from jaxmp._core._programs._bind import bind
-from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, call_of
+from jaxmp._core._programs._constructs import CALLS, CUSTOM_DERIVATIVES, LOOPS, REMATS, call_of
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._core._programs._operations import dimensions_of, sharding_of_result
+from jaxmp._core._programs._operations import dimensions_of, new_dtype_of, sharding_of_result
 from jaxmp._core._typing import Array
-from jaxmp._fp32_gradients._equations import forwarded
 
 # Axes over which each dimension of an array is split.
 _Entries: TypeAlias = tuple[Any, ...]
@@ -152,7 +152,9 @@ def gathered(array: Array, layout: Layout | None) -> Array:
 
 
 def as_stored(array: Array, layout: Layout | None) -> Array:
-    """Constrains a weight to its own sharding. Otherwise XLA may gather it before it was cast.
+    """Constrains a weight, or its gradient, to the sharding of the weight.
+
+    Otherwise XLA may gather the weight before it was cast.
 
     Backward passes that gather again must save this result. XLA (Shardy) replaces later uses of an
     array that two constraints follow by the result of the second one, which is the gathered weight.
@@ -178,14 +180,6 @@ def as_gathered(array: Array, layout: Layout | None) -> Array | jax.ShapeDtypeSt
     if layout is None or not (layout.is_split and layout.is_explicit):
         return array
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=layout.gathered)
-
-
-def split(array: Array, layout: Layout | None) -> Array:
-    """Returns the gradient of a weight in the sharding of the weight."""
-    if layout is None or not layout.is_split or layout.is_explicit:
-        return array
-    assert layout.stored is not None
-    return lax.with_sharding_constraint(array, layout.stored)
 
 
 # ---------------------------------------------------------------------------
@@ -468,3 +462,36 @@ class Saved:
 
     array: Array
     layout: Layout | None = dataclasses.field(metadata={"static": True})
+
+
+# ---------------------------------------------------------------------------
+# Properties of equations and jaxprs
+# ---------------------------------------------------------------------------
+
+
+class _Forwarded(Forward):
+    """For each variable, the index of the argument that it is; None if it is computed."""
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        if equation.primitive.name in CALLS | REMATS:
+            return self.enter(equation, operands, frame)
+        return self.bound(equation, operands)
+
+
+def forwarded(jaxpr: Jaxpr) -> list[int | None]:
+    """Returns for each result the index of the argument that it is; None if it is computed."""
+    return _Forwarded().run(jaxpr, range(len(jaxpr.invars)))
+
+
+def quantizes(equation: JaxprEqn) -> bool:
+    """Returns True if a function casts to FP8."""
+    return any(
+        inner.primitive.name == "convert_element_type" and is_fp8(new_dtype_of(inner))
+        for jaxpr in sub_jaxprs(equation)
+        for inner in equations(jaxpr)
+    )
+
+
+def loops(equation: JaxprEqn) -> bool:
+    """Returns True if a function contains a loop."""
+    return any(not LOOPS.isdisjoint(primitives(jaxpr)) for jaxpr in sub_jaxprs(equation))

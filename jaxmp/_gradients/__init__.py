@@ -2,6 +2,6 @@
 
 from jaxmp._gradients._arguments import as_tuple as as_tuple
 from jaxmp._gradients._arguments import check_argnums as check_argnums
-from jaxmp._gradients._microbatches import unpair as unpair
+from jaxmp._gradients._evaluate import unpair as unpair
 from jaxmp._gradients._value_and_grad import grad as grad
 from jaxmp._gradients._value_and_grad import value_and_grad as value_and_grad

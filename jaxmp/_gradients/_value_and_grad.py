@@ -18,8 +18,7 @@ from jaxmp._gradients._arguments import (
     check_positive,
     options_of_call,
 )
-from jaxmp._gradients._evaluate import evaluate, mean_of_sums, reduce_sums, vary_args
-from jaxmp._gradients._microbatches import accumulate
+from jaxmp._gradients._evaluate import accumulate, evaluate, mean_of_sums, reduce_sums, vary_args
 from jaxmp._loss_scale import LossScaleLike, as_loss_scale
 
 
@@ -52,7 +51,7 @@ def value_and_grad(
         returns `(loss_sum, weight)` instead of the loss.
       argnums: numbers of the arguments to differentiate, as in `jax.value_and_grad`.
       has_aux: `fn` also returns auxiliary data.
-      loss_scale: a jaxmp or jmp loss scale, a number, or None.
+      loss_scale: a loss scale, a number, or None.
       weighted: `fn` returns `(loss_sum, weight)`, or `((loss_sum, weight), aux)` with `has_aux`.
         The loss is the ratio of the two, each summed over all microbatches and devices. If the
         weight is the number of unmasked tokens, the loss is the mean over all unmasked tokens.
@@ -127,9 +126,7 @@ def value_and_grad(
         )
         args = vary_args(args, called)
         run = evaluate if called.microbatches == 1 else accumulate
-        sums, aux = _overwritten.evaluate_step(
-            lambda: run(fn, args, kwargs, called), [args[i] for i in called.argnums]
-        )
+        sums, aux = run(fn, args, kwargs, called)
         loss, grads = mean_of_sums(reduce_sums(sums, called))
         grads = tuple(map(_overwritten.finish_step, grads, before))
         grads = grads if isinstance(argnums, (tuple, list)) else grads[0]

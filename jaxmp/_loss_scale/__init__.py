@@ -3,9 +3,8 @@
 from jaxmp._loss_scale._arguments import LARGEST_SCALE as LARGEST_SCALE
 from jaxmp._loss_scale._arguments import SMALLEST_SCALE as SMALLEST_SCALE
 from jaxmp._loss_scale._base import LossScale as LossScale
-from jaxmp._loss_scale._convert import JmpLossScale as JmpLossScale
-from jaxmp._loss_scale._convert import LossScaleLike as LossScaleLike
-from jaxmp._loss_scale._convert import as_loss_scale as as_loss_scale
+from jaxmp._loss_scale._base import LossScaleLike as LossScaleLike
+from jaxmp._loss_scale._base import NoLossScale as NoLossScale
+from jaxmp._loss_scale._base import StaticLossScale as StaticLossScale
+from jaxmp._loss_scale._base import as_loss_scale as as_loss_scale
 from jaxmp._loss_scale._dynamic import DynamicLossScale as DynamicLossScale
-from jaxmp._loss_scale._static import NoLossScale as NoLossScale
-from jaxmp._loss_scale._static import StaticLossScale as StaticLossScale

@@ -26,20 +26,6 @@ _LARGEST_COUNT = int(np.iinfo(np.int32).max)
 
 _SCALE = "a positive number, finite in FP32 and at least 2**-126"
 
-# Argument -> a valid call, shown in error messages.
-_RIGHT_CALL = {
-    "loss_scale": "StaticLossScale(1024)",
-    "init_scale": "DynamicLossScale(init_scale=65536)",
-    "growth_factor": "DynamicLossScale(growth_factor=2.0)",
-    "backoff_factor": "DynamicLossScale(backoff_factor=0.5)",
-    "growth_interval": "DynamicLossScale(growth_interval=2000)",
-    "min_scale": "DynamicLossScale(min_scale=2**-14)",
-    "max_scale": "DynamicLossScale(max_scale=2**24)",
-    "hysteresis": "DynamicLossScale(hysteresis=2)",
-    "hysteresis_refill": "DynamicLossScale(hysteresis_refill='clean')",
-    "first_growth_delay": "DynamicLossScale(first_growth_delay=1)",
-}
-
 
 def is_number(value: object) -> bool:
     """Returns True if `value` is a single real number, traced or not, and not a bool."""
@@ -78,34 +64,34 @@ def check_scale(name: str, value: ArrayLike) -> float | jax.Array:
 def check_bound(name: str, value: object) -> float:
     number = _fp32(value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
-        raise _refusal(name, value, _SCALE)
+        raise _refusal(name, value, _SCALE, 65536.0)
     return number
 
 
 def check_factor(name: str, value: float, low: float, high: float) -> float:
     if not low < _fp32(value) < high:
-        raise _refusal(name, value, f"a number between {low} and {high} after rounding to FP32")
+        allowed = f"a number between {low} and {high} after rounding to FP32"
+        raise _refusal(name, value, allowed, (low + min(high, low + 2)) / 2)
     return float(value)
 
 
 def check_count(name: str, value: int, least: int) -> int:
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or not least <= value <= _LARGEST_COUNT:
-        raise _refusal(name, value, f"an int from {least} to 2**31 - 1")
+        raise _refusal(name, value, f"an int from {least} to 2**31 - 1", least + 1)
     return int(value)
 
 
 def check_refill(name: str, value: Refill) -> Refill:
     if not isinstance(value, str) or value not in get_args(Refill):
-        raise _refusal(name, value, " or ".join(map(repr, get_args(Refill))))
+        raise _refusal(name, value, " or ".join(map(repr, get_args(Refill))), "clean")
     return value
 
 
-def _refusal(name: str, value: object, allowed: str) -> LossScaleError:
-    right = _RIGHT_CALL[name]
+def _refusal(name: str, value: object, allowed: str, example: object) -> LossScaleError:
+    cls = "StaticLossScale" if name == "loss_scale" else "DynamicLossScale"
     return LossScaleError(
-        f"{right.partition('(')[0]}({name}={value!r}): {name} must be {allowed}; "
-        f"for example {right}."
+        f"{cls}({name}={value!r}): {name} must be {allowed}; for example {cls}({name}={example!r})."
     )
 
 

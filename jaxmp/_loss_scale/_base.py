@@ -3,14 +3,56 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, NoReturn, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar, cast, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._core._typing import Array
-from jaxmp._loss_scale._arguments import check_bool
-from jaxmp._loss_scale._leaves import is_equal
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._trees import cast_floating, dtype_of, is_inexact
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._loss_scale._arguments import (
+    LARGEST_DIVISOR,
+    LARGEST_SCALE,
+    check_bool,
+    check_scale,
+    is_number,
+)
+from jaxmp._loss_scale._use import present
+from jaxmp.errors import LossScaleError
+
+
+def new_leaf(value: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    return jnp.array(value, dtype, copy=True)
+
+
+def int32(value: int) -> jax.Array:
+    return lax.full((), value, jnp.int32)
+
+
+def float32(value: float) -> jax.Array:
+    return lax.full((), value, jnp.float32)
+
+
+def is_equal(a: ArrayLike, b: ArrayLike) -> bool:
+    return a is b or bool(np.array_equal(a, b))
+
+
+def rescale_leaf(rescale: Callable[[jax.Array], jax.Array], leaf: PyTree) -> PyTree:
+    """Applies `rescale` in FP32 or wider to a floating leaf, or to both parts of a complex one."""
+    if isinstance(leaf, float) and dtype_of(leaf) is None:
+        leaf = jnp.float32(leaf)
+    if not is_inexact(leaf):
+        return leaf
+    wide = jnp.asarray(cast_floating(leaf, FLOAT32))
+    if jnp.iscomplexobj(wide):
+        return lax.complex(rescale(wide.real), rescale(wide.imag))
+    return rescale(wide)
+
 
 T = TypeVar("T")
 
@@ -28,11 +70,6 @@ class LossScale(abc.ABC):
     STATIC: ClassVar[tuple[str, ...]] = ()
 
     scale_value: Any
-
-    @property
-    def loss_scale(self) -> jax.Array:
-        """Alias of `scale_value` under the name that jmp uses."""
-        return self.scale_value
 
     @property
     def at_floor(self) -> jax.Array:
@@ -136,3 +173,128 @@ class LossScale(abc.ABC):
         shown = [f"{name}={getattr(self, name)}" for name in self.LEAVES]
         shown += [f"{name}={getattr(self, name)!r}" for name in self.STATIC]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@final
+@jax.tree_util.register_pytree_with_keys_class
+class NoLossScale(LossScale):
+    """Null loss scale, with which one training step works for every precision.
+
+    Example:
+      >>> loss = jnp.float16(2.0)
+      >>> NoLossScale().scale(loss) is loss
+      True
+    """
+
+    @property
+    def scale_value(self) -> jax.Array:
+        """1.0 as a float32 scalar array."""
+        return jnp.ones((), jnp.float32)
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Casts the float16 and bfloat16 leaves of `tree` to float32, as every loss scale does."""
+        return cast_floating(tree, FLOAT32)
+
+
+class Scaling(LossScale):
+    """Base class of loss scales other than `NoLossScale`."""
+
+    scale_value: jax.Array
+
+    @property
+    def ceiling(self) -> float:
+        """Largest scale that a step can reach."""
+        return LARGEST_SCALE
+
+    def scale(self, tree: T) -> T:
+        present.scaled_gradient = True
+        return jax.tree.map(lambda leaf: rescale_leaf(self._multiply, leaf), tree)
+
+    def unscale(self, tree: T) -> T:
+        divide = self._divide if self.ceiling <= LARGEST_DIVISOR else self._divider_by_large()
+        return jax.tree.map(lambda leaf: rescale_leaf(divide, leaf), tree)
+
+    def _multiply(self, x: jax.Array) -> jax.Array:
+        return x * self.scale_value.astype(x.dtype)
+
+    def _divide(self, x: jax.Array) -> jax.Array:
+        return x / self.scale_value.astype(x.dtype)
+
+    def _divider_by_large(self) -> Callable[[jax.Array], jax.Array]:
+        """Returns `_divide` for scales that may exceed 2**126.
+
+        XLA replaces a division by a broadcast scalar with a product by its reciprocal. Above 2**126
+        the reciprocal is subnormal, and if subnormals are flushed, every finite gradient would
+        become 0. The barrier prevents XLA from combining two known factors into that reciprocal.
+        """
+        large = lax.gt(self.scale_value, float32(LARGEST_DIVISOR))
+        shrink = lax.optimization_barrier(lax.select(large, float32(0.25), float32(1.0)))
+        divisor = lax.mul(self.scale_value, shrink)
+        return lambda x: (x * shrink.astype(x.dtype)) / divisor.astype(x.dtype)
+
+
+@final
+@jax.tree_util.register_pytree_with_keys_class
+class StaticLossScale(Scaling):
+    """Loss scale that never changes.
+
+    The scale is a leaf, so that a jitted step is not traced again for another value.
+
+    Args:
+      loss_scale: the scale: a positive number that is finite in FP32 and at least 2**-126, or a
+        scalar array of such a number. Traced values are not checked.
+
+    Raises:
+      LossScaleError: if `loss_scale` is not such a number.
+
+    Example:
+      >>> StaticLossScale(1024).unscale(jnp.float16(1.0))
+      Array(0.00097656, dtype=float32)
+    """
+
+    LEAVES = ("scale_value",)
+
+    def __init__(self, loss_scale: ArrayLike) -> None:
+        present.scale = True
+        scale = check_scale("loss_scale", loss_scale)
+        vars(self).update(scale_value=new_leaf(scale, jnp.float32))
+
+    def __repr__(self) -> str:
+        return f"StaticLossScale(loss_scale={self.scale_value})"
+
+
+# Values that `as_loss_scale` accepts.
+LossScaleLike: TypeAlias = LossScale | ArrayLike | None
+
+
+def as_loss_scale(value: LossScaleLike) -> LossScale:
+    """Converts a value to a loss scale.
+
+    Args:
+      value: a loss scale; None for no scaling; or a number for a static loss scale.
+
+    Returns:
+      The loss scale; `value` itself if it is a loss scale of jaxmp.
+
+    Raises:
+      LossScaleError: for any other value.
+
+    Example:
+      >>> as_loss_scale(None)
+      NoLossScale()
+    """
+    if isinstance(value, LossScale):
+        return value
+    if value is None:
+        return NoLossScale()
+    if is_number(value):
+        return StaticLossScale(cast(ArrayLike, value))
+    raise LossScaleError(
+        f"{value!r} is not a loss scale. Allowed: None, a positive number, NoLossScale(), "
+        "StaticLossScale(1024) and DynamicLossScale(); for example "
+        "DynamicLossScale(init_scale=65536)."
+    )

@@ -21,8 +21,7 @@ from jaxmp._loss_scale._arguments import (
     check_refill,
     check_scale,
 )
-from jaxmp._loss_scale._leaves import float32, int32, new_leaf
-from jaxmp._loss_scale._static import Scaling
+from jaxmp._loss_scale._base import Scaling, float32, int32, new_leaf
 from jaxmp._loss_scale._use import present
 
 

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._programs._fp32 import bind_in_fp32
+from jaxmp._core._programs._bind import bind_in_fp32
 from jaxmp._core._programs._interpreter import Frame, vary_as_here
 from jaxmp._core._typing import Array
 from jaxmp._nonfinite._record import Key, Program, Recorder

@@ -21,8 +21,8 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._jaxprs import Atom, equations, is_literal
 from jaxmp._core._locations import Location, Locations
 from jaxmp._core._programs._analysis import Body
+from jaxmp._core._programs._bind import bind_in_fp32, wide
 from jaxmp._core._programs._constructs import scan_of, shard_map_of
-from jaxmp._core._programs._fp32 import bind_in_fp32, wide
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place, vary_as_here
 from jaxmp._core._typing import Array
 

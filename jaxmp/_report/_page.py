@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from jaxmp._report._section import Fix, Section
 from jaxmp._report._text import numeric_columns, printable
 
-# A phone shows this number of columns without scrolling.
-_MAX_PHONE_COLUMNS = 3
 # The contrast of text and page is at least 4.5 in both schemes (WCAG 2.2, AA).
 _STYLE = """
 .jaxmp { --ink: #1f2328; --soft: #59636e; --rule: #d1d9e0; --page: #ffffff; --good: #1a7f37;
@@ -43,26 +41,6 @@ body:has(> .jaxmp) { margin: 0; color-scheme: light dark; background: light-dark
 .jaxmp pre { margin: 0 0 .3rem; padding: .4rem .7rem; border: 1px solid var(--rule);
   border-radius: 4px; overflow-x: auto; color: inherit; background: none; }
 .jaxmp tr > :last-child { padding-right: 0; }
-@media screen and (max-width: 30rem) {
-  .jaxmp .stacked :is(table, tbody, tr) { display: block; min-width: 0; }
-  .jaxmp .stacked thead { display: none; }
-  .jaxmp .stacked tr { border-bottom: 1px solid var(--rule); padding: .4rem 0; }
-  .jaxmp .stacked td { display: flex; justify-content: space-between; gap: 1rem; border: 0;
-    min-width: 0; max-width: none; padding: .05rem 0; text-align: right; white-space: normal; }
-  .jaxmp .stacked td::before { content: attr(data-name); color: var(--soft); text-align: left;
-    font-family: system-ui, sans-serif; white-space: nowrap; }
-  .jaxmp .stacked td:empty { display: none; }
-  .jaxmp .stacked td:first-child { font-weight: 600; }
-}
-@media print {
-  .jaxmp { --ink: #000; --soft: #444; --rule: #bbb; --page: #fff; max-width: none; padding: 0;
-    font-size: 8.5pt; }
-  .jaxmp .wide { overflow: visible; }
-  .jaxmp td { min-width: 0; overflow-wrap: anywhere; }
-  .jaxmp td:first-child { overflow-wrap: break-word; }
-  .jaxmp tr, .jaxmp h1, .jaxmp h2 { break-inside: avoid; }
-  .jaxmp h1, .jaxmp h2 { break-after: avoid; }
-}
 """
 
 
@@ -83,22 +61,17 @@ def html_document(title: str, body: str, style: str = "") -> str:
     )
 
 
-def html_sections(sections: Iterable[Section], stacked: bool = False) -> str:
-    """Returns sections as HTML, to be put into `html_document`.
-
-    Args:
-      sections: of the report.
-      stacked: True to show each row of a wide table as a list of names and values on a phone.
-    """
-    return "\n".join(_html_section(section, stacked) for section in sections)
+def html_sections(sections: Iterable[Section]) -> str:
+    """Returns sections as HTML, to be put into `html_document`."""
+    return "\n".join(map(_html_section, sections))
 
 
-def _html_section(section: Section, stacked: bool) -> str:
+def _html_section(section: Section) -> str:
     severity = "h1" if section.mood else "h2"
     mood = f' class="{section.mood}"' if section.mood else ""
     text = f"<p>{_html(section.text)}</p>" if section.text else ""
     fixes = "".join(map(_html_fix, section.fixes))
-    table = _html_table(section, stacked and len(section.columns) > _MAX_PHONE_COLUMNS)
+    table = _html_table(section)
     return f"<{severity}{mood}>{_html(section.title)}</{severity}>{text}{table}{fixes}"
 
 
@@ -116,17 +89,15 @@ def _printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.splitlines()))
 
 
-def _html_table(section: Section, stacked: bool) -> str:
+def _html_table(section: Section) -> str:
     if not section.rows:
         return ""
     styles = [' class="number"' if numeric else "" for numeric in numeric_columns(section)]
     styles[0] = ' class="index"' if section.columns[0] == "#" else ""
-    names = [f' data-name="{html.escape(printable(name))}"' for name in section.columns]
-    cell_styles = [a + b for a, b in zip(styles, names, strict=True)] if stacked else styles
     head = _html_row("th", section.columns, styles)
-    rows = "\n".join(_html_row("td", row, cell_styles) for row in section.rows)
-    table = f"<table><thead>{head}</thead><tbody>\n{rows}\n</tbody></table>"
-    return f'<div class="wide{" stacked" if stacked else ""}">{table}</div>'
+    rows = "\n".join(_html_row("td", row, styles) for row in section.rows)
+    body = f"<thead>{head}</thead><tbody>\n{rows}\n</tbody>"
+    return f'<div class="wide"><table>{body}</table></div>'
 
 
 def _html_row(tag: str, cells: Iterable[str], styles: list[str]) -> str:

@@ -41,10 +41,5 @@ def _load() -> Any:
         console = importlib.import_module("rich.console").Console(stderr=True)
     except ModuleNotFoundError:
         return None
-    columns = (
-        module.TextColumn("{task.description}", markup=False),
-        module.BarColumn(),
-        module.MofNCompleteColumn(),
-        module.TimeRemainingColumn(),
-    )
-    return module.Progress(*columns, console=console)
+    name = module.TextColumn("{task.description}", markup=False)
+    return module.Progress(name, module.BarColumn(), module.TimeRemainingColumn(), console=console)

@@ -1,20 +1,74 @@
-"""The views that all reports have: text, colors of a terminal, an HTML page and JSON."""
+"""The views that all reports have: text, colors of a terminal, an HTML page, and data of JSON."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import importlib
 import json
+import math
 import os
+import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 from jaxmp._core._typing import RichRenderable
 from jaxmp._report._page import html_document, html_sections
-from jaxmp._report._plain import JSONValue, from_plain, to_plain
 from jaxmp._report._section import Section
 from jaxmp._report._text import WIDTH, plain_text
+
+# Data that `json.dumps` accepts.
+JSONValue: TypeAlias = "str | int | float | bool | list[JSONValue] | dict[str, JSONValue] | None"
+
+T = TypeVar("T")
+
+
+def to_plain(value: object) -> JSONValue:
+    """Returns a value of dataclass fields as JSON data; non-finite numbers become strings."""
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    assert value is None or isinstance(value, (str, int, float, bool)), type(value)
+    return value
+
+
+def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
+    """Returns the dataclass that `to_plain(dataclasses.asdict(...))` was made from.
+
+    Raises:
+      TypeError: if a field is missing or unknown.
+    """
+    hints = _hints(cls)
+    return cls(**{name: _restored(value, hints.get(name)) for name, value in data.items()})
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _restored(value: Any, hint: Any) -> Any:
+    """Returns the value of a field; its annotation has the class of rows."""
+    if isinstance(value, list):
+        return tuple(_restored(item, hint) for item in value)
+    if isinstance(value, dict):
+        types = (hint, *typing.get_args(hint))
+        row: Any = next((cls for cls in types if dataclasses.is_dataclass(cls)), None)
+        if row is not None:
+            return from_plain(row, value)
+        return {key: _restored(item, hint) for key, item in value.items()}
+    return float(value) if isinstance(value, str) and "float" in str(hint) else value
+
+
+# ---------------------------------------------------------------------------
+# Views
+# ---------------------------------------------------------------------------
+
 
 R = TypeVar("R", bound="Report")
 
@@ -109,8 +163,9 @@ class Report(Views):
         try:
             data = json.loads(text)
             schema = {name: data.pop(name, None) for name in cls._schema}
-            if schema != cls._schema:
-                data = cls._converted(schema, data)
+            for name, value in cls._schema.items():
+                if schema[name] != value:
+                    raise ValueError(f"{name} is {schema[name]!r}, and must be {value!r}")
             for name in cls._summary:
                 data.pop(name, None)
             return from_plain(cls, data)
@@ -119,17 +174,6 @@ class Report(Views):
                 f"{text[:80]!r} is not the JSON text of {cls._article()} ({error}). Write one with:"
                 f"\n    pathlib.Path('{cls._subject}.json').write_text(report.to_json())"
             ) from None
-
-    @classmethod
-    def _converted(cls, schema: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-        """Returns the data of an earlier schema in the current layout.
-
-        Raises:
-          ValueError: if it cannot be converted.
-        """
-        del data
-        name = next(name for name, value in cls._schema.items() if schema[name] != value)
-        raise ValueError(f"{name} is {schema[name]!r}, and must be {cls._schema[name]!r}")
 
     @classmethod
     def _article(cls) -> str:

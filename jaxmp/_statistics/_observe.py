@@ -13,7 +13,6 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._jaxprs import (
     BACKWARD,
-    FIRST_STEP,
     FORWARD,
     QUANTIZE,
     RECOMPUTE,
@@ -24,10 +23,9 @@ from jaxmp._core._jaxprs import (
     inners,
     is_literal,
 )
-from jaxmp._core._programs._constructs import cond_of
+from jaxmp._core._programs._analysis import ModuleOutputs, used_inside
 from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._programs._operations import name_of
-from jaxmp._core._programs._outputs import ModuleOutputs, used_inside
 from jaxmp._core._typing import Array
 from jaxmp._statistics._measure import TensorStats, measure
 
@@ -141,11 +139,6 @@ class Observer(Interpreter):
         used = [var in inside.outputs.consumers for var in equation.outvars]
         used = used_inside(equation, used) if place.phase == FORWARD else None
         state = _Outer(inside.at, frame.index, used, flags)
-        if equation.primitive.name == "cond":
-            branch = cond_of(equation).branches[0]
-            if any(name_of(each) == FIRST_STEP for each in equations(branch, inside=False)):
-                # The version for the first step also has the results of all other steps.
-                return self.run(branch, operands[1:], place, state)
         return self.enter(equation, operands, frame, state)
 
     def _measure(self, inside: Any, kind: str, name: Any, var: Atom, x: Any, at: Any) -> None:

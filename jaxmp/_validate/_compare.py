@@ -26,7 +26,6 @@ from jaxmp._validate._rows import (
 from jaxmp._validate._sections import figure_text, label
 from jaxmp._validate._statistics import (
     Interval,
-    detectable_excess,
     has_outlier,
     judge_interval,
     paired_interval,
@@ -36,8 +35,6 @@ from jaxmp._validate._statistics import (
 Records = Sequence[TrainingRecord]
 # Spacing of FP32 numbers, relative to their magnitude: evaluations return FP32 metrics.
 _SPACING = 2.0**-23
-# Quantiles of the gradient norms.
-_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 # ---------------------------------------------------------------------------
 # Budgets
@@ -77,7 +74,7 @@ def compare_metrics(
         for first, second in zip(reference, candidate, strict=True)
     ]
     checks.append(_tested("final_loss", finals, training, budget, candidates))
-    power = _power(pairs[0], reference, metrics[0], limit_of(metrics[0], budget), candidates)
+    power = _power(pairs[0], metrics[0], limit_of(metrics[0], budget), candidates)
     return checks, pairs[0], power
 
 
@@ -164,42 +161,21 @@ def _shown(value: float, metric: MetricChoice) -> str:
     return figure_text(relative_difference(value, metric), metric.scale)
 
 
-def _power(
-    pairs: list[SeedPair], reference: Records, metric: MetricChoice, limit: float, candidates: int
-) -> Power:
-    interval = paired_interval([pair.difference for pair in pairs], candidates)
-    values = [pair.reference for pair in pairs]
-    if metric.scale == "relative" and min(values) > 0:
-        values = [math.log(value) for value in values]
-    unpaired = paired_interval(values).deviation
-    needed = seeds_needed(interval.deviation, limit, candidates)
-    excess = detectable_excess(interval.deviation, len(pairs), candidates)
-    power = Power(
-        deviation=interval.deviation,
-        unpaired_deviation=unpaired,
-        interval=math.nan if interval.high is None else interval.high - interval.mean,
-        detectable=excess,
-        seeds_needed=needed,
-    )
-    return Power(**{**vars(power), "text": _power_text(power, pairs, metric, limit, reference)})
-
-
-def _power_text(
-    power: Power, pairs: list[SeedPair], metric: MetricChoice, limit: float, reference: Records
-) -> str:
-    if not math.isfinite(power.deviation):
+def _power(pairs: Sequence[SeedPair], metric: MetricChoice, limit: float, candidates: int) -> Power:
+    """Returns the number of seeds with which a candidate without any difference would pass."""
+    deviation = paired_interval([pair.difference for pair in pairs], candidates).deviation
+    if not math.isfinite(deviation):
         cause = "one seed" if len(pairs) < 2 else "a run without a finite result"
-        return f"With {cause}, the difference has no interval; use seeds=3 or more."
-    shown = lambda value: _shown(value, metric).lstrip("+")
-    needed = f"{power.seeds_needed} seeds" if power.seeds_needed else "more than 1,000 seeds"
-    return (
+        text = f"With {cause}, the difference has no interval; use seeds=3 or more."
+        return Power(text=text)
+    count = seeds_needed(deviation, limit, candidates)
+    text = (
         f"The paired differences of {metric.name} have a standard deviation of "
-        f"{shown(power.deviation)} over {len(pairs)} seeds; seeds of the reference alone differ "
-        f"by {shown(power.unpaired_deviation)}. A true difference of "
-        f"{shown(limit + power.detectable)} would fail, and one of zero would pass with {needed}, "
-        f"each with a probability of 80 % after {len(reference[0].losses)} steps. More steps "
-        "change the deviation, which has to be measured again."
+        f"{_shown(deviation, metric).lstrip('+')} over {len(pairs)} seeds. A true difference of "
+        f"zero would pass with {count if count else 'more than 1,000'} seeds with a probability of "
+        "80 %."
     )
+    return Power(deviation=deviation, seeds_needed=count, text=text)
 
 
 def compare_figures(
@@ -249,7 +225,7 @@ def overall(checks: Sequence[Comparison]) -> Comparison:
 
 
 def compare_training(reference: Records, candidate: Records, choice: MetricChoice) -> TrainingRow:
-    """Compares curves, gradient norms, skipped steps, loss scales and parameter norms.
+    """Compares curves, gradient norms, skipped steps and loss scales.
 
     Args:
       reference: records of the reference.
@@ -269,12 +245,10 @@ def compare_training(reference: Records, candidate: Records, choice: MetricChoic
         curve_band=_band(first, choice),
         curve_inside=float(inside),
         gradient_norm_ratio=_norm_ratio(reference, candidate),
-        gradient_norm_quantiles=_norm_quantiles(reference, candidate),
         skipped=len(skipped),
         skipped_share=len(skipped) / (steps * len(candidate)),
         skipped_after_warmup=sum(step >= steps // 10 for step in skipped),
         final_loss_scale=(min(scales), max(scales)),
-        weight_norm_drift=_drift(reference, candidate),
     )
 
 
@@ -302,25 +276,3 @@ def _norm_ratio(reference: Records, candidate: Records) -> float:
         return math.nan
     valid = np.isfinite(x) & np.isfinite(y) & (x > 0) & (y > 0)
     return float(np.exp(np.mean(np.log(y[valid] / x[valid])))) if valid.any() else math.nan
-
-
-def _norm_quantiles(
-    reference: Records, candidate: Records
-) -> tuple[tuple[float, float, float], ...]:
-    x, y = (norms[np.isfinite(norms)] for norms in (_norms(reference), _norms(candidate)))
-    if not x.size or not y.size:
-        return ()
-    return tuple((q, float(np.quantile(x, q)), float(np.quantile(y, q))) for q in _QUANTILES)
-
-
-def _drift(reference: Records, candidate: Records) -> float:
-    """Returns the mean over seeds of the largest relative difference of the parameters' norms.
-
-    Steps whose norm is zero in the reference, such as the first of parameters that are initialized
-    to zero, are not compared.
-    """
-    drifts: list[float] = []
-    for r, c in zip(reference, candidate, strict=True):
-        x, y = np.array(r.weight_norms), np.array(c.weight_norms)
-        drifts.append(float(np.max(np.abs(y[x != 0] / x[x != 0] - 1), initial=0.0)))
-    return float(np.mean(drifts))

@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from jaxmp._audit import AuditReport, Finding
-from jaxmp._validate._emulate import Origin
 from jaxmp._validate._probe import Measurements
 from jaxmp._validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow
 from jaxmp._validate._sections import percent
-from jaxmp._validate._trials import SHARE, LineTrial, Trial, finite
+from jaxmp._validate._trials import SHARE, LineTrial, Origin, Trial, finite
 
 # Smallest shares of elements that count as a symptom.
 _UNDERFLOW, _STALLED = 0.02, 0.05

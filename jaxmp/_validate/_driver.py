@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,13 +38,12 @@ from jaxmp._validate._rows import (
     Cause,
     Comparison,
     MetricChoice,
-    ProgramRow,
     TrainingRecord,
     TrainingRow,
 )
 from jaxmp._validate._run import MakeRun
 from jaxmp._validate._sections import figure_text
-from jaxmp._validate._train import Hashes, Program, Schedule, make_program, train
+from jaxmp._validate._train import Hashes, Schedule, make_program, train
 from jaxmp._validate._trials import Trial, repeat_step, step_to_repeat
 from jaxmp.errors import ValidationError
 
@@ -73,7 +71,6 @@ class Settings(NamedTuple):
     directions: Mapping[str, str]
     seeds: tuple[int, ...]
     schedule: Schedule
-    target: str | None
 
     @property
     def recipes(self) -> dict[str, Recipe]:
@@ -94,12 +91,11 @@ class Reference(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Records, measurements, audit and size of one recipe."""
+    """Records, measurements and audit of one recipe."""
 
     records: list[TrainingRecord]
     measurements: Measurements
     audit: AuditReport
-    program: ProgramRow
     # True if a parameter is stored in 16 bits and has no FP32 master.
     lacks_masters: bool
     # Repeats a compared step without roundings.
@@ -140,7 +136,6 @@ def run_validation(
         test=test,
         candidates=tuple(candidates),
         runs=tuple(record for trained in results.values() for record in trained.records),
-        program=reference.program,
         notes=tuple(_notes(candidates, [metric.name for metric in metrics], reference.records[0])),
     )
 
@@ -230,7 +225,6 @@ def _compare(
         modules=candidate.measurements.modules,
         origin=find_origin(candidate.measurements.modules),
         training=training,
-        program=candidate.program,
     )
 
 
@@ -311,7 +305,7 @@ def _train_recipe(
     first = run(seeds[0])
     params = jax.eval_shape(first.params, first.arrays)
     audited, objects = first.audited
-    report = audit(audited, *objects, first.first, recipe=recipe, target=settings.target)
+    report = audit(audited, *objects, first.first, recipe=recipe)
     program, hashes = make_program(first), Hashes.of(first)
     comparer = _Comparer(first, saved, is_reference)
 
@@ -336,7 +330,6 @@ def _train_recipe(
         records=list(map(train_one, seeds)),
         measurements=comparer.measurements,
         audit=report,
-        program=_program_row(program, report),
         lacks_masters=any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params)),
         repeat=repeat,
     )
@@ -383,36 +376,6 @@ class _Comparer:
         leaves, reference = self._saved.steps[step]
         candidate = self._probe(_with_leaves(self._run, leaves, arrays), batch)
         self.measurements = self.measurements.add(step, reference, candidate)
-
-
-# Operations of a compiled program that are kernels.
-_KERNEL = re.compile(r"= [^=]*? (?:fusion|custom-call|dot|convolution|while|conditional|sort)\(")
-
-
-def _program_row(program: Program, report: AuditReport) -> ProgramRow:
-    """Returns the size of a compiled step, and the findings of its audit."""
-    common = {
-        "equations": report.equations,
-        "findings": report.counts(),
-        "low_precision_share": report.low_precision_share,
-    }
-    if report.memory is not None:
-        memory = report.memory
-        return ProgramRow(
-            target=report.gpu,
-            temporary_bytes=memory.temporary,
-            argument_bytes=memory.arguments,
-            kernels=memory.fusions,
-            **common,
-        )
-    memory = program.compiled.memory_analysis()
-    text = program.compiled.as_text() or ""
-    return ProgramRow(
-        temporary_bytes=int(getattr(memory, "temp_size_in_bytes", 0)),
-        argument_bytes=int(getattr(memory, "argument_size_in_bytes", 0)),
-        kernels=len(_KERNEL.findall(text)),
-        **common,
-    )
 
 
 def make_schedule(

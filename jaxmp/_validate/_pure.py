@@ -18,9 +18,8 @@ from jax import lax
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._nnx_optimizer import trained_model
-from jaxmp._loss_scale import NoLossScale
-from jaxmp._validate._check_run import check_run, check_state
-from jaxmp._validate._run import TrainingRun
+from jaxmp._loss_scale import LossScale
+from jaxmp._validate._run import TrainingRun, check_run, check_state
 from jaxmp.errors import JaxmpError, ValidationError
 from jaxmp.optim import _find
 from jaxmp.optim._skip import SkipStats
@@ -150,9 +149,8 @@ def _scalar(value: object, function: str, name: str) -> Array:
 
 
 def _scale_of(tree: PyTree) -> Array:
-    scale = _find.shared_loss_scale(tree)
-    value = 1.0 if isinstance(scale, NoLossScale) else scale.scale_value
-    return jnp.asarray(value, jnp.float32)
+    scales = [node.scale_value for _, node in _find.find(tree, LossScale)]
+    return jnp.asarray(_compat.plain_array(scales[0]) if scales else 1, jnp.float32)
 
 
 def _skipped_of(tree: PyTree) -> Array:

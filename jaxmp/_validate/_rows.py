@@ -99,23 +99,16 @@ class SeedPair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Power:
-    """Size of the smallest difference that the test detects.
+    """Number of seeds that the test requires.
 
     Args:
       deviation: standard deviation of the paired differences over the seeds.
-      unpaired_deviation: standard deviation of the reference over its own seeds, in the same unit.
-      interval: distance of the upper bound of the 95 % interval from the mean difference.
-      detectable: smallest true difference above zero that would fail the budget with a probability
-        of at least 80 %, minus the budget.
       seeds_needed: number of seeds with which a true difference of zero passes with a probability
         of at least 80 %; 0 if more than 1,000 would be needed.
-      text: the same as a sentence, with the influence of the number of steps.
+      text: the same as a sentence.
     """
 
     deviation: float = math.nan
-    unpaired_deviation: float = math.nan
-    interval: float = math.nan
-    detectable: float = math.nan
     seeds_needed: int = 0
     text: str = ""
 
@@ -184,26 +177,16 @@ class ModuleRow:
       order: position of the module in the forward pass; -1 if it is not known.
       gradient_error: relative error of the gradient of the module's own parameters; None for
         modules without parameters.
-      gradient_cosine: cosine of that gradient with the reference's; None without parameters.
-      gradient_norm: norm of the reference's gradient; None without parameters.
       underflow: share of that gradient's elements that became zero; None without parameters.
       activation_error: relative error of the module's output; None if it was not captured.
-      activation_cosine: cosine of the output with the reference's.
-      activation_amax: largest magnitude of the reference's output.
-      activation_rms: root mean square of the reference's output.
     """
 
     module: str
     step: int
     order: int = -1
     gradient_error: float | None = None
-    gradient_cosine: float | None = None
-    gradient_norm: float | None = None
     underflow: float | None = None
     activation_error: float | None = None
-    activation_cosine: float | None = None
-    activation_amax: float | None = None
-    activation_rms: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,48 +218,20 @@ class TrainingRow:
       curve_inside: share of the steps at which the candidate's mean curve is within the range of
         the reference's seeds.
       gradient_norm_ratio: geometric mean over steps of the ratio of gradient norms.
-      gradient_norm_quantiles: (quantile, norm of the reference, norm of the candidate) over steps.
       skipped: number of skipped steps, summed over seeds.
       skipped_share: share of the steps of all seeds that were skipped.
       skipped_after_warmup: those after the first tenth of the steps.
       final_loss_scale: (smallest, largest) final loss scale over the seeds.
-      weight_norm_drift: largest relative difference of the norm of all parameters over the
-        evaluations, averaged over seeds.
     """
 
     curve_distance: float = 0.0
     curve_band: float = 0.0
     curve_inside: float = 1.0
     gradient_norm_ratio: float = 1.0
-    gradient_norm_quantiles: tuple[tuple[float, float, float], ...] = ()
     skipped: int = 0
     skipped_share: float = 0.0
     skipped_after_warmup: int = 0
     final_loss_scale: tuple[float, float] = (1.0, 1.0)
-    weight_norm_drift: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramRow:
-    """Audit of a training step, and its size as compiled for `target`.
-
-    Args:
-      target: the GPU, or "" for the device of this process.
-      equations: number of operations of the traced step.
-      findings: check id -> number of errors of `jaxmp.audit`.
-      low_precision_share: share of the matmul FLOPs in 16 bits or fewer.
-      temporary_bytes: temporary buffers of the compiled step.
-      argument_bytes: arguments of the compiled step.
-      kernels: number of fusions, calls and matmuls in the compiled step.
-    """
-
-    target: str = ""
-    equations: int = 0
-    findings: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    low_precision_share: float = 0.0
-    temporary_bytes: int = 0
-    argument_bytes: int = 0
-    kernels: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -292,10 +247,8 @@ class TrainingRecord:
       skipped: indices of the steps whose update was skipped.
       eval_steps: numbers of updates at which `evaluate` was called, from 0 to `steps`.
       evaluations: name of a metric -> value at each of `eval_steps`.
-      weight_norms: norm of all parameters at each of `eval_steps`.
       initial_checksum: checksum of the initial FP32 parameters.
       data_checksum: checksum of all batches in their order.
-      seconds: duration of the run, without that of its comparisons.
     """
 
     name: str
@@ -306,10 +259,8 @@ class TrainingRecord:
     skipped: tuple[int, ...] = ()
     eval_steps: tuple[int, ...] = ()
     evaluations: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
-    weight_norms: tuple[float, ...] = ()
     initial_checksum: str = ""
     data_checksum: str = ""
-    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,12 +277,11 @@ class CandidateResult:
       causes: diagnosed causes, the most important first; empty for a candidate that passes.
       checks: comparisons with budgets; the first failing one decides the headline.
       pairs: the deciding metric for each seed.
-      power: the smallest difference that the test detects.
+      power: the number of seeds that the test requires.
       gradients: gradients of all parameters at each of `compare_steps`.
       modules: gradients and activations of each module at each of `compare_steps`.
       origin: the modules in which the error appears and grows.
       training: comparison of the whole training.
-      program: audit and size of the training step.
     """
 
     name: str
@@ -346,4 +296,3 @@ class CandidateResult:
     modules: tuple[ModuleRow, ...] = ()
     origin: ErrorOrigin = dataclasses.field(default_factory=ErrorOrigin)
     training: TrainingRow = dataclasses.field(default_factory=TrainingRow)
-    program: ProgramRow = dataclasses.field(default_factory=ProgramRow)

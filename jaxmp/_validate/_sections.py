@@ -32,7 +32,7 @@ def report_sections(report: ValidationReport, full: bool) -> list[Section]:
 
     Args:
       report: the report.
-      full: True for every module and seed, and for the audit.
+      full: True for every module and seed.
     """
     sections = [_figures(report)]
     for candidate in report.candidates:
@@ -104,7 +104,7 @@ def _candidate_sections(
         _modules(candidate, full),
     ]
     if full:
-        sections += [_pairs(report, candidate), _program(report, candidate)]
+        sections.append(_pairs(report, candidate))
     return sections
 
 
@@ -119,7 +119,6 @@ def training_rows(training: TrainingRow) -> tuple[tuple[str, str], ...]:
         ("gradient norms over those of the reference", f"{training.gradient_norm_ratio:.4g}"),
         ("skipped steps", str(training.skipped)),
         ("final loss scale", scale),
-        ("drift of the parameter norm", percent(training.weight_norm_drift)),
     )
 
 
@@ -189,16 +188,3 @@ def _pairs(report: ValidationReport, candidate: CandidateResult) -> Section:
     )
     columns = ("seed", report.reference, candidate.name, "difference")
     return Section(f"{candidate.name}: {report.metric.name} by seed", "", columns, rows)
-
-
-def _program(report: ValidationReport, candidate: CandidateResult) -> Section:
-    before, after = report.program, candidate.program
-    findings = ", ".join(f"{check}: {count}" for check, count in after.findings.items()) or "none"
-    rows = (
-        ("errors of the audit", "", findings),
-        ("operations", f"{before.equations:,}", f"{after.equations:,}"),
-        ("temporary buffers", f"{before.temporary_bytes:,} B", f"{after.temporary_bytes:,} B"),
-        ("kernels", f"{before.kernels:,}", f"{after.kernels:,}"),
-    )
-    title = f"{candidate.name}: training step"
-    return Section(title, "", ("quantity", report.reference, candidate.name), rows)

@@ -183,24 +183,6 @@ def seeds_needed(deviation: float, budget: float, candidates: int = 1) -> int:
     return next((n for n in counts if deviation * _reach(n, candidates, power) <= budget), 0)
 
 
-def detectable_excess(deviation: float, seeds: int, candidates: int = 1) -> float:
-    """Returns the excess over the budget that fails with a probability of 80 %.
-
-    A candidate whose true difference is `budget + excess` then has a lower bound above the budget.
-
-    Args:
-      deviation: standard deviation of the paired differences.
-      seeds: number of seeds.
-      candidates: number of candidates.
-
-    Returns:
-      The excess in the unit of the deviation; NaN for one seed.
-    """
-    if seeds < 2 or not math.isfinite(deviation):
-        return math.nan
-    return deviation * _reach(seeds, candidates, POWER)
-
-
 @functools.cache
 def _reach(seeds: int, candidates: int, power: float) -> float:
     """Returns the upper bound that a share of samples of a standard normal does not exceed.

@@ -1,4 +1,4 @@
-"""Trains one recipe with one seed."""
+"""Trains one recipe with one seed, and shows the progress on standard error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,9 +16,9 @@ import numpy as np
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._report._progress import OnStep
-from jaxmp._validate._check_run import check_batch
 from jaxmp._validate._pure import PureRun, as_arrays, checksum, too_few_batches
 from jaxmp._validate._rows import TrainingRecord
+from jaxmp._validate._run import check_batch
 
 # Called before step `n` with (n, arrays, batch), if `n` is a step to compare.
 OnCompare = Callable[[int, PyTree, PyTree], None]
@@ -55,14 +54,10 @@ class Program:
     Args:
       advance: (arrays, batch) -> (arrays, StepRow); donates the arrays.
       evaluate: arrays -> metrics.
-      norm: arrays -> norm of all parameters.
-      compiled: the executable of `advance`, for its size.
     """
 
     advance: Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
     evaluate: Callable[[PyTree], dict[str, Array]]
-    norm: Callable[[PyTree], Array]
-    compiled: Any
 
     def with_evaluation(self, run: PureRun) -> Program:
         """Returns the program of a run with the same step and another evaluation."""
@@ -71,10 +66,8 @@ class Program:
 
 def make_program(run: PureRun) -> Program:
     """Compiles the step of a run."""
-    norm = lambda arrays: global_norm(run.params(arrays))
     lowered = jax.jit(_advance(run), donate_argnums=0).lower(run.arrays, run.first)
-    compiled = lowered.compile()
-    return Program(compiled, _traceable(run.evaluate, run.arrays), jax.jit(norm), compiled)
+    return Program(lowered.compile(), _traceable(run.evaluate, run.arrays))
 
 
 def _advance(run: PureRun) -> Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]:
@@ -175,48 +168,34 @@ def train(
       on_compare: called before a step of `schedule.compare_steps`.
       on_step: called after each step.
     """
-    start, excluded = time.perf_counter(), 0.0
     arrays = _trees.owned(run.arrays)
     data, initial = 0, checksum(run.params(run.arrays))
     rows: list[StepRow] = []
     evaluations: list[dict[str, Any]] = []
-    norms: list[Any] = []
-
-    def evaluate() -> None:
-        evaluations.append(jax.device_get(program.evaluate(arrays)))
-        norms.append(jax.device_get(program.norm(arrays)))
-
     for step, batch in enumerate(take_batches(run, schedule.steps, f"{name}, seed {seed}")):
         if step in schedule.eval_steps:
-            evaluate()
+            evaluations.append(jax.device_get(program.evaluate(arrays)))
         data = checksum(batch, data)
         loaded = as_arrays(batch)
         check_batch(run.first, loaded, f"{name}, seed {seed},", step)
         if step in schedule.compare_steps:
-            paused = time.perf_counter()
             on_compare(step, arrays, loaded)
-            excluded += time.perf_counter() - paused
         arrays, row = program.advance(arrays, loaded)
         rows.append(row)
         on_step()
-    evaluate()
-    seconds = time.perf_counter() - start - excluded
+    evaluations.append(jax.device_get(program.evaluate(arrays)))
     return _record(
         StepRow(*(np.stack(c) for c in zip(*jax.device_get(rows), strict=True))),
         evaluations,
-        norms,
         name=name,
         seed=seed,
         eval_steps=schedule.eval_steps,
         initial_checksum=f"{initial:08x}",
         data_checksum=f"{data:08x}",
-        seconds=seconds,
     )
 
 
-def _record(
-    columns: StepRow, evaluations: list[dict[str, Any]], norms: list[Any], **fields: Any
-) -> TrainingRecord:
+def _record(columns: StepRow, evaluations: list[dict[str, Any]], **fields: Any) -> TrainingRecord:
     """Returns the record of a seed from its measurements and other fields."""
     floats = lambda values: tuple(float(value) for value in values)
     has_gradients = not (columns.norm == _NO_NORM).all()
@@ -226,6 +205,5 @@ def _record(
         loss_scales=floats(columns.scale),
         skipped=tuple(int(step) for step in np.flatnonzero(columns.skipped)),
         evaluations={name: floats(row[name] for row in evaluations) for name in evaluations[0]},
-        weight_norms=floats(norms),
         **fields,
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import checkpoint_managers
 
 from jaxmp import __version__
 from jaxmp._core._trees import Path
@@ -38,12 +40,12 @@ from jaxmp.checkpoint._description import (
     finite_leaves,
     flatten_state,
 )
-from jaxmp.checkpoint._finite import start_tests
-from jaxmp.checkpoint._handler import ITEM, RestoreState, SaveState, StateHandler
-from jaxmp.checkpoint._info import CheckpointInfo, describe_manifest
+from jaxmp.checkpoint._handler import ITEM, RestoreState, SaveState, StateHandler, start_tests
 from jaxmp.checkpoint._manifest import (
+    CheckpointInfo,
     Manifest,
     check_files,
+    describe_manifest,
     has_manifest,
     read_manifest,
 )
@@ -55,7 +57,6 @@ from jaxmp.checkpoint._plan import (
     plan_parameters,
 )
 from jaxmp.checkpoint._settle import Declared, declare
-from jaxmp.checkpoint._steps import Steps
 from jaxmp.errors import CheckpointError
 
 # Rows that an error message lists.
@@ -80,8 +81,6 @@ class Checkpointer:
       directory: directory of the run; each step has a subdirectory. It is created by `save`.
       keep: number of latest steps to keep; older ones are deleted after a newer one is complete.
         None: all.
-      best_metric: name of a metric; the best step by it is kept too.
-      best_mode: "min" if small values of the metric are better, "max" if large values are.
 
     Raises:
       CheckpointError: for an argument that is not allowed, or if `directory` is a file.
@@ -99,21 +98,12 @@ class Checkpointer:
       {'epoch': 3}
     """
 
-    def __init__(
-        self,
-        directory: str | epath.PathLike,
-        *,
-        keep: int | None = None,
-        best_metric: str | None = None,
-        best_mode: str = "min",
-    ) -> None:
+    def __init__(self, directory: str | epath.PathLike, *, keep: int | None = None) -> None:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise CheckpointError(
                 f"keep={keep!r} is not a number of steps. Give a positive integer, such as keep=3, "
                 "or None to keep all steps."
             )
-        if best_mode not in ("min", "max"):
-            raise CheckpointError(f"best_mode={best_mode!r}. Allowed: 'min' and 'max'.")
         path = epath.Path(directory).expanduser()
         path = path if path.is_absolute() else epath.Path(os.getcwd()) / path
         if path.exists() and not path.is_dir():
@@ -122,7 +112,7 @@ class Checkpointer:
                 "for each step."
             )
         self._directory = path
-        self._steps = Steps(path, keep, best_metric, best_mode)
+        self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
 
     def __enter__(self) -> Self:
@@ -186,7 +176,7 @@ class Checkpointer:
         if step in manager.all_steps():
             raise CheckpointError(
                 f"Step {step} exists in {self._directory}. Checkpoints are never overwritten; save "
-                f"under another step, or delete it: shutil.rmtree({str(self._steps.path(step))!r})."
+                f"under another step, or delete it: shutil.rmtree({str(self._path(step))!r})."
             )
         leaves = flat.description.leaves
         stored = [to_stored(leaf, value) for leaf, value in zip(leaves, flat.values, strict=True)]
@@ -219,7 +209,6 @@ class Checkpointer:
         if jax.process_count() > 1:
             # Processes must agree on them here: only the first of them writes the manifest.
             args.finish()
-        self._steps.metrics[step] = metrics
         manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
 
     def wait(self) -> None:
@@ -336,31 +325,38 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """Returns the complete steps in ascending order."""
-        return self._steps.complete()
+        if not self._directory.exists():
+            return []
+        # Orbax renames a directory to its final name when it is complete. Object stores cannot
+        # rename, so there it writes a file at the end.
+        is_store = "://" in str(self._directory)
+        return sorted(
+            int(path.name)
+            for path in self._directory.iterdir()
+            if re.fullmatch(r"\d+", path.name)
+            and (not is_store or (path / "commit_success.txt").exists())
+        )
 
     def latest_step(self) -> int | None:
         """Returns the latest complete step; None: there is none."""
         return max(self.all_steps(), default=None)
-
-    def best_step(self) -> int | None:
-        """Returns the complete step with the best metric; None: no step has it.
-
-        Raises:
-          CheckpointError: if the checkpointer was made without `best_metric`.
-        """
-        if self._steps.best_metric is None:
-            raise CheckpointError(
-                "best_step needs the name of a metric: Checkpointer(directory, best_metric='loss')."
-            )
-        return self._steps.best(self.all_steps())
 
     # ---------------------------------------------------------------- Details
 
     def _find(self, step: int | None) -> tuple[int | None, epath.Path]:
         """Returns a step, or None for a checkpoint that has none, and the directory of its data."""
         self.wait()
-        step = self._steps.find(step)
-        return step, self._directory if step is None else self._steps.path(step) / ITEM
+        steps = self.all_steps()
+        if step is None and steps:
+            step = steps[-1]
+        if step not in steps and _foreign.find(self._directory, step) is None:
+            listed = f"the steps {', '.join(map(str, steps))}" if steps else "no step"
+            missing = "a checkpoint" if step is None else f"step {step}"
+            raise CheckpointError(f"{self._directory} does not contain {missing}. It has {listed}.")
+        return step, self._directory if step is None else self._path(step) / ITEM
+
+    def _path(self, step: int) -> epath.Path:
+        return self._directory / str(step)
 
     def _manifest(self, step: int | None) -> tuple[epath.Path, Manifest]:
         step, directory = self._find(step)
@@ -383,7 +379,7 @@ class Checkpointer:
             self._manager = ocp.CheckpointManager(
                 self._directory,
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=self._steps,
+                    preservation_policy=checkpoint_managers.LatestN(n=self._keep),
                     # Directories of interrupted saves. There is only one writer.
                     cleanup_tmp_directories=True,
                     lightweight_initialize=True,
@@ -459,7 +455,7 @@ class Checkpointer:
         location = _foreign.find(self._directory, step)
         if location is None:
             raise CheckpointError(
-                f"{self._steps.path(step) if step is not None else self._directory} is not a "
+                f"{self._path(step) if step is not None else self._directory} is not a "
                 "checkpoint of jaxmp, orbax or Flax."
             )
         if not migrate:

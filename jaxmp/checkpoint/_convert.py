@@ -14,7 +14,7 @@ from jaxmp._core._trees import Path
 from jaxmp.checkpoint._description import PYTHON_NUMBERS, Description, FlatState, Leaf
 from jaxmp.checkpoint._plan import Action, Plan
 from jaxmp.errors import CheckpointError
-from jaxmp.optim import _storage
+from jaxmp.optim import _master
 
 # JAX's name of a key dtype -> its implementation and the number of uint32 in a key.
 _KEYS = {
@@ -166,10 +166,10 @@ def _make(action: Action, leaf: Leaf, stored: dict[str, Any], value: Any) -> Any
 def _full_value(param: jax.Array, master: jax.Array | None = None) -> jax.Array:
     if master is None:
         return param.astype(FLOAT32)
-    return _storage.unpack(param, master) if master.dtype == jnp.int16 else master
+    return _master.unpack(param, master) if master.dtype == jnp.int16 else master
 
 
-_pack = jax.jit(_storage.pack)
+_pack = jax.jit(_master.pack)
 
 
 def _create(action: Action, leaf: Leaf, value: Any) -> np.ndarray:

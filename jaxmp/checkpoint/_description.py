@@ -115,25 +115,6 @@ class Description:
         layouts = {masters.layout for masters in self.masters if masters.layout != "no"}
         return "mixed" if len(layouts) > 1 else next(iter(layouts), "none")
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Description:
-        """Undoes `dataclasses.asdict`."""
-        return cls(
-            tuple(Leaf(**{**row, "shape": tuple(row["shape"])}) for row in data["leaves"]),
-            tuple(
-                Masters(
-                    **{
-                        **row,
-                        "parameters": tuple(Parameter(**p) for p in row["parameters"]),
-                        "candidates": tuple(row["candidates"]),
-                    }
-                )
-                for row in data["masters"]
-            ),
-            tuple(Scale(**row) for row in data["scales"]),
-            tuple(data["optimizers"]),
-        )
-
 
 def join(names: Path) -> str:
     """Returns the path of a leaf as text."""

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: written last, read first."""
+"""Manifest of a checkpoint, written last and read first, and its public description."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import tempfile
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from etils import epath
 
 from jaxmp import __version__
 from jaxmp._recipe import Recipe, load_recipe
-from jaxmp.checkpoint._description import Description
+from jaxmp._report._views import from_plain
+from jaxmp.checkpoint._description import Description, Leaf
 from jaxmp.errors import CheckpointError, JaxmpError
 
 FILE_NAME = "jaxmp_manifest.json"
@@ -126,7 +128,7 @@ def read_manifest(directory: epath.Path) -> Manifest:
         )
     try:
         data = json.loads(body)
-        data["description"] = Description.from_json(data["description"])
+        data["description"] = from_plain(Description, data["description"])
         data["files"] = {name: tuple(row) for name, row in data["files"].items()}
         data["nonfinite"] = tuple(data["nonfinite"])
         data.pop("checksums", None)  # of leaves, in the first checkpoints of this format
@@ -184,3 +186,67 @@ def check_files(directory: epath.Path, manifest: Manifest) -> None:
                 f"The checkpoint is damaged: the contents of {path} have changed since it was "
                 f"written (CRC-32 {present_checksum}, written as {checksum})."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+    """Contents of a checkpoint, without the values of its leaves.
+
+    Attributes:
+      step: the step.
+      path: the directory.
+      recipe_toml: the recipe under which the state was trained, as the text of a TOML file.
+      master_layout: "none", "fp32", "packed" or, where several optimizers differ, "mixed".
+      leaves: the arrays: `path`, `dtype`, `shape` and `role`.
+      metrics: the metrics that were passed to `save`.
+      extra: the further data that was passed to `save`, such as the position in the data.
+      jaxmp_version: version of jaxmp that wrote it.
+      jax_version: version of JAX that wrote it.
+      data_bytes: size of the data files.
+      nonfinite: paths of parameters, masters, averages and moments with NaN or infinity, which were
+        saved with `allow_nonfinite=True`.
+    """
+
+    step: int
+    path: str
+    recipe_toml: str
+    master_layout: str
+    leaves: tuple[Leaf, ...]
+    metrics: Mapping[str, float]
+    extra: Any
+    jaxmp_version: str
+    jax_version: str
+    data_bytes: int
+    nonfinite: tuple[str, ...]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe under which the state was trained."""
+        return parse_recipe(self.recipe_toml)
+
+    def __str__(self) -> str:
+        metrics = ", ".join(f"{name} {value:g}" for name, value in self.metrics.items())
+        rows = {
+            "step": self.step,
+            "recipe": self.recipe.name,
+            "masters": self.master_layout,
+            "leaves": f"{len(self.leaves)} ({self.data_bytes / 1e6:,.1f} MB)",
+            "metrics": metrics or "none",
+            "extra": json.dumps(self.extra),
+            "written by": f"jaxmp {self.jaxmp_version}, JAX {self.jax_version}",
+        }
+        if self.nonfinite:
+            rows["not finite"] = f"{len(self.nonfinite)} leaves, such as {self.nonfinite[0]}"
+        return "\n".join(f"{name:<11} {value}" for name, value in rows.items())
+
+
+def describe_manifest(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
+    """Returns the description of the checkpoint in the directory `path`."""
+    names = {field.name for field in dataclasses.fields(CheckpointInfo)}
+    return CheckpointInfo(
+        path=str(path),
+        master_layout=manifest.description.layout,
+        leaves=manifest.description.leaves,
+        data_bytes=sum(size for size, _ in manifest.files.values()),
+        **{name: value for name, value in vars(manifest).items() if name in names},
+    )

@@ -10,7 +10,7 @@ import typer
 import jaxmp
 from jaxmp._report._views import read_report
 from jaxmp._validate import ValidationReport
-from jaxmp._validate._baseline import find_regressions
+from jaxmp._validate._report import find_regressions
 from jaxmp._validate._rows import DIFFERS, FAIL
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp.cli._output import check_output, console, write_file, write_json
@@ -44,16 +44,12 @@ def validate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Earlier JSON result; fail if loss, gradient error, memory or kernels are worse.",
+            help="Earlier JSON result; fail if loss or gradient error are worse.",
         ),
     ] = None,
     write_baseline: Annotated[
         bool, typer.Option("--write-baseline", help="Write the result to the file of --baseline.")
     ] = False,
-    target: Annotated[
-        str | None,
-        typer.Option(help="GPU for which memory and kernels are counted, such as h200 or l4."),
-    ] = None,
     json: JsonOption = None,
     full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
     html: HtmlOption = None,
@@ -88,7 +84,6 @@ def validate(
             steps=steps,
             budgets=budget,
             metrics={name: direction for name, _, direction in directions},
-            target=target,
         ),
     )
     if not write_json(json, report.to_json()):

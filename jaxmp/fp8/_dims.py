@@ -1,14 +1,16 @@
-"""Dimension numbers of a dot and of the two dots of its backward pass."""
+"""Dimension numbers and shardings of a dot and of the two dots of its backward pass."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxmp._core._dtypes import FLOAT32
 from jaxmp.errors import JaxmpError
 
 Axes = tuple[int, ...]
@@ -106,36 +108,104 @@ def make_dims(lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensio
     Raises:
       JaxmpError: if they are malformed, or pair axes of different sizes.
     """
+    operands, both = (lhs, rhs), []
     try:
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        axes = [
-            tuple(int(a) % x.ndim if -x.ndim <= a < x.ndim else _raise() for a in operand_axes)
-            for operand_axes, x in zip(
-                (lhs_contract, rhs_contract, lhs_batch, rhs_batch), (lhs, rhs) * 2, strict=True
+        both = [
+            tuple(
+                tuple(range(x.ndim)[axis] for axis in axes)
+                for axes, x in zip(pair, operands, strict=True)
             )
+            for pair in dimension_numbers
         ]
-    except (TypeError, ValueError):
-        raise _refused(lhs, rhs, dimension_numbers) from None
-    dims = Dims((axes[0], axes[1]), (axes[2], axes[3]), (lhs.ndim, rhs.ndim))
-    for left, right in (dims.contract, dims.batch):
-        if [lhs.shape[a] for a in left] != [rhs.shape[a] for a in right]:
-            raise _refused(lhs, rhs, dimension_numbers)
-    for side in (0, 1):
-        named = dims.contract[side] + dims.batch[side]
-        if len(set(named)) < len(named):
-            raise _refused(lhs, rhs, dimension_numbers)
-    return dims
+        named = [contract + batch for contract, batch in zip(*both, strict=True)]
+        sizes = [[x.shape[axis] for axis in axes] for axes, x in zip(named, operands, strict=True)]
+        is_valid = sizes[0] == sizes[1] and len(both[0][0]) == len(both[0][1])
+        is_valid = is_valid and all(len(set(axes)) == len(axes) for axes in named)
+    except (TypeError, ValueError, IndexError):
+        is_valid = False
+    if not is_valid:
+        raise JaxmpError(
+            f"dimension_numbers={dimension_numbers!r} do not fit operands of shapes {lhs.shape} "
+            f"and {rhs.shape}. They are ((lhs_contracting, rhs_contracting), (lhs_batch, "
+            "rhs_batch)), with equal sizes in each pair; for a linear layer "
+            f"((({lhs.ndim - 1},), (0,)), ((), ()))."
+        )
+    contract, batch = cast(Any, both)
+    return Dims(contract, batch, (lhs.ndim, rhs.ndim))
 
 
-def _raise() -> int:
-    raise ValueError
+# ---------------------------------------------------------------------------
+# Shardings
+# ---------------------------------------------------------------------------
 
 
-def _refused(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
-) -> JaxmpError:
-    return JaxmpError(
-        f"dimension_numbers={dimension_numbers!r} do not fit operands of shapes {lhs.shape} and "
-        f"{rhs.shape}. They are ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), with "
-        f"equal sizes in each pair; for a linear layer ((({lhs.ndim - 1},), (0,)), ((), ()))."
+class Shardings(NamedTuple):
+    """Shardings of the operands and of the result of a dot; None: not on explicit mesh axes."""
+
+    lhs: NamedSharding | None = None
+    rhs: NamedSharding | None = None
+    result: NamedSharding | None = None
+
+    def before_transpose(
+        self, side: int, order: tuple[int, ...]
+    ) -> NamedSharding | PartitionSpec | None:
+        """Returns the sharding of the backward dot that computes the gradient of an operand.
+
+        Args:
+          side: 0 or 1, the operand.
+          order: permutation that brings the axes of the dot's result into those of the operand.
+        """
+        sharding = (self.lhs, self.rhs)[side]
+        return None if sharding is None else before_transpose(sharding, order)
+
+
+def before_transpose(
+    sharding: NamedSharding | PartitionSpec, order: tuple[int, ...]
+) -> NamedSharding | PartitionSpec:
+    """Returns the sharding of an array whose transpose by `order` has `sharding`."""
+    is_spec = isinstance(sharding, PartitionSpec)
+    entries: list[Any] = [None] * len(order)
+    for axis, entry in zip(order, sharding if is_spec else sharding.spec, strict=False):
+        entries[axis] = entry
+    spec = PartitionSpec(*entries)
+    return spec if is_spec else NamedSharding(sharding.mesh, spec)
+
+
+def is_explicit(array: jax.Array) -> bool:
+    """Returns True if the sharding of an array is part of its type."""
+    return AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types
+
+
+def dot_shardings(
+    lhs: jax.Array, rhs: jax.Array, dims: Dims, out_sharding: NamedSharding | PartitionSpec | None
+) -> Shardings:
+    """Returns the shardings of a dot, whose result is sharded as that of `lax.dot_general`.
+
+    Raises the errors of `lax.dot_general`, for example if both operands are sharded along the axes
+    that the dot contracts, and there is no `out_sharding`.
+    """
+    explicit = [is_explicit(operand) for operand in (lhs, rhs)]
+    if out_sharding is None and not any(explicit):
+        return Shardings()
+
+    def dot(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        lhs, rhs = (lax.convert_element_type(operand, FLOAT32) for operand in (lhs, rhs))
+        return lax.dot_general(lhs, rhs, dims.numbers, out_sharding=out_sharding)
+
+    result: Any = jax.make_jaxpr(dot)(lhs, rhs).out_avals[0]
+    of_lhs, of_rhs = (jax.typeof(operand).sharding for operand in (lhs, rhs))
+    return Shardings(
+        of_lhs if explicit[0] else None,
+        of_rhs if explicit[1] else None,
+        result.sharding if any(explicit) else None,
     )
+
+
+def broadcast_factor(factor: jax.Array, product: jax.Array) -> jax.Array:
+    """Broadcasts a factor to the shape of a product; on explicit mesh axes, to its sharding too."""
+    if factor.ndim and is_explicit(product):
+        sharding = jax.typeof(product).sharding
+        entries = (*sharding.spec, *(None,) * (product.ndim - len(sharding.spec)))
+        spec = [e if size > 1 else None for e, size in zip(entries, factor.shape, strict=True)]
+        factor = jax.reshard(factor, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    return jax.numpy.broadcast_to(factor, product.shape)

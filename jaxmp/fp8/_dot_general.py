@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
-from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +16,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
 from jaxmp._core._typing import DTypeLike
-from jaxmp.errors import JaxmpError
-from jaxmp.fp8._call import Call, differentiated_once, shield
-from jaxmp.fp8._checkpoint import named, named_amax, named_values
-from jaxmp.fp8._dims import Dims, make_dims
-from jaxmp.fp8._known_dot import known_product
-from jaxmp.fp8._known_scales import are_known
+from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.fp8._checkpoint import named, named_amax, named_result, named_values
+from jaxmp.fp8._dims import Dims, Shardings, dot_shardings, make_dims
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
 from jaxmp.fp8._operands import (
     AMAX,
     Operand,
+    as_floats,
     multiply,
     observed,
     quantized,
 )
-from jaxmp.fp8._quantize import as_floats
 from jaxmp.fp8._scaling import (
+    GEMMS,
     DelayedScaling,
     MXScaling,
     Scaling,
     ScalingLike,
     as_scaling,
 )
-from jaxmp.fp8._shardings import Shardings, dot_shardings
 from jaxmp.fp8._state import (
     AGE,
     State,
@@ -51,6 +48,31 @@ from jaxmp.fp8._state import (
 _SIDES = {"lhs": 0, "rhs": 1}
 
 _PRECISIONS = (str, lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
+
+
+class Call(NamedTuple):
+    """Static arguments of one FP8 dot."""
+
+    scaling: Scaling
+    dims: Dims
+    # 0 or 1: the operand that is the kernel. The other one is the input.
+    kernel: int
+    dtypes: tuple[Any, Any]
+    out_dtype: DTypeLike
+    precision: Any
+    # Those of the operands and of the result, on explicit mesh axes.
+    shardings: Shardings
+
+    def role(self, side: int) -> str:
+        return "kernel" if side == self.kernel else "input"
+
+    def gemm_of_gradient(self, side: int) -> str:
+        """Returns the name of the dot that computes the gradient of operand `side`."""
+        return "wgrad" if side == self.kernel else "dgrad"
+
+    def format(self, gemm: str, role: str) -> Any:
+        formats = self.scaling.formats(gemm)
+        return None if formats is None else formats[GEMMS[gemm].index(role)]
 
 
 def dot_general(scaling: ScalingLike = None, *, kernel: str = "rhs") -> Callable[..., jax.Array]:
@@ -123,7 +145,7 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
         lhs, rhs = (
             as_floats(x, name, "fp8.dot_general") for x, name in ((lhs, "lhs"), (rhs, "rhs"))
         )
-        _check_call(scaling, precision, out_sharding, state)
+        _check_call(scaling, precision, state)
         dims = make_dims(lhs, rhs, dimension_numbers)
         call = Call(
             scaling,
@@ -138,17 +160,13 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
         # over them. Casting both operands to device-varying makes the transpose compute this sum.
         axes = _compat.varying_axes((lhs, rhs))
         lhs, rhs = _compat.vary((lhs, rhs), axes)
-        is_explicit = call.shardings.result is not None
-        if isinstance(scaling, MXScaling) and is_explicit:
+        if isinstance(scaling, MXScaling) and call.shardings.result is not None:
             # Rows of blocks merge dimensions, which explicit mesh axes do not allow in general.
             on_auto = call._replace(shardings=Shardings())
             product = lambda lhs, rhs: _product(on_auto, lhs, rhs, None)
             run: Any = jax.sharding.auto_axes(product, out_sharding=call.shardings.result)
             return run(lhs, rhs)
-        own = None if state is None else dict(state)
-        if own is not None and not is_explicit and are_known(scaling, own):
-            return known_product(call, lhs, rhs, own)
-        return _product(call, lhs, rhs, own)
+        return _product(call, lhs, rhs, None if state is None else dict(state))
 
     return fp8_dot_general
 
@@ -156,7 +174,6 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
 def _check_call(
     scaling: Scaling,
     precision: lax.PrecisionLike,
-    out_sharding: object,
     state: Mapping[str, jax.Array] | None,
 ) -> None:
     precisions = precision if isinstance(precision, tuple) else (precision,)
@@ -165,11 +182,6 @@ def _check_call(
             f"precision is {type(precision).__name__}, and must be None, a name such as 'highest', "
             "a jax.lax.Precision, an algorithm, or a pair of them. An FP8 product takes two "
             "operands: dot_general(lhs, rhs, dimension_numbers), einsum(equation, x, kernel)."
-        )
-    if not isinstance(out_sharding, (NoneType, NamedSharding, PartitionSpec)):
-        raise JaxmpError(
-            f"out_sharding={out_sharding!r} must be None, a jax.sharding.PartitionSpec or a "
-            "jax.sharding.NamedSharding; for example jax.P('data', None)."
         )
     if isinstance(scaling, DelayedScaling):
         if state is None:
@@ -204,6 +216,43 @@ def _result_dtype(lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None) -
 # ---------------------------------------------------------------------------
 # Forward and backward pass
 # ---------------------------------------------------------------------------
+
+
+def _shield(call: Call, out: jax.Array, kernel_shape: tuple[int, ...]) -> jax.Array:
+    """Names the result of a forward dot, behind a barrier if an activation may follow.
+
+    XLA for GPUs replaces a matmul and a tanh GELU whose input is used again by one cuBLAS call,
+    which it does not support in FP8 (RET_CHECK failure !has_aux_output, JAX 0.12). Layers with more
+    outputs than inputs are those in front of activations. The others do not have the barrier, so
+    that XLA can add a residual as part of the matmul.
+    """
+    sizes = [kernel_shape[axis] for axis in call.dims.contract[call.kernel]]
+    others = [kernel_shape[axis] for axis in call.dims.free(call.kernel)]
+    if math.prod(others) > math.prod(sizes):
+        out = lax.optimization_barrier(out)
+    return named_result(out, batched=bool(call.dims.batch[0]))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _differentiated_once(scaling: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns arrays of which only the first derivative may be taken.
+
+    First-order reverse mode never passes tangents through a forward or backward pass. A tangent
+    implies a second derivative, which raises an error.
+    """
+    del scaling
+    return arrays
+
+
+@_differentiated_once.defjvp
+def _refuse(scaling: str, primals: object, tangents: object) -> NoReturn:
+    """Raises, because JAX would differentiate rounding and amax, or treat them as constants."""
+    del primals, tangents
+    raise CompositionError(
+        f"fp8.dot_general ({scaling}) has no second derivative: what quantizes "
+        "gradients cannot be differentiated. For gradients of gradients (penalties, Hessians) use "
+        'a policy without matmul = "fp8", such as the recipe "bf16".'
+    )
 
 
 def _operand(
@@ -310,13 +359,13 @@ def _operands(
 
 def _forward(call: Call, lhs: Operand | MXOperand, rhs: Operand | MXOperand) -> jax.Array:
     out = _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype, call.shardings.result)
-    return shield(call, out, (lhs, rhs)[call.kernel].values.shape)
+    return _shield(call, out, (lhs, rhs)[call.kernel].values.shape)
 
 
 def _product_fwd(
     call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None
 ) -> tuple[jax.Array, Any]:
-    lhs, rhs = differentiated_once(type(call.scaling).__name__, lhs, rhs)
+    lhs, rhs = _differentiated_once(type(call.scaling).__name__, lhs, rhs)
     before = _before(call, state)
     operands, seen = _operands(call, lhs, rhs, before)
     saved = []
@@ -356,7 +405,7 @@ def _product_bwd(
     call: Call, residuals: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[Any, Any, Any]:
     saved, seen, before, state_leaf = residuals
-    (gradient,) = differentiated_once(type(call.scaling).__name__, gradient)
+    (gradient,) = _differentiated_once(type(call.scaling).__name__, gradient)
     results: list[Any] = []
     operand: Any = None
     of_gradient: Any = None

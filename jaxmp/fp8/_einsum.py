@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import JaxmpError
+from jaxmp.fp8._dims import before_transpose
 from jaxmp.fp8._dot_general import dot_general
-from jaxmp.fp8._quantize import as_floats
+from jaxmp.fp8._operands import as_floats
 from jaxmp.fp8._scaling import ScalingLike
-from jaxmp.fp8._shardings import before_transpose
 
 # Labels of the axes that an ellipsis covers; the last label is the last axis. They are characters
 # for private use, because the labels of an equation are letters.

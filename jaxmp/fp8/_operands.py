@@ -1,4 +1,7 @@
-"""Quantization of one operand of a dot, and the dot of two quantized operands."""
+"""Quantization of one operand of a dot, and the dot of two quantized operands.
+
+Casts to FP8 saturate finite values and keep non-finite values visible.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,120 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core import _compat
-from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT
 from jaxmp._core._jaxprs import QUANTIZE
-from jaxmp._core._typing import DTypeLike
-from jaxmp.fp8._dims import Dims
-from jaxmp.fp8._first_step import if_known
-from jaxmp.fp8._known_scales import factor_of, scale_of
-from jaxmp.fp8._quantize import quantize
-from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling
-from jaxmp.fp8._shardings import broadcast_factor
+from jaxmp._core._typing import ArrayLike, DTypeLike
+from jaxmp.errors import JaxmpError
+from jaxmp.fp8._checkpoint import named_amax
+from jaxmp.fp8._dims import Dims, broadcast_factor
+from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling, fp8_dtype
 from jaxmp.fp8._state import (
     OPERANDS,
     OperandState,
     known_amax,
 )
+
+_LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).tiny)
+# Bits of an FP32 infinity, which are also the mask of the exponent.
+_EXPONENT = 0x7F800000
+
+_FLOATS = FLOATS_16BIT | {FLOAT32, FLOAT64}
+
+
+def as_floats(x: ArrayLike, name: str, caller: str) -> jax.Array:
+    """Returns `x` as an array of a float dtype other than FP8.
+
+    Raises:
+      JaxmpError: with the public function, the argument, and its type or dtype.
+    """
+    try:
+        array = jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise JaxmpError(
+            f"{caller}: {name} is {type(x).__name__} ({str(x)[:40]}), not an array of numbers."
+        ) from None
+    if array.dtype not in _FLOATS:
+        raise JaxmpError(
+            f"{caller}: {name} is {array.dtype}, and must be float16, bfloat16, float32 or "
+            f"float64, which it quantizes by itself: for example {name}.astype(jnp.bfloat16)."
+        )
+    return array
+
+
+def compute_scale(
+    amax: jax.typing.ArrayLike, dtype: DTypeLike, margin: int = 0, power_of_two: bool = False
+) -> jax.Array:
+    """Computes the scale that maps `[-amax, amax]` onto the range of an FP8 format.
+
+    In plain Python, where `limit` is the largest finite value of `dtype`:
+
+        if amax == 0 or amax is not finite:  scale = 1
+        else:  scale = clamp(limit / 2**margin / amax, 2**-126, FP32's largest number)
+               if power_of_two:  scale = 2 ** floor(log2(scale))
+
+    Args:
+      amax: largest magnitude of a tensor: a number, or an array of any shape and float dtype.
+      dtype: the FP8 format, as a name or dtype.
+      margin: the scale is divided by `2**margin`.
+      power_of_two: round the scale down to a power of two.
+
+    Returns:
+      float32 scale of the shape of `amax`, positive and finite for every `amax`.
+
+    Raises:
+      PolicyError: if `dtype` is not an FP8 format.
+
+    Example:
+      >>> compute_scale(jnp.array([2.0, 0.0, jnp.inf]), "e4m3fn").tolist()
+      [224.0, 1.0, 1.0]
+    """
+    limit = float(jnp.finfo(fp8_dtype(dtype)).max)
+    amax = jnp.asarray(amax, FLOAT32)
+    # Compare the bits: processors that flush subnormals treat a subnormal amax as zero.
+    bits = lax.bitcast_convert_type(amax, jnp.uint32)
+    usable = (bits != 0) & (bits < np.uint32(_EXPONENT))
+    scale = lax.full_like(amax, limit * 2.0**-margin) / amax
+    scale = lax.clamp(np.float32(_SMALLEST), scale, np.float32(_LARGEST))
+    if power_of_two:
+        scale = lax.bitcast_convert_type(
+            lax.bitcast_convert_type(scale, jnp.uint32) & np.uint32(_EXPONENT), FLOAT32
+        )
+    return lax.select(usable, scale, lax.full_like(scale, 1.0))
+
+
+def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """Casts `x * scale` to FP8, rounding to nearest with ties to even.
+
+    Finite values beyond the range of the format saturate. Infinities and NaN become NaN, so that a
+    dot with them is NaN and the training step can be skipped. Clipping alone would hide infinities.
+
+    Args:
+      x: array of any shape and float dtype. It is scaled in FP32, float64 in float64.
+      scale: positive and broadcastable to `x`, as returned by `compute_scale`.
+      dtype: the FP8 format, as a name or dtype.
+
+    Returns:
+      Array of the shape of `x` in `dtype`; `x` is approximately this array divided by `scale`.
+
+    Raises:
+      PolicyError: if `dtype` is not an FP8 format.
+
+    Example:
+      >>> quantize(jnp.array([1.0, 1000.0, jnp.inf]), 2.0, "e4m3fn").tolist()
+      [2.0, 448.0, nan]
+    """
+    dtype = fp8_dtype(dtype)
+    limit = float(jnp.finfo(dtype).max)
+    wide = FLOAT64 if x.dtype == FLOAT64 else FLOAT32
+    x = lax.convert_element_type(x, wide)
+    scaled = x * jnp.broadcast_to(lax.convert_element_type(jnp.asarray(scale), wide), x.shape)
+    clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))
+    # The product with 0 is NaN for non-finite elements, and has the sign of all others. JAX would
+    # compute the constants of a selection outside of a scan, which would read them as an array.
+    # `scaled` may overflow with a stale scale, and should saturate.
+    return lax.convert_element_type(clipped + x * np.zeros((), wide), dtype)
+
 
 # The active amax, from which the scale is computed, a float32 scalar; and the measured one, or the
 # partial maxima if the state is active.
@@ -144,57 +247,41 @@ def _quantize(
     """
     if in_force is None or measured is None:
         in_force = measured = amax(x, axes)
-    scale = scale_of(in_force, scaling, dtype)
-    return cast(x, scale, scaling, dtype), factor_of(scale)
-
-
-def cast(x: jax.Array, scale: jax.Array, scaling: Scaling, dtype: DTypeLike) -> jax.Array:
-    """Quantizes `x` with a scale in the layout and the kernel that the dots require."""
+    scale = compute_scale(in_force, dtype, scaling.margin, scaling.power_of_two)
+    # The reciprocal of a scale above 2**126 would be subnormal and might be flushed to zero.
+    factor = lax.div(lax.full_like(scale, 1), lax.min(scale, lax.full_like(scale, 2.0**126)))
     values = quantize(x, scale, dtype)
     if _compat.target() == "gpu" and x.dtype == FLOAT32:
         # XLA would lay an FP32 kernel out as the transposed copy that cuBLAS reads, in a slow pass
         # over FP32, and transpose the copy again for the other matmul.
         values = _compat.row_major(values)
-    # XLA for GPUs computes either the amax or a transposed copy in the kernel that quantizes. With
-    # the barrier, it is the amax, and the copy is made of one byte per element.
-    return lax.optimization_barrier(values) if isinstance(scaling, DelayedScaling) else values
+    return values, factor
 
 
 _QUANTIZE = jitted_by_role(_quantize, "scaling", "dtype", "axes")
 
 
-def _over_devices(maxima: jax.Array, state: OperandState) -> jax.Array:
-    """Returns, inside `shard_map`, the maximum over the devices that share the state."""
+def _measured(x: jax.Array, state: OperandState, count: int) -> jax.Array:
+    """Returns partial maxima of `x`, over all examples and devices that share the state."""
+    maxima = _state_maxima(0, count)(x, state.age)
     axes = _compat.varying_axes(maxima) - _compat.varying_axes(state)
     return _compat.largest(maxima, tuple(sorted(axes, key=str))) if axes else maxima
-
-
-def measure_amax(x: jax.Array, state: OperandState) -> jax.Array:
-    """Returns the amax of `x`, over all examples and devices that share the state."""
-    return _over_devices(_state_maxima(0, 1)(x, state.age), state).reshape(())
-
-
-def measure_partials(x: jax.Array, state: OperandState) -> jax.Array:
-    """Returns partial maxima of `x`, as many as an active state has."""
-    count = state.amax_history.shape[0]
-    return _over_devices(_state_maxima(0, count)(x, state.age), state)
 
 
 def _observe(x: jax.Array, state: OperandState, scaling: DelayedScaling) -> Seen:
     """Returns the active amax, which is that of `x` if there is no earlier one, and the new one."""
     known, history = known_amax(scaling, state), state.amax_history
     is_active, is_known = history.ndim > 1, known > np.float32(0)
-    measured = (measure_partials if is_active else measure_amax)(x, state)
-    if not scaling.calibrate:
-        return known, measured
-    whole = lambda: measure_amax(x, state) if is_active else measured
-    select = lambda: lax.select(is_known, known, whole())
-    if not is_active or history.shape[0] == 1:
-        # Every step measures the amax for the history anyway.
-        return select(), measured
-    # With a branch, only the first step reads the tensor once more. The other steps measure it in
-    # the kernel that quantizes it.
-    return if_known(scaling, is_known, lambda: known, select), measured
+    whole = lambda: named_amax(_measured(x, state, 1).reshape(()))
+    if is_active and history.shape[0] > 1:
+        partials = _measured(x, state, history.shape[0])
+        # With a branch, only the first step reads the tensor once more. The other steps measure it
+        # in the kernel that quantizes it.
+        active = lax.cond(is_known, lambda: known, whole) if scaling.calibrate else known
+        return active, partials
+    measured = whole()
+    active = lax.select(is_known, known, measured) if scaling.calibrate else known
+    return active, measured[None] if is_active else measured
 
 
 def _observe_and_quantize(
@@ -204,7 +291,12 @@ def _observe_and_quantize(
     dtype: DTypeLike,
 ) -> tuple[tuple[jax.Array, jax.Array], Seen]:
     seen = _observe(x, state, scaling)
-    return _quantize(x, *seen, scaling, dtype, None), seen
+    values, factor = _quantize(x, *seen, scaling, dtype, None)
+    if seen[1].size > 1 or not scaling.calibrate:
+        # XLA for GPUs computes either the amax or a transposed copy in the kernel that quantizes.
+        # With the barrier, it is the amax, and the copy is made of one byte per element.
+        values = lax.optimization_barrier(values)
+    return (values, factor), seen
 
 
 _OBSERVE = jax.jit(_observe, static_argnames="scaling")
@@ -291,15 +383,8 @@ def multiply(
         )
     if lhs.factor.ndim == rhs.factor.ndim == 0:
         factor = lhs.factor * rhs.factor
-        return multiply_values(
-            lhs.values,
-            rhs.values,
-            factor,
-            dims,
-            out_dtype,
-            accurate=accurate,
-            shared=shared,
-            out_sharding=out_sharding,
+        return _multiply_values(
+            lhs.values, rhs.values, factor, dims, out_dtype, accurate, shared, out_sharding
         )
     product = _dot(lhs.values, rhs.values, dims, out_dtype, accurate, out_sharding)
     product = lax.convert_element_type(product, FLOAT32)
@@ -308,16 +393,15 @@ def multiply(
     return lax.convert_element_type(product, out_dtype)
 
 
-def multiply_values(
+def _multiply_values(
     lhs: jax.Array,
     rhs: jax.Array,
     factor: jax.Array,
     dims: Dims,
     out_dtype: DTypeLike,
-    *,
     accurate: bool,
-    shared: int | None = None,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
+    shared: int | None,
+    out_sharding: NamedSharding | PartitionSpec | None,
 ) -> jax.Array:
     """Multiplies FP8 values, and the result by a scalar factor; arguments as in `multiply`."""
     on_gpu = _compat.target() == "gpu"

@@ -28,8 +28,8 @@ State = dict[str, jax.Array]
 OPERANDS = ("input", "kernel", "output_grad")
 AGE = "age"
 USES = "uses"
-# In an active state, the size of `X_amax`, and the first index of the results of `common_scales`.
-ACTIVE_SIZE, COMMON_SCALE = 7, 3
+# Size of `X_amax` in an active state.
+ACTIVE_SIZE = 3
 # Prefix of the leaves among the variables of a Flax layer.
 PREFIX = "fp8_"
 # The leaves of one layer's state.
@@ -78,24 +78,20 @@ def check_state(scaling: DelayedScaling, state: object) -> None:
       JaxmpError: with the keys, or the first leaf that differs.
     """
     expected = _shapes(scaling)
-    fix = "Make it with fp8.init_state(scaling)."
     if not isinstance(state, Mapping) or set(state) != set(expected):
         keys = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise JaxmpError(
             f"The state of {type(scaling).__name__} has the keys {sorted(expected)}, not {keys}. "
-            f"{fix}"
+            "Make it with fp8.init_state(scaling)."
         )
-    if is_active(state):
-        return
-    for name, shape in expected.items():
+    for name, shape in () if is_active(state) else expected.items():
         leaf = state[name]
-        if not hasattr(leaf, "dtype"):
-            raise JaxmpError(f"state[{name!r}] is {type(leaf).__name__}, no array. {fix}")
-        if leaf.shape != shape or not (leaf.dtype == FLOAT32 or _is_max(leaf)):
+        dtype = getattr(leaf, "dtype", type(leaf).__name__)
+        if np.shape(leaf) != shape or not (dtype == FLOAT32 or _is_max(leaf)):
             raise JaxmpError(
-                f"state[{name!r}] has shape {leaf.shape} and dtype {leaf.dtype}; with "
+                f"state[{name!r}] has shape {np.shape(leaf)} and dtype {dtype}; with "
                 f"amax_history_len={scaling.amax_history_len} it must have shape {shape} and dtype "
-                f"float32. {fix}"
+                "float32. Make it with fp8.init_state(scaling)."
             )
 
 

@@ -5,9 +5,8 @@ GPU starts about eleven small kernels per layer. `begin_step` and `finish_step` 
 of all layers together, outside of the differentiated function. Between them, a layer receives its
 *active state*, with the same names and other shapes:
 
-- `X_amax`, `[7]`: the stored amax, the largest and the newest entry of the history, and the results
-  of `common_scales`. Its gradient contains the active amax: 0 if it is that of this step, -1 if
-  there is none.
+- `X_amax`, `[3]`: the stored amax, and the largest and the newest entry of the history. Its
+  gradient contains the active amax: 0 if it is that of this step, -1 if there is none.
 - `X_amax_history`, `[partials, 1]`: zeros. Its gradient contains partial maxima of the magnitudes
   in this step, so that one kernel computes the maxima of all tensors.
 """
@@ -22,7 +21,6 @@ import numpy as np
 from jax import lax
 
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp.fp8._known_scales import common_scales
 from jaxmp.fp8._operands import amax
 from jaxmp.fp8._state import AGE, OPERANDS, USES, State, settled, to_float32
 
@@ -75,19 +73,20 @@ def begin_step(states: Sequence[State], partials: int) -> list[State]:
 
     Args:
       states: states in float32 for which `can_begin` is True.
-      partials: number of partial maxima of each tensor; 1 for tensors on several devices.
+      partials: number of partial maxima of each tensor; 1 for tensors on several devices. Layers
+        that are stacked, as in a scan, have 1: each step measures a tensor before it is quantized,
+        because XLA for GPUs would copy the operands of a branch in each iteration of a loop.
     """
     active: list[State] = [{} for _ in states]
     for indices in _groups(states):
         ages, amaxes, histories = zip(*(_stored(states[index]) for index in indices), strict=True)
         history = jnp.concatenate(histories)
         stored = jnp.concatenate(amaxes)
-        largest = jnp.max(history, axis=-1)
-        amaxes = jnp.stack([stored, largest, history[..., 0]], axis=-1)
-        known = jnp.concatenate([amaxes, common_scales(largest)], axis=-1)
+        known = jnp.stack([stored, jnp.max(history, axis=-1), history[..., 0]], axis=-1)
         stack = history.shape[1:-1]
         # All layers have the same arrays of zeros, of which only the gradients differ.
-        uses, maxima = jnp.zeros(stack, FLOAT32), jnp.zeros((*stack, partials, 1), FLOAT32)
+        count = 1 if stack else partials
+        uses, maxima = jnp.zeros(stack, FLOAT32), jnp.zeros((*stack, count, 1), FLOAT32)
         parts = lax.split(known, [3] * len(indices))
         for index, age, part in zip(indices, ages, parts, strict=True):
             active[index] = {AGE: age, USES: uses}

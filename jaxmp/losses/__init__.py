@@ -2,8 +2,7 @@
 
 They compute in float64 if the operands are float64. No array of the size of the logits is stored in
 FP32. `softmax_cross_entropy` takes logits, and `linear_cross_entropy` takes the input and the
-kernel of the layer that computes them. `mse`, `kl_divergence` and `sigmoid_binary_cross_entropy`
-take the usual operands. All losses share the arguments `weights` and `reduction`:
+kernel of the layer that computes them. Both have the arguments `weights` and `reduction`:
 
 - `"mean"`: the sum of weighted losses, divided by the sum of weights (without weights: by the
   number of rows that are not ignored); 0 if the divisor is 0, as in a batch of padding only.
@@ -18,16 +17,7 @@ A row of weight 0 has loss 0 and a gradient of exactly 0, even if it contains in
 Shape suffixes: ... any dimensions, V classes, D features, N rows, C rows of one chunk.
 """
 
-from jaxmp.losses._elementwise import kl_divergence as kl_divergence
-from jaxmp.losses._elementwise import mse as mse
-from jaxmp.losses._elementwise import sigmoid_binary_cross_entropy as sigmoid_binary_cross_entropy
 from jaxmp.losses._linear import linear_cross_entropy as linear_cross_entropy
 from jaxmp.losses._softmax import softmax_cross_entropy as softmax_cross_entropy
 
-__all__ = [
-    "kl_divergence",
-    "linear_cross_entropy",
-    "mse",
-    "sigmoid_binary_cross_entropy",
-    "softmax_cross_entropy",
-]
+__all__ = ["linear_cross_entropy", "softmax_cross_entropy"]

@@ -21,24 +21,22 @@ from jaxmp.errors import JaxmpError
 from jaxmp.losses._arguments import (
     Reduction,
     Terms,
+    apply_factors,
     check_indices,
     check_layer,
     check_reduction,
     make_terms,
-    read_indices,
-    shape_of,
-    vary_alike,
-)
-from jaxmp.losses._softmax import forward, slope_of
-from jaxmp.losses._weights import (
-    apply_factors,
     mark_invalid,
+    read_indices,
     reduce_sum,
     row_factors,
+    shape_of,
     total_weight,
+    vary_alike,
     weighted_sum,
     zero_unweighted,
 )
+from jaxmp.losses._softmax import forward, slope_of
 
 
 def linear_cross_entropy(

@@ -21,14 +21,12 @@ from jaxmp.losses._arguments import (
     check_reduction,
     check_same_shape,
     make_terms,
-    read_indices,
-    shape_of,
-    vary_alike,
-)
-from jaxmp.losses._weights import (
     mark_invalid,
+    read_indices,
     reduce_losses,
     row_factors,
+    shape_of,
+    vary_alike,
 )
 
 

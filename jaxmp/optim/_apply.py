@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import PyTree
 from jaxmp.optim._assign import assign, unpack_masters, unpack_parameters
-from jaxmp.optim._find import find
+from jaxmp.optim._find import guard_of
 from jaxmp.optim._master import MasterParamsState, add_update
 from jaxmp.optim._skip import SkipNonfiniteState
 
@@ -66,7 +63,7 @@ def apply_update(
 
 
 def _poison_all(grads: PyTree) -> PyTree:
-    """Sets all gradients to NaN if one is not finite, because each guard sees only its group."""
+    """Sets all gradients to NaN if one is not finite, because a guard may see only some of them."""
     finite = _trees.all_finite(grads)
     return jax.tree.map(
         lambda g: (
@@ -86,32 +83,16 @@ def _is_guarded(node: PyTree) -> bool:
 
 
 def _applied(opt_state: PyTree) -> jax.Array | None:
-    states = [node for _, node in find(opt_state, SkipNonfiniteState)]
-    flags = [node.stats.last_finite for node in states if node.settings.guarded]
-    return functools.reduce(lax.bitwise_and, flags) if flags else None
+    guard = guard_of(opt_state)
+    return guard.stats.last_finite if guard is not None and guard.settings.guarded else None
 
 
 def _restore(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Restores the old state, except loss scales and counters, if any of the guards skipped.
-
-    Several guards, each for a group of the parameters, count and adjust together: a group whose own
-    masters fit must not raise its loss scale while another group backs off.
-    """
-    several = len(find(old, SkipNonfiniteState)) > 1
+    """Restores the old state around the guard if it skipped; it has restored its own."""
 
     def restore(n: PyTree, o: PyTree) -> PyTree:
         if not _is_guarded(n):
             return _trees.select(applied, n, o)
-        n = dataclasses.replace(n, inner_state=_trees.select(applied, n.inner_state, o.inner_state))
-        if not (several and n.settings.guarded):
-            return n
-        return dataclasses.replace(
-            n,
-            loss_scale=o.loss_scale.adjust(applied),
-            # The group of the non-finite gradient is unknown here.
-            stats=o.stats.after(
-                applied, o.loss_scale.at_floor, n.stats.overflow_leaf, o.stats.nonfinite_leaf
-            ),
-        )
+        return n
 
     return jax.tree.map(restore, new, old, is_leaf=_is_guarded)

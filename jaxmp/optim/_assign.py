@@ -15,7 +15,7 @@ from jaxmp._core._dtypes import bits
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._policies._resolve import storage_dtype
 from jaxmp.errors import RecipeWarning
-from jaxmp.optim import _storage
+from jaxmp.optim import _master
 from jaxmp.optim._master import (
     MasterParamsState,
     UnpackedMasters,
@@ -90,7 +90,7 @@ def assign(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
                 written[path] = full if dtype is None else _trees.cast(full, dtype)
                 masters.append(optax.MaskedNode())
             elif node.layout.master == "packed":
-                written[path], remainder = _storage.pack(full)
+                written[path], remainder = _master.pack(full)
                 masters.append(remainder)
             else:
                 written[path] = _trees.cast(full, dtype)
@@ -118,7 +118,7 @@ def store(params: PyTree, state: PyTree) -> PyTree:
         names: _trees.Path, leaf: Array | jax.ShapeDtypeStruct
     ) -> Array | jax.ShapeDtypeStruct:
         dtype, master = storage.get(path_of(names, collections), (None, "fp32"))
-        return leaf if dtype is None else _storage.to_storage(leaf, dtype, master)
+        return leaf if dtype is None else _master.to_storage(leaf, dtype, master)
 
     return _trees.map_with_path(cast_leaf, params)
 

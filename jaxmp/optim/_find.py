@@ -1,4 +1,6 @@
-"""Finds transformations in a state at any nesting, and reads their loss scale and masters."""
+"""Finds transformations in a state at any nesting, reads their loss scale and masters, and checks
+that no transformation around `mixed_precision` breaks training silently.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,19 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
-from jax.core import Tracer
+import optax
 
 from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from jaxmp._loss_scale import LossScale, NoLossScale
 from jaxmp.errors import (
     CompositionError,
     JaxmpError,
 )
 from jaxmp.optim._assign import unpack_masters
 from jaxmp.optim._master import MasterParamsState, master_states
-from jaxmp.optim._skip import SkipNonfiniteState, SkipSettings, as_axes
-
-_LOSS_SCALES = (NoLossScale, StaticLossScale, DynamicLossScale)
+from jaxmp.optim._skip import SkipNonfiniteState, as_axes
 
 
 def find(state: PyTree, classes: type | tuple[type, ...]) -> list[tuple[str, Any]]:
@@ -37,6 +36,24 @@ def _tree(state: PyTree) -> PyTree:
     return getattr(state, "opt_state", state)
 
 
+def guard_of(opt_state: PyTree) -> SkipNonfiniteState | None:
+    """Returns the state of `recipe.optimizer` in an optimizer state; None if there is none.
+
+    Raises:
+      CompositionError: if there are several.
+    """
+    nodes = find(opt_state, SkipNonfiniteState)
+    if len(nodes) > 1:
+        raise CompositionError(
+            f"This optimizer has {len(nodes)} states of recipes, at "
+            f"{', '.join(path for path, _ in nodes)}. One backward pass has one loss scale, and "
+            "all parameters skip the same steps. Put the groups inside: "
+            "recipe.optimizer(optax.multi_transform({...}, labels)). Rules of the recipe set the "
+            "dtypes of single parameters, such as jaxmp.Rule('head', 'p=f32')."
+        )
+    return nodes[0][1] if nodes else None
+
+
 def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, Any]:
     """Adds the options of `value_and_grad` that an optimizer determines.
 
@@ -50,82 +67,32 @@ def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, An
       All options.
 
     Raises:
-      CompositionError: if `axis_name` differs from that of the optimizer, or if the optimizer has
-        several loss scales.
+      CompositionError: if `axis_name` differs from that of the optimizer.
     """
-    settings = [node.settings for _, node in find(opt_state, SkipNonfiniteState)]
-    defaults: dict[str, Any] = {}
-    if settings:
-        defaults["axis_name"] = _the_axes(settings, options)
-        if settings[0].gradients is not None:
-            defaults |= dataclasses.asdict(settings[0].gradients)
+    guard, defaults = guard_of(opt_state), {}
+    if guard is not None:
+        axes = guard.settings.axis_name
+        if "axis_name" in options and as_axes(options["axis_name"]) != axes:
+            shown = axes[0] if len(axes) == 1 else axes or None
+            raise CompositionError(
+                f"value_and_grad(axis_name={options['axis_name']!r}), but the optimizer has "
+                f"axis_name={shown!r}. Specify it once, in the optimizer: "
+                f"recipe.optimizer(inner, axis_name={options['axis_name']!r}), and leave it out "
+                "of value_and_grad, which then averages over this axis."
+            )
+        defaults["axis_name"] = axes
+        if guard.settings.gradients is not None:
+            defaults |= dataclasses.asdict(guard.settings.gradients)
     if "loss_scale" not in options:
-        defaults["loss_scale"] = shared_loss_scale(opt_state)
+        defaults["loss_scale"] = own_loss_scale(opt_state)
     return {**defaults, **options}
 
 
-def _the_axes(settings: list[SkipSettings], options: dict[str, Any]) -> tuple[Any, ...]:
-    axes = settings[0].axis_name
-    for other in settings[1:]:
-        if other.axis_name != axes:
-            raise CompositionError(
-                f"The groups of this optimizer have different axes: {_shown(axes)} and "
-                f"{_shown(other.axis_name)}. Use the same axis_name for all groups."
-            )
-    if "axis_name" in options and as_axes(options["axis_name"]) != axes:
-        raise CompositionError(
-            f"value_and_grad(axis_name={options['axis_name']!r}), but the optimizer has "
-            f"axis_name={_shown(axes)}. Specify it once, in the optimizer: "
-            f"recipe.optimizer(inner, axis_name={options['axis_name']!r}), and leave it out of "
-            "value_and_grad, which then averages over this axis."
-        )
-    return axes
-
-
-def _shown(axes: tuple[Any, ...]) -> str:
-    return repr(axes[0] if len(axes) == 1 else axes or None)
-
-
-def shared_loss_scale(opt_state: PyTree) -> LossScale:
-    """Returns the loss scale for all parameters; `NoLossScale()` if the optimizer has none.
-
-    Several groups of parameters, each with an optimizer, share one backward pass and therefore one
-    scale. `apply_update` adjusts the scales of all groups together, so that equal scales remain
-    equal.
-
-    Raises:
-      CompositionError: if the loss scales of groups have different settings.
-    """
-    scales = [
-        (path, scale)
-        for path, scale in find(opt_state, _LOSS_SCALES)
-        if not isinstance(scale, NoLossScale)
-    ]
-    if not scales:
-        return NoLossScale()
-    first = scales[0][1]
-    for path, scale in scales[1:]:
-        if not _alike(first, scale):
-            raise CompositionError(
-                f"The groups of this optimizer have different loss scales: {first!r} at "
-                f"{scales[0][0]} and {scale!r} at {path}. One backward pass has one scale. Use the "
-                "same one for all groups, or put the groups inside: "
-                "recipe.optimizer(optax.multi_transform({...}, labels))."
-            )
-    return jax.tree.map(_compat.plain_array, first, is_leaf=is_variable)
-
-
-def _alike(scale: LossScale, other: LossScale) -> bool:
-    """Returns True if two loss scales have the same settings and, if known, the same values."""
-    if jax.tree.structure(scale) != jax.tree.structure(other):
-        return False
-    pairs = zip(jax.tree.leaves(scale), jax.tree.leaves(other), strict=True)
-    known = [pair for pair in pairs if not any(_is_unknown(value) for value in pair)]
-    return all(np.array_equal(a, b) for a, b in known)
-
-
-def _is_unknown(value: object) -> bool:
-    return isinstance(value, (Tracer, jax.ShapeDtypeStruct))
+def own_loss_scale(opt_state: PyTree) -> LossScale:
+    """Returns the loss scale of an optimizer state; `NoLossScale()` if it has none."""
+    guard = guard_of(opt_state)
+    scale = NoLossScale() if guard is None else guard.loss_scale
+    return jax.tree.map(_compat.plain_array, scale, is_leaf=is_variable)
 
 
 def only(nodes: list[tuple[str, Any]], description: str) -> Any:
@@ -166,10 +133,7 @@ def get_loss_scale(state: PyTree) -> LossScale:
       >>> float(get_loss_scale(tx.init({"w": jnp.ones(2)})).scale_value)
       65536.0
     """
-    scales = find(state, _LOSS_SCALES)
-    # Groups of parameters without a loss scale have a `NoLossScale` each.
-    several = [pair for pair in scales if not isinstance(pair[1], NoLossScale)]
-    return only(several or scales[:1], "loss scale")
+    return only(find(state, LossScale), "loss scale")
 
 
 def get_master_params(state: PyTree) -> PyTree:
@@ -232,3 +196,98 @@ def replace_by_masters(params: PyTree, opt_state: PyTree) -> PyTree:
         return masters.get(_trees.parameter_path(inside), leaf)
 
     return _trees.map_with_path(read, params)
+
+
+# ---------------------------------------------------------------------------
+# Compositions
+# ---------------------------------------------------------------------------
+
+
+def check_composition(opt_state: PyTree) -> None:
+    """Checks that no transformation around `mixed_precision` breaks it.
+
+    Args:
+      opt_state: the optimizer state (or its shapes) as `tx.init` returns it.
+
+    Raises:
+      CompositionError: with the wrapper, the reason, and the composition that works.
+    """
+    guard_of(opt_state)
+    _check_node(opt_state)
+
+
+# Wrappers that pass gradients and updates through unchanged, for their parameters.
+_TRANSPARENT = (
+    optax.MaskedState,
+    optax.PartitionState,
+    optax.InjectHyperparamsState,
+    optax.InjectStatefulHyperparamsState,
+)
+
+
+def _check_node(node: PyTree) -> None:
+    if isinstance(node, SkipNonfiniteState):
+        if find(node.inner_state, SkipNonfiniteState):
+            raise CompositionError(
+                "mixed_precision inside mixed_precision: two guards and two loss scales for the "
+                "same parameters. Apply the recipe once: tx = recipe.optimizer(inner)."
+            )
+        return
+    if not find(node, SkipNonfiniteState) and not _has_masters(node):
+        return
+    if isinstance(node, optax.MultiStepsState):
+        raise CompositionError(
+            "optax.MultiSteps around mixed_precision: an overflow would remain in its accumulator "
+            "forever. Accumulate inside: recipe.optimizer(optax.MultiSteps(inner, every_k)),"
+            " or use value_and_grad(..., microbatches=k)."
+        )
+    if isinstance(node, optax.ApplyIfFiniteState):
+        raise CompositionError(
+            "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, "
+            "which would never back off. Remove it: recipe.optimizer(inner) already skips such "
+            "steps."
+        )
+    if _has_masters(node):
+        _check_assignable(node)
+    for child in _children(node):
+        _check_node(child)
+
+
+def _has_masters(node: PyTree) -> bool:
+    return any(jax.tree.leaves(state.masters) for state in master_states(node))
+
+
+def _check_assignable(node: PyTree) -> None:
+    """Raises if a wrapper changes updates, which assignment from masters would ignore."""
+    if isinstance(node, (*_TRANSPARENT, MasterParamsState)):
+        return
+    if _is_chain(node):
+        parts = list(node.values()) if isinstance(node, dict) else list(node)
+        for index, part in enumerate(parts[:-1]):
+            if _has_masters(part):
+                raise CompositionError(
+                    f"Part {index + 1} of {len(parts)} of an optax.chain has masters of 16-bit "
+                    "parameters, and other parts follow it. The parameters are assigned from the "
+                    "masters, so that the following parts would be ignored. Put them inside: "
+                    "recipe.optimizer(optax.chain(inner, ...)); for groups of parameters use "
+                    "optax.multi_transform."
+                )
+        return
+    raise CompositionError(
+        f"{type(node).__name__} around masters of 16-bit parameters: the parameters are assigned "
+        "from the masters, so that changes of the updates by this wrapper would be ignored. Put it "
+        "inside: recipe.optimizer(wrapper(inner)), or store the parameters in FP32."
+    )
+
+
+def _is_chain(node: PyTree) -> bool:
+    plain_tuple = isinstance(node, tuple) and not hasattr(node, "_fields")
+    return plain_tuple or isinstance(node, dict)
+
+
+def _children(node: PyTree) -> list[Any]:
+    """Returns the direct children of a pytree node; none for a leaf."""
+    if isinstance(node, optax.PartitionState):
+        return list(node.inner_states.values())
+    flat = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+    return [] if len(flat) == 1 and flat[0] is node else flat

@@ -1,13 +1,18 @@
-"""Skips steps with non-finite gradients, and keeps the loss scale in the optimizer state."""
+"""Skips steps with non-finite gradients, and keeps the loss scale in the optimizer state.
+
+`mixed_precision` adds masters to that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -23,14 +28,47 @@ from jaxmp._loss_scale import (
     as_loss_scale,
 )
 from jaxmp._loss_scale._use import check_scaled_step
+from jaxmp._policies._device import computes_in
+from jaxmp._recipe_files._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
-from jaxmp.optim._master import UnpackedParameters
-from jaxmp.optim._overflow import (
-    agree_on_overflow,
-    all_fit,
-    can_overflow,
-    overflow_leaf,
+from jaxmp.optim._master import (
+    MasterParamsState,
+    UnpackedParameters,
+    map_master_states,
+    master_params,
+    master_states,
 )
+
+
+def can_overflow(state: PyTree) -> bool:
+    """Returns True if a step can fail because a parameter cannot represent its new value."""
+    return any(node.can_overflow for node in master_states(state))
+
+
+def all_fit(state: PyTree) -> jax.Array:
+    """Returns True if no report in the state requires that the step is skipped."""
+    return functools.reduce(lax.bitwise_and, (node.fits for node in master_states(state)))
+
+
+def overflow_leaf(state: PyTree) -> jax.Array:
+    """Returns the index of the first overflow among all parameters; -1 if there is none."""
+    first, offset = jnp.array(-1, jnp.int32), 0
+    for node in master_states(state):
+        index = jnp.where(node.overflow >= 0, node.overflow + offset, -1)
+        first = lax.select(first >= 0, first, index)
+        offset += len(node.layout.storage)
+    return first
+
+
+def agree_on_overflow(state: PyTree, axes: tuple[Hashable, ...]) -> PyTree:
+    """Combines all reports over devices, which may have different parts of the parameters."""
+
+    def agree(node: MasterParamsState) -> MasterParamsState:
+        overflow, fits = _compat.largest(node.overflow, axes), _compat.agree(node.fits, axes)
+        return dataclasses.replace(node, overflow=overflow, fits=fits)
+
+    return map_master_states(agree, state) if axes else state
+
 
 SKIP_MODES = ("auto", "select", "cond", "none")
 
@@ -364,3 +402,68 @@ def _cond_update(
 
 def _zeros_like(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.zeros_like, tree)
+
+
+# ---------------------------------------------------------------------------
+# Mixed precision
+# ---------------------------------------------------------------------------
+
+
+def mixed_precision(
+    inner: optax.GradientTransformation,
+    *,
+    recipe: RecipeLike,
+    loss_scale: LossScaleLike | Literal["auto"] = "auto",
+    master: str = "auto",
+    skip: str = "auto",
+    axis_name: AxisNames = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adds masters, loss scale and skipped steps: `skip_nonfinite(master_params(inner))`.
+
+    Everything that depends on the raw gradient belongs inside: clipping, weight decay, schedules,
+    `optax.MultiSteps`. `update` receives unscaled gradients, as `jaxmp.value_and_grad` returns
+    them. The `value_and_grad` of a train state or NNX optimizer sums gradients in the dtypes of the
+    recipe.
+
+    Each of the two transformations also works alone. The state of `master_params` reports if a
+    float16 parameter could not represent its new master. `skip_nonfinite` skips a step for which
+    any state inside of it reports that.
+
+    Args:
+      inner: any optax transformation.
+      recipe: a recipe or policies, whose `param_dtype` determines which parameters are stored in
+        16 bits and therefore have a master.
+      loss_scale: the loss scale to keep in the state and adjust. "auto": that of the recipe; for
+        policies that are not a recipe, `DynamicLossScale()` if any of their dtypes is float16,
+        otherwise none. None: no scaling.
+      master: see `master_params`.
+      skip: see `skip_nonfinite`.
+      axis_name: see `skip_nonfinite`.
+
+    Returns:
+      An optax transformation.
+
+    Raises:
+      CompositionError: as in `master_params` and `skip_nonfinite`; from `init`, if the parameters
+        contain the state of FP8 scaling.
+      PolicyError: for an unknown policy or dtype.
+
+    Example:
+      >>> inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+      >>> tx = mixed_precision(inner, recipe="fp16")
+      >>> float(get_loss_scale(tx.init(jnp.ones(2))).scale_value)
+      65536.0
+    """
+    data = as_recipe_data(recipe)
+    if isinstance(loss_scale, str):
+        if loss_scale != "auto":
+            raise CompositionError(
+                f"Unknown loss_scale={loss_scale!r}. Allowed: 'auto', None, a number or a loss "
+                "scale; for example loss_scale=jaxmp.DynamicLossScale()."
+            )
+        loss_scale = data.loss_scale.build()
+    masters = master_params(inner, recipe=data.policies, master=master)
+    gradients = GradientSettings(data.accumulate_dtype, data.reduce_dtype, data.regather)
+    settings = SkipSettings(skip != "none", as_axes(axis_name), gradients)
+    expects_float16 = computes_in(data.policies, np.dtype(np.float16))
+    return guard(masters, loss_scale, skip, settings, expects_float16=expects_float16)

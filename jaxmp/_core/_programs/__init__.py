@@ -5,11 +5,11 @@ Read the modules in this order:
 1. `_constructs` lists the equations that contain jaxprs, such as loops, branches and calls, and
    reads their parameters. No other list of them exists in the package. `_operations` reads those
    of other operations, such as matmuls and reductions.
-2. `_bind` runs one equation again, with other operands, and `_fp32` in FP32.
+2. `_bind` runs one equation again, with other operands, and in FP32.
 3. `_interpreter` runs a jaxpr: a loop over its equations, and one rule per construct. A client is a
    subclass that changes the values of variables, or single equations.
 4. `_in_place` keeps constructs as equations, and traces the jaxprs inside again.
 5. `_analysis` is for code that reads a program instead of running it: an index of one jaxpr, and
-   facts of variables that are propagated forward or backward through constructs. `_outputs`
-   finds the outputs of modules.
+   facts of variables that are propagated forward or backward through constructs, and the outputs
+   of modules.
 """

@@ -7,17 +7,24 @@ traced again once for each combination of types and `key`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxmp._core._compat import jaxpr_body, jaxpr_like
-from jaxmp._core._jaxprs import inners
+from jaxmp._core._jaxprs import array_aval, inners
 from jaxmp._core._programs._bind import bind
-from jaxmp._core._programs._constructs import parameters_with, shard_map_of
+from jaxmp._core._programs._constructs import (
+    CustomJvp,
+    custom_jvp_of,
+    parameters_with,
+    shard_map_of,
+)
 from jaxmp._core._programs._interpreter import Interpreter, Place
 from jaxmp._core._typing import Array
 
@@ -142,3 +149,96 @@ class InPlace(Interpreter):
             new = jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr)
             self._traced[key] = jaxpr, new, results
         return self._traced[key][1:]
+
+    def custom_jvp(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any, of_rule: Place
+    ) -> list[Any]:
+        """Runs a `custom_jvp` function and its rule, both for the current types of their operands.
+
+        Args:
+          equation, operands, place, state: as in `in_place`.
+          of_rule: location in which the rule runs.
+        """
+        function = custom_jvp_of(equation)
+        jaxpr, notes = self.retraced(function.jaxpr, operands, place, state)
+        avals = [array_aval(var) for var in equation.invars]
+        out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
+        call = jax.custom_jvp(jaxpr_as_fun(jaxpr))
+
+        def call_jvp(
+            primals: tuple[Array, ...], tangents: tuple[Any, ...]
+        ) -> tuple[list[Array], list[Array | SymbolicZero]]:
+            zeros = [
+                isinstance(tangent, SymbolicZero) or not _moves(aval)
+                for tangent, aval in zip(tangents, avals, strict=True)
+            ]
+            recorded, zeros_out = _rule_jaxpr(function, avals, zeros)
+            args = list(map(self.with_array, operands, primals))
+            args += [
+                self.noted(t, None) for t, zero in zip(tangents, zeros, strict=True) if not zero
+            ]
+            moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
+            outs = map(self.as_result, self.run(recorded, args, of_rule), [*out_avals, *moving])
+            arrays = list(map(self.array, outs))
+            rest = iter(arrays[len(out_avals) :])
+            tangents_out = [
+                SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
+                for aval, zero in zip(out_avals, zeros_out, strict=True)
+            ]
+            return arrays[: len(out_avals)], tangents_out
+
+        call.defjvp(call_jvp, symbolic_zeros=function.symbolic_zeros)
+        outs = call(*map(self.array, operands))
+        return list(map(self.noted, outs, notes))
+
+
+def _rule_jaxpr(
+    function: CustomJvp, avals: Sequence[ShapedArray], zeros: list[bool]
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """Traces a `custom_jvp` rule in the recorded dtypes.
+
+    Args:
+      function: the function.
+      avals: the recorded types of the primals.
+      zeros: for each tangent, True if the rule receives a symbolic zero.
+
+    Returns:
+      The jaxpr from primals and nonzero tangents to primal and nonzero tangent results; and for
+      each primal result, True if its tangent is a symbolic zero, which the jaxpr does not return.
+    """
+    # On explicit mesh axes, the sharding is a part of the type.
+    spread = (aval.sharding if any(aval.sharding.spec) else None for aval in avals)
+    shapes = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(avals, spread, strict=True)
+    ]
+    zeros_out: list[bool] = []
+
+    def run(*arrays: Array) -> list[Array]:
+        rest = iter(arrays[len(avals) :])
+        tangents = [
+            SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
+            for aval, zero in zip(avals, zeros, strict=True)
+        ]
+        outs = function.rule.call_wrapped(*arrays[: len(avals)], *tangents)
+        primals_out, tangents_out = outs[: len(outs) // 2], outs[len(outs) // 2 :]
+        if not function.symbolic_zeros:
+            tangents_out = map(_instantiate, tangents_out)
+        tangents_out = list(tangents_out)
+        zeros_out[:] = [isinstance(tangent, SymbolicZero) for tangent in tangents_out]
+        return [*primals_out, *(t for t in tangents_out if not isinstance(t, SymbolicZero))]
+
+    moving = [shape for shape, zero in zip(shapes, zeros, strict=True) if not zero]
+    return jax.make_jaxpr(run)(*shapes, *moving), zeros_out
+
+
+def _moves(aval: ShapedArray) -> bool:
+    """Returns True if a value of this type can have a nonzero tangent: floating or complex."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _instantiate(out: Array | SymbolicZero) -> Array:
+    if not isinstance(out, SymbolicZero):
+        return out
+    aval: Any = out.aval
+    return jnp.zeros(aval.shape, aval.dtype)

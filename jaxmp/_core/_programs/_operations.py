@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax import lax
 
-from jaxmp._core._programs._constructs import LOOPS, scan_of, while_of
+from jaxmp._core._jaxprs import inners
+from jaxmp._core._programs._constructs import LOOPS
 
 # Dimensions of the two operands of a matmul.
 _Sides: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -184,11 +185,7 @@ def loop_of(equation: Any) -> Loop | None:
     name = equation.primitive.name
     if name not in LOOPS:
         return None
-    if name == "scan":
-        scan = scan_of(equation)
-        closed, first, count, length = scan.jaxpr, scan.consts, scan.carry, scan.options["length"]
-    else:
-        loop = while_of(equation)
-        closed, first, count, length = loop.body, loop.body_consts, len(equation.outvars), None
-    body = closed.jaxpr
-    return Loop(body, body.invars[first : first + count], body.outvars[:count], length)
+    inner = inners(equation)[-1]
+    incoming = [inner.jaxpr.invars[n] for n in inner.carried]
+    outgoing = inner.jaxpr.outvars[: len(incoming)]
+    return Loop(inner.jaxpr, incoming, outgoing, inner.times if name == "scan" else None)
