@@ -1,4 +1,4 @@
-"""Trains one recipe with one seed, and shows the progress on standard error."""
+"""Trains one recipe with one seed."""
 
 from __future__ import annotations
 
