@@ -205,13 +205,19 @@ def check_batches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bo
 # ---------------------------------------------------------------------------
 
 
+def user_time() -> float:
+    """Returns the user CPU seconds of this process and of NVIDIA's assembler, which XLA starts."""
+    times = os.times()
+    return times.user + times.children_user
+
+
 def check_time(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     """Returns the CPU time of the plan of GPT-2 124M, without a cache."""
     recipes, targets = ["bf16", "bf16_params", "fp8"], ["a100", "h100", "b200"]
     targets += ["v6e"] * options.tpu
-    before = os.times()
+    before = user_time()
     report = jaxmp.plan(gpt.make_step, recipes=recipes, targets=targets, cache=None)
-    user = os.times().user - before.user
+    user = user_time() - before
     row = {"recipes": recipes, "targets": targets, "user_cpu_seconds": round(user, 1)}
     print(report, row, sep="\n", flush=True)
     return [row], user <= 300
