@@ -22,7 +22,6 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,75 +35,13 @@ from jaxmp._audit._compile import GPUS, compile_for
 from jaxmp._audit._hlo_stats import read_program
 from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
-from jaxmp._core._hlo import Computation, Instruction, Program, Step
+from jaxmp._core._hlo import Program
+from jaxmp._plan._kernels import accessed, kernels
 from result_file import write_result
 
 TARGET = "h200"
 RECIPES = ("fp32", "bf16", "bf16_params", "fp16", "fp8")
 MAKERS = {"linen": gpt.make_step, "nnx": gpt.make_nnx_step}
-
-# ---------------------------------------------------------------------------
-# Kernels of a program
-# ---------------------------------------------------------------------------
-
-_NO_KERNEL = frozenset(
-    ("after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "parameter")
-)
-_NO_KERNEL |= {"tuple", "while"}
-_SLICES = ("dynamic-slice", "gather", "slice")
-
-
-def kernels(program: Program) -> Iterator[Step]:
-    """Yields the kernels that the program starts, including those in loops and branches."""
-    for step in program.steps():
-        opcode = step.instruction.opcode
-        if opcode not in _NO_KERNEL and not opcode.endswith("-done"):
-            yield step
-
-
-def accessed(program: Program, step: Step) -> int:
-    """Returns the bytes that one run of a kernel reads and writes."""
-    kernel = step.instruction
-    operands = [step.computation.instructions[name] for name in kernel.operands]
-    inside = program.inside(kernel)
-    if inside is None:
-        reads = sum(_bytes(one.shapes) for one in operands)
-        return reads + _written(step.computation, kernel)
-    arguments = inside.parameters
-    reads = sum(_read(program, inside, arguments[n]) for n in range(len(operands)))
-    root = inside.root
-    results = [inside.instructions[n] for n in root.operands] if root.opcode == "tuple" else [root]
-    return reads + sum(_written(inside, one) for one in results)
-
-
-def _read(program: Program, inside: Computation, value: Instruction) -> int:
-    """Returns the bytes of an argument of a fused kernel that the kernel reads."""
-    parts = 0
-    for reader in program.readers(inside, value.name):
-        if reader.opcode == "bitcast":
-            parts += _read(program, inside, reader)
-        elif reader.opcode in _SLICES and reader.operands[0] == value.name:
-            parts += _bytes(reader.shapes)
-        elif reader.opcode != "dynamic-update-slice" or reader.operands[0] != value.name:
-            return _bytes(value.shapes)
-    return min(parts, _bytes(value.shapes))
-
-
-def _written(inside: Computation, result: Instruction) -> int:
-    """Returns the bytes of a result that are written, without the workspace of library calls."""
-    if result.opcode in ("bitcast", "get-tuple-element"):
-        source = inside.instructions[result.operands[0]]
-        return _written(inside, source) if source.opcode != "tuple" else _bytes(result.shapes)
-    if result.opcode == "dynamic-update-slice":
-        return _bytes(inside.instructions[result.operands[1]].shapes)
-    if result.opcode == "custom-call" and len(result.shapes) > 1:
-        return _bytes(shape for shape in result.shapes if shape.dtype not in ("int8", "uint8"))
-    return _bytes(result.shapes)
-
-
-def _bytes(shapes: Any) -> int:
-    return sum(shape.bytes for shape in shapes)
-
 
 # ---------------------------------------------------------------------------
 # Counts of a step

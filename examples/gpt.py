@@ -300,8 +300,14 @@ SIZES = {
 }
 
 
-def make_step(recipe: str = "bf16", gpt: GPT = SIZES["gpt2"], batch_size: int = 8) -> Any:
-    """Returns the train step and the shapes of its arguments, for `jaxmp audit`."""
+def make_step(
+    recipe: str | jaxmp.Recipe = "bf16",
+    gpt: GPT = SIZES["gpt2"],
+    batch_size: int = 8,
+    remat: bool | None = None,
+) -> Any:
+    """Returns the train step and the shapes of its arguments, for `jaxmp audit` and `plan`."""
+    gpt = gpt if remat is None else gpt.clone(remat=remat)
     init, train_step = linen_training(recipe, gpt, make_optimizer())
     tokens_BS = jax.ShapeDtypeStruct((batch_size, gpt.max_length + 1), jnp.int32)
     return train_step, jax.eval_shape(init), tokens_BS

@@ -293,9 +293,13 @@ SIZES = {
 
 
 def make_step(
-    recipe: str | jaxmp.Recipe = "bf16", shape: Shape = SIZES["llama-3.2-1b"], batch_size: int = 1
+    recipe: str | jaxmp.Recipe = "bf16",
+    shape: Shape = SIZES["llama-3.2-1b"],
+    batch_size: int = 1,
+    remat: str | None = None,
 ) -> Any:
-    """Returns the train step and the shapes of its arguments, for `jaxmp audit`."""
+    """Returns the train step and the shapes of its arguments, for `jaxmp audit` and `plan`."""
+    shape = dataclasses.replace(shape, remat=remat or shape.remat)
     init, train_step = linen_training(recipe, shape, gpt.make_optimizer())
     tokens_BS = jax.ShapeDtypeStruct((batch_size, shape.max_length + 1), jnp.int32)
     return train_step, jax.eval_shape(init), tokens_BS

@@ -76,11 +76,12 @@ def make_step(
     gpus: int = 8,
     model: int = 1,
     sequences: int = 1,
+    remat: str = "full",
 ) -> tuple[Any, ...]:
     """Returns the train step and the shapes of its arguments, with their shardings."""
     mesh = AbstractMesh((gpus // model, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     rows = NamedSharding(mesh, P("data"))
-    shape = dataclasses.replace(llama.SIZES[size], remat="full")
+    shape = dataclasses.replace(llama.SIZES[size], remat=remat)
     constrain = jax.lax.with_sharding_constraint
 
     def gather(table_VD: jax.Array, dtype: Any) -> jax.Array:

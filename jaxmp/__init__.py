@@ -49,6 +49,7 @@ if _typing.TYPE_CHECKING:
     from jaxmp._gradients import value_and_grad as value_and_grad
     from jaxmp._memory import estimate_memory as estimate_memory
     from jaxmp._nonfinite import locate_nonfinite as locate_nonfinite
+    from jaxmp._plan import plan as plan
     from jaxmp._statistics import with_stats as with_stats
     from jaxmp._train_state import TrainState as TrainState
     from jaxmp._validate import Budget as Budget
@@ -92,6 +93,7 @@ __all__ = [
     "losses",
     "nnx",
     "optim",
+    "plan",
     "register_layer",
     "state_shardings",
     "testing",
@@ -118,6 +120,7 @@ _LAZY = {
     "explain": ("jaxmp._explain", "jax", "jaxmp.explain", ""),
     "locate_nonfinite": ("jaxmp._nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
+    "plan": ("jaxmp._plan", "jax", "jaxmp.plan", ""),
     "testing": ("jaxmp.testing", "flax", "jaxmp.testing", "flax"),
     "register_layer": ("jaxmp._flax._register", "flax", "jaxmp.register_layer", "flax"),
     "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxmp._explain import Explanation as Explanation
     from jaxmp._memory import MemoryEstimate as MemoryEstimate
     from jaxmp._nonfinite import NonfiniteReport as NonfiniteReport
+    from jaxmp._plan import PlanReport as PlanReport
     from jaxmp._statistics import StatsReport as StatsReport
     from jaxmp._statistics import TrainingStats as TrainingStats
     from jaxmp._validate import ValidationReport as ValidationReport
@@ -29,6 +30,7 @@ __all__ = [
     "LossScaleLike",
     "MemoryEstimate",
     "NonfiniteReport",
+    "PlanReport",
     "PolicyLike",
     "RecipeLike",
     "ScalingLike",
@@ -43,6 +45,7 @@ _LAZY = {
     "Explanation": "jaxmp._explain",
     "MemoryEstimate": "jaxmp._memory",
     "NonfiniteReport": "jaxmp._nonfinite",
+    "PlanReport": "jaxmp._plan",
     "StatsReport": "jaxmp._statistics",
     "TrainingStats": "jaxmp._statistics",
     "ValidationReport": "jaxmp._validate",

@@ -79,13 +79,6 @@ MUTATIONS = [
         ("test_targets.py::test_exported_programs_are_for_the_chip",),
     ),
     Mutation(
-        "attributes with line breaks end a computation of a program for a TPU",
-        "jaxmp/_core/_hlo.py",
-        '(?="|}})',
-        '(?="|XX)',
-        ("test_hlo.py::test_line_breaks_in_attributes_do_not_end_a_computation",),
-    ),
-    Mutation(
         "recomputed arrays are estimated in the order of the program",
         "jaxmp/_memory/_liveness.py",
         "for late in (False, True))",
@@ -98,6 +91,38 @@ MUTATIONS = [
         'if _compat.target() == "tpu":',
         'if _compat.target() == "TPU":',
         ("test_device.py::test_fp16_on_a_tpu_warns_and_names_bf16",),
+    ),
+    # Plans.
+    Mutation(
+        "plan: the search for the largest batch stops at a batch that is not next to the limit",
+        "jaxmp/_plan/_programs.py",
+        "last - first == 1",
+        "last - first <= 2",
+        ("test_plan.py::test_the_search_finds_what_trying_each_batch_finds",),
+    ),
+    Mutation(
+        "plan: the roofline adds the times of FLOPs that overlap with those of bytes",
+        "jaxmp/_plan/_bound.py",
+        "max(computing, memory)",
+        "(computing + memory)",
+        ("test_plan.py::test_a_kernel_takes_the_larger_of_the_times_of_flops_and_of_bytes",),
+    ),
+    Mutation(
+        "plan: a recipe is recommended for a gain within the error of the roofline",
+        "jaxmp/_plan/_report.py",
+        "(1 - MARGIN) * _value(base)",
+        "_value(base)",
+        ("test_plan.py::test_the_recommendation_names_bytes_and_formats",),
+    ),
+    Mutation(
+        "programs of TPUs end at a kernel whose attributes contain a line break",
+        "jaxmp/_core/_hlo.py",
+        '_CONTINUED.sub("", text)',
+        "text",
+        (
+            "test_plan.py::test_kernels_of_tpus_are_read",
+            "test_hlo.py::test_line_breaks_in_attributes_do_not_end_a_computation",
+        ),
     ),
     # Values that are not finite.
     Mutation(

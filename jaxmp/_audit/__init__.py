@@ -31,7 +31,7 @@ from jaxmp._audit import _check_rules as _check_rules
 from jaxmp._audit._auditor import Auditor, PolicyContext
 from jaxmp._audit._check_state import label_arguments
 from jaxmp._audit._checks import CHECKS as CHECKS
-from jaxmp._audit._compile import compile_for
+from jaxmp._audit._compile import Compiled, compile_for, compile_lowered
 from jaxmp._audit._make_report import make_report
 from jaxmp._audit._program import is_attention
 from jaxmp._audit._report import AuditReport as AuditReport
@@ -113,16 +113,18 @@ def audit_call(
     # JAX may start its backends at any step of an audit.
     with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
         device = _compat.target() if target is None else get_target(target).platform
-        return _audit(PolicyContext(data, device, code), fn, args, kwargs, target)
+        return audit_program(PolicyContext(data, device, code), fn, args, kwargs, target)[0]
 
 
-def _audit(
+def audit_program(
     context: PolicyContext,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     target: str | None,
-) -> AuditReport:
+    compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
+) -> tuple[AuditReport, Compiled | None]:
+    """Audits a function, and returns the report and the compiled program, if there is one."""
     with contextlib.nullcontext() if target is None else default_target(target):
         traced = trace(fn, args, kwargs)
     auditor = Auditor(context)
@@ -131,5 +133,5 @@ def _audit(
     auditor.run(Scope(traced.closed, stops=is_attention))
     compiled = None
     if target is not None and not get_target(target).uncompiled:
-        compiled = compile_for(target, traced)
-    return make_report(auditor, traced, compiled, function=fn, target=target or "")
+        compiled = compile_for(target, traced, compiler)
+    return make_report(auditor, traced, compiled, function=fn, target=target or ""), compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -126,7 +127,17 @@ class Compiled(NamedTuple):
     chip: Target
 
 
-def compile_for(target: str, traced: Traced) -> Compiled:
+def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
+    """Returns the compiled program of a lowered one, as text, and its memory."""
+    compiled = lowered.compile(compiler_options=options)
+    return compiled.as_text() or "", compiled.memory_analysis()
+
+
+def compile_for(
+    target: str,
+    traced: Traced,
+    compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
+) -> Compiled:
     """Compiles a traced program.
 
     On a machine with such a GPU, JAX compiles for that device. Otherwise XLA's GPU compiler uses a
@@ -136,6 +147,7 @@ def compile_for(target: str, traced: Traced) -> Compiled:
       target: the name of a chip.
       traced: the program. If its arrays or operations are sharded over a mesh of any devices, it is
         compiled for as many GPUs.
+      compiler: is called with the lowered program and the options of the compiler.
 
     Raises:
       TargetError: if the program does not fit a TPU.
@@ -157,9 +169,7 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     try:
         with move.context():
             staged = jax.jit(run, donate_argnums=donated, keep_unused=True).trace(*shapes)
-            compiled = staged.lower(lowering_platforms=(platform,)).compile(
-                compiler_options=options
-            )
+            text, memory = compiler(staged.lower(lowering_platforms=(platform,)), options)
     except jax.errors.JaxRuntimeError as error:
         need = re.search(r"required for.*?\((\S+)\) exceeds available HBM \((\S+)\)", str(error))
         if need:
@@ -174,7 +184,6 @@ def compile_for(target: str, traced: Traced) -> Compiled:
     name = devices[0].device_kind if real else chip.kind
     sizes = {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
     shardings = [shape.sharding for shape in shapes]
-    text, memory = compiled.as_text() or "", compiled.memory_analysis()
     return Compiled(text, memory, name, count, bool(real), sizes, shardings, chip)
 
 
@@ -219,11 +228,16 @@ def _devices_of(mesh: object) -> list[Any]:
     return list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
 
 
-def _described(chip: Target, count: int) -> list[Any]:
+def check_compiler(chip: Target) -> None:
+    """Checks that XLA's compiler for a chip is installed.
+
+    Raises:
+      MissingDependencyError: if it is not.
+    """
     if chip.platform == "tpu":
         if importlib.util.find_spec("libtpu") is None:
             raise missing_dependency("libtpu", f"XLA's compiler for {chip.name}", "tpu-aot")
-        return described_tpus(chip.name, count)
+        return
     try:
         is_installed = any(
             importlib.util.find_spec(f"jax_plugins.xla_{cuda}") for cuda in ("cuda13", "cuda12")
@@ -232,6 +246,12 @@ def _described(chip: Target, count: int) -> list[Any]:
         is_installed = False
     if not is_installed:
         raise missing_dependency("jax-cuda13-plugin", f"XLA's compiler for {chip.name}", "aot")
+
+
+def _described(chip: Target, count: int) -> list[Any]:
+    check_compiler(chip)
+    if chip.platform == "tpu":
+        return described_tpus(chip.name, count)
     try:
         return described_gpus(describe(chip), count)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:

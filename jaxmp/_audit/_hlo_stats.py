@@ -192,12 +192,12 @@ def read_program(
     for step in program.steps():
         instruction = step.instruction
         fusions += instruction.opcode in ("fusion", "fusion-start")
-        endless += instruction.opcode == "while" and "known_trip_count" not in instruction.config
+        endless += program.trips(instruction) is None
         for inside, part in parts(program, step):
             matmul = matmul_of_instruction(flow, step, inside, part)
             if matmul is not None:
                 gemms.append(_gemm_row(matmul, step.times, origins, compiled))
-            elif part.attribute("custom_call_target").startswith("__cudnn$fmha"):
+            elif fused_attention(part):
                 attention.append(_attention_row(inside, part, step.times, origins))
             elif collective_name(part):
                 mesh = compiled.mesh
@@ -271,28 +271,50 @@ def _is_in_outer_loop(op_name: str) -> bool:
     return bool(derivative) and "while/" in before
 
 
+# Matmuls of a kernel of a TPU.
+_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+
+
+def fused_attention(call: Instruction) -> str:
+    """Returns the name of a kernel of fused attention; "" for other instructions."""
+    target = call.attribute("custom_call_target")
+    if target == "tpu_custom_call":
+        return next((name for name in _SPLASH if call.name.startswith(name)), "")
+    return target if target.startswith("__cudnn$fmha") else ""
+
+
 def _attention_row(
     inside: Computation, call: Instruction, times: int, origins: Origins
 ) -> AttentionRow:
-    target, query = call.attribute("custom_call_target"), shape_of(inside, call.operands[0])
-    place: dict[str, Any] = origins.of(call) | ({"phase": BACKWARD} if "Backward" in target else {})
+    kernel = fused_attention(call)
+    arrays = [shape_of(inside, name) for name in call.operands]
+    # Kernels of TPUs have the structure of the mask before the queries.
+    query = next(shape for shape in arrays if len(shape.sizes) >= 4)
+    place: dict[str, Any] = origins.of(call) | ({"phase": BACKWARD} if "Backward" in kernel else {})
     flops = _attention_flops(inside, call) * times
     return AttentionRow(
-        **place, kernel=target, dtype=query.dtype, shape=query.sizes, count=times, flops=flops
+        **place, kernel=kernel, dtype=query.dtype, shape=query.sizes, count=times, flops=flops
     )
 
 
 def _attention_flops(inside: Computation, call: Instruction) -> int:
+    kernel = fused_attention(call)
+    if kernel in _SPLASH:
+        arrays = [shape_of(inside, name) for name in call.operands]
+        query, key = [shape for shape in arrays if len(shape.sizes) == 4][:2]
+        pairs = query.elements * key.sizes[-2]
+        # A mask that depends on positions is causal, as far as the program shows.
+        is_causal = any("q_sequence" in name for name in call.operands)
+        return 2 * _SPLASH[kernel] * pairs // (2 if is_causal else 1)
     config = call.config.get("cudnn_fmha_backend_config", {})
     logits = config.get("intermediate_tensor_shape", {}).get("dimensions", ())
     query, _, value = (shape_of(inside, name) for name in call.operands[:3])
     if len(logits) != 4:
         return 0
-    target = call.attribute("custom_call_target")
     return attention_flops(
         tuple(map(int, logits)),
         (query.sizes[-1], value.sizes[-1]),
         is_causal="CAUSAL" in str(config.get("mask_type")),
         window=int(config.get("sliding_window_length") or 0),
-        backward="Backward" in target,
+        backward="Backward" in kernel,
     )

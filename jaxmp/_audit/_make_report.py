@@ -33,7 +33,7 @@ from jaxmp._core._programs._operations import loop_of, sharding_of_result
 from jaxmp._policies._policy import summarized
 from jaxmp._policies._resolve import matmul_scaling
 from jaxmp._recipe_files._load import RecipeData
-from jaxmp._targets import get_target
+from jaxmp._targets import Target, get_target
 
 
 def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
@@ -168,18 +168,24 @@ def _target_notes(target: str, recipe: RecipeData | None) -> Iterator[str]:
     chip = get_target(target)
     if chip.uncompiled:
         yield f"the program was not compiled for {target!r}: {chip.uncompiled}"
-    if recipe is None:
-        return
+    lacking = "" if recipe is None else lacking_format(chip, recipe)
+    if lacking:
+        yield lacking
+
+
+def lacking_format(chip: Target, recipe: RecipeData) -> str:
+    """Returns that a chip lacks the formats of a recipe, and one that fits; "" otherwise."""
     default = recipe.policies.default
     lacks_fp8 = matmul_scaling(recipe.policies) is not None and "float8_e4m3fn" not in chip.native
-    if lacks_fp8 or (
-        is_16bit(default.compute_dtype) and str(default.compute_dtype) not in chip.native
+    if not lacks_fp8 and (
+        not is_16bit(default.compute_dtype) or str(default.compute_dtype) in chip.native
     ):
-        name = "FP8" if lacks_fp8 else str(default.compute_dtype)
-        fitting = "bf16" if "bfloat16" in chip.native else "fp16"
-        fitting += "_params" * is_16bit(default.param_dtype)
-        text = f"the recipe computes in {name}, which {chip.kind} does not multiply natively"
-        yield f"{text}; this one fits: jaxmp.load_recipe({fitting!r})"
+        return ""
+    name = "FP8" if lacks_fp8 else str(default.compute_dtype)
+    fitting = "bf16" if "bfloat16" in chip.native else "fp16"
+    fitting += "_params" * is_16bit(default.param_dtype)
+    text = f"the recipe computes in {name}, which {chip.kind} does not multiply natively"
+    return f"{text}; this one fits: jaxmp.load_recipe({fitting!r})"
 
 
 def _compiled_program(

@@ -159,11 +159,6 @@ def check_function(fn: object, name: str) -> None:
             f"{name} received an object of type {kind} instead of a function. Pass the function, "
             f"and its arguments separately:\n    {call}"
         )
-    if kind == "CompiledStep":
-        raise AuditError(
-            f"{name} received a step of jaxmp.nnx.compile_step, which contains its own model. Pass "
-            f"the function and its arguments:\n    {call.replace('state', 'model, optimizer')}"
-        )
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:

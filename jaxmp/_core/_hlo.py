@@ -24,7 +24,8 @@ _NAMES = {
     "bf16": "bfloat16",
     "pred": "bool",
 }
-_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([^\]]*)\]")
+# `S(1)` in a layout is the vector memory of a TPU.
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([^\]]*)\](\{[^}]*S\(1\)\})?")
 _BITS = re.compile(r"(\d+)")
 
 
@@ -33,6 +34,7 @@ class Shape(NamedTuple):
 
     type: str
     sizes: tuple[int, ...]
+    is_on_chip: bool = False
 
     @property
     def dtype(self) -> str:
@@ -61,8 +63,12 @@ def _shapes(text: str) -> tuple[Shape, ...]:
     """Returns the shapes of the arrays in an HLO type; tuples are flattened."""
     arrays = _SHAPE.findall(text)
     return tuple(
-        Shape(name, tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size.strip()))
-        for name, sizes in arrays
+        Shape(
+            name,
+            tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size.strip()),
+            bool(layout),
+        )
+        for name, sizes, layout in arrays
         if name != "token"
     )
 
@@ -140,12 +146,24 @@ class Computation(NamedTuple):
         )
         return {int(instruction.rest.partition(")")[0]): instruction for instruction in parameters}
 
+    @property
+    def integers(self) -> dict[str, int]:
+        """Name -> value of each constant that is one integer."""
+        constants = (
+            (i.name, i.rest.partition(")")[0])
+            for i in self.instructions.values()
+            if i.opcode == "constant"
+        )
+        return {name: int(text) for name, text in constants if text.isdecimal()}
+
 
 # ---------------------------------------------------------------------------
 # Programs
 # ---------------------------------------------------------------------------
 
 _CALLS = frozenset({"while", "conditional", "call", "async-start", "custom-call-start"})
+# Attributes of TPU kernels contain line breaks.
+_CONTINUED = re.compile(r'\n(?="|\}\})')
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
@@ -170,13 +188,11 @@ class Program:
         Args:
           text: the result of `jax.stages.Compiled.as_text`.
         """
-        # The attributes of Pallas kernels for TPUs contain line breaks.
-        text = re.sub(r'\n(?="|}})', "", text)
         self.computations: dict[str, Computation] = {}
         self.entry = Computation("", {})
         self._readers: dict[str, dict[str, list[Instruction]]] = {}
         self._header = text[: text.find("\n%")]
-        self._read(text)
+        self._read(_CONTINUED.sub("", text))
 
     def _read(self, text: str) -> None:
         current: Computation | None = None
@@ -213,16 +229,32 @@ class Program:
         for instruction in computation.instructions.values():
             yield Step(instruction, computation, times)
             if instruction.opcode in _CALLS:
-                inside = times * self.trips(instruction)
+                inside = times * (self.trips(instruction) or 1)
                 for called in map(self.computations.__getitem__, instruction.called):
                     yield from self._steps(called, inside)
 
-    @staticmethod
-    def trips(instruction: Instruction) -> int:
-        """Returns the trip count of a loop if XLA specifies it; otherwise 1."""
+    def trips(self, instruction: Instruction) -> int | None:
+        """Returns the number of times that an instruction runs its computations.
+
+        For loops that XLA does not count, it is the number of steps to the limit of the condition;
+        None if that is not a constant.
+        """
         if instruction.opcode != "while":
             return 1
-        return int(instruction.config.get("known_trip_count", {}).get("n", 1))
+        count = instruction.config.get("known_trip_count", {}).get("n")
+        if count is not None:
+            return int(count)
+        condition, body = (
+            self.computations[instruction.attribute(name)] for name in ("condition", "body")
+        )
+        limits, steps = condition.integers, body.integers
+        indices = [i.numbers("index") for i in condition.instructions.values() if i.shapes]
+        counter = next(filter(None, indices), (0,))[0]
+        if len(limits) != 1 or body.root.opcode != "tuple":
+            return None
+        added = body.instructions[body.root.operands[counter]].operands
+        step = next((steps[name] for name in added if name in steps), 1)
+        return -(-next(iter(limits.values())) // max(step, 1))
 
     def inside(self, instruction: Instruction) -> Computation | None:
         """Returns the computation of a fusion; None for other instructions."""
@@ -291,8 +323,10 @@ def _instruction(line: str) -> Instruction | None:
         return None
     close = _closing(line, opcode.end() - 1)
     inside = line[opcode.end() : close]
-    # A parameter has its number instead of operands; it is stored with the attributes.
-    rest = f"{inside}){line[close + 1 :]}" if opcode[1] == "parameter" else line[close + 1 :]
+    # A parameter has its number instead of operands, and a constant its value; they are stored with
+    # the attributes.
+    has_text = opcode[1] in ("parameter", "constant")
+    rest = f"{inside}){line[close + 1 :]}" if has_text else line[close + 1 :]
     operands = () if opcode[1] == "constant" else tuple(re.findall(r"%([\w.\-]+)", inside))
     shapes = _shapes(line[start:end])
     return Instruction(head[2], opcode[1], shapes, operands, rest, bool(head[1]))

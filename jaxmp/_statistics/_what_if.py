@@ -12,8 +12,8 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import BACKWARD
+from jaxmp._core._programs._bind import runs_in_fp32
 from jaxmp._core._programs._constructs import CONSTRUCTS
-from jaxmp._core._programs._fp32 import runs_in_fp32
 from jaxmp._core._programs._interpreter import Frame
 from jaxmp._core._programs._operations import dot_of
 from jaxmp._core._shardings import sampled

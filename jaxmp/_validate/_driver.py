@@ -16,6 +16,7 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe
+from jaxmp._report._progress import OnRun, OnStep
 from jaxmp._report._section import abbreviate
 from jaxmp._report._units import counted
 from jaxmp._validate._budget import Budget, choose_metrics, choose_training
@@ -42,7 +43,7 @@ from jaxmp._validate._rows import (
 )
 from jaxmp._validate._run import MakeRun
 from jaxmp._validate._sections import figure_text
-from jaxmp._validate._train import Hashes, OnRun, OnStep, Schedule, make_program, train
+from jaxmp._validate._train import Hashes, Schedule, make_program, train
 from jaxmp._validate._trials import Trial, repeat_step, step_to_repeat
 from jaxmp.errors import ValidationError
 

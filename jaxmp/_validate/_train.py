@@ -1,14 +1,11 @@
-"""Trains one recipe with one seed, and shows the progress on standard error."""
+"""Trains one recipe with one seed."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import importlib
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,46 +15,10 @@ import numpy as np
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._report._progress import OnStep
 from jaxmp._validate._pure import PureRun, as_arrays, checksum, too_few_batches
 from jaxmp._validate._rows import TrainingRecord
 from jaxmp._validate._run import check_batch
-
-# Called with the name of a run before it starts, and after each step.
-OnRun = Callable[[str], None]
-OnStep = Callable[[], None]
-
-
-@contextlib.contextmanager
-def progress_bar(total: int, enabled: bool | None) -> Iterator[tuple[OnRun, OnStep]]:
-    """Shows a progress bar during a block, if rich is installed.
-
-    Args:
-      total: number of training steps of all runs.
-      enabled: None to show it if standard error is a terminal.
-    """
-    is_enabled = sys.stderr.isatty() if enabled is None else enabled
-    progress = _load() if is_enabled else None
-    if progress is None:
-        yield (lambda name: None), (lambda: None)
-        return
-    with progress:
-        task = progress.add_task("", total=total)
-        yield (
-            lambda name: progress.update(task, description=name),
-            lambda: progress.advance(task),
-        )
-
-
-def _load() -> Any:
-    """Returns a progress bar of rich; None if rich is not installed."""
-    try:
-        module = importlib.import_module("rich.progress")
-        console = importlib.import_module("rich.console").Console(stderr=True)
-    except ModuleNotFoundError:
-        return None
-    name = module.TextColumn("{task.description}", markup=False)
-    return module.Progress(name, module.BarColumn(), module.TimeRemainingColumn(), console=console)
-
 
 # Called before step `n` with (n, arrays, batch), if `n` is a step to compare.
 OnCompare = Callable[[int, PyTree, PyTree], None]

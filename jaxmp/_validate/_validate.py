@@ -17,12 +17,12 @@ from jaxmp import nnx as mp_nnx
 from jaxmp._core._typing import ArrayLike, PyTree
 from jaxmp._recipe import Recipe, load_recipe
 from jaxmp._recipe_files._load import RecipeLike
+from jaxmp._report._progress import progress_bar
 from jaxmp._train_state import TrainState
 from jaxmp._validate._budget import BudgetsLike, check_directions, resolve_budgets
 from jaxmp._validate._driver import Settings, make_schedule, run_validation
 from jaxmp._validate._report import ValidationReport
 from jaxmp._validate._run import MakeRun, TrainingRun, check_model_arguments
-from jaxmp._validate._train import progress_bar
 from jaxmp.errors import ValidationError
 
 RecipesLike = Sequence[RecipeLike] | Mapping[str, RecipeLike]

@@ -17,6 +17,7 @@ from jaxmp.cli._checkpoint import checkpoint
 from jaxmp.cli._explain import UnmatchedRuleError, explain
 from jaxmp.cli._locate import locate
 from jaxmp.cli._output import console, escape
+from jaxmp.cli._plan import plan
 from jaxmp.cli._show import doctor, recipes, show
 from jaxmp.cli._validate import validate
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
@@ -33,6 +34,7 @@ app.command()(show)
 app.command()(explain)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
 app.command()(memory)
+app.command()(plan)
 app.command()(validate)
 app.command()(doctor)
 app.command()(locate)

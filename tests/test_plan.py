@@ -1,0 +1,403 @@
+"""`jaxmp.plan`: arguments, the search for the largest batch, rooflines, the cache, the command."""
+
+import json
+import re
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmp
+from gpu_compiler import needs_compiler
+from jaxmp._audit._compile import Compiled
+from jaxmp._audit._hlo_stats import read_program
+from jaxmp._core._hlo import Program as Hlo
+from jaxmp._plan._bound import cost_of
+from jaxmp._plan._programs import Measured, Program, relative
+from jaxmp._plan._report import PlanRow, choose
+from jaxmp._targets import get_target
+from jaxmp.cli import main
+from jaxmp.errors import AuditError, JaxmpError
+from jaxmp.typing import PlanReport
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def make_step(recipe, batch_size=2):
+    """Returns a step of one matmul in the dtype of the recipe."""
+    dtype = jaxmp.load_recipe(recipe).policies.default.compute_dtype
+
+    def step(w, x):
+        return jax.grad(lambda w: jnp.sum(jnp.dot(x.astype(dtype), w.astype(dtype)) ** 2))(w)
+
+    w = jax.ShapeDtypeStruct((4096, 8192), jnp.float32)
+    return jax.jit(step), w, jax.ShapeDtypeStruct((2048 * batch_size, 4096), jnp.float32)
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+
+def never(recipe):
+    raise AssertionError("nothing is computed before the arguments are checked")
+
+
+GOOD = {"recipes": ["bf16"], "targets": ["v100"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipes": "bf16"}, "Write recipes=['bf16', 'fp8']"),
+        ({"recipes": []}, "Write recipes=['bf16', 'fp8']"),
+        ({"recipes": ["bf61"]}, "Did you mean 'bf16'?"),
+        ({"targets": "h100"}, "Write targets=['h100']"),
+        ({"targets": ["h10"]}, "target='h200'"),
+        ({"batches": [8]}, "def never(recipe, batch_size=8):"),
+        ({"batches": [0]}, "batches=[8, 16], or batches='largest'"),
+        ({"batches": "large"}, "batches=[8, 16], or batches='largest'"),
+        ({"remat": [True]}, "def never(recipe, remat=False):"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_computed(changes, message):
+    with pytest.raises(JaxmpError) as error:
+        jaxmp.plan(never, **(GOOD | changes))
+    assert message in str(error.value)
+
+
+def test_what_is_not_a_function_or_returns_no_step_is_refused():
+    with pytest.raises(AuditError, match="def make_step"):
+        jaxmp.plan("run.py", **GOOD)
+    with pytest.raises(TypeError, match="return train_step, state, batch"):
+        jaxmp.plan(lambda recipe: None, **GOOD)
+
+
+def test_a_missing_compiler_is_an_error_before_anything_is_computed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None)
+    for target, extra in (("h100", "aot"), ("v6e", "tpu-aot")):
+        with pytest.raises(jaxmp.errors.MissingDependencyError, match=rf"\[{extra}\]"):
+            jaxmp.plan(never, recipes=["bf16"], targets=[target])
+
+
+# ---------------------------------------------------------------------------
+# Chips for which no program can be compiled
+# ---------------------------------------------------------------------------
+
+
+def test_without_a_compiler_the_memory_is_estimated():
+    report = jaxmp.plan(make_step, recipes=["bf16", "fp16"], targets=["v100"])
+    wide, narrow = report.rows
+    assert "bfloat16" in wide.lacking and narrow.lacking == ""
+    assert narrow.fits and narrow.memory and narrow.bound is None
+    assert "CUDA 13" in narrow.problem and "estimated" in narrow.problem
+    (choice,) = report.choices
+    assert choice.recipe == "fp16"
+    text = str(report)
+    assert "fp16" in text and "not compiled" in text
+    assert PlanReport.from_json(report.to_json()) == report
+    assert "<table" in report.to_html()
+
+
+def test_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run_plan.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def make_step(recipe, batch_size=2, remat=False):\n"
+        "    step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)\n"
+        "    return step, jnp.ones((8, 8)), jnp.ones((batch_size, 8))\n"
+    )
+    command = ["plan", "run_plan.py:make_step", "--recipes", "bf16,fp16", "--targets", "v100"]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--batches", "2,4", "--remat", "false,true", "--json", "plan.json"])
+    assert stop.value.code == 0
+    assert "Plan of make_step" in capsys.readouterr().out
+    report = PlanReport.from_json((tmp_path / "plan.json").read_text())
+    assert {(row.batch, row.remat) for row in report.rows} == {
+        (size, form) for size in (2, 4) for form in ("False", "True")
+    }
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--batches", "many"])
+    assert stop.value.code == 2 and "batches=[8, 16]" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------
+# The largest batch
+# ---------------------------------------------------------------------------
+
+LIMIT = get_target("l4").usable
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        lambda batch: LIMIT // 100 + batch * LIMIT // 37,
+        lambda batch: batch * LIMIT // 1000 + 1,
+        lambda batch: LIMIT // 3 + batch**2 * (LIMIT // 5000),
+        lambda batch: LIMIT // 3 + -(-batch // 16) * LIMIT // 9,  # a multiple of 16 is padded
+        lambda batch: batch * (LIMIT // 2 + 1),
+        lambda batch: LIMIT + batch,  # nothing fits
+    ],
+)
+def test_the_search_finds_what_trying_each_batch_finds(memory, monkeypatch):
+    compiled = []
+
+    def measure(self, batch):
+        compiled.append(batch)
+        row = PlanRow(recipe="bf16", target="l4", batch=batch, memory=memory(batch))
+        return Measured(PlanRow(**{**vars(row), "fits": row.memory <= LIMIT}), 1.0)
+
+    monkeypatch.setattr(Program, "measure", measure)
+    program = Program(make_step, jaxmp.load_recipe("bf16"), get_target("l4"), None, None)
+    fitting = [batch for batch in range(1, 2000) if memory(batch) <= LIMIT]
+    row = program.largest().row
+    assert row.batch == max(fitting, default=1) and row.fits == bool(fitting)
+    assert len(compiled) <= 16 and len(set(compiled)) == len(compiled)
+
+
+NO_MEMORY = types.SimpleNamespace(
+    argument_size_in_bytes=0,
+    output_size_in_bytes=0,
+    alias_size_in_bytes=0,
+    temp_size_in_bytes=0,
+)
+
+# ---------------------------------------------------------------------------
+# Bounds
+# ---------------------------------------------------------------------------
+
+
+def row_of(recipe, bound, *, fits=True, moved=10, fp8=0, batch=None):
+    return PlanRow(
+        recipe=recipe,
+        target="h100",
+        batch=batch,
+        fits=fits,
+        bound=bound,
+        bytes={"other": moved},
+        flops={"bfloat16": 100 - fp8, "float8": fp8},
+    )
+
+
+def test_bounds_are_relative_to_the_baseline_per_example():
+    rows = [Measured(row_of("fp16", None, batch=4), 4.0), Measured(row_of("bf16", None), None)]
+    rows += [Measured(row_of("bf16", None, batch=2), 1.0)]
+    assert [row.bound for row in relative(rows, "bf16")] == [2.0, None, 1.0]
+
+
+def test_the_recommendation_names_bytes_and_formats():
+    gains = choose("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.8, fp8=60)])
+    assert gains.recipe == "fp8" and "0.80 of that of bf16" in gains.reason
+    nothing = choose("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 1.02, moved=12, fp8=37)])
+    assert nothing.recipe == "bf16"
+    assert nothing.reason == (
+        "fp8 gains nothing: it moves 12 B instead of 10 B, and computes 63% bfloat16, 37% float8."
+    )
+    little = choose("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.97)])
+    assert little.recipe == "bf16" and "less than 5%" in little.reason
+    large = choose("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.8, fits=False)])
+    assert large.recipe == "bf16" and "fp8 does not fit" in large.reason
+    none = choose("h100", "bf16", [row_of("bf16", 1.0, fits=False)])
+    assert none.recipe == ""
+
+
+HLO = """HloModule step, entry_computation_layout={()->()}
+
+%body (state: (s32[], bf16[64,128])) -> (s32[], bf16[64,128]) {
+  %state = (s32[], bf16[64,128]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%i, %two)
+  %x = bf16[64,128]{1,0} get-tuple-element(%state), index=1
+  %y = bf16[64,128]{1,0} tanh(%x)
+  ROOT %new = (s32[], bf16[64,128]) tuple(%next, %y)
+}
+
+%condition (state.1: (s32[], bf16[64,128])) -> pred[] {
+  %state.1 = (s32[], bf16[64,128]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%state.1), index=0
+  %limit = s32[] constant(12)
+  ROOT %less = pred[] compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (w: bf16[64,128], v: bf16[128,256]) -> bf16[64,256] {
+  %w = bf16[64,128]{1,0} parameter(0)
+  %v = bf16[128,256]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %start = (s32[], bf16[64,128]) tuple(%zero, %w)
+  %loop = (s32[], bf16[64,128]) while(%start), condition=%condition, body=%body
+  %out = bf16[64,128]{1,0} get-tuple-element(%loop), index=1
+  ROOT %dot = bf16[64,256]{1,0} dot(%out, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_loops_without_a_count_are_counted_by_their_condition():
+    loop = next(s.instruction for s in Hlo(HLO).steps() if s.instruction.opcode == "while")
+    assert Hlo(HLO).trips(loop) == 6
+    unknown = HLO.replace("s32[] constant(12)", "s32[] add(%i.1, %i.1)")
+    assert Hlo(unknown).trips(loop) is None
+
+
+def cost(text, chip="v6e"):
+    return cost_of(Compiled(text, None, "", 1, False, {}, [], get_target(chip)), ())
+
+
+def test_kernels_in_loops_count_once_per_iteration():
+    counted = cost(HLO)
+    assert counted.flops == {"bfloat16": 2 * 64 * 128 * 256}
+    assert counted.bytes["matmuls"] == (64 * 128 + 128 * 256 + 64 * 256) * 2
+    tanh, counters = 2 * 64 * 128 * 2, (4 + 4 + 4) + (4 + 4 + 1)
+    assert counted.bytes["other"] == 6 * (tanh + counters)
+    assert counted.kernels == 1 + 6 * 3
+
+
+DOT = """HloModule step, entry_computation_layout={()->()}
+
+ENTRY %main (w: f8e4m3fn[8192,8192], v: f8e4m3fn[8192,8192]) -> bf16[8192,8192] {
+  %w = f8e4m3fn[8192,8192]{1,0} parameter(0)
+  %v = f8e4m3fn[8192,8192]{1,0} parameter(1)
+  ROOT %d = bf16[8192,8192]{1,0} dot(%w, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_a_kernel_takes_the_larger_of_the_times_of_flops_and_of_bytes():
+    flops, size, chip = 2 * 8192**3, 4 * 8192**2, get_target("tpu7x")
+    computing, memory = flops / (0.78 * chip.peak["float8_e4m3fn"]), size / (0.92 * chip.bandwidth)
+    assert cost(DOT, "tpu7x").seconds == pytest.approx(computing + 1e-6)
+    slow = chip._replace(bandwidth=chip.bandwidth / 1000)
+    moved = cost_of(Compiled(DOT, None, "", 1, False, {}, [], slow), ()).seconds
+    assert moved == pytest.approx(1000 * memory + 1e-6)
+
+
+def test_fp8_without_units_for_it_counts_as_bfloat16():
+    assert list(cost(DOT, "tpu7x").flops) == ["float8"]
+    assert list(cost(DOT, "v6e").flops) == ["bfloat16"]
+
+
+SPLASH = """HloModule step, entry_computation_layout={()->()}
+
+ENTRY %main (q: bf16[2,4,256,64], k: bf16[2,4,512,64]) -> bf16[2,4,256,64] {
+  %q = bf16[2,4,256,64]{3,2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %k = bf16[2,4,512,64]{3,2,1,0:T(8,128)(2,1)} parameter(1)
+  %mask = s8[1,1,1]{2,1,0} constant({...})
+  %iota.1.q_sequence_ref = s32[256,128]{1,0} iota(), iota_dimension=0
+  %splash_mha_dkv.20 = (bf16[2,4,256,64]{3,2,1,0}, f32[2,4,256,128]{3,2,1,0}) custom-call(%mask, \
+%q, %k, %k, %iota.1.q_sequence_ref), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 256}"
+}}, metadata={op_name="jit(step)/transpose(jvp())/jit(jaxmp_attention_splash)/pallas_call"}
+  ROOT %out = bf16[2,4,256,64]{3,2,1,0} get-tuple-element(%splash_mha_dkv.20), index=0
+}
+""".replace("\\\n", "")
+
+
+def test_kernels_of_tpus_are_read():
+    compiled = Compiled(SPLASH, NO_MEMORY, "", 1, False, {}, [], get_target("v6e"))
+    assert Hlo(SPLASH).entry.root.name == "out"
+    (row,) = read_program(compiled, {}, (), [], []).attention
+    assert (row.kernel, row.phase, row.dtype) == ("splash_mha_dkv", "backward", "bfloat16")
+    # Four matmuls under a causal mask.
+    assert row.flops == 4 * 2 * 2 * 4 * 256 * 512 * 64 // 2
+    # The queries are in the memory of the chip, and are not read from HBM.
+    keys, results = 2 * 2 * 4 * 512 * 64, 2 * 2 * 4 * 256 * 64 + 4 * 2 * 4 * 256 * 128
+    assert cost(SPLASH).bytes["attention"] == 2 * keys + results + 1 + 4 * 256 * 128
+
+
+def test_attention_has_its_own_rate():
+    row = types.SimpleNamespace(
+        flops=10**15, phase="forward", shape=(1, 32, 8192, 128), dtype="bfloat16"
+    )
+    h100 = get_target("h100")
+    empty = Compiled(HLO, None, "", 1, False, {}, [], h100)
+    base = cost_of(empty, ()).seconds
+    forward = cost_of(empty, [row]).seconds - base
+    backward = types.SimpleNamespace(**{**vars(row), "phase": "backward"})
+    assert forward > 10**15 / h100.peak["bfloat16"]
+    assert cost_of(empty, [backward]).seconds - base > forward
+
+
+# ---------------------------------------------------------------------------
+# Compiled programs
+# ---------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_plans_for_gpus_that_are_not_present(tmp_path, monkeypatch):
+    options = {"recipes": ["fp32", "bf16"], "targets": ["h100"], "cache": tmp_path}
+    report = jaxmp.plan(make_step, **options)
+    wide, narrow = report.rows
+    assert report.baseline == "bf16" and narrow.bound == 1.0 and wide.bound > 1.0
+    assert narrow.flops == {"bfloat16": 2 * 2 * 4096 * 4096 * 8192}
+    assert wide.flops == {"tf32": 2 * 2 * 4096 * 4096 * 8192}
+    assert narrow.fits and narrow.usable == get_target("h100").usable
+    # Arguments and result, and the gradient of the product.
+    assert narrow.memory >= 4 * (2 * 4096 * 8192 + 4096 * 4096)
+    assert report.choices[0].recipe == "bf16"
+    text = json.dumps(report.to_dict())
+    assert not re.search(r"second|\btime\b", text)
+
+    # A second plan compiles nothing.
+    def compile_again(self, *args, **kwargs):
+        raise AssertionError("the program is in the cache")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_again)
+    assert jaxmp.plan(make_step, **options) == report
+    with pytest.raises(AssertionError, match="in the cache"):
+        jaxmp.plan(make_step, **(options | {"targets": ["h200"]}))
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"damaged")
+    with pytest.raises(AssertionError, match="in the cache"):
+        jaxmp.plan(make_step, **options)
+
+
+@needs_compiler
+def test_a_recipe_that_a_chip_lacks_is_named():
+    dot = jaxmp.fp8.dot_general("current")
+
+    def make(recipe):
+        if recipe.name == "bf16":
+            return make_step(recipe)
+        step = lambda x, w: dot(x, w, (((1,), (0,)), ((), ())))
+        x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+        return step, x, x
+
+    report = jaxmp.plan(make, recipes=["bf16", "fp8"], targets=["a100"], cache=None)
+    assert "load_recipe('bf16')" in report.rows[1].lacking and report.rows[1].bound < 1
+    assert report.choices[0].recipe == "bf16"
+
+
+def test_a_program_that_raises_is_a_row_with_the_reason():
+    def make(recipe):
+        raise jaxmp.errors.CompositionError("FP8 begins with 8.9. Use another:\n    recipe")
+
+    report = jaxmp.plan(make, recipes=["fp8"], targets=["v100"])
+    assert report.rows[0].problem == "FP8 begins with 8.9" and not report.choices[0].recipe
+
+
+# ---------------------------------------------------------------------------
+# Recorded results
+# ---------------------------------------------------------------------------
+
+
+def recorded(name):
+    return json.loads((RESULTS / name).read_text("utf-8"))["rows"]
+
+
+def test_published_pairs_have_the_recorded_ratios():
+    rows = recorded("plan_pairs.json")
+    wide = [row for row in rows if row["width"] >= 4096]
+    assert len(wide) >= 4 and all(row["source"] for row in rows)
+    assert all(abs(row["speed_over_bf16"] / row["published"] - 1) <= 0.15 for row in wide)
+    for row in rows:
+        if abs(row["published"] - 1) > 0.05:
+            assert (row["speed_over_bf16"] > 1) == (row["published"] > 1)
+
+
+def test_the_largest_batch_is_that_of_exhaustive_compilation():
+    rows = recorded("plan_batches.json")
+    assert len(rows) == 2 and all(row["search"] == row["exhaustive"] > 1 for row in rows)
+    assert all(row["compiled"] == row["exhaustive"] + 3 for row in rows)
