@@ -614,8 +614,7 @@ def test_interleaved_microbatches_leave_rows_on_their_devices(axis_type):
     for interleave in (False, True):
         options = functools.partial(in_microbatches, interleave=interleave)
         report = compiled(step_of(free, options), params, batch)
-        is_delayed = axis_type == AxisType.Explicit and jax.__version_info__ >= (0, 12)
-        assert ("reduction_per_microbatch" in severities(report)) != is_delayed
+        assert "reduction_per_microbatch" in severities(report)
         rows = [row for row in report.collectives if row.bytes >= 4096 * row.count]
         operations.append({row.operation for row in rows})
     assert operations[0] > {"all-reduce"} and operations[1] == {"all-reduce"}

@@ -127,8 +127,8 @@ def _text_fix(fix: Fix, width: int) -> list[Line]:
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Wraps text at blanks; words that are longer than a line are broken."""
-    words = " ".join(printable(text).split())
-    return textwrap.wrap(words, max(width, 1), break_on_hyphens=False)
+    line = " ".join(printable(text).split())
+    return textwrap.wrap(line, max(width, 1), break_on_hyphens=False)
 
 
 _NUMBER = re.compile(r"[-+<>]?\d[\d,.]*( ?[kMGTP]?(FLOP|B)| ?%| [a-z]+)?")
