@@ -236,7 +236,7 @@ class Auditor:
 
     def _enter(self, op: OpOccurrence) -> None:
         equation, name = op.equation, op.name
-        self.flow.call(op)
+        self.flow.step(op, is_call=True)
         inside = inners(equation)
         largest = self._largest(inside) if name == "cond" else None
         if name == "while":

@@ -281,7 +281,8 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     body = Body(loop.body)
     for before, after in zip(loop.incoming, loop.outgoing, strict=True):
         if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
-            addition = next(_additions(before, after, body), None)
+            makers = _made_of(after, body, LAYOUT)
+            addition = next((e for e in makers if _adds_to(e, before, body)), None)
             if addition is not None:
                 _report_carry(op, before, addition, audit)
 
@@ -327,15 +328,6 @@ def counts_largest(op: OpOccurrence) -> bool:
             names = {other.primitive.name for side in sides for other in side}
             return bool(names & {"reduce_max", "reduce_min"})
     return False
-
-
-def _additions(before: Atom, after: Atom, loop: Body) -> Iterator[Equation]:
-    """Yields the equations of a loop that add to a carry."""
-    for equation in _made_of(after, loop, LAYOUT):
-        if equation.primitive.name in ("add", "add_any", "sub") and _adds_to(
-            equation, before, loop
-        ):
-            yield equation
 
 
 def _report_carry(op: OpOccurrence, carry: Atom, addition: Equation, audit: Auditor) -> None:
@@ -406,6 +398,9 @@ def _is_after_gradient(op: OpOccurrence) -> bool:
 
 
 def _adds_to(addition: Equation, before: Atom, loop: Body) -> bool:
+    """Returns True for a sum of a carry of a loop and a value that does not depend on it."""
+    if addition.primitive.name not in ("add", "add_any", "sub"):
+        return False
     casts = named("convert_element_type")
     sides = [loop.source_of(var, casts) for var in addition.invars]
     positions = [n for n, side in enumerate(sides) if side is before]

@@ -185,17 +185,11 @@ def is_chosen_scale(equation: Equation) -> bool:
     return any(value is not None and abs(value) >= 8 for value in values)
 
 
-def is_scale(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
-    """Returns True for an equation of a backward pass that reads a loss scale.
+def is_scale(op: OpOccurrence, var: Atom, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
+    """Returns True if an equation of a backward pass reads a loss scale as its operand `var`.
 
     A loss scale is a scalar of the program's state, or a large constant factor.
     """
-    if op.location.phase != BACKWARD:
-        return False
-    return any(_is_scale(op, var, labels_of) for var in op.equation.invars)
-
-
-def _is_scale(op: OpOccurrence, var: Atom, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
     if math.prod(getattr(var.aval, "shape", (0,))) != 1:
         return False
     value = _value(var) if is_16bit(dtype_of(var)) or dtype_of(var) == "float32" else None

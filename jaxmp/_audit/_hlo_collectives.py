@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from jaxmp._audit._hlo_matmuls import DataFlow, Value, is_differentiated, is_mat
 from jaxmp._audit._program import named
 from jaxmp._core._hlo import Computation, Instruction, Shape
 from jaxmp._core._jaxprs import BACKWARD, FORWARD, RECOMPUTE, phase_of
-
-if TYPE_CHECKING:
-    from jaxmp._audit._hlo_stats import Origins
 
 _COLLECTIVES = (
     "all-gather",
@@ -63,33 +60,6 @@ def sent_arrays(instruction: Instruction, computation: Computation) -> list[Shap
     )
     pairs = zip(operands, results, strict=False)
     return [max(pair, key=lambda shape: shape.bytes) for pair in pairs]
-
-
-def named_reader(
-    origins: Origins, inside: Computation, instruction: Instruction, number: int
-) -> Instruction:
-    """Returns the instruction whose name stack contains the module of an array.
-
-    This is the collective, or the first reader of the array. XLA names many collectives after
-    arguments, and combined collectives after all their arrays.
-    """
-    combined = len(instruction.operands) > 1
-    waiting, seen, named = [instruction], 0, None
-    while waiting and seen < 12:
-        here = waiting.pop(0)
-        seen += 1
-        whole = combined and (here is instruction or here.opcode.endswith("-done"))
-        if not whole and origins.names(here.op_name):
-            named = named or here
-            if origins.module(here.op_name):
-                return here
-        if is_matmul(here):
-            continue
-        for reader in origins.program.readers(inside, here.name):
-            picks = whole and reader.opcode == "get-tuple-element"
-            if not picks or reader.numbers("index") == (number,):
-                waiting.append(reader)
-    return named or instruction
 
 
 # ---------------------------------------------------------------------------

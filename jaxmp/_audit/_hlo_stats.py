@@ -11,10 +11,16 @@ from jaxmp._audit._hlo_collectives import (
     Contents,
     collective_name,
     mesh_axes,
-    named_reader,
     sent_arrays,
 )
-from jaxmp._audit._hlo_matmuls import DataFlow, HloMatmul, matmul_of_instruction, parts, shape_of
+from jaxmp._audit._hlo_matmuls import (
+    DataFlow,
+    HloMatmul,
+    is_matmul,
+    matmul_of_instruction,
+    parts,
+    shape_of,
+)
 from jaxmp._audit._rows import AttentionRow, CollectiveRow, Compilation, GemmRow, MemoryRow, merged
 from jaxmp._core._hlo import Computation, Instruction, Program, Shape
 from jaxmp._core._jaxprs import BACKWARD, Path, phase_of
@@ -161,6 +167,33 @@ class Origins:
         return module_of(self.names(op_name), self._root)
 
 
+def _named_reader(
+    origins: Origins, inside: Computation, instruction: Instruction, number: int
+) -> Instruction:
+    """Returns the instruction whose name stack contains the module of an array.
+
+    This is the collective, or the first reader of the array. XLA names many collectives after
+    arguments, and combined collectives after all their arrays.
+    """
+    combined = len(instruction.operands) > 1
+    waiting, seen, named = [instruction], 0, None
+    while waiting and seen < 12:
+        here = waiting.pop(0)
+        seen += 1
+        whole = combined and (here is instruction or here.opcode.endswith("-done"))
+        if not whole and origins.names(here.op_name):
+            named = named or here
+            if origins.module(here.op_name):
+                return here
+        if is_matmul(here):
+            continue
+        for reader in origins.program.readers(inside, here.name):
+            picks = whole and reader.opcode == "get-tuple-element"
+            if not picks or reader.numbers("index") == (number,):
+                waiting.append(reader)
+    return named or instruction
+
+
 # ---------------------------------------------------------------------------
 # Rows
 # ---------------------------------------------------------------------------
@@ -238,7 +271,7 @@ def _collective_rows(
 ) -> Iterator[CollectiveRow]:
     """Yields a row for each array that a collective sends."""
     for number, sent in enumerate(sent_arrays(part, inside)):
-        reader = named_reader(origins, inside, part, number)
+        reader = _named_reader(origins, inside, part, number)
         yield CollectiveRow(
             **origins.of(reader),
             **contents.of(inside, part, number)._asdict(),

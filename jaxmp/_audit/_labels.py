@@ -226,15 +226,13 @@ class Flow:
         """Copies the labels of results out of a sub-jaxpr."""
         self.copy(inner.jaxpr.outvars, inner.results)
 
-    def call(self, op: OpOccurrence) -> None:
-        """Labels the results of an equation with sub-jaxprs, before these are entered."""
-        self._step(op, is_call=True)
+    def step(self, op: OpOccurrence, *, is_call: bool = False) -> None:
+        """Labels the results of an equation.
 
-    def step(self, op: OpOccurrence) -> None:
-        """Labels the results of an equation without sub-jaxprs."""
-        self._step(op, is_call=False)
-
-    def _step(self, op: OpOccurrence, *, is_call: bool) -> None:
+        Args:
+          op: the equation.
+          is_call: True for one with sub-jaxprs, before these are entered.
+        """
         equation, name = op.equation, op.name
         labels = self._read(op, is_call)
         if labels == _ONLY_GRADIENT and name in _PLAIN:
@@ -258,7 +256,7 @@ class Flow:
         labels = frozenset(self.of_all(equation.invars))
         if phase == BACKWARD:
             if self.has_float16 and not self.has_scale:
-                self.has_scale = is_scale(op, self.of)
+                self.has_scale = any(is_scale(op, var, self.of) for var in equation.invars)
             labels |= _ONLY_GRADIENT
         elif op.location.differentiated and phase == FORWARD and not is_call:
             self.differentiated.update(x.number for x in labels if isinstance(x, From))

@@ -21,7 +21,7 @@ from jaxmp._audit._dataflow import Update
 from jaxmp._audit._hlo_collectives import axis_names
 from jaxmp._audit._hlo_stats import read_program
 from jaxmp._audit._report import AuditReport
-from jaxmp._audit._rows import CastRow, Compilation, Finding, MatmulRow, merged
+from jaxmp._audit._rows import CastRow, Finding, MatmulRow, merged
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import Path, inners
@@ -138,8 +138,12 @@ def make_report(
         compilation = read_program(
             compiled, names, auditor.root, traced.optimizer_arrays(), traced.may_be_weights()
         )
+        fp8 = {
+            (module_of(names, auditor.root), phase, *line): dtype
+            for (names, phase, line), dtype in auditor.fp8.items()
+        }
         axes = _fsdp_axes(compiled, traced)
-        program = _compiled_program(compilation, findings, auditor, axes)
+        program = CompiledProgram(compilation, tuple(findings), fp8, axes)
         findings += [f for function in ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
     recipe, definition = auditor.context.recipe, _definition(function)
@@ -186,16 +190,6 @@ def lacking_format(chip: Target, recipe: RecipeData) -> str:
     fitting += "_params" * is_16bit(default.param_dtype)
     text = f"the recipe computes in {name}, which {chip.kind} does not multiply natively"
     return f"{text}; this one fits: jaxmp.load_recipe({fitting!r})"
-
-
-def _compiled_program(
-    compilation: Compilation, findings: list[Finding], auditor: Auditor, fsdp_axes: frozenset[str]
-) -> CompiledProgram:
-    fp8 = {
-        (module_of(names, auditor.root), phase, *line): dtype
-        for (names, phase, line), dtype in auditor.fp8.items()
-    }
-    return CompiledProgram(compilation, tuple(findings), fp8, fsdp_axes)
 
 
 def _fsdp_axes(compiled: Compiled, traced: Traced) -> frozenset[str]:
@@ -254,7 +248,10 @@ def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
         is_minor = _is_minor(item, total) or (item.check is FP32_MATMUL and are_few)
         finding = _final_finding(item, auditor.root, is_minor)
         key = finding.check, finding.severity, finding.module, finding.file, finding.line
-        merged[key] = _merge(merged[key], finding) if key in merged else finding
+        if key in merged:
+            count, flops = merged[key].count + finding.count, merged[key].flops + finding.flops
+            finding = dataclasses.replace(merged[key], count=count, flops=flops)
+        merged[key] = finding
     return list(merged.values())
 
 
@@ -296,11 +293,6 @@ def _definition(function: Callable[..., Any]) -> tuple[str, int]:
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
     return ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
-
-
-def _merge(first: Finding, second: Finding) -> Finding:
-    count, flops = first.count + second.count, first.flops + second.flops
-    return dataclasses.replace(first, count=count, flops=flops)
 
 
 def _sort_key(finding: Finding) -> tuple[bool, int, int]:
