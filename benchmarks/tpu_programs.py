@@ -5,13 +5,13 @@
     python benchmarks/tpu_programs.py --out benchmarks/results/tpu_programs.json
 
 The steps are those of small GPTs in Linen and NNX (examples/gpt.py), and of a Llama of
-`transformers`; texts of "linen, splash" are so long that attention is a kernel. Under bf16, they
-are also compiled for 4 devices, with parameters and optimizer state split (FSDP). Nothing is run,
-and no TPU is required, but libtpu: pip install -e ".[tpu-aot]". The text of the compiled program
-is read here, without the parser of jaxmp, and compared with the report of `jaxmp.audit`:
+`transformers`. Under bf16, they are also compiled for 4 devices, with parameters and optimizer
+state split (FSDP). Nothing is run, and no TPU is required, but libtpu: pip install -e ".[tpu-aot]".
+The text of the compiled program is read here, without the parser of jaxmp, and compared with the
+report of `jaxmp.audit`:
 
     matmuls   dots and convolutions of the text, by the dtypes of their operands
-    kernels   custom calls, which contain the dots of splash attention
+    kernels   custom calls
     sent      collectives, by dtype, except those of scalars
     wide      matmuls with an FP32 operand; 0 under the recipes in 16 bits, which ask for none
     agrees    the audit reports the same dtypes
@@ -60,7 +60,6 @@ LLAMA: ForeignModel = (
 MODELS = {
     "linen": lambda recipe: gpt.make_step(recipe, GPT, 8),
     "nnx": lambda recipe: gpt.make_nnx_step(recipe, GPT, 8),
-    "linen, splash": lambda recipe: gpt.make_step(recipe, GPT.clone(max_length=256), 8),
     "llama": lambda recipe: foreign_step(LLAMA, jaxmp.load_recipe(recipe)),
 }
 
