@@ -217,7 +217,7 @@ def commands(folder):
     """Returns name -> arguments of every command."""
     (folder / "my_step.py").write_text(STEP)
     (folder / "my_training.py").write_text(TRAINING)
-    short = ["--recipes", "bf16", "--seeds", "1", "--steps", "2"]
+    short, uncached = ["--recipes", "bf16", "--seeds", "1", "--steps", "2"], ["--cache", ""]
     yield {
         "recipes": ["recipes"],
         "show": ["show", "fp16"],
@@ -226,6 +226,15 @@ def commands(folder):
         "doctor": ["doctor"],
         "locate": ["locate", "my_step.py:make_step"],
         "memory": ["memory", "my_step.py:make_step", "--recipe", "fp32"],
+        "plan": [
+            "plan",
+            "my_step.py:make_step",
+            "--recipes",
+            "fp16",
+            "--targets",
+            "v100",
+            *uncached,
+        ],
         "validate": ["validate", "my_training.py:make_run", *short],
     }
     sys.modules.pop("my_step", None)
