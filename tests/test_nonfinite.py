@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -668,6 +669,14 @@ def test_the_command_refuses_bad_input(page, capsys, tmp_path, arguments, messag
     assert message in " ".join(printed.err.split())
 
 
+def assert_equal_but_for_rounding(printed, text):
+    """Checks a text; JAX versions may round the last digit of a number differently."""
+    number = r"\d+(?:\.\d+)?"
+    assert re.sub(number, "#", printed) == re.sub(number, "#", text)
+    values = [[float(value) for value in re.findall(number, each)] for each in (printed, text)]
+    np.testing.assert_allclose(*values, rtol=5e-3)
+
+
 def test_the_programs_of_the_page_print_its_outputs(page, capsys, tmp_path):
     names = {}
     texts = blocks("")[1:]
@@ -677,7 +686,7 @@ def test_the_programs_of_the_page_print_its_outputs(page, capsys, tmp_path):
         exec(compile(program, str(file), "exec"), names)
         printed = "\n".join(map(str.rstrip, capsys.readouterr().out.splitlines())).strip()
         if number >= 2:
-            assert printed == texts[number - 2].strip()
+            assert_equal_but_for_rounding(printed, texts[number - 2].strip())
         elif number:
             assert printed.startswith("Not finite: div in the forward pass, module normalize")
 
