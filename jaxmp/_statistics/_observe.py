@@ -60,12 +60,14 @@ class _Outer(NamedTuple):
     number: index of the innermost enclosing equation.
     used: for each result, True if the forward pass uses it; None: all are used.
     cotangents: for each argument, True if the backward pass made it.
+    wide: for each argument, True if an emulated step computes it in FP32.
     """
 
     at: tuple[Any, ...] = ()
     number: int = 0
     used: Sequence[bool] | None = None
     cotangents: Sequence[bool] = ()
+    wide: Sequence[bool] = ()
 
 
 class _Inside:
@@ -75,8 +77,8 @@ class _Inside:
         body, _ = jaxpr_body(jaxpr)
         self.at = (*outer.at, outer.number, id(body))
         self.outputs = ModuleOutputs(jaxpr, place, outer.used)
-        pairs = zip(body.invars, outer.cotangents, strict=False)
-        self.cotangents: set[Atom] = {var for var, is_cotangent in pairs if is_cotangent}
+        self.cotangents: set[Atom] = set(itertools.compress(body.invars, outer.cotangents))
+        self.wide: set[Atom] = set(itertools.compress(body.invars, outer.wide))
         self.gradients = _gradients(body, place)
         # Variable -> its statistics.
         self.measured: dict[Atom, TensorStats] = {}
@@ -84,6 +86,10 @@ class _Inside:
     def is_cotangent(self, var: Atom) -> bool:
         """Returns True if the backward pass made a variable."""
         return not is_literal(var) and var in self.cotangents
+
+    def is_wide(self, var: Atom) -> bool:
+        """Returns True if an emulated step computes a variable in FP32."""
+        return not is_literal(var) and var in self.wide
 
 
 def _gradients(body: Any, place: Place) -> set[Atom]:
@@ -102,12 +108,16 @@ class Observer(Interpreter):
     has_side_results = True
     drops_derivatives = True
     measure: Callable[..., Any] = staticmethod(measure)
+    # For each result of the jaxpr that ended last, True if an emulated step computes it in FP32.
+    ended: Sequence[bool] = ()
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
     ) -> list[Any]:
         inside = _Inside(jaxpr, place or Place(), state or _Outer())
-        return super().run(jaxpr, args, place, inside)
+        results = super().run(jaxpr, args, place, inside)
+        self.ended = [inside.is_wide(var) for var in jaxpr_body(jaxpr)[0].outvars]
+        return results
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         inside, place, name = frame.state, frame.place.of(equation), equation.primitive.name
@@ -136,14 +146,15 @@ class Observer(Interpreter):
         return results
 
     def _entered(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        inside, place, flags = frame.state, frame.place.of(equation), []
+        inside, place, flags, wide = frame.state, frame.place.of(equation), [], []
         for inner in inners(equation)[-1:]:
             for n, var in enumerate(inner.operands):
                 is_carry = place.phase == BACKWARD and n in inner.carried
                 flags.append(is_carry or inside.is_cotangent(var))
+                wide.append(inside.is_wide(var))
         used = [var in inside.outputs.consumers for var in equation.outvars]
         used = used_inside(equation, used) if place.phase == FORWARD else None
-        state = _Outer(inside.at, frame.index, used, flags)
+        state = _Outer(inside.at, frame.index, used, flags, wide)
         return self.enter(equation, operands, frame, state)
 
     def _measure(self, inside: Any, kind: str, name: Any, var: Atom, x: Any, at: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._jaxprs import BACKWARD
+from jaxmp._core._jaxprs import BACKWARD, Path
 from jaxmp._core._programs._bind import runs_in_fp32
 from jaxmp._core._programs._constructs import CONSTRUCTS
 from jaxmp._core._programs._interpreter import Frame
@@ -32,9 +33,10 @@ class Emulation(Observer):
     """Observer that computes in another format, and returns samples of the tensors.
 
     The results of the operations that the op table runs in 16 bits are rounded, in modules and of
-    all matmuls: to float16, or to bfloat16 for FP8. For FP8, the operands of matmuls without batch
-    axes are rounded to E4M3, and to E5M2 in the backward pass, each with the scale of its largest
-    magnitude. Numbers beyond the range of a format become its largest number.
+    all matmuls: to float16, or to bfloat16 for FP8. Operations that read an FP32 result, as in a
+    norm, compute in FP32 until a matmul or the end of the module. For FP8, the operands of matmuls
+    without batch axes are rounded to E4M3, and to E5M2 in the backward pass, each with the scale of
+    its largest magnitude. Numbers beyond the range of a format become its largest number.
 
     Args:
       name: "float16", "float8", or "" for the step as it is.
@@ -44,20 +46,28 @@ class Emulation(Observer):
     def __init__(self, name: str, scale: Any) -> None:
         super().__init__()
         self.name, self.scale = name, scale
+        # Scopes with FP32 results, such as norms, which also sum their gradients in FP32.
+        self._fp32_modules: set[Path] = set()
 
     def measure(self, x: Array, *_: Any) -> Array:
         """Returns a regular subset of the elements."""
         return sampled(x, _SAMPLES)
 
     def _entered(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        place, primitive = frame.place.of(equation), equation.primitive.name
+        inside, place, primitive = frame.state, frame.place.of(equation), equation.primitive.name
         is_matmul = primitive in ("dot_general", "conv_general_dilated")
         is_inside = self.name and (place.scopes or is_matmul) and runs_in_fp32(equation)
         if not is_inside or primitive in CONSTRUCTS or not any(map(_is_fp32, operands)):
-            return super()._entered(equation, operands, frame)
+            self.ended = ()
+            results = super()._entered(equation, operands, frame)
+            if primitive in CONSTRUCTS:
+                inside.wide.update(itertools.compress(equation.outvars, self.ended))
+            return results
         is_backward = place.phase == BACKWARD
-        flags = [frame.state.is_cotangent(var) for var in equation.invars]
-        if is_backward and primitive == "reduce_sum" and 0 in equation.params["axes"]:
+        is_wide = any(map(inside.is_wide, equation.invars)) and primitive != "add_any"
+        flags = [inside.is_cotangent(var) for var in equation.invars]
+        is_batch_sum = primitive == "reduce_sum" and 0 in equation.params["axes"]
+        if is_backward and is_batch_sum and not is_wide and place.scopes not in self._fp32_modules:
             # A sum over the batch, as of a bias, accumulates in the format.
             (result,) = self.bound(equation, [self._narrow(operands[0], True)])
             return [self._wide(result, True)]
@@ -68,8 +78,12 @@ class Emulation(Observer):
             pairs = zip(operands, flags, strict=True)
             operands = [_fp8(x, f) if _is_fp32(x) else x for x, f in pairs]
         results = super()._entered(equation, operands, frame)
-        if _TABLE.category(primitive) == "fp32":
-            return results
+        if not is_matmul and (is_wide or _TABLE.category(primitive) == "fp32"):
+            ends = inside.outputs.last
+            inside.wide.update(var for var in equation.outvars if var not in ends)
+            self._fp32_modules.add(place.scopes)
+            pairs = zip(equation.outvars, results, strict=True)
+            return [self._rounded(x, is_backward) if var in ends else x for var, x in pairs]
         return [self._rounded(x, is_backward) for x in results]
 
     def _scale(self, is_backward: bool) -> Any:
