@@ -406,6 +406,14 @@ def results_of(part):
     return json.loads((RESULTS / f"training_stats_{part}_cpu.json").read_text("utf-8"))[part]
 
 
+def test_the_measured_cost_at_48_layers_is_at_most_twice_the_step():
+    rows = {(row["model"], row["program"]): row for row in results_of("cost")}
+    assert {row["layers"] for row in rows.values()} == {48}
+    for model, part in (("byte_gpt_of", "equations"), ("llama_of", "bytes")):
+        own, stats = (rows[model, program][part] for program in ("step", "statistics"))
+        assert own < stats <= 2 * own, (model, own, stats)
+
+
 @pytest.mark.parametrize("name", ["Digits", "ByteGpt"])
 def test_the_measured_first_loss_scale_skips_no_step(name):
     (row,) = (row for row in results_of("loss_scale") if row["training"] == name)
