@@ -14,7 +14,8 @@ parameters that float16 loses with it and with other powers of two, and the step
 fp16 skip with it.
 
 Cost: equations of the traced programs of a step and of its statistics, for a GPT with 48 layers and
-for a Llama with 48 layers in a scan, and bytes of the latter's programs compiled for this CPU.
+for a Llama with 48 layers in a scan, the CPU time for tracing both (the statistics of a jitted step
+reuse its trace), and bytes of the latter's programs compiled for this CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import itertools
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -315,14 +317,21 @@ def cost(
     rows = []
     for make in models:
         step, arguments = step_of(*make(layers))
-        program = _Program(trace(step, arguments, {}))
-        for name, fn, args in (
-            ("step", step, arguments),
-            ("statistics", program, (jax.tree.leaves(arguments),)),
+        jitted = jax.jit(step)
+        jax.clear_caches()
+        start = time.process_time()
+        jitted.trace(*arguments)
+        traced = time.process_time()
+        program = _Program(trace(jitted, arguments, {}))
+        jax.make_jaxpr(program)(jax.tree.leaves(arguments))
+        seconds = (traced - start, time.process_time() - traced)
+        for name, fn, args, duration in (
+            ("step", step, arguments, seconds[0]),
+            ("statistics", program, (jax.tree.leaves(arguments),), seconds[1]),
         ):
             equations = count_equations(jax.make_jaxpr(fn)(*args), {})
             row = {"model": make.__name__, "layers": layers, "program": name}
-            row["equations"] = equations
+            row |= {"equations": equations, "tracing_seconds": round(duration, 2)}
             if make is llama_of:
                 memory = jax.jit(fn).lower(*args).compile().memory_analysis()
                 sizes = ("argument", "output", "temp")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -150,11 +151,12 @@ class _Program:
         observer = Observer()
         results = observer.run(self.traced.closed, arrays)
         rows: dict[str, dict[str, TensorStats]] = {}
+        counts: collections.Counter[tuple[str, str]] = collections.Counter()
 
         def add(kind: str, name: str, stats: TensorStats) -> None:
-            group = rows.setdefault(kind, {})
-            count = sum(each.partition("#")[0] == name for each in group)
-            group[f"{name}#{count + 1}" if count else name] = stats
+            counts[kind, name] += 1
+            suffix = f"#{counts[kind, name]}" if counts[kind, name] > 1 else ""
+            rows.setdefault(kind, {})[name + suffix] = stats
 
         for kind, role in (("parameters", PARAMETER), (SCALES, FP8)):
             for number, array in enumerate(arrays):
@@ -186,9 +188,9 @@ class _Program:
         """Yields (key, module, measurement) of each tensor that an observer measured."""
         paths = [key.path for key in observer.side]
         root = root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
+        of_fp8 = self._shapes(FP8) - self._shapes(PARAMETER)
         for key, measured in observer.side.items():
-            of_fp8 = key.shape in self._shapes(FP8) - self._shapes(PARAMETER)
-            if key.kind != GRADIENTS or not of_fp8:
+            if key.kind != GRADIENTS or key.shape not in of_fp8:
                 yield key, module_of(key.path, root), measured
 
     def _shapes(self, role: str) -> set[tuple[int, ...]]:
