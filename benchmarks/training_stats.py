@@ -322,9 +322,10 @@ def cost(
         start = time.process_time()
         jitted.trace(*arguments)
         traced = time.process_time()
-        program = _Program(trace(jitted, arguments, {}))
-        jax.make_jaxpr(program)(jax.tree.leaves(arguments))
+        of_jitted = _Program(trace(jitted, arguments, {}))
+        jax.make_jaxpr(of_jitted)(jax.tree.leaves(arguments))
         seconds = (traced - start, time.process_time() - traced)
+        program = _Program(trace(step, arguments, {}))
         for name, fn, args, duration in (
             ("step", step, arguments, seconds[0]),
             ("statistics", program, (jax.tree.leaves(arguments),), seconds[1]),
