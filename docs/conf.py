@@ -14,7 +14,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import nbformat
 from docutils import nodes
+from myst_nb.core.read import read_myst_markdown_notebook
 
 import jaxmp
 
@@ -29,7 +31,7 @@ author = "the jaxmp authors"
 copyright = f"2026, {author}"
 version = release = jaxmp.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "notebooks/*.ipynb"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 
 html_theme = "sphinx_book_theme"
@@ -145,13 +147,23 @@ def reference_page(name: str, title: str, names: list[str]) -> str:
 
 
 def write_pages(app: Sphinx) -> None:
-    """Writes the copied pages and the pages of reference into this folder."""
+    """Writes copied pages, pages of reference and Jupyter notebooks into this folder."""
     for page, path in OUTSIDE.items():
         write(DOCS / f"{page}.md", copy_page(path))
     (DOCS / "reference").mkdir(exist_ok=True)
     names = public_names()
     for name, title in MODULES.items():
         write(DOCS / "reference" / f"{name}.md", reference_page(name, title, names[name]))
+    for path in (DOCS / "notebooks").glob("*.md"):
+        write(path.with_suffix(".ipynb"), notebook(path.read_text("utf-8")))
+
+
+def notebook(text: str) -> str:
+    """Returns a page as a Jupyter notebook, without its outputs."""
+    cells = read_myst_markdown_notebook(re.sub(r"\{download\}`[^`]+`\n\n", "", text))
+    for number, cell in enumerate(cells.cells):
+        cell["id"] = f"cell-{number}"  # random by default
+    return nbformat.writes(nbformat.from_dict(cells), version=4)
 
 
 def write(path: Path, text: str) -> None:
