@@ -129,7 +129,7 @@ def time_arm(arm: Arm, tokens: list[jax.Array], steps: int, warm_up: int) -> dic
     return {"seconds": seconds, "first_seconds": first, "losses": losses}
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Runs the rounds; returns 1 if no program ran to the end, or if one is to be repeated."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("workload", choices=WORKLOADS)
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="timed steps per round")
     parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU")
     parser.add_argument("--out", type=Path, help="a JSON file to write, or to add rounds to")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not options.toy and jax.default_backend() != "gpu":
         sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
     workload = (TOY if options.toy else WORKLOADS)[options.workload]
