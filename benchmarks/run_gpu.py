@@ -120,7 +120,7 @@ FIRST = (
 LATER = (
     Job("attention", "attention_gpu.py --out {out}", 4),
     Job("odd attention", "attention_grid.py --run --out {out}", 2),
-    Job("fp8_linear", "fp8_linear.py --time --out {out}", 3),
+    Job("fp8_linear", "fp8_linear.py --out {out}", 3),
     step("w3", f"jaxmp-bf16 hand {FP8}", 4),
     torch("w3", 3),
     step("w4", f"jaxmp-bf16 hand {FP8}", 4),
