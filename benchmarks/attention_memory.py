@@ -18,10 +18,8 @@ results, without the workspace of cuDNN. Nothing is run. The H200 requires XLA's
 install -e ".[aot]".
 """
 
-import argparse
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,7 +29,7 @@ import jax.numpy as jnp
 
 import jaxmp
 from jaxmp._audit._compile import GPUS
-from result_file import write_result
+from result_file import parser_of, write_result
 
 WAYS = ("auto", "blockwise", "xla")
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -83,14 +81,13 @@ def measure(target, *, tokens=32768, heads=16, size=128, dtype="bfloat16", lengt
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--target", default="cpu", choices=["cpu", *GPUS])
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of a batch in `fixed`")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--size", type=int, default=128, help="size of a head")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1])
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     sizes = {name: getattr(options, name) for name in ("tokens", "heads", "size", "dtype")}
     where = platform.machine() if options.target == "cpu" else GPUS[options.target].kind

@@ -13,7 +13,6 @@ The exit status is 1 if a plant is missed, a fix does not work, or an error is f
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import json
@@ -34,6 +33,7 @@ from jax import lax
 
 import jaxmp
 from false_positives import versions
+from result_file import parser_of
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 ROWS, WIDTH, HIDDEN, CLASSES = 32, 32, 64, 64
@@ -851,6 +851,4 @@ def main(out: Path | None = None) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    sys.exit(main(parser.parse_args().out))
+    sys.exit(main(parser_of(__doc__).parse_args().out))

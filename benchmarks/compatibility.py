@@ -29,7 +29,6 @@ separate process; variants that the file already contains are not run again.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -57,6 +56,7 @@ from rich.table import Table
 import jaxmp
 from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Model, Nnx
 from compatibility_scripts import PORTS
+from result_file import parser_of
 from script_ports import AUTHOR_BF16, AUTHOR_FP16, PLAIN, Losses, Port, compare, lines_of
 
 RECIPES = ("bf16", "fp16", "bf16_params")
@@ -420,12 +420,9 @@ def scripts_table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Models and scripts of other projects under each recipe."
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--flax-examples", type=Path, help="a checkout of the Flax repository")
     parser.add_argument("--only", default="", help="models whose name or source contains this")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
     parser.add_argument("--shares", type=Path, help="JSON file in which to update the shares")
     parser.add_argument("--scripts", type=Path, help="folder of checkouts: flax, nanodo, ...")

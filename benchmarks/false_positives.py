@@ -14,7 +14,6 @@ nothing is computed except the initial parameters of small models.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -31,6 +30,7 @@ import jaxmp
 from compatibility import AUTHOR, gradient
 from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Nnx
 from field_report import by_line, in_own_process, review_of, steps_in, table, versions
+from result_file import parser_of
 
 RECIPE = "bf16"
 
@@ -126,9 +126,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Counts the audit's false errors.")
+    parser = parser_of(__doc__)
     parser.add_argument("checkouts", type=Path, nargs="?", help="folder of checkouts")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
     args = parser.parse_args()
     if args.markdown:

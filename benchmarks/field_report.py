@@ -16,7 +16,6 @@ Steps whose checkout is missing are left out. The projects need some small packa
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -36,6 +35,7 @@ import jax
 
 import jaxmp
 from field_steps import STEPS, Step, project
+from result_file import parser_of
 from reviewed_findings import REVIEWED, Reviewed
 
 TARGET = "h200"
@@ -271,11 +271,10 @@ def details(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Audits training steps of other projects.")
+    parser = parser_of(__doc__)
     parser.add_argument("checkouts", type=Path, nargs="?", help="folder of checkouts")
     parser.add_argument("--only", default="", help="steps whose name contains this")
     parser.add_argument("--target", default=TARGET, help="accelerator, or none")
-    parser.add_argument("--out", type=Path, help="JSON file to write; steps in it are replaced")
     parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
     parser.add_argument("--step", help="audits one step and prints JSON")
     args = parser.parse_args()

@@ -23,7 +23,6 @@ Tests run on the CPU with most optimizations of XLA disabled, because nothing is
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -38,6 +37,8 @@ from typing import Any
 import pytest
 import rich
 from rich.table import Table
+
+from result_file import parser_of
 
 SUITES = {
     "linen": ("tests/linen",),
@@ -277,13 +278,12 @@ def run_once(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tests of Flax with every module wrapped.")
+    parser = parser_of(__doc__)
     parser.add_argument("checkout", type=Path, nargs="?", help="a checkout of the Flax repository")
     parser.add_argument("--recipe", default="fp32", help="the recipe of every module")
     parser.add_argument("--only", default="", help="suites or files whose name contains this")
     parser.add_argument("--crashes", action="store_true", help="failed assertions do not count")
     parser.add_argument("--keep", type=Path, help="folder to store the outcomes of each file")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--markdown", type=Path, nargs="+", help="JSON files to print as Markdown")
     args = parser.parse_args()
     if args.markdown:

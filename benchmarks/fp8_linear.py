@@ -6,13 +6,11 @@
 Shapes that --out contains are not timed again.
 """
 
-import argparse
 import functools
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
 
 if "--toy" in sys.argv:
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,6 +22,7 @@ from jax import lax
 
 from gpu_record import earlier_report, environment, failure, gpu_state, rotated, write_json
 from jaxmp import fp8
+from result_file import parser_of
 
 LINEAR = (((1,), (0,)), ((), ()))
 # Tokens, inputs, outputs: squares, and the layers of Llama 3 8B.
@@ -150,8 +149,7 @@ def show(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    parser = parser_of(__doc__)
     parser.add_argument("--toy", action="store_true", help="time a small layer on the CPU")
     options = parser.parse_args()
     if jax.default_backend() != "gpu" and not options.toy:

@@ -16,10 +16,8 @@ The exit status is 1 if a row exceeds its limit. Columns:
     fp8        calls of cuBLAS with FP8 operands, of 18 matmuls
 """
 
-import argparse
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -34,7 +32,7 @@ from jaxmp._audit._compile import compile_for
 from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Program
-from result_file import write_result
+from result_file import parser_of, write_result
 
 TOKENS, WIDTH, HIDDEN, BLOCKS = 4096, 2048, 8192, 3
 MATMULS = 6 * BLOCKS
@@ -176,10 +174,7 @@ def program(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
 
 def main() -> int:
     """Prints the table; with --out, also writes it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
-    options = parser.parse_args()
+    options = parser_of(__doc__, VARIANTS).parse_args()
     print(f"{'':56}{'MB':>8}{'kernels':>9}{'temporary':>11}{'fp8':>5}")
     rows, failed = [], False
     for name in options.only:

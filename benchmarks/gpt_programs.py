@@ -18,7 +18,6 @@ Columns:
     attention  calls of cuDNN's fused attention, forward and backward
 """
 
-import argparse
 import os
 import sys
 from collections import Counter
@@ -37,7 +36,7 @@ from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Program
 from jaxmp._plan._kernels import accessed, kernels
-from result_file import write_result
+from result_file import parser_of, write_result
 
 TARGET = "h200"
 RECIPES = ("fp32", "bf16", "bf16_params", "fp16", "fp8")
@@ -95,7 +94,7 @@ def count_step(recipe: str, framework: str, step: Any, *args: Any) -> Counts:
 
 def main() -> None:
     """Prints the table; with --out, also writes it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--frameworks", nargs="+", choices=MAKERS, default=list(MAKERS))
     parser.add_argument("--size", choices=gpt.SIZES, default="gpt2")
@@ -103,7 +102,6 @@ def main() -> None:
     parser.add_argument("--remat", action="store_true", help="recompute each block")
     parser.add_argument("--unroll", action="store_true", help="no loop over the layers")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     model = gpt.SIZES[options.size].clone(remat=options.remat, unroll=options.unroll)
     model = model.clone(layers=options.layers or model.layers)

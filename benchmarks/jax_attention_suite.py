@@ -17,7 +17,6 @@ without calling jaxmp's function counts as failed. The exit status is 1 if a tes
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -36,6 +35,7 @@ import flax
 import jax
 
 import jaxmp
+from result_file import parser_of
 
 NAME = "dot_product_attention"
 RUNS = ("everywhere", "xla", "auto", "blockwise")
@@ -123,9 +123,8 @@ def commit_of(checkout: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("checkout", type=Path, help="clone of https://github.com/jax-ml/jax")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     versions = {
         "python": platform.python_version(),

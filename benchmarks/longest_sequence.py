@@ -37,6 +37,7 @@ from gpu_record import (
     is_out_of_memory,
     write_json,
 )
+from result_file import parser_of
 from train_step import model_of
 from workload_sizes import TOY, WORKLOADS
 
@@ -109,10 +110,9 @@ def device_name(toy: bool) -> str:
 
 def main() -> int:
     """Prints and writes the longest length of each program; returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     if options.run:
         length, attention, remat = options.run

@@ -17,7 +17,6 @@ table for tokens in and out. A separate table of input tokens costs more bytes t
 jaxmp sums its gradient in FP32 instead of bfloat16.
 """
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -35,7 +34,7 @@ import jaxmp
 import llama
 import optimizer_bytes
 from gpt_programs import Counts, count_step
-from result_file import write_result
+from result_file import parser_of, write_result
 
 LLAMA = dataclasses.replace(llama.SIZES["llama-3.2-1b"], layers=4, max_length=4096)
 BF16 = {"bfloat16 x bfloat16"}
@@ -168,10 +167,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Check]]] = {
 
 def main() -> int:
     """Prints the checks, and returns 1 if a limit is exceeded."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
-    options = parser.parse_args()
+    options = parser_of(__doc__, SECTIONS).parse_args()
     checks: list[Check] = []
     for section in options.only:
         for check in SECTIONS[section]():

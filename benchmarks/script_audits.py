@@ -11,7 +11,6 @@ are their authors', but for a small batch of ImageNet and no checkpoints.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ import flax
 import jax
 
 import jaxmp
+from result_file import parser_of
 
 ROOT = Path(__file__).parents[1]
 STAND_INS = Path(__file__).with_name("stand_ins")
@@ -104,13 +104,12 @@ def audit(script: Script, checkouts: Path, target: str | None, listing: bool) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("--target", help="compile for a100, h100, h200 or b200 too")
     parser.add_argument("--only", choices=SCRIPTS, help="one of the scripts")
     parser.add_argument("--list", action="store_true", help="list the functions instead")
     parser.add_argument("--show", action="store_true", help="print the reports")
-    parser.add_argument("--out", type=Path, help="write the table as JSON")
     arguments = parser.parse_args()
     rows = {}
     for name in [arguments.only] if arguments.only else SCRIPTS:

@@ -16,13 +16,11 @@ has the bytes of the all-reduce and reduce-scatter operations of arrays from 4 k
 The script fails if a sum is in 16 bits, and the audit does not report it.
 """
 
-import argparse
 import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -34,6 +32,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from result_file import parser_of
 
 WIDTH, ROWS = 256, 64
 LAYOUTS = ("data parallel", "FSDP")
@@ -244,9 +243,8 @@ def measure(name: str, layout: str) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles the functions and writes their rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--functions", nargs="*", default=list(WEIGHTS), choices=WEIGHTS)
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     rows = [measure(name, layout) for layout in LAYOUTS for name in args.functions]
     for row in rows:

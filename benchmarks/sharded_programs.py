@@ -33,7 +33,6 @@ per device and step, of arrays above 4 kB:
     needed, needed_limit        with --memory: see `measure_memory`
 """
 
-import argparse
 import json
 import os
 import platform
@@ -59,6 +58,7 @@ import jaxmp
 from jaxmp._audit._compile import _WITHOUT_GPU as WITHOUT_GPU
 from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core._compat import described_gpus
+from result_file import parser_of
 
 FRAMEWORKS = ("Linen", "NNX")
 FORMS = ("plain", "scan", "remat")
@@ -523,14 +523,13 @@ def recorded_rows(path: Path | None) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 def main() -> None:
     """Prints a line for each program and the table, and writes both as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--recipes", nargs="+", default=[*WAYS, *RECIPES])
     parser.add_argument("--forms", nargs="+", default=["plain", "remat"], choices=FORMS)
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS)
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--full", action="store_true", help="all programs instead of a subset")
     parser.add_argument("--memory", action="store_true", help="also measure `needed`")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     chosen: list[tuple[Any, ...]] = []
     others: list[tuple[Any, ...]] = []

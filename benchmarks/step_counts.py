@@ -10,7 +10,6 @@ alternating between the two programs of a ratio. jmp, MPX and Flax `DynamicScale
 they are installed.
 """
 
-import argparse
 import dataclasses
 import functools
 import gc
@@ -22,7 +21,6 @@ import re
 import statistics
 import sys
 import time
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -37,6 +35,7 @@ from flax.training.train_state import TrainState as FlaxTrainState
 from jax import lax
 
 import jaxmp
+from result_file import parser_of
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, VOCABULARY = 12, 256, 8, 128, 4, 256
 
@@ -413,10 +412,9 @@ def compare(limits, make, base, pairs, counted):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=12, help="alternations for each time ratio")
     parser.add_argument("--only", default="abc", help="some of the comparisons, such as ab")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the GPT")
     options = parser.parse_args()
     globals()["LAYERS"] = options.layers

@@ -17,7 +17,6 @@ which is marked with a comment "fault: NAME". The result of a fault is
 Requires pip install -e ".[examples]" and takes about three minutes on one core.
 """
 
-import argparse
 import dataclasses
 import json
 import platform
@@ -38,6 +37,7 @@ import numpy as np
 import optax
 
 import jaxmp
+from result_file import parser_of
 
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
 FAULT = "fault"
@@ -694,10 +694,8 @@ def outcome(name: str, verdict: str, headline: str, causes: tuple[str, ...]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser = parser_of(__doc__, FAULTS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--out", type=Path, help="a folder for validate_sabotages_cpu.json")
     options = parser.parse_args()
     results = []
     for name in options.only:
