@@ -2,8 +2,7 @@
 
     python benchmarks/claims.py                        # all rows
     python benchmarks/claims.py --only master_weights  # one row
-    python benchmarks/claims.py --list                 # names of the rows
-    python benchmarks/claims.py --json claims.json     # also writes the figures
+    python benchmarks/claims.py --out claims.json      # also writes the figures
     python benchmarks/claims.py --page                 # writes docs/claims.md from the results
 
 Each row is a claim, the reading under which it can be checked, and the measured figures. Rows about
@@ -13,12 +12,10 @@ benchmark has been run on one, they state its command and no figure. Requires pi
 -e ".[examples]".
 """
 
-import argparse
 import dataclasses
 import json
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,15 +24,11 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-import flax
-import jax
-import ml_dtypes
-import optax
 
 import claims_cost
 import claims_precision
-import jaxmp
 from claims_result import Result
+from result_file import parser_of, write_result
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/claims_cpu.json"
@@ -228,33 +221,13 @@ def _line(cells: list[str]) -> str:
 
 def main() -> None:
     names = [claim.name for claim in CLAIMS]
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="ROW")
-    parser.add_argument("--list", action="store_true", help="print the names of the rows")
-    parser.add_argument("--json", type=Path, help="a JSON file to write")
+    parser = parser_of(__doc__, names)
     parser.add_argument("--page", action="store_true", help=f"write docs/{PAGE.name} and stop")
     options = parser.parse_args()
-    if options.list:
-        print("\n".join(names))
-        return
     if options.page:
         PAGE.write_text(page(json.loads(RESULTS.read_text("utf-8"))), "utf-8")
         return
-    rows = measure(options.only)
-    if options.json:
-        report = {
-            "command": shlex.join(["python", "benchmarks/claims.py", *sys.argv[1:]]),
-            "machine": platform.machine(),
-            "versions": {
-                "jax": jax.__version__,
-                "flax": flax.__version__,
-                "optax": optax.__version__,
-                "ml_dtypes": ml_dtypes.__version__,
-                "jaxmp": jaxmp.__version__,
-            },
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_result(options.out, machine=platform.machine(), rows=measure(options.only))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import jaxmp
 from compatibility import AUTHOR, gradient
 from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Nnx
-from field_report import by_line, in_own_process, review_of, steps_in, table, versions
-from result_file import parser_of
+from field_report import by_line, in_own_process, review_of, steps_in
+from result_file import parser_of, table, write_result
 
 RECIPE = "bf16"
 
@@ -137,14 +137,7 @@ def main() -> int:
     audits += [] if args.checkouts is None else list(steps(args.checkouts))
     rows = [compare(*audit) for audit in audits]
     lines = false_positives(rows)
-    report = {
-        "command": "false_positives.py" + " CHECKOUTS" * (args.checkouts is not None),
-        "versions": versions(),
-        "false": len(lines),
-        "audits": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(args.out, false=len(lines), audits=rows)
     print("\n".join([*lines, f"{len(rows)} audits, {len(lines)} false errors"]))
     return int(bool(lines))
 

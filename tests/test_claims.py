@@ -39,7 +39,7 @@ def test_the_results_contain_every_claim_as_it_is_stated():
 # Their figures come from shapes and formats, so they are the same on every machine.
 @pytest.mark.parametrize("name", ["formats", "fp32_baseline", "state_memory"])
 def test_rows_that_do_not_depend_on_the_machine(name, capsys):
-    advice = "run python benchmarks/claims.py --json benchmarks/results/claims_cpu.json"
+    advice = "run python benchmarks/claims.py --out benchmarks/results/claims_cpu.json"
     assert claims.measure([name]) == [ROWS[name]], advice
     assert ROWS[name]["finding"] in capsys.readouterr().out
 
@@ -47,7 +47,7 @@ def test_rows_that_do_not_depend_on_the_machine(name, capsys):
 @pytest.mark.parametrize("name", ["flash_memory", "activation_memory"])
 def test_rows_of_recorded_results(name):
     (row,) = claims.measure([name])
-    advice = f"copy the row of python benchmarks/claims.py --only {name} --json FILE; then --page"
+    advice = f"copy the row of python benchmarks/claims.py --only {name} --out FILE; then --page"
     assert row == ROWS[name], advice
     assert "compiled, nothing was run" in row["evidence"]
 
