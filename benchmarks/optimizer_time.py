@@ -1,7 +1,7 @@
 """Times the optimizer step alone on one GPU, in each layout of parameters, over its byte limit.
 
     python benchmarks/optimizer_time.py --out optimizer_time.json
-    python benchmarks/optimizer_time.py --models gpt2 llama-1.3b --rounds 5
+    python benchmarks/optimizer_time.py --only gpt2 llama-1.3b
     python benchmarks/optimizer_time.py --toy      # small, on any machine
 
 The parameters have the names and shapes of the models in examples/gpt.py and examples/llama.py, and
@@ -218,9 +218,7 @@ def measure(name: str, rounds: int, rate: float, seconds: float = SECONDS) -> di
 
 def main() -> int:
     """Prints and writes the rows of each model; returns 1 if a program is to be repeated."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = parser_of(__doc__, MODELS)
     parser.add_argument("--toy", action="store_true")
     options = parser.parse_args()
     if not options.toy and jax.default_backend() != "gpu":
@@ -228,11 +226,11 @@ def main() -> int:
     report: dict[str, Any] = {"environment": environment(jax.devices()[0].device_kind)}
     earlier = earlier_report(options.out, report["environment"]).get("models", [])
     models = report["models"] = [model for model in earlier if not is_to_repeat(model)]
-    for name in ("tiny",) if options.toy else options.models:
+    for name in ("tiny",) if options.toy else options.only:
         if name in {row["model"] for row in models}:
             continue
         rate = copy_terabytes(2**20 if options.toy else COPIED) * 1e12
-        toy = {"rounds": 2, "seconds": 0.001} if options.toy else {"rounds": options.rounds}
+        toy = {"rounds": 2, "seconds": 0.001} if options.toy else {"rounds": 7}
         models.append(measure(name, rate=rate, **toy))
         print(json.dumps(models[-1], indent=2), flush=True)
         write_json(options.out, report)

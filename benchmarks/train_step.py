@@ -13,7 +13,7 @@ Sizes (benchmarks/workload_sizes.py):
 A step is the forward and backward pass, clipping by global norm, AdamW on FP32 parameters and,
 except in `plain`, the check for non-finite gradients. `hand` is benchmarks/by_hand.py; `plain` is
 the same with JAX's default attention and all logits stored. benchmarks/peer_steps.py contains the
-steps with Flax, qwix, Transformer Engine and MaxText; benchmarks/torch_step.py times PyTorch with
+steps with Flax, qwix and Transformer Engine; benchmarks/torch_step.py times PyTorch with
 the same workloads.
 
 All programs see the same random tokens. They run in turn in each round, whose first program is
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name in rotated(options.arms, index + rounds.earlier):
             if name in ended:
                 continue
-            if reason := peer_steps.refusal(name, workload):
+            if reason := peer_steps.refusal(name):
                 row: dict[str, Any] = {"skipped": reason}
             else:
                 row = try_arm(name, workload, made, tokens, options.steps)
