@@ -181,9 +181,7 @@ def fsdp(arguments: list[Any], devices: int) -> list[Any]:
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
 
     def split(leaf: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
-        spec = [None] * leaf.ndim
-        if axis is not None:
-            spec[axis] = "data"
+        spec = () if axis is None else (*[None] * axis, "data")
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
