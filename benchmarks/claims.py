@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import claims_cost
 import claims_precision
 from claims_result import Result
-from result_file import parser_of, write_result
+from result_file import parser_of, table, write_result
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/claims_cpu.json"
@@ -152,12 +152,8 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
 def to_text(row: dict[str, Any]) -> str:
     """Returns a row as text for a terminal."""
     lines = [f"== {row['name']}: {row['claim']}", row["reading"], f"-> {row['finding']}"]
-    table = [row["columns"], *row["table"]] if row["table"] else []
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        pairs = zip(cells, widths, strict=True)
-        lines.append("   " + "  ".join(cell.ljust(width) for cell, width in pairs).rstrip())
-    return "\n".join([*lines, f"   [{row['evidence']}]", ""])
+    lines += [table(row["columns"], row["table"])] if row["table"] else []
+    return "\n".join([*lines, f"[{row['evidence']}]", ""])
 
 
 INTRODUCTION = """# Claims about mixed precision, measured
@@ -184,12 +180,9 @@ def page(report: dict[str, Any]) -> str:
 
 
 def _overview(rows: list[dict[str, Any]]) -> str:
-    lines = ["| claim | measured | evidence |", "|---|---|---|"]
-    for row in rows:
-        lines.append(
-            f"| [{row['claim']}](#{_anchor(row)}) | {row['finding']} | {row['evidence']} |"
-        )
-    return "\n".join([*lines, ""])
+    links = (f"[{row['claim']}](#{row['name'].replace('_', '-')})" for row in rows)
+    cells = [(link, row["finding"], row["evidence"]) for link, row in zip(links, rows, strict=True)]
+    return table(("claim", "measured", "evidence"), cells) + "\n"
 
 
 def _section(row: dict[str, Any]) -> str:
@@ -204,10 +197,6 @@ def _section(row: dict[str, Any]) -> str:
 def _heading(row: dict[str, Any]) -> str:
     text = row["name"].replace("_", " ").replace("fp", "FP")
     return text[0].upper() + text[1:]
-
-
-def _anchor(row: dict[str, Any]) -> str:
-    return row["name"].replace("_", "-")
 
 
 def _line(cells: list[str]) -> str:

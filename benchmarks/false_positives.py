@@ -3,7 +3,6 @@
     python benchmarks/false_positives.py                                 # installed packages
     python benchmarks/false_positives.py CHECKOUTS                       # and checkouts
     python benchmarks/false_positives.py CHECKOUTS --out errors.json
-    python benchmarks/false_positives.py --markdown errors.json
 
 The models of docs/compatibility.md are audited as the recipe `bf16` wraps them, and, if they have a
 bfloat16 option, as their authors run them. The training steps are those of `field_report.py`. Each
@@ -14,7 +13,6 @@ nothing is computed except the initial parameters of small models.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -128,17 +126,13 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("checkouts", type=Path, nargs="?", help="folder of checkouts")
-    parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
     args = parser.parse_args()
-    if args.markdown:
-        print(markdown(json.loads(args.markdown.read_text())["audits"]))
-        return 0
     audits = list(models(args.checkouts))
     audits += [] if args.checkouts is None else list(steps(args.checkouts))
     rows = [compare(*audit) for audit in audits]
     lines = false_positives(rows)
     write_result(args.out, false=len(lines), audits=rows)
-    print("\n".join([*lines, f"{len(rows)} audits, {len(lines)} false errors"]))
+    print("\n".join([markdown(rows), *lines, f"{len(rows)} audits, {len(lines)} false errors"]))
     return int(bool(lines))
 
 

@@ -67,17 +67,17 @@ def hand_counts(loss: Callable[..., jax.Array], make_step: Callable[..., Any]) -
     return count_step("bf16", "hand", step, jax.eval_shape(init, state.params["params"]), tokens)
 
 
-def compare_steps(
-    section: str,
-    name: str,
-    config: Any,
-    batch: int,
-    *,
-    module: Any,
-    loss: Callable[[Any], Callable[..., jax.Array]],
-    kernels: float,
-) -> Iterator[Check]:
+# Section -> the example, the hand-written loss, and the limit of kernels.
+EXAMPLES: dict[str, tuple[Any, Any, float]] = {
+    "gpt": (gpt, by_hand.gpt_loss, KERNELS),
+    "llama": (llama, by_hand.llama_loss, LLAMA_KERNELS),
+}
+UNROLLED = {"scanned": False, "unrolled": True}
+
+
+def compare_steps(section: str, name: str, config: Any, batch: int) -> Iterator[Check]:
     """Yields the checks of the bf16 step of one example against the hand-written one."""
+    module, loss, kernels = EXAMPLES[section]
     linen = count_step("bf16", "linen", *module.make_step("bf16", config, batch))
     nnx = count_step("bf16", "nnx", *module.make_nnx_step("bf16", config, batch))
     hand = hand_counts(loss(config), lambda: module.make_step("bf16", config, batch))
@@ -99,30 +99,15 @@ def compare_steps(
 
 def check_gpt(model: gpt.GPT = gpt.SIZES["gpt2"], batch: int = 8) -> Iterator[Check]:
     """Yields the checks of GPT-2."""
-    for unroll in (False, True):
-        yield from compare_steps(
-            "gpt",
-            "unrolled" if unroll else "scanned",
-            model.clone(unroll=unroll),
-            batch,
-            module=gpt,
-            loss=by_hand.gpt_loss,
-            kernels=KERNELS,
-        )
+    for name, unroll in UNROLLED.items():
+        yield from compare_steps("gpt", name, model.clone(unroll=unroll), batch)
 
 
 def check_llama(shape: llama.Shape = LLAMA, batch: int = 1) -> Iterator[Check]:
     """Yields the checks of Llama."""
-    for unroll in (False, True):
-        yield from compare_steps(
-            "llama",
-            "unrolled" if unroll else "scanned",
-            dataclasses.replace(shape, unroll=unroll),
-            batch,
-            module=llama,
-            loss=by_hand.llama_loss,
-            kernels=LLAMA_KERNELS,
-        )
+    for name, unroll in UNROLLED.items():
+        config = dataclasses.replace(shape, unroll=unroll)
+        yield from compare_steps("llama", name, config, batch)
 
 
 def check_fp8(shape: llama.Shape = LLAMA, batch: int = 1) -> Iterator[Check]:
