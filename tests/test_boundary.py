@@ -240,20 +240,6 @@ def test_a_layer_called_with_complex_and_real_inputs_follows_each():
             assert [y.dtype for y in out] == [jnp.bfloat16, jnp.complex64, jnp.bfloat16]
 
 
-def test_cast_float64_casts_operands_and_caches():
-    policy = "p=f32,c=f32,o=f32,cast_float64=true"
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        x = jax.ShapeDtypeStruct((1, 1, 4), "float64")
-        model = jaxmp.load_recipe(policy).wrap(nn.MultiHeadDotProductAttention(2, decode=True))
-        out, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), x)
-        assert out.dtype == variables["cache"]["cached_key"].dtype == jnp.float32
-        fn = lambda variables, x: model.apply(variables, x, mutable=["cache"])
-        out, written = jax.eval_shape(fn, variables, x)
-        assert out.dtype == jnp.float32 and written["cache"] == variables["cache"]
-        linear = jaxmp.load_recipe(policy).wrap(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
-        assert linear(jnp.ones((2, 4), "float64")).dtype == jnp.float32
-
-
 # ---------------------------------------------------------------------------
 # NumPy arrays and Python numbers
 # ---------------------------------------------------------------------------

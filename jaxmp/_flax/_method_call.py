@@ -48,7 +48,6 @@ class MethodCall:
     Attributes:
       module, module_policy, method: the module, its policy, and the name of the method.
       caller: the enclosing call if a module calls its own method; otherwise None.
-      is_overridden: the policy replaces the author's dtypes.
       keeps_dtype: the operands require the dtype that the author of the model chose.
       suspects: receives the module by its path if it appears to ignore the dtype of its policy.
       is_function: a transformation of Linen calls a function with the module.
@@ -59,7 +58,6 @@ class MethodCall:
     module_policy: ModulePolicy
     method: str
     caller: MethodCall | None
-    is_overridden: bool
     keeps_dtype: bool
     suspects: dict[str, Suspect]
     is_function: bool = False
@@ -104,7 +102,7 @@ class MethodCall:
     ) -> PyTree:
         """Calls the method with cast arguments, within `entered`, and casts its results."""
         module_policy, incoming, originals = self.module_policy, (args, kwargs), {}
-        is_cast = self.at_boundary and self.is_overridden
+        is_cast = self.at_boundary and not self.keeps_dtype
         if is_cast:
             args, kwargs, originals = cast_inputs(
                 module_policy, self.method, args, kwargs, self.is_leaf
@@ -121,12 +119,12 @@ class MethodCall:
                 note_weights(module_policy, lambda: self.own_params(self.module))
         traits = module_policy.traits
         out, carry = split_carry(traits, self.module, self.method, out, incoming, self.lifted)
-        expects_16bit = self.is_overridden and ignores_dtype(module_policy)
+        expects_16bit = not self.keeps_dtype and ignores_dtype(module_policy)
         if expects_16bit and not self.is_inside and returns_float32(out):
             self._suspect()
         if is_cast or (self.at_boundary and module_policy.resolved.casts_output):
             out = cast_outputs(module_policy, out, self.is_leaf)
-        elif self.is_overridden and not (self.at_boundary or self.is_function or self.caller):
+        elif not (self.keeps_dtype or self.at_boundary or self.is_function or self.caller):
             out = widen_outputs(module_policy, out, incoming, self.is_leaf)
         return carry(out)
 
@@ -220,7 +218,7 @@ def cast_inputs(
             value = jax.tree.map(_original, value, is_leaf=is_leaf)
         if is_carry or is_kept:
             return value
-        return cast_tree(value, module_policy.input_dtype, policy.cast_float64, is_leaf, cast_leaf)
+        return cast_tree(value, module_policy.input_dtype, is_leaf, cast_leaf)
 
     new_args = tuple(
         argument(value, index < carried, index in kept.positions)
