@@ -429,7 +429,6 @@ def test_a_float32_carry_of_modules_is_explained_and_the_fix_works():
     )
     note = _notes(lambda: run(BF16))
     assert "Rule('inner/*', 'o=f32')" in note
-    assert "kernel" not in note  # a parameter among the arguments, which is cast when it is read
     fixed = jaxmp.PolicyMap(BF16, [jaxmp.Rule("inner/*", "o=f32")])
     assert run(fixed).dtype == jnp.float32
 
@@ -440,7 +439,7 @@ def test_a_float32_cache_of_the_caller_is_explained_and_the_fixes_work():
         return jaxmp.load_recipe(policy).wrap(OuterNnx(Cached()))(jnp.ones((1, 4)), cache=cache)
 
     note = _notes(lambda: run(jnp.float32, BF16))
-    assert "in Cached, the module 'inner'" in note and "cache[0]" in note and "keys" in note
+    assert "in Cached, the module 'inner'" in note and "jnp.zeros(shape, x.dtype)" in note
     assert run(jnp.bfloat16, BF16)[0].tolist() == [1, 1, 1, 1]
     fixed = jaxmp.PolicyMap(BF16, [jaxmp.Rule("inner/**", "c=f32")])
     assert run(jnp.float32, fixed)[0].tolist() == [1, 1, 1, 1]
@@ -469,7 +468,7 @@ def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
     with pytest.raises(ValueError, match="RFFT") as caught:
         jaxmp.load_recipe(BF16).wrap(Spectrum())(x)
     (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
-    assert "JAX does not compute RFFT in 16 bits" in note
+    assert "JAX has no 16-bit form of the operation" in note
     rule = eval(note[note.index("Rule(") :].rstrip("."), {"Rule": jaxmp.Rule})
     assert rule.keep_inputs == ("x",)
     jaxmp.load_recipe(jaxmp.PolicyMap(BF16, [rule])).wrap(Spectrum())(x)

@@ -55,10 +55,6 @@ class _NnxCall(MethodCall):
         return isinstance(value, _OPAQUE)
 
     @staticmethod
-    def is_param(value: object) -> bool:
-        return isinstance(value, nnx.Param)
-
-    @staticmethod
     def own_params(module: Any) -> list[Any]:
         own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
         return [value.get_raw_value() for value in own]
