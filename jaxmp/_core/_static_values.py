@@ -7,7 +7,7 @@ contain them. If all are known, JAX computes the value on the CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax

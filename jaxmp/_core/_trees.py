@@ -84,6 +84,11 @@ def is_castable(leaf: object) -> bool:
     return dtype_of(leaf) in CASTABLE
 
 
+def is_float(leaf: object) -> bool:
+    """Returns True if `leaf` is an array in float16, bfloat16, float32 or float64."""
+    return dtype_of(leaf) in CASTABLE | {FLOAT64}
+
+
 def is_key(leaf: object) -> bool:
     """Returns True if `leaf` is a typed PRNG key array."""
     dtype = getattr(leaf, "dtype", None)
@@ -93,9 +98,7 @@ def is_key(leaf: object) -> bool:
 def is_inexact(leaf: object) -> bool:
     """Returns True if `leaf` is an array of 16 to 64-bit floats, or of complex numbers."""
     dtype = dtype_of(leaf)
-    return dtype is not None and (
-        dtype in CASTABLE or dtype == FLOAT64 or np.issubdtype(dtype, np.complexfloating)
-    )
+    return dtype is not None and (is_float(leaf) or np.issubdtype(dtype, np.complexfloating))
 
 
 def canonical(leaf: object) -> Any:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._dtypes import CASTABLE, FLOAT64, bits, is_16bit, wide_dtype
-from jaxmp._core._trees import canonical, cast, dtype_of, is_castable, saturating_cast
+from jaxmp._core._dtypes import FLOAT64, bits, is_16bit, wide_dtype
+from jaxmp._core._trees import canonical, cast, is_castable, is_float, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._core._wide_dot import is_weak_float32, strongly_typed, weakly_typed
 from jaxmp._flax._layer_table import LayerTraits, is_flax
@@ -276,11 +276,6 @@ def split_carry(
 def _returns_carry(module: Any, kwargs: dict[str, Any]) -> bool:
     option = kwargs.get("return_carry")
     return module.return_carry if option is None else option
-
-
-def is_float(value: object) -> bool:
-    """Returns True for an array in 16-bit floats, float32 or float64."""
-    return dtype_of(value) in CASTABLE | {FLOAT64}
 
 
 def written_back(value: Array, read: Array, stored: Array) -> Array:

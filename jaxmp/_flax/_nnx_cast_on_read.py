@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._core._compat import current_context
-from jaxmp._core._trees import cast, is_castable
+from jaxmp._core._trees import cast, is_castable, is_float
 from jaxmp._core._typing import DTypeLike, PyTree
-from jaxmp._flax._casts import is_float, resolve_module, written_back
+from jaxmp._flax._casts import resolve_module, written_back
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_fp8 import is_stateful, read_fp8_state
 from jaxmp._flax._nnx_layers import NNX_LAYERS
