@@ -7,53 +7,35 @@ __version__ = "0.1.0"
 import importlib as _importlib
 import typing as _typing
 
-from jaxmp import errors as errors
-from jaxmp import fp8 as fp8
-from jaxmp import functional as functional
-from jaxmp import optim as optim
-from jaxmp import typing as typing
+from jaxmp import errors, fp8, functional, optim, typing
 from jaxmp._core._messages import missing_dependency as _missing_dependency
-from jaxmp._loss_scale import DynamicLossScale as DynamicLossScale
-from jaxmp._loss_scale import NoLossScale as NoLossScale
-from jaxmp._loss_scale import StaticLossScale as StaticLossScale
-from jaxmp._policies._policy import Policy as Policy
-from jaxmp._policies._policy import get_policy as get_policy
-from jaxmp._policies._rules import Rule as Rule
-from jaxmp._recipe import Recipe as Recipe
-from jaxmp._recipe import list_recipes as list_recipes
-from jaxmp._recipe import load_recipe as load_recipe
-from jaxmp._recipe_files._load import PolicyMap as PolicyMap
-from jaxmp._sharding import state_shardings as state_shardings
-from jaxmp._targets import default_target as default_target
-from jaxmp.errors import JaxmpError as JaxmpError
-from jaxmp.optim._find import get_loss_scale as get_loss_scale
-from jaxmp.optim._find import get_master_params as get_master_params
-from jaxmp.optim._skipped_steps import check as check
-from jaxmp.optim._skipped_steps import get_skip_stats as get_skip_stats
+from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from jaxmp._policies._policy import Policy, get_policy
+from jaxmp._policies._rules import Rule
+from jaxmp._recipe import Recipe, list_recipes, load_recipe
+from jaxmp._recipe_files._load import PolicyMap
+from jaxmp._sharding import state_shardings
+from jaxmp._targets import default_target
+from jaxmp.errors import JaxmpError
+from jaxmp.optim._find import get_loss_scale, get_master_params
+from jaxmp.optim._skipped_steps import check, get_skip_stats
 
 if _typing.TYPE_CHECKING:
-    from jaxmp import checkpoint as checkpoint
-    from jaxmp import losses as losses
-    from jaxmp import nnx as nnx
-    from jaxmp import testing as testing
-    from jaxmp._attention import dot_product_attention as dot_product_attention
-    from jaxmp._attention._layer import attention_fn as attention_fn
-    from jaxmp._audit import audit as audit
-    from jaxmp._autocast import autocast as autocast
-    from jaxmp._autocast import full_precision as full_precision
-    from jaxmp._doctor import doctor as doctor
-    from jaxmp._explain import explain as explain
-    from jaxmp._flax._register import register_layer as register_layer
-    from jaxmp._gradients import grad as grad
-    from jaxmp._gradients import value_and_grad as value_and_grad
-    from jaxmp._memory import estimate_memory as estimate_memory
-    from jaxmp._nonfinite import locate_nonfinite as locate_nonfinite
-    from jaxmp._plan import plan as plan
-    from jaxmp._statistics import with_stats as with_stats
-    from jaxmp._train_state import TrainState as TrainState
-    from jaxmp._validate import Budget as Budget
-    from jaxmp._validate import TrainingRun as TrainingRun
-    from jaxmp._validate import validate as validate
+    from jaxmp import checkpoint, losses, nnx, testing
+    from jaxmp._attention import dot_product_attention
+    from jaxmp._attention._layer import attention_fn
+    from jaxmp._audit import audit
+    from jaxmp._autocast import autocast, full_precision
+    from jaxmp._doctor import doctor
+    from jaxmp._explain import explain
+    from jaxmp._flax._register import register_layer
+    from jaxmp._gradients import grad, value_and_grad
+    from jaxmp._memory import estimate_memory
+    from jaxmp._nonfinite import locate_nonfinite
+    from jaxmp._plan import plan
+    from jaxmp._statistics import with_stats
+    from jaxmp._train_state import TrainState
+    from jaxmp._validate import Budget, TrainingRun, validate
 
 __all__ = [
     "Budget",

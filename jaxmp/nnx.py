@@ -11,10 +11,9 @@ from flax.nnx.filterlib import Filter
 
 from jaxmp import _gradients
 from jaxmp._core._typing import PyTree
-from jaxmp._flax._nnx_fp8 import OverwriteWithGradient as OverwriteWithGradient
+from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
-from jaxmp._flax._nnx_optimizer import EMA as EMA
-from jaxmp._flax._nnx_optimizer import Optimizer as Optimizer
+from jaxmp._flax._nnx_optimizer import EMA, Optimizer
 from jaxmp._loss_scale import LossScaleLike
 
 __all__ = [

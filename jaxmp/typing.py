@@ -9,20 +9,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxmp._loss_scale import LossScaleLike as LossScaleLike
-from jaxmp._policies._policy import PolicyLike as PolicyLike
-from jaxmp._recipe_files._load import RecipeLike as RecipeLike
-from jaxmp._recipe_files._scaling_table import ScalingLike as ScalingLike
+from jaxmp._loss_scale import LossScaleLike
+from jaxmp._policies._policy import PolicyLike
+from jaxmp._recipe_files._load import RecipeLike
+from jaxmp._recipe_files._scaling_table import ScalingLike
 
 if TYPE_CHECKING:
-    from jaxmp._audit import AuditReport as AuditReport
-    from jaxmp._explain import Explanation as Explanation
-    from jaxmp._memory import MemoryEstimate as MemoryEstimate
-    from jaxmp._nonfinite import NonfiniteReport as NonfiniteReport
-    from jaxmp._plan import PlanReport as PlanReport
-    from jaxmp._statistics import StatsReport as StatsReport
-    from jaxmp._statistics import TrainingStats as TrainingStats
-    from jaxmp._validate import ValidationReport as ValidationReport
+    from jaxmp._audit import AuditReport
+    from jaxmp._explain import Explanation
+    from jaxmp._memory import MemoryEstimate
+    from jaxmp._nonfinite import NonfiniteReport
+    from jaxmp._plan import PlanReport
+    from jaxmp._statistics import StatsReport, TrainingStats
+    from jaxmp._validate import ValidationReport
 
 __all__ = [
     "AuditReport",

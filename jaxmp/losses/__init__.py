@@ -17,7 +17,7 @@ A row of weight 0 has loss 0 and a gradient of exactly 0, even if it contains in
 Shape suffixes: ... any dimensions, V classes, D features, N rows, C rows of one chunk.
 """
 
-from jaxmp.losses._linear import linear_cross_entropy as linear_cross_entropy
-from jaxmp.losses._softmax import softmax_cross_entropy as softmax_cross_entropy
+from jaxmp.losses._linear import linear_cross_entropy
+from jaxmp.losses._softmax import softmax_cross_entropy
 
 __all__ = ["linear_cross_entropy", "softmax_cross_entropy"]

@@ -1,8 +1,7 @@
 """Optax transformations (masters, rounding), and averages of 16-bit parameters."""
 
-from jaxmp.optim._average import fp32_copy as fp32_copy
-from jaxmp.optim._average import incremental_update as incremental_update
-from jaxmp.optim._master import master_params as master_params
-from jaxmp.optim._rounding import stochastic_rounding as stochastic_rounding
+from jaxmp.optim._average import fp32_copy, incremental_update
+from jaxmp.optim._master import master_params
+from jaxmp.optim._rounding import stochastic_rounding
 
 __all__ = ["fp32_copy", "incremental_update", "master_params", "stochastic_rounding"]
