@@ -43,8 +43,8 @@ SUITES = {
 
 # Tests that pass plain and fail wrapped in `fp32`, each with the reason.
 DTYPE = (
-    "The layer has a dtype argument and the test asserts on it. A recipe overrides that argument, "
-    "unless the policy sets respect_explicit = true."
+    "The layer has a dtype argument and the test asserts on it. A recipe overrides that argument; "
+    "a rule sets another dtype for the layer."
 )
 CLASS = (
     "The test compares the exact class of the model, or the model itself, with a module that the "

@@ -151,6 +151,7 @@ def show(rows):
 def main():
     parser = parser_of(__doc__)
     parser.add_argument("--toy", action="store_true", help="time a small layer on the CPU")
+    parser.add_argument("--time", action="store_true", help="time layers, which is the default")
     options = parser.parse_args()
     if jax.default_backend() != "gpu" and not options.toy:
         sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
