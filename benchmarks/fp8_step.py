@@ -9,8 +9,13 @@ benchmarks/results/fp8_step-WORKLOAD-DEVICE.json. A later run adds its rounds to
 """
 
 import argparse
+import os
 import re
+import sys
 from pathlib import Path
+
+if "--toy" in sys.argv:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 

@@ -118,13 +118,15 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="clone of https://github.com/jax-ml/jax")
     options = parser.parse_args()
     function, runs = FunctionUnderTest(), {}
+    command = " ".join(["python", *sys.argv])  # the tests change the arguments
     module = load(options.checkout, function)
     for function.run in RUNS:
         result = Result(function)
         unittest.TestSuite(attention_tests(module)).run(result)
         runs[function.run] = report(function.run, result.outcomes)
     tests = commit_of(options.checkout)
-    write_result(options.out, machine=platform.machine(), jax_tests=tests, runs=runs)
+    machine = platform.machine()
+    write_result(options.out, command=command, machine=machine, jax_tests=tests, runs=runs)
     return 1 if any(run["failed"] for run in runs.values()) else 0
 
 
