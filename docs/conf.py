@@ -38,7 +38,11 @@ html_theme = "sphinx_book_theme"
 html_title = f"jaxmp {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": False,
+    "navbar_persistent": [],  # a second field for searches
+}
 # A change of the theme must not fetch fonts or scripts from another server.
 html_baseurl = ""
 
