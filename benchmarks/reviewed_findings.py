@@ -115,8 +115,8 @@ STEPS = (
         "their dtype. Gradient accumulation is in FP32, with a comment on rounding; the update is "
         "not",
         "A step that is smaller than `2**-9` of a parameter is lost: at a learning rate of 1e-5 "
-        "that is every parameter above 0.005 or so. The second moment with b2 = 0.999 changes by at "
-        "most 0.1 % in a step where it decays, less than bfloat16 resolves.",
+        "that is every parameter above 0.005 or so. The second moment with b2 = 0.999 changes by "
+        "at most 0.1 % in a step where it decays, less than bfloat16 resolves.",
         "Keep FP32 masters in the optimizer state (`jaxmp.load_recipe('bf16_params')"
         ".optimizer(tx)`), which takes 4 bytes for each parameter and lets moments be FP32; or "
         "round stochastically.",
