@@ -114,9 +114,9 @@ STEPS = (
         "bfloat16 values directly, and a comment of the trainer says that moments follow "
         "their dtype. Gradient accumulation is in FP32, with a comment on rounding; the update is "
         "not",
-        "A step that is smaller than 2**-9 of a parameter is lost: at a learning rate of 1e-5 that "
-        "is every parameter above 0.005 or so. The second moment with b2 = 0.999 changes by at "
-        "most 0.1 % in a step where it decays, less than bfloat16 resolves.",
+        "A step that is smaller than `2**-9` of a parameter is lost: at a learning rate of 1e-5 "
+        "that is every parameter above 0.005 or so. The second moment with b2 = 0.999 changes by "
+        "at most 0.1 % in a step where it decays, less than bfloat16 resolves.",
         "Keep FP32 masters in the optimizer state (`jaxmp.load_recipe('bf16_params')"
         ".optimizer(tx)`), which takes 4 bytes for each parameter and lets moments be FP32; or "
         "round stochastically.",
@@ -130,7 +130,7 @@ STEPS = (
         "FP32",
         "Attention weights and their sums have 8 bits, and so has the log-sum-exp that the "
         "backward pass reads: for a value of 10 the recomputed weights are off by up to 3 %. The "
-        "1,024 tokens here are a single block; with more, each block adds a rounding of 2**-9 to "
+        "1,024 tokens here are a single block; with more, each block adds a rounding of `2**-9` to "
         "the result and to the gradients.",
         "Make the accumulators with `jnp.float32` and cast `o`, `dQ`, `dK` and `dV` after the "
         "loops; or use `jax.nn.dot_product_attention(implementation='cudnn')` on a GPU.",

@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import re
+import typing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,11 @@ html_theme = "sphinx_book_theme"
 html_title = f"jaxmp {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": False,
+    "navbar_persistent": [],  # a second field for searches
+}
 # A change of the theme must not fetch fonts or scripts from another server.
 html_baseurl = ""
 
@@ -146,6 +151,14 @@ def reference_page(name: str, title: str, names: list[str]) -> str:
     return "\n".join(lines)
 
 
+def drop_docstring_of_unions(
+    app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
+) -> None:
+    """Removes the docstring of Python's class of unions from aliases of types."""
+    if typing.get_origin(value) is not None:
+        lines.clear()
+
+
 def write_pages(app: Sphinx) -> None:
     """Writes copied pages, pages of reference and Jupyter notebooks into this folder."""
     for page, path in OUTSIDE.items():
@@ -209,5 +222,6 @@ def setup(app: Sphinx) -> None:
     """Connects the functions of this module to the build."""
     app.connect("builder-inited", write_pages)
     app.connect("source-read", link_copies)
+    app.connect("autodoc-process-docstring", drop_docstring_of_unions)
     app.connect("build-finished", write_llms)
     app.connect("build-finished", print_links)

@@ -27,7 +27,8 @@ ZERO, NORMAL, LARGEST = -25, -14, 15
 def measure(model: GPT, steps: int, batch_size: int) -> np.ndarray:
     """Returns the number of gradient elements at each of the 256 exponents of FP32.
 
-    The gradients are those of the parameters, and those of the outputs of matmuls.
+    The gradients are those of the parameters, and those of the outputs of matmuls. The latter count
+    once for each of the two matmuls of the backward pass that read them.
     """
     text = standard_library_text().train
     state, train_step, _ = prepare("fp32", model, optax.adamw(3e-3))

@@ -324,6 +324,26 @@ def test_the_histogram_counts_what_float16_loses():
         assert axes.get_title() == f"Loss scale 2**{scale}: {text}"
 
 
+@pytest.mark.slow
+def test_the_histogram_has_all_gradients(tmp_path, monkeypatch):
+    drawn = []
+    draw = gradient_histogram.draw
+    record = lambda axes, counts, scale: (drawn.append(counts), draw(axes, counts, scale))
+    monkeypatch.setattr(gradient_histogram, "draw", record)
+    gradient_histogram.main(tmp_path, steps=1, seq_len=8, batch_size=2, layers=1, width=16)
+    assert imread(tmp_path / "gradients_fp16.png").shape[:2] == (374, 1210)
+
+    model = byte_gpt.GPT(layers=1, width=16, max_length=8)
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    elements = sum(leaf.size for leaf in jax.tree.leaves(params))
+    tokens, heads, width = 2 * 8, 4, 16
+    # Query, key, value, values of all keys, output, up (four times as wide), down; logits of
+    # attention; logits.
+    outputs = tokens * (10 * width + heads * 8 + 256)
+    for counts in drawn:
+        assert counts.sum() == elements + 2 * outputs
+
+
 # ---------------------------------------------------------------------------
 # Digits
 # ---------------------------------------------------------------------------

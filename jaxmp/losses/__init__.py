@@ -6,8 +6,8 @@ kernel of the layer that computes them. Both have the arguments `weights` and `r
 
 - `"mean"`: the sum of weighted losses, divided by the sum of weights (without weights: by the
   number of rows that are not ignored); 0 if the divisor is 0, as in a batch of padding only.
-- `"sum"`: the sum of weighted losses. `"none"`: the loss of each row times its weight, 0 for
-  ignored rows.
+- `"sum"`: the sum of weighted losses.
+- `"none"`: the loss of each row times its weight, 0 for ignored rows.
 - `"sum_and_weight"`: numerator and denominator of "mean". `jaxmp.value_and_grad(fn, weighted=True)`
   accepts this pair instead of the loss, so that means over microbatches or devices of unequal
   weight are correct.
