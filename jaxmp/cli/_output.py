@@ -14,7 +14,7 @@ from jaxmp._policies._policy import Policy
 from jaxmp.errors import JaxmpError
 
 # Columns that are never wrapped.
-_WHOLE_COLUMNS = ("operation", "recipe", "policy", "loss scale", "rule")
+_WHOLE_COLUMNS = ("operation", "recipe", "policy", "loss scale")
 
 
 def console() -> Console:
