@@ -73,17 +73,14 @@ SCRIPTS = {
 }
 
 
-def audit(script: Script, checkouts: Path, target: str | None, listing: bool) -> dict[str, Any]:
+def audit(script: Script, checkouts: Path, target: str | None) -> dict[str, Any]:
     """Returns the output and the counts of one script."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "jaxmp", "audit", "--script"]
         command += [part.format(workdir=folder) for part in script.command]
-        if listing:
-            command += ["--list"]
-        else:
-            command += ["--recipe", script.recipe, "--json", str(report), "--fail-on", "none"]
-            command += ["--target", target] if target else []
+        command += ["--recipe", script.recipe, "--json", str(report), "--fail-on", "none"]
+        command += ["--target", target] if target else []
         paths = [str(STAND_INS), str(ROOT), os.environ.get("PYTHONPATH", "")]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "80"}
         env |= {"JAX_PLATFORMS": "cpu"} if target is None else {}
@@ -97,7 +94,9 @@ def audit(script: Script, checkouts: Path, target: str | None, listing: bool) ->
         row: dict[str, Any] = {"output": done.stdout, "seconds": seconds}
         if report.exists():
             result = jaxmp.typing.AuditReport.from_json(report.read_text("utf-8"))
-            row["function"] = done.stdout.splitlines()[0].removeprefix("Function ")
+            row["function"] = (
+                done.stdout.splitlines()[0].partition(";")[0].removeprefix("Function ")
+            )
             row["flops"], row["errors"] = result.flops, result.counts()
             row["low_precision_share"] = round(result.low_precision_share, 4)
         return row
@@ -108,16 +107,15 @@ def main() -> None:
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("--target", help="compile for a100, h100, h200 or b200 too")
     parser.add_argument("--only", choices=SCRIPTS, help="one of the scripts")
-    parser.add_argument("--list", action="store_true", help="list the functions instead")
     parser.add_argument("--show", action="store_true", help="print the reports")
     parser.add_argument("--out", type=Path, help="write the table as JSON")
     arguments = parser.parse_args()
     rows = {}
     for name in [arguments.only] if arguments.only else SCRIPTS:
-        row = audit(SCRIPTS[name], arguments.checkouts, arguments.target, arguments.list)
+        row = audit(SCRIPTS[name], arguments.checkouts, arguments.target)
         output = row.pop("output", row.get("error", ""))
         print(f"{name}: {json.dumps(row)}", flush=True)
-        if arguments.show or arguments.list or "error" in row:
+        if arguments.show or "error" in row:
             print(output)
         rows[name] = {key: value for key, value in row.items() if key != "seconds"}
     if arguments.out:

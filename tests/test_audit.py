@@ -245,8 +245,7 @@ def test_full_precision_is_allowed():
     report = audit(fn, *args, recipe=BF16)
     assert report.ok and audit(fn, *args).ok
     # The name of its scope is not a module.
-    assert {row.module for row in (*report.matmuls, *report.casts)} == {"lin"}
-    assert {row.module for row in report.modules} == {"", "lin"}
+    assert {row.module for row in report.matmuls} == {"lin"}
 
 
 def test_fp32_that_was_never_16_bits_is_no_finding_without_policies():
@@ -620,8 +619,7 @@ def test_what_autocast_lifts_is_no_silent_promotion():
     args = jnp.ones((16, 16)), jnp.ones((16,)), jnp.ones((8, 16))
     for gradient in (lambda fn: fn, jax.value_and_grad):
         report = audit(gradient(jaxmp.autocast(fn, "bf16")), *args, recipe="bf16")
-        assert report.ok and {row.module for row in report.casts} == {"lin"}
-        assert report.casts and list(report.matmul_flops) == [("bfloat16", "bfloat16")]
+        assert report.ok and list(report.matmul_flops) == [("bfloat16", "bfloat16")]
     half = args[0].astype(jnp.bfloat16), args[1], args[2].astype(jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):  # the same by hand: a loss in FP32 is correct
         assert "implicit_promotion" not in checks(audit(fn, *half, recipe="bf16"))
@@ -855,15 +853,6 @@ def test_evaluation_needs_no_loss_scale():
 # ---------------------------------------------------------------------------
 
 
-def test_which_rule_decided_and_which_never_fired():
-    report = audit_small("linen")
-    rules = {row.rule.partition(",")[0]: row for row in report.rules}
-    assert rules["Rule('**/lm_head'"].modules == ("lm_head",)
-    assert rules["Rule('**/router/**'"].modules == ()
-    decided = {row.module: row.rule for row in report.modules}
-    assert decided["lm_head"].startswith("Rule('**/lm_head'") and decided["block_0/mlp_up"] == ""
-
-
 def test_a_required_rule_that_never_fired():
     policies = jaxmp.PolicyMap(BF16, [jaxmp.Rule("decoder/**", "c=f32")])
     finding = the_only(audit(lambda x: x @ x, shape(16, 16), recipe=policies), "unused_rule")
@@ -1039,13 +1028,6 @@ def test_recompute_is_told_from_forward_and_backward():
         (name, "recompute"): once,
     }
     assert report.ok
-
-
-def test_casts_and_their_bytes():
-    report = audit(lambda x: x.astype(jnp.float32) * 2, shape(16, 16))
-    (row,) = report.casts
-    assert (row.source, row.target, row.count) == ("bfloat16", "float32", 1)
-    assert row.bytes == report.cast_bytes == 16 * 16 * (2 + 4)
 
 
 def test_kernels_are_named_as_not_counted():
@@ -1309,7 +1291,7 @@ def test_the_json_has_the_documented_schema(faulty):
     types = documented_types()
     fields = json.loads(faulty.to_json())
     validate(fields, "report", types)
-    assert (fields["schema_version"], fields["target"], fields["recipe"]) == (1, "", "bf16")
+    assert (fields["schema_version"], fields["target"], fields["recipe"]) == (2, "", "bf16")
     assert (fields["jaxmp_version"], fields["jax_version"]) == (jaxmp.__version__, jax.__version__)
     # The rows that only other programs have.
     hints = typing.get_type_hints(jaxmp.typing.AuditReport)

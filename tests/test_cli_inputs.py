@@ -95,7 +95,6 @@ AUDIT = [
     ["--recipe", "bf61"],
     ["--recipe", "text.toml"],
     ["--function", "step"],
-    ["--list"],
     ["more"],
 ]
 SCRIPTS = ["", "dir.py", "gone.py", "loop.py", "broken.py", "fifo", "-m", "file/x.py", LONG]

@@ -14,14 +14,11 @@ from jaxmp import __version__
 from jaxmp._audit._checks import CHECKS, ERROR, WARNING
 from jaxmp._audit._rows import (
     AttentionRow,
-    CastRow,
     CollectiveRow,
     Finding,
     GemmRow,
     MatmulRow,
     MemoryRow,
-    ModuleRow,
-    RuleRow,
 )
 from jaxmp._audit._sections import report_sections
 from jaxmp._core._messages import did_you_mean
@@ -59,11 +56,8 @@ class AuditReport(Report):
       matmuls: FLOPs per module, pass and operand dtypes.
       gemms: the matmuls of the GPU and their dtypes.
       memory: bytes on each device, and the bytes that the optimizer update moves.
-      modules: the policy and the rule of each module; empty without policies.
-      casts: bytes per module, pass and dtypes.
       attention: the fused attention kernels.
       collectives: the arrays that devices send to one another.
-      rules: each rule and the modules for which it decides; empty without policies.
       notes: the parts of the program that were not counted, and why, and how FP8 matmuls depend on
         the rest of the batch.
 
@@ -78,7 +72,7 @@ class AuditReport(Report):
     _command = "jaxmp audit my_package.train:make_step --json audit.json"
     _error = AuditError
     # The version is increased if a field changes; `docs/audit.md` describes them.
-    _schema: ClassVar = {"schema_version": 1}
+    _schema: ClassVar = {"schema_version": 2}
     _summary = ("ok", "low_precision_share")
 
     function: str = ""
@@ -93,11 +87,8 @@ class AuditReport(Report):
     matmuls: tuple[MatmulRow, ...] = ()
     gemms: tuple[GemmRow, ...] = ()
     memory: MemoryRow | None = None
-    modules: tuple[ModuleRow, ...] = ()
-    casts: tuple[CastRow, ...] = ()
     attention: tuple[AttentionRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()
-    rules: tuple[RuleRow, ...] = ()
     notes: tuple[str, ...] = ()
 
     # -- counts -----------------------------------------------------------------------------
@@ -141,11 +132,6 @@ class AuditReport(Report):
         """
         narrow = (row.flops for row in self.matmuls if {row.lhs, row.rhs}.isdisjoint(_WIDE))
         return sum(narrow) / max(self.flops, 1)
-
-    @property
-    def cast_bytes(self) -> int:
-        """The bytes that all casts read and write."""
-        return sum(row.bytes for row in self.casts)
 
     def flops_by(self, *fields: str) -> dict[tuple[str, ...], int]:
         """Returns FLOPs by some fields of `MatmulRow`, largest first.

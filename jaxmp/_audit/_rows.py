@@ -106,37 +106,6 @@ class MatmulRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CastRow:
-    """The casts of one module, pass and pair of dtypes."""
-
-    module: str
-    phase: str
-    source: str
-    target: str
-    bytes: int  # read and written, if each cast were a kernel of its own
-    count: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RuleRow:
-    """One rule and the modules for which it decides."""
-
-    rule: str
-    why: str
-    modules: tuple[str, ...]
-    required: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModuleRow:
-    """One module of the program, its policy, and the rule that decides."""
-
-    module: str
-    policy: str
-    rule: str  # "" if the default policy applies
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmRow(Located):
     """Matmuls or convolutions of one module, pass, line, kernel and pair of dtypes.
 

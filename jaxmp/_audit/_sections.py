@@ -6,10 +6,9 @@ import ast
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxmp._audit._rows import AttentionRow, CollectiveRow, Finding, GemmRow, MemoryRow, merged
+from jaxmp._audit._rows import AttentionRow, CollectiveRow, Finding, GemmRow, MemoryRow
 from jaxmp._report._section import (
     MAX_ROWS,
     PHASES,
@@ -125,15 +124,16 @@ def _is_code(text: str) -> bool:
     return bool(text.strip())
 
 
-def compiled_matmuls(gemms: Iterable[GemmRow], attention: Iterable[AttentionRow]) -> Section:
+def _kernel_of(row: GemmRow | AttentionRow) -> tuple[str, str, str]:
+    """Returns the dtypes of operands and result, and the kernel."""
+    if isinstance(row, AttentionRow):
+        return row.dtype, row.dtype, "fused attention"
+    return pair_text(row.lhs, row.rhs), row.out, row.kernel
+
+
+def compiled_matmuls(kernels: Iterable[GemmRow | AttentionRow]) -> Section:
     """Returns the FLOPs of the GPU's kernels by dtype."""
-
-    def kernel_of(row: GemmRow | AttentionRow) -> tuple[str, str, str]:
-        if isinstance(row, AttentionRow):
-            return row.dtype, row.dtype, "fused attention"
-        return pair_text(row.lhs, row.rhs), row.out, row.kernel
-
-    groups = grouped((*gemms, *attention), kernel_of)
+    groups = grouped(kernels, _kernel_of)
     flops = Counter({key: sum(row.flops for row in group) for key, group in groups.items()})
     rows = tuple(
         (
@@ -148,41 +148,23 @@ def compiled_matmuls(gemms: Iterable[GemmRow], attention: Iterable[AttentionRow]
     return Section("Matmuls in the compiled program", "", columns, rows)
 
 
-def compiled_lines(gemms: Iterable[GemmRow]) -> Section:
+def compiled_lines(kernels: Iterable[GemmRow | AttentionRow]) -> Section:
     """Returns the GPU's matmuls by module and source line."""
-    key_of = lambda row: (numberless(row.module), row.location, pair_text(row.lhs, row.rhs))
+    key_of = lambda row: (numberless(row.module), row.location, *_kernel_of(row))
     rows = [
         (
             abbreviate(sorted({row.module for row in group})),
             location,
             dtypes,
+            kernel,
             ", ".join(phase for phase in PHASES if phase in {row.phase for row in group}),
             flops_text(sum(row.flops for row in group)),
         )
-        for (_, location, dtypes), group in grouped(gemms, key_of).items()
+        for (_, location, dtypes, _, kernel), group in grouped(kernels, key_of).items()
     ]
-    columns = ("module", "line", "multiplied in", "passes", "FLOPs")
+    columns = ("module", "line", "multiplied in", "kernel", "passes", "FLOPs")
     text = left_out_text(rows, "gemms")
     return Section("Compiled matmuls by module", text, columns, tuple(rows[:MAX_ROWS]))
-
-
-def attention_kernels(attention: Iterable[AttentionRow], gpu: str) -> Section:
-    """Returns the fused attention kernels; "none" if a compiled program has no such kernel."""
-    groups = grouped(
-        attention, lambda x: (numberless(x.module), x.location, x.phase, x.kernel, x.dtype)
-    )
-    rows = tuple(
-        (
-            abbreviate(sorted({row.module for row in group})),
-            *key[1:],
-            counted(sum(row.count for row in group), "launch"),
-            flops_text(sum(row.flops for row in group)),
-        )
-        for key, group in groups.items()
-    )
-    columns = ("module", "line", "pass", "kernel", "dtype", "count", "FLOPs")
-    text = "none" if gpu and not rows else ""
-    return Section("Fused attention kernels", text, columns if rows else (), rows)
 
 
 def collectives(collectives: Iterable[CollectiveRow]) -> Section:
@@ -232,23 +214,20 @@ def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
       report: the report.
       full: False for verdict, errors with their fixes, matmuls and memory; True for everything.
     """
-    groups = group_findings(report.errors)
+    groups, kernels = group_findings(report.errors), (*report.gemms, *report.attention)
     sections = [
         _verdict(report, len(groups)),
         *error_sections(groups, full),
         _matmuls(report),
-        compiled_matmuls(report.gemms, report.attention),
+        compiled_matmuls(kernels),
         memory(report.memory),
     ]
     if full:
         sections += [
             *warning_sections(report.warnings),
             _modules(report),
-            _casts(report),
-            compiled_lines(report.gemms),
-            attention_kernels(report.attention, report.gpu),
+            compiled_lines(kernels),
             collectives(report.collectives),
-            _rules(report),
             Section("Notes", "", ("note",), tuple((note,) for note in report.notes)),
         ]
     else:
@@ -283,7 +262,7 @@ def _details(report: AuditReport) -> Section:
     warnings = f"{counted(counts.total(), 'warning')} ({text}), " if counts else ""
     return Section(
         "Details",
-        f"Use --full or report.to_text(full=True) to print {warnings}modules, casts and rules.",
+        f"Use --full or report.to_text(full=True) to print {warnings}modules, kernels and notes.",
     )
 
 
@@ -304,43 +283,16 @@ def _matmuls(report: AuditReport) -> Section:
 
 def _modules(report: AuditReport) -> Section:
     """Returns a row for each module with matmuls; modules that differ in a number share one."""
-    rules = {row.module: row.rule for row in report.modules}
-    casts = grouped(report.casts, lambda row: row.module)
     matmuls = grouped(report.matmuls, lambda row: row.module)
     flops = report.flops_by("module")
 
-    def key_of(module: str) -> tuple[str, str, str]:
+    def key_of(module: str) -> tuple[str, str]:
         dtypes = {pair_text(row.lhs, row.rhs) for row in matmuls[module]}
-        return numberless(module), ", ".join(sorted(dtypes)), rules.get(module) or ""
+        return numberless(module), ", ".join(sorted(dtypes))
 
     rows = []
-    for (_, operands, rule), modules in grouped((module for (module,) in flops), key_of).items():
-        size = sum(row.bytes for module in modules for row in casts.get(module, ()))
+    for (_, operands), modules in grouped((module for (module,) in flops), key_of).items():
         total = flops_text(sum(flops[module,] for module in modules))
-        rows.append((abbreviate(modules), total, operands, bytes_text(size) if size else "", rule))
-    columns = ("module", "FLOPs", "operands", "casts", "rule")
-    if not any(rule for *_, rule in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    text = left_out_text(rows, "matmuls")
+        rows.append((abbreviate(modules), total, operands))
+    text, columns = left_out_text(rows, "matmuls"), ("module", "FLOPs", "operands")
     return Section("Matmuls by module", text, columns, tuple(rows[:MAX_ROWS]))
-
-
-def _casts(report: AuditReport) -> Section:
-    rows = tuple(
-        (
-            f"{row.source} -> {row.target}",
-            row.phase,
-            counted(row.count, "cast"),
-            bytes_text(row.bytes),
-        )
-        for row in merged((replace(row, module="") for row in report.casts), "bytes", "count")
-    )
-    return Section("Casts before compiler fusion", "", ("cast", "pass", "count", "bytes"), rows)
-
-
-def _rules(report: AuditReport) -> Section:
-    rows = tuple(
-        (row.rule, ", ".join(map(module_text, row.modules)) or "no module", row.why)
-        for row in report.rules
-    )
-    return Section("Rules", "", ("rule", "decides for", "reason"), rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +15,10 @@ from jaxmp._audit._report import known_checks
 from jaxmp._audit._script import ScriptAudit, audit_script
 from jaxmp._core._compat import unchecked_cuda
 from jaxmp._recipe import load_recipe
-from jaxmp._report._units import counted, flops_text
 from jaxmp._report._views import read_report
 from jaxmp._targets import get_target
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, make_step
-from jaxmp.cli._output import console, escape, make_table, write_file, write_json
+from jaxmp.cli._output import console, escape, write_file, write_json
 from jaxmp.errors import JaxmpError
 
 
@@ -51,9 +49,6 @@ def audit(
             " -m MODULE runs a module.",
         ),
     ] = None,
-    listing: Annotated[
-        bool, typer.Option("--list", help="With --script: only list the jitted functions.")
-    ] = False,
     name: Annotated[
         str | None,
         typer.Option("--function", metavar="NAME", help="With --script: audit this function."),
@@ -71,7 +66,7 @@ def audit(
     ] = None,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Print warnings, modules, casts and rules too."),
+        typer.Option("--full", help="Print warnings, modules, kernels and notes too."),
     ] = False,
     html: HtmlOption = None,
 ) -> None:
@@ -85,25 +80,14 @@ def audit(
     if not 0 < max_seconds < math.inf:
         raise JaxmpError(f"--max-seconds {max_seconds} is not a positive number of seconds.")
     if script is None:
-        if listing or name is not None:
-            raise JaxmpError("--list and --function require --script, such as --script train.py.")
+        if name is not None:
+            raise JaxmpError("--function requires --script, such as --script train.py.")
         report = _audit_function(_only_argument(arguments), recipe, target)
     else:
-        result = _audit_script(
-            script,
-            arguments,
-            recipe=recipe,
-            target=target,
-            function=name,
-            listing=listing,
-            max_seconds=max_seconds,
-        )
-        if result.report is None:
-            if not write_json(json, [dataclasses.asdict(row) for row in result.functions]):
-                _print_functions(result)
-            return
+        options = {"recipe": recipe, "target": target, "function": name}
+        result = _audit_script(script, arguments, max_seconds=max_seconds, **options)
         if json != "-":
-            _print_audited(result)
+            console().print(escape(result.sentence, "dim"), soft_wrap=True)
         report = result.report
     if not write_json(json, report.to_json()):
         # Code is not wrapped, so that it can be pasted.
@@ -153,30 +137,6 @@ def _audit_script(script: str, arguments: list[str], **options: Any) -> ScriptAu
         raise JaxmpError("-m requires a module: jaxmp audit --script -m my_package.train")
     command = arguments if is_module else [script, *arguments]
     return audit_script(command, module=is_module, **options)
-
-
-def _print_audited(result: ScriptAudit) -> None:
-    """Prints a line about the function of a script that was audited."""
-    row, others = result.audited, len(result.functions) - 1
-    assert row is not None
-    more = f"; --list prints {counted(others, 'other function')}" if others else ""
-    location = f" ({row.location})" if row.location else ""
-    gradients = "" if row.takes_gradients else ", which takes no gradients"
-    text = f"Function {row.name}{location}{gradients}{more}"
-    console().print(escape(text, "dim"), soft_wrap=True)
-
-
-def _print_functions(result: ScriptAudit) -> None:
-    """Prints a table of the jitted functions of a script."""
-    table = make_table("function", "line", "matmul FLOPs of a call", "purpose")
-    for row in result.functions:
-        purposes = ["takes gradients"] if row.takes_gradients else []
-        purposes += ["returns an updated state"] if row.updates else []
-        purpose = " and ".join(purposes) or "no gradients"
-        table.add_row(
-            escape(row.name, "bold"), escape(row.location), flops_text(row.flops), purpose
-        )
-    console().print(table)
 
 
 def memory(
