@@ -1193,13 +1193,6 @@ MUTATIONS = [
         ("test_cli_inputs.py::test_programs_keep_their_handling_of_interrupts",),
     ),
     Mutation(
-        "the fix of a norm does not reach the array that it normalizes",
-        "jaxmp/_audit/_expressions.py",
-        "        return readers or [maker] * _is_rounding(maker)",
-        "        return [maker] * _is_rounding(maker)",
-        ("test_audit_fixes.py::test_fixes_of_operations_remove_the_rounding",),
-    ),
-    Mutation(
         "the fix of a schedule rounds the cosine to 16 bits again",
         "jaxmp/_audit/_expressions.py",
         "    return not (meets_16_bits and is_cast)",

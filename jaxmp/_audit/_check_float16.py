@@ -14,7 +14,7 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import NORM_16BIT
 from jaxmp._audit._checks import Check
 from jaxmp._audit._dataflow import GRADIENT, From, Update, powers_of
-from jaxmp._audit._expressions import expression_of, fix_before, with_number, with_operand
+from jaxmp._audit._expressions import expression_of, fix_before, with_operand
 from jaxmp._audit._labels import ConditionalFinding, Logits
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._audit._rows import Finding
@@ -95,8 +95,7 @@ def check_constant(op: OpOccurrence, audit: Auditor) -> None:
         if value is not None and abs(value) > _LARGEST and not (is_cast and math.isinf(value)):
             limit = "min" if value < 0 else "max"
             message = "a constant beyond 65504 is infinite in float16: rows that are masked"
-            code = with_number(expression_of(op, audit.findings), f"jnp.finfo(jnp.float16).{limit}")
-            code = code or f"jnp.where(mask, logits, jnp.finfo(logits.dtype).{limit})"
+            code = f"jnp.where(mask, logits, jnp.finfo(logits.dtype).{limit})"
             fix = f"Use the largest finite number of the dtype:\n    {code}"
             audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
 

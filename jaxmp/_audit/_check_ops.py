@@ -13,10 +13,8 @@ from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT, Terms
 from jaxmp._audit._expressions import (
     expression_of,
-    fix_before,
     fix_operation,
     in_fp32,
-    statistics_of,
     with_fp32_summand,
 )
 from jaxmp._audit._labels import REDUCES, ConditionalFinding, RoundedInput
@@ -41,7 +39,6 @@ from jaxmp._core._jaxprs import (
     is_literal,
     sub_jaxprs,
 )
-from jaxmp._core._locations import call_site
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import axes_of, loop_of, name_of, window_of
 
@@ -143,8 +140,8 @@ def check_loss(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
         message = f"log-sum-exp in {dtype.name}: log-probabilities have {_precision(dtype)}."
         is_own = audit.findings.is_own_call(op.equation)
         # The logits are also read elsewhere, so that their largest is subtracted in FP32, too.
-        fix = fix_before(op, statistics_of(op), audit.findings, "float32") if is_own else ""
-        audit.add(LOSS_16BIT, op, message, fix or fix_operation(op, audit.findings))
+        fix = LOSS_16BIT.fix if is_own else fix_operation(op, audit.findings)
+        audit.add(LOSS_16BIT, op, message, fix)
 
 
 @LOSS_16BIT.on_program
@@ -218,27 +215,13 @@ def _contains_sum(equation: Equation) -> bool:
 def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
     message = f"{op.name} in {dtype.name}: the variance has {limit}."
-    fix = fix_before(_scaled_by(op), statistics_of(op), audit.findings, dtype.name)
+    fix = ""
     if not audit.findings.is_own_call(op.equation):
         code = in_fp32(expression_of(op, audit.findings), dtype.name)
         fix = f"Compute the norm in FP32:\n    {code}" if code else ""
         fix = audit.context.wrap_code if op.location.names else fix
     default = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
     audit.add(NORM_16BIT, op, message, fix or default)
-
-
-def _scaled_by(root: OpOccurrence) -> OpOccurrence:
-    """Returns the operation that multiplies by an inverse root, or divides by a root."""
-    waiting = list(root.equation.outvars)
-    while waiting:
-        for reader in root.body.readers(waiting.pop()):
-            is_scaled = reader.primitive.name in ("mul", "div") and half_of(reader.outvars)
-            # The derivative of a root is computed by its own call.
-            if is_scaled and call_site(reader) != call_site(root.equation):
-                return root._replace(equation=reader)
-            if reader.primitive.name in LAYOUT | {"add", "max"}:
-                waiting += reader.outvars
-    return root
 
 
 # ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`jaxmp audit` and `jaxmp memory`."""
+"""`jaxmp audit`, `jaxmp memory` and `jaxmp plan`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from jaxmp._core._compat import unchecked_cuda
 from jaxmp._recipe import load_recipe
 from jaxmp._report._views import read_report
 from jaxmp._targets import get_target
-from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, make_step
-from jaxmp.cli._output import console, escape, write_file, write_json
+from jaxmp.cli._arguments import (
+    FUNCTION_HELP,
+    HtmlOption,
+    JsonOption,
+    call,
+    load_function,
+    make_step,
+)
+from jaxmp.cli._output import console, escape, write_report
 from jaxmp.errors import JaxmpError
 
 
@@ -89,11 +96,7 @@ def audit(
         if json != "-":
             console().print(escape(result.sentence, "dim"), soft_wrap=True)
         report = result.report
-    if not write_json(json, report.to_json()):
-        # Code is not wrapped, so that it can be pasted.
-        console().print(report.to_rich(full=full), soft_wrap=True)
-    if html is not None:
-        write_file(html, report.to_html(full=full))
+    write_report(report, json, html, full=full)
     if fail_on == "any" and baseline is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
     report.check(checks, baseline=before)
@@ -167,8 +170,65 @@ def memory(
             f"the step of {function}",
             lambda: jaxmp.estimate_memory(step, *arguments, target=target, exact=exact),
         )
-    if not write_json(json, estimate.to_json()):
-        console().print(estimate.to_rich(), soft_wrap=True)
-    if html is not None:
-        write_file(html, estimate.to_html())
+    write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
+
+
+_EXAMPLE = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
+
+
+def plan(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="FUNCTION",
+            help=f"{FUNCTION_HELP} It takes a recipe, and returns the step and its arguments,"
+            " which may be shapes; for --batches and --remat, it also takes batch_size and remat.",
+        ),
+    ],
+    targets: Annotated[
+        str, typer.Option(help="Chips, separated by commas; they do not have to be present.")
+    ],
+    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = "bf16,fp8",
+    batches: Annotated[
+        str | None,
+        typer.Option(help='Batch sizes, separated by commas, or "largest" for the one that fits.'),
+    ] = None,
+    remat: Annotated[
+        str | None, typer.Option(help="Values of the argument remat, such as false,true.")
+    ] = None,
+    cache: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
+    ] = "~/.cache/jaxmp",
+    json: JsonOption = None,
+    html: HtmlOption = None,
+) -> None:
+    """Compile a training step for recipes and chips, and recommend a recipe for each chip.
+
+    The exit status is 1 if no program fits one of the chips.
+    """
+    make = load_function(function, _EXAMPLE, "train_step, state, batch", "recipe")
+    report = call(
+        f"planning {function}",
+        lambda: jaxmp.plan(
+            make,
+            recipes=_items(recipes),
+            targets=_items(targets),
+            batches=_values(batches),
+            remat=_values(remat),
+            cache=cache or None,
+        ),
+    )
+    write_report(report, json, html)
+    raise typer.Exit(0 if all(choice.recipe for choice in report.choices) else 1)
+
+
+def _items(text: str) -> list[str]:
+    return [item for item in text.split(",") if item]
+
+
+def _values(text: str | None) -> Any:
+    """Returns numbers, booleans and words; "largest" is not a list."""
+    named: dict[str, Any] = {"true": True, "false": False}
+    items = [named.get(x, int(x) if x.isdecimal() else x) for x in _items(text or "")]
+    return text if text in (None, "largest") else items

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxmp._policies._policy import Policy
+from jaxmp._report._views import Report
 from jaxmp.errors import JaxmpError
 
 # Columns that are never wrapped.
@@ -57,6 +58,15 @@ def write_json(file: str | None, value: object) -> bool:
         return True
     write_file(file, text)
     return False
+
+
+def write_report(report: Report, json: str | None, html: str | None, *, full: bool = False) -> None:
+    """Prints a report, and writes it to the files of `--json` and `--html`."""
+    if not write_json(json, report.to_json()):
+        # Code is not wrapped, so that it can be pasted.
+        console().print(report.to_rich(full=full), soft_wrap=True)
+    if html is not None:
+        write_file(html, report.to_html(full=full))
 
 
 def check_output(file: str | None) -> str | None:

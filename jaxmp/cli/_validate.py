@@ -13,7 +13,7 @@ from jaxmp._validate import ValidationReport
 from jaxmp._validate._report import find_regressions
 from jaxmp._validate._rows import DIFFERS, FAIL
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
-from jaxmp.cli._output import check_output, console, write_file, write_json
+from jaxmp.cli._output import check_output, write_file, write_report
 from jaxmp.errors import JaxmpError
 
 _EXAMPLE = "jaxmp validate run.py:make_run --recipes bf16,fp16 --steps 500"
@@ -86,10 +86,7 @@ def validate(
             metrics={name: direction for name, _, direction in directions},
         ),
     )
-    if not write_json(json, report.to_json()):
-        console().print(report.to_rich(full=full), soft_wrap=True)
-    if html is not None:
-        write_file(html, report.to_html())
+    write_report(report, json, html, full=full)
     if write_baseline:
         write_file(str(baseline), report.to_json())
     verdicts = {candidate.verdict for candidate in report.candidates}
