@@ -978,7 +978,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the audit estimates a loop as if it added in chunks",
-        "jaxmp/_audit/_rounding.py",
+        "jaxmp/_audit/_check_ops.py",
         "    if not in_chunks:\n",
         "    if False:\n",
         ("test_audit.py::test_the_estimate_of_a_sum_holds",),

@@ -30,8 +30,8 @@ from byte_gpt import GPT
 from grids import each_value, fast_cases
 from jaxmp import audit, cli
 from jaxmp._audit import CHECKS
+from jaxmp._audit._check_ops import rounding_error
 from jaxmp._audit._checks import Check, documentation_table
-from jaxmp._audit._rounding import rounding_error
 from jaxmp._core._compat import cudnn_version
 from jaxmp._core._matmuls import attention_flops
 from relaxed import relaxed

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import jaxmp
 from byte_gpt import GPT
+from jaxmp._audit._report import fix_parts, report_sections
 from jaxmp._audit._rows import (
     AttentionRow,
     CollectiveRow,
@@ -21,7 +22,6 @@ from jaxmp._audit._rows import (
     MatmulRow,
     MemoryRow,
 )
-from jaxmp._audit._sections import fix_parts, report_sections
 from jaxmp._report._text import text_lines
 from relaxed import relaxed
 from train_lm import cross_entropy

@@ -30,7 +30,7 @@ from jaxmp._core._locations import FULL_PRECISION, call_site
 from jaxmp._core._matmuls import Matmul, multiple_of, padded
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import arithmetic_of, loop_of
-from jaxmp._report._units import bytes_text
+from jaxmp._report._section import bytes_text
 
 IMPLICIT_PROMOTION = Check(
     id="implicit_promotion",

@@ -24,7 +24,7 @@ from jaxmp._core._jaxprs import BACKWARD, FORWARD, equations, phase_of
 from jaxmp._core._locations import module_of
 from jaxmp._core._matmuls import MATMULS
 from jaxmp._core._programs._operations import is_in_mesh, loop_of, mesh_axes_of, sharding_of_result
-from jaxmp._report._units import bytes_text
+from jaxmp._report._section import bytes_text
 
 ALL_REDUCE_16BIT = Check(
     id="all_reduce_16bit",

@@ -26,7 +26,7 @@ from jaxmp._core._hlo import Computation, Instruction, Program, Shape
 from jaxmp._core._jaxprs import BACKWARD, Path, phase_of
 from jaxmp._core._locations import Lines, module_of
 from jaxmp._core._matmuls import attention_flops
-from jaxmp._report._units import bytes_text
+from jaxmp._report._section import bytes_text
 from jaxmp._targets import Target
 
 _VIEWS = frozenset({"bitcast", "get-tuple-element"})

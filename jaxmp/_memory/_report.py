@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, NamedTuple
 
-from jaxmp._report._section import Section
-from jaxmp._report._units import bytes_text, share_text
+from jaxmp._report._section import Section, bytes_text, share_text
 from jaxmp._report._views import Report
 from jaxmp.errors import AuditError
 
