@@ -83,8 +83,6 @@ VALIDATE = [
     *(["--recipes", x] for x in ("", ",", "bf61", "bf16,bf61", "🦄")),
     *(["--reference-recipe", x] for x in ("", "bf61", "dir.toml")),
     *(["--baseline", x] for x in ("", "dir", "gone", "binary.json", "list.json", "deep.json")),
-    *(["--baseline", x, "--write-baseline"] for x in ("dir", "gone/x", "loop")),
-    ["--write-baseline"],
     ["--nothing"],
 ]
 AUDIT = [

@@ -81,20 +81,13 @@ def check_output(file: str | None) -> str | None:
     if file in (None, "-"):
         return file
     path = os.path.realpath(file)
-    folder = os.path.dirname(path)
-    if not file:
-        problem = "it is empty. Name a file"
-    elif os.path.islink(path):
-        problem = "it is a symbolic link to itself. Name a file"
-    elif os.path.isdir(file):
-        problem = "it is a directory. Name a file"
-    elif not os.path.isdir(folder):
-        problem = f"the directory {folder!r} does not exist. Create it, or name another file"
-    elif not os.access(file if os.path.exists(file) else folder, os.W_OK):
-        problem = "this user may not write to it. Name another file"
-    else:
+    target = file if os.path.exists(file) else os.path.dirname(path)
+    if file and not os.path.islink(path) and not os.path.isdir(file) and os.access(target, os.W_OK):
         return file
-    raise JaxmpError(f"{file!r} cannot be written: {problem}.")
+    raise JaxmpError(
+        f"{file!r} cannot be written. Name a file in a directory that exists, to which this user may"
+        " write."
+    )
 
 
 def write_file(file: str, text: str) -> None:
@@ -105,7 +98,11 @@ def write_file(file: str, text: str) -> None:
     """
     try:
         if os.path.exists(file) and not os.path.isfile(file):
-            _write_special(file, text)
+            # A device or a FIFO; a FIFO that no process reads is an error.
+            descriptor = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "w", encoding="utf-8") as stream:
+                stream.write(text)
             return
         path = os.path.realpath(file)
         partial = f"{path}.partial-{os.getpid()}"
@@ -114,11 +111,3 @@ def write_file(file: str, text: str) -> None:
         os.replace(partial, path)
     except OSError as error:
         raise JaxmpError(f"{file!r} cannot be written: {error.strerror}.") from None
-
-
-def _write_special(file: str, text: str) -> None:
-    """Writes to a device or a FIFO; a FIFO that no process reads is an error."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
-    os.set_blocking(descriptor, True)
-    with open(descriptor, "w", encoding="utf-8") as stream:
-        stream.write(text)
