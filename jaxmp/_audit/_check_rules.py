@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 from jaxmp._audit._auditor import Auditor
@@ -10,6 +9,7 @@ from jaxmp._audit._checks import Check
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._locations import FULL_PRECISION, module_of
+from jaxmp._core._messages import did_you_mean
 from jaxmp._policies._rules import Rule, rule_text
 
 UNUSED_RULE = Check(
@@ -38,15 +38,6 @@ def check_rules(audit: Auditor, traced: Traced) -> Iterator[Finding]:
         if is_checked and rule not in decisive:
             text = rule_text(rule, with_reason=False)
             message = f"the required rule {text} decides for no module of this program."
-            yield UNUSED_RULE.finding(message, _fix(rule, list(modules)))
-
-
-def _fix(rule: Rule, modules: list[str]) -> str:
-    """Returns the rule with the most similar module path, and as an optional rule."""
-    code = f"jaxmp.{rule!r}"
-    optional = f"{code[:-1]}, required=False)"
-    similar = difflib.get_close_matches(str(rule.path), [name for name in modules if name], 1)
-    if not similar:
-        return f"Allow the rule to match nothing:\n    {optional}"
-    corrected = code.replace(repr(rule.path), repr(similar[0]), 1)
-    return f"Correct the path:\n    {corrected}\nOr allow it to match nothing:\n    {optional}"
+            fix = f"Correct the path, or allow it to match nothing:\n    jaxmp.{rule!r}"
+            hint = did_you_mean(str(rule.path), filter(None, modules))
+            yield UNUSED_RULE.finding(message + hint, f"{fix[:-1]}, required=False)")

@@ -137,7 +137,6 @@ def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 def _optimizer_state_finding(
     dtype: str, numbers: list[int], is_average: bool, step: _Step, traced: Traced
 ) -> Finding:
-    file, line = traced.first_use(numbers[0])
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
     places = [step.locations[n] for n in numbers]
@@ -156,8 +155,6 @@ def _optimizer_state_finding(
         message,
         _FIX_AVERAGE if is_average else _fill(fix, dtype),
         severity=WARNING if is_first else ERROR,
-        file=file,
-        line=line,
         count=len(numbers),
     )
 

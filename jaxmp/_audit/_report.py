@@ -437,7 +437,6 @@ def memory(memory: MemoryRow | None) -> Section:
         ("results", bytes_text(memory.outputs)),
         ("results in donated arguments", bytes_text(memory.aliased)),
         ("temporary buffers", bytes_text(memory.temporary)),
-        ("fusions in the program", counted(memory.fusions, "kernel")),
     ]
     if memory.update_bytes and memory.parameters:
         moved = memory.update_bytes / memory.parameters

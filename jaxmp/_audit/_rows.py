@@ -216,7 +216,6 @@ class MemoryRow:
       outputs: bytes of all results.
       aliased: bytes of results that reuse the memory of donated arguments.
       temporary: bytes of temporary buffers.
-      fusions: number of fused kernels in the program.
       parameters: number of elements of the donated floating-point arrays outside of optimizer
         states.
       update_bytes: bytes that the kernels that write donated arrays read and write; 0 without
@@ -229,7 +228,6 @@ class MemoryRow:
     outputs: int
     aliased: int
     temporary: int
-    fusions: int
     parameters: int = 0
     update_bytes: int = 0
     update_floor: int = 0

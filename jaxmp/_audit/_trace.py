@@ -16,7 +16,7 @@ from jaxmp._audit._program import OpOccurrence
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import Atom, inners
-from jaxmp._core._locations import Lines, Location
+from jaxmp._core._locations import Location
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._trees import dtype_of
 from jaxmp._core._typing import PyTree
@@ -98,24 +98,6 @@ class Traced:
             for aval, is_stored in zip(self.arrays, self.optimizer_arrays(), strict=True)
         ]
         return flags if any(flags) else [True] * len(flags)
-
-    def first_use(self, number: int) -> tuple[str, int]:
-        """Returns (file, line) of the user's code that reads an argument first, or ("", 0).
-
-        Args:
-          number: of the leaf among the arguments.
-        """
-        jaxpr, var, enclosing = self.jaxpr, self.variables.get(number), []
-        while readers := [] if var is None else Body(jaxpr).readers(var):
-            enclosing.insert(0, readers[0])
-            inside = [
-                (inner.jaxpr, inner_var)
-                for inner in inners(readers[0])
-                for outer_var, inner_var in zip(inner.operands, inner.jaxpr.invars, strict=True)
-                if outer_var is var
-            ]
-            jaxpr, var = inside[0] if inside else (jaxpr, None)
-        return Lines().of(enclosing)
 
     def maker_of(self, result: Atom) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxmp._policies._policy import Policy
 from jaxmp._report._views import Report
 from jaxmp.errors import JaxmpError
 
@@ -35,12 +34,6 @@ def make_table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column in _WHOLE_COLUMNS)
     return table
-
-
-def policy_lines(policy: Policy) -> str:
-    """Returns the three dtypes of a policy on one line, and each other setting on a line below."""
-    parts = str(policy).split(",")
-    return "\n".join([",".join(parts[:3]), *parts[3:]])
 
 
 def write_json(file: str | None, value: object) -> bool:
@@ -85,8 +78,8 @@ def check_output(file: str | None) -> str | None:
     if file and not os.path.islink(path) and not os.path.isdir(file) and os.access(target, os.W_OK):
         return file
     raise JaxmpError(
-        f"{file!r} cannot be written. Name a file in a directory that exists, to which this user may"
-        " write."
+        f"{file!r} cannot be written. Name a file in a directory that exists, and that this user"
+        " may write to."
     )
 
 

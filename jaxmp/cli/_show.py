@@ -20,7 +20,7 @@ from jaxmp.cli._arguments import (
     call,
     load_function,
 )
-from jaxmp.cli._output import console, escape, make_table, policy_lines, write_json
+from jaxmp.cli._output import console, escape, make_table, write_json
 from jaxmp.errors import JaxmpError
 
 
@@ -31,17 +31,12 @@ def recipes(json: JsonOption = None) -> None:
     for recipe in map(load_recipe, list_recipes()):
         # `keep_inputs` is long; `jaxmp show` prints it.
         policy, loss_scale = summarized(recipe.policies.default), recipe.data.loss_scale.kind
-        table.add_row(
-            escape(recipe.name, "bold"), policy_lines(policy), loss_scale, escape(recipe.summary)
-        )
-        rows.append(
-            {
-                "name": recipe.name,
-                "policy": str(policy),
-                "loss_scale": loss_scale,
-                "summary": recipe.summary,
-            }
-        )
+        row = {"name": recipe.name, "policy": str(policy), "loss_scale": loss_scale}
+        rows.append(row | {"summary": recipe.summary})
+        # The three dtypes are on one line, and each other setting on a line below.
+        dtypes, others = row["policy"].split(",")[:3], row["policy"].split(",")[3:]
+        lines = "\n".join([",".join(dtypes), *others])
+        table.add_row(escape(recipe.name, "bold"), lines, loss_scale, escape(recipe.summary))
     if not write_json(json, rows):
         console().print(table)
 
