@@ -11,12 +11,7 @@ import numpy as np
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import counts_largest
 from jaxmp._audit._checks import Check
-from jaxmp._audit._expressions import (
-    expression_of,
-    fix_operation,
-    fix_origins,
-    in_fp32,
-)
+from jaxmp._audit._expressions import expression_of, fix_operation, fix_origins, in_fp32
 from jaxmp._audit._labels import ConditionalFinding, Fact, RoundedInput
 from jaxmp._audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT32, is_16bit

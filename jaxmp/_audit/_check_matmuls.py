@@ -14,14 +14,7 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check, PendingFinding, PendingFindings
 from jaxmp._audit._dataflow import GRADIENT, From
 from jaxmp._audit._expressions import expression_of, narrowed, with_operand
-from jaxmp._audit._labels import (
-    GATED,
-    STREAM,
-    WAS_16_BITS,
-    ConditionalFinding,
-    Fact,
-    WideValue,
-)
+from jaxmp._audit._labels import GATED, STREAM, WAS_16_BITS, ConditionalFinding, Fact, WideValue
 from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, is_internal_matmul, named
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit

@@ -12,33 +12,13 @@ import numpy as np
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT, Terms
-from jaxmp._audit._expressions import (
-    expression_of,
-    fix_operation,
-    in_fp32,
-    with_fp32_summand,
-)
+from jaxmp._audit._expressions import expression_of, fix_operation, in_fp32, with_fp32_summand
 from jaxmp._audit._labels import REDUCES, ConditionalFinding, RoundedInput
-from jaxmp._audit._program import (
-    LAYOUT,
-    PERIODIC,
-    OpOccurrence,
-    dtype_of,
-    half_of,
-    named,
-)
+from jaxmp._audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOATS_16BIT
-from jaxmp._core._jaxprs import (
-    BACKWARD,
-    FORWARD,
-    Atom,
-    Equation,
-    equations,
-    is_literal,
-    sub_jaxprs,
-)
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom, Equation, equations, is_literal, sub_jaxprs
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import axes_of, loop_of, name_of, window_of
 

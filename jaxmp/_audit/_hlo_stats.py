@@ -7,12 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._audit._compile import Compiled
-from jaxmp._audit._hlo_collectives import (
-    Contents,
-    collective_name,
-    mesh_axes,
-    sent_arrays,
-)
+from jaxmp._audit._hlo_collectives import Contents, collective_name, mesh_axes, sent_arrays
 from jaxmp._audit._hlo_matmuls import (
     DataFlow,
     HloMatmul,

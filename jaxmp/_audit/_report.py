@@ -14,14 +14,7 @@ import jax
 
 from jaxmp import __version__
 from jaxmp._audit._checks import CHECKS, ERROR, WARNING
-from jaxmp._audit._rows import (
-    AttentionRow,
-    CollectiveRow,
-    Finding,
-    GemmRow,
-    MatmulRow,
-    MemoryRow,
-)
+from jaxmp._audit._rows import AttentionRow, CollectiveRow, Finding, GemmRow, MatmulRow, MemoryRow
 from jaxmp._core._messages import did_you_mean
 from jaxmp._report._section import (
     MAX_ROWS,

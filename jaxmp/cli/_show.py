@@ -13,13 +13,7 @@ from jaxmp._doctor import doctor as describe
 from jaxmp._policies._op_table import CATEGORIES, OpTable
 from jaxmp._policies._policy import summarized
 from jaxmp._recipe import list_recipes, load_recipe
-from jaxmp.cli._arguments import (
-    FUNCTION_HELP,
-    JsonOption,
-    RecipeArgument,
-    call,
-    load_function,
-)
+from jaxmp.cli._arguments import FUNCTION_HELP, JsonOption, RecipeArgument, call, load_function
 from jaxmp.cli._output import console, escape, make_table, write_json
 from jaxmp.errors import JaxmpError
 
