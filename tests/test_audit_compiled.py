@@ -389,7 +389,7 @@ def test_gradients_that_jit_reduces_in_16_bits(mesh):
                 return ((x @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2.0).mean()
 
         scope = {"jaxmp": jaxmp, "loss_fn": loss_fn}
-        exec(finding.fix, scope | {"params": w, "batch": x}, given := {})
+        exec(finding.fix.splitlines()[1].strip(), scope | {"params": w, "batch": x}, given := {})
         return w - 0.1 * given["grads"]
 
     report = audit(mended, *args, recipe=BF16, target="h200")
