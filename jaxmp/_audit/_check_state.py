@@ -151,10 +151,14 @@ def _optimizer_state_finding(
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
     fix = _FIX_INIT if step.trains_fp32 else _FIX_OPTAX_STATE
     fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else fix
+    updates = step.updates.get(numbers[0])
+    file, line = step.audit.findings.line_of(updates[0].op) if updates else ("", 0)
     return OPTIMIZER_STATE_16BIT.finding(
         message,
         _FIX_AVERAGE if is_average else _fill(fix, dtype),
         severity=WARNING if is_first else ERROR,
+        file=file,
+        line=line,
         count=len(numbers),
     )
 
