@@ -92,7 +92,7 @@ def audit(script: Script, checkouts: Path, target: str | None) -> dict[str, Any]
         return {
             "output": done.stdout,
             "seconds": seconds,
-            "function": done.stdout.splitlines()[0].removeprefix("Function "),
+            "function": done.stdout.partition("\n")[0].partition(";")[0].removeprefix("Function "),
             "flops": result.flops,
             "errors": result.counts(),
             "low_precision_share": round(result.low_precision_share, 4),

@@ -2,9 +2,16 @@
 
 from pathlib import Path
 
-from jaxmp._audit import _checks
+from jaxmp._audit._checks import CHECKS, Check
 
 PAGE = Path(__file__).with_name("audit.md")
+
+
+def row(check: Check) -> str:
+    """Returns the row of a check."""
+    fix = " ".join(f"`{line.strip()}`" for line in check.fix.splitlines())
+    cells = (f"`{check.id}`", check.severity, check.needs_target, check.explanation, fix)
+    return f"| {' | '.join(cells)} |"
 
 
 def replace_table(page: str) -> str:
@@ -13,7 +20,7 @@ def replace_table(page: str) -> str:
     rows = [number for number, line in enumerate(lines) if line.startswith("| ")]
     first = next(number for number in rows if lines[number].startswith("| check |"))
     end = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
-    return "\n".join([*lines[:first], _checks.documentation_table(), *lines[end:], ""])
+    return "\n".join([*lines[: first + 2], *map(row, CHECKS.values()), *lines[end:], ""])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import re
+import runpy
 import sys
 import time
 import typing
@@ -30,8 +31,8 @@ from byte_gpt import GPT
 from grids import each_value, fast_cases
 from jaxmp import audit, cli
 from jaxmp._audit import CHECKS
-from jaxmp._audit._checks import Check, documentation_table
-from jaxmp._audit._rounding import rounding_error
+from jaxmp._audit._check_ops import rounding_error
+from jaxmp._audit._checks import Check
 from jaxmp._core._compat import cudnn_version
 from jaxmp._core._matmuls import attention_flops
 from relaxed import relaxed
@@ -173,7 +174,7 @@ def test_a_step_with_compiler_options_is_refused_with_the_fix():
 
     options = {"xla_embed_ir_in_executable": True}
     jitted = jax.jit(step, compiler_options=options)
-    with pytest.raises(jaxmp.errors.AuditError, match=r"jaxmp\.audit\(jax\.jit\(step\), \.\.\.\)"):
+    with pytest.raises(jaxmp.errors.AuditError, match=r"jax\.jit\(train_step\), \.\.\."):
         audit(jitted, shape(8, 8))
     assert audit(jax.jit(step), shape(8, 8)).flops == 1024
 
@@ -245,8 +246,7 @@ def test_full_precision_is_allowed():
     report = audit(fn, *args, recipe=BF16)
     assert report.ok and audit(fn, *args).ok
     # The name of its scope is not a module.
-    assert {row.module for row in (*report.matmuls, *report.casts)} == {"lin"}
-    assert {row.module for row in report.modules} == {"", "lin"}
+    assert {row.module for row in report.matmuls} == {"lin"}
 
 
 def test_fp32_that_was_never_16_bits_is_no_finding_without_policies():
@@ -620,8 +620,7 @@ def test_what_autocast_lifts_is_no_silent_promotion():
     args = jnp.ones((16, 16)), jnp.ones((16,)), jnp.ones((8, 16))
     for gradient in (lambda fn: fn, jax.value_and_grad):
         report = audit(gradient(jaxmp.autocast(fn, "bf16")), *args, recipe="bf16")
-        assert report.ok and {row.module for row in report.casts} == {"lin"}
-        assert report.casts and list(report.matmul_flops) == [("bfloat16", "bfloat16")]
+        assert report.ok and list(report.matmul_flops) == [("bfloat16", "bfloat16")]
     half = args[0].astype(jnp.bfloat16), args[1], args[2].astype(jnp.bfloat16)
     with jax.numpy_dtype_promotion("standard"):  # the same by hand: a loss in FP32 is correct
         assert "implicit_promotion" not in checks(audit(fn, *half, recipe="bf16"))
@@ -793,7 +792,8 @@ def test_optimizer_state_in_train_states(framework):
     finding = the_only(audit(step, *args, TOKENS, recipe="bf16"), "optimizer_state_16bit")
     assert "mu" in finding.message
     assert finding.count == len(jax.tree.leaves(parameters))  # one moment of each
-    assert Path(finding.file).name == "train_lm.py" and finding.line
+    # The innermost line outside of libraries that updates a moment.
+    assert Path(finding.file).name == "relaxed.py" and finding.line
 
 
 def scaled_step(state, x, *, used):
@@ -855,15 +855,6 @@ def test_evaluation_needs_no_loss_scale():
 # ---------------------------------------------------------------------------
 
 
-def test_which_rule_decided_and_which_never_fired():
-    report = audit_small("linen")
-    rules = {row.rule.partition(",")[0]: row for row in report.rules}
-    assert rules["Rule('**/lm_head'"].modules == ("lm_head",)
-    assert rules["Rule('**/router/**'"].modules == ()
-    decided = {row.module: row.rule for row in report.modules}
-    assert decided["lm_head"].startswith("Rule('**/lm_head'") and decided["block_0/mlp_up"] == ""
-
-
 def test_a_required_rule_that_never_fired():
     policies = jaxmp.PolicyMap(BF16, [jaxmp.Rule("decoder/**", "c=f32")])
     finding = the_only(audit(lambda x: x @ x, shape(16, 16), recipe=policies), "unused_rule")
@@ -875,11 +866,11 @@ def test_a_required_rule_that_never_fired():
     assert audit(lambda x: x @ x, shape(16, 16), recipe=fixed).ok
 
 
-def test_the_fix_of_an_unused_rule_is_the_most_similar_path():
+def test_an_unused_rule_is_compared_with_the_paths_of_the_program():
     policies = jaxmp.PolicyMap("fp32", [jaxmp.Rule("stuborn", "c=f32")])
     loss, args = linen_loss(Outer())
     finding = the_only(audit(jax.grad(loss), *args, recipe=policies), "unused_rule")
-    assert "    jaxmp.Rule('stubborn', compute_dtype='float32')" in finding.fix.splitlines()
+    assert finding.message.endswith("Did you mean 'stubborn'?")
 
 
 def test_an_optional_rule_may_match_nothing():
@@ -1041,13 +1032,6 @@ def test_recompute_is_told_from_forward_and_backward():
     assert report.ok
 
 
-def test_casts_and_their_bytes():
-    report = audit(lambda x: x.astype(jnp.float32) * 2, shape(16, 16))
-    (row,) = report.casts
-    assert (row.source, row.target, row.count) == ("bfloat16", "float32", 1)
-    assert row.bytes == report.cast_bytes == 16 * 16 * (2 + 4)
-
-
 def test_kernels_are_named_as_not_counted():
     def fn(x):
         return jax.pure_callback(lambda x: x, x, x)
@@ -1129,9 +1113,10 @@ def faulty():
 
 
 def test_the_documentation_contains_the_table_of_checks():
-    page = (HERE.parents[1] / "docs/audit.md").read_text("utf-8")
+    audit_table = runpy.run_path(str(HERE.parents[1] / "docs/audit_table.py"))
+    page = audit_table["PAGE"].read_text("utf-8")
     advice = "run python docs/audit_table.py, which writes the table from the registry"
-    assert documentation_table() in page, advice
+    assert audit_table["replace_table"](page) == page, advice
     for check in CHECKS.values():
         assert check.severity in ("error", "warning") and check.explanation.endswith(".")
         ast.parse(check.fix)
@@ -1309,7 +1294,7 @@ def test_the_json_has_the_documented_schema(faulty):
     types = documented_types()
     fields = json.loads(faulty.to_json())
     validate(fields, "report", types)
-    assert (fields["schema_version"], fields["target"], fields["recipe"]) == (1, "", "bf16")
+    assert (fields["schema_version"], fields["target"], fields["recipe"]) == (2, "", "bf16")
     assert (fields["jaxmp_version"], fields["jax_version"]) == (jaxmp.__version__, jax.__version__)
     # The rows that only other programs have.
     hints = typing.get_type_hints(jaxmp.typing.AuditReport)
@@ -1319,12 +1304,12 @@ def test_the_json_has_the_documented_schema(faulty):
         for cls in typing.get_args(hint)
         if dataclasses.is_dataclass(cls)
     }
-    assert {"findings", "matmuls", "casts", "memory", "gemms"} <= rows.keys()
+    assert {"findings", "matmuls", "memory", "gemms"} <= rows.keys()
     for name, columns in rows.items():
         row = types["report"][name].removeprefix("list of ").removesuffix(" or null")
         assert types[row].keys() == columns, name
-    fields["schema_version"] = 2
-    with pytest.raises(jaxmp.errors.AuditError, match="schema_version is 2, and must be 1"):
+    fields["schema_version"] = 1
+    with pytest.raises(jaxmp.errors.AuditError, match="schema_version is 1, and must be 2"):
         jaxmp.typing.AuditReport.from_json(json.dumps(fields))
 
 
@@ -1333,7 +1318,7 @@ def test_programs_and_closures_are_refused_with_the_call():
     x = jnp.ones((8, 8))
     for program in (fn.lower(x), fn.lower(x).compile()):
         with pytest.raises(
-            jaxmp.errors.AuditError, match=r"(?s)already.*audit\(train_step, state, batch"
+            jaxmp.errors.AuditError, match=r"(?s)cannot be traced.*audit\(train_step, state, batch"
         ):
             audit(program, x)
 

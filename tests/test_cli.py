@@ -1,5 +1,6 @@
 """The command line: output, and one message and exit code for each mistake."""
 
+import importlib
 import json
 import os
 import re
@@ -126,24 +127,12 @@ def test_user_text_is_shown_and_not_obeyed(run, folder):
     assert "[bold]a[/bold]" in out and r"\u001b[2J[red]x" in out and "\x1b" not in out
 
 
-def test_explain_says_which_rule_decides(run):
+def test_explain_prints_the_explanation(run, folder):
     code, out, err = run("explain", "my_model:make", "--recipe", "bf16")
     assert (code, err) == (0, "")
-    lines = [line.split() for line in out.partition("rule 1")[0].splitlines()]
-    rows = {line[0]: line[1:] for line in lines if len(line) == 4}
-    assert rows["(root)"] == ["Model", "p=f32,c=bf16,o=f32", "default"]
-    assert rows["lm_head"] == ["Dense", "p=f32,c=bf16,o=f32", "1"]
-    assert rows["block/router"] == ["Dense", "p=f32,c=f32,o=f32", "3"]
-    assert rows["block/LayerNorm_0"][-1] == "default"
-    assert "rule 1\n" in out and "rule 2, unused\n" in out and "rule 3\n" in out
-    assert not any(":" in path for path in rows if path.startswith(("block", "lm_head")))
-
-
-def test_explain_shows_parameters_that_a_rule_names(run, folder):
-    (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "**:bias"\np = "bf16"')
-    out = run("explain", "my_model:make", "--recipe", "my.toml")[1]
-    assert re.search(r"^ lm_head:bias +p=bf16,c=bf16,o=f32 +1 ", out, re.MULTILINE)
-    assert "lm_head:kernel" not in out
+    made = importlib.import_module("my_model").make()
+    assert out == f"{jaxmp.explain(made[0], 'bf16')(*made[1:])}\n"
+    assert re.search(r"^block/router +Dense +p=f32,c=f32,o=f32 +3 +a router compares", out, re.M)
 
 
 @pytest.mark.parametrize("returned", ["model", "(model, None)", "[model]"])
@@ -160,14 +149,13 @@ def test_explain_takes_nnx_models(run, folder, returned):
     code, out, _ = run("explain", "nnx_model:make", "--recipe", "my.toml")
     sys.modules.pop("nnx_model")
     assert code == 0
-    assert re.search(r"^ layers/0 +Linear +p=f32,c=f32,o=f32 +1 ", out, re.MULTILINE)
+    assert re.search(r"^layers/0 +Linear +p=f32,c=f32,o=f32 +1 ", out, re.MULTILINE)
 
 
 def test_explain_names_an_unmatched_required_rule(run, folder):
     (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "blok"\nc = "f32"')
     code, out, err = run("explain", "my_model:make", "--recipe", "my.toml")
-    assert code == 1
-    assert "rule 1, unused" in out
+    assert code == 2 and not out
     assert "Error: Rule('blok', compute_dtype='float32') matched nothing" in err
     assert "nearest paths: 'block'" in err
 
@@ -267,16 +255,13 @@ def test_the_json_of_recipes_and_settings(run):
     assert ops == {op.name: op.category for op in jaxmp._policies._op_table.DEFAULT_OPS.values()}
 
 
-def test_the_json_of_an_explanation(run, folder):
+def test_the_json_of_an_explanation(run):
     result = json.loads(run("explain", "my_model:make", "--recipe", "bf16", "--json", "-")[1])[
         "policies"
     ]
     rows = {row["path"]: row for row in result["rows"]}
     assert rows["lm_head"]["policy"] == "p=f32,c=bf16,o=f32" and rows["lm_head"]["rule"] == 0
     assert len(result["unused"]) == len(load_recipe("bf16").policies.rules) - 2
-    (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "blok"\nc = "f32"')
-    code, out, error = run("explain", "my_model:make", "--recipe", "my.toml", "--json", "-")
-    assert code == 1 and json.loads(out)["policies"]["rows"] and "matched nothing" in error
 
 
 def test_explain_and_audit_take_the_same_arguments(run):
@@ -418,10 +403,10 @@ def test_a_fifo_is_written_if_a_process_reads_it(run, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--json", "."], "'.' cannot be written: it is a directory"),
-        (["--json", "no/x.json"], "the directory .*no' does not exist"),
-        (["--json", ""], "it is empty"),
-        (["--html", "."], "it is a directory"),
+        (["--json", "."], r"'\.' cannot be written\. Name a file in a directory that exists"),
+        (["--json", "no/x.json"], "'no/x.json' cannot be written"),
+        (["--json", ""], "'' cannot be written"),
+        (["--html", "."], r"'\.' cannot be written"),
         (["--fail-on", "fp32"], "fail_on='fp32' is not a check"),
         (["--baseline", "absent.json"], "absent.json' cannot be read"),
         (["--baseline", "binary.json"], "binary.json' cannot be read"),

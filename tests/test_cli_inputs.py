@@ -83,8 +83,6 @@ VALIDATE = [
     *(["--recipes", x] for x in ("", ",", "bf61", "bf16,bf61", "🦄")),
     *(["--reference-recipe", x] for x in ("", "bf61", "dir.toml")),
     *(["--baseline", x] for x in ("", "dir", "gone", "binary.json", "list.json", "deep.json")),
-    *(["--baseline", x, "--write-baseline"] for x in ("dir", "gone/x", "loop")),
-    ["--write-baseline"],
     ["--nothing"],
 ]
 AUDIT = [
@@ -95,7 +93,6 @@ AUDIT = [
     ["--recipe", "bf61"],
     ["--recipe", "text.toml"],
     ["--function", "step"],
-    ["--list"],
     ["more"],
 ]
 SCRIPTS = ["", "dir.py", "gone.py", "loop.py", "broken.py", "fifo", "-m", "file/x.py", LONG]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import gpt
 import jaxmp
 from gpu_compiler import needs_compiler
-from jaxmp._memory._report import STATE
+from jaxmp._memory import STATE
 from jaxmp.cli import main
 from jaxmp.errors import TargetError
 from jaxmp.typing import MemoryEstimate

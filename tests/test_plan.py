@@ -54,7 +54,7 @@ GOOD = {"recipes": ["bf16"], "targets": ["v100"]}
         ({"recipes": "bf16"}, "Write recipes=['bf16', 'fp8']"),
         ({"recipes": []}, "Write recipes=['bf16', 'fp8']"),
         ({"recipes": ["bf61"]}, "Did you mean 'bf16'?"),
-        ({"targets": "h100"}, "Write targets=['h100']"),
+        ({"targets": "h100"}, "targets=['h100']"),
         ({"targets": ["h10"]}, "target='h200'"),
         ({"batches": [8]}, "def never(recipe, batch_size=8):"),
         ({"batches": [0]}, "batches=[8, 16], or batches='largest'"),

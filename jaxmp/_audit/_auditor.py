@@ -1,4 +1,4 @@
-"""The walk over a traced program, which calls the checks and counts matmuls and casts."""
+"""The walk over a traced program, which calls the checks and counts matmuls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from jaxmp._core._jaxprs import (
     Path,
     equations,
     inners,
-    is_literal,
     module_paths_of,
     sub_jaxprs,
 )
@@ -123,9 +122,6 @@ _KERNELS = named(
 )
 _FUSED_ATTENTION = "dot_product_attention_"
 
-# (scopes, pass, dtype, dtype) -> [FLOPs or bytes, count].
-_Counts = dict[tuple[Path, str, str, str], list[int]]
-
 
 class Auditor:
     """Walk over one program, with its findings and counts."""
@@ -142,9 +138,8 @@ class Auditor:
         self.has_backward = False
         # The first matmul of the backward pass that reads float16.
         self.float16_backward: OpOccurrence | None = None
-        # By operand dtypes, in FLOPs; and by source and target dtype, in bytes.
-        self.matmuls: _Counts = {}
-        self.casts: _Counts = {}
+        # (scopes, pass, dtype, dtype) -> [FLOPs, count].
+        self.matmuls: dict[tuple[Path, str, str, str], list[int]] = {}
         # (scopes, pass, line) of a matmul -> the FP8 dtype that an operand has or had.
         self.fp8: dict[tuple[Path, str, tuple[str, int]], str] = {}
         # Parts of the program that are not counted, and why.
@@ -207,9 +202,7 @@ class Auditor:
         if name in CONSTRUCTS | OPAQUE_CALLS:
             self._enter(op)
         else:
-            if name == "convert_element_type":
-                self._count_cast(op)
-            elif name in _KERNELS or name.startswith(_FUSED_ATTENTION):
+            if name in _KERNELS or name.startswith(_FUSED_ATTENTION):
                 self._count_kernel(op)
             elif name not in OPAQUE and sub_jaxprs(op.equation):
                 where = self.findings.where(op)
@@ -318,15 +311,3 @@ class Auditor:
             inside = " and the operations inside of it" if sub_jaxprs(op.equation) else ""
             where = self.findings.where(op)
             self.notes[f"the FLOPs of {op.name} at {where}{inside} are not counted"] = None
-
-    # -- casts ------------------------------------------------------------------------------
-
-    def _count_cast(self, op: OpOccurrence) -> None:
-        (operand,), (result,) = op.equation.invars, op.equation.outvars
-        source, target = dtype_of(operand), dtype_of(result)
-        if source == target or not {source, target} <= FLOATS or is_literal(operand):
-            return
-        key = (op.location.names, op.location.phase, source.name, target.name)
-        row = self.casts.setdefault(key, [0, 0])
-        row[0] += result.aval.size * (source.itemsize + target.itemsize) * op.times
-        row[1] += 1

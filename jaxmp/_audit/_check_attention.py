@@ -28,7 +28,7 @@ from jaxmp._core._locations import module_of
 from jaxmp._core._matmuls import count_flops, matmul_of
 from jaxmp._core._programs._operations import dot_of, name_of
 from jaxmp._core._static_values import Scope
-from jaxmp._report._units import bytes_text
+from jaxmp._report._section import bytes_text
 
 UNFUSED_ATTENTION = Check(
     id="unfused_attention",

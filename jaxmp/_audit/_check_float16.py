@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import NORM_16BIT
 from jaxmp._audit._checks import Check
 from jaxmp._audit._dataflow import GRADIENT, From, Update, powers_of
-from jaxmp._audit._expressions import expression_of, fix_before, with_number, with_operand
+from jaxmp._audit._expressions import fix_before
 from jaxmp._audit._labels import ConditionalFinding, Logits
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._audit._rows import Finding
@@ -95,8 +94,7 @@ def check_constant(op: OpOccurrence, audit: Auditor) -> None:
         if value is not None and abs(value) > _LARGEST and not (is_cast and math.isinf(value)):
             limit = "min" if value < 0 else "max"
             message = "a constant beyond 65504 is infinite in float16: rows that are masked"
-            code = with_number(expression_of(op, audit.findings), f"jnp.finfo(jnp.float16).{limit}")
-            code = code or f"jnp.where(mask, logits, jnp.finfo(logits.dtype).{limit})"
+            code = f"jnp.where(mask, logits, jnp.finfo(logits.dtype).{limit})"
             fix = f"Use the largest finite number of the dtype:\n    {code}"
             audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
 
@@ -152,7 +150,9 @@ def label_logits(op: OpOccurrence, audit: Auditor) -> UnscaledLogits | None:
     for label in audit.flow.of(logits):
         if isinstance(label, Logits) and not label.normalized and _is_of_activations(label, audit):
             message = "queries and keys are multiplied in float16, and the logits are scaled later"
-            return UnscaledLogits(label.op, message, _fix_logits(label.op, op, value, audit))
+            sign, where = "*" if op.name == "mul" else "/", audit.findings.where(op)
+            fix = f"Scale the queries before the matmul, instead of the logits at {where}:\n"
+            return UnscaledLogits(label.op, message, f"{fix}    q = q {sign} {value:.6g}")
     return None
 
 
@@ -160,19 +160,6 @@ def label_logits(op: OpOccurrence, audit: Auditor) -> UnscaledLogits | None:
 def report_logits(op: OpOccurrence, audit: Auditor) -> None:
     """Reports logits of a softmax that may overflow before they are scaled."""
     audit.report(UnscaledLogits, op.equation.invars, ": sums beyond 65504 are inf")
-
-
-def _fix_logits(matmul: OpOccurrence, scaling: OpOccurrence, value: float, audit: Auditor) -> str:
-    """Returns code that scales the queries instead of the logits."""
-    findings = audit.findings
-    sign = "*" if scaling.name == "mul" else "/"
-    code = with_operand(expression_of(matmul, findings), 0, f"_ {sign} {value:.6g}")
-    fix = f"Scale the queries before the matmul:\n    {code or f'q = q {sign} {value:.6g}'}"
-    expression = expression_of(scaling, findings)
-    if isinstance(expression, ast.BinOp):
-        old, left = ast.unparse(expression), ast.unparse(expression.left)
-        fix += f"\nAt {findings.where(scaling)}, replace {old} by:\n    {left}"
-    return fix
 
 
 def _is_of_activations(logits: Logits, audit: Auditor) -> bool:

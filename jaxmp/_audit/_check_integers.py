@@ -11,13 +11,7 @@ import numpy as np
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import counts_largest
 from jaxmp._audit._checks import Check
-from jaxmp._audit._expressions import (
-    expression_of,
-    fix_operation,
-    fix_origins,
-    in_fp32,
-    with_accumulator,
-)
+from jaxmp._audit._expressions import expression_of, fix_operation, fix_origins, in_fp32
 from jaxmp._audit._labels import ConditionalFinding, Fact, RoundedInput
 from jaxmp._audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT32, is_16bit
@@ -241,5 +235,4 @@ def check_integer_matmul(op: OpOccurrence, audit: Auditor) -> None:
         lhs, rhs, result = (dtype.name for dtype in dtypes)
         largest = np.iinfo(dtypes[2]).max
         message = f"{op.name} of {lhs} and {rhs}: sums beyond {largest:,} wrap around in {result}."
-        code = with_accumulator(expression_of(op, audit.findings), "int32")
-        audit.add(INT_OVERFLOW, op, message, code or INT_OVERFLOW.fix)
+        audit.add(INT_OVERFLOW, op, message)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_ops import LOSS_16BIT
 from jaxmp._audit._checks import WARNING, Check
-from jaxmp._audit._expressions import expression_of, fix_operation, in_fp32, with_accumulator
+from jaxmp._audit._expressions import expression_of, fix_operation, in_fp32
 from jaxmp._audit._labels import ConditionalFinding, Fact, Logits, WideValue
 from jaxmp._audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._audit._trace import Traced
@@ -223,9 +223,7 @@ def label_output(op: OpOccurrence, audit: Auditor) -> RoundedOutput | None:
     # The rule does not help where a policy returns FP32 already, but does not reach the layer.
     has_rule = context.policies is not None and context.resolve(names).wide_output is not None
     if not path or has_rule:
-        code = with_accumulator(expression_of(matmul, audit.findings), "float32")
-        code = code or "jnp.matmul(x, w, preferred_element_type=jnp.float32)"
-        fix = f"Return FP32 sums:\n    {code}"
+        fix = "Return FP32 sums:\n    jnp.matmul(x, w, preferred_element_type=jnp.float32)"
     message = f"the result is rounded to {source.name}, with steps of {_STEPS[source]} around 300"
     return RoundedOutput(matmul, message, fix)
 

@@ -14,16 +14,7 @@ from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check, PendingFinding, PendingFindings
 from jaxmp._audit._dataflow import GRADIENT, From
 from jaxmp._audit._expressions import expression_of, narrowed, with_operand
-from jaxmp._audit._labels import (
-    GATED,
-    STREAM,
-    WAS_16_BITS,
-    ConditionalFinding,
-    Fact,
-    FloatInput,
-    RoundedInput,
-    WideValue,
-)
+from jaxmp._audit._labels import GATED, STREAM, WAS_16_BITS, ConditionalFinding, Fact, WideValue
 from jaxmp._audit._program import FLOATS, LAYOUT, OpOccurrence, dtype_of, is_internal_matmul, named
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
@@ -32,7 +23,7 @@ from jaxmp._core._locations import FULL_PRECISION, call_site
 from jaxmp._core._matmuls import Matmul, multiple_of, padded
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import arithmetic_of, loop_of
-from jaxmp._report._units import bytes_text
+from jaxmp._report._section import bytes_text
 
 IMPLICIT_PROMOTION = Check(
     id="implicit_promotion",
@@ -437,23 +428,11 @@ def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) ->
     plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
     message = f"{text} {plural} of {multiple}; padding costs {cost:.1%}."
     widths = sorted(set(paddings.values()))
-    fix = _fix_weight(op, sizes, multiple, audit)
-    fix = fix or "Round the width of the layer up:" + "".join(f"\n    width = {n}" for n in widths)
+    fix = "Round the width of the layer or argument up:" + "".join(
+        f"\n    width = {n}" for n in widths
+    )
     severity = ERROR if is_worthwhile else WARNING
     audit.add(MISALIGNED_MATMUL, op, message, fix, severity=severity, flops=flops)
-
-
-def _fix_weight(op: OpOccurrence, sizes: dict[str, int], multiple: int, audit: Auditor) -> str:
-    """Returns the shape of the argument from which a matmul outside of modules reads its weight."""
-    for var in op.equation.invars[:2] if not op.location.names else ():
-        for label in audit.flow.of(var):
-            source = label.input if isinstance(label, RoundedInput) else label
-            shape = var.aval.shape
-            if isinstance(source, FloatInput) and set(shape) & set(sizes.values()):
-                new = tuple(padded(n, multiple) if n in sizes.values() else n for n in shape)
-                text = f"Make the argument {source.location} with another shape than {shape}:"
-                return f"{text}\n    {new}"
-    return ""
 
 
 WIDE_GATHER = Check(
@@ -500,9 +479,8 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
                 f"the lookup moves {bytes_text(after)} in FP32 and casts the rows to {dtype.name};"
                 f" to cast the table first moves {bytes_text(before)}."
             )
-            code = narrowed(expression_of(label.op, audit.findings), 0, dtype.name)
+            code = f"x = table.astype(jnp.{dtype.name})[tokens]"
             if not audit.findings.is_own_call(label.op.equation):
                 code = f"dtype=jnp.{dtype.name}"
-            code = code or f"x = table.astype(jnp.{dtype.name})[tokens]"
             fix = f"Cast the table before the lookup:\n    {code}"
             audit.add(WIDE_GATHER, label.op, message, fix)

@@ -5,43 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._checks import ERROR, WARNING, Check
 from jaxmp._audit._dataflow import GRADIENT, Terms
-from jaxmp._audit._expressions import (
-    expression_of,
-    fix_before,
-    fix_operation,
-    in_fp32,
-    statistics_of,
-    with_fp32_summand,
-)
+from jaxmp._audit._expressions import expression_of, fix_operation, in_fp32, with_fp32_summand
 from jaxmp._audit._labels import REDUCES, ConditionalFinding, RoundedInput
-from jaxmp._audit._program import (
-    LAYOUT,
-    PERIODIC,
-    OpOccurrence,
-    dtype_of,
-    half_of,
-    named,
-)
-from jaxmp._audit._rounding import error_text, rounding_error
+from jaxmp._audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import FLOATS_16BIT
-from jaxmp._core._jaxprs import (
-    BACKWARD,
-    FORWARD,
-    Atom,
-    Equation,
-    equations,
-    is_literal,
-    sub_jaxprs,
-)
-from jaxmp._core._locations import call_site
+from jaxmp._core._jaxprs import BACKWARD, FORWARD, Atom, Equation, equations, is_literal, sub_jaxprs
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._programs._operations import axes_of, loop_of, name_of, window_of
 
@@ -141,10 +118,7 @@ def check_loss(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports the exponential or the logarithm of a log-sum-exp."""
     if _role_of_exponential(op) == "log-sum-exp":
         message = f"log-sum-exp in {dtype.name}: log-probabilities have {_precision(dtype)}."
-        is_own = audit.findings.is_own_call(op.equation)
-        # The logits are also read elsewhere, so that their largest is subtracted in FP32, too.
-        fix = fix_before(op, statistics_of(op), audit.findings, "float32") if is_own else ""
-        audit.add(LOSS_16BIT, op, message, fix or fix_operation(op, audit.findings))
+        audit.add(LOSS_16BIT, op, message, fix_operation(op, audit.findings))
 
 
 @LOSS_16BIT.on_program
@@ -218,27 +192,13 @@ def _contains_sum(equation: Equation) -> bool:
 def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
     message = f"{op.name} in {dtype.name}: the variance has {limit}."
-    fix = fix_before(_scaled_by(op), statistics_of(op), audit.findings, dtype.name)
+    fix = ""
     if not audit.findings.is_own_call(op.equation):
         code = in_fp32(expression_of(op, audit.findings), dtype.name)
         fix = f"Compute the norm in FP32:\n    {code}" if code else ""
         fix = audit.context.wrap_code if op.location.names else fix
     default = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
     audit.add(NORM_16BIT, op, message, fix or default)
-
-
-def _scaled_by(root: OpOccurrence) -> OpOccurrence:
-    """Returns the operation that multiplies by an inverse root, or divides by a root."""
-    waiting = list(root.equation.outvars)
-    while waiting:
-        for reader in root.body.readers(waiting.pop()):
-            is_scaled = reader.primitive.name in ("mul", "div") and half_of(reader.outvars)
-            # The derivative of a root is computed by its own call.
-            if is_scaled and call_site(reader) != call_site(root.equation):
-                return root._replace(equation=reader)
-            if reader.primitive.name in LAYOUT | {"add", "max"}:
-                waiting += reader.outvars
-    return root
 
 
 # ---------------------------------------------------------------------------
@@ -524,3 +484,47 @@ def _made_of(
             yield maker
             if maker.primitive.name in primitives:
                 waiting += maker.invars
+
+
+# ---------------------------------------------------------------------------
+# Estimates of the rounding error of sums
+# ---------------------------------------------------------------------------
+
+# XLA divides a reduction into chunks: on a CPU into windows of 32 elements, on a GPU among the
+# threads, and for long arrays in two levels.
+_CHUNK = 32
+
+
+def rounding_error(terms: int, dtype: np.dtype, *, in_chunks: bool) -> float:
+    """Returns the largest error to expect of a sum, relative to the sum of absolute values.
+
+    The bound of any order of summation is `h * u`, where `h` is the largest number of additions
+    that a term passes through and `u` the unit roundoff (Higham, "Accuracy and Stability of
+    Numerical Algorithms", section 4.2). Rounding errors of both signs cancel, so that the error
+    grows as `sqrt(h) * u` (Higham and Mary, "A New Approach to Probabilistic Rounding Error
+    Analysis", 2019), until a sequential sum is so large that further terms do not change it.
+
+    Args:
+      terms: the number of summands.
+      dtype: in which the sum accumulates.
+      in_chunks: False for a loop or a scatter, which adds one term after another.
+    """
+    unit = float(jnp.finfo(dtype).eps) / 2
+    if not in_chunks:
+        return 1.0 if terms >= stagnation(dtype) else math.sqrt(terms) * unit
+    levels = math.ceil(math.log(max(terms, 2), _CHUNK))
+    return min(1.0, math.sqrt(min(terms, _CHUNK * levels)) * unit)
+
+
+def stagnation(dtype: np.dtype) -> int:
+    """Returns the number of equal terms after which a sequential sum stops growing."""
+    return round(2 / float(jnp.finfo(dtype).eps))
+
+
+def error_text(terms: int, dtype: np.dtype, *, in_chunks: bool) -> str:
+    """Returns the estimate as a part of a sentence."""
+    error = rounding_error(terms, dtype, in_chunks=in_chunks)
+    if error == 1:
+        return f"one after another: a sum of equal terms stops growing at {stagnation(dtype):,}"
+    text = f"with an error of up to about {error:.1%} of the sum of absolute values"
+    return text if in_chunks else f"one after another, {text}"

@@ -24,8 +24,7 @@ from jaxmp._core._jaxprs import BACKWARD, FORWARD, equations, phase_of
 from jaxmp._core._locations import module_of
 from jaxmp._core._matmuls import MATMULS
 from jaxmp._core._programs._operations import is_in_mesh, loop_of, mesh_axes_of, sharding_of_result
-from jaxmp._fp32_gradients import with_fp32_gradients
-from jaxmp._report._units import bytes_text
+from jaxmp._report._section import bytes_text
 
 ALL_REDUCE_16BIT = Check(
     id="all_reduce_16bit",
@@ -207,21 +206,12 @@ _HALF = ("bfloat16", "float16")
 _WIDE = ("float32", "float64")
 
 # Under `jit` the compiler sums the result of the gradient's matmul, in the dtype of that matmul.
-_FIX_REDUCE = "loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch)"
-_FIX_MIXED = """\
-jaxmp.value_and_grad sums the gradients of parameters in FP32, and those of weights that are
-computed from parameters and constants alone. The weight of this operation also depends on data.
-Compute its gradient with an FP32 result:
-    @jax.custom_vjp
-    def matmul(x, w):
-        return x @ w
-
-    def matmul_bwd(saved, g):
-        x, w = saved
-        d_w = jnp.einsum("...i,...o->io", x, g, preferred_element_type=jnp.float32)
-        return g @ w.T, d_w.astype(w.dtype)
-
-    matmul.defvjp(lambda x, w: (matmul(x, w), (x, w)), matmul_bwd)"""
+_FIX_REDUCE = """\
+Sum the gradients of parameters in FP32:
+    loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch)
+If this code computes them, the weight of this operation also depends on data. Then write a backward
+pass (jax.custom_vjp) that makes the gradient of the weight in FP32:
+    d_w = jnp.einsum("...i,...o->io", x, g, preferred_element_type=jnp.float32)"""
 _SHARDINGS = """\
     model = recipe.wrap(model, shardings=params_shardings)
     params = jax.tree.map(jax.lax.with_sharding_constraint, params, params_shardings)"""
@@ -292,18 +282,9 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
             continue
         size = bytes_text(row.bytes)
         message = f"{size} of gradients are summed over devices in {row.dtype} ({row.operation})."
-        fix = _FIX_MIXED if _has_fp32_gradients(audit) else _FIX_REDUCE
         severity = ERROR if audit.context.requires_fp32_reductions else WARNING
-        reduction = finding(ALL_REDUCE_16BIT, row, message, fix)
+        reduction = finding(ALL_REDUCE_16BIT, row, message, _FIX_REDUCE)
         yield dataclasses.replace(reduction, severity=severity)
-
-
-def _has_fp32_gradients(audit: Auditor) -> bool:
-    """Returns True if a loss was traced for `with_fp32_gradients`."""
-    file = with_fp32_gradients.__code__.co_filename
-    infos = (e.source_info for traced in audit.collected[Traced] for e in equations(traced.closed))
-    tracebacks = (info.traceback for info in infos if info.traceback is not None)
-    return any(frame.file_name == file for traceback in tracebacks for frame in traceback.frames)
 
 
 @FP32_ALL_GATHER.on_operation("sharding_constraint")

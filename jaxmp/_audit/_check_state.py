@@ -18,8 +18,7 @@ from jaxmp._audit._expressions import expression_of, in_fp32
 from jaxmp._audit._program import FLOATS, dtype_of
 from jaxmp._audit._rows import Finding
 from jaxmp._audit._trace import Traced, argument_text
-from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_16bit
-from jaxmp._core._programs._analysis import Body
+from jaxmp._core._dtypes import FLOATS_16BIT, is_16bit
 from jaxmp.optim._rounding import StochasticRoundingState
 
 # ---------------------------------------------------------------------------
@@ -138,7 +137,6 @@ def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 def _optimizer_state_finding(
     dtype: str, numbers: list[int], is_average: bool, step: _Step, traced: Traced
 ) -> Finding:
-    file, line = traced.first_use(numbers[0])
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
     places = [step.locations[n] for n in numbers]
@@ -153,6 +151,8 @@ def _optimizer_state_finding(
     nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
     fix = _FIX_INIT if step.trains_fp32 else _FIX_OPTAX_STATE
     fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else fix
+    updates = step.updates.get(numbers[0])
+    file, line = step.audit.findings.line_of(updates[0].op) if updates else ("", 0)
     return OPTIMIZER_STATE_16BIT.finding(
         message,
         _FIX_AVERAGE if is_average else _fill(fix, dtype),
@@ -337,22 +337,8 @@ def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
         else "Store FP32 parameters, and cast them inside the loss:\n"
         "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
     )
-    for number, update in list(updates.items())[:1]:
-        fix = _fix_unread_master(number, update, step, traced) or fix
     text = "are updated without FP32 masters: updates below {least} of a value are rounded away"
     yield from step.findings(MISSING_MASTER, updates, text, fix, severity)
-
-
-def _fix_unread_master(number: int, update: Update, step: _Step, traced: Traced) -> str:
-    """Returns the fix of a step that makes masters of 16-bit copies, and does not read its own."""
-    shape = step.avals[number].shape
-    body = Body(traced.jaxpr)
-    where = step.audit.findings.where(update.op)
-    for other, var in traced.variables.items():
-        if not body.readers(var) and var.aval.shape == shape and dtype_of(var) == FLOAT32:
-            masters = step.locations[other]
-            return f"Update the masters at {masters}, and do not replace them at {where}."
-    return ""
 
 
 @ACCUMULATOR_16BIT.on_program

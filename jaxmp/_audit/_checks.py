@@ -44,14 +44,6 @@ class Check:
             raise ValueError(f"two checks have the id {self.id!r}")
         CHECKS[self.id] = self
 
-    @property
-    def documentation_row(self) -> str:
-        """The row of the table in `docs/audit.md`."""
-        fix = " ".join(f"`{line.strip()}`" for line in self.fix.splitlines())
-        return (
-            f"| `{self.id}` | {self.severity} | {self.needs_target} | {self.explanation} | {fix} |"
-        )
-
     def finding(self, message: str, fix: str = "", **fields: Any) -> Finding:
         """Returns a finding of this check.
 
@@ -108,12 +100,6 @@ def _registration(lists: list[list[Callable[..., Any]]]) -> Callable[[Function],
         return function
 
     return decorate
-
-
-def documentation_table() -> str:
-    """Returns the table of checks in `docs/audit.md`."""
-    head = "| check | severity | needs `target=` | meaning | fix |\n|---|---|---|---|---|"
-    return "\n".join([head, *(check.documentation_row for check in CHECKS.values())])
 
 
 @dataclasses.dataclass

@@ -361,9 +361,8 @@ class _Move:
 
 def _no_callbacks(target: str, traced: Traced) -> AuditError:
     """Returns the error for a program with host callbacks, which XLA compiles for real devices."""
-    calls = (e for e in equations(traced.jaxpr) if e.primitive.name in _CALLBACKS)
-    locations = {e.primitive.name: Lines().of((e,)) for e in calls}
-    text = ", ".join(f"{name} at {file}:{line}" for name, (file, line) in locations.items())
+    calls = [e for e in equations(traced.jaxpr) if e.primitive.name in _CALLBACKS]
+    text = ", ".join("{}:{}".format(*Lines().of((e,))) for e in calls)
     return AuditError(
         f"the program calls Python on the host ({text}), which cannot be compiled for {target} "
         "on a machine without this chip. Remove the call for the audit, for example by\n"

@@ -9,7 +9,7 @@ import linecache
 import numpy as np
 
 from jaxmp._audit._checks import PendingFindings
-from jaxmp._audit._program import FLOATS, LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
+from jaxmp._audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import (
     FORWARD,
@@ -32,15 +32,12 @@ _ELEMENTWISE = _MOVES | named(
     "add sub mul div neg exp exp2 log log1p expm1 logistic tanh pow integer_pow square sqrt rsqrt"
     " max min clamp"
 )
-# Operations from an array to its statistics.
-_STATISTICS = _ELEMENTWISE | named("reduce_sum reduce_max reduce_min")
 # If 16 bits enter at more lines, the fix casts the operand alone.
 _MAX_ORIGINS = 4
 # Modules whose functions compute with their first argument.
 _MODULES = frozenset(["jnp", "jax", "lax", "nn", "nnx", "optax", "np", "numpy", "jsp"])
 # Functions that make an array of a dtype, after one or two arguments.
 _MAKERS = ("jax.random.", "jnp.arange", "jnp.full", "jnp.zeros", "jnp.ones")
-_MATMULS = frozenset(("jnp.dot", "jnp.matmul", "jnp.einsum", "lax.dot", "jax.lax.dot"))
 # Functions of two arrays.
 _BINARY = frozenset(("jnp.dot", "jnp.matmul", "jnp.take", "jnp.add", "jnp.multiply", "jnp.divide"))
 _WIDE = ast.Attribute(ast.Name("jnp"), "float32")
@@ -121,19 +118,6 @@ def with_operand(expression: ast.expr | None, index: int, code: str) -> str:
     return ""
 
 
-def with_number(expression: ast.expr | None, code: str) -> str:
-    """Returns a call with `code` in place of its last argument that is a number, or ""."""
-    if not isinstance(expression, ast.Call):
-        return ""
-    for index, argument in reversed(list(enumerate(expression.args))):
-        number = argument.operand if isinstance(argument, ast.UnaryOp) else argument
-        if isinstance(number, ast.Constant):
-            arguments = [*expression.args]
-            arguments[index] = ast.parse(code, mode="eval").body
-            return ast.unparse(ast.Call(expression.func, arguments, expression.keywords))
-    return ""
-
-
 def with_split_copy(expression: ast.expr | None, spec: str, dtype: str, *, has_mesh: bool) -> str:
     """Returns a sharding constraint of an array that has another sharding before, or "".
 
@@ -177,19 +161,6 @@ def with_fp32_summand(expression: ast.expr | None, index: int | None) -> str:
     changed = _WideConstants().visit(expression)
     after = narrowed(changed, index, "float32") if index is not None else ast.unparse(changed)
     return "" if after == before else after
-
-
-def with_accumulator(expression: ast.expr | None, dtype: str) -> str:
-    """Returns a matmul that returns its sums in a dtype; "" for other expressions."""
-    if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.MatMult):
-        matmul = ast.Attribute(ast.Name("jnp"), "matmul")
-        expression = ast.Call(matmul, [expression.left, expression.right], [])
-    if isinstance(expression, ast.Call) and ast.unparse(expression.func) in _MATMULS:
-        key = "preferred_element_type"
-        wide = ast.keyword(key, ast.Attribute(ast.Name("jnp"), dtype))
-        others = [keyword for keyword in expression.keywords if keyword.arg != key]
-        return ast.unparse(ast.Call(expression.func, expression.args, [*others, wide]))
-    return ""
 
 
 def _changed(node: ast.expr | None) -> ast.expr | None:
@@ -408,60 +379,5 @@ def _is_computed(var: Atom, body: Body) -> bool:
     return _is_rounding(maker) or maker.primitive.name == "iota" or _is_elementwise(maker)
 
 
-# ---------------------------------------------------------------------------
-# Statistics
-# ---------------------------------------------------------------------------
-
-
-def statistics_of(root: OpOccurrence) -> list[OpOccurrence]:
-    """Returns the operations by which the statistics of a norm read the array to normalize.
-
-    That array is the first one, from the root backwards, that other operations of the forward pass
-    read as well. If there is none, these are the casts to 16 bits that its elements come from.
-    """
-    body, makers = root.body, _makers(root)
-    sites = {call_site(maker) for maker in makers.values()}
-    size = max((var.aval.size for maker in makers.values() for var in _floats(maker)), default=0)
-
-    def is_normalized(var: Atom) -> bool:
-        others = (e for e in body.readers(var) if id(e) not in makers and e is not root.equation)
-        is_read = any(call_site(e) not in sites and _is_forward(e) for e in others)
-        return is_read and var.aval.size == size and half_of([var]) is not None
-
-    seen: set[int] = set()
-
-    def readers_from(var: Atom) -> list[Equation]:
-        maker = makers.get(id(body.maker(var)))
-        if maker is None or id(maker) in seen:
-            return []
-        seen.add(id(maker))
-        readers = [
-            reader
-            for operand in _floats(maker)
-            for reader in ([maker] if is_normalized(operand) else readers_from(operand))
-        ]
-        return readers or [maker] * _is_rounding(maker)
-
-    readers = {id(e): e for var in _floats(root.equation) for e in readers_from(var)}
-    return [root._replace(equation=equation) for equation in readers.values()]
-
-
-def _makers(root: OpOccurrence) -> dict[int, Equation]:
-    """Returns the elementwise operations and reductions that an operation is computed from."""
-    waiting, makers = _floats(root.equation), {}
-    while waiting:
-        maker = root.body.maker(waiting.pop())
-        if maker is not None and id(maker) not in makers:
-            inside = [e for jaxpr in sub_jaxprs(maker) for e in equations(jaxpr)]
-            if all(e.primitive.name in _STATISTICS for e in inside or [maker]):
-                makers[id(maker)] = maker
-                waiting += _floats(maker)
-    return makers
-
-
 def _is_forward(equation: Equation) -> bool:
     return phase_of(str(equation.source_info.name_stack)) == FORWARD
-
-
-def _floats(equation: Equation) -> list[Atom]:
-    return [v for v in equation.invars if not is_literal(v) and dtype_of(v) in FLOATS]

@@ -7,12 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._audit._compile import Compiled
-from jaxmp._audit._hlo_collectives import (
-    Contents,
-    collective_name,
-    mesh_axes,
-    sent_arrays,
-)
+from jaxmp._audit._hlo_collectives import Contents, collective_name, mesh_axes, sent_arrays
 from jaxmp._audit._hlo_matmuls import (
     DataFlow,
     HloMatmul,
@@ -26,33 +21,11 @@ from jaxmp._core._hlo import Computation, Instruction, Program, Shape
 from jaxmp._core._jaxprs import BACKWARD, Path, phase_of
 from jaxmp._core._locations import Lines, module_of
 from jaxmp._core._matmuls import attention_flops
-from jaxmp._report._units import bytes_text
+from jaxmp._report._section import bytes_text
 from jaxmp._targets import Target
 
 _VIEWS = frozenset({"bitcast", "get-tuple-element"})
 _FREE = frozenset({"tuple", "parameter", "constant", "while", "conditional"})
-
-
-def memory_row(stats: Any, program: Program, fusions: int, in_optimizer: list[bool]) -> MemoryRow:
-    """Returns the memory of a program.
-
-    Args:
-      stats: `CompiledMemoryStats`.
-      program: the program.
-      fusions: number of fused kernels.
-      in_optimizer: for each argument, True if an optimizer state contains it.
-    """
-    parameters, moved, floor = _update(program, in_optimizer)
-    return MemoryRow(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporary=stats.temp_size_in_bytes,
-        fusions=fusions,
-        parameters=parameters,
-        update_bytes=moved,
-        update_floor=floor,
-    )
 
 
 def _update(program: Program, in_optimizer: list[bool]) -> tuple[int, int, int]:
@@ -221,10 +194,9 @@ def read_program(
     gemms: list[GemmRow] = []
     attention: list[AttentionRow] = []
     collectives: list[CollectiveRow] = []
-    fusions, endless = 0, 0
+    endless = 0
     for step in program.steps():
         instruction = step.instruction
-        fusions += instruction.opcode in ("fusion", "fusion-start")
         endless += program.trips(instruction) is None
         for inside, part in parts(program, step):
             matmul = matmul_of_instruction(flow, step, inside, part)
@@ -235,7 +207,16 @@ def read_program(
             elif collective_name(part):
                 mesh = compiled.mesh
                 collectives += _collective_rows(inside, part, step.times, origins, contents, mesh)
-    memory = memory_row(compiled.memory, program, fusions, in_optimizer)
+    parameters, moved, floor = _update(program, in_optimizer)
+    memory = MemoryRow(
+        arguments=compiled.memory.argument_size_in_bytes,
+        outputs=compiled.memory.output_size_in_bytes,
+        aliased=compiled.memory.alias_size_in_bytes,
+        temporary=compiled.memory.temp_size_in_bytes,
+        parameters=parameters,
+        update_bytes=moved,
+        update_floor=floor,
+    )
     return Compilation(
         merged(gemms, "flops", "count"),
         merged(attention, "count", "flops"),

@@ -14,14 +14,13 @@ from jax.extend.core import JaxprEqn
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_compiled import CompiledProgram
 from jaxmp._audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
-from jaxmp._audit._check_rules import decisions
 from jaxmp._audit._checks import CHECKS, ERROR, ON_COMPILED, ON_PROGRAM, WARNING, PendingFinding
 from jaxmp._audit._compile import Compiled
 from jaxmp._audit._dataflow import Update
 from jaxmp._audit._hlo_collectives import axis_names
 from jaxmp._audit._hlo_stats import read_program
 from jaxmp._audit._report import AuditReport
-from jaxmp._audit._rows import CastRow, Finding, MatmulRow, merged
+from jaxmp._audit._rows import Finding, MatmulRow, merged
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import Path, inners
@@ -128,7 +127,6 @@ def make_report(
     """
     of_program = [f for function in ON_PROGRAM for f in function(auditor, traced) or ()]
     findings = [*_final_findings(auditor, traced), *of_program]
-    modules, rules = decisions(auditor)
     policies = auditor.context.policies
     rows: dict[str, Any] = {}
     if auditor.context.target == "cpu" and any("float8" in lhs for *_, lhs, _ in auditor.matmuls):
@@ -155,9 +153,6 @@ def make_report(
         recipe="" if recipe is None else recipe.name,
         findings=tuple(sorted(findings, key=_sort_key)),
         matmuls=merged(_matmul_rows(auditor), "flops", "count"),
-        casts=merged(_cast_rows(auditor), "bytes", "count"),
-        modules=modules,
-        rules=rules,
         policies="" if policies is None else str(summarized(policies.default)),
         equations=auditor.equations,
         notes=notes,
@@ -309,10 +304,3 @@ def _matmul_rows(auditor: Auditor) -> Iterator[MatmulRow]:
     for (names, phase, lhs, rhs), (flops, count) in auditor.matmuls.items():
         module = module_of(names, auditor.root)
         yield MatmulRow(module=module, phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)
-
-
-def _cast_rows(auditor: Auditor) -> Iterator[CastRow]:
-    for (names, phase, source, target), (size, count) in auditor.casts.items():
-        dtypes = {"source": source, "target": target}
-        module = module_of(names, auditor.root)
-        yield CastRow(module=module, phase=phase, **dtypes, bytes=size, count=count)

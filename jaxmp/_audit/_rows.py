@@ -106,37 +106,6 @@ class MatmulRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CastRow:
-    """The casts of one module, pass and pair of dtypes."""
-
-    module: str
-    phase: str
-    source: str
-    target: str
-    bytes: int  # read and written, if each cast were a kernel of its own
-    count: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RuleRow:
-    """One rule and the modules for which it decides."""
-
-    rule: str
-    why: str
-    modules: tuple[str, ...]
-    required: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModuleRow:
-    """One module of the program, its policy, and the rule that decides."""
-
-    module: str
-    policy: str
-    rule: str  # "" if the default policy applies
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmRow(Located):
     """Matmuls or convolutions of one module, pass, line, kernel and pair of dtypes.
 
@@ -247,7 +216,6 @@ class MemoryRow:
       outputs: bytes of all results.
       aliased: bytes of results that reuse the memory of donated arguments.
       temporary: bytes of temporary buffers.
-      fusions: number of fused kernels in the program.
       parameters: number of elements of the donated floating-point arrays outside of optimizer
         states.
       update_bytes: bytes that the kernels that write donated arrays read and write; 0 without
@@ -260,7 +228,6 @@ class MemoryRow:
     outputs: int
     aliased: int
     temporary: int
-    fusions: int
     parameters: int = 0
     update_bytes: int = 0
     update_floor: int = 0

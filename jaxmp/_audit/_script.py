@@ -19,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -34,7 +34,6 @@ from jaxmp._core import _compat
 from jaxmp._core._jaxprs import equations
 from jaxmp._core._locations import Lines
 from jaxmp._core._matmuls import count_flops
-from jaxmp._core._messages import did_you_mean
 from jaxmp._core._static_values import Scope
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import AuditError, JaxmpError
@@ -53,7 +52,6 @@ class Options:
       recipe: policies that the program is checked against, or None.
       target: GPU to compile for, or None.
       function: name of the function to audit; None for the train step with the most FLOPs.
-      listing: True to only list the functions of one iteration.
       max_seconds: the script is stopped after this time.
     """
 
@@ -61,42 +59,14 @@ class Options:
     recipe: str | None = None
     target: str | None = None
     function: str | None = None
-    listing: bool = False
     max_seconds: float = 600.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScriptFunction:
-    """Jitted function that a script called.
+class ScriptAudit(NamedTuple):
+    """Audit of a function of a script, and a sentence about this function."""
 
-    Args:
-      name: its name.
-      location: the source line as `train.py:12`; "" if it is not known.
-      flops: FLOPs of its matmuls in one call.
-      takes_gradients: True if it contains a backward pass.
-      updates: True if it returns updated arrays, such as parameters.
-    """
-
-    name: str
-    location: str
-    flops: int
-    takes_gradients: bool
-    updates: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScriptAudit:
-    """Jitted functions of a script, and the audit of one of them.
-
-    Args:
-      functions: train steps first, then by FLOPs.
-      audited: the function of `report`; None for a listing.
-      report: the audit; None for a listing.
-    """
-
-    functions: tuple[ScriptFunction, ...]
-    audited: ScriptFunction | None = None
-    report: AuditReport | None = None
+    sentence: str
+    report: AuditReport
 
 
 # ---------------------------------------------------------------------------
@@ -131,7 +101,10 @@ def audit_script(arguments: Sequence[str], *, module: bool = False, **options: A
         status = _wait(command, options.get("target"))
         if not result.exists():
             raise AuditError(f"{script} failed (status {status}) before its train step was traced.")
-        return _result(json.loads(result.read_text("utf-8")))
+        fields = json.loads(result.read_text("utf-8"))
+    if fields["error"]:
+        raise AuditError(fields["error"])
+    return ScriptAudit(fields["sentence"], AuditReport.from_json(fields["report"]))
 
 
 def _wait(command: list[str], target: str | None) -> int:
@@ -144,17 +117,6 @@ def _wait(command: list[str], target: str | None) -> int:
         # Data loaders may have left processes.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _result(fields: dict[str, Any]) -> ScriptAudit:
-    if fields["error"]:
-        raise AuditError(fields["error"])
-    functions = tuple(ScriptFunction(**function) for function in fields["functions"])
-    if fields["report"] is None:
-        return ScriptAudit(functions=functions)
-    audited = ScriptFunction(**fields["audited"])
-    report = AuditReport.from_json(fields["report"])
-    return ScriptAudit(functions=functions, audited=audited, report=report)
 
 
 # ---------------------------------------------------------------------------
@@ -171,23 +133,16 @@ class _Watched:
 
     def __init__(self, call: _compat.JitCall) -> None:
         body = _compat.jaxpr_body(call.jaxpr)[0]
-        takes_gradients = has_backward(body)
-        self.row = ScriptFunction(
-            name=call.name,
-            location=_place(call.source, body),
-            flops=count_flops(body).total(),
-            takes_gradients=takes_gradients,
-            updates=takes_gradients and updates_state(body),
-        )
+        self.location = _place(call.source, body)
+        self.flops, self.takes_gradients = count_flops(body).total(), has_backward(body)
+        self.updates = self.takes_gradients and updates_state(body)
         self.calls = 1
         self.call = call._replace(args=_shapes(call.args), kwargs=_shapes(call.kwargs))
 
     @property
     def is_left_out(self) -> bool:
         """True if the function is not executed; the script continues with zeros as results."""
-        return self.row.takes_gradients or (
-            self.row.flops > _LARGE and jax.default_backend() == "cpu"
-        )
+        return self.takes_gradients or (self.flops > _LARGE and jax.default_backend() == "cpu")
 
 
 class Watcher:
@@ -218,13 +173,11 @@ class Watcher:
         return watched.is_left_out
 
     def _is_enough(self, watched: _Watched) -> bool:
-        if watched.row.takes_gradients and watched.calls > 1:
+        if watched.takes_gradients and watched.calls > 1:
             return True
-        if self.options.listing:
-            return False
         if self.options.function is not None:
             return watched.call.name == self.options.function
-        return watched.row.updates
+        return watched.updates
 
     def finish(self, error: str = "") -> NoReturn:
         """Writes the result, and ends the process.
@@ -253,21 +206,16 @@ class Watcher:
     def _fields(self, error: str) -> dict[str, Any]:
         every = list(self.watched.values())
         # Most functions are single operations outside of `jit`, such as `jnp.zeros`.
-        kept = [w for w in every if w.row.flops or w.row.takes_gradients]
-        watched = sorted(kept, key=lambda w: (not w.row.takes_gradients, -w.row.flops))
-        rows = [w.row for w in watched]
-        fields: dict[str, Any] = {"error": "", "report": None, "audited": None}
-        fields["functions"] = [dataclasses.asdict(row) for row in rows]
-        if error and not any(row.takes_gradients for row in rows):
+        kept = [w for w in every if w.flops or w.takes_gradients]
+        watched = sorted(kept, key=lambda w: (not w.takes_gradients, -w.flops))
+        if error and not any(w.takes_gradients for w in watched):
             raise AuditError(f"the script {error} before its train step was traced.")
-        if not rows:
+        if not watched:
             raise AuditError(
                 "the script compiled no function with matmuls. Compile the train step with"
                 " jax.jit, jax.pmap, nnx.jit or eqx.filter_jit:\n    @jax.jit\n"
                 "    def train_step(state, batch): ..."
             )
-        if self.options.listing:
-            return fields
         chosen = self._named(watched)
         report = audit_call(
             chosen.call.function,
@@ -276,20 +224,22 @@ class Watcher:
             recipe=self.options.recipe,
             target=self.options.target,
         )
-        return fields | {"audited": dataclasses.asdict(chosen.row), "report": report.to_json()}
+        sentence = f"Function {chosen.call.name}"
+        sentence += f" ({chosen.location})" * bool(chosen.location)
+        sentence += ", which takes no gradients" * (not chosen.takes_gradients)
+        others = ", ".join(dict.fromkeys(w.call.name for w in watched if w is not chosen))
+        sentence += f"; --function NAME audits another one: {others}" if others else ""
+        return {"error": "", "sentence": sentence, "report": report.to_json()}
 
     def _named(self, watched: list[_Watched]) -> _Watched:
         """Returns the requested function, or the train step with the most FLOPs."""
         name = self.options.function
         if name is None:
             return watched[0]
-        named_function = next((w for w in watched if w.row.name == name), None)
+        named_function = next((w for w in watched if w.call.name == name), None)
         if named_function is None:
-            names = list(dict.fromkeys(w.row.name for w in watched))
-            raise AuditError(
-                f"the script compiled no function {name!r}.{did_you_mean(name, names)} It compiled "
-                f"{', '.join(names)}; jaxmp audit --script ... --list lists them."
-            )
+            names = ", ".join(dict.fromkeys(w.call.name for w in watched))
+            raise AuditError(f"the script compiled no function {name!r}. It compiled {names}.")
         return named_function
 
 

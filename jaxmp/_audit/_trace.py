@@ -16,7 +16,7 @@ from jaxmp._audit._program import OpOccurrence
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._jaxprs import Atom, inners
-from jaxmp._core._locations import Lines, Location
+from jaxmp._core._locations import Location
 from jaxmp._core._programs._analysis import Body
 from jaxmp._core._trees import dtype_of
 from jaxmp._core._typing import PyTree
@@ -99,24 +99,6 @@ class Traced:
         ]
         return flags if any(flags) else [True] * len(flags)
 
-    def first_use(self, number: int) -> tuple[str, int]:
-        """Returns (file, line) of the user's code that reads an argument first, or ("", 0).
-
-        Args:
-          number: of the leaf among the arguments.
-        """
-        jaxpr, var, enclosing = self.jaxpr, self.variables.get(number), []
-        while readers := [] if var is None else Body(jaxpr).readers(var):
-            enclosing.insert(0, readers[0])
-            inside = [
-                (inner.jaxpr, inner_var)
-                for inner in inners(readers[0])
-                for outer_var, inner_var in zip(inner.operands, inner.jaxpr.invars, strict=True)
-                if outer_var is var
-            ]
-            jaxpr, var = inside[0] if inside else (jaxpr, None)
-        return Lines().of(enclosing)
-
     def maker_of(self, result: Atom) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
         jaxpr, var, op = self.jaxpr, result, None
@@ -145,19 +127,11 @@ def check_function(fn: object, name: str) -> None:
     Raises:
       AuditError: with the call to write.
     """
-    kind = type(fn).__name__
-    call = f"jaxmp.{name}(train_step, state, batch)"
-    if name == "with_stats":
-        call = "jaxmp.with_stats(train_step)(state, batch)"
-    if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered)):
+    if isinstance(fn, (jax.stages.Compiled, jax.stages.Lowered)) or not callable(fn):
+        arguments = ")(state, batch)" if name == "with_stats" else ", state, batch)"
         raise AuditError(
-            f"{name} received a program that JAX has {kind.lower()} already, whose operations it "
-            f"cannot trace. Pass the function:\n    {call}"
-        )
-    if not callable(fn):
-        raise AuditError(
-            f"{name} received an object of type {kind} instead of a function. Pass the function, "
-            f"and its arguments separately:\n    {call}"
+            f"{name} received an object of type {type(fn).__name__}, which cannot be traced. Pass"
+            f" the function, and its arguments separately:\n    jaxmp.{name}(train_step{arguments}"
         )
 
 
@@ -204,15 +178,10 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         raise AuditError(
             "the audited function was jitted with compiler_options=..., and JAX cannot trace it as "
             "a part of another program, as the audit does. Audit the function without them; "
-            f"the audit compiles with its own options:\n    jaxmp.audit(jax.jit({_name(fn)}), ...)"
+            "the audit compiles with its own options:\n    jaxmp.audit(jax.jit(train_step), ...)"
         ) from error
     variables = dict(zip(positions, jaxpr_body(closed)[0].invars, strict=True))
     return Traced(closed, arrays, (args, kwargs), variables, results, _parameters(fn), numbers)
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    name = getattr(fn, "__name__", "")
-    return name if name.isidentifier() else "step"
 
 
 def _parameters(fn: Callable[..., Any]) -> list[str]:

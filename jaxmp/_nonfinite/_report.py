@@ -10,8 +10,7 @@ from typing import ClassVar
 
 from jaxmp._nonfinite._arguments import ArgumentRow
 from jaxmp._nonfinite._measure import ArrayRow
-from jaxmp._report._section import Fix, Section
-from jaxmp._report._units import share_text
+from jaxmp._report._section import Fix, Section, share_text
 from jaxmp._report._views import Report
 from jaxmp.errors import JaxmpError
 

@@ -97,12 +97,7 @@ def plan(
     )
 
 
-_EXAMPLES = {
-    "recipes": "['bf16', 'fp8']",
-    "targets": "['h100']",
-    "batches": "[8, 16], or batches='largest'",
-    "remat": "[False, True]",
-}
+_EXAMPLE = "recipes=['bf16', 'fp8'], targets=['h100'], batches=[8, 16], or batches='largest'"
 
 
 def _checked(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Target]]:
@@ -122,7 +117,7 @@ def _checked(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Target
             sizes: list[Any] = list(values or ()) if is_list else [int(values == _LARGEST)]
             is_list = all(isinstance(size, int) and size > 0 for size in sizes)
         if not is_list:
-            raise AuditError(f"{name}={values!r} is not valid. Write {name}={_EXAMPLES[name]}.")
+            raise AuditError(f"{name}={values!r} is not valid. Write {_EXAMPLE}.")
         parameter = {"batches": "batch_size=8", "remat": "remat=False"}.get(name, "")
         if parameter and not takes_all and parameter.partition("=")[0] not in parameters:
             function = getattr(make_step, "__name__", "make_step")

@@ -1,11 +1,17 @@
-"""Programs of a plan: their compilation, and the search for the largest batch."""
+"""Programs of a plan: their compilation, its cache, and the search for the largest batch."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import importlib.metadata
 import inspect
+import json
+import os
 import re
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +22,6 @@ from jaxmp._audit._make_report import lacking_format
 from jaxmp._core import _compat
 from jaxmp._memory import estimate_memory
 from jaxmp._plan._bound import cost_of
-from jaxmp._plan._cache import caching_compiler
 from jaxmp._plan._report import PlanRow
 from jaxmp._recipe import Recipe
 from jaxmp._targets import Target, default_target
@@ -150,3 +155,54 @@ def relative(measured: list[Measured], baseline: str) -> list[PlanRow]:
         dataclasses.replace(row, bound=round(s / unit, 4) if s and unit else None)
         for (row, _), s in zip(measured, each, strict=True)
     ]
+
+
+# ---------------------------------------------------------------------------
+# Cache
+# ---------------------------------------------------------------------------
+
+_COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+class StoredMemory(NamedTuple):
+    """The fields of `CompiledMemoryStats` that reports use, in bytes on each device."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+
+
+def caching_compiler(folder: Path, chip: Target) -> Callable[[Any, Any], tuple[str, Any]]:
+    """Returns a function that compiles a lowered program, or reads its result from a folder.
+
+    The key of a result is the text of the lowered program, the chip, and the versions and options
+    of the compilers. A file that cannot be read or written is ignored.
+    """
+
+    def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
+        settings = [repr(chip), options, *_versions(), *map(os.environ.get, _FLAGS)]
+        text = json.dumps(settings) + lowered.as_text()
+        file = folder / hashlib.sha256(text.encode()).hexdigest()
+        with contextlib.suppress(OSError, ValueError, zlib.error):
+            program, *sizes = json.loads(zlib.decompress(file.read_bytes()))
+            return program, StoredMemory(*sizes)
+        compiled = lowered.compile(compiler_options=options)
+        stats = compiled.memory_analysis()
+        memory = StoredMemory(*(getattr(stats, name) for name in StoredMemory._fields))
+        program = compiled.as_text() or ""
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = file.with_suffix(f".partial-{os.getpid()}")
+            partial.write_bytes(zlib.compress(json.dumps([program, *memory]).encode()))
+            partial.replace(file)
+        return program, memory
+
+    return compile_lowered
+
+
+def _versions() -> Iterator[str]:
+    for package in _COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield f"{package} {importlib.metadata.version(package)}"

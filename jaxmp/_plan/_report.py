@@ -6,8 +6,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from jaxmp._report._section import Section
-from jaxmp._report._units import bytes_text
+from jaxmp._report._section import Section, bytes_text
 from jaxmp._report._views import Report
 from jaxmp.errors import AuditError
 

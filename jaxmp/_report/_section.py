@@ -1,4 +1,4 @@
-"""Types of the sections of a report, and helpers to fill them."""
+"""Types of the sections of a report, helpers to fill them, and numbers with units."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple, TypeVar
-
-from jaxmp._report._units import module_text
 
 Row = TypeVar("Row")
 Key = TypeVar("Key", bound=Hashable)
@@ -79,3 +77,52 @@ def left_out_text(rows: list[tuple[str, ...]], field: str) -> str:
     """
     more = len(rows) - MAX_ROWS
     return f"The {MAX_ROWS} largest; report.{field} has {more} more." if more > 0 else ""
+
+
+# ---------------------------------------------------------------------------
+# Numbers with units
+# ---------------------------------------------------------------------------
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a count with its noun, such as `1 cast` and `2 launches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{plural * (count != 1)}"
+
+
+def flops_text(flops: float) -> str:
+    """Returns FLOPs with a unit, such as `1.5 GFLOP`."""
+    return f"{_scaled(flops)}FLOP"
+
+
+def bytes_text(count: float) -> str:
+    """Returns bytes with a unit, such as `1.5 MB`; a megabyte is 10**6 bytes."""
+    return f"{_scaled(count)}B"
+
+
+def share_text(part: float, whole: float = 1) -> str:
+    """Returns a share such as `12.5%`; `""` of nothing.
+
+    Only exact values are `0.0%` and `100.0%`.
+    """
+    if not whole:
+        return ""
+    share = part / whole
+    if 0 < share < 0.0005:
+        return "<0.1%"
+    if 0.9995 <= share < 1:
+        return ">99.9%"
+    return f"{share:.1%}"
+
+
+def module_text(module: str) -> str:
+    """Returns a module path; `(root)` for the empty one."""
+    return module or "(root)"
+
+
+def _scaled(value: float) -> str:
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if value < 1000 or prefix == "P":
+            break
+        value /= 1000
+    return f"{value:.3g} {prefix}"

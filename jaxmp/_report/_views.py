@@ -6,18 +6,20 @@ import abc
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import json
 import math
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
+from jaxmp._core._messages import missing_dependency
 from jaxmp._core._typing import RichRenderable
 from jaxmp._report._page import html_document, html_sections
 from jaxmp._report._section import Section
-from jaxmp._report._text import WIDTH, plain_text
+from jaxmp._report._text import WIDTH, plain_text, text_lines
 
 # Data that `json.dumps` accepts.
 JSONValue: TypeAlias = "str | int | float | bool | list[JSONValue] | dict[str, JSONValue] | None"
@@ -97,7 +99,7 @@ class Report(abc.ABC):
         return plain_text(self._sections(full=False))
 
     def __rich__(self) -> RichRenderable:
-        return _renderable(self._sections(full=False))
+        return _Renderable(self._sections(full=False))
 
     def to_text(self, *, full: bool = False, width: int = WIDTH) -> str:
         """Returns the report as plain text, as `print(report)` does.
@@ -117,7 +119,7 @@ class Report(abc.ABC):
         Raises:
           MissingDependencyError: if rich is not installed.
         """
-        return _renderable(self._sections(full))
+        return _Renderable(self._sections(full))
 
     def to_html(self, *, full: bool = False) -> str:
         """Returns the report as an HTML page without scripts or links.
@@ -196,6 +198,19 @@ def read_report(cls: type[R], source: R | str | os.PathLike[str]) -> R:
     return cls.from_json(text)
 
 
-def _renderable(sections: list[Section]) -> RichRenderable:
-    # rich is an optional dependency.
-    return importlib.import_module("jaxmp._report._rich").Renderable(sections)
+_STYLES = {"good": "bold green", "bad": "bold red", "head": "dim", "code": "bold"}
+_STYLES |= dict.fromkeys(("title", "open"), "bold cyan")
+
+
+class _Renderable:
+    """Sections of a report, which rich prints in the width of its console."""
+
+    def __init__(self, sections: list[Section]) -> None:
+        self._sections = sections
+        if importlib.util.find_spec("rich") is None:
+            raise missing_dependency("rich", "colored tables", "cli")
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        text = importlib.import_module("rich.text").Text
+        for line in text_lines(self._sections, options.max_width):
+            yield text(line.text, style=_STYLES.get(line.role, ""))

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from jaxmp._report._section import Section, grouped
-from jaxmp._report._units import module_text, share_text
+from jaxmp._report._section import Section, grouped, module_text, share_text
 from jaxmp._report._views import Report
 from jaxmp._statistics._measure import LAST, POWERS, TensorStats
 from jaxmp._statistics._observe import GRADIENTS, OPERANDS

@@ -17,8 +17,7 @@ from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._recipe import Recipe
 from jaxmp._report._progress import OnRun, OnStep
-from jaxmp._report._section import abbreviate
-from jaxmp._report._units import counted
+from jaxmp._report._section import abbreviate, counted
 from jaxmp._validate._budget import Budget, choose_metrics, choose_training
 from jaxmp._validate._compare import (
     compare_figures,

@@ -92,7 +92,7 @@ class ValidationReport(Report):
 
     _subject = "validation"
     _title = "Precision validation"
-    _command = "jaxmp validate run.py:make_run --baseline validation.json --write-baseline"
+    _command = "jaxmp validate run.py:make_run --json validation.json"
     _error = ValidationError
     _schema: ClassVar = {"schema": "jaxmp.validation", "schema_version": 3}
 
@@ -172,10 +172,7 @@ class ValidationReport(Report):
 # A deciding metric is worse if its mean increase over the same seeds exceeds this share of the
 # budget, and the lower bound of its interval exceeds zero.
 LOSS_SHARE = 0.2
-_REMEDY = (
-    ", or write a new baseline:\n"
-    "    jaxmp validate run.py:make_run --baseline baseline.json --write-baseline"
-)
+_REMEDY = ", or write a new baseline:\n    jaxmp validate run.py:make_run --json baseline.json"
 # Increase that other versions and machines may cause.
 GRADIENT_FACTOR = 1.2
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from jaxmp._report._section import Fix, Section, nonempty
-from jaxmp._report._units import counted
+from jaxmp._report._section import Fix, Section, counted, nonempty
 from jaxmp._validate._rows import (
     DIFFERS,
     FAIL,

@@ -12,13 +12,10 @@ import typer
 from rich.console import Console
 
 import jaxmp
-from jaxmp.cli._audit import audit, memory
-from jaxmp.cli._checkpoint import checkpoint
-from jaxmp.cli._explain import UnmatchedRuleError, explain
-from jaxmp.cli._locate import locate
+from jaxmp.cli._audit import audit, memory, plan
+from jaxmp.cli._checkpoint import checkpoint, locate
 from jaxmp.cli._output import console, escape
-from jaxmp.cli._plan import plan
-from jaxmp.cli._show import doctor, recipes, show
+from jaxmp.cli._show import doctor, explain, recipes, show
 from jaxmp.cli._validate import validate
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
@@ -58,17 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
       arguments: command-line arguments after `jaxmp`. None: those of the process.
 
     Raises:
-      SystemExit: always. 0: success. 1: a required rule matched nothing, or an audit or validation
-        failed. 2: any other error. 3: no candidate of a validation failed, and one differs from the
-        reference without being worse. 130: Ctrl-C.
+      SystemExit: always. 0: success. 1: an audit or validation failed. 2: any other error. 3: no
+        candidate of a validation failed, and one differs from the reference without being worse.
+        130: Ctrl-C.
     """
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxmp")
     except JaxmpError as error:
         Console(stderr=True, soft_wrap=True).print(escape(f"Error: {error}", "red"))
-        is_failure = isinstance(
-            error, (UnmatchedRuleError, AuditFailedError, ValidationFailedError)
-        )
+        is_failure = isinstance(error, (AuditFailedError, ValidationFailedError))
         raise SystemExit(1 if is_failure else 2) from None
     except SystemExit as stop:
         if stop.code == 130:  # Ctrl-C

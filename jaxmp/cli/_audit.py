@@ -1,9 +1,8 @@
-"""`jaxmp audit` and `jaxmp memory`."""
+"""`jaxmp audit`, `jaxmp memory` and `jaxmp plan`."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +15,17 @@ from jaxmp._audit._report import known_checks
 from jaxmp._audit._script import ScriptAudit, audit_script
 from jaxmp._core._compat import unchecked_cuda
 from jaxmp._recipe import load_recipe
-from jaxmp._report._units import counted, flops_text
 from jaxmp._report._views import read_report
 from jaxmp._targets import get_target
-from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, make_step
-from jaxmp.cli._output import console, escape, make_table, write_file, write_json
+from jaxmp.cli._arguments import (
+    FUNCTION_HELP,
+    HtmlOption,
+    JsonOption,
+    call,
+    load_function,
+    make_step,
+)
+from jaxmp.cli._output import console, escape, write_report
 from jaxmp.errors import JaxmpError
 
 
@@ -51,9 +56,6 @@ def audit(
             " -m MODULE runs a module.",
         ),
     ] = None,
-    listing: Annotated[
-        bool, typer.Option("--list", help="With --script: only list the jitted functions.")
-    ] = False,
     name: Annotated[
         str | None,
         typer.Option("--function", metavar="NAME", help="With --script: audit this function."),
@@ -71,7 +73,7 @@ def audit(
     ] = None,
     full: Annotated[
         bool,
-        typer.Option("--full", help="Print warnings, modules, casts and rules too."),
+        typer.Option("--full", help="Print warnings, modules, kernels and notes too."),
     ] = False,
     html: HtmlOption = None,
 ) -> None:
@@ -85,31 +87,16 @@ def audit(
     if not 0 < max_seconds < math.inf:
         raise JaxmpError(f"--max-seconds {max_seconds} is not a positive number of seconds.")
     if script is None:
-        if listing or name is not None:
-            raise JaxmpError("--list and --function require --script, such as --script train.py.")
+        if name is not None:
+            raise JaxmpError("--function requires --script, such as --script train.py.")
         report = _audit_function(_only_argument(arguments), recipe, target)
     else:
-        result = _audit_script(
-            script,
-            arguments,
-            recipe=recipe,
-            target=target,
-            function=name,
-            listing=listing,
-            max_seconds=max_seconds,
-        )
-        if result.report is None:
-            if not write_json(json, [dataclasses.asdict(row) for row in result.functions]):
-                _print_functions(result)
-            return
+        options = {"recipe": recipe, "target": target, "function": name}
+        result = _audit_script(script, arguments, max_seconds=max_seconds, **options)
         if json != "-":
-            _print_audited(result)
+            console().print(escape(result.sentence, "dim"), soft_wrap=True)
         report = result.report
-    if not write_json(json, report.to_json()):
-        # Code is not wrapped, so that it can be pasted.
-        console().print(report.to_rich(full=full), soft_wrap=True)
-    if html is not None:
-        write_file(html, report.to_html(full=full))
+    write_report(report, json, html, full=full)
     if fail_on == "any" and baseline is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
     report.check(checks, baseline=before)
@@ -155,30 +142,6 @@ def _audit_script(script: str, arguments: list[str], **options: Any) -> ScriptAu
     return audit_script(command, module=is_module, **options)
 
 
-def _print_audited(result: ScriptAudit) -> None:
-    """Prints a line about the function of a script that was audited."""
-    row, others = result.audited, len(result.functions) - 1
-    assert row is not None
-    more = f"; --list prints {counted(others, 'other function')}" if others else ""
-    location = f" ({row.location})" if row.location else ""
-    gradients = "" if row.takes_gradients else ", which takes no gradients"
-    text = f"Function {row.name}{location}{gradients}{more}"
-    console().print(escape(text, "dim"), soft_wrap=True)
-
-
-def _print_functions(result: ScriptAudit) -> None:
-    """Prints a table of the jitted functions of a script."""
-    table = make_table("function", "line", "matmul FLOPs of a call", "purpose")
-    for row in result.functions:
-        purposes = ["takes gradients"] if row.takes_gradients else []
-        purposes += ["returns an updated state"] if row.updates else []
-        purpose = " and ".join(purposes) or "no gradients"
-        table.add_row(
-            escape(row.name, "bold"), escape(row.location), flops_text(row.flops), purpose
-        )
-    console().print(table)
-
-
 def memory(
     function: Annotated[
         str,
@@ -207,8 +170,65 @@ def memory(
             f"the step of {function}",
             lambda: jaxmp.estimate_memory(step, *arguments, target=target, exact=exact),
         )
-    if not write_json(json, estimate.to_json()):
-        console().print(estimate.to_rich(), soft_wrap=True)
-    if html is not None:
-        write_file(html, estimate.to_html())
+    write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
+
+
+_EXAMPLE = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
+
+
+def plan(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="FUNCTION",
+            help=f"{FUNCTION_HELP} It takes a recipe, and returns the step and its arguments,"
+            " which may be shapes; for --batches and --remat, it also takes batch_size and remat.",
+        ),
+    ],
+    targets: Annotated[
+        str, typer.Option(help="Chips, separated by commas; they do not have to be present.")
+    ],
+    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = "bf16,fp8",
+    batches: Annotated[
+        str | None,
+        typer.Option(help='Batch sizes, separated by commas, or "largest" for the one that fits.'),
+    ] = None,
+    remat: Annotated[
+        str | None, typer.Option(help="Values of the argument remat, such as false,true.")
+    ] = None,
+    cache: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
+    ] = "~/.cache/jaxmp",
+    json: JsonOption = None,
+    html: HtmlOption = None,
+) -> None:
+    """Compile a training step for recipes and chips, and recommend a recipe for each chip.
+
+    The exit status is 1 if no program fits one of the chips.
+    """
+    make = load_function(function, _EXAMPLE, "train_step, state, batch", "recipe")
+    report = call(
+        f"planning {function}",
+        lambda: jaxmp.plan(
+            make,
+            recipes=_items(recipes),
+            targets=_items(targets),
+            batches=_values(batches),
+            remat=_values(remat),
+            cache=cache or None,
+        ),
+    )
+    write_report(report, json, html)
+    raise typer.Exit(0 if all(choice.recipe for choice in report.choices) else 1)
+
+
+def _items(text: str) -> list[str]:
+    return [item for item in text.split(",") if item]
+
+
+def _values(text: str | None) -> Any:
+    """Returns numbers, booleans and words; "largest" is not a list."""
+    named: dict[str, Any] = {"true": True, "false": False}
+    items = [named.get(x, int(x) if x.isdecimal() else x) for x in _items(text or "")]
+    return text if text in (None, "largest") else items

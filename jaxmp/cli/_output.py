@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxmp._policies._policy import Policy
+from jaxmp._report._views import Report
 from jaxmp.errors import JaxmpError
 
 # Columns that are never wrapped.
-_WHOLE_COLUMNS = ("operation", "recipe", "policy", "loss scale", "rule")
+_WHOLE_COLUMNS = ("operation", "recipe", "policy", "loss scale")
 
 
 def console() -> Console:
@@ -36,12 +36,6 @@ def make_table(*columns: str) -> Table:
     return table
 
 
-def policy_lines(policy: Policy) -> str:
-    """Returns the three dtypes of a policy on one line, and each other setting on a line below."""
-    parts = str(policy).split(",")
-    return "\n".join([",".join(parts[:3]), *parts[3:]])
-
-
 def write_json(file: str | None, value: object) -> bool:
     """Writes the JSON result of a command, and returns True if it replaces the printed text.
 
@@ -59,6 +53,15 @@ def write_json(file: str | None, value: object) -> bool:
     return False
 
 
+def write_report(report: Report, json: str | None, html: str | None, *, full: bool = False) -> None:
+    """Prints a report, and writes it to the files of `--json` and `--html`."""
+    if not write_json(json, report.to_json()):
+        # Code is not wrapped, so that it can be pasted.
+        console().print(report.to_rich(full=full), soft_wrap=True)
+    if html is not None:
+        write_file(html, report.to_html(full=full))
+
+
 def check_output(file: str | None) -> str | None:
     """Checks that a file of an option can be written, before the work starts.
 
@@ -71,20 +74,13 @@ def check_output(file: str | None) -> str | None:
     if file in (None, "-"):
         return file
     path = os.path.realpath(file)
-    folder = os.path.dirname(path)
-    if not file:
-        problem = "it is empty. Name a file"
-    elif os.path.islink(path):
-        problem = "it is a symbolic link to itself. Name a file"
-    elif os.path.isdir(file):
-        problem = "it is a directory. Name a file"
-    elif not os.path.isdir(folder):
-        problem = f"the directory {folder!r} does not exist. Create it, or name another file"
-    elif not os.access(file if os.path.exists(file) else folder, os.W_OK):
-        problem = "this user may not write to it. Name another file"
-    else:
+    target = file if os.path.exists(file) else os.path.dirname(path)
+    if file and not os.path.islink(path) and not os.path.isdir(file) and os.access(target, os.W_OK):
         return file
-    raise JaxmpError(f"{file!r} cannot be written: {problem}.")
+    raise JaxmpError(
+        f"{file!r} cannot be written. Name a file in a directory that exists, and that this user"
+        " may write to."
+    )
 
 
 def write_file(file: str, text: str) -> None:
@@ -95,7 +91,11 @@ def write_file(file: str, text: str) -> None:
     """
     try:
         if os.path.exists(file) and not os.path.isfile(file):
-            _write_special(file, text)
+            # A device or a FIFO; a FIFO that no process reads is an error.
+            descriptor = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "w", encoding="utf-8") as stream:
+                stream.write(text)
             return
         path = os.path.realpath(file)
         partial = f"{path}.partial-{os.getpid()}"
@@ -104,11 +104,3 @@ def write_file(file: str, text: str) -> None:
         os.replace(partial, path)
     except OSError as error:
         raise JaxmpError(f"{file!r} cannot be written: {error.strerror}.") from None
-
-
-def _write_special(file: str, text: str) -> None:
-    """Writes to a device or a FIFO; a FIFO that no process reads is an error."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
-    os.set_blocking(descriptor, True)
-    with open(descriptor, "w", encoding="utf-8") as stream:
-        stream.write(text)

@@ -13,8 +13,7 @@ from jaxmp._validate import ValidationReport
 from jaxmp._validate._report import find_regressions
 from jaxmp._validate._rows import DIFFERS, FAIL
 from jaxmp.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
-from jaxmp.cli._output import check_output, console, write_file, write_json
-from jaxmp.errors import JaxmpError
+from jaxmp.cli._output import write_report
 
 _EXAMPLE = "jaxmp validate run.py:make_run --recipes bf16,fp16 --steps 500"
 
@@ -47,9 +46,6 @@ def validate(
             help="Earlier JSON result; fail if loss or gradient error are worse.",
         ),
     ] = None,
-    write_baseline: Annotated[
-        bool, typer.Option("--write-baseline", help="Write the result to the file of --baseline.")
-    ] = False,
     json: JsonOption = None,
     full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
     html: HtmlOption = None,
@@ -61,18 +57,7 @@ def validate(
     another loss. Inconclusive candidates exit with 0.
     """
     directions = [item.partition("=") for item in metrics.split(",") if item]
-    if write_baseline and baseline is None:
-        raise JaxmpError("--write-baseline requires --baseline FILE, such as baseline.json.")
-    if baseline is not None and not write_baseline and not baseline.exists():
-        raise JaxmpError(
-            f"The baseline {str(baseline)!r} does not exist. Write it with:\n"
-            f"    jaxmp validate {function} --baseline {baseline} --write-baseline"
-        )
-    before = None
-    if write_baseline:
-        check_output(str(baseline))
-    elif baseline is not None:
-        before = read_report(ValidationReport, baseline)
+    before = None if baseline is None else read_report(ValidationReport, baseline)
     make_run = load_function(function, _EXAMPLE, "jaxmp.TrainingRun(...)", "recipe, seed")
     report = call(
         f"validating {function}",
@@ -86,12 +71,7 @@ def validate(
             metrics={name: direction for name, _, direction in directions},
         ),
     )
-    if not write_json(json, report.to_json()):
-        console().print(report.to_rich(full=full), soft_wrap=True)
-    if html is not None:
-        write_file(html, report.to_html())
-    if write_baseline:
-        write_file(str(baseline), report.to_json())
+    write_report(report, json, html, full=full)
     verdicts = {candidate.verdict for candidate in report.candidates}
     if before is None or not find_regressions(report, before):
         # The printed report begins with the verdicts.
