@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp._core._dtypes import DTYPE_NAMES, bits, canonical_dtype, short_name
 from jaxmp._core._typing import DTypeLike
-from jaxmp._policies._inputs import Names, inputs_text
+from jaxmp._policies._inputs import Names, names_text
 from jaxmp._policies._patterns import (
     ModuleType,
     compile_pattern,
@@ -94,7 +94,7 @@ class Rule:
         implementation: str | None = None,
         mask: str | None = None,
         window: int | str | tuple[int, int] | None = None,
-        keep_inputs: str | Iterable[str | int] | None = None,
+        keep_inputs: str | Iterable[str] | None = None,
         forward_methods: str | Iterable[str] | None = None,
         fp32_outputs_below: int | None = None,
         why: str = "",
@@ -187,7 +187,7 @@ def _value_text(name: str, value: Any) -> str:
         return short_name(value)
     if name == "window":
         return window_text(value)
-    return inputs_text(value) if isinstance(value, tuple) else str(value).lower()
+    return names_text(value) if isinstance(value, tuple) else str(value).lower()
 
 
 # ---------------------------------------------------------------------------
