@@ -8,9 +8,10 @@
 Each row is a training step with AdamW and donated state: of a foreign model of `transformers` at
 the width of its smallest published form, with fewer layers, or of examples/gpt.py. With remat, the
 results of matmuls are kept and everything else is computed again (in examples/gpt.py, all but the
-input of each block). On several devices, parameters and optimizer state are split (FSDP). Nothing
-is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". With a file that
-exists, only the programs that it lacks are compiled; all estimates are made again. Columns, per
+input of each block). On several devices, parameters and optimizer state are split (FSDP), and the
+results of modules like the batch. Nothing is run, and no GPU is required, but XLA's GPU compiler:
+pip install -e ".[aot]". With a file that exists, only the programs that it lacks are compiled; the
+estimates of the chosen programs are made again. The file is written after each row. Columns, per
 device:
 
     state       largest relative error of parameters, masters, moments, FP8 state and batch
@@ -35,6 +36,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import transformers
+from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from transformers.models.bart import modeling_flax_bart
 from transformers.models.bert import modeling_flax_bert
@@ -133,7 +135,9 @@ class State(jaxmp.TrainState):
     batch_stats: Any = None
 
 
-def foreign_step(row: ForeignModel, recipe: jaxmp.Recipe, remat: bool = False) -> tuple[Any, ...]:
+def foreign_step(
+    row: ForeignModel, recipe: jaxmp.Recipe, remat: bool = False, autocast: bool = False
+) -> tuple[Any, ...]:
     """Returns the train step of a model of `transformers`, and the shapes of its arguments."""
     cls, config, batch, arguments = row
     model = recipe.wrap(cls(config))
@@ -155,6 +159,8 @@ def foreign_step(row: ForeignModel, recipe: jaxmp.Recipe, remat: bool = False) -
         values = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return values.mean(), new.get("batch_stats", stats)
 
+    if autocast:
+        loss = jaxmp.autocast(loss, recipe)
     if remat:
         loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable)
 
@@ -166,19 +172,43 @@ def foreign_step(row: ForeignModel, recipe: jaxmp.Recipe, remat: bool = False) -
     return jax.jit(train_step, donate_argnums=0), jax.eval_shape(create), batch
 
 
-def fsdp(tree: Any, devices: int) -> Any:
-    """Returns shapes of which each is split along its longest axis that the devices divide."""
+def fsdp(arguments: list[Any], devices: int) -> list[Any]:
+    """Splits the arguments of a step over devices.
+
+    The batch, the last argument, is split along its first axis, and each leaf of the others along
+    its longest axis that the devices divide.
+    """
     mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
 
-    def split(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sizes = [size if size % devices == 0 else 0 for size in leaf.shape]
-        spec = [None] * leaf.ndim
-        if max(sizes, default=0):
-            spec[sizes.index(max(sizes))] = "data"
+    def split(leaf: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+        spec = () if axis is None else (*[None] * axis, "data")
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(split, tree)
+    def longest(leaf: jax.ShapeDtypeStruct) -> int | None:
+        sizes = [size if size % devices == 0 else 0 for size in leaf.shape]
+        return sizes.index(max(sizes)) if max(sizes, default=0) else None
+
+    *states, batch = arguments
+    states = jax.tree.map(lambda leaf: split(leaf, longest(leaf)), states)
+    return [*states, jax.tree.map(lambda leaf: split(leaf, 0), batch)]
+
+
+def split_rows(step: Any, batch: jax.ShapeDtypeStruct) -> Any:
+    """Splits the results of Linen modules like the batch, so that XLA gathers weights instead."""
+
+    def keep(call: Any, args: Any, kwargs: Any, _: Any) -> Any:
+        def split(leaf: Any) -> Any:
+            has_rows = isinstance(leaf, jax.Array) and leaf.shape[:1] == batch.shape[:1]
+            return jax.lax.with_sharding_constraint(leaf, batch.sharding) if has_rows else leaf
+
+        return jax.tree.map(split, call(*args, **kwargs))
+
+    def run(*args: Any) -> Any:
+        with nn.intercept_methods(keep):
+            return step(*args)
+
+    return jax.jit(run, donate_argnums=0)
 
 
 def gpt_step(recipe: str, remat: bool, unroll: bool) -> tuple[Any, ...]:
@@ -209,6 +239,7 @@ def measure(model: str, recipe: str, remat: bool, devices: int, known: Row | Non
     step, *arguments = MAKERS[model](recipe, remat)
     if devices > 1:
         arguments = fsdp(arguments, devices)
+        step = split_rows(step, arguments[-1])
     quick = jaxmp.estimate_memory(step, *arguments, target=TARGET)
     if known is None:
         exact = jaxmp.estimate_memory(step, *arguments, target=TARGET, exact=True).compiled
@@ -242,6 +273,23 @@ def llama_2_7b() -> None:
             print("|", " | ".join((f"`{recipe}`", remat, *cells, total)), "|", flush=True)
 
 
+def summary(rows: list[Row]) -> dict[str, float]:
+    """Returns the errors of the temporary memory, relative to XLA's."""
+    errors = [abs(row["temporary"] / row["xla_temporary"] - 1) for row in rows]
+    within = sum(error <= 0.3 for error in errors) / len(errors)
+    return {
+        "median_error": round(statistics.median(errors), 3),
+        "within_30_percent": round(within, 3),
+    }
+
+
+def write_rows(path: Path | None, rows: list[Row]) -> None:
+    """Writes all rows, in the order of the models."""
+    order = list(MAKERS)
+    rows = sorted(rows, key=lambda row: (order.index(row["model"]), row["devices"]))
+    write_result(path, target=TARGET, **summary(rows), rows=rows)
+
+
 def main() -> None:
     """Prints the table; with --out, also writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -255,7 +303,7 @@ def main() -> None:
     if options.llama_2_7b:
         llama_2_7b()
         return
-    rows, known = [], {}
+    known: dict[tuple[Any, ...], Row] = {}
     if options.out is not None and options.out.exists():
         known = {key(row): row for row in json.loads(options.out.read_text("utf-8"))["rows"]}
     cases = itertools.product(options.models, options.recipes, (False, True), options.devices)
@@ -263,7 +311,7 @@ def main() -> None:
         case = {"model": name, "recipe": recipe, "remat": remat, "devices": devices}
         if options.known and key(case) not in known:
             continue
-        rows.append(row := measure(**case, known=known.get(key(case))))
+        row = known[key(case)] = measure(**case, known=known.get(key(case)))
         state = max(abs(row["state"][kind] / size - 1) for kind, size in row["xla_kinds"].items())
         ratio = row["temporary"] / row["xla_temporary"]
         print(
@@ -271,13 +319,8 @@ def main() -> None:
             f"{row['temporary'] / 1e6:8.0f}{row['xla_temporary'] / 1e6:8.0f}{ratio:7.2f}",
             flush=True,
         )
-    errors = [abs(row["temporary"] / row["xla_temporary"] - 1) for row in rows]
-    summary = {
-        "median_error": round(statistics.median(errors), 3),
-        "within_30_percent": round(sum(e <= 0.3 for e in errors) / len(errors), 3),
-    }
-    write_result(options.out, target=TARGET, **summary, rows=rows)
-    print(len(rows), summary)
+        write_rows(options.out, list(known.values()))
+    print(len(known), summary(list(known.values())))
 
 
 if __name__ == "__main__":

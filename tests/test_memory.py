@@ -2,6 +2,8 @@
 
 import functools
 import json
+import statistics
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jaxmp.typing import MemoryEstimate
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MODEL = gpt.GPT(layers=2, width=128, heads=2, vocabulary=512, max_length=128)
 
 
@@ -175,3 +178,15 @@ def test_the_compiler_agrees(recipe):
     assert MemoryEstimate.from_json(estimate.to_json()) == estimate
     assert estimate.compiled.temporary == pytest.approx(estimate.temporary, rel=0.3)
     assert "XLA reports" in str(estimate)
+
+
+def test_recorded_estimates_are_close_to_the_compiler():
+    rows = json.loads((RESULTS / "memory_estimates_h200.json").read_text("utf-8"))["rows"]
+    rows = [row for row in rows if row["devices"] == 1]
+    columns = [{row[key] for row in rows} for key in ("model", "recipe", "remat")]
+    assert list(map(len, columns)) == [8, 6, 2] and len(rows) == 96
+    for row in rows:
+        assert row["state"] == row["xla_kinds"]
+    errors = [abs(row["temporary"] / row["xla_temporary"] - 1) for row in rows]
+    assert statistics.median(errors) <= 0.15
+    assert max(errors) <= 0.3
