@@ -644,7 +644,7 @@ def test_a_file_that_is_not_utf8_is_refused(write, encoding, words):
 
 def test_what_is_no_regular_file_is_refused(write):
     os.mkdir("dir.toml")
-    with pytest.raises(RecipeError, match=r"'dir\.toml' is a directory"):
+    with pytest.raises(RecipeError, match=r"There is no file 'dir\.toml'"):
         load_recipe("dir.toml")
     os.mkfifo("pipe.toml")
     with pytest.raises(RecipeError, match=r"There is no file 'pipe\.toml'"):

@@ -221,24 +221,14 @@ def override(default: Policy, rule: Rule) -> Policy:
 # Checks
 # ---------------------------------------------------------------------------
 
-# Argument -> its types, their description, and a rule with a valid value.
-_TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
-    "path": ((str, type(None)), "a string", "Rule('a/**', 'c=f32')"),
-    "module_type": (
-        (str, type(None)),
-        "a class or the name of one",
-        "Rule(module_type='LayerNorm', compute_dtype='f32')",
-    ),
-    "why": ((str,), "a string", "Rule('head', 'c=f32', why='the loss reads it')"),
-    "required": ((bool,), "a bool", "Rule('head', 'c=f32', required=False)"),
-}
-
 
 def _check_type(name: str, value: object) -> None:
-    types, description, example = _TYPES[name]
-    if not isinstance(value, types):
+    required = bool if name == "required" else str
+    is_absent = value is None and name in ("path", "module_type")
+    if not isinstance(value, required) and not is_absent:
         raise RuleError(
-            f"Rule({name}={value!r}): {name} must be {description}; for example {example}."
+            f"Rule({name}={value!r}): {name} must be of type {required.__name__}; for example "
+            "Rule('head', module_type='Dense', output_dtype='f32', why='the loss', required=False)."
         )
 
 
