@@ -853,9 +853,14 @@ def test_without_a_batch():
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(changes, words):
-    operands = {"query": QUERY, "key": QUERY, "value": QUERY}
+    operands = {"query": QUERY, "key": QUERY, "value": QUERY, **changes}
+    is_shape = lambda value: isinstance(value, jax.ShapeDtypeStruct)
+    operands = {
+        name: jnp.zeros(value.shape, value.dtype) if is_shape(value) else value
+        for name, value in operands.items()
+    }
     with pytest.raises(AttentionError, match=f"(?s){words}"):
-        dot_product_attention(**operands | changes)
+        dot_product_attention(**operands)
 
 
 # ---------------------------------------------------------------------------

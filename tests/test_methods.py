@@ -343,7 +343,7 @@ def test_other_values_are_refused(value):
 
 def test_a_required_rule_names_an_existing_method():
     rule = Rule("", forward_methods=["encoder"])
-    with pytest.raises(RuleError, match=r"'encoder'.* nearest methods: encode") as error:
+    with pytest.raises(RuleError, match=r"'encoder'.* nearest: encode") as error:
         jaxmp.load_recipe(PolicyMap("bf16", [rule])).wrap(Autoencoder(nnx.Rngs(0)))
     assert "required=False" in str(error.value)
     optional = dataclasses.replace(rule, required=False)

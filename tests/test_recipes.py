@@ -370,7 +370,7 @@ p = "bf16"                   # short forms are read too
 compute_dtype = "float16"
 output_dtype = "f32"
 matmul = "tf32"
-keep_inputs = ["t", 2]
+keep_inputs = ["t", "x"]
 fp32_outputs_below = 4
 [loss_scale]
 kind = "dynamic"
@@ -397,7 +397,7 @@ matmul = "highest"
     )
     assert (recipe.name, recipe.summary) == ("mine", "all of it")
     assert str(recipe.policies.default) == (
-        "p=bf16,c=f16,o=f32,matmul=tf32,keep_inputs=t+2,fp32_outputs_below=4"
+        "p=bf16,c=f16,o=f32,matmul=tf32,keep_inputs=t+x,fp32_outputs_below=4"
     )
     assert recipe.policies.rules == (
         Rule("a/**", "c=f32", why="because", keep_inputs=()),
@@ -644,7 +644,7 @@ def test_a_file_that_is_not_utf8_is_refused(write, encoding, words):
 
 def test_what_is_no_regular_file_is_refused(write):
     os.mkdir("dir.toml")
-    with pytest.raises(RecipeError, match=r"'dir\.toml' is a directory"):
+    with pytest.raises(RecipeError, match=r"There is no file 'dir\.toml'"):
         load_recipe("dir.toml")
     os.mkfifo("pipe.toml")
     with pytest.raises(RecipeError, match=r"There is no file 'pipe\.toml'"):

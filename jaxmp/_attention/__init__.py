@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmp._attention._arguments import (
     Arguments,
     arguments,
-    as_array,
     check_implementation,
 )
 from jaxmp._attention._blockwise import blockwise_attention
@@ -113,7 +113,7 @@ def dot_product_attention(
     "blockwise" define a gradient and support no forward-mode derivative; "xla" supports all.
     Sources: FlashAttention-2, arXiv:2307.08691; grouped queries, arXiv:2305.13245.
     """
-    query_array = as_array(query)
+    query_array = jnp.asarray(query)
     implementation = check_implementation(implementation)
     args = arguments(
         query_array,

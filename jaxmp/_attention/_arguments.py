@@ -10,7 +10,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,6 @@ from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import ArrayLike
 from jaxmp._policies._policy import ATTENTION, PolicyLike, get_policy
 from jaxmp.errors import AttentionError
-
-_ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
-_ArrayLikeOrShape: TypeAlias = ArrayLike | jax.ShapeDtypeStruct
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -127,16 +124,16 @@ def with_scaled_query(args: Arguments) -> Arguments:
 
 
 def arguments(
-    query: _ArrayLikeOrShape,
-    key: _ArrayLikeOrShape,
-    value: _ArrayLikeOrShape,
-    bias: _ArrayLikeOrShape | None = None,
-    mask: _ArrayLikeOrShape | None = None,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
     *,
     is_causal: bool = False,
-    scale: _ArrayLikeOrShape | None = None,
-    query_seq_lengths: _ArrayLikeOrShape | None = None,
-    key_value_seq_lengths: _ArrayLikeOrShape | None = None,
+    scale: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
@@ -161,14 +158,14 @@ def arguments(
     )
     if policy is not None:
         compute = get_policy(policy).compute_dtype
-        query, key, value = (_cast(array, compute) for array in (query, key, value))
+        query, key, value = (array.astype(compute) for array in (query, key, value))
     _check_dtypes(query, key, value)
     query, key, value = (_with_batch(a, 4) for a in (query, key, value))
     _check_shapes(query, key, value)
     batch, queries, heads, size = query.shape
     logits = (batch, heads, queries, key.shape[1])
     number, array = _scale(scale, size)
-    causal, window = _structure(is_causal, local_window_size)
+    causal, window = structure(is_causal, local_window_size)
     return Arguments(
         query=query,
         key=key,
@@ -196,8 +193,8 @@ def arguments(
 # ---------------------------------------------------------------------------
 
 
-def _array(value: _ArrayLikeOrShape, name: str) -> _ArrayOrShape:
-    array = as_array(value)
+def _array(value: ArrayLike, name: str) -> jax.Array:
+    array = jnp.asarray(value)
     if array.ndim not in (3, 4):
         raise AttentionError(
             f"{name} has shape {array.shape}. Allowed: [batch, positions, heads, size], or without "
@@ -206,28 +203,12 @@ def _array(value: _ArrayLikeOrShape, name: str) -> _ArrayOrShape:
     return array
 
 
-def as_array(value: _ArrayLikeOrShape) -> _ArrayOrShape:
-    """Converts lists and NumPy arrays to JAX arrays; JAX arrays and shapes are unchanged."""
-    is_array = isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
-    return value if is_array else jnp.asarray(value)
-
-
-def _mapped(function: Callable[[Any], Any], array: _ArrayOrShape) -> _ArrayOrShape:
-    """Applies a function to an array, or to a shape."""
-    is_shape = isinstance(array, jax.ShapeDtypeStruct)
-    return jax.eval_shape(function, array) if is_shape else function(array)
-
-
-def _cast(array: _ArrayOrShape, dtype: np.dtype) -> _ArrayOrShape:
-    return _mapped(lambda array: array.astype(dtype), array)
-
-
-def _with_batch(array: _ArrayOrShape, ndim: int) -> _ArrayOrShape:
+def _with_batch(array: jax.Array, ndim: int) -> jax.Array:
     shape = (1,) * (ndim - array.ndim) + array.shape
-    return array if shape == array.shape else _mapped(lambda array: array.reshape(shape), array)
+    return array if shape == array.shape else array.reshape(shape)
 
 
-def _check_dtypes(query: _ArrayOrShape, key: _ArrayOrShape, value: _ArrayOrShape) -> None:
+def _check_dtypes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     dtypes = [array.dtype for array in (query, key, value)]
     names = ", ".join(
         f"{name} {dtype.name}"
@@ -246,7 +227,7 @@ def _check_dtypes(query: _ArrayOrShape, key: _ArrayOrShape, value: _ArrayOrShape
         )
 
 
-def _check_shapes(query: _ArrayOrShape, key: _ArrayOrShape, value: _ArrayOrShape) -> None:
+def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if key.shape[:3] != value.shape[:3]:
         raise AttentionError(f"{shapes}: key and value differ in batch, positions or heads.")
@@ -271,12 +252,12 @@ def _check_shapes(query: _ArrayOrShape, key: _ArrayOrShape, value: _ArrayOrShape
 # ---------------------------------------------------------------------------
 
 
-def _bias(bias: _ArrayLikeOrShape | None, logits: tuple[int, ...]) -> _ArrayOrShape | None:
+def _bias(bias: ArrayLike | None, logits: tuple[int, ...]) -> jax.Array | None:
     if bias is None:
         return None
-    bias = as_array(bias)
+    bias = jnp.asarray(bias)
     if jnp.issubdtype(bias.dtype, jnp.integer):
-        bias = _cast(bias, np.dtype("float32"))
+        bias = bias.astype(jnp.float32)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise AttentionError(
             f"bias is {bias.dtype.name}; it is added to the logits and must be real numbers. A "
@@ -285,10 +266,10 @@ def _bias(bias: _ArrayLikeOrShape | None, logits: tuple[int, ...]) -> _ArrayOrSh
     return _broadcastable(bias, "bias", logits)
 
 
-def _mask(mask: _ArrayLikeOrShape | None, logits: tuple[int, ...]) -> _ArrayOrShape | None:
+def _mask(mask: ArrayLike | None, logits: tuple[int, ...]) -> jax.Array | None:
     if mask is None:
         return None
-    mask = as_array(mask)
+    mask = jnp.asarray(mask)
     if mask.dtype != np.bool_:
         raise AttentionError(
             f"mask is {mask.dtype.name}, not bool. Write mask=mask.astype(bool), or, for a mask "
@@ -297,7 +278,7 @@ def _mask(mask: _ArrayLikeOrShape | None, logits: tuple[int, ...]) -> _ArrayOrSh
     return _broadcastable(mask, "mask", logits)
 
 
-def _broadcastable(array: _ArrayOrShape, name: str, logits: tuple[int, ...]) -> _ArrayOrShape:
+def _broadcastable(array: jax.Array, name: str, logits: tuple[int, ...]) -> jax.Array:
     fits = array.ndim <= 4 and all(
         size in (1, whole) for size, whole in zip(array.shape[::-1], logits[::-1], strict=False)
     )
@@ -309,24 +290,22 @@ def _broadcastable(array: _ArrayOrShape, name: str, logits: tuple[int, ...]) -> 
     return _with_batch(array, 4)
 
 
-def _lengths(
-    lengths: _ArrayLikeOrShape | None, name: str, batch: int, positions: int
-) -> _ArrayOrShape | None:
+def _lengths(lengths: ArrayLike | None, name: str, batch: int, positions: int) -> jax.Array | None:
     if lengths is None:
         return None
-    lengths = as_array(lengths)
+    lengths = jnp.asarray(lengths)
     if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != (batch,):
         raise AttentionError(
             f"{name} is {lengths.dtype.name} of shape {lengths.shape}. Allowed: integers, one for "
             f"each of the {batch} sequences; for example {name}=mask.sum(-1)."
         )
-    if not isinstance(lengths, (Tracer, jax.ShapeDtypeStruct)):
+    if not isinstance(lengths, Tracer):
         values = np.asarray(lengths)
         if values.min() < 0 or values.max() > positions:
             raise AttentionError(
                 f"{name}={values.tolist()}: a length lies between 0 and the {positions} positions."
             )
-    return _cast(lengths, np.dtype("int32"))
+    return lengths.astype(jnp.int32)
 
 
 # ---------------------------------------------------------------------------
@@ -335,12 +314,12 @@ def _lengths(
 
 
 def _scale(scale: Any, size: int) -> tuple[float, Any]:
-    """Returns the scale as (number, None); as (1, array) if it is traced or only a shape."""
+    """Returns the scale as (number, None); as (1, array) if it is traced."""
     if scale is None:
         return size**-0.5, None
-    traced = isinstance(scale, (Tracer, jax.ShapeDtypeStruct)) and math.prod(scale.shape) == 1
+    traced = isinstance(scale, Tracer) and math.prod(scale.shape) == 1
     if traced and jnp.issubdtype(scale.dtype, jnp.floating):
-        return 1.0, scale if isinstance(scale, jax.ShapeDtypeStruct) else scale.reshape(())
+        return 1.0, scale.reshape(())
     number = isinstance(scale, (int, float, np.generic, np.ndarray, jax.Array))
     if isinstance(scale, Tracer) or not number or np.size(scale) != 1:
         raise AttentionError(
@@ -353,7 +332,7 @@ def _scale(scale: Any, size: int) -> tuple[float, Any]:
     return value, None
 
 
-def _structure(is_causal: object, size: object) -> tuple[bool, tuple[int, int] | None]:
+def structure(is_causal: object, size: object) -> tuple[bool, tuple[int, int] | None]:
     """Returns causality and window."""
     causal = _flag(is_causal, "is_causal")
     if size is None:

@@ -16,7 +16,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from jaxmp._attention import run
-from jaxmp._attention._arguments import arguments, check_implementation, sees
+from jaxmp._attention._arguments import Settings, arguments, check_implementation, sees, structure
 from jaxmp._attention._declared import (
     Declaration,
     check_known,
@@ -330,11 +330,8 @@ def _with_hints(
     if not hints.is_causal and hints.local_window_size is None:
         return mask
     query, key, _ = operands
-    settings = arguments(
-        *(jax.ShapeDtypeStruct(array.shape[-3:], array.dtype) for array in operands),
-        is_causal=hints.is_causal,
-        local_window_size=hints.local_window_size,
-    ).settings
+    is_causal, window = structure(hints.is_causal, hints.local_window_size)
+    settings = Settings(scale=1.0, is_causal=is_causal, window=window)
     ones = (1,) * (query.ndim - 2)
     rows = jnp.arange(query.shape[-3], dtype=jnp.int32).reshape(*ones, -1, 1)
     columns = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape(*ones, 1, -1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxmp._core._dtypes import bits
-from jaxmp._core._jaxprs import Equation, equations, inners, sub_jaxprs
+from jaxmp._core._jaxprs import Equation, equations, inners
 from jaxmp._core._programs._operations import arithmetic_of, dot_of, name_of
 from jaxmp._core._typing import DTypeLike
 
@@ -156,15 +156,9 @@ _FUSED = re.compile(r"dot_product_attention_(fp8_)?(fwd|bwd)")
 
 
 def kernel_matmuls(equation: Equation) -> list[Matmul] | None:
-    """Returns the matmuls of a fused kernel; None if its FLOPs are not known.
-
-    They are known for cuDNN's attention, and for Pallas kernels whose loops have fixed lengths.
-    """
-    name = equation.primitive.name
-    match = _FUSED.match(name)
-    if match is not None:
-        return _fused_attention(equation, backward=match[2] == "bwd")
-    return _pallas(equation) if name == "pallas_call" else None
+    """Returns the matmuls of cuDNN's attention; None for other kernels, which are not known."""
+    match = _FUSED.match(equation.primitive.name)
+    return None if match is None else _fused_attention(equation, backward=match[2] == "bwd")
 
 
 def _fused_attention(equation: Equation, *, backward: bool) -> list[Matmul]:
@@ -211,36 +205,6 @@ def attention_flops(
     # Logits and the gradients of query and key; result and the gradients of value and weights.
     of_keys, of_values = (3, 2) if backward else (1, 1)
     return 2 * batch * heads * pairs * (of_keys * sizes[0] + of_values * sizes[1])
-
-
-def _pallas(equation: Equation) -> list[Matmul] | None:
-    mapping = equation.params.get("grid_mapping")
-    grid = getattr(mapping, "grid", ())
-    if not all(isinstance(size, int) for size in grid):
-        return None
-    steps = math.prod(grid)
-    matmuls = _matmuls_in(equation.params["jaxpr"])
-    if matmuls is None:
-        return None
-    return [matmul._replace(flops=matmul.flops * steps) for matmul in matmuls]
-
-
-def _matmuls_in(jaxpr: Jaxpr | ClosedJaxpr) -> list[Matmul] | None:
-    """Returns the matmuls of a kernel's body; None if a loop or branch depends on data."""
-    matmuls: list[Matmul] = []
-    for equation in equations(jaxpr, inside=False):
-        name = equation.primitive.name
-        if name in MATMULS:
-            matmuls.append(matmul_of(equation))
-        elif sub_jaxprs(equation):
-            inside = [(inner.times, _matmuls_in(inner.jaxpr)) for inner in inners(equation)]
-            if name in ("while", "cond") and any(below != [] for _, below in inside):
-                return None
-            for times, below in inside:
-                if below is None:
-                    return None
-                matmuls += [matmul._replace(flops=matmul.flops * times) for matmul in below]
-    return matmuls
 
 
 # ---------------------------------------------------------------------------

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
-from flax import nnx
+import numpy as np
+from flax import linen, nnx
+from jax.sharding import NamedSharding
 
-from jaxmp._core._shardings import shardings_by_path
+from jaxmp._core import _trees
+from jaxmp._core._dtypes import short_name
+from jaxmp._core._shardings import check_tree, shardings_by_path, without_contents
 from jaxmp._core._typing import PyTree
-from jaxmp._flax import _nnx_binding
 from jaxmp._flax._check_model import check_model
-from jaxmp._flax._nnx_binding import bind_model
+from jaxmp._flax._nnx_cast_on_read import Path, author_class, bound_of, is_member
+from jaxmp._flax._nnx_layers import NNX_LAYERS
+from jaxmp._flax._nnx_subclass import bind, unbind
+from jaxmp._flax._shardings import SPEC
 from jaxmp._flax._share import low_precision_share
 from jaxmp._policies._device import note_policies
 from jaxmp._policies._required import (
@@ -23,10 +30,113 @@ from jaxmp._policies._required import (
     check_required,
     explain_modules,
 )
-from jaxmp._recipe_files._load import RecipeLike, as_policy_map
-from jaxmp.errors import RecipeWarning
+from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy, storage_dtype
+from jaxmp._recipe_files._load import PolicyMap, RecipeLike, as_policy_map
+from jaxmp.errors import CompositionError, RecipeWarning, RuleError
 
 M = TypeVar("M", bound=nnx.Module)
+
+
+# ---------------------------------------------------------------------------
+# Modules and their paths
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleEntry:
+    """Module of a model, with all paths that lead to it.
+
+    Attributes:
+      module: the module.
+      paths: its paths; more than one if several modules share it.
+      has_own_policies: it is a model with policies of its own, or a part of one.
+      params: name and Variable of each parameter; `layers/0` for one in a list.
+    """
+
+    module: nnx.Module
+    paths: list[Path]
+    has_own_policies: bool
+    params: list[tuple[str, nnx.Param[Any]]]
+
+
+def find_modules(model: nnx.Module, path: Path = ()) -> list[ModuleEntry]:
+    """Lists the modules of a model at `path`, each once, the root first.
+
+    Raises:
+      CompositionError: if a bridge contains modules that NNX policies do not reach.
+    """
+    entries: dict[int, ModuleEntry] = {}
+    root = bound_of(model)
+
+    def visit(module: nnx.Module, path: Path, open_ids: frozenset[int], own: bool) -> None:
+        bound = bound_of(module)
+        own = own or (bound is not None and (root is None or bound.policies != root.policies))
+        entry = entries.get(id(module))
+        if entry is None:
+            entry = entries[id(module)] = ModuleEntry(module, [], own, [])
+        is_first = not entry.paths
+        entry.paths.append(path)
+        for names, leaf in _members(module):
+            if isinstance(leaf, nnx.Module):
+                if id(leaf) not in open_ids:
+                    visit(leaf, path + names, open_ids | {id(leaf)}, own)
+            elif is_first and isinstance(leaf, nnx.Param):
+                entry.params.append(("/".join(names), leaf))
+        if is_first and not own and isinstance(module, (nnx.bridge.ToNNX, nnx.bridge.Module)):
+            _check_bridge(module, path)
+
+    visit(model, path, frozenset({id(model)}), own=False)
+    return list(entries.values())
+
+
+def _check_bridge(module: nnx.bridge.ToNNX | nnx.bridge.Module, path: Path) -> None:
+    if isinstance(module, nnx.bridge.Module):
+        raise CompositionError(
+            f"The {type(module).__name__} at {'/'.join(path)!r} is an nnx.bridge.Module, which "
+            "creates its layers while it runs, so policies cannot be applied to them beforehand. "
+            "Apply them to the whole function: jaxmp.autocast(model.apply, policies)."
+        )
+    inner = module.to_nnx__module
+    if isinstance(inner, linen.Module) and not hasattr(type(inner), "_jaxmp_class"):
+        raise CompositionError(
+            f"The ToNNX at {'/'.join(path)!r} contains a Linen {type(inner).__name__}, which NNX "
+            "policies do not reach. Apply its policies before the bridge: "
+            f"nnx.bridge.ToNNX(recipe.wrap({type(inner).__name__}(...)), "
+            "rngs=rngs)."
+        )
+
+
+def _members(module: nnx.Module) -> list[tuple[Path, Any]]:
+    """Lists the modules and Variables directly below a module, also in lists and dicts."""
+    return [
+        ((name, *_trees.path_names(key_path)), leaf)
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_pytree__")
+        for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=is_member)
+        if is_member(leaf)
+    ]
+
+
+def _paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
+    """Returns all paths that a rule can match."""
+    paths: dict[str, type | None] = {}
+    for entry in entries:
+        for path in entry.paths:
+            paths["/".join(path)] = author_class(entry.module)
+    for entry in entries:
+        for path in entry.paths:
+            paths |= {_param_path(path, name): None for name, _ in entry.params}
+    return paths
+
+
+def _param_path(owner: Path, name: str) -> str:
+    """Returns the path of a parameter as in the model's state: `a/layers:0` for one in a list."""
+    return _trees.parameter_path((*owner, *name.split("/")))
+
+
+# ---------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------
 
 
 def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M:
@@ -63,7 +173,19 @@ def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M
     check_module_dtypes(policies)
     note_policies(policies)
     by_path = {} if shardings is None else shardings_by_path(shardings, "shardings")
-    return bind_model(model, policies, by_path)
+    entries = find_modules(model)
+    _check_shardings(model, by_path)
+    check_required(policies, _paths_of(entries))
+    _check_shared(entries, policies)
+    copy = nnx.clone(model, variables=False)
+    for entry in find_modules(copy):
+        if not entry.has_own_policies:
+            unbind(entry.module)
+    copies = [entry for entry in find_modules(copy) if not entry.has_own_policies]
+    _separate(copies, policies, by_path)
+    for entry in copies:
+        bind(entry.module, policies, _deciding_path(entry, policies))
+    return copy
 
 
 def module_paths(model: nnx.Module) -> dict[str, type | None]:
@@ -74,7 +196,7 @@ def module_paths(model: nnx.Module) -> dict[str, type | None]:
       `path:name` to None for every parameter. A shared module is listed under each of its paths.
     """
     check_model(model, nnx.Module)
-    return _nnx_binding.module_paths(_nnx_binding.find_modules(model))
+    return _paths_of(find_modules(model))
 
 
 def explain_model(
@@ -97,7 +219,8 @@ def explain_model(
     """
     policies, paths = as_policy_map(recipe), module_paths(model)
     check_required(policies, paths)
-    outputs = _nnx_binding.layer_outputs(_nnx_binding.find_modules(model))
+    modules = ((path, entry.module) for entry in find_modules(model) for path in entry.paths)
+    outputs = {"/".join(path): NNX_LAYERS.outputs(module) for path, module in modules}
     explanation = explain_modules(policies, paths, outputs)
     if not args and not kwargs:
         return explanation, None, ()
@@ -114,3 +237,120 @@ def explain_model(
         share = low_precision_share(call, state, *args, **kwargs)
     explanation = dataclasses.replace(explanation, low_precision_share=share)
     return explanation, call, (state,)
+
+
+# ---------------------------------------------------------------------------
+# Modules and parameters with several paths
+# ---------------------------------------------------------------------------
+
+
+def _check_shared(entries: list[ModuleEntry], policies: PolicyMap) -> None:
+    """Raises an error if a module or a parameter has different policies under its paths."""
+    owners: dict[int, list[Path]] = {}
+    for entry in entries:
+        if not entry.has_own_policies:
+            _check_shared_module(entry, policies)
+        for _, param in entry.params:
+            owners.setdefault(id(param), [])
+    for entry in entries:
+        for name, param in entry.params:
+            owners[id(param)] += [(*path, *name.split("/")) for path in entry.paths]
+    for names in owners.values():
+        stored = {_trees.parameter_path(path): storage_dtype(policies, path) for path in names}
+        _check_equal("The parameter", stored, "p=f32")
+
+
+def _check_shared_module(entry: ModuleEntry, policies: PolicyMap) -> None:
+    name = f"The {author_class(entry.module).__name__}"
+    resolved = {"/".join(path): _resolve(entry, path, policies) for path in entry.paths}
+    _check_equal(name, {path: each.policy for path, each in resolved.items()}, "c=f32")
+    # Modules with equal policies differ if the rule of one path names an output dtype.
+    rules = {path: each.rule if each.rule_names_output else None for path, each in resolved.items()}
+    required = [rule for rule in rules.values() if rule is not None and rule.required]
+    if required:
+        output = f"o={short_name(required[0].output_dtype)}"
+        outputs = {path: output if rule else "the compute dtype" for path, rule in rules.items()}
+        _check_equal(name, outputs, output)
+
+
+def _check_equal(subject: str, resolved: Mapping[str, Any], fix: str) -> None:
+    if len(set(resolved.values())) < 2:
+        return
+    listed = ", ".join(f"{path!r}: {value}" for path, value in resolved.items())
+    first = next(iter(resolved))
+    raise RuleError(
+        f"{subject} has several paths, and its policies differ ({listed}). It is one object and "
+        "can have only one policy. Give all its paths the same rule, such as "
+        f"Rule('re:{'|'.join(map(re.escape, resolved))}', {fix!r}), or exclude {first!r}."
+    )
+
+
+def _resolve(entry: ModuleEntry, path: Path, policies: PolicyMap) -> ResolvedPolicy:
+    """Resolves the policy of a module under one of its paths."""
+    return resolve_policy(policies, path, author_class(entry.module))
+
+
+def _deciding_path(entry: ModuleEntry, policies: PolicyMap) -> Path:
+    """Returns the path that determines the policy of a module.
+
+    If there are several, it is the first whose rule does not name an output dtype: an optional rule
+    for `lm_head` must not widen the output of an embedding with the same table. Otherwise, all
+    paths agree.
+    """
+    unwidened = (
+        path for path in entry.paths if not _resolve(entry, path, policies).rule_names_output
+    )
+    return next(unwidened, entry.paths[0])
+
+
+# ---------------------------------------------------------------------------
+# Storage dtypes and shardings
+# ---------------------------------------------------------------------------
+
+
+def _check_shardings(model: nnx.Module, shardings: Mapping[Path, NamedSharding]) -> None:
+    """Raises an error if shardings are not those of a model's parameters."""
+    if shardings:
+        flat = _trees.leaves_with_path(nnx.state(model))
+        shapes = {without_contents(names): np.shape(leaf) for names, leaf in flat}
+        params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        required = (
+            tuple(map(str, path))
+            for path, param in params
+            if param.get_metadata().get("out_sharding") is None and tuple(map(str, path)) in shapes
+        )
+        check_tree("shardings", shardings, "the model", shapes, required)
+
+
+def _separate(
+    entries: list[ModuleEntry], policies: PolicyMap, shardings: Mapping[Path, NamedSharding]
+) -> None:
+    """Copies the Variable of each parameter with another storage dtype or a sharding."""
+    copies: dict[int, nnx.Variable[Any]] = {}
+    for entry in entries:
+        for name, param in entry.params:
+            value = param.get_raw_value()
+            path = (*entry.paths[0], *name.split("/"))
+            dtype = storage_dtype(policies, path)
+            names = ((*other, *name.split("/")) for other in entry.paths)
+            sharding = next((shardings[n] for n in names if n in shardings), None)
+            is_stored = _trees.is_castable(value) and value.dtype != dtype
+            if is_stored or sharding is not None:
+                copy = copies.setdefault(id(param), param.copy())
+                if sharding is not None:
+                    copy.set_metadata(SPEC, sharding.spec)
+    if not copies:
+        return
+    for entry in entries:
+        for name, value in list(vars(entry.module).items()):
+            if not name.startswith("_pytree__"):
+                _replace_members(entry.module, name, value, copies)
+
+
+def _replace_members(
+    module: nnx.Module, name: str, value: PyTree, copies: Mapping[int, nnx.Variable[Any]]
+) -> None:
+    leaves = jax.tree.leaves(value, is_leaf=is_member)
+    if any(id(leaf) in copies for leaf in leaves):
+        replace = lambda leaf: copies.get(id(leaf), leaf)
+        vars(module)[name] = jax.tree.map(replace, value, is_leaf=is_member)

@@ -1,4 +1,4 @@
-"""Arguments that a module does not cast, by the names and positions in `keep_inputs`."""
+"""Arguments that a module does not cast, by their names in `keep_inputs`."""
 
 from __future__ import annotations
 
@@ -8,63 +8,49 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, Protocol
 
-Names = tuple[str | int, ...]
+Names = tuple[str, ...]
 
 # ---------------------------------------------------------------------------
-# Values of `keep_inputs`
+# Lists of names
 # ---------------------------------------------------------------------------
 
 
-def canonical_inputs(value: Any) -> Names:
-    """Parses a value of `keep_inputs` to a tuple of argument names and positions.
+def canonical_names(value: Any) -> Names:
+    """Converts a value of `keep_inputs` or `forward_methods` to a tuple of names.
 
     Args:
-      value: a list, tuple or set of argument names and positions, or their form in a policy string:
-        `"t+positions"`, `"1"`, `"none"`.
+      value: a list, tuple or set of names, or their form in a policy string: `"t+positions"`, or
+        `"none"`.
 
     Returns:
-      Names and positions without duplicates; those of a set are sorted.
+      The names without duplicates; those of a set are sorted.
 
     Raises:
-      ValueError: if an entry is neither a name nor a position.
+      ValueError: if an entry is not a name.
 
     Example:
-      >>> canonical_inputs(["t", 2]), canonical_inputs("t+2"), canonical_inputs("none")
-      (('t', 2), ('t', 2), ())
+      >>> canonical_names(["t", "x"]), canonical_names("t+x"), canonical_names("none")
+      (('t', 'x'), ('t', 'x'), ())
     """
     if isinstance(value, str):
-        parts = [] if value.strip() == "none" else value.split("+")
-        value = [_parsed(part.strip()) for part in parts]
+        value = [] if value.strip() == "none" else [part.strip() for part in value.split("+")]
     if not isinstance(value, (list, tuple, set, frozenset)):
-        raise ValueError("it must be a list of argument names and positions")
+        raise ValueError("it must be a list of names")
     for entry in value:
-        _check(entry)
-    ordered = value if isinstance(value, (list, tuple)) else sorted(value, key=str)
+        if not isinstance(entry, str) or not entry.isidentifier():
+            raise ValueError(f"{entry!r} is not a name")
+    ordered = value if isinstance(value, (list, tuple)) else sorted(value)
     return tuple(dict.fromkeys(ordered))
 
 
-def _parsed(part: str) -> str | int:
-    return int(part) if part.lstrip("-").isdecimal() else part
-
-
-def _check(entry: object) -> None:
-    if type(entry) is int:
-        if entry < 0:
-            raise ValueError(f"position {entry} is negative; positions count from 0, after self")
-    elif not isinstance(entry, str):
-        raise ValueError(f"{entry!r} is neither an argument name nor a position")
-    elif not entry.isidentifier():
-        raise ValueError(f"{entry!r} is not the name of an argument")
-
-
-def inputs_text(names: Iterable[str | int]) -> str:
-    """Formats names and positions as in a policy string; the inverse of `canonical_inputs`.
+def names_text(names: Iterable[str]) -> str:
+    """Formats names as in a policy string; the inverse of `canonical_names`.
 
     Example:
-      >>> inputs_text(("t", 2)), inputs_text(())
-      ('t+2', 'none')
+      >>> names_text(("t", "x")), names_text(())
+      ('t+x', 'none')
     """
-    return "+".join(map(str, names)) or "none"
+    return "+".join(names) or "none"
 
 
 # ---------------------------------------------------------------------------
@@ -77,9 +63,12 @@ class Arguments(NamedTuple):
 
     positional: tuple[str, ...]
     keyword_only: tuple[str, ...]
-    # True for methods with `*args` and `**kwargs`, respectively.
-    more_positions: bool
-    more_names: bool
+    # True for methods with `**kwargs`.
+    has_others: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.positional + self.keyword_only
 
 
 # Base classes whose methods, such as `init` and `apply`, are not called inside a model.
@@ -118,8 +107,7 @@ def _arguments(method: Callable[..., Any], is_flax: bool) -> Arguments | None:
     return Arguments(
         tuple(p.name for p in parameters[1:] if p.kind in named),
         tuple(p.name for p in parameters if p.kind == inspect.Parameter.KEYWORD_ONLY),
-        # `*args` and `**kwargs` of Flax's layers are options, not inputs.
-        inspect.Parameter.VAR_POSITIONAL in kinds and not is_flax,
+        # `**kwargs` of Flax's layers are options, not inputs.
         inspect.Parameter.VAR_KEYWORD in kinds and not is_flax,
     )
 
@@ -128,16 +116,9 @@ def _arguments(method: Callable[..., Any], is_flax: bool) -> Arguments | None:
 def own_inputs(cls: type, names: Names) -> Names:
     """Returns the entries of `keep_inputs` that some method of a module class accepts."""
     methods = methods_of(cls).values()
-    accepted: set[str | int] = set()
-    for method in methods:
-        accepted.update(method.positional, method.keyword_only, range(len(method.positional)))
-    any_position = any(method.more_positions for method in methods)
-    any_name = any(method.more_names for method in methods)
-    return tuple(
-        name
-        for name in names
-        if name in accepted or (any_position if isinstance(name, int) else any_name)
-    )
+    accepted = {name for method in methods for name in method.names}
+    accepts_any = any(method.has_others for method in methods)
+    return tuple(name for name in names if accepts_any or name in accepted)
 
 
 class Kept(NamedTuple):
@@ -152,10 +133,7 @@ NOTHING_KEPT = Kept()
 
 @functools.cache
 def kept_inputs(cls: type, method: str, names: Names) -> Kept:
-    """Returns the arguments of a method that are not cast.
-
-    An argument that `keep_inputs` lists by name is not cast if it is passed by position either, and
-    vice versa.
+    """Returns the arguments of a method that are not cast, also if they are passed by position.
 
     Args:
       cls: the module's class.
@@ -164,9 +142,5 @@ def kept_inputs(cls: type, method: str, names: Names) -> Kept:
     """
     arguments = methods_of(cls).get(method)
     ordered = () if arguments is None else arguments.positional
-    positions = {index for index, name in enumerate(ordered) if name in names}
-    positions |= {name for name in names if isinstance(name, int)}
-    by_position = {ordered[index] for index in positions if index < len(ordered)}
-    return Kept(
-        frozenset(positions), frozenset(n for n in names if isinstance(n, str)) | by_position
-    )
+    positions = (index for index, name in enumerate(ordered) if name in names)
+    return Kept(frozenset(positions), frozenset(names))

@@ -13,7 +13,7 @@ from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._trees import cast_floating
 from jaxmp._core._typing import DTypeLike, PyTree
-from jaxmp._policies._inputs import Names, canonical_inputs, inputs_text
+from jaxmp._policies._inputs import Names, canonical_names, names_text
 from jaxmp._policies._recipe_names import shipped
 from jaxmp.errors import PolicyError
 
@@ -88,21 +88,14 @@ def _canonical_choice(name: str, value: Any, where: str) -> str:
 
 def _canonical_names(name: str, value: object, where: str) -> Names:
     """Converts a list of arguments (`keep_inputs`) or methods (`forward_methods`) to a tuple."""
-    kinds, example = {
-        "keep_inputs": ("argument names or positions", ("t", "positions")),
-        "forward_methods": ("method names", ("encode", "decode")),
-    }[name]
+    example = {"keep_inputs": ("t", "positions"), "forward_methods": ("encode", "decode")}[name]
     try:
-        names = canonical_inputs(value)
-        positions = [entry for entry in names if isinstance(entry, int)]
-        if name == "forward_methods" and positions:
-            raise ValueError(f"{positions[0]} is not the name of a method")
+        return canonical_names(value)
     except ValueError as error:
         raise PolicyError(
-            f"{name}={value!r}{where}: {error}. Pass {kinds}, for example {name}={example!r}, or "
+            f"{name}={value!r}{where}: {error}. Pass names, for example {name}={example!r}, or "
             f"'{name}={'+'.join(example)}' in a policy string."
         ) from None
-    return names
 
 
 def _canonical_width(value: Any, where: str) -> int:
@@ -257,9 +250,9 @@ class Policy:
         hidden. "causal+padding": both. "full": nothing is hidden. "array": nothing is declared.
       window: for a declared mask, the number of visible positions to the left and right of a query:
         `(left, right)`, or one integer for both; a causal mask has none to the right. None: all.
-      keep_inputs: names and positions of arguments that are not cast at a module's boundary, such
-        as `("t", "positions")` or `(1,)`. They apply to every method of the module with such an
-        argument; positions start at 0, without `self`.
+      keep_inputs: names of arguments that are not cast at a module's boundary, such as
+        `("t", "positions")`. They apply to every method of the module with such an argument, also
+        if it is passed by position.
       forward_methods: names of methods that are forward passes like `__call__`, such as
         `("encode", "decode")`: their arguments and results are cast. The other methods of a user's
         class receive and return arrays as they are.
@@ -299,7 +292,7 @@ class Policy:
         implementation: str = "auto",
         mask: str = "array",
         window: int | str | tuple[int, int] | None = None,
-        keep_inputs: str | Iterable[str | int] = (),
+        keep_inputs: str | Iterable[str] = (),
         forward_methods: str | Iterable[str] = (),
         fp32_outputs_below: int = 0,
     ) -> None:
@@ -341,7 +334,7 @@ class Policy:
             parts.append(f"window={window_text(self.window)}")
         for name in ("keep_inputs", "forward_methods"):
             if getattr(self, name):
-                parts.append(f"{name}={inputs_text(getattr(self, name))}")
+                parts.append(f"{name}={names_text(getattr(self, name))}")
         if self.fp32_outputs_below:
             parts.append(f"fp32_outputs_below={self.fp32_outputs_below}")
         return ",".join(parts)

@@ -214,32 +214,17 @@ def _check_names(rule: Rule, types: Mapping[str, ModuleType]) -> None:
             if not isinstance(module_type, type):
                 return
             classes.append(module_type)
+    methods = [item for cls in classes for item in methods_of(cls).items()]
     names = rule.keep_inputs or ()
-    accepted = {name for cls in classes for name in own_inputs(cls, names)}
-    for name in names:
-        if name not in accepted:
-            raise _unknown_input_error(rule, name, classes)
-    methods = {name for cls in classes for name in methods_of(cls)}
-    for name in rule.forward_methods or ():
-        if name not in methods:
-            close = ", ".join(nearest(name, methods) or sorted(methods)[:5])
-            raise RuleError(
-                f"{rule!r}: forward_methods contains {name!r}, but no module that the rule matches "
-                f"has such a method; nearest methods: {close or 'none'}. Correct the name, or "
-                "allow the rule to match nothing: required=False."
-            )
-
-
-def _unknown_input_error(rule: Rule, name: str | int, classes: list[type]) -> RuleError:
-    calls = {cls.__name__: methods_of(cls).get("__call__") for cls in classes}
-    arguments = {cls: (*call.positional, *call.keyword_only) for cls, call in calls.items() if call}
-    shown = "; ".join(f"{cls}({', '.join(names)})" for cls, names in list(arguments.items())[:5])
-    known = [other for names in arguments.values() for other in names]
-    close = (nearest(name, known) if isinstance(name, str) else []) or known
-    argument = f"position {name}" if isinstance(name, int) else repr(name)
-    fix = f" Write keep_inputs=[{close[0]!r}], or" if close else ""
-    return RuleError(
-        f"{rule!r}: keep_inputs contains {argument}, but no module that the rule matches has such "
-        f"an argument. Their calls are {shown or 'none'}.{fix or ' Remove it, or'} allow the rule "
-        "to match nothing: required=False."
-    )
+    kept = {name for cls in classes for name in own_inputs(cls, names)}
+    arguments = kept | {name for _, method in methods for name in method.names}
+    known = {"keep_inputs": arguments, "forward_methods": {name for name, _ in methods}}
+    for key, allowed in known.items():
+        for name in getattr(rule, key) or ():
+            if name not in allowed:
+                close = ", ".join(nearest(name, allowed) or sorted(allowed)[:5])
+                raise RuleError(
+                    f"{rule!r}: {key} contains {name!r}, which no module that the rule matches has;"
+                    f" nearest: {close or 'none'}. Correct the name, or allow the rule to match "
+                    "nothing: required=False."
+                )

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp._core._dtypes import DTYPE_NAMES, bits, canonical_dtype, short_name
 from jaxmp._core._typing import DTypeLike
-from jaxmp._policies._inputs import Names, inputs_text
+from jaxmp._policies._inputs import Names, names_text
 from jaxmp._policies._patterns import (
     ModuleType,
     compile_pattern,
@@ -94,7 +94,7 @@ class Rule:
         implementation: str | None = None,
         mask: str | None = None,
         window: int | str | tuple[int, int] | None = None,
-        keep_inputs: str | Iterable[str | int] | None = None,
+        keep_inputs: str | Iterable[str] | None = None,
         forward_methods: str | Iterable[str] | None = None,
         fp32_outputs_below: int | None = None,
         why: str = "",
@@ -187,7 +187,7 @@ def _value_text(name: str, value: Any) -> str:
         return short_name(value)
     if name == "window":
         return window_text(value)
-    return inputs_text(value) if isinstance(value, tuple) else str(value).lower()
+    return names_text(value) if isinstance(value, tuple) else str(value).lower()
 
 
 # ---------------------------------------------------------------------------
@@ -221,24 +221,14 @@ def override(default: Policy, rule: Rule) -> Policy:
 # Checks
 # ---------------------------------------------------------------------------
 
-# Argument -> its types, their description, and a rule with a valid value.
-_TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
-    "path": ((str, type(None)), "a string", "Rule('a/**', 'c=f32')"),
-    "module_type": (
-        (str, type(None)),
-        "a class or the name of one",
-        "Rule(module_type='LayerNorm', compute_dtype='f32')",
-    ),
-    "why": ((str,), "a string", "Rule('head', 'c=f32', why='the loss reads it')"),
-    "required": ((bool,), "a bool", "Rule('head', 'c=f32', required=False)"),
-}
-
 
 def _check_type(name: str, value: object) -> None:
-    types, description, example = _TYPES[name]
-    if not isinstance(value, types):
+    required = bool if name == "required" else str
+    is_absent = value is None and name in ("path", "module_type")
+    if not isinstance(value, required) and not is_absent:
         raise RuleError(
-            f"Rule({name}={value!r}): {name} must be {description}; for example {example}."
+            f"Rule({name}={value!r}): {name} must be of type {required.__name__}; for example "
+            "Rule('head', module_type='Dense', output_dtype='f32', why='the loss', required=False)."
         )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxmp._core._messages import did_you_mean
-from jaxmp._policies._inputs import canonical_inputs
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
 from jaxmp._policies._policy import (
     ATTENTION,
@@ -63,10 +62,10 @@ _POLICY = {
     "output_dtype": DTYPE,
     "matmul": choice(*MATMUL_PRECISIONS),
     "keep_inputs": Field(
-        "a list of argument names and positions",
+        "a list of argument names",
         '["t", "positions"]',
         (list,),
-        convert=canonical_inputs,
+        convert=lambda value: _canonical("keep_inputs", value),
     ),
     "forward_methods": Field(
         "a list of method names",

@@ -97,25 +97,15 @@ def read_text(file: str, path: Traversable) -> str:
       RecipeError: if the file does not exist, or is not UTF-8.
     """
     try:
-        if path.is_dir():
-            raise RecipeError(
-                f"{file!r} is a directory, not a recipe file. Name a file in it, such as:\n"
-                f"    load_recipe({str(Path(file) / 'my.toml')!r})"
-            )
-        if not path.is_file():
-            raise RecipeError(
-                f"There is no file {file!r} (current directory: {str(Path.cwd())!r}). Give the "
-                "path of an existing file or the name of an installed recipe, such as:\n"
-                "    load_recipe('bf16')"
-            )
-        data = path.read_bytes()
+        data = path.read_bytes() if path.is_file() else None
+        problem = f"There is no file {file!r} (current directory: {str(Path.cwd())!r})"
     except (OSError, ValueError) as error:  # ValueError: a NUL or a lone surrogate in the name
-        if isinstance(error, RecipeError):
-            raise
+        data, problem = None, f"{file!r} cannot be read: {error}"
+    if data is None:
         raise RecipeError(
-            f"{file!r} cannot be read: {error}. Give the path of a readable file or the name of "
-            "an installed recipe, such as:\n    load_recipe('bf16')"
-        ) from None
+            f"{problem}. Give the path of a readable file or the name of an installed recipe, such "
+            "as:\n    load_recipe('bf16')"
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ from jaxmp._core._compat._axes import check_axes as check_axes
 from jaxmp._core._compat._axes import is_in_unchecked_shard_map as is_in_unchecked_shard_map
 from jaxmp._core._compat._axes import largest as largest
 from jaxmp._core._compat._axes import partition_spec as partition_spec
+from jaxmp._core._compat._axes import row_major as row_major
 from jaxmp._core._compat._axes import smallest as smallest
 from jaxmp._core._compat._axes import vary as vary
 from jaxmp._core._compat._axes import varying_axes as varying_axes
@@ -15,6 +16,7 @@ from jaxmp._core._compat._context import context as context
 from jaxmp._core._compat._context import cudnn_version as cudnn_version
 from jaxmp._core._compat._context import current_context as current_context
 from jaxmp._core._compat._context import current_mesh as current_mesh
+from jaxmp._core._compat._context import mark_target as mark_target
 from jaxmp._core._compat._context import target as target
 from jaxmp._core._compat._context import target_capability as target_capability
 from jaxmp._core._compat._devices import described_gpus as described_gpus
@@ -25,12 +27,10 @@ from jaxmp._core._compat._jaxprs import is_within as is_within
 from jaxmp._core._compat._jaxprs import jaxpr_body as jaxpr_body
 from jaxmp._core._compat._jaxprs import jaxpr_like as jaxpr_like
 from jaxmp._core._compat._jaxprs import scan_counts as scan_counts
-from jaxmp._core._compat._layouts import row_major as row_major
 from jaxmp._core._compat._objects import can_update as can_update
 from jaxmp._core._compat._objects import declares_pytree as declares_pytree
 from jaxmp._core._compat._objects import is_differentiated as is_differentiated
 from jaxmp._core._compat._objects import plain_array as plain_array
-from jaxmp._core._compat._traced_for import mark_target as mark_target
 from jaxmp._core._compat._watch_jit import JitCall as JitCall
 from jaxmp._core._compat._watch_jit import watch_jit as watch_jit
 from jaxmp._core._compat._watch_jit import watch_nnx as watch_nnx

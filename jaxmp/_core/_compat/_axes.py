@@ -1,4 +1,4 @@
-"""Mapped axes of `vmap`, `pmap` and `shard_map`, and reductions over them."""
+"""Mapped axes of `vmap`, `pmap` and `shard_map`, reductions over them, and layouts of arrays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from jaxmp._core._compat._private import load_private
@@ -105,3 +106,15 @@ def is_in_unchecked_shard_map() -> bool:
     """Returns True while tracing inside `shard_map(..., check_vma=False)`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return bool(manual) and not varying_axes(lax.axis_index(manual[0]))
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Requires the row-major layout for an array in the compiled program.
+
+    On JAX 0.10, an array on several devices is returned as it is, because XLA would gather it
+    before the constraint, and divide it again.
+    """
+    mesh = getattr(jax.typeof(x).sharding, "mesh", None)
+    if jax.__version_info__ < (0, 11) and mesh is not None and mesh.size > 1:
+        return x
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
