@@ -17,11 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmp._attention._arguments import (
-    Arguments,
-    arguments,
-    check_implementation,
-)
+from jaxmp._attention._arguments import Arguments, arguments, check_implementation
 from jaxmp._attention._blockwise import blockwise_attention
 from jaxmp._attention._choice import ASKED as ASKED
 from jaxmp._attention._choice import AttentionExplanation as AttentionExplanation

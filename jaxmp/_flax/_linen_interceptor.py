@@ -16,12 +16,7 @@ from flax.core import Scope, freeze
 from jaxmp._core._compat import current_context
 from jaxmp._core._trees import PARAMS
 from jaxmp._core._typing import PyTree
-from jaxmp._flax._casts import (
-    ModulePolicy,
-    is_complex,
-    keeps_dtype,
-    resolve_module,
-)
+from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype, resolve_module
 from jaxmp._flax._linen_fields import method_under_policy, prepare
 from jaxmp._flax._linen_layers import LINEN_LAYERS
 from jaxmp._flax._method_call import MethodCall

@@ -19,10 +19,7 @@ from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import PyTree
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._casts import (
-    is_complex,
-    keeps_dtype,
-)
+from jaxmp._flax._casts import is_complex, keeps_dtype
 from jaxmp._flax._method_call import MethodCall
 from jaxmp._flax._nnx_cast_on_read import ATTRIBUTE, Bound, bound_of, is_member
 from jaxmp._flax._share import Suspect, are_many, fp8_decisions, warn_if_low, warn_of_model

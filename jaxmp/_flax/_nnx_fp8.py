@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmp._flax._fp8_layers import (
-    PREFIX,
-    LayerDot,
-    LayerEinsum,
-    init_state,
-    state_names,
-)
+from jaxmp._flax._fp8_layers import PREFIX, LayerDot, LayerEinsum, init_state, state_names
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_layers import matrix_sizes
 from jaxmp._overwritten import OVERWRITE

@@ -20,14 +20,7 @@ from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._fp8_layers import Promotion, quantizes_float32_kernels, wide_operator
 from jaxmp._flax._layer_table import PREFERRED, DotAttribute, is_flax
 from jaxmp._flax._nnx_calls import call_method, warn_of_unwrapped
-from jaxmp._flax._nnx_cast_on_read import (
-    ATTRIBUTE,
-    Bound,
-    CastOnRead,
-    Path,
-    bound_of,
-    cast_on_read,
-)
+from jaxmp._flax._nnx_cast_on_read import ATTRIBUTE, Bound, CastOnRead, Path, bound_of, cast_on_read
 from jaxmp._flax._nnx_fp8 import set_fp8_state
 from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes
 from jaxmp._recipe_files._load import PolicyMap

@@ -11,13 +11,7 @@ from typing import Any
 from jaxmp._audit._trace import Traced, check_function, trace
 from jaxmp._core._jaxprs import FORWARD, Path, is_literal
 from jaxmp._core._locations import Lines, module_of, root_of
-from jaxmp._nonfinite._arguments import (
-    ScaleArgument,
-    bad_arguments,
-    scale_of,
-    unusable,
-    with_scale,
-)
+from jaxmp._nonfinite._arguments import ScaleArgument, bad_arguments, scale_of, unusable, with_scale
 from jaxmp._nonfinite._causes import Evidence, cause_of, cause_of_argument
 from jaxmp._nonfinite._measure import measure
 from jaxmp._nonfinite._record import Program, Recorder, WideRecorder

@@ -22,17 +22,8 @@ from jaxmp._policies._resolve import Policies, Scaling, checked_rules
 from jaxmp._policies._rules import Rule
 from jaxmp._recipe_files import _scaling_table, _toml
 from jaxmp._recipe_files._fields import Setting
-from jaxmp._recipe_files._loss_scale_table import (
-    LossScaleData,
-    automatic_kind,
-    read_loss_scale,
-)
-from jaxmp._recipe_files._schema import (
-    TABLES,
-    Settings,
-    fix_line,
-    read_contents,
-)
+from jaxmp._recipe_files._loss_scale_table import LossScaleData, automatic_kind, read_loss_scale
+from jaxmp._recipe_files._schema import TABLES, Settings, fix_line, read_contents
 from jaxmp.errors import PolicyError, RecipeError
 
 _FLOAT16 = np.dtype("float16")

@@ -19,12 +19,7 @@ from jaxmp._recipe import Recipe
 from jaxmp._report._progress import OnRun, OnStep
 from jaxmp._report._section import abbreviate, counted
 from jaxmp._validate._budget import Budget, choose_metrics, choose_training
-from jaxmp._validate._compare import (
-    compare_figures,
-    compare_metrics,
-    compare_training,
-    overall,
-)
+from jaxmp._validate._compare import compare_figures, compare_metrics, compare_training, overall
 from jaxmp._validate._diagnose import Evidence, diagnose, find_origin
 from jaxmp._validate._probe import Leaves, Measurements, Probe, leaves_of, make_probe
 from jaxmp._validate._pure import PureRun, as_arrays, as_pure, check_same_params

@@ -28,12 +28,7 @@ from jaxmp.checkpoint._arguments import (
     initial_scale,
     is_same_recipe,
 )
-from jaxmp.checkpoint._description import (
-    Description,
-    FlatState,
-    finite_leaves,
-    flatten_state,
-)
+from jaxmp.checkpoint._description import Description, FlatState, finite_leaves, flatten_state
 from jaxmp.checkpoint._handler import (
     ITEM,
     RestoreState,
@@ -53,13 +48,7 @@ from jaxmp.checkpoint._manifest import (
     has_manifest,
     read_manifest,
 )
-from jaxmp.checkpoint._plan import (
-    Plan,
-    differences,
-    plan_copy,
-    plan_migration,
-    plan_parameters,
-)
+from jaxmp.checkpoint._plan import Plan, differences, plan_copy, plan_migration, plan_parameters
 from jaxmp.checkpoint._settle import Declared, declare
 from jaxmp.errors import CheckpointError
 

@@ -20,30 +20,9 @@ from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._checkpoint import named, named_amax, named_result, named_values
 from jaxmp.fp8._dims import Dims, Shardings, dot_shardings, make_dims
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
-from jaxmp.fp8._operands import (
-    AMAX,
-    Operand,
-    as_floats,
-    multiply,
-    observed,
-    quantized,
-)
-from jaxmp.fp8._scaling import (
-    GEMMS,
-    DelayedScaling,
-    MXScaling,
-    Scaling,
-    ScalingLike,
-    as_scaling,
-)
-from jaxmp.fp8._state import (
-    AGE,
-    State,
-    before_step,
-    check_state,
-    next_state,
-    of_operand,
-)
+from jaxmp.fp8._operands import AMAX, Operand, as_floats, multiply, observed, quantized
+from jaxmp.fp8._scaling import GEMMS, DelayedScaling, MXScaling, Scaling, ScalingLike, as_scaling
+from jaxmp.fp8._state import AGE, State, before_step, check_state, next_state, of_operand
 
 _SIDES = {"lhs": 0, "rhs": 1}
 

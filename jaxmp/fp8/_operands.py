@@ -25,11 +25,7 @@ from jaxmp.errors import JaxmpError
 from jaxmp.fp8._checkpoint import named_amax
 from jaxmp.fp8._dims import Dims, broadcast_factor
 from jaxmp.fp8._scaling import DelayedScaling, RowwiseScaling, Scaling, fp8_dtype
-from jaxmp.fp8._state import (
-    OPERANDS,
-    OperandState,
-    known_amax,
-)
+from jaxmp.fp8._state import OPERANDS, OperandState, known_amax
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)

@@ -20,13 +20,7 @@ from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import Array, AxisNames, PyTree
-from jaxmp._loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    LossScaleLike,
-    NoLossScale,
-    as_loss_scale,
-)
+from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, NoLossScale, as_loss_scale
 from jaxmp._loss_scale._use import check_scaled_step
 from jaxmp._policies._device import computes_in
 from jaxmp._recipe_files._load import RecipeLike, as_recipe_data
