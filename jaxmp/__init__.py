@@ -7,7 +7,6 @@ __version__ = "0.1.0"
 import importlib as _importlib
 import typing as _typing
 
-from jaxmp import _interrupt as _interrupt  # first: see there
 from jaxmp import errors as errors
 from jaxmp import fp8 as fp8
 from jaxmp import functional as functional

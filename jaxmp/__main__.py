@@ -2,7 +2,6 @@
 
 import sys
 
-from jaxmp import _interrupt
 from jaxmp.errors import MissingDependencyError
 
 try:
@@ -14,13 +13,10 @@ except MissingDependencyError as error:
 def main() -> None:
     """Runs the command; Ctrl-C ends it with status 130 and one line."""
     try:
-        _interrupt.raise_interrupt()
         run()
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(130)
-    finally:
-        _interrupt.exit_at_once()
 
 
 if __name__ == "__main__":

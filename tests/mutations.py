@@ -1179,20 +1179,6 @@ MUTATIONS = [
         ("test_cli_inputs.py::test_a_bad_input_is_one_message_and_overwrites_nothing",),
     ),
     Mutation(
-        "Ctrl-C while `python -m jaxmp` is imported prints a traceback",
-        "jaxmp/_interrupt.py",
-        'frame.f_locals.get("mod_name") == "jaxmp"',
-        'frame.f_locals.get("mod_name") == ""',
-        ("test_cli_inputs.py::test_an_interrupt_of_the_imports_is_one_line",),
-    ),
-    Mutation(
-        "the import of jaxmp changes the handling of Ctrl-C",
-        "jaxmp/_interrupt.py",
-        "if is_command():\n",
-        "if True:\n",
-        ("test_cli_inputs.py::test_programs_keep_their_handling_of_interrupts",),
-    ),
-    Mutation(
         "the fix of a norm does not reach the array that it normalizes",
         "jaxmp/_audit/_expressions.py",
         "        return readers or [maker] * _is_rounding(maker)",

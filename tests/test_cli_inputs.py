@@ -209,47 +209,6 @@ def test_an_interrupt_is_one_line(moment, tmp_path):
     assert (tmp_path / "old.json").read_text() == "old"
 
 
-# The first import of `jaxmp/__init__.py` that takes long, and one of the command.
-@pytest.mark.parametrize("module", ["jax", pytest.param("typer", marks=EXPENSIVE)])
-@pytest.mark.parametrize("form", [["-m", "jaxmp"], ["script"]])
-def test_an_interrupt_of_the_imports_is_one_line(module, form, tmp_path):
-    (tmp_path / f"{module}.py").write_text(
-        "import time; print('started', flush=True); time.sleep(60)"
-    )
-    # As pip writes it.
-    (tmp_path / "script").write_text("from jaxmp.__main__ import main\nmain()\n")
-    process = start(["recipes"], tmp_path, form)
-    assert process.stdout.readline() == "started\n"
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert (process.returncode, output) == (130, "Interrupted.\n")
-
-
-def test_an_interrupt_after_the_command_is_one_line(tmp_path):
-    code = (
-        "import signal, jaxmp.__main__ as command\n"
-        "command.run = lambda: print('done', flush=True)\n"
-        "command.main()\n"
-        "signal.raise_signal(signal.SIGINT)"
-    )
-    process = start([], tmp_path, ["-c", code])
-    assert process.communicate(timeout=60)[0] == "done\nInterrupted.\n"
-    assert process.returncode == 130
-
-
-@pytest.mark.parametrize("ignored", [False, True])
-def test_programs_keep_their_handling_of_interrupts(ignored, tmp_path):
-    own = "signal.SIG_IGN" if ignored else "signal.default_int_handler"
-    code = (
-        f"import signal; signal.signal(signal.SIGINT, {own}); import jaxmp\n"
-        f"assert signal.getsignal(signal.SIGINT) is {own}\n"
-        "from jaxmp import __main__, _interrupt; _interrupt.exit_at_once()\n"
-        f"assert (signal.getsignal(signal.SIGINT) is {own}) == {ignored}"
-    )
-    process = start([], tmp_path, ["-c", code])
-    assert process.communicate(timeout=60)[0] == "" and process.returncode == 0
-
-
 @EXPENSIVE
 def test_without_a_terminal_there_are_no_colors(tmp_path):
     process = start(["show", "bf61"], tmp_path)
