@@ -26,10 +26,7 @@ import functools
 import itertools
 import json
 import math
-import re
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,27 +37,12 @@ import jax.numpy as jnp
 import typer
 
 import jaxmp
-from gpu_record import earlier_report, environment, failure, gpu_state, write_json
-from gpu_smoke import RESULTS, describe_hardware, spread, versions
+from gpu_record import earlier_report, failure, gpu_state, write_json
+from gpu_smoke import describe_hardware, file_for, header, spread
 
 BF16, FP32 = jnp.bfloat16, jnp.float32
 # Operations of forward and backward pass over those of the forward pass.
 PASSES = {"forward": 1.0, "forward+backward": 3.5}
-# TFLOP/s of cuDNN 9.19.1 on an H200 as NVIDIA publishes them: cudnn-frontend,
-# sdpa_benchmark_training/results/h200_919_only_cudnn. 64 query heads, 8 key heads of 128, bfloat16.
-# {(causal, T): (forward, backward)}
-PUBLISHED = {
-    (True, 2048): (484, 370),
-    (True, 4096): (591, 474),
-    (True, 8192): (644, 541),
-    (True, 16384): (673, 579),
-    (True, 32768): (688, 581),
-    (False, 2048): (633, 504),
-    (False, 4096): (671, 560),
-    (False, 8192): (691, 594),
-    (False, 16384): (702, 612),
-    (False, 32768): (693, 572),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,33 +71,15 @@ def main(
 ) -> None:
     """Measures attention on one NVIDIA GPU: speed relative to cuDNN, accuracy, and masks."""
     hardware = describe_hardware()
-    if hardware["platform"] != "gpu" and not toy:
-        sys.exit(
-            f"JAX sees no NVIDIA GPU here, only {hardware['device']}. On a machine with one, run\n"
-            '    pip install -e ".[examples,cuda13]"\n'
-            "For a small run without one, run\n"
-            "    python benchmarks/attention_gpu.py --toy"
-        )
     size = TOY if toy else Size()
     lengths = tuple(length for length in size.lengths if longest is None or length <= longest)
     size = dataclasses.replace(size, lengths=lengths, rounds=rounds or size.rounds)
-    continued = out
-    if out is None and not toy:
-        name = re.sub(r"[^a-z0-9]+", "-", hardware["device"].lower()).strip("-")
-        out = RESULTS / f"attention_gpu-{name}.json"
+    continued, out = out, file_for(hardware, toy, out)
     # The expected implementation, and that of jax.nn for the comparison.
     kernel = "cudnn" if hardware["platform"] == "gpu" else "xla"
     # A small run on another machine compares "xla" with another implementation.
     implementation = "auto" if kernel == "cudnn" else "blockwise"
-    report = {
-        "command": shlex.join(["python", "benchmarks/attention_gpu.py", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "hardware": hardware,
-        "versions": versions(),
-        "environment": environment(hardware["device"]),
-        "size": dataclasses.asdict(size),
-        "matmul_tflops": matmul_tflops(size),
-    }
+    report = {**header(hardware, size), "matmul_tflops": matmul_tflops(size)}
     sections = {
         "numbers": numbers(size, implementation),
         "masks": masks(size, kernel),
@@ -336,7 +300,6 @@ def speed_row(size: Size, kernel: str, heads: Any, causal: bool, length: int, pa
         "jaxmp_tflops": spread([work / s / 1e12 for s in seconds["jaxmp"]]),
         "direct_tflops": spread([work / s / 1e12 for s in seconds["direct"]]),
         "ratio": spread(ratios),
-        "published_h200_tflops": published(tuple(heads), causal, length, passes),
     }
 
 
@@ -358,15 +321,6 @@ def paired(calls: dict[str, Any], rounds: int, seconds: float) -> dict[str, list
             jax.block_until_ready(result)
             found[name].append((time.perf_counter() - since) / repeats)
     return found
-
-
-def published(heads: Any, causal: bool, length: int, passes: str) -> float | None:
-    """Returns NVIDIA's figure for an H200, if there is one for this row."""
-    if heads != (64, 8, 128) or (causal, length) not in PUBLISHED:
-        return None
-    forward, backward = PUBLISHED[causal, length]
-    # Operations per second of both passes: the backward pass has 2.5 times the operations.
-    return forward if passes == "forward" else round(3.5 / (1 / forward + 2.5 / backward), 1)
 
 
 def matmul_tflops(size: Size) -> dict[str, float]:

@@ -16,7 +16,6 @@ that stores all logits are allowed, or two roundings to bfloat16. The exit statu
 fails.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -40,6 +39,7 @@ import jaxmp
 from attention_gpu import BF16, FP32, errors, results
 from jaxmp._attention import _choice
 from jaxmp._core._compat import context
+from result_file import parser_of
 
 RESULTS = Path(__file__).parent / "results"
 HIDDEN = 5  # number of keys of the second sequence that a length or a bias of -inf hides
@@ -306,10 +306,9 @@ def run(out: Path | None, toy: bool) -> list[str]:
 
 def main() -> int:
     """Writes the grid, or runs the programs; returns 1 if a case fails."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--run", action="store_true", help="run the programs on this device")
     parser.add_argument("--toy", action="store_true", help="with --run: small sizes, any machine")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     name = f"attention_grid_jax_{jax.__version__}_h200.json"
     failed = (

@@ -18,10 +18,8 @@ results, without the workspace of cuDNN. Nothing is run. The H200 requires XLA's
 install -e ".[aot]".
 """
 
-import argparse
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,7 +29,7 @@ import jax.numpy as jnp
 
 import jaxmp
 from jaxmp._audit._compile import GPUS
-from result_file import write_result
+from result_file import parser_of, write_result
 
 WAYS = ("auto", "blockwise", "xla")
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -63,12 +61,12 @@ def taken(implementation, query, target):
     return report.memory.temporary, " ".join(fused) or "unfused"
 
 
-def measure(target, *, tokens=32768, heads=16, size=128, dtype="bfloat16", lengths=LENGTHS):
+def measure(target, *, tokens, heads, size, dtype):
     """Measures all combinations of layout, implementation and length; returns a list of rows."""
     rows = []
     for layout in ("fixed", "single"):
         for implementation in WAYS:
-            for length in lengths:
+            for length in LENGTHS:
                 batch = max(1, tokens // length) if layout == "fixed" else 1
                 query = jax.ShapeDtypeStruct((batch, length, heads, size), jnp.dtype(dtype))
                 found, ran = taken(implementation, query, target)
@@ -83,20 +81,14 @@ def measure(target, *, tokens=32768, heads=16, size=128, dtype="bfloat16", lengt
 
 
 def main():
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--target", default="cpu", choices=["cpu", *GPUS])
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a batch in `fixed`")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--size", type=int, default=128, help="size of a head")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--longest", type=int, default=LENGTHS[-1])
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    sizes = {name: getattr(options, name) for name in ("tokens", "heads", "size", "dtype")}
+    # Tokens of a batch in `fixed`, and heads.
+    sizes = {"tokens": 32768, "heads": 16, "size": 128, "dtype": "bfloat16"}
     where = platform.machine() if options.target == "cpu" else GPUS[options.target].kind
     print(f"{where}; jax {jax.__version__}; " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
-    lengths = [length for length in LENGTHS if length <= options.longest]
-    rows = measure(options.target, **sizes, lengths=lengths)
+    rows = measure(options.target, **sizes)
     target = where if options.target == "cpu" else f"{where} (compiled, nothing was run)"
     write_result(options.out, target=target, sizes=sizes, rows=rows)
 

@@ -13,10 +13,8 @@ The exit status is 1 if a plant is missed, a fix does not work, or an error is f
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from flax import nnx
 from jax import lax
 
 import jaxmp
-from false_positives import versions
+from result_file import parser_of, write_result
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 ROWS, WIDTH, HIDDEN, CLASSES = 32, 32, 64, 64
@@ -839,18 +837,9 @@ def main(out: Path | None = None) -> int:
     false = sum(len(rows["false"]) for rows in healthy.values())
     print(f"{good} of {len(plants)} plants are found with a fix that works.")
     print(f"{false} false errors in {len(healthy)} healthy steps.")
-    if out is not None:
-        record = {
-            "command": "audit_plants.py --out FILE",
-            "versions": versions(),
-            "plants": plants,
-            "healthy": healthy,
-        }
-        out.write_text(json.dumps(record, indent=1) + "\n")
+    write_result(out, plants=plants, healthy=healthy)
     return int(good < len(plants) or false > 0)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    sys.exit(main(parser.parse_args().out))
+    sys.exit(main(parser_of(__doc__).parse_args().out))

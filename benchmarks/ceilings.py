@@ -7,14 +7,12 @@ Matmuls are 8192 x 8192 x 8192 on random data; the copy reads and writes 1 GiB e
 all three alternate, and each rate is given as the median and the values of its series.
 """
 
-import argparse
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 if "--toy" in sys.argv:
@@ -25,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gpu_record import environment, failure, gpu_state, rotated, write_json
+from result_file import parser_of
 
 REPEATS = 100  # 0.05 to 0.15 seconds on an H200
 SERIES = 7
@@ -69,9 +68,8 @@ def copy_terabytes(size: int) -> float:
 
 def main() -> int:
     """Prints the rates; returns 1 if one could not be measured."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     size, copied = (256, 2**20) if options.toy else (8192, COPIED)
     work = 2 * size**3 / 1e12

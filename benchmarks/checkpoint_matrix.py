@@ -245,13 +245,14 @@ def check_pair(framework: str, source: str, target: str, directory: str, state: 
 def make_reference(adapter: Any, target: str, state: Any, *, is_same: bool) -> Any:
     """A state of `target` with the masters, moments, loss scale and counters of `state`."""
     if is_same:
-        return state if adapter is Linen else clone(state)
+        return state if adapter is Linen else tuple(map(nnx.clone, state))
     masters = jax.tree.map(jnp.array, adapter.masters(state))
     reference = adapter.make(target, params=masters)
     before, after = adapter.optimizer_state(state), adapter.optimizer_state(reference)
-    inner = dataclasses.replace(
-        after.inner_state, inner_state=like(after.inner_state.inner_state, before)
-    )
+    # The moments of the trained state, in the structure of the new one.
+    moments = jax.tree.leaves(before.inner_state.inner_state)
+    moments = jax.tree.structure(after.inner_state.inner_state).unflatten(moments)
+    inner = dataclasses.replace(after.inner_state, inner_state=moments)
     scale = after.loss_scale
     if type(before.loss_scale) is type(scale):
         scale = before.loss_scale
@@ -259,26 +260,10 @@ def make_reference(adapter: Any, target: str, state: Any, *, is_same: bool) -> A
     reference = adapter.with_optimizer_state(reference, jax.tree.map(jnp.array, new))
     if adapter is Linen:
         reference = reference.replace(step=state.step)
-        if has_fp8(state) and has_fp8(reference):
-            name = "_overwrite_with_gradient"
+        name = "_overwrite_with_gradient"
+        if name in state.params and name in reference.params:
             reference = reference.replace(params={**reference.params, name: state.params[name]})
     return reference
-
-
-def like(moments: Any, before: Any) -> Any:
-    """The moments of the trained state in the structure of `moments`."""
-    leaves = jax.tree.leaves(before.inner_state.inner_state)
-    return jax.tree.structure(moments).unflatten(leaves)
-
-
-def has_fp8(state: jaxmp.TrainState) -> bool:
-    """Returns True if the state contains that of FP8 scaling."""
-    return "_overwrite_with_gradient" in state.params
-
-
-def clone(state: Any) -> Any:
-    """A copy of NNX objects."""
-    return tuple(nnx.clone(node) for node in state)
 
 
 def assert_same(tree: Any, expected: Any) -> None:

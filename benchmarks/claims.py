@@ -2,8 +2,7 @@
 
     python benchmarks/claims.py                        # all rows
     python benchmarks/claims.py --only master_weights  # one row
-    python benchmarks/claims.py --list                 # names of the rows
-    python benchmarks/claims.py --json claims.json     # also writes the figures
+    python benchmarks/claims.py --out claims.json      # also writes the figures
     python benchmarks/claims.py --page                 # writes docs/claims.md from the results
 
 Each row is a claim, the reading under which it can be checked, and the measured figures. Rows about
@@ -13,12 +12,10 @@ benchmark has been run on one, they state its command and no figure. Requires pi
 -e ".[examples]".
 """
 
-import argparse
 import dataclasses
 import json
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,15 +24,11 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-import flax
-import jax
-import ml_dtypes
-import optax
 
 import claims_cost
 import claims_precision
-import jaxmp
 from claims_result import Result
+from result_file import parser_of, table, write_result
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/claims_cpu.json"
@@ -159,12 +152,8 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
 def to_text(row: dict[str, Any]) -> str:
     """Returns a row as text for a terminal."""
     lines = [f"== {row['name']}: {row['claim']}", row["reading"], f"-> {row['finding']}"]
-    table = [row["columns"], *row["table"]] if row["table"] else []
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        pairs = zip(cells, widths, strict=True)
-        lines.append("   " + "  ".join(cell.ljust(width) for cell, width in pairs).rstrip())
-    return "\n".join([*lines, f"   [{row['evidence']}]", ""])
+    lines += [table(row["columns"], row["table"])] if row["table"] else []
+    return "\n".join([*lines, f"[{row['evidence']}]", ""])
 
 
 INTRODUCTION = """# Claims about mixed precision, measured
@@ -191,12 +180,9 @@ def page(report: dict[str, Any]) -> str:
 
 
 def _overview(rows: list[dict[str, Any]]) -> str:
-    lines = ["| claim | measured | evidence |", "|---|---|---|"]
-    for row in rows:
-        lines.append(
-            f"| [{row['claim']}](#{_anchor(row)}) | {row['finding']} | {row['evidence']} |"
-        )
-    return "\n".join([*lines, ""])
+    links = (f"[{row['claim']}](#{row['name'].replace('_', '-')})" for row in rows)
+    cells = [(link, row["finding"], row["evidence"]) for link, row in zip(links, rows, strict=True)]
+    return table(("claim", "measured", "evidence"), cells) + "\n"
 
 
 def _section(row: dict[str, Any]) -> str:
@@ -213,10 +199,6 @@ def _heading(row: dict[str, Any]) -> str:
     return text[0].upper() + text[1:]
 
 
-def _anchor(row: dict[str, Any]) -> str:
-    return row["name"].replace("_", "-")
-
-
 def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -228,33 +210,13 @@ def _line(cells: list[str]) -> str:
 
 def main() -> None:
     names = [claim.name for claim in CLAIMS]
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="ROW")
-    parser.add_argument("--list", action="store_true", help="print the names of the rows")
-    parser.add_argument("--json", type=Path, help="a JSON file to write")
+    parser = parser_of(__doc__, names)
     parser.add_argument("--page", action="store_true", help=f"write docs/{PAGE.name} and stop")
     options = parser.parse_args()
-    if options.list:
-        print("\n".join(names))
-        return
     if options.page:
         PAGE.write_text(page(json.loads(RESULTS.read_text("utf-8"))), "utf-8")
         return
-    rows = measure(options.only)
-    if options.json:
-        report = {
-            "command": shlex.join(["python", "benchmarks/claims.py", *sys.argv[1:]]),
-            "machine": platform.machine(),
-            "versions": {
-                "jax": jax.__version__,
-                "flax": flax.__version__,
-                "optax": optax.__version__,
-                "ml_dtypes": ml_dtypes.__version__,
-                "jaxmp": jaxmp.__version__,
-            },
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_result(options.out, machine=platform.machine(), rows=measure(options.only))
 
 
 if __name__ == "__main__":

@@ -213,27 +213,20 @@ def mixed_precision_speed() -> Result:
 
 def fp8_speed() -> Result:
     """Reads the time of training steps in FP8 relative to BF16, on each GPU."""
-    table, reports = [], []
-    names = [path.name.split("-")[1] for path in sorted(RESULTS.glob("fp8_step-*.json"))]
-    for name, report in zip(names, recorded("fp8_step-*.json"), strict=True):
-        ratios = {arm: row.get("over_bf16") for arm, row in report["rows"].items()}
-        reports.append((name, report, ratios))
-    for report in archived(RESULTS / "gpu", "step_*.json"):
-        rows = report["summary"]
-        ratios = {arm: row.get("rate_over_jaxmp-bf16") for arm, row in rows.items()}
-        ratios = {arm: ratio for arm, ratio in ratios.items() if arm.startswith("jaxmp-fp8")}
-        reports.append((report["workload"], report, ratios))
-    for name, report, ratios in reports:
-        table += [
-            [device_of(report), name, arm, f"{ratio:.2f}"]
-            for arm, ratio in ratios.items()
-            if ratio is not None and arm != "bf16"
-        ]
+    command = {"command": "python benchmarks/fp8_step.py"}
+    reports = [report | command for report in recorded("fp8_step-*.json")]
+    reports += archived(RESULTS / "gpu", "step_*.json")
+    table = [
+        [device_of(report), report["workload"], arm, f"{row['rate_over_jaxmp-bf16']:.2f}"]
+        for report in reports
+        for arm, row in report["summary"].items()
+        if arm.startswith("jaxmp-fp8") and "rate_over_jaxmp-bf16" in row
+    ]
     if not table:
         return not_measured("python", "benchmarks/fp8_step.py")
     best = max(table, key=lambda row: float(row[-1]))
     finding = f"The fastest FP8 training step is {best[-1]} times as fast as BF16, on {best[0]}."
-    evidence = "; ".join(dict.fromkeys(measured_on(report) for _, report, _ in reports))
+    evidence = "; ".join(dict.fromkeys(map(measured_on, reports)))
     return Result(finding, evidence, ["GPU", "model", "FP8", "steps per second over BF16"], table)
 
 

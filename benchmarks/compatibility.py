@@ -3,8 +3,6 @@
     python benchmarks/compatibility.py                                # models of packages
     python benchmarks/compatibility.py --flax-examples ~/src/flax     # also of Flax's examples
     python benchmarks/compatibility.py --out table.json               # also writes JSON
-    python benchmarks/compatibility.py --markdown table.json          # that JSON as Markdown
-    python benchmarks/compatibility.py --shares table.json            # updates the shares in it
     python benchmarks/compatibility.py --scripts ~/src --out scripts.json   # training scripts
 
 The graph network of the Flax repository requires `pip install jraph`.
@@ -18,8 +16,7 @@ squared distance of the outputs to fixed random numbers, scaled by 1024 under ev
 norm of the FP32 gradient of a parameter is less than 1e-5 of that of the whole gradient, the
 gradient consists of rounding errors, as for the bias of attention keys. Such parameters are counted
 separately. The 16-bit share of the FLOPs of the products is computed with the recipe `bf16`, and
-with `jaxmp.autocast` applied to the loss in addition; `--shares` updates it in the JSON of `--out`
-without running a model.
+with `jaxmp.autocast` applied to the loss in addition.
 
 `--scripts` expects a folder with checkouts named flax, nanodo, optax, ... It applies the edits in
 `compatibility_scripts.py` to training scripts, and trains each original script and each recipe with
@@ -29,7 +26,6 @@ separate process; variants that the file already contains are not run again.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -39,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,13 +46,12 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich
 from rich import progress
-from rich.table import Table
 
 import jaxmp
 from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Model, Nnx
 from compatibility_scripts import PORTS
+from result_file import commit_of, parser_of, table, write_result
 from script_ports import AUTHOR_BF16, AUTHOR_FP16, PLAIN, Losses, Port, compare, lines_of
 
 RECIPES = ("bf16", "fp16", "bf16_params")
@@ -202,18 +197,8 @@ def versions(examples: Path | None) -> dict[str, str]:
     for source in sorted({model.source for model in INSTALLED}):
         found[source] = importlib.metadata.version(source)
     if examples is not None:
-        log = ["git", "-C", str(examples), "log", "-1", "--format=%h of %cs"]
-        found["flax examples"] = subprocess.check_output(log, text=True).strip()
+        found["flax examples"] = commit_of(examples)
     return found
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="Relative differences from FP32: outputs / gradients")
-    for column in HEADER:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*cells(row))
-    rich.print(table)
 
 
 HEADER = (
@@ -250,16 +235,11 @@ def authors_cells(row: dict[str, Any]) -> list[str]:
     return [row["model"], *differences, *products]
 
 
-def markdown(header: Sequence[str], rows: Iterable[list[str]]) -> str:
-    lines = [list(header), ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def tables(report: dict[str, Any]) -> tuple[str, str]:
     """Returns the two tables of docs/compatibility.md."""
     rows = report["models"]
     typed = [row for row in rows if "author_bf16" in row]
-    return markdown(HEADER, map(cells, rows)), markdown(AUTHORS_HEADER, map(authors_cells, typed))
+    return table(HEADER, map(cells, rows)), table(AUTHORS_HEADER, map(authors_cells, typed))
 
 
 # ---------------------------------------------------------------------------
@@ -271,11 +251,6 @@ XLA_FLAGS = (
     "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
     "--xla_allow_excess_precision=false --xla_force_host_platform_device_count="
 )
-
-
-def commit(folder: Path) -> str:
-    log = ["git", "-C", str(folder), "log", "-1", "--format=%h of %cs"]
-    return subprocess.check_output(log, text=True).strip()
 
 
 def train(
@@ -305,7 +280,6 @@ def train(
 def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[str, Any]:
     """Trains the variants that `out` does not contain, and writes it after each variant."""
     report: dict[str, Any] = {
-        "command": f"compatibility.py --scripts CHECKOUTS --seeds {seeds}",
         "versions": versions(None)
         | {name: importlib.metadata.version(name) for name in ("optax", "equinox", "scikit-learn")},
         "device": f"CPU: {platform.machine()}, {os.cpu_count()} cores; one thread for matmuls",
@@ -319,7 +293,7 @@ def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[
             continue
         entry = {
             "source": port.source,
-            "commit": commit(checkouts / port.checkout),
+            "commit": commit_of(checkouts / port.checkout),
             "framework": port.framework,
             "data": port.data,
             "lines_changed": lines_of(port, checkouts),
@@ -342,12 +316,11 @@ def train_all(checkouts: Path, only: str, seeds: int, out: Path | None) -> dict[
                 "losses": losses,
                 "edits": port.digest(variant),
                 "seconds": round(time.monotonic() - start, 1),
-                "jaxmp": commit(Path(__file__).parent),
+                "jaxmp": commit_of(Path(__file__).parent),
             }
             start = time.monotonic()
             print(port.name, variant, losses, flush=True)
-            if out is not None:
-                out.write_text(json.dumps(summarized(report), indent=1) + "\n")
+            write_result(out, **summarized(report))
     return summarized(report)
 
 
@@ -413,28 +386,19 @@ def script_cell(variant: dict[str, Any] | None, position: int, loss: str) -> str
 
 def scripts_table(report: dict[str, Any]) -> str:
     """Returns the table of training scripts in docs/compatibility.md."""
-    return markdown(SCRIPTS_HEADER, script_rows(report))
+    return table(SCRIPTS_HEADER, script_rows(report))
 
 
 # ---------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Models and scripts of other projects under each recipe."
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--flax-examples", type=Path, help="a checkout of the Flax repository")
     parser.add_argument("--only", default="", help="models whose name or source contains this")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
-    parser.add_argument("--shares", type=Path, help="JSON file in which to update the shares")
     parser.add_argument("--scripts", type=Path, help="folder of checkouts: flax, nanodo, ...")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each training script")
     args = parser.parse_args()
-    if args.markdown:
-        report = json.loads(args.markdown.read_text())
-        print(scripts_table(report) if "scripts" in report else "\n\n".join(tables(report)))
-        return
     if args.scripts:
         report = train_all(args.scripts.resolve(), args.only, args.seeds, args.out)
         print(scripts_table(report))
@@ -444,25 +408,12 @@ def main() -> None:
         folder = args.flax_examples / "examples"
         makers += [(model, lambda make=model.make: make(folder)) for model in FLAX_EXAMPLES]
     chosen = [pair for pair in makers if args.only in pair[0].name + pair[0].source]
-    if args.shares:
-        report = json.loads(args.shares.read_text())
-        rows = {(row["model"], row["source"]): row for row in report["models"]}
-        for model, make in progress.track(chosen):
-            rows[model.name, model.source]["low_precision_share"] = shares(make())
-            args.shares.write_text(json.dumps(report, indent=1) + "\n")
-        return
-    report = {
-        "command": "compatibility.py" + " --flax-examples FLAX" * bool(args.flax_examples),
-        "versions": versions(args.flax_examples),
-        "device": "CPU",
-        "loss_scale": LOSS_SCALE,
-        "models": [],
-    }
+    models = []
     for model, make in progress.track(chosen):
-        report["models"].append(measure(model, make()))
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
-    show(report["models"])
+        models.append(measure(model, make()))
+        found = versions(args.flax_examples)
+        write_result(args.out, versions=found, loss_scale=LOSS_SCALE, models=models)
+    print("\n\n".join(tables({"models": models})))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,9 @@ Module = Callable[..., Any]
 HELD_OUT = 357  # of the 1,797 digits
 
 IMPORT = Edit(r"^import jax$", "import jax\nimport jaxmp\nrecipe = jaxmp.load_recipe('{recipe}')")
+GRADIENT_WITH_AUX = Edit(
+    r"jax.value_and_grad\(loss_fn, has_aux=True\)", "state.value_and_grad(loss_fn, has_aux=True)"
+)
 
 # ---------------------------------------------------------------------------
 # Flax: examples/mnist
@@ -257,10 +260,7 @@ IMAGENET = Port(
                 r"return model_cls\((num_classes=NUM_CLASSES, dtype=model_dtype, \*\*kwargs)\)",
                 r"return recipe.wrap(model_cls(\1))",
             ),
-            Edit(
-                r"jax.value_and_grad\(loss_fn, has_aux=True\)",
-                "state.value_and_grad(loss_fn, has_aux=True)",
-            ),
+            GRADIENT_WITH_AUX,
             Edit(r"^    aux, grads = grad_fn\(state.params\)", "    aux, grads = grad_fn()"),
             Edit(r"^    grads = lax.pmean\(grads, axis_name='batch'\)\n", ""),
             Edit(
@@ -372,10 +372,7 @@ LM1B = Port(
                 r"recipe.wrap(models.TransformerLM(config))\1",
             ),
             Edit(r"models.TransformerLM\(eval_config\)", r"recipe.wrap(\g<0>)"),
-            Edit(
-                r"jax.value_and_grad\(loss_fn, has_aux=True\)",
-                "state.value_and_grad(loss_fn, has_aux=True)",
-            ),
+            GRADIENT_WITH_AUX,
             Edit(r"grad_fn\(state.params\)", "grad_fn()"),
             Edit(r"      m, optimizer, config,", "      m, recipe.optimizer(optimizer), config,"),
         ),
@@ -626,10 +623,7 @@ NANODO = Port(
     toy={"nanodo/evaluate.py": (Edit(r"mask=weights_BxL", "mask=weights_BxL > 0"),)},
     edits={
         "nanodo/train.py": (
-            Edit(
-                r"^import jax$",
-                "import jax\nimport jaxmp\nrecipe = jaxmp.load_recipe('{recipe}')",
-            ),
+            IMPORT,
             Edit(
                 r"^from flax.training.train_state import TrainState$",
                 "from jaxmp import TrainState",
@@ -857,21 +851,8 @@ NEURAL_ODE = Port(
     },
 )
 
-PORTS = {
-    port.name: port
-    for port in (
-        MNIST,
-        VAE,
-        IMAGENET,
-        LM1B,
-        SEQ2SEQ,
-        PPO,
-        NANODO,
-        NANOLM,
-        DIFFUSION,
-        NEURAL_ODE,
-    )
-}
+_PORTS = (MNIST, VAE, IMAGENET, LM1B, SEQ2SEQ, PPO, NANODO, NANOLM, DIFFUSION, NEURAL_ODE)
+PORTS = {port.name: port for port in _PORTS}
 
 
 def main() -> None:

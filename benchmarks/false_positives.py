@@ -3,7 +3,6 @@
     python benchmarks/false_positives.py                                 # installed packages
     python benchmarks/false_positives.py CHECKOUTS                       # and checkouts
     python benchmarks/false_positives.py CHECKOUTS --out errors.json
-    python benchmarks/false_positives.py --markdown errors.json
 
 The models of docs/compatibility.md are audited as the recipe `bf16` wraps them, and, if they have a
 bfloat16 option, as their authors run them. The training steps are those of `field_report.py`. Each
@@ -14,8 +13,6 @@ nothing is computed except the initial parameters of small models.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -30,7 +27,8 @@ import jax.numpy as jnp
 import jaxmp
 from compatibility import AUTHOR, gradient
 from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Nnx
-from field_report import by_line, in_own_process, review_of, steps_in, table, versions
+from field_report import by_line, in_own_process, review_of, steps_in
+from result_file import parser_of, table, write_result
 
 RECIPE = "bf16"
 
@@ -126,27 +124,15 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Counts the audit's false errors.")
+    parser = parser_of(__doc__)
     parser.add_argument("checkouts", type=Path, nargs="?", help="folder of checkouts")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
     args = parser.parse_args()
-    if args.markdown:
-        print(markdown(json.loads(args.markdown.read_text())["audits"]))
-        return 0
     audits = list(models(args.checkouts))
     audits += [] if args.checkouts is None else list(steps(args.checkouts))
     rows = [compare(*audit) for audit in audits]
     lines = false_positives(rows)
-    report = {
-        "command": "false_positives.py" + " CHECKOUTS" * (args.checkouts is not None),
-        "versions": versions(),
-        "false": len(lines),
-        "audits": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print("\n".join([*lines, f"{len(rows)} audits, {len(lines)} false errors"]))
+    write_result(args.out, false=len(lines), audits=rows)
+    print("\n".join([markdown(rows), *lines, f"{len(rows)} audits, {len(lines)} false errors"]))
     return int(bool(lines))
 
 

@@ -16,11 +16,8 @@ Steps whose checkout is missing are left out. The projects need some small packa
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import sysconfig
@@ -31,11 +28,11 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import flax
-import jax
 
 import jaxmp
 from field_steps import STEPS, Step, project
+from gpu_record import versions_of
+from result_file import commit_of, parser_of, table, write_result
 from reviewed_findings import REVIEWED, Reviewed
 
 TARGET = "h200"
@@ -102,11 +99,6 @@ def review_of(finding: dict[str, Any]) -> Reviewed | None:
 # ---------------------------------------------------------------------------
 
 
-def commit(folder: Path) -> str:
-    log = ["git", "-C", str(folder), "log", "-1", "--format=%h of %cs"]
-    return subprocess.check_output(log, text=True).strip()
-
-
 def measure(step: Step, checkouts: Path, target: str | None) -> dict[str, Any]:
     """Audits one step in this process."""
     root = (checkouts / step.checkout).resolve()
@@ -124,7 +116,7 @@ def measure(step: Step, checkouts: Path, target: str | None) -> dict[str, Any]:
         "checkout": step.checkout,
         "source": step.source,
         "size": step.size,
-        "commit": commit(root),
+        "commit": commit_of(root),
         "policies": made.policies,
         "gpu": report.gpu,
         "flops": dict(flops.most_common()),
@@ -157,26 +149,9 @@ def steps_in(checkouts: Path, only: str = "") -> list[Step]:
     return [step for step in chosen if (checkouts / step.checkout).exists()]
 
 
-def versions() -> dict[str, str]:
-    names = ("jaxlib", "optax", "equinox", "haliax")
-    installed = {dist.metadata["Name"] for dist in importlib.metadata.distributions()}
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        **{name: importlib.metadata.version(name) for name in names if name in installed},
-    }
-
-
 # ---------------------------------------------------------------------------
 # Markdown
 # ---------------------------------------------------------------------------
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(header)
-    lines = [head, ["---"] * len(head), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def gigabytes(count: int) -> str:
@@ -271,11 +246,10 @@ def details(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Audits training steps of other projects.")
+    parser = parser_of(__doc__)
     parser.add_argument("checkouts", type=Path, nargs="?", help="folder of checkouts")
     parser.add_argument("--only", default="", help="steps whose name contains this")
     parser.add_argument("--target", default=TARGET, help="accelerator, or none")
-    parser.add_argument("--out", type=Path, help="JSON file to write; steps in it are replaced")
     parser.add_argument("--markdown", type=Path, help="JSON file to print as Markdown")
     parser.add_argument("--step", help="audits one step and prints JSON")
     args = parser.parse_args()
@@ -290,20 +264,15 @@ def main() -> None:
         row = measure(STEPS[args.step], args.checkouts, target)
         print(json.dumps(row))
         return
-    report = {
-        "command": "field_report.py CHECKOUTS",
-        "versions": versions(),
-        "target": target,
-        "steps": {},
-    }
+    steps = {}
     if args.out and args.out.exists():
-        report["steps"] = json.loads(args.out.read_text())["steps"]
+        steps = json.loads(args.out.read_text())["steps"]
     for step in steps_in(args.checkouts, args.only):
         print(step.name, file=sys.stderr, flush=True)
-        report["steps"][step.name] = in_own_process(step, args.checkouts, target)
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(overview(report))
+        steps[step.name] = in_own_process(step, args.checkouts, target)
+        versions = versions_of(("jax", "jaxlib", "flax", "optax", "equinox", "haliax"))
+        write_result(args.out, versions=versions, target=target, steps=steps)
+    print(overview({"steps": steps}))
 
 
 if __name__ == "__main__":

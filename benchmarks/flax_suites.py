@@ -23,11 +23,8 @@ Tests run on the CPU with most optimizations of XLA disabled, because nothing is
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -36,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rich
-from rich.table import Table
+
+from result_file import commit_of, parser_of, table, write_result
 
 SUITES = {
     "linen": ("tests/linen",),
@@ -46,8 +43,8 @@ SUITES = {
 
 # Tests that pass plain and fail wrapped in `fp32`, each with the reason.
 DTYPE = (
-    "The layer has a dtype argument and the test asserts on it. A recipe overrides that argument, "
-    "unless the policy sets respect_explicit = true."
+    "The layer has a dtype argument and the test asserts on it. A recipe overrides that argument; "
+    "a rule sets another dtype for the layer."
 )
 CLASS = (
     "The test compares the exact class of the model, or the model itself, with a module that the "
@@ -186,23 +183,13 @@ def unexplained(report: dict[str, Any]) -> list[str]:
 # ---------------------------------------------------------------------------
 
 
-def versions(checkout: Path) -> dict[str, str]:
-    log = ["git", "-C", str(checkout), "log", "-1", "--format=%h of %cs"]
-    made = subprocess.run(log, capture_output=True, text=True, check=False).stdout.strip()
-    packages = {name: importlib.metadata.version(name) for name in ("jax", "flax")}
-    return {"python": platform.python_version(), **packages, "checkout": made or "no git checkout"}
-
-
 def show(report: dict[str, Any]) -> None:
-    table = Table(title=f"Tests that pass with plain Flax, wrapped in {report['recipe']}")
-    for column in ("suite", "pass", "of", "with wrapped module", "fail plain", "skipped"):
-        table.add_column(column)
     for name, suite in report["suites"].items():
-        numbers = suite["passed"], suite["counted"], suite["with_wrapped_module"]
-        named = len(suite["fails_plain"]), len(suite["skipped"])
-        table.add_row(name, *map(str, numbers + named))
-    rich.print(table)
-    for suite in report["suites"].values():
+        print(
+            f"{name}: {suite['passed']} of {suite['counted']} pass, "
+            f"{suite['with_wrapped_module']} with a wrapped module; "
+            f"{len(suite['fails_plain'])} fail plain, {len(suite['skipped'])} skipped"
+        )
         for name in suite["fails_plain"]:
             print(f"fails plain, not counted: {name}")
         for name, error in suite["exceptions"].items():
@@ -213,17 +200,15 @@ def show(report: dict[str, Any]) -> None:
 
 def markdown(reports: Iterable[dict[str, Any]]) -> tuple[str, str]:
     """Returns the tables of docs/compatibility.md: the counts, and the exceptions by name."""
-    counts = ["| JAX | Flax | tests | pass plain | pass wrapped |", "| --- " * 5 + "|"]
-    names: dict[str, None] = {}
+    counts, names = [], {}
     for report in reports:
         jax, flax = report["versions"]["jax"], report["versions"]["flax"]
         for name, suite in report["suites"].items():
-            row = jax, flax, name, f"{suite['counted']:,}", f"{suite['passed']:,}"
-            counts.append(f"| {' | '.join(row)} |")
+            counts.append((jax, flax, name, f"{suite['counted']:,}", f"{suite['passed']:,}"))
             names |= dict.fromkeys(suite["exceptions"])
-    exceptions = ["| fails only wrapped | reason |", "| --- | --- |"]
-    exceptions += [f"| `{_short(name)}` | {EXPECTED.get(name, 'unexplained')} |" for name in names]
-    return "\n".join(counts), "\n".join(exceptions)
+    exceptions = [(f"`{_short(name)}`", EXPECTED.get(name, "unexplained")) for name in names]
+    header = "JAX", "Flax", "tests", "pass plain", "pass wrapped"
+    return table(header, counts), table(("fails only wrapped", "reason"), exceptions)
 
 
 def _short(name: str) -> str:
@@ -244,12 +229,7 @@ def measure(
 
     Outcomes are stored in the folder `keep`; files with stored outcomes are not run again.
     """
-    report = {
-        "command": f"flax_suites.py FLAX --recipe {recipe}" + " --crashes" * crashes,
-        "recipe": recipe,
-        "versions": versions(checkout),
-        "suites": {},
-    }
+    report = {"recipe": recipe, "checkout": commit_of(checkout), "suites": {}}
     keep.mkdir(parents=True, exist_ok=True)
     for suite, folders in suites.items():
         plain, wrapped, files = {}, {}, []
@@ -277,13 +257,12 @@ def run_once(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tests of Flax with every module wrapped.")
+    parser = parser_of(__doc__)
     parser.add_argument("checkout", type=Path, nargs="?", help="a checkout of the Flax repository")
     parser.add_argument("--recipe", default="fp32", help="the recipe of every module")
     parser.add_argument("--only", default="", help="suites or files whose name contains this")
     parser.add_argument("--crashes", action="store_true", help="failed assertions do not count")
     parser.add_argument("--keep", type=Path, help="folder to store the outcomes of each file")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--markdown", type=Path, nargs="+", help="JSON files to print as Markdown")
     args = parser.parse_args()
     if args.markdown:
@@ -296,8 +275,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         keep = args.keep.resolve() if args.keep else Path(temporary)
         report = measure(checkout, SUITES, args.recipe, keep, only=args.only, crashes=args.crashes)
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(args.out, **report)
     show(report)
     sys.exit(bool(unexplained(report)))
 

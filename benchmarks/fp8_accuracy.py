@@ -9,9 +9,7 @@ with 2.5 degrees of freedom, and channels of which two in 128 are 100 times as l
 operands are rounded to FP8 and multiplied in a wider dtype.
 """
 
-import argparse
 import platform
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp import fp8
-from result_file import write_result
+from result_file import parser_of, write_result
 
 LINEAR = (((1,), (0,)), ((), ()))
 SCALINGS = {
@@ -71,9 +69,8 @@ def measure(dot: Any, size: int) -> dict[str, float]:
 
 def main() -> None:
     """Prints the ratios; with --out, also writes them as JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--size", type=int, default=1024, help="of the normally distributed data")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     dots = {name: fp8.dot_general(scaling) for name, scaling in SCALINGS.items()}
     rows = {}

@@ -1,28 +1,20 @@
-"""Compares one linear layer in BF16 and in FP8, forward and backward, compiled or timed.
+"""Times one linear layer in BF16 and in FP8, forward and backward, with the FP8 op of Flax.
 
-    python benchmarks/fp8_linear.py                        # cross-compiled for an H200
-    python benchmarks/fp8_linear.py --out fp8_linear.json  # also writes the figures
-    python benchmarks/fp8_linear.py --time                 # timed on the GPU of this machine
-    python benchmarks/fp8_linear.py --time --toy           # small, on any machine
+    python benchmarks/fp8_linear.py --out fp8_linear.json  # on the GPU of this machine
+    python benchmarks/fp8_linear.py --toy                  # small, on any machine
 
-Compiling requires XLA's GPU compiler: pip install -e ".[aot]". The benchmark counts the bytes that
-kernels other than matmuls read and write, without the effect of caches, and includes the FP8 op of
-Flax.
+Shapes that --out contains are not timed again.
 """
 
-import argparse
 import functools
 import os
-import platform
 import statistics
 import sys
 import time
-from pathlib import Path
 
-if "--time" not in sys.argv or "--toy" in sys.argv:
+if "--toy" in sys.argv:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
-import flax
 import jax
 import jax.numpy as jnp
 from flax.linen import fp8_ops
@@ -30,9 +22,7 @@ from jax import lax
 
 from gpu_record import earlier_report, environment, failure, gpu_state, rotated, write_json
 from jaxmp import fp8
-from jaxmp._audit._compile import compile_for
-from jaxmp._audit._trace import trace
-from jaxmp._core._hlo import Program
+from result_file import parser_of
 
 LINEAR = (((1,), (0,)), ((), ()))
 # Tokens, inputs, outputs: squares, and the layers of Llama 3 8B.
@@ -78,37 +68,6 @@ def step(product):
         return y, backward(g)
 
     return run
-
-
-# ---------------------------------------------------------------------------
-# Compiled
-# ---------------------------------------------------------------------------
-
-
-def count(product, state, shape):
-    """Returns the numbers of FP8 matmuls and kernels, and the bytes that other kernels move."""
-    m, k, n = shape
-    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((m, k), (k, n), (m, n))]
-    traced = trace(step(product), (*arrays, jax.eval_shape(lambda: state)), {})
-    program = Program(compile_for("h200", traced).text)
-    moved, kernels, real = 0, 0, 0
-    for one in program.steps():
-        instruction = one.instruction
-        if instruction.opcode == "custom-call":
-            real += "matmul$f8" in instruction.attribute("custom_call_target")
-        elif instruction.opcode in ("fusion", "copy", "reduce", "transpose"):
-            inside = one.computation.instructions
-            operands = [inside[name].shapes for name in instruction.operands]
-            shapes = [*instruction.shapes, *(shape for found in operands for shape in found)]
-            moved += sum(shape.bytes for shape in shapes)
-            kernels += 1
-    elements = m * k + k * n + m * n
-    return {
-        "shape": shape,
-        "fp8_matmuls": real,
-        "kernels": kernels,
-        "bytes_per_element": round(moved / elements, 2),
-    }
 
 
 # ---------------------------------------------------------------------------
@@ -190,31 +149,13 @@ def show(rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--time", action="store_true", help="time it on the GPU of this machine")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    parser = parser_of(__doc__)
     parser.add_argument("--toy", action="store_true", help="time a small layer on the CPU")
+    parser.add_argument("--time", action="store_true", help="time layers, which is the default")
     options = parser.parse_args()
-    if options.time:
-        if jax.default_backend() != "gpu" and not options.toy:
-            sys.exit("--time requires a GPU. Without --time, the program is compiled for an H200.")
-        return time_shapes([(64, 64, 64)] if options.toy else SHAPES, options.out)
-    device = "NVIDIA H200 (compiled without one, nothing was run)"
-    rows = [
-        {"scheme": name, **count(product, state, (16384, 4096, 4096))}
-        for name, (product, state) in schemes().items()
-    ]
-    print(f"{device}; jax {jax.__version__} on {platform.machine()}")
-    show(rows)
-    if options.out:
-        report = {
-            "command": "python " + " ".join(sys.argv),
-            "device": device,
-            "versions": {"jax": jax.__version__, "flax": flax.__version__},
-            "rows": rows,
-        }
-        write_json(options.out, report)
-    return 0
+    if jax.default_backend() != "gpu" and not options.toy:
+        sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
+    return time_shapes([(64, 64, 64)] if options.toy else SHAPES, options.out)
 
 
 if __name__ == "__main__":

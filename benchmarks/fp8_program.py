@@ -2,15 +2,12 @@
 
     python benchmarks/fp8_program.py                        # prints the table
     python benchmarks/fp8_program.py --out fp8_program.json # also writes it
-    python benchmarks/fp8_program.py --only bf16 --kernels 8
-    python benchmarks/fp8_program.py --only current --microbatches 4
+    python benchmarks/fp8_program.py --only bf16 current
 
 The workload is the forward and backward pass, without an optimizer, of three residual blocks
 `x + down(gelu(up(x)))` of widths 2048 and 8192 with 4,096 tokens, as Flax Linen modules under a
 recipe. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]".
-The exit status is 1 if a row exceeds its limit. With --microbatches k, the program is that of
-`jaxmp.value_and_grad(loss, microbatches=k)` with 4,096 tokens per microbatch, without limits.
-Columns:
+The exit status is 1 if a row exceeds its limit. Columns:
 
     MB         bytes that kernels other than matmuls read and write, without the effect of caches
     kernels    number of these kernels, without the branches in which only the first step of
@@ -19,10 +16,8 @@ Columns:
     fp8        calls of cuBLAS with FP8 operands, of 18 matmuls
 """
 
-import argparse
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,8 +31,8 @@ from jaxmp import PolicyMap, _overwritten, fp8, functional
 from jaxmp._audit._compile import compile_for
 from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
-from jaxmp._core._hlo import Program, Shape
-from result_file import write_result
+from jaxmp._core._hlo import Program
+from result_file import parser_of, write_result
 
 TOKENS, WIDTH, HIDDEN, BLOCKS = 4096, 2048, 8192, 3
 MATMULS = 6 * BLOCKS
@@ -103,14 +98,13 @@ VARIANTS = {
 
 
 class Counts(NamedTuple):
-    """The counts of one compiled program; `largest` lists its largest kernels."""
+    """The counts of one compiled program."""
 
     megabytes: float
     kernels: int
     temporary: float
     fp8: int
     other_matmuls: int
-    largest: list[tuple[float, str]]
 
 
 _KERNELS = frozenset(
@@ -118,13 +112,13 @@ _KERNELS = frozenset(
 ) | {"concatenate", "broadcast", "add", "multiply", "copy-start", "custom-call", "pad", "select"}
 
 
-def count(variant: Variant, microbatches: int = 0) -> Counts:
+def count(variant: Variant) -> Counts:
     """Compiles a variant for the H200 and counts its kernels."""
-    step, args = accumulation(variant, microbatches) if microbatches else program(variant)
+    step, args = program(variant)
     with _compat.context(target="gpu", capability=(9, 0)):
         traced = trace(step, args, {})
     compiled = compile_for("h200", traced)
-    rows, matmuls = [], {True: 0, False: 0}
+    moved, matmuls = [], {True: 0, False: 0}
     parsed = Program(compiled.text)
     unused = set(_calibrations(parsed))
     for each in parsed.steps():
@@ -137,16 +131,13 @@ def count(variant: Variant, microbatches: int = 0) -> Counts:
             matmuls["$f8" in target] += each.times
             continue
         read = [shape for operand in operands for shape in operand.shapes]
-        moved = sum(shape.bytes for shape in (*kernel.shapes, *read)) / 1e6
-        text = f"{kernel.name} {_text(kernel.shapes)} <- {_text(read)}"
-        rows += [(moved, text)] * each.times
+        moved += [sum(shape.bytes for shape in (*kernel.shapes, *read))] * each.times
     return Counts(
-        megabytes=round(sum(moved for moved, _ in rows), 1),
-        kernels=len(rows),
+        megabytes=round(sum(moved) / 1e6, 1),
+        kernels=len(moved),
         temporary=round(compiled.memory.temp_size_in_bytes / 1e6, 1),
         fp8=matmuls[True],
         other_matmuls=matmuls[False],
-        largest=sorted(rows, reverse=True),
     )
 
 
@@ -165,11 +156,6 @@ def _calibrations(program: Program) -> Iterator[str]:
             yield max(sizes, key=lambda name: sizes[name])
 
 
-def _text(shapes: Any) -> str:
-    show = lambda shape: f"{shape.type}[{','.join(map(str, shape.sizes))}]"
-    return " ".join(show(shape) for shape in shapes if isinstance(shape, Shape))
-
-
 def program(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     """Returns the forward and backward pass of a variant, and its arguments."""
     model = jaxmp.load_recipe(variant.policy).wrap(variant.model)
@@ -186,39 +172,14 @@ def program(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     return step, (variables, x, x)
 
 
-def accumulation(variant: Variant, microbatches: int) -> tuple[Any, tuple[Any, ...]]:
-    """Returns `value_and_grad` of a variant with microbatches, and its arguments."""
-    model = jaxmp.load_recipe(variant.policy).wrap(variant.model)
-    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-
-    batch = jax.ShapeDtypeStruct((microbatches * TOKENS, WIDTH), jnp.bfloat16)
-    step = jaxmp.value_and_grad(_loss(model), microbatches=microbatches)
-    return step, (variables, batch)
-
-
-def _loss(model: nn.Module) -> Any:
-    def loss(variables: Any, x: jax.Array) -> jax.Array:
-        y: Any = model.apply(variables, x)
-        return jnp.mean(y.astype(jnp.float32) ** 2)
-
-    return loss
-
-
 def main() -> int:
     """Prints the table; with --out, also writes it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--kernels", type=int, default=0, help="largest kernels to list")
-    parser.add_argument("--microbatches", type=int, default=0, help="number of microbatches")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
-    options = parser.parse_args()
+    options = parser_of(__doc__, VARIANTS).parse_args()
     print(f"{'':56}{'MB':>8}{'kernels':>9}{'temporary':>11}{'fp8':>5}")
     rows, failed = [], False
     for name in options.only:
         variant = VARIANTS[name]
-        counts = count(variant, options.microbatches)
-        limits = None if options.microbatches else variant.limits
+        counts, limits = count(variant), variant.limits
         over = exceeded(counts, limits)
         failed |= bool(over)
         print(
@@ -227,10 +188,8 @@ def main() -> int:
             f"OVER: {', '.join(over)}" if over else "",
             flush=True,
         )
-        for moved, text in counts.largest[: options.kernels]:
-            print(f"    {moved:8.1f} {text}")
-        row = {key: value for key, value in counts._asdict().items() if key != "largest"}
-        rows.append({"variant": name, **row, "limits": limits and limits._asdict()})
+        row = {"variant": name, **counts._asdict()}
+        rows.append({**row, "limits": limits and limits._asdict()})
     shape = {"tokens": TOKENS, "width": WIDTH, "hidden": HIDDEN, "blocks": BLOCKS}
     target = "NVIDIA H200 (compiled, nothing was run)"
     write_result(options.out, target=target, shape=shape, rows=rows)

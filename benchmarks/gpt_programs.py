@@ -18,7 +18,6 @@ Columns:
     attention  calls of cuDNN's fused attention, forward and backward
 """
 
-import argparse
 import os
 import sys
 from collections import Counter
@@ -37,9 +36,9 @@ from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Program
 from jaxmp._plan._kernels import accessed, kernels
-from result_file import write_result
+from result_file import parser_of, write_result
 
-TARGET = "h200"
+TARGET, BATCH = "h200", 8
 RECIPES = ("fp32", "bf16", "bf16_params", "fp16", "fp8")
 MAKERS = {"linen": gpt.make_step, "nnx": gpt.make_nnx_step}
 
@@ -95,26 +94,20 @@ def count_step(recipe: str, framework: str, step: Any, *args: Any) -> Counts:
 
 def main() -> None:
     """Prints the table; with --out, also writes it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
-    parser.add_argument("--frameworks", nargs="+", choices=MAKERS, default=list(MAKERS))
-    parser.add_argument("--size", choices=gpt.SIZES, default="gpt2")
-    parser.add_argument("--layers", type=int, help="number of layers, instead of that of the size")
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--remat", action="store_true", help="recompute each block")
-    parser.add_argument("--unroll", action="store_true", help="no loop over the layers")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    model = gpt.SIZES[options.size].clone(remat=options.remat, unroll=options.unroll)
-    model = model.clone(layers=options.layers or model.layers)
-    print(f"{model.layers} layers, batch {options.batch_size} x {model.max_length}, {TARGET}")
+    model = gpt.SIZES["gpt2"].clone(remat=options.remat, layers=options.layers)
+    print(f"{model.layers} layers, batch {BATCH} x {model.max_length}, {TARGET}")
     print(
         f"{'':20}{'state':>16}{'temporary':>16}{'kernels':>9}{'accessed':>18}  matmuls, attention"
     )
     rows = []
     for recipe in options.recipes:
-        for framework in options.frameworks:
-            row = count(recipe, framework, model, options.batch_size)
+        for framework in MAKERS:
+            row = count(recipe, framework, model, BATCH)
             rows.append(row._asdict())
             print(
                 f"{recipe:12}{framework:8}{row.state:16,}{row.temporary:16,}{row.kernels:9,}"
@@ -126,7 +119,7 @@ def main() -> None:
         options.out,
         target=f"{GPUS[TARGET].kind} (compiled, nothing was run)",
         model={name: getattr(model, name) for name in names},
-        batch=[options.batch_size, model.max_length],
+        batch=[BATCH, model.max_length],
         rows=rows,
     )
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 DEVICE = "JAXMP_GPU_DEVICE"
 # Their versions decide whether results are pooled.
 STACK = ("jax", "jaxlib", "flax", "optax")
-OTHERS = ("torch", "torchao", "triton", "qwix", "transformer-engine", "maxtext", "numpy", "jmp")
+OTHERS = ("torch", "torchao", "triton", "qwix", "transformer-engine", "numpy", "jmp")
 OTHERS += ("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 OTHERS += ("nvidia-cublas", "nvidia-cublas-cu12")
 # Fields of `nvidia-smi --query-gpu`: MHz, watts and degrees Celsius.

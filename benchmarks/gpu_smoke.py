@@ -13,7 +13,6 @@ later run with --out adds the recipes that the file does not contain.
 import concurrent.futures
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -31,13 +30,11 @@ import jax
 import numpy as np
 import optax
 import typer
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import jaxmp
 from byte_gpt import GPT, even_batches, random_batch, standard_library_text
-from gpu_record import earlier_report, environment, failure, gpu_state, write_json
+from gpu_record import earlier_report, environment, failure, gpu_state, versions_of, write_json
 from train_lm import prepare
 
 RECIPES = "fp32,tf32,bf16,bf16_params,fp16,fp16_params"
@@ -100,18 +97,10 @@ def main(
 ) -> None:
     """Trains a GPT-2-sized model in every recipe on one NVIDIA GPU: loss, speed and peak memory."""
     hardware = in_own_process(describe_hardware)
-    if hardware["platform"] != "gpu" and not toy:
-        sys.exit(
-            f"JAX sees no NVIDIA GPU here, only {hardware['device']}. On a machine with one, run\n"
-            '    pip install -e ".[examples,cuda13]"\n'
-            "For a small run without one, run\n"
-            "    python benchmarks/gpu_smoke.py --toy"
-        )
     size = TOY if toy else Size()
     size = dataclasses.replace(size, steps=steps or size.steps)
-    name = re.sub(r"[^a-z0-9]+", "-", hardware["device"].lower()).strip("-")
-    file = RESULTS / f"gpu_smoke-{name}.json" if out is None and not toy else out
-    report = header(hardware, size)
+    file = file_for(hardware, toy, out)
+    report: dict[str, Any] = {**header(hardware, size), "results": [], "failed": {}}
     earlier = earlier_report(out, report["environment"])
     if earlier.get("size") == report["size"]:
         report["results"] = earlier["results"]
@@ -128,8 +117,6 @@ def main(
             report["results"].append({**dataclasses.asdict(result), "gpu": gpu_state()})
             print(json.dumps(report["results"][-1]), flush=True)
         write_json(file, report)  # after each recipe, so that an interrupted run keeps its results
-    if report["results"]:
-        Console().print(table(report["results"], hardware["device"]))
     if file:
         print(f"Written: {file}")
     raise typer.Exit(any("repeat" in row for row in report["failed"].values()))
@@ -210,46 +197,32 @@ def spread(values: list[float]) -> dict[str, float]:
 # ---------------------------------------------------------------------------
 
 
-def table(results: list[dict[str, Any]], device: str) -> Table:
-    """Returns the table with one row per recipe."""
-    rows = Table(title=f"{results[0]['parameters'] / 1e6:,.1f} M parameters on {device}")
-    rows.add_column("recipe")
-    headings = ("steps", "held-out loss", "skipped", "tokens/s (min to max)", "peak memory")
-    for heading in headings:
-        rows.add_column(heading, justify="right")
-    for result in results:
-        speed, peak = result["tokens_per_second"], result["peak_bytes"]
-        rows.add_row(
-            result["recipe"],
-            str(result["steps"]),
-            f"{result['held_out_loss']:.4f}",
-            str(result["skipped_steps"]),
-            f"{speed['median']:,.0f} ({speed['min']:,.0f} to {speed['max']:,.0f})",
-            "unknown" if peak is None else f"{peak / 2**30:.1f} GiB",
+def file_for(hardware: dict[str, Any], toy: bool, out: Path | None) -> Path | None:
+    """Returns the file to write; ends the program if it requires a GPU and there is none."""
+    script = Path(sys.argv[0]).stem
+    if hardware["platform"] != "gpu" and not toy:
+        sys.exit(
+            f"JAX sees no NVIDIA GPU here, only {hardware['device']}. On a machine with one, run\n"
+            '    pip install -e ".[examples,cuda13]"\n'
+            "For a small run without one, run\n"
+            f"    python benchmarks/{script}.py --toy"
         )
-    return rows
+    name = re.sub(r"[^a-z0-9]+", "-", hardware["device"].lower()).strip("-")
+    return out if out or toy else RESULTS / f"{script}-{name}.json"
 
 
-def header(hardware: dict[str, Any], size: Size) -> dict[str, Any]:
+def header(hardware: dict[str, Any], size: Any) -> dict[str, Any]:
     """Returns everything that is required to reproduce the figures, without results."""
+    versions = {"python": platform.python_version(), "jaxmp": jaxmp.__version__}
+    versions |= versions_of(("jax", "jaxlib", "flax", "optax"))
     return {
-        "command": shlex.join(["python", "benchmarks/gpu_smoke.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "hardware": hardware,
-        "versions": versions(),
+        "versions": versions,
         "environment": environment(hardware["device"]),
         "size": dataclasses.asdict(size),
-        "results": [],
-        "failed": {},
     }
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of Python, jaxmp and their dependencies."""
-    packages = {
-        name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")
-    }
-    return {"python": platform.python_version(), "jaxmp": jaxmp.__version__, **packages}
 
 
 if __name__ == "__main__":

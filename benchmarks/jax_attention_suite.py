@@ -17,12 +17,9 @@ without calling jaxmp's function counts as failed. The exit status is 1 if a tes
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import platform
-import subprocess
 import sys
 import unittest
 from collections.abc import Callable, Iterator
@@ -32,10 +29,10 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import flax
 import jax
 
 import jaxmp
+from result_file import commit_of, parser_of, write_result
 
 NAME = "dot_product_attention"
 RUNS = ("everywhere", "xla", "auto", "blockwise")
@@ -116,39 +113,18 @@ def attention_tests(module: ModuleType) -> Iterator[unittest.TestCase]:
                 yield test
 
 
-def commit_of(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "log", "-1", "--format=%h of %cs"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("checkout", type=Path, help="clone of https://github.com/jax-ml/jax")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    versions = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "jax tests": commit_of(options.checkout),
-    }
-    hardware = {
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "backend": jax.default_backend(),
-    }
-    print(f"{versions}, {hardware}")
     function, runs = FunctionUnderTest(), {}
     module = load(options.checkout, function)
     for function.run in RUNS:
         result = Result(function)
         unittest.TestSuite(attention_tests(module)).run(result)
         runs[function.run] = report(function.run, result.outcomes)
-    if options.out:
-        command = "jax_attention_suite.py JAX"
-        table = {"command": command, "hardware": hardware, "versions": versions, "runs": runs}
-        options.out.write_text(json.dumps(table, indent=1) + "\n")
+    tests = commit_of(options.checkout)
+    write_result(options.out, machine=platform.machine(), jax_tests=tests, runs=runs)
     return 1 if any(run["failed"] for run in runs.values()) else 0
 
 

@@ -29,7 +29,6 @@ import jax
 import by_hand
 import gpt
 from gpu_record import (
-    DEVICE,
     earlier_report,
     environment,
     failure,
@@ -37,6 +36,8 @@ from gpu_record import (
     is_out_of_memory,
     write_json,
 )
+from gpu_smoke import describe_hardware, in_own_process
+from result_file import parser_of
 from train_step import model_of
 from workload_sizes import TOY, WORKLOADS
 
@@ -99,27 +100,20 @@ def longest(attention: str, remat: bool, toy: bool) -> dict[str, object]:
     return {"attention": attention, "remat": remat, "longest": trained, "next_failed": error}
 
 
-def device_name(toy: bool) -> str:
-    """Returns the name of the device, which another process asks JAX for."""
-    code = "import jax; print(jax.devices()[0].device_kind)"
-    command = [sys.executable, "-c", code]
-    is_known = toy or DEVICE in os.environ
-    return "cpu" if is_known else subprocess.check_output(command, text=True).strip()
-
-
 def main() -> int:
     """Prints and writes the longest length of each program; returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     if options.run:
         length, attention, remat = options.run
         run_step(int(length), attention, bool(int(remat)), options.toy)
         return 0
     # The processes of the steps use the GPU, so this one does not.
-    report: dict[str, Any] = {"environment": environment(device_name(options.toy))}
+    report: dict[str, Any] = {
+        "environment": environment(in_own_process(describe_hardware)["device"])
+    }
     earlier = earlier_report(options.out, report["environment"]).get("rows", [])
     rows = report["rows"] = [row for row in earlier if "failed" not in row]
     measured = {(row["attention"], row["remat"]) for row in rows}

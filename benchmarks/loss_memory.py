@@ -15,11 +15,9 @@ The bytes are those that XLA reports (`memory_analysis`) in addition to argument
 Nothing is run. The H200 requires XLA's GPU compiler: pip install -e ".[aot]".
 """
 
-import argparse
 import functools
 import os
 import platform
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -31,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxmp import losses
 from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core import _compat
-from result_file import write_result
+from result_file import parser_of, write_result
 
 
 def product(hidden, kernel):
@@ -80,7 +78,7 @@ def compiled(way, dtype, target, *, tokens, features, classes):
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
 
 
-def measure(target, *, tokens=8192, features=768, classes=50257, chunks=(None,)):
+def measure(target, *, tokens, features, classes, chunks=(None,)):
     """Measures all combinations of dtype, program and chunk size; returns a list of rows."""
     rows, reference = [], 0
     for dtype in ("float32", "bfloat16"):
@@ -106,14 +104,10 @@ def measure(target, *, tokens=8192, features=768, classes=50257, chunks=(None,))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--target", default="cpu", choices=["cpu", *GPUS])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--features", type=int, default=768)
-    parser.add_argument("--classes", type=int, default=50257)
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    sizes = {name: getattr(options, name) for name in ("tokens", "features", "classes")}
+    sizes = {"tokens": 8192, "features": 768, "classes": 50257}
     rows = measure(options.target, **sizes, chunks=(None, 256, 1024, 2048))
     where = platform.machine() if options.target == "cpu" else GPUS[options.target].kind
     print(f"{where}; jax {jax.__version__}; " + ", ".join(f"{k} {v}" for k, v in sizes.items()))

@@ -3,52 +3,30 @@
     python benchmarks/optimizer_bytes.py                     # prints the table
     python benchmarks/optimizer_bytes.py --out bytes.json    # also writes it
 
-No GPU is required: XLA's GPU compiler runs on any machine with its packages (Python >= 3.12): pip
-install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cublas nvidia-cudnn-cu13 nvidia-cuda-nvrtc The
-program is not run. The bytes are those of the operands and results of every kernel, without the
-effect of caches. The step is AdamW with donated state, and with gradients in FP32 or bfloat16.
+No GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". The program is not run. The
+bytes are those of the operands and results of every kernel, without the effect of caches. The step
+is AdamW with donated state, and with gradients in FP32 or bfloat16.
 """
 
-import argparse
 import itertools
 import math
 import os
 import platform
-import re
-from pathlib import Path
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+if __name__ == "__main__":  # optimizer_time.py imports this module on a GPU
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
 
 import jaxmp
+from jaxmp._audit._compile import compile_for
+from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
-from result_file import write_result
-
-# Published properties of the GPU, in XLA's text format.
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  device_vendor: "NVIDIA Corporation" device_address_bits: 64 pcie_bandwidth: 34359738368
-  ecc_enabled: true name: "NVIDIA H200 141GB HBM3e" driver_version: "13.0.0"
-  runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H200 141GB HBM3e"
-"""
+from jaxmp._core._hlo import Program
+from jaxmp._plan._kernels import accessed, kernels
+from result_file import parser_of, write_result
 
 # The leaves of GPT-2 small with one layer, with vectors beside matrices. XLA decides for each leaf
 # how to fuse its update, and matrices of equal sizes alone hide updates that it splits.
@@ -69,54 +47,28 @@ RECIPES = {
 }
 
 
-def compile_for_h200(tx, dtype, shapes):
-    """Compiles one `apply_gradients` for parameters of these shapes."""
-    topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
-    placed = SingleDeviceSharding(topology.devices[0])
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
+def count(tx, dtype, shapes=SHAPES):
+    """Returns bytes per parameter, passes over the gradients, and temporary bytes per parameter."""
     params = {f"w{i}": jax.ShapeDtypeStruct(s, jnp.float32) for i, s in enumerate(shapes)}
     create = lambda p: jaxmp.TrainState.create(apply_fn=None, params=p, tx=tx)
     grads = {name: jax.ShapeDtypeStruct(leaf.shape, dtype) for name, leaf in params.items()}
-    state, grads = jax.tree.map(place, (jax.eval_shape(create, params), grads))
     step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
     with _compat.context(target="gpu"):
-        return step.trace(state, grads).lower(lowering_platforms=("cuda",)).compile()
-
-
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)[,\s]", re.M)
-_ARRAY = re.compile(r"([a-z]+\d*)\[([\d,]*)\]")
-_KERNELS = {"fusion", "copy", "custom-call", "reduce"}
-
-
-def kernels(text):
-    """Returns [(bytes of the result, names of the operands)] of all kernels, and bytes by name."""
-    entry = re.sub(r"/\*.*?\*/", "", text[text.index("\nENTRY") :])
-    sizes, found = {}, []
-    for name, shape, opcode, operands in _INSTRUCTION.findall(entry):
-        sizes[name] = sum(_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(shape))
-        if opcode in _KERNELS:
-            found.append((sizes[name], re.findall(r"%([\w.-]+)", operands)))
-    return found, sizes
-
-
-def _bytes(dtype, dims):
-    width = 1 if dtype == "pred" else int(re.sub(r"\D", "", dtype)) // 8
-    return width * math.prod(int(d) for d in dims.split(",") if d)
-
-
-def count(tx, dtype, shapes=SHAPES):
-    """Returns bytes per parameter, passes over the gradients, and temporary bytes per parameter."""
-    program = compile_for_h200(tx, dtype, shapes)
+        traced = trace(step, (jax.eval_shape(create, params), grads), {})
+    compiled = compile_for("h200", traced)
+    program = Program(compiled.text)
     parameters = sum(math.prod(shape) for shape in shapes)
-    found, sizes = kernels(program.as_text())
-    moved = sum(result + sum(sizes[name] for name in names) for result, names in found)
-    read = sum(sizes[name] for _, names in found for name in names if name.startswith("grads_"))
+    arguments = [argument for _, argument in sorted(program.entry.parameters.items())]
+    gradients = {argument.name: argument for argument in arguments[-len(shapes) :]}
+    moved = read = 0
+    for each in kernels(program):
+        moved += accessed(program, each)
+        operands = (gradients[n] for n in each.instruction.operands if n in gradients)
+        read += sum(shape.bytes for operand in operands for shape in operand.shapes)
     return {
         "bytes_per_parameter": round(moved / parameters, 2),
         "passes_over_gradients": round(read / parameters / jnp.dtype(dtype).itemsize, 2),
-        "temp_bytes_per_parameter": round(
-            program.memory_analysis().temp_size_in_bytes / parameters, 2
-        ),
+        "temp_bytes_per_parameter": round(compiled.memory.temp_size_in_bytes / parameters, 2),
     }
 
 
@@ -139,9 +91,7 @@ def measure(combinations=COMBINATIONS, shapes=SHAPES):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     rows = measure()
     print(f"cross-compiled for an H200 on {platform.machine()}; jax {jax.__version__}")
     print(

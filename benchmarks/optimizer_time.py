@@ -1,7 +1,7 @@
 """Times the optimizer step alone on one GPU, in each layout of parameters, over its byte limit.
 
     python benchmarks/optimizer_time.py --out optimizer_time.json
-    python benchmarks/optimizer_time.py --models gpt2 llama-1.3b --rounds 5
+    python benchmarks/optimizer_time.py --only gpt2 llama-1.3b
     python benchmarks/optimizer_time.py --toy      # small, on any machine
 
 The parameters have the names and shapes of the models in examples/gpt.py and examples/llama.py, and
@@ -20,7 +20,6 @@ same GPU moves the least bytes of the layout: benchmarks/optimizer_bytes.py coun
 compiled programs. Models that --out contains are not measured again.
 """
 
-import argparse
 import functools
 import gc
 import itertools
@@ -47,14 +46,10 @@ import jaxmp
 import llama
 from ceilings import COPIED, copy_terabytes
 from gpu_record import earlier_report, environment, failure, gpu_state, rotated, write_json
+from optimizer_bytes import FLOORS, RECIPES
+from result_file import parser_of
 
 MODELS = ("gpt2", "gpt2 unrolled", "llama-1.3b", "llama-3.2-3b")
-RECIPES = {
-    "fp32 parameters": jaxmp.load_recipe("bf16"),
-    "bf16 + FP32 masters": jaxmp.load_recipe("bf16_params"),
-    "bf16, packed": jaxmp.load_recipe("bf16_params").replace(master="packed"),
-}
-FLOORS = {"fp32 parameters": 28, "bf16 + FP32 masters": 30, "bf16, packed": 28}
 SECONDS = 0.05  # of a round of one program, about
 
 
@@ -223,22 +218,19 @@ def measure(name: str, rounds: int, rate: float, seconds: float = SECONDS) -> di
 
 def main() -> int:
     """Prints and writes the rows of each model; returns 1 if a program is to be repeated."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = parser_of(__doc__, MODELS)
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     if not options.toy and jax.default_backend() != "gpu":
         sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
     report: dict[str, Any] = {"environment": environment(jax.devices()[0].device_kind)}
     earlier = earlier_report(options.out, report["environment"]).get("models", [])
     models = report["models"] = [model for model in earlier if not is_to_repeat(model)]
-    for name in ("tiny",) if options.toy else options.models:
+    for name in ("tiny",) if options.toy else options.only:
         if name in {row["model"] for row in models}:
             continue
         rate = copy_terabytes(2**20 if options.toy else COPIED) * 1e12
-        toy = {"rounds": 2, "seconds": 0.001} if options.toy else {"rounds": options.rounds}
+        toy = {"rounds": 2, "seconds": 0.001} if options.toy else {"rounds": 7}
         models.append(measure(name, rate=rate, **toy))
         print(json.dumps(models[-1], indent=2), flush=True)
         write_json(options.out, report)

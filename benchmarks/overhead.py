@@ -11,11 +11,9 @@ turn. A library that is not installed has the reason instead. The exit status is
 library is ahead of the recipe in a column.
 """
 
-import argparse
 import importlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +21,7 @@ import numpy as np
 from flax.training.train_state import TrainState
 
 import step_counts as steps
-from result_file import write_result
+from result_file import parser_of, write_result
 
 COUNTS = ("stablehlo_ops", "hlo_ops", "flops", "bytes", "temp_bytes")
 # Columns in which the recipe must be ahead of the other libraries with a loss scale.
@@ -89,9 +87,8 @@ def peers_ahead(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 def main() -> int:
     """Prints the ratios, and returns 1 if another library is ahead."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=30, help="timed pairs of steps")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     base = PROGRAMS["hand-written"]

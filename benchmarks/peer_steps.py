@@ -6,7 +6,6 @@
     te-bf16         layers of Transformer Engine
     te-fp8          the same in FP8 with current scaling
     te-fp8_delayed  the same in FP8 with delayed scaling
-    maxtext         layers of MaxText, for workloads with the shape of Llama
 
 All have FP32 parameters and bfloat16 activations, store all logits, compute the loss in FP32, clip
 by the global norm and use optax's AdamW; none checks for non-finite gradients. Flax and qwix begin
@@ -20,7 +19,6 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -234,75 +232,13 @@ def te_training(size: Sizes, scaling: str | None) -> Training:
 
 
 # ---------------------------------------------------------------------------
-# MaxText
-# ---------------------------------------------------------------------------
-
-
-def maxtext_training(size: Sizes, attention: str) -> Training:
-    """Returns the step with MaxText's model, configured to the sizes of a workload."""
-    pyconfig = importlib.import_module("maxtext.configs.pyconfig")
-    models = importlib.import_module("maxtext.models.models")
-    utils = importlib.import_module("maxtext.utils.maxtext_utils")
-    settings = {
-        "run_name": "benchmark",
-        "decoder_block": "llama2",
-        "base_num_decoder_layers": size.layers,
-        "base_emb_dim": size.width,
-        "base_num_query_heads": size.heads,
-        "base_num_kv_heads": size.key_heads,
-        "head_dim": size.width // size.heads,
-        "base_mlp_dim": size.hidden,
-        "vocab_size": size.vocabulary,
-        "logits_via_embedding": str(size.tied).lower(),
-        "rope_max_timescale": int(size.rope_base),
-        "normalization_layer_epsilon": EPSILON,
-        "max_target_length": size.length,
-        "per_device_batch_size": size.batch,
-        "attention": attention,
-        "remat_policy": "minimal_flash",
-        "enable_dropout": "false",
-        "hardware": jax.default_backend(),
-        "skip_jax_distributed_system": "true",
-        "enable_checkpointing": "false",
-        "dataset_type": "synthetic",
-        "log_config": "false",
-    }
-    base = Path(pyconfig.__file__).with_name("base.yml")
-    texts = [f"{name}={value}" for name, value in settings.items()]
-    config = pyconfig.initialize(["train", str(base), *texts])
-    mesh = jax.sharding.Mesh(utils.create_device_mesh(config, jax.devices()[:1]), config.mesh_axes)
-    model = models.transformer_as_linen(config, mesh, quant=None)
-    positions_1T = jnp.arange(size.length)[None]
-
-    def arguments(tokens_BT: jax.Array) -> tuple[jax.Array, ...]:
-        return tokens_BT, positions_1T.repeat(len(tokens_BT), 0), jnp.ones_like(tokens_BT)
-
-    def init() -> Any:
-        tokens_BT = jnp.zeros((size.batch, size.length), jnp.int32)
-        with mesh:
-            variables = model.init(
-                {"params": jax.random.key(0)}, *arguments(tokens_BT), enable_dropout=False
-            )
-        return {"params": variables["params"]}
-
-    def loss_fn(variables: Any, tokens_BS: jax.Array) -> jax.Array:
-        with mesh:
-            logits_BTV = model.apply(variables, *arguments(tokens_BS[:, :-1]), enable_dropout=False)
-        return mean_loss(logits_BTV, tokens_BS[:, 1:])
-
-    return make_training(init, loss_fn)
-
-
-# ---------------------------------------------------------------------------
 # Table
 # ---------------------------------------------------------------------------
 
 
 def trainings() -> dict[str, Callable[[Sizes], Training]]:
     """Returns name -> function that makes the state and the step."""
-    on_gpu = jax.default_backend() == "gpu"
-    fused = "cudnn" if on_gpu else "xla"
-    attention = "cudnn_flash_jax" if on_gpu else "dot_product"
+    fused = "cudnn" if jax.default_backend() == "gpu" else "xla"
     return {
         "flax": functools.partial(flax_training, implementation=None),
         "flax-cudnn": functools.partial(flax_training, implementation=fused),
@@ -310,11 +246,10 @@ def trainings() -> dict[str, Callable[[Sizes], Training]]:
         "te-bf16": functools.partial(te_training, scaling=None),
         "te-fp8": functools.partial(te_training, scaling="Float8CurrentScaling"),
         "te-fp8_delayed": functools.partial(te_training, scaling="DelayedScaling"),
-        "maxtext": functools.partial(maxtext_training, attention=attention),
     }
 
 
-PACKAGES = {"qwix": "qwix", "te": "transformer_engine", "maxtext": "maxtext"}
+PACKAGES = {"qwix": "qwix", "te": "transformer_engine"}
 
 
 def package_of(arm: str) -> dict[str, str]:
@@ -323,11 +258,9 @@ def package_of(arm: str) -> dict[str, str]:
     return {"package": f"{name} {versions_of((name,)).get(name)}"} if name else {}
 
 
-def refusal(arm: str, size: Sizes) -> str | None:
+def refusal(arm: str) -> str | None:
     """Returns the reason why a step cannot run here; None if it can."""
     package = PACKAGES.get(arm.partition("-")[0])
     if package and importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
-    if arm == "maxtext" and not size.is_llama:
-        return "only for workloads with the shape of Llama"
     return None

@@ -17,7 +17,6 @@ table for tokens in and out. A separate table of input tokens costs more bytes t
 jaxmp sums its gradient in FP32 instead of bfloat16.
 """
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -35,7 +34,7 @@ import jaxmp
 import llama
 import optimizer_bytes
 from gpt_programs import Counts, count_step
-from result_file import write_result
+from result_file import parser_of, write_result
 
 LLAMA = dataclasses.replace(llama.SIZES["llama-3.2-1b"], layers=4, max_length=4096)
 BF16 = {"bfloat16 x bfloat16"}
@@ -68,17 +67,17 @@ def hand_counts(loss: Callable[..., jax.Array], make_step: Callable[..., Any]) -
     return count_step("bf16", "hand", step, jax.eval_shape(init, state.params["params"]), tokens)
 
 
-def compare_steps(
-    section: str,
-    name: str,
-    config: Any,
-    batch: int,
-    *,
-    module: Any,
-    loss: Callable[[Any], Callable[..., jax.Array]],
-    kernels: float,
-) -> Iterator[Check]:
+# Section -> the example, the hand-written loss, and the limit of kernels.
+EXAMPLES: dict[str, tuple[Any, Any, float]] = {
+    "gpt": (gpt, by_hand.gpt_loss, KERNELS),
+    "llama": (llama, by_hand.llama_loss, LLAMA_KERNELS),
+}
+UNROLLED = {"scanned": False, "unrolled": True}
+
+
+def compare_steps(section: str, name: str, config: Any, batch: int) -> Iterator[Check]:
     """Yields the checks of the bf16 step of one example against the hand-written one."""
+    module, loss, kernels = EXAMPLES[section]
     linen = count_step("bf16", "linen", *module.make_step("bf16", config, batch))
     nnx = count_step("bf16", "nnx", *module.make_nnx_step("bf16", config, batch))
     hand = hand_counts(loss(config), lambda: module.make_step("bf16", config, batch))
@@ -100,30 +99,15 @@ def compare_steps(
 
 def check_gpt(model: gpt.GPT = gpt.SIZES["gpt2"], batch: int = 8) -> Iterator[Check]:
     """Yields the checks of GPT-2."""
-    for unroll in (False, True):
-        yield from compare_steps(
-            "gpt",
-            "unrolled" if unroll else "scanned",
-            model.clone(unroll=unroll),
-            batch,
-            module=gpt,
-            loss=by_hand.gpt_loss,
-            kernels=KERNELS,
-        )
+    for name, unroll in UNROLLED.items():
+        yield from compare_steps("gpt", name, model.clone(unroll=unroll), batch)
 
 
 def check_llama(shape: llama.Shape = LLAMA, batch: int = 1) -> Iterator[Check]:
     """Yields the checks of Llama."""
-    for unroll in (False, True):
-        yield from compare_steps(
-            "llama",
-            "unrolled" if unroll else "scanned",
-            dataclasses.replace(shape, unroll=unroll),
-            batch,
-            module=llama,
-            loss=by_hand.llama_loss,
-            kernels=LLAMA_KERNELS,
-        )
+    for name, unroll in UNROLLED.items():
+        config = dataclasses.replace(shape, unroll=unroll)
+        yield from compare_steps("llama", name, config, batch)
 
 
 def check_fp8(shape: llama.Shape = LLAMA, batch: int = 1) -> Iterator[Check]:
@@ -168,10 +152,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Check]]] = {
 
 def main() -> int:
     """Prints the checks, and returns 1 if a limit is exceeded."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
-    options = parser.parse_args()
+    options = parser_of(__doc__, SECTIONS).parse_args()
     checks: list[Check] = []
     for section in options.only:
         for check in SECTIONS[section]():

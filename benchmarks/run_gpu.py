@@ -67,24 +67,16 @@ class Job(NamedTuple):
 def step(
     workload: str, arms: str, minutes: float, rounds: int = 7, steps: int = 6, package: str = "jax"
 ) -> Job:
-    """Returns a job of train_step.py."""
-    command = f"train_step.py {workload} --arms {arms} --rounds {rounds} --steps {steps}"
+    """Returns a job of train_step.py, or of torch_step.py for programs of PyTorch."""
+    script = "torch_step.py" if package.startswith("torch") else "train_step.py"
+    command = f"{script} {workload} --arms {arms} --rounds {rounds} --steps {steps}"
     name, file = f"{workload} {arms}", f"step_{workload}"
     return Job(name, f"{command} --out {{out}}", minutes, package, file)
 
 
-def torch(
-    workload: str,
-    minutes: float,
-    rounds: int = 7,
-    steps: int = 6,
-    arms: str = "torch-cudnn torch",
-    package: str = "torch",
-) -> Job:
-    """Returns a job of torch_step.py."""
-    command = f"torch_step.py {workload} --arms {arms} --rounds {rounds} --steps {steps}"
-    name, file = f"{workload} {arms}", f"step_{workload}"
-    return Job(name, f"{command} --out {{out}}", minutes, package, file)
+def torch(workload: str, minutes: float, steps: int = 6) -> Job:
+    """Returns a job with the programs of PyTorch in bfloat16."""
+    return step(workload, "torch-cudnn torch", minutes, steps=steps, package="torch")
 
 
 def peers(workload: str, minutes: float = 3) -> tuple[Job, ...]:
@@ -97,7 +89,7 @@ def peers(workload: str, minutes: float = 3) -> tuple[Job, ...]:
     return (
         step(workload, "jaxmp-bf16 qwix-fp8", minutes, 5, package="qwix"),
         step(workload, f"jaxmp-bf16 {engine}", minutes, 5, package="transformer_engine"),
-        torch(workload, minutes, 5, arms="torch-fp8", package="torch torchao"),
+        step(workload, "torch-fp8", minutes, 5, package="torch torchao"),
     )
 
 
@@ -120,7 +112,7 @@ FIRST = (
 LATER = (
     Job("attention", "attention_gpu.py --out {out}", 4),
     Job("odd attention", "attention_grid.py --run --out {out}", 2),
-    Job("fp8_linear", "fp8_linear.py --time --out {out}", 3),
+    Job("fp8_linear", "fp8_linear.py --out {out}", 3),
     step("w3", f"jaxmp-bf16 hand {FP8}", 4),
     torch("w3", 3),
     step("w4", f"jaxmp-bf16 hand {FP8}", 4),
@@ -141,8 +133,6 @@ LATER = (
     torch("w2b", 3),
     *peers("w1"),
     *peers("w4"),
-    step("w4", "jaxmp-bf16 maxtext", 3, package="maxtext"),
-    step("w5", "jaxmp-bf16 maxtext", 3, package="maxtext"),
     step("w1", "jaxmp-bf16 jaxmp-fp32", 2, rounds=3),
     Job("recipes", "gpu_smoke.py --out {out}", 8, "orbax"),
 )

@@ -11,7 +11,6 @@ are their authors', but for a small batch of ImageNet and no checkpoints.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,10 +20,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax
-import jax
-
 import jaxmp
+from result_file import parser_of, write_result
 
 ROOT = Path(__file__).parents[1]
 STAND_INS = Path(__file__).with_name("stand_ins")
@@ -73,17 +70,14 @@ SCRIPTS = {
 }
 
 
-def audit(script: Script, checkouts: Path, target: str | None, listing: bool) -> dict[str, Any]:
+def audit(script: Script, checkouts: Path, target: str | None) -> dict[str, Any]:
     """Returns the output and the counts of one script."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "jaxmp", "audit", "--script"]
         command += [part.format(workdir=folder) for part in script.command]
-        if listing:
-            command += ["--list"]
-        else:
-            command += ["--recipe", script.recipe, "--json", str(report), "--fail-on", "none"]
-            command += ["--target", target] if target else []
+        command += ["--recipe", script.recipe, "--json", str(report), "--fail-on", "none"]
+        command += ["--target", target] if target else []
         paths = [str(STAND_INS), str(ROOT), os.environ.get("PYTHONPATH", "")]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "80"}
         env |= {"JAX_PLATFORMS": "cpu"} if target is None else {}
@@ -94,36 +88,33 @@ def audit(script: Script, checkouts: Path, target: str | None, listing: bool) ->
         seconds = round(time.monotonic() - start)
         if done.returncode:
             return {"error": done.stderr[-3000:], "seconds": seconds}
-        row: dict[str, Any] = {"output": done.stdout, "seconds": seconds}
-        if report.exists():
-            result = jaxmp.typing.AuditReport.from_json(report.read_text("utf-8"))
-            row["function"] = done.stdout.splitlines()[0].removeprefix("Function ")
-            row["flops"], row["errors"] = result.flops, result.counts()
-            row["low_precision_share"] = round(result.low_precision_share, 4)
-        return row
+        result = jaxmp.typing.AuditReport.from_json(report.read_text("utf-8"))
+        return {
+            "output": done.stdout,
+            "seconds": seconds,
+            "function": done.stdout.splitlines()[0].removeprefix("Function "),
+            "flops": result.flops,
+            "errors": result.counts(),
+            "low_precision_share": round(result.low_precision_share, 4),
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("--target", help="compile for a100, h100, h200 or b200 too")
     parser.add_argument("--only", choices=SCRIPTS, help="one of the scripts")
-    parser.add_argument("--list", action="store_true", help="list the functions instead")
     parser.add_argument("--show", action="store_true", help="print the reports")
-    parser.add_argument("--out", type=Path, help="write the table as JSON")
     arguments = parser.parse_args()
     rows = {}
     for name in [arguments.only] if arguments.only else SCRIPTS:
-        row = audit(SCRIPTS[name], arguments.checkouts, arguments.target, arguments.list)
+        row = audit(SCRIPTS[name], arguments.checkouts, arguments.target)
         output = row.pop("output", row.get("error", ""))
         print(f"{name}: {json.dumps(row)}", flush=True)
-        if arguments.show or arguments.list or "error" in row:
+        if arguments.show or "error" in row:
             print(output)
         rows[name] = {key: value for key, value in row.items() if key != "seconds"}
-    if arguments.out:
-        versions = {"jax": jax.__version__, "flax": flax.__version__, "target": arguments.target}
-        table = {**versions, "scripts": rows}
-        arguments.out.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+    write_result(arguments.out, target=arguments.target, scripts=rows)
     sys.exit(any("error" in row for row in rows.values()))
 
 

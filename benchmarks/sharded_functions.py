@@ -1,7 +1,7 @@
 """Counts the sums over devices of functions that compute weights, compiled for 8 H200.
 
     python benchmarks/sharded_functions.py --out sharded_functions.json
-    python benchmarks/sharded_functions.py --functions relu cond --out some.json
+    python benchmarks/sharded_functions.py --only relu cond --out some.json
 
 Each function computes the weight of a matmul from parameters in another way: with functions that
 have their own derivative, control flow, `jax.checkpoint`, or data. Its gradient comes from
@@ -16,13 +16,10 @@ has the bytes of the all-reduce and reduce-scatter operations of arrays from 4 k
 The script fails if a sum is in 16 bits, and the audit does not report it.
 """
 
-import argparse
-import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -34,6 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from result_file import parser_of, write_result
 
 WIDTH, ROWS = 256, 64
 LAYOUTS = ("data parallel", "FSDP")
@@ -244,16 +242,11 @@ def measure(name: str, layout: str) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles the functions and writes their rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--functions", nargs="*", default=list(WEIGHTS), choices=WEIGHTS)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    rows = [measure(name, layout) for layout in LAYOUTS for name in args.functions]
+    args = parser_of(__doc__, WEIGHTS).parse_args()
+    rows = [measure(name, layout) for layout in LAYOUTS for name in args.only]
     for row in rows:
         print(row)
-    versions = {"jax": jax.__version__, "python": sys.version.split()[0]}
-    result = {"target": "NVIDIA H200 141GB HBM3e", "versions": versions, "rows": rows}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.out, target="NVIDIA H200 141GB HBM3e", rows=rows)
     silent = [row["function"] for row in rows if row["sums_16_bit"] and not row["reported"]]
     sys.exit(f"sums in 16 bits without a message: {silent}" if silent else 0)
 

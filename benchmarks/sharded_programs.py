@@ -33,7 +33,6 @@ per device and step, of arrays above 4 kB:
     needed, needed_limit        with --memory: see `measure_memory`
 """
 
-import argparse
 import json
 import os
 import platform
@@ -59,6 +58,7 @@ import jaxmp
 from jaxmp._audit._compile import _WITHOUT_GPU as WITHOUT_GPU
 from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core._compat import described_gpus
+from result_file import parser_of, table
 
 FRAMEWORKS = ("Linen", "NNX")
 FORMS = ("plain", "scan", "remat")
@@ -467,10 +467,8 @@ def violations(row: dict[str, Any]) -> list[str]:
 # Table
 # ---------------------------------------------------------------------------
 
-HEADER = (
-    "| layout | step | programs | sums in 16 bits | sums in FP32 | gathered | gathered / weights | "
-    "kept | temporary |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-)
+HEADER = ("layout", "step", "programs", "sums in 16 bits", "sums in FP32", "gathered")
+HEADER += ("gathered / weights", "kept", "temporary")
 
 
 def _range(values: list[float], digits: int = 1) -> str:
@@ -478,7 +476,7 @@ def _range(values: list[float], digits: int = 1) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
+def cells_of(rows: list[dict[str, Any]]) -> list[str]:
     """Returns one line of the table for all programs of a recipe and a layout, in MB."""
     first = rows[0]
     dtypes = sorted({dtype for row in rows for dtype in row["gathered"]})
@@ -491,17 +489,17 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     cells = [first["layout"], first["recipe"], str(len(rows)), *sums, ", ".join(gathered) or "0.0"]
     cells.append(_range(ratios, 3) if ratios else "")
     cells += [_range([row[key] / 1e6 for row in rows]) for key in ("kept", "temporary")]
-    return f"| {' | '.join(cells)} |"
+    return cells
 
 
-def table(rows: list[dict[str, Any]], devices: int) -> str:
+def table_of(rows: list[dict[str, Any]], devices: int) -> str:
     """Returns the table of the programs for a number of GPUs."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     order = lambda row: (LAYOUTS.index(row["layout"]), (*WAYS, *RECIPES).index(row["recipe"]))
     for row in sorted(rows, key=order):
         if row["devices"] == devices:
             groups.setdefault((row["layout"], row["recipe"]), []).append(row)
-    return "\n".join([HEADER, *map(markdown, groups.values())])
+    return table(HEADER, map(cells_of, groups.values()))
 
 
 def versions() -> dict[str, str]:
@@ -523,14 +521,13 @@ def recorded_rows(path: Path | None) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 def main() -> None:
     """Prints a line for each program and the table, and writes both as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--recipes", nargs="+", default=[*WAYS, *RECIPES])
     parser.add_argument("--forms", nargs="+", default=["plain", "remat"], choices=FORMS)
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS)
     parser.add_argument("--devices", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--full", action="store_true", help="all programs instead of a subset")
     parser.add_argument("--memory", action="store_true", help="also measure `needed`")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     chosen: list[tuple[Any, ...]] = []
     others: list[tuple[Any, ...]] = []
@@ -559,7 +556,7 @@ def main() -> None:
             report = {"target": GPUS["h200"].kind, "versions": versions(), "rows": rows}
             args.out.write_text(json.dumps(report, indent=1) + "\n")
     for count in args.devices:
-        print(f"\n{count} GPUs\n{table(rows, count)}")
+        print(f"\n{count} GPUs\n{table_of(rows, count)}")
 
 
 if __name__ == "__main__":

@@ -10,33 +10,28 @@ alternating between the two programs of a ratio. jmp, MPX and Flax `DynamicScale
 they are installed.
 """
 
-import argparse
 import dataclasses
 import functools
 import gc
 import importlib
-import json
 import os
 import platform
 import re
 import statistics
-import sys
 import time
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax.training import dynamic_scale
 from flax.training.train_state import TrainState as FlaxTrainState
 from jax import lax
 
 import jaxmp
+from result_file import parser_of, write_result
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, VOCABULARY = 12, 256, 8, 128, 4, 256
 
@@ -361,21 +356,16 @@ def compiling_seconds(make, place):
     return time.process_time() - start
 
 
+SAME_STEP = {
+    "flops": 1.0005,
+    "bytes": 1.01,
+    "stablehlo_ops": 1.02,
+    "hlo_ops": 1.03,
+    "trace_lower": 1.05,
+}
 LIMITS = {
-    "a": {
-        "flops": 1.0005,
-        "bytes": 1.01,
-        "stablehlo_ops": 1.02,
-        "hlo_ops": 1.03,
-        "trace_lower": 1.05,
-    },
-    "b": {
-        "flops": 1.0005,
-        "bytes": 1.01,
-        "stablehlo_ops": 1.02,
-        "hlo_ops": 1.03,
-        "trace_lower": 1.05,
-    },
+    "a": SAME_STEP,
+    "b": SAME_STEP,
     "c": {"stablehlo_ops": 1.20, "hlo_ops": 1.5, "compile": 1.5},
 }
 GUARDED = {"loss_scale": jaxmp.DynamicLossScale()}
@@ -413,16 +403,12 @@ def compare(limits, make, base, pairs, counted):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=12, help="alternations for each time ratio")
     parser.add_argument("--only", default="abc", help="some of the comparisons, such as ab")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
-    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the GPT")
     options = parser.parse_args()
-    globals()["LAYERS"] = options.layers
-    versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
     workload = f"GPT {LAYERS}x{WIDTH}, B{BATCH} T{LENGTH}, AdamW, bf16"
-    print(f"{workload}; {versions}, {jax.default_backend()}")
+    print(f"{workload}; JAX {jax.__version__}, {jax.default_backend()}")
     rows, counted, failed = [], {}, False
     for kind, name, make, base_name, base in COMPARISONS:
         if kind not in options.only:
@@ -445,28 +431,16 @@ def main():
             mark = "" if limit is None else f"  limit {limit:g}{'  OVER' if over else ''}"
             print(f"    {metric:14s} {text}{mark}")
         rows.append({"kind": kind, "program": name, "base": base_name, "ratios": ratios})
-        if options.out:
-            write(options.out, workload, versions, counted, rows)
+        write_result(
+            options.out,
+            workload=workload,
+            hardware={"machine": platform.machine(), "cpus": os.cpu_count()},
+            counts={
+                make.__name__: counts for make, counts in counted.items() if make.__name__ != "make"
+            },
+            comparisons=rows,
+        )
     return 1 if failed else 0
-
-
-def write(path, workload, versions, counted, rows):
-    """Writes the current results."""
-    report = {
-        "command": "python " + " ".join(sys.argv),
-        "workload": workload,
-        "hardware": {
-            "machine": platform.machine(),
-            "cpus": os.cpu_count(),
-            "backend": jax.default_backend(),
-        },
-        "versions": {**versions, "python": platform.python_version(), "numpy": np.__version__},
-        "counts": {
-            make.__name__: counts for make, counts in counted.items() if make.__name__ != "make"
-        },
-        "comparisons": rows,
-    }
-    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -69,8 +69,8 @@ python benchmarks/run_gpu.py --continue-from results/gpu_results.tar.gz --out mo
   and whether FP8 gains. The first thirty contain the most valuable jobs.
 - A job that was interrupted runs again in the next call and keeps its results; one that failed, or
   took more than twice its minutes, runs again after all others. The archive contains its output.
-- Libraries that are not installed (PyTorch, torchao, qwix, Transformer Engine, MaxText) are
-  skipped, and their jobs run in the first call in which they are installed.
+- Libraries that are not installed (PyTorch, torchao, qwix, Transformer Engine) are skipped, and
+  their jobs run in the first call in which they are installed.
 - Each result contains clocks, power and temperature of the GPU, its driver and the versions.
   Results of different devices or different versions, also of jaxmp, are kept in different
   directories of the archive and never pooled. `JAXMP_GPU_DEVICE` replaces the name of the device.

@@ -14,7 +14,6 @@ The programs run in turn in each round, whose first program is another one each 
 states fit in the memory together. Otherwise all rounds of a program follow each other.
 """
 
-import argparse
 import functools
 import gc
 import importlib
@@ -24,7 +23,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_record import environment, failure, rotated, versions_of
+from result_file import parser_of
 from rounds import Rounds
 from workload_sizes import TOY, WORKLOADS, Sizes
 
@@ -225,13 +224,12 @@ def fit_together(count: int) -> bool:
 
 def main() -> int:
     """Runs the rounds; returns 1 if no program was timed, or if one is to be repeated."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20, help="timed steps per round")
     parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU")
-    parser.add_argument("--out", type=Path, help="a JSON file to write, or to add rounds to")
     options = parser.parse_args()
     if not options.toy and not torch.cuda.is_available():
         sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")

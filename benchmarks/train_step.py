@@ -13,7 +13,7 @@ Sizes (benchmarks/workload_sizes.py):
 A step is the forward and backward pass, clipping by global norm, AdamW on FP32 parameters and,
 except in `plain`, the check for non-finite gradients. `hand` is benchmarks/by_hand.py; `plain` is
 the same with JAX's default attention and all logits stored. benchmarks/peer_steps.py contains the
-steps with Flax, qwix, Transformer Engine and MaxText; benchmarks/torch_step.py times PyTorch with
+steps with Flax, qwix and Transformer Engine; benchmarks/torch_step.py times PyTorch with
 the same workloads.
 
 All programs see the same random tokens. They run in turn in each round, whose first program is
@@ -25,7 +25,6 @@ status is 1 if one failed for another reason than too little memory.
 clocks, power and temperature of the GPU.
 """
 
-import argparse
 import functools
 import gc
 import json
@@ -50,6 +49,7 @@ import gpt
 import llama
 import peer_steps
 from gpu_record import environment, failure, rotated
+from result_file import parser_of
 from rounds import Rounds
 from workload_sizes import TOY, WORKLOADS, Sizes
 
@@ -129,16 +129,15 @@ def time_arm(arm: Arm, tokens: list[jax.Array], steps: int, warm_up: int) -> dic
     return {"seconds": seconds, "first_seconds": first, "losses": losses}
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Runs the rounds; returns 1 if no program ran to the end, or if one is to be repeated."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--arms", nargs="+", choices=arms(), default=list(arms()))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="timed steps per round")
     parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU")
-    parser.add_argument("--out", type=Path, help="a JSON file to write, or to add rounds to")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not options.toy and jax.default_backend() != "gpu":
         sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
     workload = (TOY if options.toy else WORKLOADS)[options.workload]
@@ -153,7 +152,7 @@ def main() -> int:
         for name in rotated(options.arms, index + rounds.earlier):
             if name in ended:
                 continue
-            if reason := peer_steps.refusal(name, workload):
+            if reason := peer_steps.refusal(name):
                 row: dict[str, Any] = {"skipped": reason}
             else:
                 row = try_arm(name, workload, made, tokens, options.steps)

@@ -20,7 +20,6 @@ reuse its trace), and bytes of the latter's programs compiled for this CPU.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import platform
@@ -48,7 +47,7 @@ from jaxmp import fp8
 from jaxmp._audit._trace import trace
 from jaxmp._core._jaxprs import is_jaxpr, sub_jaxprs
 from jaxmp._statistics._with_stats import _Program
-from result_file import write_result
+from result_file import parser_of, write_result
 from train_lm import cross_entropy, prepare
 
 STEP = 20
@@ -351,10 +350,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
-    options = parser.parse_args()
+    options = parser_of(__doc__, PARTS).parse_args()
     results = {name: PARTS[name]() for name in sorted(options.only)}  # the cost first
     write_result(options.out, machine=platform.machine(), **results)
 

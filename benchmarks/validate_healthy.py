@@ -8,12 +8,10 @@ The recipes are unchanged, so a verdict of "fail" or "differs" is false. The los
 negative, cross zero, or become almost zero. Takes about ten minutes on one core.
 """
 
-import argparse
 import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ import numpy as np
 import optax
 
 import jaxmp
-from result_file import write_result
+from result_file import parser_of, write_result
 
 RECIPES = ("bf16", "fp16")
 SEEDS = 3
@@ -328,10 +326,8 @@ def measure(name: str, seeds: int = SEEDS, steps: int | None = None) -> list[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=TRAININGS, default=list(TRAININGS))
+    parser = parser_of(__doc__, TRAININGS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--out", type=Path, help="a folder for validate_healthy_cpu.json")
     options = parser.parse_args()
     results = []
     for name in options.only:

@@ -17,20 +17,15 @@ which is marked with a comment "fault: NAME". The result of a fault is
 Requires pip install -e ".[examples]" and takes about three minutes on one core.
 """
 
-import argparse
 import dataclasses
-import json
 import platform
 import re
-import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -38,6 +33,7 @@ import numpy as np
 import optax
 
 import jaxmp
+from result_file import parser_of, write_result
 
 BF16, FP16, FP32 = jnp.bfloat16, jnp.float16, jnp.float32
 FAULT = "fault"
@@ -694,10 +690,8 @@ def outcome(name: str, verdict: str, headline: str, causes: tuple[str, ...]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser = parser_of(__doc__, FAULTS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--out", type=Path, help="a folder for validate_sabotages_cpu.json")
     options = parser.parse_args()
     results = []
     for name in options.only:
@@ -706,20 +700,12 @@ def main() -> None:
     counts = Counter(result.outcome for result in results)
     print(", ".join(f"{counts[key]} {key}" for key in ("right", "vague", "wrong", "missed")))
     if options.out:
-        head = {
-            "command": shlex.join(["python", "benchmarks/validate_sabotages.py", *sys.argv[1:]]),
-            "machine": f"{jax.default_backend()} ({platform.machine()})",
-            "versions": {
-                "jax": jax.__version__,
-                "flax": flax.__version__,
-                "optax": optax.__version__,
-                "jaxmp": jaxmp.__version__,
-            },
-            "counts": counts,
-        }
-        rows = [dataclasses.asdict(result) for result in results]
-        text = json.dumps(head | {"faults": rows}, indent=1)
-        (options.out / "validate_sabotages_cpu.json").write_text(text + "\n", encoding="utf-8")
+        write_result(
+            options.out / "validate_sabotages_cpu.json",
+            machine=f"{jax.default_backend()} ({platform.machine()})",
+            counts=counts,
+            faults=[dataclasses.asdict(result) for result in results],
+        )
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ class Explanation:
 
     Attributes:
       policies: the policy and the deciding rule of each module of a Flax model, `unused` rules, the
-        `paths` that rules can match, the `low_precision_share` of its matmul FLOPs, and the
-        declared `masks` of its attention layers. None for a function.
+        `paths` that rules can match, and the `low_precision_share` of its matmul FLOPs. None for a
+        function.
       autocast: each matmul and convolution of a function under `jaxmp.autocast`, its dtype and the
         reason; `share` is that of the FLOPs in 16 bits or FP8. None for a model, and without a
         recipe.

@@ -248,8 +248,8 @@ MUTATIONS = [
     Mutation(
         "the note on a loop carry does not name layers with few outputs",
         "jaxmp/_flax/_method_call.py",
-        "        if module_policy.policy.fp32_outputs_below:\n            lines",
-        "        if False:\n            lines",
+        "unless you write Rule({subtree!r}, fp32_outputs_below=0)",
+        "unless you write Rule({subtree!r}, fp32_outputs_below=64)",
         ("test_fp32_outputs.py::test_the_note_on_a_carry_of_few_outputs_has_the_fix",),
     ),
     Mutation(

@@ -1,6 +1,7 @@
 """Attention on explicit mesh axes: operands of any sharding against FP64 on one device."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -116,8 +117,8 @@ def test_a_16_bit_bias_has_a_gradient_that_is_summed_in_fp32():
     operands = tuple(put(mesh, array, P("data")) for array in (query, key, value))
     fn = gradients("xla", put(mesh, jnp.ones(query.shape, jnp.bfloat16), P("data")))
     jaxpr = str(jax.make_jaxpr(fn)(operands, bias))
-    sums = [line for line in jaxpr.splitlines() if " psum" in line]
-    assert sums and all(":f32[1,4,8,8]" in line for line in sums)
+    sums = re.findall(r":(\w+)\[1?,?4,8,8\S* = reduce_sum", jaxpr)
+    assert sums and set(sums) == {"f32"}
 
 
 @IMPLEMENTATIONS
@@ -172,24 +173,3 @@ def test_a_layer_on_explicit_axes():
             got = jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, put(mesh, x, P("data")))
     assert jax.typeof(got).sharding.spec[0] == "data"
     np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
-
-
-def test_notes_name_what_is_moved():
-    mesh = mesh_of(AxisType.Explicit)
-    query, key, value = inputs(16, 16, heads=4, groups=1)
-    key, value = put(mesh, key, P("data")), put(mesh, value, P())
-    text = lambda spec, **options: " ".join(
-        jaxmp.explain(jaxmp.dot_product_attention)(put(mesh, query, spec), key, value, **options)
-        .attention[0]
-        .notes
-    )
-    assert "key is resharded from P('data'" in text(P())
-    over_heads = text(P("data", None, "model"))
-    assert "value is resharded from" in over_heads and "query" not in over_heads.split("because")[0]
-    assert "the 1 heads of key and value are repeated to 2" in over_heads
-    assert "query is resharded" in text(P("data", "model"))
-    assert "computes the same heads" not in text(P("data", "model"))
-    few = jaxmp.explain(jaxmp.dot_product_attention)(
-        put(mesh, query[:, :, :1], P(None, "model")), key, value
-    ).attention[0]
-    assert "each device of ('model',) computes the same heads" in few.notes

@@ -400,7 +400,7 @@ def test_the_benchmark_runs_a_script_with_stand_ins(folder):
     text += "jax.jit(train_step)(first(), tx.init(first()), batch)\n"
     (folder / "own").mkdir()
     (folder / "own/main.py").write_text(text)
-    row = script_audits.audit(script_audits.Script("own", ["main.py"], "bf16"), folder, None, False)
+    row = script_audits.audit(script_audits.Script("own", ["main.py"], "bf16"), folder, None)
     assert row["function"].startswith("train_step (main.py:"), row
     assert row["flops"] == 5 * MATMUL and row["errors"] == {"fp32_matmul": 5}
 

@@ -240,20 +240,6 @@ def test_a_layer_called_with_complex_and_real_inputs_follows_each():
             assert [y.dtype for y in out] == [jnp.bfloat16, jnp.complex64, jnp.bfloat16]
 
 
-def test_cast_float64_casts_operands_and_caches():
-    policy = "p=f32,c=f32,o=f32,cast_float64=true"
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        x = jax.ShapeDtypeStruct((1, 1, 4), "float64")
-        model = jaxmp.load_recipe(policy).wrap(nn.MultiHeadDotProductAttention(2, decode=True))
-        out, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), x)
-        assert out.dtype == variables["cache"]["cached_key"].dtype == jnp.float32
-        fn = lambda variables, x: model.apply(variables, x, mutable=["cache"])
-        out, written = jax.eval_shape(fn, variables, x)
-        assert out.dtype == jnp.float32 and written["cache"] == variables["cache"]
-        linear = jaxmp.load_recipe(policy).wrap(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
-        assert linear(jnp.ones((2, 4), "float64")).dtype == jnp.float32
-
-
 # ---------------------------------------------------------------------------
 # NumPy arrays and Python numbers
 # ---------------------------------------------------------------------------
@@ -443,7 +429,6 @@ def test_a_float32_carry_of_modules_is_explained_and_the_fix_works():
     )
     note = _notes(lambda: run(BF16))
     assert "Rule('inner/*', 'o=f32')" in note
-    assert "kernel" not in note  # a parameter among the arguments, which is cast when it is read
     fixed = jaxmp.PolicyMap(BF16, [jaxmp.Rule("inner/*", "o=f32")])
     assert run(fixed).dtype == jnp.float32
 
@@ -454,7 +439,7 @@ def test_a_float32_cache_of_the_caller_is_explained_and_the_fixes_work():
         return jaxmp.load_recipe(policy).wrap(OuterNnx(Cached()))(jnp.ones((1, 4)), cache=cache)
 
     note = _notes(lambda: run(jnp.float32, BF16))
-    assert "in Cached, the module 'inner'" in note and "cache[0]" in note and "keys" in note
+    assert "in Cached, the module 'inner'" in note and "jnp.zeros(shape, x.dtype)" in note
     assert run(jnp.bfloat16, BF16)[0].tolist() == [1, 1, 1, 1]
     fixed = jaxmp.PolicyMap(BF16, [jaxmp.Rule("inner/**", "c=f32")])
     assert run(jnp.float32, fixed)[0].tolist() == [1, 1, 1, 1]
@@ -483,7 +468,7 @@ def test_an_operation_without_a_16_bit_form_is_named_and_the_fixes_work():
     with pytest.raises(ValueError, match="RFFT") as caught:
         jaxmp.load_recipe(BF16).wrap(Spectrum())(x)
     (note,) = (note for note in caught.value.__notes__ if note.startswith("jaxmp: "))
-    assert "JAX does not compute RFFT in 16 bits" in note
+    assert "JAX has no 16-bit form of the operation" in note
     rule = eval(note[note.index("Rule(") :].rstrip("."), {"Rule": jaxmp.Rule})
     assert rule.keep_inputs == ("x",)
     jaxmp.load_recipe(jaxmp.PolicyMap(BF16, [rule])).wrap(Spectrum())(x)

@@ -39,7 +39,7 @@ def test_the_results_contain_every_claim_as_it_is_stated():
 # Their figures come from shapes and formats, so they are the same on every machine.
 @pytest.mark.parametrize("name", ["formats", "fp32_baseline", "state_memory"])
 def test_rows_that_do_not_depend_on_the_machine(name, capsys):
-    advice = "run python benchmarks/claims.py --json benchmarks/results/claims_cpu.json"
+    advice = "run python benchmarks/claims.py --out benchmarks/results/claims_cpu.json"
     assert claims.measure([name]) == [ROWS[name]], advice
     assert ROWS[name]["finding"] in capsys.readouterr().out
 
@@ -47,7 +47,7 @@ def test_rows_that_do_not_depend_on_the_machine(name, capsys):
 @pytest.mark.parametrize("name", ["flash_memory", "activation_memory"])
 def test_rows_of_recorded_results(name):
     (row,) = claims.measure([name])
-    advice = f"copy the row of python benchmarks/claims.py --only {name} --json FILE; then --page"
+    advice = f"copy the row of python benchmarks/claims.py --only {name} --out FILE; then --page"
     assert row == ROWS[name], advice
     assert "compiled, nothing was run" in row["evidence"]
 
@@ -131,15 +131,17 @@ def test_speed_names_its_baselines(tmp_path, monkeypatch):
 
 def test_speed_of_fp8_and_of_attention(tmp_path, monkeypatch):
     monkeypatch.setattr(claims_cost, "RESULTS", tmp_path)
-    arms = {"bf16": {"over_bf16": 1.0}, "fp8": {"over_bf16": 1.31}, "other": {"failed": "memory"}}
-    (tmp_path / "fp8_step-w2-nvidia-h200.json").write_text(json.dumps(HARDWARE | {"rows": arms}))
+    arms = {f"jaxmp-{name}": {"rate_over_jaxmp-bf16": 1.31} for name in ("bf16", "fp8")}
+    arms["jaxmp-fp8_delayed"] = {"failed": "memory"}
+    rounds = HARDWARE | {"workload": "w2", "summary": arms}
+    (tmp_path / "fp8_step-w2-nvidia-h200.json").write_text(json.dumps(rounds))
     row = {"pass": "forward", "causal": True, "length": 2048}
     row |= {name: {"median": 0.99} for name in ("jaxmp_tflops", "direct_tflops", "ratio")}
     (tmp_path / "attention_gpu-nvidia-h200.json").write_text(
         json.dumps(HARDWARE | {"speed": [row]})
     )
 
-    assert claims_cost.fp8_speed().table == [["NVIDIA H200", "w2", "fp8", "1.31"]]
+    assert claims_cost.fp8_speed().table == [["NVIDIA H200", "w2", "jaxmp-fp8", "1.31"]]
     assert "0.99 times the rate" in claims_cost.flash_speed().finding
 
 

@@ -210,7 +210,7 @@ readable_paths = paths.filter(lambda path: "**" not in path)
 rules = st.builds(Rule, readable_paths, policies, why=texts, required=st.booleans()) | st.builds(
     Rule,
     readable_paths | st.none(),
-    st.sampled_from(["c=f16", "o=f32,cast_float64=true"]),
+    st.sampled_from(["c=f16", "o=f32,fp32_outputs_below=4"]),
     st.text("ABc*", min_size=1),
     why=texts,
 )

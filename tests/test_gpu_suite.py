@@ -306,8 +306,8 @@ def jobs_of(directory):
 
 def test_each_job_names_a_script_and_options_that_it_has():
     for job in run_gpu.JOBS:
-        script = job.command.split()[0]
-        text = (BENCHMARKS / script).read_text("utf-8")
+        files = job.command.split()[0], "result_file.py"
+        text = "".join((BENCHMARKS / name).read_text("utf-8") for name in files)
         options = [option for option in job.command.split() if option.startswith("--")]
         for option in [*options, "--toy"]:
             assert f'"{option}"' in text or f" {option.removeprefix('--')}: Annotated" in text

@@ -310,7 +310,7 @@ def test_compact_name_scope_and_mixins_are_entrances_too():
 # ---------------------------------------------------------------------------
 
 
-def test_hard_coded_dtypes_are_overridden_unless_respected():
+def test_hard_coded_dtypes_are_overridden():
     class HardCoded(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -319,13 +319,8 @@ def test_hard_coded_dtypes_are_overridden_unless_respected():
 
     variables = shapes(HardCoded(), floats(2, 3))
     overridden = apply_policy(HardCoded(), MIXED)
-    respected = apply_policy(HardCoded(), MIXED + ",respect_explicit=true")
     assert operands_by_module(overridden, variables, floats(2, 3)) == {
         "hard": "bfloat16",
-        "soft": "bfloat16",
-    }
-    assert operands_by_module(respected, variables, floats(2, 3)) == {
-        "hard": "float32",
         "soft": "bfloat16",
     }
 

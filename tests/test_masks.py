@@ -1,4 +1,4 @@
-"""Declared attention masks: results, lengths, contradictions, audit and explain."""
+"""Declared attention masks: results, lengths, contradictions and audit."""
 
 import flax.linen as nn
 import jax
@@ -392,38 +392,6 @@ def test_a_constant_mask_is_compared_while_tracing(model):
 
 
 # ---------------------------------------------------------------------------
-# Explain
-# ---------------------------------------------------------------------------
-
-
-def explanation(model, make, chosen, *args):
-    if model is linen:
-        return jaxmp.explain(Linen(make), chosen)(*args).policies
-    return jaxmp.explain(Nnx(make), chosen)(*args).policies
-
-
-def test_explain_compares_masks(model):
-    chosen = recipe(mask="causal+padding")
-    make = MASKS["causal, padding"][1]
-    (row,) = explanation(model, make, chosen, X, TOKENS).masks
-    assert (row.path, row.declared, row.is_checked) == ("attn", 'mask = "causal+padding"', True)
-    shapes = jax.eval_shape(lambda: (X, TOKENS))
-    found = explanation(model, make, chosen, *shapes)
-    assert 'mask of attn: mask = "causal+padding" (not checked' in str(found)
-    # This one follows from shapes alone.
-    assert (
-        explanation(model, nn.make_causal_mask, recipe(mask="causal"), *shapes).masks[0].is_checked
-    )
-    for args in ((X, TOKENS), shapes):
-        with pytest.raises(AttentionError, match="'attn' declares"):
-            explanation(model, nn.make_causal_mask, recipe(mask="full"), *args)
-
-
-def test_explain_without_declarations_traces_nothing(model):
-    assert explanation(model, nn.make_causal_mask, recipe(), X, TOKENS).masks == ()
-
-
-# ---------------------------------------------------------------------------
 # Audit
 # ---------------------------------------------------------------------------
 
@@ -442,6 +410,18 @@ def test_audit_reports_a_causal_array_and_its_fix_removes_the_finding(model):
     assert dense(audit(model(nn.make_causal_mask, recipe(mask="causal")), X, TOKENS)) == []
 
 
+def test_audit_compares_declared_masks_that_depend_on_inputs(model):
+    make, shapes = MASKS["causal, padding"][1], jax.eval_shape(lambda: (X, TOKENS))
+    compiled = lambda **settings: jax.jit(model(make, recipe(**settings)))
+    assert not any(
+        "mask" in note for note in audit(compiled(mask="causal+padding"), X, TOKENS).notes
+    )
+    with pytest.raises(AttentionError, match="'attn' declares"):
+        audit(compiled(mask="causal"), X, TOKENS)
+    notes = audit(compiled(mask="causal"), *shapes).notes
+    assert any("pass arrays instead of shapes" in note for note in notes)
+
+
 @EXPENSIVE
 def test_audit_of_a_step_proves_masks_inside_of_loops():
     variables = jax.jit(Stack().init)(jax.random.key(0), X, TOKENS)
@@ -457,7 +437,7 @@ def test_audit_of_a_step_proves_masks_inside_of_loops():
     with pytest.raises(AttentionError, match="'layers/attn' declares mask = \"full\""):
         audit(step(recipe(mask="full")), *args)
     padded = MASKS["causal, padding"][1]
-    report = audit(step(recipe(mask="causal+padding"), padded), *args)
+    report = audit(step(recipe(mask="causal+padding"), padded), *jax.eval_shape(lambda: args))
     assert any("depend on the program's inputs" in note for note in report.notes)
     assert dense(audit(step(recipe(), padded), *args)) == []
 

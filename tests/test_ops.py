@@ -121,7 +121,7 @@ def test_rows_are_well_formed():
 def test_a_reason_belongs_to_one_category():
     places = {(op.reason, op.category) for op in DEFAULT_OPS.values()}
     reasons = {reason for reason, _ in places}
-    assert len(places) == len(reasons) > 100
+    assert len(places) == len(reasons) > 70
 
 
 def test_what_is_inside_stays_there():
@@ -412,8 +412,8 @@ def test_a_table_is_laid_over_another():
         ({"add": "follow"}, "its operands must share a dtype"),
         ({"dot_general": "follow"}, "its operands must share a dtype"),
         ({"scan": "low"}, "it is always 'inside' (a loop,"),
-        ({"fft": "fp32"}, "it is always 'opaque' (transforms FP32 and FP64 only)"),
-        ({"pure_callback": "low"}, "it is always 'opaque' (host code"),
+        ({"fft": "fp32"}, "it is always 'opaque' (complex values, or a routine"),
+        ({"pure_callback": "low"}, "it is always 'opaque' (a kernel, foreign code"),
     ],
 )
 def test_an_edit_that_cannot_be_is_refused_with_one_that_can(edits, words):

@@ -1,32 +1,14 @@
 """The optimizer step in programs cross-compiled for an H200."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+import optimizer_bytes
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, pairwise
 
-ROOT = Path(__file__).parent.parent
 STORAGE = ("fp32 parameters", "bf16 + FP32 masters", "bf16, packed")
 
-pytestmark = needs_compiler
-
-
-def measure(arguments):
-    """Returns the rows of the script, which sets flags of XLA and so needs a process of its own."""
-    code = f"import json, optimizer_bytes as o; print(json.dumps(o.measure({arguments})))"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(result.stdout.splitlines()[-1])
+pytestmark = [needs_compiler, pytest.mark.usefixtures("standard_promotion", "rank_promotion")]
 
 
 def check_floor(row):
@@ -49,7 +31,7 @@ def test_the_guard_reads_the_gradients_once_and_nothing_more_when_clipping_does(
         for gradients in ("FP32", "bf16")
         if (storage, True, "auto", gradients) not in combinations
     ]
-    rows = measure(combinations)
+    rows = optimizer_bytes.measure(combinations)
     assert len(rows) == len(combinations)
     for row in rows:
         check_floor(row)
@@ -58,5 +40,5 @@ def test_the_guard_reads_the_gradients_once_and_nothing_more_when_clipping_does(
 @EXPENSIVE
 def test_a_program_with_one_matrix_reaches_the_floor():
     combinations = [(storage, True, "auto", "FP32") for storage in STORAGE]
-    for row in measure(f"{combinations}, [(4096, 4096)]"):
+    for row in optimizer_bytes.measure(combinations, [(4096, 4096)]):
         check_floor(row)

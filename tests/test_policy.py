@@ -28,8 +28,6 @@ policies = st.builds(
     dtypes,
     dtypes,
     matmul=st.sampled_from(MATMUL_PRECISIONS),
-    respect_explicit=st.booleans(),
-    cast_float64=st.booleans(),
     fp32_outputs_below=st.integers(0, 64),
 )
 
@@ -142,7 +140,6 @@ def test_short_names_read_back(dtype):
         ("", ["Unknown policy ''"]),
         ("p=f32,matmul=tf23", ["'tf23'", "Did you mean 'tf32'?"]),
         ("p=f32,matmul=f8", ["'f8'", "Did you mean 'fp8'?"]),
-        ("p=f32,respect_explicit=maybe", ["neither true nor false"]),
         ("p=f32,fp32_outputs_below=-1", ["fp32_outputs_below='-1'", "nonnegative integer"]),
         ("p=f32,fp32_outputs_below=few", ["nonnegative integer", "fp32_outputs_below=16"]),
         ("int8", ["Integer format 'int8'"]),
@@ -155,7 +152,6 @@ def test_short_names_read_back(dtype):
         ({"p": {}}, ["{'p': {}}"]),
         ({"p": "f32", "policy": "bf16"}, ["Unknown key 'policy'"]),
         ({"p": "f32", "matmul": 3}, ["matmul precision 3"]),
-        ({"p": "f32", "cast_float64": 1}, ["cast_float64=1"]),
     ],
 )
 def test_errors_quote_their_input(bad, words):
@@ -213,10 +209,9 @@ def test_casts_touch_floating_arrays_only(getkey):
         assert cast[name] is tree[name], name
 
 
-def test_float64_is_cast_only_on_request():
+def test_float64_is_not_cast():
     array = np.ones(2)
     assert get_policy("bfloat16").cast_to_compute(array) is array
-    assert get_policy("p=bf16,cast_float64=true").cast_to_compute(array).dtype == BF16
 
 
 def test_each_cast_uses_its_own_dtype():

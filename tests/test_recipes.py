@@ -353,6 +353,13 @@ def test_formats_below_16_bits_are_refused(policies):
 # ---------------------------------------------------------------------------
 
 
+def test_former_keys_of_old_checkpoints(write):
+    former = "[policy]\nc = 'bf16'\nrespect_explicit = false\ncast_float64 = false"
+    assert load_recipe(write(former)).policies == load_recipe("c=bf16").policies
+    with pytest.raises(RecipeError, match="unknown key 'cast_float64'"):
+        load_recipe(write("[policy]\ncast_float64 = true"))
+
+
 def test_a_file_says_everything(write):
     recipe = load_recipe(
         write("""
@@ -363,8 +370,6 @@ p = "bf16"                   # short forms are read too
 compute_dtype = "float16"
 output_dtype = "f32"
 matmul = "tf32"
-respect_explicit = true
-cast_float64 = true
 keep_inputs = ["t", 2]
 fp32_outputs_below = 4
 [loss_scale]
@@ -392,8 +397,7 @@ matmul = "highest"
     )
     assert (recipe.name, recipe.summary) == ("mine", "all of it")
     assert str(recipe.policies.default) == (
-        "p=bf16,c=f16,o=f32,matmul=tf32,respect_explicit=true,cast_float64=true,keep_inputs=t+2,"
-        "fp32_outputs_below=4"
+        "p=bf16,c=f16,o=f32,matmul=tf32,keep_inputs=t+2,fp32_outputs_below=4"
     )
     assert recipe.policies.rules == (
         Rule("a/**", "c=f32", why="because", keep_inputs=()),
@@ -510,7 +514,7 @@ REFUSED = {
     'policy = "bf16"': ["line 1, column 1, key 'policy'", '"bf16" is not a table'],
     "extends = 3": ["key 'extends': 3 is not allowed", "the name of a recipe"],
     "[policy]\nparam_dtype = 32": ["line 2, column 1, key 'policy.param_dtype': 32"],
-    '[policy]\nrespect_explicit = "yes"': ['"yes" is not allowed', "true or false"],
+    'extends = "bf16"\n[gradients]\nregather = "yes"': ['"yes" is not allowed', "true or false"],
     "[policy]\nfp32_outputs_below = -1": ["-1 is not allowed", "a nonnegative integer"],
     "[policy]\nmatmul = 2020-01-01": ["datetime.date(2020, 1, 1) is not allowed"],
     'extends = "bf16"\nrules = 3': ["line 2, column 1, key 'rules'", "[[rules]]"],
@@ -572,7 +576,7 @@ REFUSED = {
     # Syntax.
     "[policy]\ncompute_dtype = bf16": ["line 2, column 17", "'compute_dtype = bf16'"],
     "[policy]\ncompute_dtype: bf16": ["line 2", "'compute_dtype: bf16'"],
-    "[policy]\nrespect_explicit = True": ["line 2", "lower case for true"],
+    "[gradients]\nregather = True": ["line 2", "lower case for true"],
     "[policy": ["line 1", "'[policy'"],
     "[[rules]\npath = 3": ["line 1", "'[[rules]'"],
     'extends = "bf16': ["line 1", "Unterminated"],

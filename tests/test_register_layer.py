@@ -135,7 +135,7 @@ def test_the_statistics_of_a_registered_norm_are_fp32(register, norm, dense, pro
     assert means == {plain: "bfloat16", registered: "float32"}
 
 
-def test_the_dtype_of_a_registered_norm_is_fp32_unless_it_is_explicit():
+def test_the_dtype_of_a_registered_norm_is_fp32():
     norm = linen_norm()
     jaxmp.register_layer(norm, norm=True, dtype="dtype")
 
@@ -146,16 +146,13 @@ def test_the_dtype_of_a_registered_norm_is_fp32_unless_it_is_explicit():
         return state["intermediates"]["dtypes"][0]
 
     assert seen("p=f32,c=bf16,o=bf16") == (jnp.float32, jnp.float32)
-    explicit = jaxmp.Policy("f32", "bf16", "bf16", respect_explicit=True)
-    assert seen(explicit, dtype=jnp.float16) == (jnp.float32, jnp.float16)
 
 
-def test_nnx_sets_the_registered_dtype_and_respects_an_explicit_one():
+def test_nnx_sets_the_registered_dtype():
     norm = nnx_norm()
     jaxmp.register_layer(norm, norm=True, dtype="dtype")
-    policy = jaxmp.Policy("f32", "bf16", "bf16", respect_explicit=True)
-    assert jaxmp.load_recipe(policy).wrap(norm()).dtype == jnp.float32
-    assert jaxmp.load_recipe(policy).wrap(norm(jnp.float16)).dtype == jnp.float16
+    policy = jaxmp.Policy("f32", "bf16", "bf16")
+    assert jaxmp.load_recipe(policy).wrap(norm(jnp.float16)).dtype == jnp.float32
 
 
 # ---------------------------------------------------------------------------

@@ -341,7 +341,7 @@ def test_an_unknown_axis_is_refused():
 def test_the_page_shows_the_programs_as_measured():
     root = Path(__file__).parents[1]
     results = json.loads((root / "benchmarks/results/sharded_programs_h200.json").read_text())
-    assert sharded_programs.table(results["rows"], 8) in (root / "docs/sharding.md").read_text()
+    assert sharded_programs.table_of(results["rows"], 8) in (root / "docs/sharding.md").read_text()
     for row in results["rows"]:
         is_jaxmp = row["recipe"] in sharded_programs.RECIPES
         assert bool(row["sums_16_bit"]) == (not is_jaxmp)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmp._attention._arguments import (
@@ -27,7 +28,6 @@ from jaxmp._attention._choice import AttentionExplanation as AttentionExplanatio
 from jaxmp._attention._choice import Blocker as Blocker
 from jaxmp._attention._choice import choose, log_once
 from jaxmp._attention._cudnn import cudnn_attention
-from jaxmp._attention._explicit import run_on_parts
 from jaxmp._attention._plain import xla_attention
 from jaxmp._core._compat import target
 from jaxmp._policies._policy import PolicyLike, get_policy
@@ -224,8 +224,24 @@ def _compiled(implementation: str, name: str) -> Callable[..., Any]:
     """Returns a jitted function, so that layers of the same shapes share one trace."""
 
     def attention(args: Arguments) -> Any:
-        # JAX partitions cuDNN's kernel.
-        return run_on_parts(_RUN[implementation], args, is_mapped=implementation != "cudnn")
+        return _on_automatic_axes(_RUN[implementation], args)(args)
 
     attention.__name__ = name
     return jax.jit(attention)
+
+
+def _on_automatic_axes(compute: Callable[[Arguments], Any], args: Arguments) -> Callable[..., Any]:
+    """Returns a function that makes explicit mesh axes automatic for the operands.
+
+    On explicit axes, JAX refuses operands whose shardings differ. The result has the sharding of
+    the query; a head size that differs from that of the query is not split.
+    """
+    sharding = jax.typeof(args.query).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return compute
+    mesh, spec = sharding.mesh, sharding.spec
+    is_alike = args.value.shape[-1] == args.query.shape[-1]
+    out = NamedSharding(mesh, spec if is_alike else PartitionSpec(*spec[:3]))
+    residual = NamedSharding(mesh, PartitionSpec(*spec[:3]))
+    shardings: Any = (out, residual) if args.settings.residual else out
+    return jax.sharding.auto_axes(compute, out_sharding=shardings)

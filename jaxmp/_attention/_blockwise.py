@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
 from jaxmp._attention._arguments import NO_KEY, Arguments, Settings, sees, with_scaled_query
 from jaxmp._core._compat import vary, varying_axes
@@ -159,13 +158,6 @@ def _put(blocks: jax.Array, block: jax.Array, *index: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(blocks, block.reshape((1,) * len(index) + block.shape), starts)
 
 
-def _filled(like: jax.Array, value: float, dtype: np.dtype) -> jax.Array:
-    """Returns an array of the shape and, on explicit mesh axes, the sharding of another one."""
-    array, sharding = jnp.full_like(like, value, dtype), jax.typeof(like).sharding
-    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    return jax.reshard(array, sharding) if is_explicit else array
-
-
 class _Blocks:
     """Operands in blocks, with the logits and dropout factors of each pair."""
 
@@ -261,9 +253,9 @@ def _forward(shape: _Shape, operands: Arguments) -> tuple[jax.Array, tuple[jax.A
     # Like the query, so that they are sharded over a mesh as it is.
     row = blocks.query[..., :1]
     start = (
-        _filled(jnp.broadcast_to(row, (*row.shape[:-1], value_size)), 0, blocks.wide),
-        _filled(row[..., 0], -jnp.inf, blocks.wide),
-        _filled(row[..., 0], 0, blocks.wide),
+        jnp.full_like(jnp.broadcast_to(row, (*row.shape[:-1], value_size)), 0, blocks.wide),
+        jnp.full_like(row[..., 0], -jnp.inf, blocks.wide),
+        jnp.full_like(row[..., 0], 0, blocks.wide),
     )
     start = vary(start, varying_axes(operands))
     (sums, most, total), _ = lax.scan(step, start, jnp.asarray(_pairs(shape, operands.settings)))
@@ -331,10 +323,10 @@ def _backward_rule(shape: _Shape, saved: tuple[Any, ...], d_out: PyTree) -> Any:
         return (d_query, d_key, d_value, d_bias), None
 
     start = (
-        _filled(blocks.query, 0, wide),
-        _filled(blocks.key, 0, wide),
-        _filled(blocks.value, 0, wide),
-        None if blocks.bias is None else _filled(blocks.bias, 0, wide),
+        jnp.full_like(blocks.query, 0, wide),
+        jnp.full_like(blocks.key, 0, wide),
+        jnp.full_like(blocks.value, 0, wide),
+        None if blocks.bias is None else jnp.full_like(blocks.bias, 0, wide),
     )
     start = vary(start, varying_axes((operands, d_out)))
     pairs = jnp.asarray(_pairs(shape, operands.settings))

@@ -13,7 +13,6 @@ from jax.sharding import AxisType
 
 from jaxmp._attention._arguments import Arguments
 from jaxmp._attention._cudnn import padded_size
-from jaxmp._attention._explicit import notes_of
 from jaxmp._core._capability import (
     FUSED_ATTENTION,
     LARGE_ATTENTION_HEADS,
@@ -96,7 +95,7 @@ def choose(args: Arguments, implementation: str) -> AttentionExplanation:
     notes = tuple(_cudnn_notes(args)) if chosen == "cudnn" else ()
     return AttentionExplanation(
         rows=blockers,
-        notes=(*notes, *notes_of(args)),
+        notes=notes,
         implementation=chosen,
         reason=reason,
     )
@@ -226,7 +225,7 @@ def _cudnn_notes(args: Arguments) -> Iterator[str]:
 
 
 def _unsplit_heads(args: Arguments) -> Iterator[str]:
-    """Describes automatic mesh axes over which XLA must not split the heads of the query.
+    """Describes mesh axes over which XLA must not split the heads of the query.
 
     XLA chooses the sharding after the implementation has been traced; see `_sharding`.
     """
@@ -238,7 +237,7 @@ def _unsplit_heads(args: Arguments) -> Iterator[str]:
     axes = {
         name: size
         for name, size, kind in sizes
-        if kind == AxisType.Auto and heads % size == 0 and groups % size
+        if kind != AxisType.Manual and heads % size == 0 and groups % size
     }
     if axes:
         yield (

@@ -8,8 +8,7 @@ mesh axes, XLA chooses the shardings of query, key and value separately. If only
 sharded, it may shard the key over the head size and the query over the batch; JAX then refuses to
 partition the kernel ("Query, key and value should have same sharding"). `one_sharding` passes the
 operands through an identity function with a custom partitioning. Its rule requires all results to
-have the same sharding of batch and heads, and leaves their positions and head sizes unsharded. On
-explicit mesh axes, `_explicit` does so for all implementations.
+have the same sharding of batch and heads, and leaves their positions and head sizes unsharded.
 """
 
 from __future__ import annotations
@@ -173,8 +172,7 @@ def _specs(mesh: Mesh, names: tuple[str, ...], infos: Sequence[Any]) -> list[Par
             f"XLA splits the {heads} heads of the query over devices among which cuDNN's kernel "
             f"cannot split the {groups} heads of the key; the mesh is {dict(mesh.shape)}. Repeat "
             f"the heads: key = jnp.repeat(key, {heads // groups}, axis=-2), and value alike. Or "
-            "shard the query's heads over fewer devices, write implementation='xla', or make the "
-            "axes of the mesh explicit, where jaxmp repeats the heads as often as required."
+            "shard the query's heads over fewer devices, or write implementation='xla'."
         )
 
     def of(name: str, shape: tuple[int, ...]) -> PartitionSpec:
@@ -289,8 +287,8 @@ def _padded_kernel(settings: Settings, operands: Arrays) -> Any:
     hides = {"bias", "mask", "key_value_seq_lengths"} & operands.keys()
     if keys % 2 and not hides and not (settings.is_causal and queries <= keys):
         lengths = {
-            "query_seq_lengths": _like_batch(query, jnp.full((batch,), queries, jnp.int32)),
-            "key_value_seq_lengths": _like_batch(query, jnp.full((batch,), keys, jnp.int32)),
+            "query_seq_lengths": jnp.full((batch,), queries, jnp.int32),
+            "key_value_seq_lengths": jnp.full((batch,), keys, jnp.int32),
         }
         operands = {**lengths, **operands}
     padded = dict(operands, query=_extended(query, {1: even_queries}))
@@ -302,14 +300,6 @@ def _padded_kernel(settings: Settings, operands: Arrays) -> Any:
             rows = _extended(operands[name], {2: even_queries}, seen)
             padded[name] = _extended(rows, {3: even_keys}, hidden)
     return jax.tree.map(lambda array: array[:, :queries], _kernel(settings, padded))
-
-
-def _like_batch(query: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Shards lengths as the batch of the query, on explicit mesh axes."""
-    sharding = jax.typeof(query).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return lengths
-    return jax.reshard(lengths, NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0])))
 
 
 # ---------------------------------------------------------------------------

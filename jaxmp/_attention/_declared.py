@@ -3,7 +3,7 @@
 A declaration replaces the mask that a model passes to an attention layer: the kernel receives the
 structure, and of the array nothing but the lengths of padded sequences. An array whose elements are
 known is compared with the declaration. A traced array is marked in the program (`mark`), so that
-`audit` and `explain` can compare it later.
+`audit` can compare it later.
 
 Shape suffixes: B batch or 1, N heads or 1, T query positions, S key positions.
 """
@@ -12,22 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
-from jaxmp._core._jaxprs import FORWARD, Atom, Equation, equations, is_literal, trace
+from jaxmp._core._jaxprs import FORWARD, Atom, Equation, equations, is_literal
 from jaxmp._core._locations import Location, Locations, module_of, root_of
 from jaxmp._core._static_values import Scope
-from jaxmp._core._typing import PyTree
-from jaxmp._policies._required import MaskRow
-from jaxmp._recipe_files._load import PolicyMap
-from jaxmp.errors import AttentionError, RecipeWarning
+from jaxmp.errors import AttentionError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,34 +276,6 @@ def _marker(name: str) -> Callable[..., Any]:
     return jax.jit(declare)
 
 
-def mask_rows(
-    call: Callable[..., Any],
-    policies: PolicyMap,
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> tuple[MaskRow, ...]:
-    """Lists the layers of a model with declared masks, and compares each mask if it is known.
-
-    Args:
-      call: runs the model under `policies`.
-      policies: the policies of the model; nothing is traced if they declare no mask.
-      args, kwargs: its arguments: arrays, whose elements are known, shapes or other values.
-
-    Raises:
-      AttentionError: if a mask contradicts its declaration.
-    """
-    declared = {policies.default.mask, *(rule.mask for rule in policies.rules)}
-    if declared <= {None, "array"}:
-        return ()
-    with warnings.catch_warnings():
-        # Warnings about layers that ignore the recipe, which do not concern masks.
-        warnings.simplefilter("ignore", RecipeWarning)
-        closed = trace(call, args, kwargs).closed
-    arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "shape")]
-    masks = declared_masks(Scope(closed, list(map(_elements, arrays))))
-    return tuple(MaskRow(mask.path, str(mask), is_known) for mask, is_known in masks)
-
-
 def declared_masks(program: Scope) -> list[tuple[Declaration, bool]]:
     """Compares the declared masks in the forward pass of a program with their arrays.
 
@@ -338,11 +305,3 @@ def declared_masks(program: Scope) -> list[tuple[Declaration, bool]]:
             check_known(mask, declaration)
         rows.append((declaration, mask is not None))
     return rows
-
-
-def _elements(value: Any) -> np.ndarray | None:
-    """Returns the elements of an argument; None for a shape, a tracer or a key."""
-    if isinstance(value, (jax.ShapeDtypeStruct, Tracer)) or not hasattr(value, "__array__"):
-        return None
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return None if is_key else np.asarray(value)

@@ -191,12 +191,12 @@ def check_masks(audit: Auditor, traced: Traced) -> None:
     Raises:
       AttentionError: if a mask contradicts its declaration.
     """
-    declared = declared_masks(Scope(traced.closed))
+    declared = declared_masks(Scope(traced.closed, traced.arrays))
     unknown = dict.fromkeys(mask.path or "the model" for mask, is_known in declared if not is_known)
     if unknown:
         audit.notes[
             f"the declared masks of {_paths_text(list(unknown))} depend on the program's inputs and"
-            " were not compared; call jaxmp.explain(model, recipe) with a batch"
+            " were not compared; pass arrays instead of shapes"
         ] = None
     passed = _with_structures(audit.collected[_PassedMask])
     in_layer = lambda op: is_within(op.equation.source_info, layer_attention)

@@ -34,7 +34,7 @@ class Scope:
 
     Args:
       jaxpr: the whole program, open or closed.
-      inputs: its arguments; None for those that are not known.
+      inputs: its arguments, whose elements are known if they are arrays.
       stops: returns True for equations whose results are not looked up.
 
     Example:
@@ -47,17 +47,19 @@ class Scope:
     def __init__(
         self,
         jaxpr: Jaxpr | ClosedJaxpr,
-        inputs: Sequence[np.ndarray | None] = (),
+        inputs: Sequence[Any] = (),
         stops: Callable[[Equation], bool] = lambda _: False,
     ) -> None:
         self.jaxpr, consts = jaxpr_body(jaxpr)
         self._body = Body(jaxpr)
+        self._inputs = dict(zip(self.jaxpr.invars, inputs, strict=False))
         self.stops = stops
         # The scope, the equation and its part that contain this scope.
         self._outer: tuple[Scope, Equation, Inner] | None = None
         self._inside: dict[int, list[Scope]] = {}
-        self._values: dict[Atom, _Value] = dict(zip(self.jaxpr.invars, inputs, strict=False))
-        self._values |= zip(self.jaxpr.constvars, map(_array, consts), strict=False)
+        self._values: dict[Atom, _Value] = dict(
+            zip(self.jaxpr.constvars, map(_array, consts), strict=False)
+        )
 
     def value(self, var: Atom) -> np.ndarray | None:
         """Returns the value of a variable; None if it depends on an input, or is too large."""
@@ -86,7 +88,7 @@ class Scope:
 
     def _argument(self, var: Atom) -> _Value:
         if self._outer is None or var not in self.jaxpr.invars:
-            return None
+            return _array(self._inputs.get(var))
         outer, equation, inner = self._outer
         position = self.jaxpr.invars.index(var)
         source = inner.operands[position]
@@ -129,9 +131,9 @@ def _row(array: np.ndarray | None) -> np.ndarray | None:
 
 
 def _array(value: object) -> np.ndarray | None:
-    """Converts an array to NumPy; None for a tracer or a key."""
+    """Converts an array to NumPy; None for a shape, a tracer or a key."""
     try:
-        return np.asarray(value)
+        return np.asarray(value) if hasattr(value, "__array__") else None
     except Exception:
         return None
 

@@ -79,11 +79,14 @@ def dtype_of(leaf: object) -> np.dtype | None:
     return np.dtype(dtype)
 
 
-def is_castable(leaf: object, cast_float64: bool = False) -> bool:
+def is_castable(leaf: object) -> bool:
     """Returns True if policies cast `leaf`: an array in float16, bfloat16 or float32."""
-    dtype = dtype_of(leaf)
-    # NumPy takes None for float64 in a comparison.
-    return dtype is not None and (dtype in CASTABLE or (cast_float64 and dtype == FLOAT64))
+    return dtype_of(leaf) in CASTABLE
+
+
+def is_float(leaf: object) -> bool:
+    """Returns True if `leaf` is an array in float16, bfloat16, float32 or float64."""
+    return dtype_of(leaf) in CASTABLE | {FLOAT64}
 
 
 def is_key(leaf: object) -> bool:
@@ -95,9 +98,7 @@ def is_key(leaf: object) -> bool:
 def is_inexact(leaf: object) -> bool:
     """Returns True if `leaf` is an array of 16 to 64-bit floats, or of complex numbers."""
     dtype = dtype_of(leaf)
-    return dtype is not None and (
-        dtype in CASTABLE or dtype == FLOAT64 or np.issubdtype(dtype, np.complexfloating)
-    )
+    return dtype is not None and (is_float(leaf) or np.issubdtype(dtype, np.complexfloating))
 
 
 def canonical(leaf: object) -> Any:
@@ -172,16 +173,15 @@ def _saturate_jvp(
 # ---------------------------------------------------------------------------
 
 
-def cast_floating(tree: PyTree, dtype: DTypeLike, *, cast_float64: bool = False) -> PyTree:
+def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts the float16, bfloat16 and float32 arrays of `tree` to `dtype`.
 
-    Integers, bools, complex numbers, PRNG keys, float0, FP8 arrays, strings, None and Python
-    numbers are returned unchanged, and float64 unless `cast_float64` is True.
+    Integers, bools, float64, complex numbers, PRNG keys, float0, FP8 arrays, strings, None and
+    Python numbers are returned unchanged.
 
     Args:
       tree: any pytree.
       dtype: the floating dtype of the result.
-      cast_float64: also cast float64 leaves.
 
     Returns:
       A tree of the same structure.
@@ -190,9 +190,7 @@ def cast_floating(tree: PyTree, dtype: DTypeLike, *, cast_float64: bool = False)
       >>> cast_floating({"w": jnp.ones(2), "n": jnp.arange(2)}, jnp.bfloat16)["n"].dtype
       dtype('int32')
     """
-    return jax.tree.map(
-        lambda leaf: cast(leaf, dtype) if is_castable(leaf, cast_float64) else leaf, tree
-    )
+    return jax.tree.map(lambda leaf: cast(leaf, dtype) if is_castable(leaf) else leaf, tree)
 
 
 def all_finite(tree: PyTree) -> jax.Array:

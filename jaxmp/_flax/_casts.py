@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core._dtypes import FLOAT64, bits, is_16bit, wide_dtype
-from jaxmp._core._trees import canonical, cast, is_castable, saturating_cast
+from jaxmp._core._trees import canonical, cast, is_castable, is_float, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._core._wide_dot import is_weak_float32, strongly_typed, weakly_typed
 from jaxmp._flax._layer_table import LayerTraits, is_flax
@@ -127,7 +127,6 @@ IsLeaf: TypeAlias = Callable[[Any], bool] | None
 def cast_tree(
     tree: PyTree,
     dtype: DTypeLike,
-    cast_float64: bool = False,
     is_leaf: IsLeaf = None,
     cast_leaf: Callable[[Any, Any], Any] = saturating_cast,
 ) -> PyTree:
@@ -140,7 +139,7 @@ def cast_tree(
         if not isinstance(leaf, ARRAYS):
             return leaf
         leaf = canonical(leaf) if leaf.dtype == FLOAT64 else leaf
-        return cast_leaf(leaf, dtype) if is_castable(leaf, cast_float64) else leaf
+        return cast_leaf(leaf, dtype) if is_castable(leaf) else leaf
 
     return jax.tree.map(cast_array, tree, is_leaf=is_leaf)
 
@@ -153,17 +152,17 @@ def is_complex(dtype: DTypeLike | None) -> bool:
     return dtype is not None and np.dtype(dtype) in _COMPLEX
 
 
-def keeps_dtype(operands: PyTree, cast_float64: bool, is_leaf: IsLeaf = None) -> bool:
+def keeps_dtype(operands: PyTree, is_leaf: IsLeaf = None) -> bool:
     """Returns True if a Flax layer with these operands computes in its author's dtype.
 
     The dtype of its policy would drop an imaginary part, or the precision of float64.
     """
-    uncast = _COMPLEX if cast_float64 else _COMPLEX | {FLOAT64}
+    uncast = _COMPLEX | {FLOAT64}
     leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
     return any(isinstance(leaf, ARRAYS) and canonical(leaf).dtype in uncast for leaf in leaves)
 
 
-def cast_like(tree: PyTree, like: PyTree, cast_float64: bool = False) -> PyTree:
+def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Casts a tree to the dtypes of another tree with the same structure and shapes.
 
     Without such a tree, `tree` is returned unchanged.
@@ -173,9 +172,8 @@ def cast_like(tree: PyTree, like: PyTree, cast_float64: bool = False) -> PyTree:
     if structure != model_structure or list(map(jnp.shape, leaves)) != list(map(jnp.shape, models)):
         return tree
     pairs = zip(leaves, models, strict=True)
-    castable = functools.partial(is_castable, cast_float64=cast_float64)
     return structure.unflatten(
-        saturating_cast(leaf, model.dtype) if castable(leaf) and castable(model) else leaf
+        saturating_cast(leaf, model.dtype) if is_castable(leaf) and is_castable(model) else leaf
         for leaf, model in pairs
     )
 
@@ -210,7 +208,7 @@ def cast_outputs(module_policy: ModulePolicy, out: PyTree, is_leaf: IsLeaf = Non
         # The result of a narrow layer, which modules pass on.
         return leaf if is_weak_float32(leaf) else cast_array(leaf, dtype)
 
-    return cast_tree(out, dtype, module_policy.policy.cast_float64, is_leaf, cast_leaf)
+    return cast_tree(out, dtype, is_leaf, cast_leaf)
 
 
 def widen_outputs(
@@ -235,7 +233,7 @@ def widen_outputs(
         is_known = (leaf.shape, leaf.dtype) in known
         return leaf if is_known or bits(leaf.dtype) >= bits(dtype) else cast(leaf, dtype)
 
-    return cast_tree(out, resolved.output_dtype, False, is_leaf, widen)
+    return cast_tree(out, resolved.output_dtype, is_leaf, widen)
 
 
 def split_carry(
@@ -290,7 +288,7 @@ def written_back(value: Array, read: Array, stored: Array) -> Array:
       read: the value that was read.
       stored: the stored value, from which `read` was cast.
     """
-    if not is_castable(value, True):
+    if not is_float(value):
         return value
     wide = cast(value, stored.dtype)
     if value.dtype != read.dtype or value.shape != read.shape:

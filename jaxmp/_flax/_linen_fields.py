@@ -18,7 +18,7 @@ from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._typing import PyTree
 from jaxmp._core._wide_dot import wide_product
-from jaxmp._flax._casts import ModulePolicy, is_complex, written_back
+from jaxmp._flax._casts import ModulePolicy, written_back
 from jaxmp._flax._fp8_layers import (
     LayerDot,
     LayerEinsum,
@@ -42,31 +42,21 @@ def author_class(module: nn.Module) -> type[nn.Module]:
 # ---------------------------------------------------------------------------
 
 
-def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -> bool:
+def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -> None:
     """Sets the fields of a module that its policy replaces.
 
     Args:
       module: a bound module.
       module_policy: its policy.
-      keeps_dtype: the operands require the dtype that the author of the model chose.
-
-    Returns:
-      False if the module keeps its author's fields.
+      keeps_dtype: the module requires the dtype that its author chose.
     """
     policy, traits = module_policy.policy, module_policy.traits
     author = module.__dict__.get("_jaxmp_author", {})
-    if traits.dtype:
-        dtype = author.get(traits.dtype, getattr(module, traits.dtype))
-        explicit = policy.respect_explicit and dtype is not None
-        if (
-            keeps_dtype
-            or is_complex(dtype)
-            or (explicit and np.dtype(dtype) != policy.compute_dtype)
-        ):
-            _restore(module, author)
-            return False
+    if keeps_dtype:
+        _restore(module, author)
+        return
     if module.__dict__.get("_jaxmp_policy") is module_policy:
-        return True
+        return
     object.__setattr__(module, "_jaxmp_policy", module_policy)
     object.__setattr__(module, "_jaxmp_author", author)
     fields: dict[str, Any] = {}
@@ -86,7 +76,6 @@ def prepare(module: nn.Module, module_policy: ModulePolicy, keeps_dtype: bool) -
     for name, value in fields.items():
         author.setdefault(name, module.__dict__.get(name, _UNSET))
         object.__setattr__(module, name, value)
-    return True
 
 
 def author_fields(module: nn.Module) -> dict[str, Any]:
@@ -120,8 +109,7 @@ def _casting_param(ref: Callable[[], Any], module_policy: ModulePolicy) -> Calla
     ) -> PyTree:
         module = ref()
         value = type(module).param(module, name, init_fn, *init_args, **kwargs)
-        dtype, cast_float64 = module_policy.param_dtype(name), module_policy.policy.cast_float64
-        return cast_floating(value, dtype, cast_float64=cast_float64)
+        return cast_floating(value, module_policy.param_dtype(name))
 
     return param
 
@@ -217,7 +205,7 @@ def method_under_policy(under_policy: MethodCall, call: Callable[..., Any]) -> C
         return call
     if method == "attend" and wide is not None and not under_policy.keeps_dtype:
         return _wide_attend(module, wide)
-    is_lookup = method == "__call__" and under_policy.is_overridden
+    is_lookup = method == "__call__" and not under_policy.keeps_dtype
     if is_lookup and _looks_up_float32(module, module_policy):
         return _lookup(module, module_policy, call)
     return call

@@ -49,13 +49,13 @@ def _cast_computed(variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyT
         name
         for name, collection in variables.items()
         if name not in _AUTHORS_COLLECTIONS
-        and any(is_castable(leaf, True) for leaf in jax.tree.leaves(collection))
+        and any(is_castable(leaf) for leaf in jax.tree.leaves(collection))
     ]
     if not computed:
         return variables
     shapes = jax.eval_shape(wrapped_init)
     return {
-        name: cast_like(value, shapes[name], True) if name in computed else value
+        name: cast_like(value, shapes[name]) if name in computed else value
         for name, value in variables.items()
     }
 

@@ -178,7 +178,7 @@ class PolicyInterceptor:
         path = self._relative(module.scope.path)
         module_policy = self._module_policy(module, path)
         keeps_dtype = self._keeps_dtype(module, module_policy, (args, kwargs))
-        is_overridden = prepare(module, module_policy, keeps_dtype)
+        prepare(module, module_policy, keeps_dtype)
         if self.by_path:
             key_scopes(module)
         if method == "setup":
@@ -188,7 +188,6 @@ class PolicyInterceptor:
             module_policy,
             method,
             self._own_caller(module_policy),
-            is_overridden,
             keeps_dtype,
             self.suspects,
             is_function=not hasattr(type(module), method),
@@ -244,10 +243,10 @@ class PolicyInterceptor:
             return self.frames[-1].keeps_dtype
         if not module_policy.traits.dtype:
             return False
-        wide = module_policy.policy.cast_float64
-        if keeps_dtype(operands, wide) or is_complex(getattr(module, "param_dtype", None)):
-            return True
-        return keeps_dtype(_params(module.scope), wide)
+        name = module_policy.traits.dtype
+        dtype = module.__dict__.get("_jaxmp_author", {}).get(name, getattr(module, name))
+        is_chosen = is_complex(dtype) or is_complex(getattr(module, "param_dtype", None))
+        return is_chosen or keeps_dtype((operands, _params(module.scope)))
 
     def _module_policy(self, module: nn.Module, path: Path) -> ModulePolicy:
         cls = type(module)

@@ -12,7 +12,6 @@ import flax.linen as nn
 import jax
 from flax.core import DenyList
 
-from jaxmp._attention._declared import mask_rows
 from jaxmp._autocast._resolve import trace
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
@@ -115,11 +114,7 @@ def explain_model(
         variables = traced.results(shapes)
         call = functools.partial(wrapped.apply, rngs=rngs, mutable=DenyList("params"))
         share = low_precision_share(call, variables, *args, **kwargs)
-    tabulated: Any = apply_policy(model, policies)
-    object.__setattr__(tabulated, "_jaxmp_tabulated", True)
-    initialize = functools.partial(tabulated.init_with_output, rngs)
-    masks = mask_rows(initialize, policies, args, kwargs)
-    explanation = dataclasses.replace(explanation, low_precision_share=share, masks=masks)
+    explanation = dataclasses.replace(explanation, low_precision_share=share)
     return explanation, call, (variables,)
 
 

@@ -11,21 +11,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
-from jaxmp._core._trees import is_castable, saturating_cast
+from jaxmp._core._dtypes import bits, is_16bit
+from jaxmp._core._trees import saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._flax._casts import (
-    ARRAYS,
     IsLeaf,
     ModulePolicy,
     cast_outputs,
@@ -48,7 +46,6 @@ class MethodCall:
     Attributes:
       module, module_policy, method: the module, its policy, and the name of the method.
       caller: the enclosing call if a module calls its own method; otherwise None.
-      is_overridden: the policy replaces the author's dtypes.
       keeps_dtype: the operands require the dtype that the author of the model chose.
       suspects: receives the module by its path if it appears to ignore the dtype of its policy.
       is_function: a transformation of Linen calls a function with the module.
@@ -59,7 +56,6 @@ class MethodCall:
     module_policy: ModulePolicy
     method: str
     caller: MethodCall | None
-    is_overridden: bool
     keeps_dtype: bool
     suspects: dict[str, Suspect]
     is_function: bool = False
@@ -71,12 +67,6 @@ class MethodCall:
     @staticmethod
     def is_leaf(value: object) -> bool:
         """Returns True for values that are not pytrees of arrays."""
-        del value
-        return False
-
-    @staticmethod
-    def is_param(value: object) -> bool:
-        """Returns True for parameters in the arguments."""
         del value
         return False
 
@@ -104,7 +94,7 @@ class MethodCall:
     ) -> PyTree:
         """Calls the method with cast arguments, within `entered`, and casts its results."""
         module_policy, incoming, originals = self.module_policy, (args, kwargs), {}
-        is_cast = self.at_boundary and self.is_overridden
+        is_cast = self.at_boundary and not self.keeps_dtype
         if is_cast:
             args, kwargs, originals = cast_inputs(
                 module_policy, self.method, args, kwargs, self.is_leaf
@@ -113,20 +103,18 @@ class MethodCall:
             try:
                 out = call(*args, **kwargs)
             except (TypeError, ValueError, NotImplementedError) as error:
-                arguments = named_arguments(call, args, kwargs)
-                method = "" if self.is_forward else self.method
-                explain_mismatch(error, module_policy, arguments, self.is_param, method)
+                explain_mismatch(error, module_policy, "" if self.is_forward else self.method)
                 raise
             if self.at_boundary:
                 note_weights(module_policy, lambda: self.own_params(self.module))
         traits = module_policy.traits
         out, carry = split_carry(traits, self.module, self.method, out, incoming, self.lifted)
-        expects_16bit = self.is_overridden and ignores_dtype(module_policy)
+        expects_16bit = not self.keeps_dtype and ignores_dtype(module_policy)
         if expects_16bit and not self.is_inside and returns_float32(out):
             self._suspect()
         if is_cast or (self.at_boundary and module_policy.resolved.casts_output):
             out = cast_outputs(module_policy, out, self.is_leaf)
-        elif self.is_overridden and not (self.at_boundary or self.is_function or self.caller):
+        elif not (self.keeps_dtype or self.at_boundary or self.is_function or self.caller):
             out = widen_outputs(module_policy, out, incoming, self.is_leaf)
         return carry(out)
 
@@ -220,7 +208,7 @@ def cast_inputs(
             value = jax.tree.map(_original, value, is_leaf=is_leaf)
         if is_carry or is_kept:
             return value
-        return cast_tree(value, module_policy.input_dtype, policy.cast_float64, is_leaf, cast_leaf)
+        return cast_tree(value, module_policy.input_dtype, is_leaf, cast_leaf)
 
     new_args = tuple(
         argument(value, index < carried, index in kept.positions)
@@ -240,101 +228,50 @@ def _cast_input(leaf: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarra
 
 _NOTE = "jaxmp: "
 # JAX's messages for an operation that has no 16-bit form; the last one is that of JAX 0.10.
-_NO_16BIT = re.compile(r"(\w+) does not accept dtype|(\w+) input must be|Unsupported dtype")
+_NO_16BIT = re.compile("does not accept dtype|input must be|Unsupported dtype")
 
 
-def explain_mismatch(
-    error: Exception,
-    module_policy: ModulePolicy,
-    arguments: Mapping[str, Any],
-    is_param: IsLeaf = None,
-    method: str = "",
-) -> None:
+def explain_mismatch(error: Exception, module_policy: ModulePolicy, method: str = "") -> None:
     """Adds a note to an error of JAX about the dtypes of a module that computes in 16 bits.
 
     Either two dtypes do not match, or an operation such as `lu` or `rfft` has no 16-bit form. The
-    note contains the module, the arguments concerned and the fix.
+    note contains the module and the fixes.
 
     Args:
       error: raised by a method of the module.
       module_policy: that of the module.
-      arguments: name -> value of the method's arguments.
-      is_param: returns True for a parameter in the arguments; a policy casts it when it is read.
       method: name of the method, if it is not a forward pass, so that its arguments are not cast.
     """
-    compute, text = module_policy.policy.compute_dtype, str(error)
+    policy, text = module_policy.policy, str(error)
     has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
-    refusal = _NO_16BIT.search(text)
-    concerns = compute.name in text and ("float32" in text or refusal is not None)
-    if not (is_16bit(compute) and concerns) or has_note:
+    is_refused = _NO_16BIT.search(text) is not None
+    concerns = policy.compute_dtype.name in text and ("float32" in text or is_refused)
+    if not (is_16bit(policy.compute_dtype) and concerns) or has_note:
         return
     name = module_policy.resolved.path
-    subtree = f"{name}/**" if name else "**"
-    where = f"the module {name!r}" if name else "the root module"
-    start = (
-        f"{_NOTE}this happened in {module_policy.cls.__name__}, {where}, which computes in "
-        f"{compute} under its policy ({module_policy.policy})"
-    )
-    if refusal is not None:
-        operation = next(filter(None, refusal.groups()), "the operation")
-        error.add_note(f"{start}. {_fix_operand(operation, name, arguments)}")
-        return
-    lines = [f"{start}; another array is float32."]
-    if "carry" in text:
-        lines.append(
-            "Create the initial carry of the loop in the dtype of what the loop computes: "
-            "jnp.zeros(shape, x.dtype), not jnp.zeros(shape). If the loop calls a module that "
-            "returns the next carry, you can also let it return float32: "
-            f"Rule({(f'{name}/*' if name else '*')!r}, 'o=f32')."
+    below, subtree = (f"{name}/*", f"{name}/**") if name else ("*", "**")
+    if is_refused:
+        fix = (
+            "JAX has no 16-bit form of the operation. Convert its operand in the module: "
+            "x.astype(jnp.float32). If it is an argument of the module, do not cast it: "
+            f"Rule({name!r}, keep_inputs=['x'])."
         )
-        if module_policy.policy.fp32_outputs_below:
-            lines.append(
-                f"Layers with fewer than {module_policy.policy.fp32_outputs_below} outputs return "
-                f"float32. If they compute the carry: Rule({subtree!r}, fp32_outputs_below=0)."
-            )
-    wide = _float32_names(arguments, is_param)
-    if method:
-        lines.append(
+    elif method:
+        fix = (
             f"The method {method!r} is not a forward pass, so its arguments are not cast, but "
             "modules return 16 bits. Convert their results: self(x).astype(jnp.float32). Or "
             f"declare the method as a forward pass: Rule({name!r}, forward_methods=[{method!r}])."
         )
-    elif wide:
-        lines.append(
-            f"Its arguments contain float32 arrays that are not cast: {', '.join(wide)}. Create "
-            f"them in the compute dtype: jnp.zeros(shape, jnp.{compute})."
+    else:
+        fix = (
+            "Another array is float32. Create the initial carry of a loop, or a cache, in the "
+            "dtype of what is computed: jnp.zeros(shape, x.dtype). If modules return the carry, "
+            f"they can also return float32: Rule({below!r}, 'o=f32'). Layers with few outputs "
+            f"return it already, unless you write Rule({subtree!r}, fp32_outputs_below=0). Or "
+            f"compute this module in float32: Rule({subtree!r}, 'c=f32')."
         )
-    lines.append(f"Or compute this module in float32: Rule({subtree!r}, 'c=f32').")
-    error.add_note(" ".join(lines))
-
-
-def _fix_operand(operation: str, name: str, arguments: Mapping[str, Any]) -> str:
-    """Returns the fix for an operation without a 16-bit form in the module called `name`."""
-    arrays = [key for key, value in arguments.items() if is_castable(value)]
-    kept = repr(arrays[0]) if arrays else "'x'"
-    return (
-        f"JAX does not compute {operation} in 16 bits. Convert its operand in the module: "
-        f"x.astype(jnp.float32). If the operand is an argument of the module, do not cast it: "
-        f"Rule({name!r}, keep_inputs=[{kept}])."
+    error.add_note(
+        f"{_NOTE}this happened in {module_policy.cls.__name__}, "
+        f"{f'the module {name!r}' if name else 'the root module'}, which computes in "
+        f"{policy.compute_dtype} under its policy ({policy}). {fix}"
     )
-
-
-def _float32_names(arguments: Mapping[str, Any], is_param: IsLeaf) -> list[str]:
-    """Returns the names of float32 arrays in arguments, such as `cache[0].k_cache`; at most 3."""
-    names = [
-        name + jax.tree_util.keystr(key_path)
-        for name, value in arguments.items()
-        for key_path, leaf in jax.tree.leaves_with_path(value, is_leaf=is_param)
-        if isinstance(leaf, ARRAYS) and leaf.dtype == FLOAT32
-    ]
-    return names[:3] + ["..."] * (len(names) > 3)
-
-
-def named_arguments(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the arguments of a call by name."""
-    try:
-        return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        return {**{f"args[{index}]": arg for index, arg in enumerate(args)}, **kwargs}

@@ -55,10 +55,6 @@ class _NnxCall(MethodCall):
         return isinstance(value, _OPAQUE)
 
     @staticmethod
-    def is_param(value: object) -> bool:
-        return isinstance(value, nnx.Param)
-
-    @staticmethod
     def own_params(module: Any) -> list[Any]:
         own = (value for value in vars(module).values() if isinstance(value, nnx.Param))
         return [value.get_raw_value() for value in own]
@@ -88,10 +84,7 @@ def call_method(
     is_forward = caller is None or not caller.is_forward
     is_forward = is_forward and bound.module_policy.is_forward(name)
     as_author = is_forward and _keeps_dtype(module, bound, (args, kwargs))
-    is_overridden = bound.is_overridden and not as_author
-    under_policy = _NnxCall(
-        module, bound.module_policy, name, caller, is_overridden, as_author, _frames.suspects
-    )
+    under_policy = _NnxCall(module, bound.module_policy, name, caller, as_author, _frames.suspects)
     call = _replaced(under_policy, bound, call)
     is_whole = not _frames.stack and name == "__call__"
     fp8 = fp8_decisions(bound.cls, bound.policies, bound.path) if is_whole else _WITHIN
@@ -115,7 +108,7 @@ def _replaced(
         return functools.partial(_call_as_author, bound, module, name)
     if not under_policy.at_boundary:
         return call
-    if under_policy.is_overridden and name == "__call__" and _looks_up_float32(bound, module):
+    if name == "__call__" and _looks_up_float32(bound, module):
         return functools.partial(_lookup, bound, module)
     if wide is not None and name == "attend" and _is_flax_embedding(bound, name):
         return _wide_attend(module, wide)
@@ -173,9 +166,8 @@ def _keeps_dtype(module: nnx.Module, bound: Bound, operands: PyTree) -> bool:
     if not name:
         return False
     author = dict(bound.author).get(name, vars(module).get(name))
-    cast_float64 = bound.module_policy.policy.cast_float64
     values = _NnxCall.own_params(module), operands
-    return is_complex(author) or keeps_dtype(values, cast_float64, _NnxCall.is_leaf)
+    return is_complex(author) or keeps_dtype(values, _NnxCall.is_leaf)
 
 
 def _call_as_author(
@@ -183,7 +175,7 @@ def _call_as_author(
 ) -> PyTree:
     """Calls a method of a Flax layer as if the layer had no policy."""
     plain = object.__new__(bound.cls)
-    vars(plain).update({**vars(module), **dict(bound.author if bound.is_overridden else ())})
+    vars(plain).update({**vars(module), **dict(bound.author)})
     del vars(plain)[ATTRIBUTE]
     before = dict(vars(plain))
     out = getattr(plain, name)(*args, **kwargs)

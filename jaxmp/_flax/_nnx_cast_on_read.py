@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._core._compat import current_context
-from jaxmp._core._trees import cast, cast_floating, is_castable
+from jaxmp._core._trees import cast, is_castable, is_float
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._flax._casts import resolve_module, written_back
 from jaxmp._flax._layer_table import LayerTraits
@@ -24,10 +24,6 @@ Path: TypeAlias = tuple[str, ...]
 # Flax does not list attributes with this prefix as a user's: in the items of an `nnx.Dict`, in the
 # variables of a `ToNNX`, in a `repr`.
 ATTRIBUTE = "_pytree__jaxmp"
-
-
-# Replaces `Bound.author` of a module that keeps its dtypes, because of `respect_explicit`.
-AUTHOR_KEPT: tuple[tuple[str, Any], ...] = (("is_overridden", False),)
 
 
 class Bound:
@@ -62,11 +58,6 @@ class Bound:
     @property
     def _key(self) -> tuple[Any, ...]:
         return self.policies, self.path, self.cls, self.author, self.outputs
-
-    @property
-    def is_overridden(self) -> bool:
-        """True if the policy replaces the dtypes that the author of the model chose."""
-        return self.author != AUTHOR_KEPT
 
     def __hash__(self) -> int:
         return self._hash
@@ -150,16 +141,15 @@ class CastOnRead:
                 ) from None
         value = vars(module)[self.name]
         bound = bound_of(module)
-        if bound is None or not bound.is_overridden or current_context().policies != bound.policies:
+        if bound is None or current_context().policies != bound.policies:
             return value
         if _keeps_kernel(bound, module, self.name):
             return value
         dtype = bound.module_policy.param_dtype(self.name)
-        cast_float64 = bound.module_policy.policy.cast_float64
 
         def read(leaf: object) -> object:
             if isinstance(leaf, (nnx.Param, nnx.Cache)):
-                return read_as(leaf, dtype, cast_float64)
+                return read_as(leaf, dtype)
             if is_stateful(leaf):
                 state = functools.partial(read_fp8_state, module, leaf)
                 return dataclasses.replace(leaf, state=state)
@@ -190,12 +180,10 @@ def _keeps_kernel(bound: Bound, module: nnx.Module, name: str) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def read_as(
-    source: nnx.Variable[Any], dtype: DTypeLike, cast_float64: bool = False
-) -> nnx.Variable[Any]:
+def read_as(source: nnx.Variable[Any], dtype: DTypeLike) -> nnx.Variable[Any]:
     """Returns a Variable of the same type that is read in `dtype` and writes to `source`."""
     value = source.get_raw_value()
-    castable = isinstance(value, (jax.Array, np.ndarray)) and is_castable(value, cast_float64)
+    castable = isinstance(value, (jax.Array, np.ndarray)) and is_castable(value)
     if not castable or value.dtype == dtype or not _is_ordinary(source):
         return source
     variable = _cast_class(type(source)).from_metadata(cast(value, dtype), source.get_metadata())
@@ -233,7 +221,7 @@ def _cast_class(cls: type) -> Any:
             if index.get("index", ...) is ...:
                 value = written_back(value, read, stored)
             else:
-                value = cast_floating(value, stored.dtype, cast_float64=True)
+                value = cast(value, stored.dtype) if is_float(value) else value
             source.set_value(value, **index)
             object.__setattr__(self, "_raw_value", cast(source.get_raw_value(), read.dtype))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -95,27 +93,12 @@ ROWS = {
 }
 
 
-@functools.cache
-def default_dtype(cls: type, registered: type | None = None, name: str = "dtype") -> Any:
-    """Returns the default of the `dtype` argument of a layer's constructor; `empty` if it has none.
-
-    Args:
-      cls: the class of the layer. Constructors of Flax's classes are read, and not those of users.
-      registered: a registered class, whose constructor is read as well.
-      name: of the argument.
-    """
-    for base in cls.__mro__:
-        is_layer = base is registered or (is_flax(base) and base not in nnx.Module.__mro__)
-        if is_layer and "__init__" in vars(base):
-            parameter = inspect.signature(vars(base)["__init__"]).parameters.get(name)
-            if parameter is not None:
-                return parameter.default
-    return inspect.Parameter.empty
-
-
 def _flax_dtype(cls: type) -> str:
     """Returns "dtype" if a class of Flax, not one of a user, has that constructor argument."""
-    return "" if default_dtype(cls) is inspect.Parameter.empty else "dtype"
+    bases = (base for base in cls.__mro__ if is_flax(base) and base not in nnx.Module.__mro__)
+    constructors = (vars(base)["__init__"] for base in bases if "__init__" in vars(base))
+    has_dtype = any("dtype" in inspect.signature(init).parameters for init in constructors)
+    return "dtype" if has_dtype else ""
 
 
 def check_attributes(module: nnx.Module, traits: LayerTraits, path: str) -> None:

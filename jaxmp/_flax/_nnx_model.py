@@ -10,7 +10,6 @@ from typing import TypeVar
 import jax
 from flax import nnx
 
-from jaxmp._attention._declared import mask_rows
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _nnx_binding
@@ -113,6 +112,5 @@ def explain_model(
         # The share itself is reported.
         warnings.simplefilter("ignore", RecipeWarning)
         share = low_precision_share(call, state, *args, **kwargs)
-    masks = mask_rows(call, policies, (state, *args), kwargs)
-    explanation = dataclasses.replace(explanation, low_precision_share=share, masks=masks)
+    explanation = dataclasses.replace(explanation, low_precision_share=share)
     return explanation, call, (state,)

@@ -18,11 +18,10 @@ from jaxmp._core._compat import declares_pytree
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._fp8_layers import Promotion, quantizes_float32_kernels, wide_operator
-from jaxmp._flax._layer_table import PREFERRED, DotAttribute, LayerTraits, is_flax
+from jaxmp._flax._layer_table import PREFERRED, DotAttribute, is_flax
 from jaxmp._flax._nnx_calls import call_method, warn_of_unwrapped
 from jaxmp._flax._nnx_cast_on_read import (
     ATTRIBUTE,
-    AUTHOR_KEPT,
     Bound,
     CastOnRead,
     Path,
@@ -30,7 +29,7 @@ from jaxmp._flax._nnx_cast_on_read import (
     cast_on_read,
 )
 from jaxmp._flax._nnx_fp8 import set_fp8_state
-from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes, default_dtype
+from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes
 from jaxmp._recipe_files._load import PolicyMap
 
 # ---------------------------------------------------------------------------
@@ -176,8 +175,6 @@ def bind(module: nnx.Module, policies: PolicyMap, path: Path) -> None:
     check_attributes(module, traits, module_policy.resolved.path)
     changes = _changes(module, module_policy)
     author = tuple((name, vars(module)[name]) for name in changes)
-    if _keeps_explicit_dtype(module, module_policy):
-        changes, author = {}, AUTHOR_KEPT
     for name, value in changes.items():
         object.__setattr__(module, name, value)
     set_fp8_state(module, traits, changes)
@@ -192,27 +189,8 @@ def unbind(module: nnx.Module) -> None:
         return
     object.__setattr__(module, "__class__", bound.cls)
     delattr(module, ATTRIBUTE)
-    for name, value in bound.author if bound.is_overridden else ():
+    for name, value in bound.author:
         object.__setattr__(module, name, value)
-
-
-def _keeps_explicit_dtype(module: nnx.Module, module_policy: ModulePolicy) -> bool:
-    """Returns True if the policy respects a different dtype that the author of the model chose."""
-    traits, policy = module_policy.traits, module_policy.policy
-    if not (traits.dtype and policy.respect_explicit):
-        return False
-    dtype = vars(module).get(traits.dtype)
-    return _is_explicit(module, traits, dtype) and np.dtype(dtype) != policy.compute_dtype
-
-
-def _is_explicit(module: nnx.Module, traits: LayerTraits, dtype: DTypeLike | None) -> bool:
-    """Returns True if the author of a model chose the `dtype` of a layer."""
-    table = vars(module).get(traits.embedding)
-    default = default_dtype(type(module), traits.registered, traits.dtype)
-    return dtype is not None and not any(
-        implied is not None and np.dtype(implied) == np.dtype(dtype)
-        for implied in (default, getattr(table, "dtype", None))
-    )
 
 
 def _changes(module: nnx.Module, module_policy: ModulePolicy) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def register_layer(
       norm: the layer computes statistics. Its inputs and parameters are FP32, and its result is
         returned in the compute dtype.
       dtype: name of the Linen field or NNX attribute with the dtype in which the layer computes. A
-        policy sets it, unless `respect_explicit` is set and the value differs from the default.
+        policy sets it.
       kernel: name of the parameter `[..., inputs, outputs]` that the dot multiplies by; required
         with `dot_general` and `einsum`. If a rule sets an output dtype that is wider than the
         compute dtype, the other parameters, such as a bias, are read in the output dtype.

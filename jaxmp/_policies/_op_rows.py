@@ -282,99 +282,46 @@ _OPAQUE_COLLECTIVES = _rows(
 # opaque, not editable
 # ---------------------------------------------------------------------------
 
-_OPAQUE_NUMBERS = _rows(
+_OPAQUE = _rows(
     "opaque",
     {
-        "convert_element_type": "the author's cast: its result has the requested dtype for any"
-        " operand dtype",
-        "bitcast_convert_type": "reads the bits, which mean another value in another dtype",
-        "reduce_precision": "requests a number of bits",
-        "nextafter": "the neighbor in one dtype, which differs in another dtype",
-        "complex real imag conj": "complex values have no 16-bit format",
-        "fft": "transforms FP32 and FP64 only",
-        "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr"
-        " schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve": "a LAPACK"
-        " or cuSOLVER routine: FP32 and FP64 only",
-        "lu_pivots_to_permutation": "converts integers to integers",
-        "custom_linear_solve": "a solver and its derivative, recorded together, such as LAPACK's",
-        "scaled_dot scaled_matmul scaled_matmul_wrapper": "operands of 8 or 4 bits, with scales"
-        " that belong to them",
-        "reduce reduce_window select_and_scatter": "combines entries by a program that was"
-        " recorded with its dtypes",
-        "and or not xor reduce_and reduce_or reduce_xor shift_left shift_right_arithmetic"
-        " shift_right_logical population_count clz mulhi": "integers and bools: no floating"
-        " operand",
-    },
-)
-_OPAQUE_SOURCES = _rows(
-    "opaque",
-    {
-        "iota empty empty2 create_token after_all iota_2x32_shape": "makes an array of the dtype"
-        " in its parameters",
-        "axis_index platform_index dimension_size dim_as_value shape_assertion": "an index or a"
-        " size, as an integer",
-        "random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap"
-        " threefry2x32 threefry4x32 philox2x32 philox4x32 rng_bit_generator": "random bits: keys"
-        " and integers",
-        "random_gamma rng_uniform": "draws samples, which must be equal in a run and its reference",
-        "from_edtype to_edtype": "an extended dtype and its underlying bits",
-    },
-)
-_OPAQUE_MEMORY = _rows(
-    "opaque",
-    {
-        "get swap addupdate accum_grad_in_ref": "memory of a Ref, which has one dtype",
-        "new_ref empty_ref free_ref freeze create_linear pin unpin": "creates or frees memory of"
-        " one dtype",
-        "with_memory_space_constraint": "a mark on memory for a kernel",
-        "run_state core_map": "a program on Refs, each of which has one dtype",
-        "box_get box_set new_box log_extend log_read new_log": "a mutable box of a recorded type",
-        "call_hi_primitive call_hi_primitive_linearized": "an operation on types that a user"
-        " defined",
-    },
-)
-_OPAQUE_CALLS = _rows(
-    "opaque",
-    {
-        "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p": "a kernel written"
-        " for the recorded dtypes",
-        "ffi_call buffer_callback": "foreign code: its parameters contain the result dtypes",
-        "pure_callback io_callback": "host code: its parameters contain the result dtypes",
-        "debug_callback debug_print inspect_sharding check": "shows what the program computes, as"
-        " it was recorded",
-        "dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd"
-        " dot_product_attention_bwd_wrapper": "cuDNN's attention: accepts 16 bits only, so it was"
-        " recorded in 16 bits",
-        "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper"
-        " dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper": "cuDNN's attention"
-        " in FP8, with scales that belong to its operands",
-        "cudnn_fusion": "one cuDNN kernel, compiled for the recorded dtypes",
-        "custom_partitioning": "a user's rule for sharding, recorded with its dtypes",
-        "call_exported": "an exported program, which takes the dtypes of its export",
-        "composite": "a kernel library replaces it by name and dtypes",
-        "compute_on xla_metadata_call": "a program for another device or with a note to the"
-        " compiler, recorded as a whole",
+        "convert_element_type bitcast_convert_type reduce_precision nextafter "
+        "lu_pivots_to_permutation and or not xor reduce_and reduce_or reduce_xor shift_left "
+        "shift_right_arithmetic shift_right_logical population_count clz mulhi iota empty "
+        "empty2 create_token after_all iota_2x32_shape axis_index platform_index "
+        "dimension_size dim_as_value shape_assertion from_edtype to_edtype random_bits "
+        "random_clone random_fold_in random_seed random_split random_unwrap random_wrap "
+        "threefry2x32 threefry4x32 philox2x32 philox4x32 rng_bit_generator random_gamma "
+        "rng_uniform": "no floating operand, or dtypes that its parameters contain",
+        "complex real imag conj fft cholesky cholesky_update eig eigh geqp3 geqrf hessenberg "
+        "householder_product lu ormqr qr schur svd symmetric_product triangular_solve "
+        "tridiagonal tridiagonal_solve custom_linear_solve bcoo_dot_general "
+        "bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat coo_matvec "
+        "coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv spsolve bcoo_extract "
+        "bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense bcoo_transpose "
+        "bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_todense csr_fromdense "
+        "csr_todense todense stage": "complex values, or a routine for FP32 and FP64",
+        "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze create_linear "
+        "pin unpin with_memory_space_constraint run_state core_map box_get box_set new_box "
+        "log_extend log_read new_log": "memory of one dtype, which other operations share",
+        "scaled_dot scaled_matmul scaled_matmul_wrapper reduce reduce_window "
+        "select_and_scatter call_hi_primitive call_hi_primitive_linearized pallas_call "
+        "mpmd_map tpu_custom_call mosaic_gpu_p ffi_call buffer_callback pure_callback "
+        "io_callback dot_product_attention_fwd dot_product_attention_fwd_wrapper "
+        "dot_product_attention_bwd dot_product_attention_bwd_wrapper "
+        "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper "
+        "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper cudnn_fusion "
+        "custom_partitioning call_exported composite compute_on xla_metadata_call "
+        "custom_vmap_call linear_call custom_jvp_call_jaxpr custom_lin remat_opt unreachable "
+        "program_order all_gather_start all_gather_done all_gather_reduced_start "
+        "all_to_all_start all_to_all_done pbroadcast_start pbroadcast_done ppermute_start "
+        "ppermute_done psum_start psum_done psum_invariant_start reduce_scatter_start "
+        "reduce_scatter_done unreduced_psum_start unreduced_reduce_scatter_start psend "
+        "precv": "a kernel, foreign code, or half of an exchange, for the recorded dtypes",
         "custom_vjp_call": "its backward rule was written for the dtypes that its forward rule"
         " saves",
-        "custom_vmap_call linear_call": "a program and a user's rule for it, recorded together",
-        "custom_jvp_call_jaxpr custom_lin remat_opt unreachable program_order": "exists"
-        " in a program only while JAX transforms it",
-        "all_gather_start all_gather_done all_gather_reduced_start all_to_all_start all_to_all_done"
-        " pbroadcast_start pbroadcast_done ppermute_start ppermute_done psum_start psum_done"
-        " psum_invariant_start reduce_scatter_start reduce_scatter_done unreduced_psum_start"
-        " unreduced_reduce_scatter_start psend precv": "half of an exchange: the other half"
-        " expects its dtype",
-    },
-)
-_OPAQUE_SPARSE = _rows(
-    "opaque",
-    {
-        "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matmat"
-        " coo_matvec coo_spmm coo_spmv csr_matmat csr_matvec csr_spmm csr_spmv spsolve": "a sparse"
-        " product, for which cuSPARSE receives FP32 and FP64 only",
-        "bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_sum_duplicates bcoo_todense"
-        " bcoo_transpose bcsr_extract bcsr_fromdense bcsr_todense coo_fromdense coo_todense"
-        " csr_fromdense csr_todense todense stage": "a sparse array, whose parts belong together",
+        "debug_callback debug_print inspect_sharding check": "shows what the program computes, as"
+        " it was recorded",
     },
 )
 
@@ -396,7 +343,7 @@ _INSIDE = _rows(
 
 _ALL = (
     *(_LOW, _FP32_ONE_OPERAND, _FP32_SEVERAL, _WIDEST, _FOLLOW, _OPAQUE_COLLECTIVES),
-    *(_OPAQUE_NUMBERS, _OPAQUE_SOURCES, _OPAQUE_MEMORY, _OPAQUE_CALLS, _OPAQUE_SPARSE, _INSIDE),
+    *(_OPAQUE, _INSIDE),
 )
 
 # Name of a primitive -> its default row. A primitive without a row is "opaque".

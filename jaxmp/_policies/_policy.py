@@ -38,8 +38,6 @@ FIELD_KEYS = {
     **dict.fromkeys(("o", "out", "output", "output_dtype"), "output_dtype"),
     "matmul": "matmul",
     **{name: name for name in ATTENTION_FIELDS},
-    "respect_explicit": "respect_explicit",
-    "cast_float64": "cast_float64",
     "keep_inputs": "keep_inputs",
     "forward_methods": "forward_methods",
     "fp32_outputs_below": "fp32_outputs_below",
@@ -74,8 +72,6 @@ def canonical_fields(fields: Mapping[str, Any], *, within: str) -> dict[str, Any
             canonical[name] = value if valid else _canonical_width(value, where)
         elif name == "window":
             canonical[name] = None if value is None else _canonical_window(value, where)
-        else:
-            canonical[name] = _canonical_flag(name, value, where)
     return canonical
 
 
@@ -131,16 +127,6 @@ def _canonical_window(value: Any, where: str) -> tuple[int, int]:
             "'mask=causal,window=127' or 'mask=full,window=127+0'."
         )
     return valid[0], valid[-1]
-
-
-def _canonical_flag(name: str, value: object, where: str) -> bool:
-    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return value.strip().lower() == "true"
-    if not isinstance(value, bool):
-        raise PolicyError(
-            f"{name}={value!r}{where} is neither true nor false; for example '{name}=true'."
-        )
-    return value
 
 
 # ---------------------------------------------------------------------------
@@ -217,8 +203,8 @@ def policy_fields(pairs: list[tuple[str, Any]], within: str) -> dict[str, Any]:
             raise PolicyError(
                 f"Unknown key {key!r} in {within!r}.{did_you_mean(key.lower(), FIELD_KEYS)} "
                 "Allowed: p (param_dtype), c (compute_dtype), o (output_dtype), matmul, "
-                "implementation, mask, window, respect_explicit, cast_float64, keep_inputs, "
-                "forward_methods, fp32_outputs_below; for example 'p=f32,c=bf16,o=f32'."
+                "implementation, mask, window, keep_inputs, forward_methods, fp32_outputs_below; "
+                "for example 'p=f32,c=bf16,o=f32'."
             )
         if field in fields:
             raise PolicyError(
@@ -271,8 +257,6 @@ class Policy:
         hidden. "causal+padding": both. "full": nothing is hidden. "array": nothing is declared.
       window: for a declared mask, the number of visible positions to the left and right of a query:
         `(left, right)`, or one integer for both; a causal mask has none to the right. None: all.
-      respect_explicit: keep the `dtype` that the author of a model set on a Flax module.
-      cast_float64: also cast float64 arrays, which otherwise keep their dtype.
       keep_inputs: names and positions of arguments that are not cast at a module's boundary, such
         as `("t", "positions")` or `(1,)`. They apply to every method of the module with such an
         argument; positions start at 0, without `self`.
@@ -301,8 +285,6 @@ class Policy:
     implementation: str
     mask: str
     window: tuple[int, int] | None
-    respect_explicit: bool
-    cast_float64: bool
     keep_inputs: Names
     forward_methods: tuple[str, ...]
     fp32_outputs_below: int
@@ -317,8 +299,6 @@ class Policy:
         implementation: str = "auto",
         mask: str = "array",
         window: int | str | tuple[int, int] | None = None,
-        respect_explicit: bool = False,
-        cast_float64: bool = False,
         keep_inputs: str | Iterable[str | int] = (),
         forward_methods: str | Iterable[str] = (),
         fp32_outputs_below: int = 0,
@@ -346,7 +326,7 @@ class Policy:
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def _cast(self, tree: PyTree, dtype: np.dtype) -> PyTree:
-        return cast_floating(tree, dtype, cast_float64=self.cast_float64)
+        return cast_floating(tree, dtype)
 
     def __str__(self) -> str:
         dtypes = {"p": self.param_dtype, "c": self.compute_dtype, "o": self.output_dtype}
@@ -359,7 +339,6 @@ class Policy:
             parts.append(f"mask={self.mask}")
         if self.window is not None:
             parts.append(f"window={window_text(self.window)}")
-        parts += [f"{name}=true" for name in _FLAGS if getattr(self, name)]
         for name in ("keep_inputs", "forward_methods"):
             if getattr(self, name):
                 parts.append(f"{name}={inputs_text(getattr(self, name))}")
@@ -371,7 +350,6 @@ class Policy:
         return f"Policy({str(self)!r})"
 
 
-_FLAGS = ("respect_explicit", "cast_float64")
 FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Policy))
 
 # Arguments that `get_policy` accepts.

@@ -47,30 +47,6 @@ class PolicyDecision(ExplanationRow):
         return self.path or "(root)", self.module_type, policy, number, reasons
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskRow(ExplanationRow):
-    """Attention layer whose policy declares the structure of its mask.
-
-    Attributes:
-      path: module path of the layer.
-      declared: keys and values of the declaration.
-      is_checked: True if the mask that the model passes agrees with the declaration; False if that
-        mask depends on values that were not passed.
-    """
-
-    path: str
-    declared: str
-    is_checked: bool
-
-    def cells(self) -> tuple[str, ...]:
-        result = "agrees" if self.is_checked else "not checked: pass arrays instead of shapes"
-        return self.path or "(root)", self.declared, result
-
-    def __str__(self) -> str:
-        path, declared, result = self.cells()
-        return f"{path}: {declared} ({result})"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyExplanation(Section[PolicyDecision]):
     """Policies of a model's modules.
@@ -81,7 +57,6 @@ class PolicyExplanation(Section[PolicyDecision]):
       unused: rules that decide for no path.
       low_precision_share: share of the model's matmul FLOPs, from 0 to 1, with both operands in 16
         bits or fewer; None if it was not counted, or if the model has no matmul.
-      masks: attention layers with declared masks, and the result of the comparison.
     """
 
     columns: ClassVar = ("path", "type", "policy", "rule", "why")
@@ -89,7 +64,6 @@ class PolicyExplanation(Section[PolicyDecision]):
     paths: tuple[str, ...] = ()
     unused: tuple[Rule, ...] = ()
     low_precision_share: float | None = None
-    masks: tuple[MaskRow, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -113,8 +87,7 @@ class PolicyExplanation(Section[PolicyDecision]):
         optional = sum(not rule.required for rule in self.unused)
         unused = [f"unused: {rule!r}" for rule in self.unused if rule.required]
         unused += [f"unused: {optional} optional rule{'s' * (optional > 1)}"] * (optional > 0)
-        masks = [f"mask of {row}" for row in self.masks]
-        return "\n".join([super().__str__(), *unused, *masks])
+        return "\n".join([super().__str__(), *unused])
 
 
 # ---------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Rule:
       param_dtype, compute_dtype, output_dtype, matmul, implementation: fields of `Policy`. None:
         the default policy's value.
       mask, window: likewise. A rule with a mask and without a window declares no window.
-      respect_explicit, cast_float64, keep_inputs, forward_methods, fp32_outputs_below: likewise.
+      keep_inputs, forward_methods, fp32_outputs_below: likewise.
       why: the reason, which `explain` and `jaxmp show` print.
       required: refuse a model in which the rule matches nothing.
 
@@ -75,8 +75,6 @@ class Rule:
     implementation: str | None
     mask: str | None
     window: tuple[int, int] | None
-    respect_explicit: bool | None
-    cast_float64: bool | None
     keep_inputs: Names | None
     forward_methods: tuple[str, ...] | None
     fp32_outputs_below: int | None
@@ -96,8 +94,6 @@ class Rule:
         implementation: str | None = None,
         mask: str | None = None,
         window: int | str | tuple[int, int] | None = None,
-        respect_explicit: bool | None = None,
-        cast_float64: bool | None = None,
         keep_inputs: str | Iterable[str | int] | None = None,
         forward_methods: str | Iterable[str] | None = None,
         fp32_outputs_below: int | None = None,

@@ -62,8 +62,6 @@ _POLICY = {
     "compute_dtype": DTYPE._replace(example='"bfloat16"'),
     "output_dtype": DTYPE,
     "matmul": choice(*MATMUL_PRECISIONS),
-    "respect_explicit": BOOLEAN,
-    "cast_float64": BOOLEAN,
     "keep_inputs": Field(
         "a list of argument names and positions",
         '["t", "positions"]',
@@ -136,6 +134,9 @@ RULE = {
     **_POLICY,
     **_ATTENTION,
 }
+
+# Former keys of policies, which are false in the manifests of old checkpoints.
+_FORMER = ("respect_explicit", "cast_float64")
 
 _RULE_EXAMPLE = '    [[rules]]\n    path = "**/lm_head"\n    output_dtype = "float32"'
 
@@ -214,6 +215,8 @@ def _read_table(
     for key, value in values.items():
         # In policies and rules, `c` is short for `compute_dtype`.
         name = FIELD_KEYS.get(key, key) if kind in ("policy", "rules") else key
+        if kind in ("policy", "rules") and name in _FORMER and value is False:
+            continue
         if name not in fields:
             raise _unknown_key(document, (*table, key), kind)
         if name in settings:

@@ -82,7 +82,7 @@ def _advance(run: PureRun) -> Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
 
 def global_norm(tree: PyTree) -> Array:
     """Returns the norm of all floating-point leaves of a tree, summed in FP32."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if _trees.is_castable(leaf, True)]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if _trees.is_float(leaf)]
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
     return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.float32(0)
 

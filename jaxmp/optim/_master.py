@@ -102,7 +102,7 @@ def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> Py
 
     def cast_leaf(names: _trees.Path, leaf: PyTree) -> PyTree:
         inside = not collections or names[0] == _trees.PARAMS
-        if not inside or not _trees.is_castable(leaf, policies.default.cast_float64):
+        if not inside or not _trees.is_castable(leaf):
             return leaf
         dtype = storage_dtype(policies, _trees.rule_names(params, names))
         return to_storage(leaf, dtype, master if is_16bit(dtype) else "fp32")
@@ -406,9 +406,8 @@ def _make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Lay
                 "and masters cannot distinguish them. Rename one of them."
             )
         seen.add(path)
-        cast_float64 = policies is not None and policies.default.cast_float64
         is_param = not collections or names[0] == _trees.PARAMS
-        if not is_param or not _trees.is_castable(leaf, cast_float64):
+        if not is_param or not _trees.is_castable(leaf):
             storage.append((path, ""))
             continue
         rule_names = _trees.rule_names(params, names)
