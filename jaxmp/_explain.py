@@ -13,8 +13,8 @@ from jaxmp._attention import recorded_choices
 from jaxmp._attention._choice import AttentionExplanation
 from jaxmp._autocast import autocast, explain_operations
 from jaxmp._autocast._explain import AutocastExplanation
-from jaxmp._autocast._fp8 import Fp8Explanation, explanation_of, recorded
-from jaxmp._autocast._trace import trace
+from jaxmp._autocast._replay import Fp8Explanation, explanation_of, recorded
+from jaxmp._autocast._resolve import trace
 from jaxmp._core import _compat
 from jaxmp._core._explanation import Section, to_text
 from jaxmp._core._typing import PyTree

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -269,59 +268,25 @@ def _check_rules(opt_state: PyTree, params: PyTree) -> None:
 
 
 # ---------------------------------------------------------------------------
-# flax.serialization: states are written as dicts of their fields
+# flax.serialization casts arrays to the dtypes of the state that it restores into
 # ---------------------------------------------------------------------------
 
 
-def _register(cls: type, fields: tuple[str, ...], replace: Callable[..., Any]) -> None:
-    def to_state_dict(node: object) -> dict[str, Any]:
-        return {name: serialization.to_state_dict(getattr(node, name)) for name in fields}
-
-    def from_state_dict(node: object, state: dict[str, Any]) -> object:
-        return replace(
-            node,
-            **{
-                name: serialization.from_state_dict(getattr(node, name), state[name], name=name)
-                for name in fields
-            },
-        )
-
-    serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
-
-
-for _cls in (_skip.SkipStats, _skip.SkipNonfiniteState):
-    _leaves = tuple(f.name for f in dataclasses.fields(_cls) if not f.metadata.get("static"))
-    _register(_cls, _leaves, dataclasses.replace)
-for _cls in (NoLossScale, StaticLossScale, DynamicLossScale):
-    _register(_cls, _cls.LEAVES, lambda node, **leaves: node.with_leaves(**leaves))
-
-
-def _masters_to_state_dict(node: _master.MasterParamsState) -> dict[str, Any]:
-    """Returns the fields under the names that they have in tree paths."""
-    children, _ = node.tree_flatten_with_keys()
-    return {key.name: serialization.to_state_dict(child) for key, child in children}
-
-
-def _masters_from_state_dict(
-    node: _master.MasterParamsState, state: dict[str, Any]
-) -> _master.MasterParamsState:
-    if node.layout.key not in state:
-        stored = next((key for key in state if key.endswith("_masters")), "unknown masters")
-        raise JaxmpError(
-            f"The state dict was written with {stored}, and the state to restore has "
-            f"{node.layout.key}. Restore under the recipe that wrote it, or convert the masters: "
-            "jaxmp.checkpoint.Checkpointer(directory).restore(state, migrate=True)."
-        )
-    children, layout = node.tree_flatten_with_keys()
-    return _master.MasterParamsState.tree_unflatten(
-        layout,
-        [
-            serialization.from_state_dict(child, state[key.name], name=key.name)
-            for key, child in children
-        ],
+def _refuse_serialization(*_: object) -> NoReturn:
+    raise JaxmpError(
+        "flax.serialization would cast masters and loss scales to the dtypes of the state that it "
+        "restores into. Save the state with its recipe: "
+        "jaxmp.checkpoint.Checkpointer(directory).save(step, state, recipe=recipe); "
+        "flax.serialization.to_bytes(state.params) writes the parameters alone."
     )
 
 
-serialization.register_serialization_state(
-    _master.MasterParamsState, _masters_to_state_dict, _masters_from_state_dict
-)
+for _cls in (
+    _skip.SkipStats,
+    _skip.SkipNonfiniteState,
+    _master.MasterParamsState,
+    NoLossScale,
+    StaticLossScale,
+    DynamicLossScale,
+):
+    serialization.register_serialization_state(_cls, _refuse_serialization, _refuse_serialization)

@@ -455,14 +455,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a 16-bit loss causes no warning",
-        "jaxmp/_gradients/_arguments.py",
+        "jaxmp/_gradients/_evaluate.py",
         "    if is_16bit(array.dtype):\n        warnings.warn(",
         "    if False:\n        warnings.warn(",
         ("test_gradients.py::test_a_half_loss_is_warned_about",),
     ),
     Mutation(
         "the weight of a loss is ignored",
-        "jaxmp/_gradients/_arguments.py",
+        "jaxmp/_gradients/_evaluate.py",
         '    weight = lax.stop_gradient(_scalar(loss[1], "weight"))\n',
         '    weight = jnp.ones_like(lax.stop_gradient(_scalar(loss[1], "weight")))\n',
         (

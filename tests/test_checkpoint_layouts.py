@@ -2,7 +2,6 @@
 
 import itertools
 
-import flax
 import jax
 import numpy as np
 import optax
@@ -60,15 +59,6 @@ def test_plain_orbax_restores_its_own_layout_exactly(layout, make, written):
     for leaf, expected in pairs:
         assert leaf.dtype == expected.dtype
         np.testing.assert_array_equal(leaf, expected)
-
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_flax_serialization_names_both_layouts(source, target):
-    blob = flax.serialization.to_bytes(linen_state(source))
-    with pytest.raises(
-        jaxmp.JaxmpError, match=rf"written with {source}, .* has {target}\. .*=True"
-    ):
-        flax.serialization.from_bytes(linen_state(target), blob)
 
 
 def test_the_layout_is_the_name_of_the_masters_in_paths():

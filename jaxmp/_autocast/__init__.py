@@ -21,9 +21,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from jaxmp._autocast._explain import AutocastExplanation, Recorder
-from jaxmp._autocast._fp8 import decisions, warn_if_unused
-from jaxmp._autocast._replay import Autocast
-from jaxmp._autocast._trace import make_config, trace
+from jaxmp._autocast._replay import Autocast, decisions, warn_if_unused
+from jaxmp._autocast._resolve import make_config, trace
 from jaxmp._core._locations import FULL_PRECISION
 from jaxmp._policies._device import check_device, check_gradient, note_policies
 from jaxmp._policies._op_table import OpTable

@@ -22,7 +22,6 @@ from jaxmp._autocast._consumers import (
     is_identity,
 )
 from jaxmp._autocast._explain import IN_RULE, Recorder
-from jaxmp._autocast._fp8 import fp8_matmul, is_explained, note_unsupported, record_excluded
 from jaxmp._autocast._resolve import (
     IN_CUSTOM_JVP,
     IN_CUSTOM_VJP,
@@ -63,6 +62,13 @@ from jaxmp._core._wide_dot import wide_product, widened_product
 from jaxmp._policies._device import matmul_precision
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._resolve import narrow_reason, resolve_policy
+from jaxmp.fp8._dot_general import dot_general
+from jaxmp.fp8._explain import Fp8Explanation as Fp8Explanation
+from jaxmp.fp8._explain import decide_product, is_explained, note_unsupported
+from jaxmp.fp8._explain import decisions as decisions
+from jaxmp.fp8._explain import explanation_of as explanation_of
+from jaxmp.fp8._explain import recorded as recorded
+from jaxmp.fp8._explain import warn_if_unused as warn_if_unused
 
 
 class Autocast(InPlace):
@@ -322,10 +328,13 @@ class Autocast(InPlace):
         if not is_matmul(equation):
             note_unsupported(path_of(scope_path), f"FP8 has no {equation.primitive.name}")
             return None
-        assert self.config.scaling is not None
+        scaling, kernel = self.config.scaling, kernel_of(values)
+        assert scaling is not None
         why = why or policy.exclusion_reason
         path, shapes = path_of(scope_path), (values[0].array.shape, values[1].array.shape)
-        return fp8_matmul(self.config.scaling, equation, shapes, path, kernel_of(values), why)
+        if not decide_product(scaling, path, shapes, dot_of(equation), kernel, why):
+            return None
+        return dot_general(scaling, kernel="rhs" if kernel else "lhs")
 
     def run_as_written(
         self, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
@@ -334,11 +343,14 @@ class Autocast(InPlace):
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
         policy = self.config.scope_policy((*scope_path, IN_CUSTOM_VJP))
-        if policy.uses_fp8:
-            assert self.config.scaling is not None
+        if policy.uses_fp8 and is_explained():
+            scaling = self.config.scaling
+            assert scaling is not None
             inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
             path, why = path_of(scope_path), policy.exclusion_reason
-            record_excluded(self.config.scaling, (equation, *inside), path, why)
+            for each in filter(is_matmul, (equation, *inside)):
+                lhs, rhs = (array_aval(var).shape for var in each.invars)
+                decide_product(scaling, path, (lhs, rhs), dot_of(each), 1, why)
         return wrap(equation, bind(equation, in_recorded_dtypes(equation, env, values)))
 
     def _is_fp32_only(self, equation: JaxprEqn, env: Environment, dtype: np.dtype) -> bool:

@@ -1,24 +1,32 @@
-"""Maps the name scopes of each equation to a module path, and resolves its policy and category."""
+"""Maps the name scopes of each equation to a module path, and resolves its policy and category.
+
+The function is traced first.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast._fp8 import autocast_scaling
+from jaxmp._core._compat import is_in_custom_vjp
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import BACKWARD, Path, module_paths_of, phase_of, sub_jaxprs
+from jaxmp._core._jaxprs import BACKWARD, Path, Traced, module_paths_of, phase_of, sub_jaxprs
+from jaxmp._core._jaxprs import trace as trace_function
 from jaxmp._core._locations import FULL_PRECISION
 from jaxmp._core._matmuls import is_outer_product
 from jaxmp._core._programs._bind import SCATTERS
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_module_dtypes, check_required
-from jaxmp._policies._resolve import ResolvedPolicy, resolve_first
-from jaxmp._recipe_files._load import PolicyMap
-from jaxmp.errors import RuleError
+from jaxmp._policies._resolve import ResolvedPolicy, Scaling, matmul_scaling, resolve_first
+from jaxmp._recipe_files._load import PolicyMap, RecipeLike, as_op_table, as_policy_map
+from jaxmp.errors import CompositionError, PolicyError, RuleError
 
 # Scopes that mark equations. They are not part of module paths.
 _IN_BACKWARD = "jaxmp_backward"
@@ -89,7 +97,7 @@ class AutocastConfig:
                     "by its path, or allow the rule to match nothing: required=False."
                 )
         # Scaling of FP8 matmuls; None if no policy sets `matmul = "fp8"`.
-        self.scaling = autocast_scaling(policies)
+        self.scaling = _scaling_of(policies)
         self.policies, self.ops = policies, ops
         self.by_path = bool(policies.rules)
         self._scope_policies: dict[Path, ScopePolicy] = {}
@@ -159,6 +167,19 @@ class AutocastConfig:
         )
 
 
+def _scaling_of(policies: PolicyMap) -> Scaling | None:
+    scaling = matmul_scaling(policies)
+    if scaling is not None and scaling.is_stateful:
+        name = type(scaling).__name__
+        raise CompositionError(
+            f"{name} stores a state for each matmul, but a traced function has no state. Scale by "
+            "the tensors themselves: autocast(fn, recipe.replace(fp8='current')), or "
+            "PolicyMap(..., fp8=fp8.CurrentScaling()). Or call "
+            f"fp8.dot_general(fp8.{name}()) in the function, and pass it a state."
+        )
+    return scaling
+
+
 def _without_marks(scope_path: Path) -> Path:
     return tuple(scope for scope in scope_path if scope not in _MARKS)
 
@@ -180,3 +201,60 @@ def with_phase(scope_path: Path, stack: str) -> Path:
 def path_of(scope_path: Path) -> str:
     """Returns scopes joined by "/", without marks."""
     return "/".join(_without_marks(scope_path))
+
+
+# ---------------------------------------------------------------------------
+# Tracing
+# ---------------------------------------------------------------------------
+
+
+# True while autocast traces a function.
+_traces: contextvars.ContextVar[bool] = contextvars.ContextVar("traces", default=False)
+
+
+def is_traced_by_autocast() -> bool:
+    """Returns True in a function whose operations autocast casts."""
+    return _traces.get()
+
+
+def make_config(
+    fn: Callable[..., Any],
+    recipe: RecipeLike,
+    ops: Mapping[str, str] | OpTable | None,
+    name: str,
+) -> AutocastConfig:
+    """Checks the arguments of the public function `name` and returns them as `AutocastConfig`.
+
+    Raises:
+      PolicyError: if `fn` is not a function, or the recipe is not valid.
+      RuleError, CompositionError, OpError: as `autocast`.
+    """
+    if not callable(fn):
+        raise PolicyError(
+            f"{name} received {fn!r} instead of a function. Pass the function first, and then the "
+            f"recipe: {name}(loss_fn, 'bf16')."
+        )
+    table = as_op_table(recipe).replace({} if ops is None else ops)
+    return AutocastConfig(as_policy_map(recipe), table)
+
+
+def trace(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Traced, bool]:
+    """Traces the function of `autocast`; leaves that are not arrays are passed unchanged.
+
+    Returns:
+      The traced function, and True if it was traced inside a rule of a `custom_vjp`.
+    """
+    in_custom_vjp = False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal in_custom_vjp
+        in_custom_vjp = is_in_custom_vjp(source_info_util.current())
+        return fn(*args, **kwargs)
+
+    token = _traces.set(True)
+    try:
+        return trace_function(run, args, kwargs), in_custom_vjp
+    finally:
+        _traces.reset(token)

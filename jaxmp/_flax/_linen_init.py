@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxmp._autocast._trace import trace
+from jaxmp._autocast._resolve import trace
 from jaxmp._core._compat import context
 from jaxmp._core._trees import is_castable, leaves_with_path, parameter_path
 from jaxmp._core._typing import PyTree

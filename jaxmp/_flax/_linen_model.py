@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 from flax.core import DenyList
 
-from jaxmp._autocast._trace import trace
+from jaxmp._autocast._resolve import trace
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_init

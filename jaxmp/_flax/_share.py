@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmp._autocast._trace import is_traced_by_autocast
+from jaxmp._autocast._resolve import is_traced_by_autocast
 from jaxmp._core._dtypes import FLOAT32, bits
 from jaxmp._core._jaxprs import equations, trace
 from jaxmp._core._matmuls import MATMULS, count_flops

@@ -6,20 +6,24 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxmp import _overwritten
-from jaxmp._core import _compat
+from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import sum_dtype
 from jaxmp._core._typing import AxisNames, DTypeLike, PyTree
 from jaxmp._fp32_gradients import is_on_several_devices
-from jaxmp._gradients._arguments import (
+from jaxmp._gradients._evaluate import (
     Options,
-    as_tuple,
-    check_argnums,
-    check_positive,
-    options_of_call,
+    accumulate,
+    evaluate,
+    mean_of_sums,
+    reduce_sums,
+    vary_args,
 )
-from jaxmp._gradients._evaluate import accumulate, evaluate, mean_of_sums, reduce_sums, vary_args
 from jaxmp._loss_scale import LossScaleLike, as_loss_scale
+from jaxmp.errors import JaxmpError
 
 
 def value_and_grad(
@@ -164,3 +168,95 @@ def grad(
         return (grads, value[1]) if with_aux else grads
 
     return grad_fn
+
+
+# ---------------------------------------------------------------------------
+# Checks of arguments
+# ---------------------------------------------------------------------------
+
+
+def as_tuple(value: AxisNames) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def check_argnums(argnums: int | Sequence[int]) -> None:
+    """Checks that `argnums` contains only argument numbers, and not a positional loss scale.
+
+    Raises:
+      JaxmpError: with the value and the intended call.
+    """
+    numbers = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+            raise JaxmpError(
+                f"argnums={argnums!r}: the second argument of value_and_grad and grad is the "
+                "number of the argument to differentiate, or a tuple of such numbers, as in JAX. "
+                "Pass a loss scale by keyword: value_and_grad(fn, loss_scale=loss_scale)."
+            )
+
+
+def check_positive(microbatches: int) -> int:
+    if (
+        isinstance(microbatches, bool)
+        or not isinstance(microbatches, (int, np.integer))
+        or microbatches < 1
+    ):
+        raise JaxmpError(f"microbatches={microbatches!r} must be an integer >= 1; for example 4.")
+    return int(microbatches)
+
+
+def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
+    """Returns the options for a call with `args`, with checked, non-negative argument numbers."""
+
+    def count(name: str, *, optional: bool = False) -> tuple[int, ...]:
+        numbers = as_tuple(getattr(options, name))
+        for index in numbers:
+            if not -len(args) <= index < len(args) and not optional:
+                raise JaxmpError(
+                    f"{name} names argument {index}, but the function was called with {len(args)} "
+                    "positional argument(s); pass it by position."
+                )
+        counted = tuple(i % len(args) for i in numbers if -len(args) <= i < len(args))
+        if len(set(counted)) < len(counted):
+            raise JaxmpError(
+                f"{name}={numbers} contains an argument twice. List each argument once."
+            )
+        return counted
+
+    mutable = count("mutable_argnum")
+    called = dataclasses.replace(
+        options,
+        argnums=count("argnums"),
+        rng_argnums=count("rng_argnums"),
+        batch_argnums=count("batch_argnums", optional=options.microbatches == 1),
+        mutable_argnum=mutable[0] if mutable else None,
+    )
+    both = set(called.argnums) & set(called.batch_argnums)
+    if both and called.microbatches > 1:
+        raise JaxmpError(
+            f"Argument {min(both)} is both differentiated and split into microbatches. List "
+            "only the batch in batch_argnums."
+        )
+    for index in called.argnums:
+        _check_differentiable(index, args[index])
+    return called
+
+
+def _check_differentiable(index: int, arg: PyTree) -> None:
+    params, _ = _overwritten.split(arg)
+    for names, leaf in _trees.leaves_with_path(params):
+        where = "".join(f"[{name!r}]" for name in names)
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
+            raise JaxmpError(
+                f"Argument {index}{where} is a {type(leaf).__name__}, which cannot be "
+                "differentiated because it is not an array. Differentiate the arrays of an Equinox "
+                "module alone: params, static = eqx.partition(model, eqx.is_inexact_array), then "
+                "jaxmp.value_and_grad(lambda params: loss_fn(eqx.combine(params, static)))(params)."
+            )
+        if not _trees.is_inexact(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)):
+            raise JaxmpError(
+                f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, which "
+                "cannot be differentiated. Pass it as another argument, or leave it out of argnums."
+            )
