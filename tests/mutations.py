@@ -204,7 +204,7 @@ MUTATIONS = [
     ),
     Mutation(
         "statistics: gradients in float16 have no loss scale",
-        "jaxmp/_statistics/_what_if.py",
+        "jaxmp/_statistics/_with_stats.py",
         "self.scale if is_backward and self.name == FLOAT16 else",
         "",
         ("test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it",),

@@ -137,7 +137,7 @@ def test_the_engine_alone_lists_calls():
         if isinstance(node, ast.Constant) and node.value in names
     }
     # The table of operations has a row for each of them.
-    assert lists == {"_policies/_op_rows.py"}
+    assert lists == {"_policies/_op_table.py"}
 
 
 def test_few_places_read_the_parameters_of_equations():

@@ -22,8 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from grids import EXPENSIVE
 from jaxmp import cli
-from jaxmp._policies._op_rows import ANY, JOINT
-from jaxmp._policies._op_table import CATEGORIES, DEFAULT_OPS, OpRule, OpTable
+from jaxmp._policies._op_table import ANY, CATEGORIES, DEFAULT_OPS, JOINT, OpRule, OpTable
 from jaxmp._recipe import list_recipes, load_recipe
 from jaxmp._recipe_files._load import PolicyMap, as_op_table
 from jaxmp.errors import JaxmpError, OpError, RecipeError
