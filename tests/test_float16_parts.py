@@ -106,6 +106,13 @@ def test_a_model_of_the_author_in_float16_does_not_warn():
     state.apply_gradients(grads=grads)
 
 
+def test_a_loss_without_float16_is_traced_once():
+    scale, calls = jaxmp.DynamicLossScale(), []
+    loss_fn = lambda w: calls.append(w) or jnp.sum(w)
+    jax.jit(jaxmp.value_and_grad(loss_fn, loss_scale=scale)).lower(jnp.ones(8))
+    assert len(calls) == 1
+
+
 def test_a_model_in_float16_may_be_evaluated_without_a_loss_scale():
     model = jaxmp.load_recipe("fp16").wrap(nn.Dense(8))
     jax.jit(model.apply)(model.init(jax.random.key(0), X), X)

@@ -87,7 +87,8 @@ def differentiate(
 
     if not isinstance(options.loss_scale, NoLossScale):
         present.scaled_gradient = True
-        if not present.float16:
+        # Only losses whose optimizer expects float16 are traced twice.
+        if present.expects_float16 and not present.float16:
             traced = jax.make_jaxpr(lambda *inputs: fn_of_inputs(*inputs)[0])(*inputs)
             present.float16 = contains_float16(traced)
     run = fn_of_inputs

@@ -22,11 +22,13 @@ class Present:
       scale: a static or dynamic loss scale was made.
       scaled_gradient: a loss or gradient was scaled by one.
       float16: a policy that computes in float16 was applied, or a scaled loss contains float16.
+      expects_float16: an optimizer was made whose policies compute in float16.
     """
 
     scale: bool = False
     scaled_gradient: bool = False
     float16: bool = False
+    expects_float16: bool = False
 
 
 present = Present()

@@ -21,7 +21,7 @@ from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._typing import Array, AxisNames, PyTree
 from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, NoLossScale, as_loss_scale
-from jaxmp._loss_scale._use import check_scaled_step
+from jaxmp._loss_scale._use import check_scaled_step, present
 from jaxmp._policies._device import computes_in
 from jaxmp._recipe_files._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
@@ -248,6 +248,7 @@ def guard(
       expects_float16: the policies of the optimizer compute in float16.
     """
     initial_scale = as_loss_scale(loss_scale)
+    present.expects_float16 |= expects_float16
     _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
     axes = settings.axis_name
