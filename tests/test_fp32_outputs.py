@@ -375,3 +375,15 @@ def test_the_audit_reports_a_matmul_of_two_results_of_few_outputs():
     variables = model.init(jax.random.key(0), x)
     report = jaxmp.audit(model.apply, variables, x, recipe="bf16")
     assert "fp32_matmul" in {finding.check for finding in report.findings}
+
+
+def test_policies_in_fp32_keep_weakly_typed_results():
+    class Double(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return 2 * x
+
+    double = jaxmp.load_recipe("fp32").wrap(Double())
+    # As Flax itself, so that a second call of a jitted function is not traced again.
+    out = jax.eval_shape(lambda x: double.apply({}, x), 1.0)
+    assert out.weak_type and out.dtype == F32

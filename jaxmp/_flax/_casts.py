@@ -16,6 +16,7 @@ from jaxmp._core._trees import canonical, cast, is_castable, is_float, saturatin
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._core._wide_dot import is_weak_float32, strongly_typed, weakly_typed
 from jaxmp._flax._layer_table import LayerTraits, is_flax
+from jaxmp._policies._device import computes_in
 from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy
@@ -189,6 +190,11 @@ def ignores_dtype(module_policy: ModulePolicy) -> bool:
     return is_16bit(module_policy.policy.compute_dtype) and not expected
 
 
+@functools.cache
+def _computes_in_16_bits(policies: PolicyMap) -> bool:
+    return any(computes_in(policies, np.dtype(each)) for each in (jnp.bfloat16, np.float16))
+
+
 def cast_outputs(module_policy: ModulePolicy, out: PyTree, is_leaf: IsLeaf = None) -> PyTree:
     """Casts the results of a module to its output dtype.
 
@@ -202,7 +208,9 @@ def cast_outputs(module_policy: ModulePolicy, out: PyTree, is_leaf: IsLeaf = Non
 
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
         if resolved.casts_output or not is_16bit(module_policy.policy.compute_dtype):
-            return cast_array(strongly_typed(leaf), dtype)
+            if _computes_in_16_bits(module_policy.policies):
+                leaf = strongly_typed(leaf)  # the result of a narrow layer
+            return cast_array(leaf, dtype)
         if resolved.narrow:
             return weakly_typed(cast_array(leaf, dtype))
         # The result of a narrow layer, which modules pass on.
