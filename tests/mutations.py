@@ -604,8 +604,8 @@ MUTATIONS = [
     Mutation(
         "importing the package imports all losses",
         "jaxmp/__init__.py",
-        "from jaxmp import optim as optim\n",
-        "from jaxmp import losses as losses\nfrom jaxmp import optim as optim\n",
+        "from jaxmp import errors, fp8, functional, optim, typing\n",
+        "from jaxmp import errors, fp8, functional, losses, optim, typing\n",
         ("test_frame.py::test_import_loads_nothing_heavy",),
     ),
     # Rules and policies.
