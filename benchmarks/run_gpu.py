@@ -94,22 +94,23 @@ def peers(workload: str, minutes: float = 3) -> tuple[Job, ...]:
 
 
 FP8 = "jaxmp-fp8_delayed jaxmp-fp8"
-SMOKE = "--recipes fp16,fp16_params,bf16_params --steps 20 --seconds 10"
+SHORT = "--recipes bf16,fp32,fp16,tf32,bf16_params,fp16_params --steps 30 --seconds 45"
 # The jobs of the first 30 minutes.
 FIRST = (
     Job("ceilings", "ceilings.py --out {out}", 0.5),
     step("w1", "jaxmp-bf16 hand", 1.5, steps=20),
-    step("w5", f"jaxmp-bf16 {FP8} hand", 4),
+    step("w5", f"jaxmp-bf16 {FP8} hand", 3.5, 5),
+    Job("short attention", "attention_gpu.py --longest 2048 --out {out}", 2, file="attention"),
     torch("w1", 2.5, steps=20),
+    Job("short recipes", f"gpu_smoke.py {SHORT} --out {{out}}", 4, "orbax"),
     step("w2", f"jaxmp-bf16 hand {FP8}", 4),
+    torch("w5", 2.5),
     torch("w2", 3),
     Job("optimizer", "optimizer_time.py --out {out}", 3),
     step("w5", "jaxmp-bf16 flax-cudnn", 2, 5),
-    Job("short recipes", f"gpu_smoke.py {SMOKE} --out {{out}}", 2, "orbax"),
-    torch("w5", 2.5),
-    Job("longest sequence", "longest_sequence.py --out {out}", 3.5),
 )
 LATER = (
+    Job("longest sequence", "longest_sequence.py --out {out}", 3.5),
     Job("attention", "attention_gpu.py --out {out}", 4),
     Job("odd attention", "attention_grid.py --run --out {out}", 2),
     Job("fp8_linear", "fp8_linear.py --out {out}", 3),
