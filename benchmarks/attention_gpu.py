@@ -10,7 +10,8 @@ benchmarks/results/attention_gpu-DEVICE.json as soon as it is measured; a later 
 the rows that the file does not contain or that failed.
 
 - numbers: results and gradients in bfloat16 against FP32. At most twice the errors of bfloat16
-  attention that stores all logits and computes its softmax in FP32 are allowed.
+  attention that stores all logits and computes its softmax in FP32 are allowed, or two roundings of
+  the largest entry to bfloat16, because the kernel rounds in another order.
 - masks: gradients under a bool mask where T % 128 == 64 (pytorch issue 196678 has NaN there),
   from jaxmp and from `jax.nn.dot_product_attention(implementation="cudnn")`.
 - speed: `jaxmp.dot_product_attention` and a direct call of that function, alternating on the same
@@ -43,6 +44,7 @@ from gpu_smoke import describe_hardware, file_for, header, spread
 BF16, FP32 = jnp.bfloat16, jnp.float32
 # Operations of forward and backward pass over those of the forward pass.
 PASSES = {"forward": 1.0, "forward+backward": 3.5}
+TWO_ROUNDINGS = 2 * 2.0**-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,7 +352,7 @@ def failures(report: Any, expected: str, kernel: str) -> list[str]:
     ]
     for row in sections["numbers"]:
         for part, error in row["error"].items():
-            allowed = 2 * row["error_of_xla"][part]
+            allowed = max(2 * row["error_of_xla"][part], TWO_ROUNDINGS)
             # Also where it is NaN.
             if not error <= allowed:
                 found.append(

@@ -169,7 +169,7 @@ def not_measured(*command: str) -> Result:
 
 def measured_on(report: dict[str, Any]) -> str:
     """Returns the GPU, date and command of a recorded result."""
-    command = report.get("command", "python benchmarks/run_gpu.py")
+    command = report.get("command", "python benchmarks/run_gpu.py").partition(" --out ")[0]
     date = report.get("date") or environment_of(report)["date"][:10]
     return f"{device_of(report)}, {date}; `{command}`"
 
@@ -240,7 +240,7 @@ def flash_speed() -> Result:
             continue
         table += [
             [device_of(report), row["pass"], "causal" if row["causal"] else "full"]
-            + [f"{row['length']:,}"]
+            + ["{} queries, {} keys of {}".format(*row["heads"]), f"{row['length']:,}"]
             + [f"{row[name]['median']:,.2f}" for name in ("jaxmp_tflops", "direct_tflops", "ratio")]
             for row in rows
         ]
@@ -250,5 +250,5 @@ def flash_speed() -> Result:
         )
     if not table:
         return not_measured("python", "benchmarks/attention_gpu.py")
-    columns = ["GPU", "pass", "mask", "length", "TFLOP/s", "cuDNN directly", "ratio"]
+    columns = ["GPU", "pass", "mask", "heads", "length", "TFLOP/s", "cuDNN directly", "ratio"]
     return Result(" ".join(findings), "; ".join(map(measured_on, reports)), columns, table)

@@ -1,6 +1,7 @@
 """Checks `jaxmp.plan` against published measurements and against exhaustive compilation.
 
     python benchmarks/plan_checks.py pairs --out benchmarks/results/plan_pairs.json
+    python benchmarks/plan_checks.py timed --out benchmarks/results/plan_timed.json
     python benchmarks/plan_checks.py batches --out benchmarks/results/plan_batches.json
     python benchmarks/plan_checks.py time --out benchmarks/results/plan_time.json
 
@@ -10,6 +11,8 @@ status is 1 if a limit is exceeded. Sections:
     pairs    the ratio of the bounds of two recipes, beside that of published tokens per second. For
              widths of 4,096 or more, they differ by at most 15 %; where the published ratio
              differs from 1 by more than 5 %, both are on the same side of it.
+    timed    the ratio of the bounds of two recipes, beside that of the times that run_gpu.py
+             measured on an H200, for the same steps. They differ by at most 15 %.
     batches  the largest batch that the search finds, and that of compiling each batch up to 3 more:
              the last one before one that does not fit. XLA computes arrays again in programs that
              exceed the memory, so that larger ones may fit, too; they are listed
@@ -36,6 +39,9 @@ import jax.numpy as jnp
 import gpt
 import jaxmp
 import plan_llama
+import train_step
+import workload_sizes
+from gpu_record import archived
 from jaxmp._plan._programs import Program
 from jaxmp._targets import TARGETS, get_target
 from result_file import write_result
@@ -144,6 +150,34 @@ def check_pairs(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool
     return rows, is_ok
 
 
+def check_timed(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Returns the ratios of bounds and of measured times, and True if all are within the limits."""
+    rows = []
+    for timed in archived(Path(__file__).parent / "results" / "gpu", "step_*.json"):
+        size = workload_sizes.WORKLOADS[timed["workload"]]
+        measured = {
+            arm.removeprefix("jaxmp-"): row["rate_over_jaxmp-bf16"]
+            for arm, row in timed["summary"].items()
+            if arm.startswith("jaxmp-") and "rate_over_jaxmp-bf16" in row
+        }
+        if len(measured) < 2:
+            continue
+
+        def make_step(recipe: Any, size: workload_sizes.Sizes = size) -> Any:
+            arm = train_step.jaxmp_arm(recipe, size)
+            tokens = jax.ShapeDtypeStruct((size.batch, size.length + 1), jnp.int32)
+            return arm.step, jax.eval_shape(arm.init), tokens
+
+        report = jaxmp.plan(make_step, recipes=[*measured], targets=["h200"], cache=options.cache)
+        bounds = {row.recipe: row.bound for row in report.rows}
+        for recipe in measured.keys() - {"bf16"}:
+            row = {"workload": timed["workload"], "recipe": recipe}
+            row["speed_over_bf16"] = round(bounds["bf16"] / bounds[recipe], 3)
+            rows.append(row | {"measured": measured[recipe]})
+            print(rows[-1], flush=True)
+    return rows, all(abs(row["speed_over_bf16"] / row["measured"] - 1) <= 0.15 for row in rows)
+
+
 # ---------------------------------------------------------------------------
 # Largest batch
 # ---------------------------------------------------------------------------
@@ -223,7 +257,12 @@ def check_time(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]
     return [row], user <= 300
 
 
-SECTIONS = {"pairs": check_pairs, "batches": check_batches, "time": check_time}
+SECTIONS = {
+    "pairs": check_pairs,
+    "timed": check_timed,
+    "batches": check_batches,
+    "time": check_time,
+}
 
 
 def main() -> int:

@@ -573,7 +573,7 @@ def test_pages_have_a_table_for_each_device_and_none_of_rehearsals(tmp_path, mon
         rounds.write()
         reports[f"{key}__step_w1"] = rounds.report
         speed = {name: {"median": ratio} for name in ("jaxmp_tflops", "direct_tflops", "ratio")}
-        row = {"pass": "forward", "causal": True, "length": 2048, **speed}
+        row = {"pass": "forward", "causal": True, "length": 2048, "heads": [16, 16, 64], **speed}
         reports[f"{key}__attention"] = {"environment": environment(device), "speed": [row]}
         results = [
             {"recipe": name, "tokens_per_second": {"median": speed}}

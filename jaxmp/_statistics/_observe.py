@@ -129,10 +129,11 @@ class Observer(Interpreter):
             if place.phase != RECOMPUTE:
                 self._quantized(operands[0], results, Key(OPERANDS, place.scopes, role, (), at))
             return results
-        if name in (*_MATMULS, *_KERNELS) and place.phase != RECOMPUTE:
+        if name in (*_MATMULS, *_KERNELS):
             for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
                 label = ("lhs", "rhs")[n] if name in _MATMULS else f"operand_{n}"
                 label = label if place.phase == FORWARD else "output_grad"
+                # Not operands that are computed again.
                 if place.phase == FORWARD or inside.is_cotangent(var):
                     self._measure(inside, OPERANDS, (place.scopes, label), var, x, at)
         results = self._entered(equation, operands, frame)
