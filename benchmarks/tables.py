@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_record import archived, label_of
+from workload_sizes import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -186,7 +187,10 @@ def gpu_section() -> str:
                 ratios.append(f"{ratio} ({bounds[0]} to {bounds[1]})" if bounds else ratio)
             rows.append((arm, *times, row["rounds"], f"{row['tokens_per_second']:,}", *ratios))
         header = ("program", "ms", "range", "rounds", "tokens/s", "rate over hand-written (range)")
-        title = f"{report['workload']} on {label_of(report['runs'][-1]['environment'])}"
+        size = WORKLOADS[report["workload"]]
+        tokens = f"{size.batch} x {size.length:,} tokens"
+        device = label_of(report["runs"][-1]["environment"])
+        title = f"{report['workload']}: {size.size}, {size.layers} layers, {tokens}, on {device}"
         parts.append(f"\n{title}:\n\n{table((*header, 'rate over bf16 (range)'), rows)}")
     for report in archived(RESULTS / "gpu", "optimizer.json"):
         for model in report["models"]:

@@ -135,7 +135,7 @@ def test_speed_of_fp8_and_of_attention(tmp_path, monkeypatch):
     arms["jaxmp-fp8_delayed"] = {"failed": "memory"}
     rounds = HARDWARE | {"workload": "w2", "summary": arms}
     (tmp_path / "fp8_step-w2-nvidia-h200.json").write_text(json.dumps(rounds))
-    row = {"pass": "forward", "causal": True, "length": 2048}
+    row = {"pass": "forward", "causal": True, "length": 2048, "heads": [16, 16, 64]}
     row |= {name: {"median": 0.99} for name in ("jaxmp_tflops", "direct_tflops", "ratio")}
     (tmp_path / "attention_gpu-nvidia-h200.json").write_text(
         json.dumps(HARDWARE | {"speed": [row]})
