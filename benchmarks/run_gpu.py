@@ -99,17 +99,18 @@ SHORT = "--recipes bf16,fp32,fp16,tf32,bf16_params,fp16_params --steps 30 --seco
 FIRST = (
     Job("ceilings", "ceilings.py --out {out}", 0.5),
     step("w1", "jaxmp-bf16 hand", 1.5, steps=20),
-    step("w5", f"jaxmp-bf16 {FP8} hand", 3.5, 5),
+    step("w5", f"jaxmp-bf16 {FP8} hand", 6.5, 5),  # most of it compiles FP8
     Job("short attention", "attention_gpu.py --longest 2048 --out {out}", 2, file="attention"),
-    torch("w1", 2.5, steps=20),
+    torch("w1", 1.5, steps=20),
     Job("short recipes", f"gpu_smoke.py {SHORT} --out {{out}}", 4, "orbax"),
     step("w2", f"jaxmp-bf16 hand {FP8}", 4),
+    Job("loss", "loss_time.py --out {out}", 1),
     torch("w5", 2.5),
-    torch("w2", 3),
-    Job("optimizer", "optimizer_time.py --out {out}", 3),
+    torch("w2", 2),
     step("w5", "jaxmp-bf16 flax-cudnn", 2, 5),
 )
 LATER = (
+    Job("optimizer", "optimizer_time.py --out {out}", 3),
     Job("longest sequence", "longest_sequence.py --out {out}", 3.5),
     Job("attention", "attention_gpu.py --out {out}", 4),
     Job("odd attention", "attention_grid.py --run --out {out}", 2),
