@@ -82,7 +82,6 @@ MODULES = {
     "jaxmp.losses": "Losses",
     "jaxmp.functional": "Activations",
     "jaxmp.checkpoint": "Checkpoints",
-    "jaxmp.testing": "Tests of equivalence",
     "jaxmp.typing": "Types and results",
     "jaxmp.errors": "Errors and warnings",
 }

@@ -21,7 +21,7 @@ from jaxmp.optim._find import get_loss_scale, get_master_params
 from jaxmp.optim._skipped_steps import check, get_skip_stats
 
 if _typing.TYPE_CHECKING:
-    from jaxmp import checkpoint, losses, nnx, testing
+    from jaxmp import checkpoint, losses, nnx
     from jaxmp._attention import dot_product_attention
     from jaxmp._attention._layer import attention_fn
     from jaxmp._audit import audit
@@ -77,7 +77,6 @@ __all__ = [
     "plan",
     "register_layer",
     "state_shardings",
-    "testing",
     "typing",
     "validate",
     "value_and_grad",
@@ -102,7 +101,6 @@ _LAZY = {
     "locate_nonfinite": ("jaxmp._nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
     "plan": ("jaxmp._plan", "jax", "jaxmp.plan", ""),
-    "testing": ("jaxmp.testing", "flax", "jaxmp.testing", "flax"),
     "register_layer": ("jaxmp._flax._register", "flax", "jaxmp.register_layer", "flax"),
     "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),
     "Budget": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),

@@ -90,7 +90,7 @@ def public_functions():
 
 
 # Public modules; the docstrings of exceptions describe when they are raised.
-PUBLIC = ["checkpoint", "fp8", "functional", "losses", "nnx", "optim", "testing", "typing"]
+PUBLIC = ["checkpoint", "fp8", "functional", "losses", "nnx", "optim", "typing"]
 
 
 @pytest.mark.parametrize("name", ["jaxmp", *(f"jaxmp.{module}" for module in PUBLIC)])

@@ -223,7 +223,7 @@ def test_few_modules_outside_of_fp8_depend_on_it():
 def test_few_modules_import_the_audit():
     """The audit is needed by those alone who ask for it; lazy names are allowed."""
     folders = r"_audit/|_memory/|_nonfinite/|_plan/|_statistics/|_validate/|cli/"
-    allowed = re.compile(rf"jaxmp/({folders}|testing\.py|typing\.py|__init__\.py)")
+    allowed = re.compile(rf"jaxmp/({folders}|typing\.py|__init__\.py)")
     importers = {
         name
         for name, tree in package_trees().items()
@@ -535,7 +535,7 @@ def test_ci_says_so_where_the_gpu_compiler_cannot_be_installed(tmp_path):
 
 
 NAMESPACES = (
-    *("checkpoint", "errors", "fp8", "functional", "losses", "nnx", "optim", "testing"),
+    *("checkpoint", "errors", "fp8", "functional", "losses", "nnx", "optim"),
     "typing",
 )
 

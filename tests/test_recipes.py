@@ -403,8 +403,8 @@ matmul = "highest"
         Rule("a/**", "c=f32", why="because", keep_inputs=()),
         Rule(module_type="Norm", required=False, matmul="highest"),
     )
-    assert recipe.loss_scale == DynamicLossScale.megatron(
-        1024, min_scale=None, hysteresis_refill="clean"
+    assert recipe.loss_scale == DynamicLossScale.preset(
+        "megatron", init_scale=1024, min_scale=None, hysteresis_refill="clean"
     )
     assert (recipe.master, recipe.skip) == ("packed", "cond")
     assert (recipe.accumulate_dtype, recipe.reduce_dtype) == ("bfloat16", "float64")
@@ -442,7 +442,7 @@ def test_extends_a_file_beside_it(write, tmp_path, monkeypatch):
         ("init_scale = 8", DynamicLossScale(8)),
         ('kind = "none"', NoLossScale()),
         ('kind = "static"\nvalue = 8', StaticLossScale(8)),
-        ('preset = "torch"', DynamicLossScale.torch()),
+        ('preset = "torch"', DynamicLossScale.preset("torch")),
         ('kind = "dynamic"', DynamicLossScale()),
     ],
 )
@@ -745,8 +745,11 @@ def test_loading_touches_no_device():
         ({"policies": "p=f32,c=f16"}, {"loss_scale": DynamicLossScale()}),
         ({"policies": "p=f32,c=f16", "loss_scale": "none"}, {"loss_scale": NoLossScale()}),
         ({"loss_scale": 128.0}, {"loss_scale": StaticLossScale(128.0)}),
-        ({"loss_scale": DynamicLossScale.keras()}, {"loss_scale": DynamicLossScale.keras()}),
-        ({"loss_scale": {"preset": "torch"}}, {"loss_scale": DynamicLossScale.torch()}),
+        (
+            {"loss_scale": DynamicLossScale.preset("keras")},
+            {"loss_scale": DynamicLossScale.preset("keras")},
+        ),
+        ({"loss_scale": {"preset": "torch"}}, {"loss_scale": DynamicLossScale.preset("torch")}),
         ({"master": "none", "skip": "cond"}, {"master": "none", "skip": "cond"}),
         ({"reduce_dtype": jnp.bfloat16}, {"reduce_dtype": "bfloat16"}),
         ({"name": "mine", "summary": "my own"}, {"name": "mine", "summary": "my own"}),

@@ -34,7 +34,6 @@ from jaxmp._validate._budget import (
 from jaxmp._validate._compare import compare_figures, compare_metrics, compare_training
 from jaxmp._validate._probe import difference
 from jaxmp._validate._rows import GradientRow, MetricChoice, TrainingRecord, TrainingRow
-from jaxmp.testing import equivalent  # noqa: F401
 
 STEPS = 20
 
@@ -817,14 +816,6 @@ def test_the_check_raises_the_headline():
         jaxmp.errors.ValidationFailedError, match=r"^bf16 FAILS: held-out loss \+10\.?"
     ):
         jaxmp.validate(make, ["bf16"], steps=4, seeds=2, budgets=0.05).check()
-
-
-def test_the_fixture_reads_the_baseline_of_the_test(request, monkeypatch, tmp_path, equivalent):  # noqa: F811
-    monkeypatch.setenv("JAXMP_WRITE_BASELINE", "1")
-    check = equivalent
-    file = check.__closure__[0].cell_contents
-    assert file.parent == request.path.parent / "baselines"
-    assert file.name == f"{request.node.name}.json"
 
 
 RUN = """

@@ -1,6 +1,5 @@
 """Loss scales (none, static, dynamic): immutable pytrees with FP32 and int32 leaves."""
 
-from jaxmp._loss_scale._arguments import LARGEST_SCALE as LARGEST_SCALE
 from jaxmp._loss_scale._arguments import SMALLEST_SCALE as SMALLEST_SCALE
 from jaxmp._loss_scale._base import LossScale as LossScale
 from jaxmp._loss_scale._base import LossScaleLike as LossScaleLike

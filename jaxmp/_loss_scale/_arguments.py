@@ -16,15 +16,12 @@ from jaxmp.errors import LossScaleError
 
 Refill = Literal["growth", "clean"]
 
-# 2**-126. Smaller FP32 numbers are subnormal, and devices may flush them to zero.
-SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
-# 2**128 - 2**104.
-LARGEST_SCALE = float(np.finfo(np.float32).max)
-# The reciprocals of larger numbers are subnormal.
-LARGEST_DIVISOR = 2.0**126
+# FP32 numbers below, and the reciprocals of those above, are subnormal, and devices may flush them
+# to zero.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 _LARGEST_COUNT = int(np.iinfo(np.int32).max)
 
-_SCALE = "a positive number, finite in FP32 and at least 2**-126"
+_SCALE = "a number from 2**-126 to 2**126"
 
 
 def is_number(value: object) -> bool:

@@ -16,8 +16,6 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import cast_floating, dtype_of, is_inexact
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._loss_scale._arguments import (
-    LARGEST_DIVISOR,
-    LARGEST_SCALE,
     check_bool,
     check_scale,
     is_number,
@@ -205,36 +203,18 @@ class Scaling(LossScale):
 
     scale_value: jax.Array
 
-    @property
-    def ceiling(self) -> float:
-        """Largest scale that a step can reach."""
-        return LARGEST_SCALE
-
     def scale(self, tree: T) -> T:
         present.scaled_gradient = True
         return jax.tree.map(lambda leaf: rescale_leaf(self._multiply, leaf), tree)
 
     def unscale(self, tree: T) -> T:
-        divide = self._divide if self.ceiling <= LARGEST_DIVISOR else self._divider_by_large()
-        return jax.tree.map(lambda leaf: rescale_leaf(divide, leaf), tree)
+        return jax.tree.map(lambda leaf: rescale_leaf(self._divide, leaf), tree)
 
     def _multiply(self, x: jax.Array) -> jax.Array:
         return x * self.scale_value.astype(x.dtype)
 
     def _divide(self, x: jax.Array) -> jax.Array:
         return x / self.scale_value.astype(x.dtype)
-
-    def _divider_by_large(self) -> Callable[[jax.Array], jax.Array]:
-        """Returns `_divide` for scales that may exceed 2**126.
-
-        XLA replaces a division by a broadcast scalar with a product by its reciprocal. Above 2**126
-        the reciprocal is subnormal, and if subnormals are flushed, every finite gradient would
-        become 0. The barrier prevents XLA from combining two known factors into that reciprocal.
-        """
-        large = lax.gt(self.scale_value, float32(LARGEST_DIVISOR))
-        shrink = lax.optimization_barrier(lax.select(large, float32(0.25), float32(1.0)))
-        divisor = lax.mul(self.scale_value, shrink)
-        return lambda x: (x * shrink.astype(x.dtype)) / divisor.astype(x.dtype)
 
 
 @final
@@ -245,8 +225,8 @@ class StaticLossScale(Scaling):
     The scale is a leaf, so that a jitted step is not traced again for another value.
 
     Args:
-      loss_scale: the scale: a positive number that is finite in FP32 and at least 2**-126, or a
-        scalar array of such a number. Traced values are not checked.
+      loss_scale: the scale: a number from 2**-126 to 2**126, or a scalar array of such a number.
+        Traced values are not checked.
 
     Raises:
       LossScaleError: if `loss_scale` is not such a number.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from jaxmp._core._messages import did_you_mean
 from jaxmp._loss_scale._arguments import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -23,6 +24,7 @@ from jaxmp._loss_scale._arguments import (
 )
 from jaxmp._loss_scale._base import Scaling, float32, int32, new_leaf
 from jaxmp._loss_scale._use import present
+from jaxmp.errors import LossScaleError
 
 
 @final
@@ -43,9 +45,7 @@ class DynamicLossScale(Scaling):
                 if good_steps == growth_interval:
                     good_steps = 0
                     hysteresis_left = hysteresis
-                    grown = scale * growth_factor
-                    if isfinite(grown):
-                        scale = min(grown, max_scale)
+                    scale = min(scale * growth_factor, max_scale)
         else:
             good_steps = 0
             growth_delay_left = first_growth_delay
@@ -54,25 +54,23 @@ class DynamicLossScale(Scaling):
             else:
                 scale = max(scale * backoff_factor, min_scale)
 
-    The scale is never 0 and never infinite: without `min_scale` its minimum is 2**-126, and it does
-    not grow beyond the range of FP32. Factors are applied in FP32.
+    The scale is never 0 and never infinite: it stays between 2**-126 and 2**126. Factors are
+    applied in FP32.
 
     The method is that of Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740).
-    `torch`, `deepspeed`, `megatron`, `keras` and `tensorflow` create loss scales with the settings
-    of these frameworks; every argument can be overridden. They have the same sequence of scales as
-    the framework while it stays finite and at or above 2**-126: bit for bit if the factors are
-    powers of two, as in all defaults, and otherwise up to the rounding of FP32.
+    `preset` creates loss scales with the settings of other frameworks. They have the same sequence
+    of scales as the framework between 2**-126 and 2**126: bit for bit if the factors are powers of
+    two, as in all defaults, and otherwise up to the rounding of FP32.
 
     Args:
-      init_scale: scale of the first step. Like all scales here, it is a positive number, finite in
-        FP32 and at least 2**-126, or a scalar array of such a number. Traced values are not
-        checked.
+      init_scale: scale of the first step. Like all scales here, it is a number from 2**-126 to
+        2**126, or a scalar array of such a number. Traced values are not checked.
       growth_factor: factor by which the scale grows; above 1.
       backoff_factor: factor by which the scale changes after an overflow; between 0 and 1.
       growth_interval: number of consecutive finite steps after which the scale grows.
       min_scale: minimum scale; None for 2**-126. Default 2**-14, with which the smallest positive
         float16 number, 2**-24, represents a gradient of 2**-10.
-      max_scale: maximum scale; None for the largest FP32 number. Default 2**24, as in apex.
+      max_scale: maximum scale; None for 2**126. Default 2**24, as in apex.
       hysteresis: number of overflows since the last refill at which the scale backs off for the
         first time; each further overflow backs off again. 1: at every overflow.
       hysteresis_refill: event at which the count of overflows restarts: "growth" at each
@@ -175,8 +173,7 @@ class DynamicLossScale(Scaling):
 
     def _grown(self) -> jax.Array:
         grown = lax.mul(self.scale_value, float32(self.growth_factor))
-        capped = lax.min(grown, float32(self.ceiling))
-        return lax.select(lax.is_finite(grown), capped, self.scale_value)
+        return lax.min(grown, float32(self.ceiling))
 
     def _backed_off(self) -> jax.Array:
         fallen = lax.mul(self.scale_value, float32(self.backoff_factor))
@@ -208,83 +205,48 @@ class DynamicLossScale(Scaling):
         refills = finite if self.hysteresis_refill == "clean" else grows
         return lax.select(refills, int32(self.hysteresis), left)
 
-    # Presets, with the settings in `_FRAMEWORKS`.
-
     @classmethod
-    def torch(cls, init_scale: ArrayLike = 2.0**16, **overrides: Any) -> Self:
-        """Creates the loss scale of `torch.amp.GradScaler`, Accelerate and Lightning: no bounds.
+    def preset(cls, framework: str, **settings: Any) -> Self:
+        """Creates a loss scale with the settings of another library.
 
         Args:
-          init_scale: as in `DynamicLossScale`.
-          **overrides: any other argument of `DynamicLossScale`.
+          framework: "torch" (`torch.amp.GradScaler`, Accelerate, Lightning), "deepspeed" (ZeRO; for
+            `consecutive_hysteresis`, pass `hysteresis_refill="clean"`), "megatron"
+            (`DynamicGradScaler`), "keras" (`LossScaleOptimizer`) or "tensorflow"
+            (`DynamicLossScale`).
+          **settings: arguments of `DynamicLossScale` that differ.
+
+        Raises:
+          LossScaleError: for another framework.
+
+        Example:
+          >>> DynamicLossScale.preset("megatron", init_scale=2.0**16).growth_interval
+          1000
         """
-        return cls(init_scale, **_preset("torch", overrides))
-
-    @classmethod
-    def deepspeed(cls, init_scale: ArrayLike = 2.0**16, **overrides: Any) -> Self:
-        """Creates DeepSpeed's loss scale under ZeRO: interval 1000, minimum 1, hysteresis 2.
-
-        One finite step is not counted, at the start and after each overflow.
-        `DynamicLossScale.deepspeed(hysteresis_refill="clean")` is `consecutive_hysteresis`.
-
-        Args:
-          init_scale: as in `DynamicLossScale`.
-          **overrides: any other argument of `DynamicLossScale`.
-        """
-        return cls(init_scale, **_preset("deepspeed", overrides))
-
-    @classmethod
-    def megatron(cls, init_scale: ArrayLike = 2.0**32, **overrides: Any) -> Self:
-        """Creates Megatron-LM's `DynamicGradScaler`: interval 1000, minimum 1, hysteresis 2.
-
-        Args:
-          init_scale: as in `DynamicLossScale`.
-          **overrides: any other argument of `DynamicLossScale`.
-        """
-        return cls(init_scale, **_preset("megatron", overrides))
-
-    @classmethod
-    def keras(cls, init_scale: ArrayLike = 2.0**15, **overrides: Any) -> Self:
-        """Creates the loss scale of Keras 3's `LossScaleOptimizer`: interval 2000, no bounds.
-
-        Args:
-          init_scale: as in `DynamicLossScale`.
-          **overrides: any other argument of `DynamicLossScale`.
-        """
-        return cls(init_scale, **_preset("keras", overrides))
-
-    @classmethod
-    def tensorflow(cls, init_scale: ArrayLike = 2.0**15, **overrides: Any) -> Self:
-        """Creates TensorFlow's `DynamicLossScale`: interval 2000, minimum 1.
-
-        Args:
-          init_scale: as in `DynamicLossScale`.
-          **overrides: any other argument of `DynamicLossScale`.
-        """
-        return cls(init_scale, **_preset("tensorflow", overrides))
+        if framework not in PRESETS:
+            raise LossScaleError(
+                f"Unknown framework {framework!r}.{did_you_mean(framework, PRESETS)} Allowed: "
+                f"{', '.join(PRESETS)}; for example DynamicLossScale.preset('torch')."
+            )
+        return cls(**{"max_scale": None, **PRESETS[framework], **settings})
 
 
-# Settings of each framework besides the initial scale. All use the factors 2 and 0.5.
-_FRAMEWORKS: dict[str, dict[str, Any]] = {
-    "torch": {"growth_interval": 2000, "min_scale": None},
+# Settings of each framework. All use the factors 2 and 0.5.
+PRESETS: dict[str, dict[str, Any]] = {
+    "torch": {"init_scale": 2.0**16, "growth_interval": 2000, "min_scale": None},
     "deepspeed": {
+        "init_scale": 2.0**16,
         "growth_interval": 1000,
         "min_scale": 1.0,
         "hysteresis": 2,
-        "hysteresis_refill": "growth",
         "first_growth_delay": 1,
     },
     "megatron": {
+        "init_scale": 2.0**32,
         "growth_interval": 1000,
         "min_scale": 1.0,
         "hysteresis": 2,
-        "hysteresis_refill": "growth",
     },
-    "keras": {"growth_interval": 2000, "min_scale": None},
-    "tensorflow": {"growth_interval": 2000, "min_scale": 1.0},
+    "keras": {"init_scale": 2.0**15, "growth_interval": 2000, "min_scale": None},
+    "tensorflow": {"init_scale": 2.0**15, "growth_interval": 2000, "min_scale": 1.0},
 }
-
-
-def _preset(framework: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    doubling = {"growth_factor": 2.0, "backoff_factor": 0.5, "max_scale": None}
-    return {**doubling, **_FRAMEWORKS[framework], **overrides}

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxmp._core._dtypes import bits, canonical_dtype
 from jaxmp._core._messages import did_you_mean
-from jaxmp._loss_scale import LARGEST_SCALE
 from jaxmp._recipe_files import _toml
 from jaxmp.errors import RecipeError
 
@@ -66,12 +67,13 @@ def _dtype_name(name: str) -> str:
     return dtype.name
 
 
+_FP32_MAX = float(np.finfo(np.float32).max)
 BOOLEAN = Field("true or false", "true", (bool,))
 NUMBER = Field(
     "a number that FP32 can represent",
     "65536.0",
     (int, float),
-    bounds=(-LARGEST_SCALE, LARGEST_SCALE),
+    bounds=(-_FP32_MAX, _FP32_MAX),
     convert=float,
 )
 COUNT = Field("an integer", "2000", (int,), bounds=(-(2**31), 2**31 - 1))

@@ -45,8 +45,9 @@ class LossScaleData:
             return NoLossScale()
         if self.kind == "static":
             return StaticLossScale(arguments["value"])
-        make = getattr(DynamicLossScale, self.preset) if self.preset else DynamicLossScale
-        return make(**arguments)
+        if self.preset:
+            return DynamicLossScale.preset(self.preset, **arguments)
+        return DynamicLossScale(**arguments)
 
 
 _KEYS_OF_KIND = {

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxmp._core._messages import did_you_mean
+from jaxmp._loss_scale._dynamic import PRESETS
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
 from jaxmp._policies._policy import (
     ATTENTION,
@@ -21,7 +22,6 @@ from jaxmp._recipe_files._fields import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Se
 from jaxmp.errors import OpError, RecipeError, RuleError
 
 KINDS = ("auto", "none", "static", "dynamic")
-PRESETS = ("torch", "deepspeed", "megatron", "keras", "tensorflow")
 MASTERS = ("auto", "fp32", "packed", "none")
 SKIPS = ("auto", "select", "cond", "none")
 
