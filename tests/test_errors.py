@@ -35,7 +35,7 @@ TREE = {f"layer{number}": np.ones((4, 4)) for number in range(60)}
         lambda x: jaxmp.Budget(loss=x),
         lambda x: Checkpointer("x", keep=x),
         lambda x: jaxmp.fp8._scaling.as_scaling(x),
-        lambda x: jaxmp.losses.softmax_cross_entropy(jnp.ones((2, 2)), jnp.ones(2, int), axis=x),
+        lambda x: jaxmp.losses.softmax_cross_entropy(jnp.ones((2, 2)), jnp.ones(2, int), z_loss=x),
     ],
 )
 def test_no_error_contains_a_whole_model(call, value):

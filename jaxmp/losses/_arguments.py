@@ -25,7 +25,6 @@ class Terms(NamedTuple):
 
     label_smoothing: float
     z_loss: float
-    axis: int
 
 
 def shape_of(array: jax.Array) -> list[int]:
@@ -41,17 +40,6 @@ def check_same_shape(array: jax.Array, other: jax.Array, name: str) -> jax.Array
             "jnp.broadcast_to."
         )
     return array
-
-
-def check_axis(axis: int, array: jax.Array) -> int:
-    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-        raise JaxmpError(f"axis={axis!r} is not an integer. Give one axis, for example axis=-1.")
-    if not -array.ndim <= axis < array.ndim:
-        raise JaxmpError(
-            f"axis={axis} is not an axis of shape {shape_of(array)}. Allowed: {-array.ndim} to "
-            f"{array.ndim - 1}; for example axis=-1."
-        )
-    return int(axis) % array.ndim
 
 
 def check_number(value: Any, name: str, largest: float) -> float:
@@ -70,9 +58,9 @@ def check_number(value: Any, name: str, largest: float) -> float:
     return number
 
 
-def make_terms(label_smoothing: float, z_loss: float, axis: int) -> Terms:
+def make_terms(label_smoothing: float, z_loss: float) -> Terms:
     smoothing = check_number(label_smoothing, "label_smoothing", 1.0)
-    return Terms(smoothing, check_number(z_loss, "z_loss", math.inf), axis)
+    return Terms(smoothing, check_number(z_loss, "z_loss", math.inf))
 
 
 def check_reduction(value: Reduction) -> Reduction:

@@ -119,7 +119,7 @@ def linear_cross_entropy(
             f"bias has shape {shape_of(bias)}, and the kernel {shape_of(kernel)} has {size} "
             f"classes. Pass one number for each class: bias.reshape({size})."
         )
-    terms = make_terms(label_smoothing, z_loss, axis=1)
+    terms = make_terms(label_smoothing, z_loss)
     labels = jnp.asarray(labels)
     rows = hidden.shape[:-1]
     check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)

@@ -16,7 +16,6 @@ from jaxmp.errors import JaxmpError
 from jaxmp.losses._arguments import (
     Reduction,
     Terms,
-    check_axis,
     check_indices,
     check_reduction,
     check_same_shape,
@@ -39,7 +38,6 @@ def softmax_cross_entropy(
     ignore_index: int | None = None,
     weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
-    axis: int = -1,
 ) -> Any:
     """Computes softmax cross entropy in FP32, without storing 16-bit logits in FP32.
 
@@ -55,7 +53,7 @@ def softmax_cross_entropy(
     Reverse mode and forward-over-reverse mode are supported; `jax.jvp` of the loss itself raises.
 
     Args:
-      logits: `[..., V]` (V at `axis`), floating, 16 bits or more.
+      logits: `[..., V]`, floating, 16 bits or more.
       labels: class indices, integers of shape `[...]`; or probabilities, floating, of the shape of
         the logits. A class index outside `[0, V)` raises if its value is known. Under `jit`, the
         loss of its row is NaN and the gradient of its row is 0.
@@ -67,7 +65,6 @@ def softmax_cross_entropy(
       weights: weight of each row, `[...]`; floating, integer or bool.
       reduction: "mean", "sum", "none" or "sum_and_weight", as described in the docstring of this
         module.
-      axis: axis of the classes.
 
     Returns:
       FP32 (float64 for float64 logits): a scalar; `[...]` for "none"; `(sum, weight)` for
@@ -85,12 +82,10 @@ def softmax_cross_entropy(
       dtype(bfloat16)
     """
     logits, reduction = floating_array(logits, "logits"), check_reduction(reduction)
-    axis = check_axis(axis, logits)
-    terms = make_terms(label_smoothing, z_loss, axis)
-    size = logits.shape[axis]
-    if not size:
-        raise JaxmpError(f"logits have shape {shape_of(logits)}: no classes at axis={axis}.")
-    rows = logits.shape[:axis] + logits.shape[axis + 1 :]
+    terms = make_terms(label_smoothing, z_loss)
+    if not logits.ndim or not logits.shape[-1]:
+        raise JaxmpError(f"logits have shape {shape_of(logits)}: the last axis has no classes.")
+    *rows, size = logits.shape
     wide = wide_dtype(logits.dtype)
     labels = jnp.asarray(labels)
     if jnp.issubdtype(labels.dtype, jnp.floating):
@@ -104,7 +99,7 @@ def softmax_cross_entropy(
     else:
         check_indices(labels, rows, size, ignore_index, "logits", logits.shape)
         labels, counted, valid = read_indices(labels, size, ignore_index)
-        labels = jnp.expand_dims(labels, axis)
+        labels = jnp.expand_dims(labels, -1)
     factors = row_factors(weights, counted, rows, wide)
     logits, labels, factors, valid = vary_alike(logits, labels, factors, valid)
     losses = mark_invalid(_row_losses(terms, logits, labels), valid)
@@ -137,7 +132,7 @@ def _masked(logits: jax.Array) -> jax.Array:
     return logits == -jnp.inf
 
 
-def _hits(labels: jax.Array, logits: jax.Array, axis: int) -> jax.Array:
+def _hits(labels: jax.Array, logits: jax.Array) -> jax.Array:
     """Returns the labels as probabilities in FP32, for XLA to fuse with their use."""
     wide = wide_dtype(logits.dtype)
     if jnp.issubdtype(labels.dtype, jnp.floating):
@@ -145,7 +140,9 @@ def _hits(labels: jax.Array, logits: jax.Array, axis: int) -> jax.Array:
     # Compare instead of gathering: if V is sharded over devices, this needs no communication.
     sharding = jax.typeof(logits).sharding
     explicit = sharding if any(sharding.spec) else None
-    classes = lax.broadcasted_iota(labels.dtype, logits.shape, axis, out_sharding=explicit)
+    classes = lax.broadcasted_iota(
+        labels.dtype, logits.shape, logits.ndim - 1, out_sharding=explicit
+    )
     return (classes == labels).astype(wide)
 
 
@@ -160,9 +157,9 @@ def forward(
     wide = wide_dtype(logits.dtype)
     # The maximum is exact in the dtype of the logits. The loss does not depend on `top`, so its
     # gradient can be stopped.
-    top = lax.stop_gradient(jnp.max(logits, terms.axis, keepdims=True)).astype(wide)
+    top = lax.stop_gradient(jnp.max(logits, -1, keepdims=True)).astype(wide)
     top = jnp.where(_masked(top), jnp.zeros_like(top), top)
-    raised, hits = logits.astype(wide), _hits(labels, logits, terms.axis)
+    raised, hits = logits.astype(wide), _hits(labels, logits)
     shifted, zero = raised - top, jnp.zeros_like(raised)
     soft = jnp.issubdtype(labels.dtype, jnp.floating)
     # 0 log 0 = 0. With class indices, the sum contains a single logit, which is shifted afterwards.
@@ -174,9 +171,9 @@ def forward(
         parts["live"] = (~_masked(logits)).astype(wide)
     powers = jnp.exp(shifted)
     if small:
-        sums = {**_sums(terms.axis, parts), "exp": jnp.sum(powers, terms.axis, keepdims=True)}
+        sums = {**_sums(parts), "exp": jnp.sum(powers, -1, keepdims=True)}
     else:
-        sums = _sums(terms.axis, {**parts, "exp": powers})
+        sums = _sums({**parts, "exp": powers})
     if not soft:
         sums["hit"] -= top
 
@@ -192,12 +189,12 @@ def forward(
     rows = _Rows(top, log_sum, mass, share)
     if terms.z_loss:
         losses += terms.z_loss * jnp.square(rows.logsumexp)
-    return jnp.squeeze(losses, terms.axis), rows
+    return jnp.squeeze(losses, -1), rows
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _sums(axis: int, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Sums two or more arrays along `axis`, kept with size 1, in one pass.
+@jax.custom_jvp
+def _sums(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Sums two or more arrays along their last axis, kept with size 1, in one pass.
 
     XLA for CPU fuses a reduction of several operands with the operations that compute them. It
     replaces a reduction of one operand by a library call, which reads the operand in FP32 from
@@ -206,28 +203,28 @@ def _sums(axis: int, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
     arrays = list(parts.values())
     zero = np.zeros((), arrays[0].dtype)
     add = lambda left, right: [a + b for a, b in zip(left, right, strict=True)]
-    sums = lax.reduce(arrays, [zero] * len(arrays), add, (axis,))
-    return {key: jnp.expand_dims(total, axis) for key, total in zip(parts, sums, strict=True)}
+    sums = lax.reduce(arrays, [zero] * len(arrays), add, (arrays[0].ndim - 1,))
+    return {key: jnp.expand_dims(total, -1) for key, total in zip(parts, sums, strict=True)}
 
 
 @_sums.defjvp
-def _sums_jvp(axis: int, parts: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    add = lambda tangent: jnp.sum(tangent, axis, keepdims=True)
-    return _sums(axis, *parts), jax.tree.map(add, tangents[0])
+def _sums_jvp(parts: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    add = lambda tangent: jnp.sum(tangent, -1, keepdims=True)
+    return _sums(*parts), jax.tree.map(add, tangents[0])
 
 
 def slope_of(
     terms: Terms, rows: _Rows, logits: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> jax.Array:
     """Returns the FP32 gradient of the logits, each row times its factor; the caller rounds it."""
-    targets = _hits(labels, logits, terms.axis)
+    targets = _hits(labels, logits)
     if rows.share is not None:
         targets = targets * (1 - terms.label_smoothing) + rows.share
     chances = jnp.exp(logits.astype(targets.dtype) - rows.top - rows.log_sum)
     weight = rows.mass
     if terms.z_loss:
         weight += 2 * terms.z_loss * rows.logsumexp
-    factors = jnp.expand_dims(factors, terms.axis)
+    factors = jnp.expand_dims(factors, -1)
     slope = (chances * weight - targets) * factors
     return jnp.where(_masked(logits) | (factors == 0), jnp.zeros_like(slope), slope)
 
@@ -248,7 +245,7 @@ def _row_losses_bwd(terms: Terms, saved: tuple[Any, ...], cotangent: jax.Array) 
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         return slope, None
     surprise = rows.log_sum - (logits.astype(rows.top.dtype) - rows.top)
-    surprise *= (1 - terms.label_smoothing) * jnp.expand_dims(cotangent, terms.axis)
+    surprise *= (1 - terms.label_smoothing) * jnp.expand_dims(cotangent, -1)
     # The derivative with respect to the label of a masked class is infinite. It is set to 0,
     # because the class cannot receive probability.
     surprise = jnp.where(_masked(logits), jnp.zeros_like(surprise), surprise)
