@@ -1,6 +1,5 @@
 """The command line: output, and one message and exit code for each mistake."""
 
-import importlib
 import json
 import os
 import re
@@ -127,39 +126,6 @@ def test_user_text_is_shown_and_not_obeyed(run, folder):
     assert "[bold]a[/bold]" in out and r"\u001b[2J[red]x" in out and "\x1b" not in out
 
 
-def test_explain_prints_the_explanation(run, folder):
-    code, out, err = run("explain", "my_model:make", "--recipe", "bf16")
-    assert (code, err) == (0, "")
-    made = importlib.import_module("my_model").make()
-    assert out == f"{jaxmp.explain(made[0], 'bf16')(*made[1:])}\n"
-    assert re.search(r"^block/router +Dense +p=f32,c=f32,o=f32 +3 +a router compares", out, re.M)
-
-
-@pytest.mark.parametrize("returned", ["model", "(model, None)", "[model]"])
-def test_explain_takes_nnx_models(run, folder, returned):
-    (folder / "nnx_model.py").write_text(
-        "from flax import nnx\n\ndef make():\n"
-        "    model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)\n"
-        f"    return {returned}\n"
-    )
-    (folder / "my.toml").write_text(
-        'extends = "bf16"\n[[rules]]\npath = "layers/0"\ncompute_dtype = "float32"\n'
-        'why = "first layer"\n'
-    )
-    code, out, _ = run("explain", "nnx_model:make", "--recipe", "my.toml")
-    sys.modules.pop("nnx_model")
-    assert code == 0
-    assert re.search(r"^layers/0 +Linear +p=f32,c=f32,o=f32 +1 ", out, re.MULTILINE)
-
-
-def test_explain_names_an_unmatched_required_rule(run, folder):
-    (folder / "my.toml").write_text('extends = "bf16"\n[[rules]]\npath = "blok"\nc = "f32"')
-    code, out, err = run("explain", "my_model:make", "--recipe", "my.toml")
-    assert code == 2 and not out
-    assert "Error: Rule('blok', compute_dtype='float32') matched nothing" in err
-    assert "nearest paths: 'block'" in err
-
-
 # ---------------------------------------------------------------------------
 # JSON
 # ---------------------------------------------------------------------------
@@ -209,7 +175,6 @@ def commands(folder):
     yield {
         "recipes": ["recipes"],
         "show": ["show", "fp16"],
-        "explain": ["explain", "my_model:make", "--recipe", "bf16"],
         "audit": ["audit", "my_step.py:make_step", "--recipe", "fp32"],
         "doctor": ["doctor"],
         "locate": ["locate", "my_step.py:make_step"],
@@ -255,46 +220,28 @@ def test_the_json_of_recipes_and_settings(run):
     assert ops == {op.name: op.category for op in jaxmp._policies._op_table.DEFAULT_OPS.values()}
 
 
-def test_the_json_of_an_explanation(run):
-    result = json.loads(run("explain", "my_model:make", "--recipe", "bf16", "--json", "-")[1])[
-        "policies"
-    ]
-    rows = {row["path"]: row for row in result["rows"]}
-    assert rows["lm_head"]["policy"] == "p=f32,c=bf16,o=f32" and rows["lm_head"]["rule"] == 0
-    assert len(result["unused"]) == len(load_recipe("bf16").policies.rules) - 2
-
-
-def test_explain_and_audit_take_the_same_arguments(run):
-    usages = [run(command, "--help")[1] for command in ("explain", "audit")]
-    for usage in usages:
-        assert "FUNCTION" in usage and "package.module:function, or file.py:function" in words(
-            usage
-        )
-        assert re.search(r"--recipe <?\w+>? .*--json FILE ", words(usage))
-
-
 @pytest.mark.parametrize(
     "arguments, expected",
     [
         (["show", "bf61"], "Error: 'bf61' is not a recipe or a policy. Did you mean 'bf16'?"),
         (["show", "p=f99"], "Error: Unknown dtype 'f99' in 'p=f99'."),
         (["show", "none.toml"], "Error: There is no file 'none.toml'"),
-        (["explain", "my_model", "--recipe", "bf16"], "'my_model' does not name a function"),
-        (["explain", "my_model:", "--recipe", "bf16"], "'my_model:' does not name a function"),
+        (["memory", "my_model", "--recipe", "bf16"], "'my_model' does not name a function"),
+        (["memory", "my_model:", "--recipe", "bf16"], "'my_model:' does not name a function"),
         (
-            ["explain", "my_model:nothing", "--recipe", "bf16"],
+            ["memory", "my_model:nothing", "--recipe", "bf16"],
             "'my_model' does not define a function 'nothing'",
         ),
         (
-            ["explain", "my_model:number", "--recipe", "bf16"],
+            ["memory", "my_model:number", "--recipe", "bf16"],
             "'my_model' does not define a function 'number'",
         ),
         (
-            ["explain", "my_model:alone", "--recipe", "bf16"],
-            "my_model:alone() returned Model, not a model and",
+            ["memory", "my_model:alone", "--recipe", "bf16"],
+            "my_model:alone returned Model, not a function and",
         ),
         (
-            ["explain", "my_model:broken", "--recipe", "bf16"],
+            ["memory", "my_model:broken", "--recipe", "bf16"],
             "raised KeyError: 'gone' (my_model.py, line 28)",
         ),
         (
@@ -303,12 +250,12 @@ def test_explain_and_audit_take_the_same_arguments(run):
             "    def make_rum(recipe, seed):",
         ),
         (
-            ["explain", "my_model:brokem", "--recipe", "bf16"],
+            ["memory", "my_model:brokem", "--recipe", "bf16"],
             "a function 'brokem'. Did you mean 'broken'? It has the form:\n    def brokem():",
         ),
         (["validate", "no_file.py:make_run"], "The file 'no_file.py' does not exist in "),
         (
-            ["explain", "no_model:make", "--recipe", "bf16"],
+            ["memory", "no_model:make", "--recipe", "bf16"],
             "importing 'no_model' raised ModuleNotFoundError",
         ),
     ],
@@ -327,7 +274,7 @@ def test_a_wrong_command_is_refused_with_the_usage(run, arguments):
 
 def test_no_command_prints_the_help(run):
     _, out, err = run()
-    assert all(command in out + err for command in ("recipes", "show", "explain", "--version"))
+    assert all(command in out + err for command in ("recipes", "show", "audit", "--version"))
 
 
 def test_errors_are_red(run, monkeypatch):

@@ -99,7 +99,7 @@ SCRIPTS = ["", "dir.py", "gone.py", "loop.py", "broken.py", "fifo", "-m", "file/
 CHECKPOINTS = ["", "dir", "gone", "file", "fifo", "loop", "damaged", "7", "/dev/null", LONG, "*"]
 COMMANDS = [
     *(["show", name] for name in SHOW),
-    *(["explain", name, "--recipe", "bf16"] for name in FUNCTIONS),
+    *(["memory", name, "--recipe", "bf16"] for name in FUNCTIONS),
     *(["audit", name] for name in FUNCTIONS),
     *(["show", "bf16", "--json", name] for name in OUTPUTS),
     *(["audit", "good.py:make_step", "--html", name] for name in OUTPUTS),
@@ -163,7 +163,7 @@ SLEEP = "import time; print('started', flush=True); time.sleep(60)\n"
 MOMENTS = {
     # A script that prints "started" -> the command that runs it.
     "import": (SLEEP, ["audit", "slow.py:make"]),
-    "make": ("def make():\n    " + SLEEP, ["explain", "slow.py:make", "--recipe", "bf16"]),
+    "make": ("def make():\n    " + SLEEP, ["memory", "slow.py:make", "--recipe", "bf16"]),
     "trace": (
         "import jax.numpy as jnp\ndef make():\n    return step, jnp.ones(2)\n"
         "def step(x):\n    " + SLEEP,

@@ -15,7 +15,7 @@ import jaxmp
 from jaxmp.cli._audit import audit, memory, plan
 from jaxmp.cli._checkpoint import checkpoint, locate
 from jaxmp.cli._output import console, escape
-from jaxmp.cli._show import doctor, explain, recipes, show
+from jaxmp.cli._show import doctor, recipes, show
 from jaxmp.cli._validate import validate
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
@@ -28,7 +28,6 @@ app = typer.Typer(
 )
 app.command()(recipes)
 app.command()(show)
-app.command()(explain)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
 app.command()(memory)
 app.command()(plan)
