@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from types import ModuleType
-from typing import TypeVar, Unpack, final
+from typing import Self, TypeVar, Unpack, final
 
 import jax
 import optax
 
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._loss_scale import LossScale
-from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._recipe_names import recipe_names
 from jaxmp._policies._resolve import Scaling
 from jaxmp._recipe_files._dump import recipe_text
-from jaxmp._recipe_files._load import PolicyMap, RecipeData, RecipeLike, as_recipe_data
+from jaxmp._recipe_files._load import RecipeData, RecipeLike, as_recipe_data
 from jaxmp._recipe_files._replace import RecipeChanges, replace_settings
 from jaxmp.errors import JaxmpError, RecipeError
 from jaxmp.optim._master import cast_params
@@ -33,8 +32,8 @@ ADAPTERS = {
 
 @final
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, repr=False)
-class Recipe:
+@dataclasses.dataclass(frozen=True, repr=False, init=False)
+class Recipe(RecipeData):
     """Precision settings of a training run, and the functions that apply them.
 
     `load_recipe` makes recipes, and `replace` changes them. A recipe is frozen, hashable, equal by
@@ -42,7 +41,16 @@ class Recipe:
     arrays.
 
     Attributes:
-      data: the settings.
+      name: that of the file or its `name` key, or the policy string.
+      summary: description in one line.
+      policies: the default policy and the rules.
+      loss_scale_data: the loss scale, as strings and numbers.
+      master: form of the FP32 masters of 16-bit parameters: see `jaxmp.optim.master_params`.
+      skip: form in which non-finite steps are skipped: "auto", "select", "cond" or "none".
+      accumulate_dtype: name of the dtype in which gradients are summed over microbatches.
+      reduce_dtype: name of the dtype in which gradients are summed over devices.
+      regather: True if split weights are gathered again in the backward pass, instead of kept.
+      ops: categories of operations in `autocast`: the default table with this recipe's edits.
 
     Example:
       >>> recipe = load_recipe("bf16").replace(master="none")
@@ -50,66 +58,19 @@ class Recipe:
       (Recipe('bf16'), dtype(bfloat16), 'none')
     """
 
-    data: RecipeData
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.data, RecipeData):
+    def __new__(cls, *args: object, **settings: object) -> Self:
+        """Refuses what is not how recipes are made, such as `Recipe("bf16")`."""
+        if args:
             raise RecipeError(
-                f"Recipe({self.data!r}) is not how recipes are made. Load it, then change it:\n"
-                f"    load_recipe({self.data!r}).replace(master='fp32')"
+                f"Recipe({args[0]!r}) is not how recipes are made. Load it, then change it:\n"
+                f"    load_recipe({args[0]!r}).replace(master='fp32')"
             )
-
-    # ------------------------------------------------------------------ Settings
-
-    @property
-    def name(self) -> str:
-        """Name of the recipe: that of the file or its `name` key, or the policy string."""
-        return self.data.name
-
-    @property
-    def summary(self) -> str:
-        """Description in one line."""
-        return self.data.summary
-
-    @property
-    def policies(self) -> PolicyMap:
-        """The default policy and the rules."""
-        return self.data.policies
+        return super().__new__(cls)
 
     @property
     def loss_scale(self) -> LossScale:
         """Initial loss scale, with new arrays at each access."""
-        return self.data.loss_scale.build()
-
-    @property
-    def master(self) -> str:
-        """Form of the FP32 masters of 16-bit parameters: see `jaxmp.optim.master_params`."""
-        return self.data.master
-
-    @property
-    def skip(self) -> str:
-        """Form in which non-finite steps are skipped: see `jaxmp.optim.skip_nonfinite`."""
-        return self.data.skip
-
-    @property
-    def accumulate_dtype(self) -> str:
-        """Name of the dtype in which gradients are summed over microbatches."""
-        return self.data.accumulate_dtype
-
-    @property
-    def reduce_dtype(self) -> str:
-        """Name of the dtype in which gradients are summed over devices."""
-        return self.data.reduce_dtype
-
-    @property
-    def regather(self) -> bool:
-        """True if split weights are gathered again in the backward pass, instead of kept."""
-        return self.data.regather
-
-    @property
-    def ops(self) -> OpTable:
-        """Categories of operations in `autocast`: the default table with this recipe's edits."""
-        return self.data.ops
+        return self.loss_scale_data.build()
 
     @property
     def fp8(self) -> Scaling | None:
@@ -214,7 +175,7 @@ class Recipe:
           >>> load_recipe("fp16").replace(loss_scale=128.0).loss_scale
           StaticLossScale(loss_scale=128.0)
         """
-        return Recipe(replace_settings(self.data, **changes))
+        return replace_settings(self, **changes)
 
     def to_toml(self) -> str:
         """Returns the text of a TOML file that loads as an equal recipe.
@@ -228,7 +189,7 @@ class Recipe:
           >>> load_recipe("mine.toml") == recipe
           True
         """
-        return recipe_text(self.data)
+        return recipe_text(self)
 
     def __repr__(self) -> str:
         return f"Recipe({self.name!r})"
@@ -254,7 +215,8 @@ def load_recipe(recipe: RecipeLike) -> Recipe:
       >>> load_recipe("fp16").policies.resolve("dense").compute_dtype
       dtype('float16')
     """
-    return recipe if isinstance(recipe, Recipe) else Recipe(as_recipe_data(recipe))
+    data = as_recipe_data(recipe)
+    return data if isinstance(data, Recipe) else Recipe(**vars(data))
 
 
 def list_recipes() -> list[str]:

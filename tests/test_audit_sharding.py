@@ -308,8 +308,8 @@ def test_weights_that_are_read_in_fp32_or_in_fp8_are_gathered_in_the_right_dtype
     sizes = (8 * WIDTH,), (8 * WIDTH, 64), (8 * WIDTH, WIDTH)
     params = [shape(size, P("data", *[None] * (len(size) - 1))) for size in sizes]
     recipe = jaxmp.load_recipe("fp8")
-    rules = [jaxmp.Rule("router", "c=f32"), *recipe.data.policies.rules]
-    policies = recipe.replace(policies=dataclasses.replace(recipe.data.policies, rules=rules))
+    rules = [jaxmp.Rule("router", "c=f32"), *recipe.policies.rules]
+    policies = recipe.replace(policies=dataclasses.replace(recipe.policies, rules=rules))
     report = compiled(step_of(loss_fn), params, shape((256, 8 * WIDTH), P("data")), policies)
     assert report.ok and "fp32_all_gather" not in severities(report)
     gathered = {(r.module, r.dtype) for r in report.collectives if r.content == "weight"}

@@ -215,7 +215,7 @@ rules = st.builds(Rule, readable_paths, policies, why=texts, required=st.boolean
     why=texts,
 )
 scales = st.sampled_from(["auto", "none", 8.0, 8e37, 1.1754944e-38]) | st.fixed_dictionaries(
-    {"preset": st.sampled_from(PRESETS)},
+    {"preset": st.sampled_from([*PRESETS])},
     optional={
         "init_scale": st.floats(2.0**10, 2.0**20, width=32),
         "growth_interval": st.integers(1, 2**31 - 1),

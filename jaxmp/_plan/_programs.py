@@ -62,7 +62,7 @@ class Program(NamedTuple):
             batch=batch,
             remat=str(options.get("remat", "")),
             usable=self.chip.usable,
-            lacking=lacking_format(self.chip, self.recipe.data),
+            lacking=lacking_format(self.chip, self.recipe),
         )
         try:
             with _compat.unchecked_cuda(), default_target(self.chip.name):
@@ -95,7 +95,7 @@ class Program(NamedTuple):
     def _compiled(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> Measured:
         chip = self.chip
         compiler = compile_lowered if self.cache is None else caching_compiler(self.cache, chip)
-        context = PolicyContext(self.recipe.data, chip.platform, repr(self.recipe.name))
+        context = PolicyContext(self.recipe, chip.platform, repr(self.recipe.name))
         report, compiled = audit_program(context, step, args, {}, chip.name, compiler)
         assert compiled is not None and report.memory is not None
         memory = report.memory

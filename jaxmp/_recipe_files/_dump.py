@@ -37,7 +37,7 @@ def recipe_text(data: RecipeData) -> str:
     blocks = [
         _block(_HEAD, {"name": data.name, "summary": data.summary}),
         _block("[policy]", default),
-        _block("[loss_scale]", _loss_scale(data.loss_scale)),
+        _block("[loss_scale]", _loss_scale(data.loss_scale_data)),
         _block("[optimizer]", {"master": data.master, "skip": data.skip}),
         _block("[attention]", attention),
         *([] if scaling is None else [_block(f"[{TABLE}]", scaling_settings(scaling))]),

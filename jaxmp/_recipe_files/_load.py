@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -80,7 +80,7 @@ class RecipeData:
     # Description in one line.
     summary: str = ""
     policies: PolicyMap
-    loss_scale: LossScaleData = dataclasses.field(default_factory=LossScaleData)
+    loss_scale_data: LossScaleData = dataclasses.field(default_factory=LossScaleData)
     # Form of the FP32 masters of 16-bit parameters: "auto", "fp32", "packed" or "none".
     master: str = "auto"
     # How a step with a non-finite gradient is skipped: "auto", "select", "cond" or "none".
@@ -94,16 +94,10 @@ class RecipeData:
     ops: OpTable = dataclasses.field(default_factory=OpTable)
 
 
-class HasRecipeData(Protocol):
-    """Object that contains the data of a recipe, such as a `Recipe`."""
-
-    @property
-    def data(self) -> RecipeData: ...
-
-
+D = TypeVar("D", bound=RecipeData)
 # Everything that `policies=` and `load_recipe` accept: a recipe, policies, or the name, file,
 # string, dtype or dict that specifies them.
-RecipeLike: TypeAlias = HasRecipeData | RecipeData | PolicyMap | PolicyLike | os.PathLike[str]
+RecipeLike: TypeAlias = RecipeData | PolicyMap | PolicyLike | os.PathLike[str]
 
 
 # ---------------------------------------------------------------------------
@@ -170,8 +164,6 @@ def as_recipe_data(recipe: RecipeLike) -> RecipeData:
     """
     if isinstance(recipe, RecipeData):
         return recipe
-    if isinstance(data := getattr(recipe, "data", None), RecipeData):
-        return data
     if isinstance(recipe, os.PathLike):
         return _load_file(os.fsdecode(recipe))
     if isinstance(recipe, PolicyMap):
@@ -207,7 +199,7 @@ def _from_policies(policies: PolicyMap) -> RecipeData:
         name=str(default) + (f" and {rules} rule{'s' * (rules > 1)}" if rules else ""),
         summary="made from policies",
         policies=policies,
-        loss_scale=LossScaleData(kind=automatic_kind(policies)),
+        loss_scale_data=LossScaleData(kind=automatic_kind(policies)),
     )
     return check_recipe(data)
 
@@ -327,7 +319,7 @@ def _build(layers: _Layers) -> RecipeData:
         name=values[""].get("name", stem),
         summary=values[""].get("summary", extends),
         policies=policies,
-        loss_scale=read_loss_scale(tables["loss_scale"], policies),
+        loss_scale_data=read_loss_scale(tables["loss_scale"], policies),
         **values["optimizer"],
         **values["gradients"],
         ops=OpTable(values["ops"]),
@@ -340,7 +332,7 @@ def _build(layers: _Layers) -> RecipeData:
 # ---------------------------------------------------------------------------
 
 
-def check_recipe(data: RecipeData, locate: Callable[[str, str], str] | None = None) -> RecipeData:
+def check_recipe(data: D, locate: Callable[[str, str], str] | None = None) -> D:
     """Returns `data` if its settings do not contradict each other.
 
     Args:
@@ -361,7 +353,7 @@ def check_recipe(data: RecipeData, locate: Callable[[str, str], str] | None = No
                     f"FP32 that bfloat16 drops, but {owner} stores parameters in float16. Write:\n"
                     + fix_line("optimizer", "master", '"fp32"')
                 )
-    if data.skip == "none" and data.loss_scale.kind == "dynamic":
+    if data.skip == "none" and data.loss_scale_data.kind == "dynamic":
         raise RecipeError(
             f'{locate("optimizer", "skip")}: skip = "none" applies every step, but a dynamic loss '
             "scale overflows regularly while it searches for the largest scale, and such a step "

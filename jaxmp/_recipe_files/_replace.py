@@ -12,7 +12,7 @@ from jaxmp._core._typing import DTypeLike
 from jaxmp._loss_scale import LossScaleLike
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import ATTENTION_FIELDS, canonical_fields
-from jaxmp._recipe_files._load import PolicyMap, RecipeData, RecipeLike, as_policy_map, check_recipe
+from jaxmp._recipe_files._load import D, PolicyMap, RecipeLike, as_policy_map, check_recipe
 from jaxmp._recipe_files._loss_scale_table import LossScaleData, automatic_kind, loss_scale_data
 from jaxmp._recipe_files._scaling_table import ScalingLike, replace_scaling
 from jaxmp._recipe_files._schema import TABLES, TOP
@@ -47,7 +47,7 @@ class RecipeChanges(TypedDict, total=False):
     summary: str | None
 
 
-def replace_settings(data: RecipeData, **changes: Unpack[RecipeChanges]) -> RecipeData:
+def replace_settings(data: D, **changes: Unpack[RecipeChanges]) -> D:
     """Returns a recipe with some settings replaced; see `Recipe.replace`.
 
     A loss scale that "auto" has chosen is chosen again for new policies.
@@ -65,14 +65,14 @@ def replace_settings(data: RecipeData, **changes: Unpack[RecipeChanges]) -> Reci
     new_policies = _replace_attention(new_policies, attention)
     new_policies = replace_scaling(new_policies, fp8, data.name)
     if loss_scale is None:
-        is_automatic = data.loss_scale == LossScaleData(kind=automatic_kind(data.policies))
-        loss_scale = "auto" if is_automatic else data.loss_scale
+        is_automatic = data.loss_scale_data == LossScaleData(kind=automatic_kind(data.policies))
+        loss_scale = "auto" if is_automatic else data.loss_scale_data
     values = {key: _read_change(key, value) for key, value in settings.items() if value is not None}
     return check_recipe(
         dataclasses.replace(
             data,
             policies=new_policies,
-            loss_scale=loss_scale_data(loss_scale, new_policies),
+            loss_scale_data=loss_scale_data(loss_scale, new_policies),
             ops=data.ops if ops is None else _replace_ops(data.ops, ops),
             **values,
         )

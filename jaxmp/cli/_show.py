@@ -21,7 +21,7 @@ def recipes(json: JsonOption = None) -> None:
     rows: list[dict[str, str]] = []
     for recipe in map(load_recipe, list_recipes()):
         # `keep_inputs` is long; `jaxmp show` prints it.
-        policy, loss_scale = summarized(recipe.policies.default), recipe.data.loss_scale.kind
+        policy, loss_scale = summarized(recipe.policies.default), recipe.loss_scale_data.kind
         row = {"name": recipe.name, "policy": str(policy), "loss_scale": loss_scale}
         rows.append(row | {"summary": recipe.summary})
         # The three dtypes are on one line, and each other setting on a line below.

@@ -456,7 +456,7 @@ def mixed_precision(
                 f"Unknown loss_scale={loss_scale!r}. Allowed: 'auto', None, a number or a loss "
                 "scale; for example loss_scale=jaxmp.DynamicLossScale()."
             )
-        loss_scale = data.loss_scale.build()
+        loss_scale = data.loss_scale_data.build()
     masters = master_params(inner, recipe=data.policies, master=master)
     gradients = GradientSettings(data.accumulate_dtype, data.reduce_dtype, data.regather)
     settings = SkipSettings(skip != "none", as_axes(axis_name), gradients)
