@@ -14,9 +14,8 @@ from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._loss_scale import LossScale
 from jaxmp._policies._recipe_names import recipe_names
 from jaxmp._policies._resolve import Scaling
-from jaxmp._recipe_files._dump import recipe_text
 from jaxmp._recipe_files._load import RecipeData, RecipeLike, as_recipe_data
-from jaxmp._recipe_files._replace import RecipeChanges, replace_settings
+from jaxmp._recipe_files._replace import RecipeChanges, recipe_text, replace_settings
 from jaxmp.errors import JaxmpError, RecipeError
 from jaxmp.optim._master import cast_params
 from jaxmp.optim._skip import mixed_precision

@@ -539,7 +539,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a skipped step moves the count of a schedule around the optimizer",
-        "jaxmp/optim/_apply.py",
+        "jaxmp/optim/_assign.py",
         "            return _trees.select(applied, n, o)\n",
         "            return n\n",
         ("test_optim.py::test_state_around_the_guard_is_restored_on_a_skip",),
@@ -657,7 +657,7 @@ MUTATIONS = [
     ),
     Mutation(
         "methods such as training steps read parameters in 16 bits",
-        "jaxmp/_flax/_nnx_calls.py",
+        "jaxmp/_flax/_nnx_subclass.py",
         "policies if frame.is_forward and not active else",
         "policies if not active else",
         ("test_methods.py::test_own_parameters_are_cast_in_the_forward_pass_only",),

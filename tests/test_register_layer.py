@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._flax._linen_layers import LINEN_LAYERS
+from jaxmp._flax._linen_fields import LINEN_LAYERS
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._policies._rules import Rule
 from jaxmp.errors import CompositionError

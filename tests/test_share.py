@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxmp
 from grids import fast_cases
-from jaxmp._flax import _nnx_calls
+from jaxmp._flax import _nnx_subclass
 
 X = jnp.ones((2, 8))
 
@@ -19,7 +19,7 @@ X = jnp.ones((2, 8))
 @pytest.fixture(autouse=True)
 def fresh_warnings():
     """Resets the record of warnings that are shown once for a class."""
-    _nnx_calls._counted.clear()
+    _nnx_subclass._counted.clear()
 
 
 # ---------------------------------------------------------------------------

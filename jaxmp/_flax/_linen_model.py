@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
@@ -13,20 +16,35 @@ import jax
 from flax.core import DenyList
 
 from jaxmp._autocast._resolve import trace
+from jaxmp._core._compat import context, current_context
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
-from jaxmp._flax import _linen_init
+from jaxmp._flax import _linen_interceptor
+from jaxmp._flax._casts import cast_outputs, resolve_module
 from jaxmp._flax._check_model import check_model
-from jaxmp._flax._linen_subclass import wrapped_class
-from jaxmp._flax._share import low_precision_share
-from jaxmp._policies._device import note_policies
+from jaxmp._flax._linen_fields import LINEN_LAYERS, author_fields
+from jaxmp._flax._linen_interceptor import (
+    Path,
+    Plain,
+    PolicyInterceptor,
+    Root,
+    add_policy_state,
+    check_required_rules,
+    is_by_path,
+    key_scopes,
+    make_root,
+    modules_in,
+)
+from jaxmp._flax._shardings import constrain_variables
+from jaxmp._flax._share import fp8_decisions, low_precision_share, warn_if_low, warn_of_model
+from jaxmp._policies._device import check_gradient, note_policies
 from jaxmp._policies._required import (
     PolicyExplanation,
     check_module_dtypes,
     check_required,
     explain_modules,
 )
-from jaxmp._recipe_files._load import RecipeLike, as_policy_map
+from jaxmp._recipe_files._load import PolicyMap, RecipeLike, as_policy_map
 from jaxmp.errors import CompositionError, RecipeWarning
 
 M = TypeVar("M", bound=nn.Module)
@@ -79,7 +97,7 @@ def module_paths(
       `path:name` to None for every parameter.
     """
     check_model(model, nn.Module)
-    return _linen_init.module_paths(model, args, kwargs, rngs, {})
+    return _linen_interceptor.module_paths(model, args, kwargs, rngs, {})
 
 
 def explain_model(
@@ -101,7 +119,7 @@ def explain_model(
     """
     check_model(model, nn.Module)
     policies, outputs = as_policy_map(recipe), {}
-    paths = _linen_init.module_paths(model, args, kwargs, None, outputs)
+    paths = _linen_interceptor.module_paths(model, args, kwargs, None, outputs)
     check_required(policies, paths)
     explanation = explain_modules(policies, paths, outputs)
     rngs = jax.random.key(0)
@@ -125,3 +143,320 @@ def _check_unbound(model: nn.Module) -> None:
             "to variables. Apply the recipe first: recipe.wrap(model).bind(variables); inside a "
             "compact method, recipe.wrap(Module(..., parent=None))."
         )
+
+
+# ---------------------------------------------------------------------------
+# Wrapped classes
+# ---------------------------------------------------------------------------
+
+_classes: dict[tuple[type, PolicyMap, Path], type] = {}
+_classes_lock = threading.Lock()
+
+
+def wrapped_class(cls: type[nn.Module], policies: PolicyMap, origin: Path = ()) -> type[nn.Module]:
+    """Returns the subclass of `cls` whose methods run under `policies`.
+
+    Equal arguments give the same class, so equal models under equal policies are equal.
+
+    Args:
+      cls: the class that the author of the model wrote.
+      policies: the policies.
+      origin: the path of a submodule that was taken out of its model.
+    """
+    key = (cls, policies, origin)
+    with _classes_lock:
+        if key not in _classes:
+            _classes[key] = _make_class(*key)
+        return _classes[key]
+
+
+def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Path) -> type[nn.Module]:
+    members: dict[str, Any] = {name: _under_policy(cls, name) for name in _methods(cls)}
+    members |= {
+        # Otherwise Flax would generate them, and override those of the class.
+        **{name: getattr(cls, name) for name in ("__init__", "__eq__", "__hash__")},
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_jaxmp_class": cls,
+        "_jaxmp_policies": policies,
+        "_jaxmp_origin": origin,
+        # Modules that appear to ignore their policy, after a call with many; () when reported.
+        "_jaxmp_suspects": None,
+        # Decisions on the layers of a call of the whole model, until `apply` reports them.
+        "_jaxmp_fp8": (),
+    }
+    return type(cls.__name__, (_UnderPolicies, cls), members)
+
+
+def _methods(cls: type[nn.Module]) -> list[str]:
+    """Returns the names of the methods that users call on a bound `cls`, except `setup`."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    members = {
+        name: value
+        for base in reversed(cls.__mro__)
+        if base not in nn.Module.__mro__
+        for name, value in vars(base).items()
+    }
+    return [
+        name
+        for name, value in members.items()
+        if inspect.isfunction(value)
+        and name not in fields
+        and (name == "__call__" or not name.startswith("__"))
+        and name != "setup"
+        and (not hasattr(value, "nowrap") or hasattr(value, "compact_name_scope"))
+    ]
+
+
+def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(cls, name))
+    def method(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        with _entered(self, is_whole=name == "__call__"):
+            # Users may assign another method to the class later.
+            return getattr(cls, name)(self, *args, **kwargs)
+
+    return nn.nowrap(method)
+
+
+@contextlib.contextmanager
+def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
+    """Runs a block under the policies of `module`, unless they, or plain `init`, are active."""
+    if module.scope is None or isinstance(current_context().policies, Plain):
+        yield
+        return
+    root = _root_of(module)
+    if current_context().policies == root:
+        yield
+        return
+    if is_by_path(root.policies):
+        key_scopes(module)
+    check_gradient(root.policies, lambda: module.variables.get("params", {}))
+    interceptor, cls = PolicyInterceptor(root, module.scope), type(module)
+    fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin)
+    with fp8 as rows, nn.intercept_methods(interceptor), context(policies=root):
+        yield
+    cls._jaxmp_fp8 = rows if is_whole else ()
+    if cls._jaxmp_suspects is None:
+        cls._jaxmp_suspects = interceptor.many_suspects() or None
+
+
+def _root_of(module: Any) -> Root:
+    path = module.__dict__.get("_jaxmp_root_path", module.scope.path)
+    return make_root(type(module)._jaxmp_policies, path, type(module)._jaxmp_origin)
+
+
+def _method_of_apply(
+    module: nn.Module, method: str | Callable[..., PyTree] | None
+) -> str | Callable[..., PyTree] | None:
+    """Returns the `method` argument of `apply` as a function that runs under the policies."""
+    if isinstance(method, str) and isinstance(getattr(module, method, None), nn.Module):
+        return _method_of_apply(module, _submodule_caller(method))
+    # A name, or None, means a method of the wrapped class, which runs under the policies anyway.
+    if not callable(method):
+        return method
+    if inspect.ismethod(method) and isinstance(method.__self__, nn.Module):
+        method = method.__func__
+
+    @functools.wraps(method)
+    def run(bound: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        with _entered(bound):
+            out = method(bound, *args, **kwargs)
+        return _cast_to_output(bound, out) if _is_foreign(module, method) else out
+
+    return run
+
+
+def _submodule_caller(name: str) -> Callable[..., Any]:
+    return lambda bound, *args, **kwargs: getattr(bound, name)(*args, **kwargs)
+
+
+def _is_foreign(module: nn.Module, function: Callable[..., Any]) -> bool:
+    """Returns True if `function` is not a method of the module's class: nothing cast its result."""
+    own = getattr(type(module), getattr(function, "__name__", ""), None)
+    return own is None or inspect.unwrap(own) is not inspect.unwrap(function)
+
+
+def _cast_to_output(module: Any, out: PyTree) -> PyTree:
+    """Casts the result of a function that `apply` called with the module to its output dtype."""
+    cls = type(module)
+    author = cls._jaxmp_class
+    traits, outputs = LINEN_LAYERS.traits(author), LINEN_LAYERS.outputs(module)
+    module_policy = resolve_module(cls._jaxmp_policies, cls._jaxmp_origin, author, traits, outputs)
+    return cast_outputs(module_policy, out)
+
+
+# Attributes that Flax itself reads; none of them is a submodule.
+_FLAX_NAMES = frozenset(
+    {
+        *dir(nn.Module),
+        *("scope", "parent", "name", "_id", "_state", "_parent_ref"),
+        *("_jaxmp_class", "_jaxmp_policies", "_jaxmp_origin", "_jaxmp_root_path"),
+        *("_jaxmp_suspects", "_jaxmp_fp8"),
+    }
+)
+
+
+def _lookup(module: Any, name: str, inherited: Callable[[str], Any]) -> Any:
+    """Returns an attribute of a wrapped module; submodules have policies."""
+    if name in _FLAX_NAMES or name.startswith("__") or module.scope is None:
+        return inherited(name)
+    active = current_context().policies
+    if isinstance(active, Plain) or active == _root_of(module):
+        return inherited(name)
+    with _entered(module):
+        value = inherited(name)
+    return _with_policies(module, value)
+
+
+def _with_policies(owner: nn.Module, value: PyTree) -> PyTree:
+    """Returns an attribute of a bound model for a caller outside: submodules have policies."""
+    if not modules_in(value):
+        return value
+    return jax.tree.map(functools.partial(_submodule_with_policies, owner), value)
+
+
+def _submodule_with_policies(owner: Any, child: object) -> object:
+    if not isinstance(child, nn.Module) or child.scope is None or is_wrapped(child):
+        return child
+    cls, root = type(owner), _root_of(owner)
+    wrapped = object.__new__(wrapped_class(type(child), cls._jaxmp_policies, cls._jaxmp_origin))
+    # Both share one dictionary, so a call of the wrapped module also changes the submodule.
+    object.__setattr__(wrapped, "__dict__", child.__dict__)
+    object.__setattr__(wrapped, "_jaxmp_root_path", root.path)
+    return wrapped
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Returns True if a module has policies of its own."""
+    return hasattr(type(module), "_jaxmp_class")
+
+
+@contextlib.contextmanager
+def _author_fields_in(module: nn.Module) -> Iterator[None]:
+    """Runs a block in which a module, and the modules in its fields, have their author's values."""
+    modules = _with_submodules(module)
+    own = [(part.__dict__, author_fields(part)) for part in modules]
+    prepared = [(fields, {name: fields[name] for name in author}) for fields, author in own]
+    for fields, author in own:
+        fields.update(author)
+    try:
+        yield
+    finally:
+        for fields, current in prepared:
+            fields.update(current)
+
+
+def _with_submodules(module: nn.Module) -> list[nn.Module]:
+    """Returns a module and the modules in its fields, at any depth."""
+    values = [module.__dict__.get(field.name) for field in dataclasses.fields(module)]
+    below = [child for value in values for child in modules_in(value)]
+    return [module, *(part for child in below for part in _with_submodules(child))]
+
+
+def _taken_out(module: Any) -> type[nn.Module]:
+    """Returns the class of a submodule outside of its model. Rules match its path in the model."""
+    root, cls = _root_of(module), type(module)
+    path = root.origin + module.scope.path[len(root.path) :]
+    return wrapped_class(cls._jaxmp_class, cls._jaxmp_policies, path)
+
+
+def _rebuild(cls: type[nn.Module], policies: PolicyMap, origin: Path = ()) -> nn.Module:
+    return object.__new__(wrapped_class(cls, policies, origin))
+
+
+# ---------------------------------------------------------------------------
+# Methods of all wrapped classes
+# ---------------------------------------------------------------------------
+
+_TABULATE_OPTIONS = frozenset(inspect.signature(nn.Module.tabulate).parameters)
+# To a type checker, `super()` has all attributes.
+_Base: Any = object
+
+
+class _UnderPolicies(_Base):
+    """First base of a wrapped class; the class that the author of the model wrote follows."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return _lookup(self, name, super().__getattribute__)
+
+    def __getattr__(self, name: str) -> Any:
+        return _lookup(self, name, super().__getattr__)
+
+    def __post_init__(self) -> None:
+        with context(policies=Plain()):
+            super().__post_init__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        cls: Any = type(self)
+        key = cls._jaxmp_class, cls._jaxmp_policies, cls._jaxmp_origin
+        return _rebuild, key, self.__getstate__()
+
+    def clone(self, **changes: Any) -> nn.Module:
+        """Copies the module. Fields that a policy replaced have their author's values."""
+        module: Any = self
+        with context(policies=Plain()), _author_fields_in(module):
+            copy = super().clone(**changes)
+        if "_jaxmp_shardings" in self.__dict__:
+            object.__setattr__(copy, "_jaxmp_shardings", self.__dict__["_jaxmp_shardings"])
+        if "_jaxmp_root_path" not in self.__dict__:
+            return copy
+        # A submodule that leaves its model keeps its policies; inside, the model applies them.
+        cls = _taken_out(module) if copy.scope is None else module._jaxmp_class
+        object.__setattr__(copy, "__class__", cls)
+        return copy
+
+    def apply(
+        self,
+        variables: PyTree,
+        *args: PyTree,
+        method: str | Callable[..., PyTree] | None = None,
+        **kwargs: PyTree,
+    ) -> PyTree:
+        """Applies the module to variables under its policies."""
+        module: Any = self
+        variables = constrain_variables(variables, self.__dict__.get("_jaxmp_shardings", {}))
+        call = functools.partial(super().apply, method=_method_of_apply(module, method))
+        out = call(variables, *args, **kwargs)
+        wrapped: Any = type(self)
+        suspects, rows = wrapped._jaxmp_suspects, wrapped._jaxmp_fp8
+        if suspects:
+            wrapped._jaxmp_suspects = ()
+            warn_if_low(wrapped._jaxmp_class, suspects, 2, call, variables, *args, **kwargs)
+        key = wrapped._jaxmp_class, wrapped._jaxmp_policies
+        warn_of_model(key, rows, 2, (call, (variables, *args), kwargs))
+        return out
+
+    def init_with_output(
+        self,
+        rngs: PyTree,
+        *args: PyTree,
+        method: str | Callable[..., PyTree] | None = None,
+        **kwargs: PyTree,
+    ) -> tuple[PyTree, PyTree]:
+        """Initializes the module, in the dtypes that the author of the model chose."""
+        module: Any = self
+        initialize = super().init_with_output
+
+        def init(*, plain: bool) -> tuple[PyTree, PyTree]:
+            called = method if plain else _method_of_apply(module, method)
+            return initialize(rngs, *args, method=called, **kwargs)
+
+        if "_jaxmp_tabulated" in self.__dict__:
+            return init(plain=False)
+        if isinstance(current_context().policies, Plain):
+            return init(plain=True)
+        if method is None:
+            check_required_rules(module, rngs, args, kwargs)
+        with context(policies=Plain()):
+            out, variables = init(plain=True)
+        variables = add_policy_state(module, variables, lambda: init(plain=False)[1])
+        return _cast_to_output(module, out), variables
+
+    def tabulate(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> str:
+        """Returns Flax's table of the module under its policies."""
+        called_with = {key: kwargs[key] for key in kwargs if key not in _TABULATE_OPTIONS}
+        check_required_rules(self, rngs, args, called_with)
+        shown: Any = self.clone()
+        object.__setattr__(shown, "_jaxmp_tabulated", True)
+        return super(_UnderPolicies, shown).tabulate(rngs, *args, **kwargs)

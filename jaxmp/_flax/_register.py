@@ -5,7 +5,7 @@ from __future__ import annotations
 import flax.linen as nn
 from flax import nnx
 
-from jaxmp._flax._linen_layers import LINEN_LAYERS
+from jaxmp._flax._linen_fields import LINEN_LAYERS
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 
 

@@ -12,11 +12,10 @@ import typer
 from rich.console import Console
 
 import jaxmp
-from jaxmp.cli._audit import audit, memory, plan
+from jaxmp.cli._audit import audit, memory, plan, validate
 from jaxmp.cli._checkpoint import checkpoint, locate
 from jaxmp.cli._output import console, escape
 from jaxmp.cli._show import doctor, recipes, show
-from jaxmp.cli._validate import validate
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(
