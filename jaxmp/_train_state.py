@@ -19,7 +19,7 @@ from jaxmp._loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLo
 from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _assign, _find, _master, _skip
-from jaxmp.optim._assign import apply_update
+from jaxmp.optim._apply import apply_update
 from jaxmp.optim._find import check_composition
 
 

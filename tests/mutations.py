@@ -420,8 +420,8 @@ MUTATIONS = [
     Mutation(
         "the scale grows beyond its maximum",
         "jaxmp/_loss_scale/_dynamic.py",
-        "        return lax.min(grown, float32(self.ceiling))",
-        "        return grown",
+        "        return lax.clamp(float32(self.floor), scale, float32(self.ceiling))",
+        "        return lax.max(float32(self.floor), scale)",
         ("test_loss_scale.py::test_the_ceiling",),
     ),
     Mutation(
@@ -539,7 +539,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a skipped step moves the count of a schedule around the optimizer",
-        "jaxmp/optim/_assign.py",
+        "jaxmp/optim/_apply.py",
         "            return _trees.select(applied, n, o)\n",
         "            return n\n",
         ("test_optim.py::test_state_around_the_guard_is_restored_on_a_skip",),

@@ -348,18 +348,18 @@ def test_recipes_without_a_table():
 
 
 def test_another_scaling_replaces_the_whole_table(tmp_path):
-    (tmp_path / "base.toml").write_text(TOML + 'scaling = "delayed"\ninterval = 2')
+    (tmp_path / "base.toml").write_text(TOML + 'scaling = "delayed"\namax_history_len = 2')
     recipe = load(tmp_path, 'extends = "base.toml"\n[fp8]\nscaling = "rowwise"')
     assert recipe.fp8 == fp8.RowwiseScaling()
     recipe = load(tmp_path, 'extends = "base.toml"\n[fp8]\nmargin = 1')
-    assert recipe.fp8 == fp8.DelayedScaling(interval=2, margin=1)
+    assert recipe.fp8 == fp8.DelayedScaling(amax_history_len=2, margin=1)
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ('rounding = "up"', r"key 'fp8.rounding': rounding requires scaling = \"mx\""),
-        ("interval = 2", r"(?s)key 'fp8.interval'.*scaling = \"delayed\"\n    interval = 2"),
+        ("calibrate = false", r"(?s)key 'fp8.calibrate'.*scaling = \"delayed\"\n    calibrate = "),
         ("margin = -1", "key 'fp8.margin': CurrentScaling.margin=-1."),
         ('wgrad = ["e5m2", "e5m2"]', "key 'fp8.wgrad': .*not both 'e5m2'"),
         ('wgrad = ["e5m2"]', "key 'fp8.wgrad'.*wgrad must be"),

@@ -92,9 +92,9 @@ def test_layers_in_a_scan_have_no_branches():
     [
         RECIPE,
         fp8.DelayedScaling(amax_history_len=3, calibrate=False, amax_compute="most_recent"),
-        fp8.DelayedScaling(amax_history_len=3, interval=2, margin=1),
+        fp8.DelayedScaling(amax_history_len=2, margin=1),
     ],
-    ids=["max", "most_recent", "interval"],
+    ids=["max", "most_recent", "margin"],
 )
 @fast_cases("max")
 def test_states_of_a_model_are_updated_as_each_layer_updates_its_own(recipe):
@@ -189,17 +189,14 @@ def test_a_non_finite_element_reaches_the_result(recipe, value):
 
 def reference(recipe, amaxes):
     """Returns, for one operand, the active amax of each step and the history after it."""
-    history, held, age, rows = [0.0] * recipe.amax_history_len, 0.0, 0, []
+    history, rows = [0.0] * recipe.amax_history_len, []
     for amax in amaxes:
-        due = age >= recipe.interval or held == 0
-        recent = max(history) if recipe.amax_compute == "max" else history[0]
-        known = recent if due else held
+        known = max(history) if recipe.amax_compute == "max" else history[0]
         held = known if known > 0 else amax if recipe.calibrate else known
         held = held if np.isfinite(held) else 0.0
-        age = 1 if age >= recipe.interval else age + 1
         if np.isfinite(amax):
             history = [amax, *history[:-1]]
-        rows.append((held, list(history), age))
+        rows.append((held, list(history)))
     return rows
 
 
@@ -208,10 +205,9 @@ def reference(recipe, amaxes):
     [
         RECIPE,
         fp8.DelayedScaling(amax_history_len=3, amax_compute="most_recent"),
-        fp8.DelayedScaling(amax_history_len=2, interval=3),
         fp8.DelayedScaling(amax_history_len=3, calibrate=False),
     ],
-    ids=["max", "most_recent", "interval", "uncalibrated"],
+    ids=["max", "most_recent", "uncalibrated"],
 )
 def test_states_follow_the_rule(recipe):
     """Covers growth, decay, zeros and non-finite values, in the first and in later steps."""
@@ -219,12 +215,12 @@ def test_states_follow_the_rule(recipe):
     sizes = [(x, 1.0 + i, 2.0**-i) for i, x in enumerate(inputs)]
     for operand, amaxes in zip(OPERANDS, zip(*sizes, strict=True), strict=True):
         rows = reference(recipe, amaxes)
-        for (state, _), (held, history, age) in zip(run(recipe, sizes), rows, strict=True):
+        for (state, _), (held, history) in zip(run(recipe, sizes), rows, strict=True):
             np.testing.assert_array_equal(state[f"{operand}_amax"], np.float32(held))
             np.testing.assert_array_equal(
                 state[f"{operand}_amax_history"], np.array(history, np.float32)
             )
-            assert state["age"] == age
+            assert state["age"] == 1
 
 
 def test_the_first_step_is_scaled_by_its_own_maximum():

@@ -21,7 +21,7 @@ from jaxmp._flax._nnx_writes import Write, continued, undo
 from jaxmp._loss_scale import LossScale
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _assign, _average, _find
-from jaxmp.optim._assign import apply_update
+from jaxmp.optim._apply import apply_update
 from jaxmp.optim._find import check_composition
 
 # Writes of the last call of each optimizer's `value_and_grad`, until `update` keeps or undoes them.

@@ -163,21 +163,19 @@ class DynamicLossScale(Scaling):
         counted = lax.select(self._counts(finite), lax.add(self.good_steps, int32(1)), int32(0))
         # `>=` rather than `==`: a count restored from a run with a longer interval must still grow.
         grows = lax.ge(counted, int32(self.growth_interval))
-        fallen = lax.select(self._backs_off(finite), self._backed_off(), self.scale_value)
+        fallen = lax.select(
+            self._backs_off(finite), self._scaled_by(self.backoff_factor), self.scale_value
+        )
         return self.with_leaves(
-            scale_value=lax.select(grows, self._grown(), fallen),
+            scale_value=lax.select(grows, self._scaled_by(self.growth_factor), fallen),
             good_steps=lax.select(grows, int32(0), counted),
             hysteresis_left=self._next_hysteresis(finite, grows),
             growth_delay_left=self._next_delay(finite),
         )
 
-    def _grown(self) -> jax.Array:
-        grown = lax.mul(self.scale_value, float32(self.growth_factor))
-        return lax.min(grown, float32(self.ceiling))
-
-    def _backed_off(self) -> jax.Array:
-        fallen = lax.mul(self.scale_value, float32(self.backoff_factor))
-        return lax.max(fallen, float32(self.floor))
+    def _scaled_by(self, factor: float) -> jax.Array:
+        scale = lax.mul(self.scale_value, float32(factor))
+        return lax.clamp(float32(self.floor), scale, float32(self.ceiling))
 
     # A counter that the settings do not use stays constant and adds no operation to the program.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,9 +46,8 @@ class LossScaleData:
             return NoLossScale()
         if self.kind == "static":
             return StaticLossScale(arguments["value"])
-        if self.preset:
-            return DynamicLossScale.preset(self.preset, **arguments)
-        return DynamicLossScale(**arguments)
+        preset = functools.partial(DynamicLossScale.preset, self.preset)
+        return preset(**arguments) if self.preset else DynamicLossScale(**arguments)
 
 
 _KEYS_OF_KIND = {

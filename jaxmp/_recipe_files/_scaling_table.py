@@ -40,7 +40,6 @@ FIELDS = {
     "emulate": BOOLEAN,
     "amax_history_len": COUNT._replace(example="1024"),
     "amax_compute": choice("max", "most_recent"),
-    "interval": COUNT._replace(example="1"),
     "calibrate": BOOLEAN,
     "rounding": choice("up", "down"),
 }

@@ -35,8 +35,9 @@ from jaxmp._validate._rows import (
     TrainingRecord,
     TrainingRow,
 )
-from jaxmp._validate._run import Hashes, MakeRun, Schedule, make_program, train
+from jaxmp._validate._run import MakeRun
 from jaxmp._validate._sections import figure_text
+from jaxmp._validate._train import Hashes, Schedule, make_program, train
 from jaxmp._validate._trials import Trial, repeat_step, step_to_repeat
 from jaxmp.errors import ValidationError
 

@@ -35,7 +35,8 @@ from jaxmp._core._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._validate._pure import PureRun
 from jaxmp._validate._rows import GradientRow, ModuleRow, Pattern
-from jaxmp._validate._run import check_grads, global_norm
+from jaxmp._validate._run import check_grads
+from jaxmp._validate._train import global_norm
 
 # Elements of an output that are returned: a regular subset, which suffices for its error.
 SAMPLES = 65536

@@ -199,7 +199,6 @@ class DelayedScaling(Scaling):
     Args:
       amax_history_len: number of steps in the history.
       amax_compute: "max" of the history, or its "most_recent" entry.
-      interval: number of steps between updates of the scales. The history is updated at each step.
       calibrate: if a history is empty, use the tensor's own amax. With False the scale is then 1,
         so that the cast never waits for an amax.
       fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
@@ -217,13 +216,11 @@ class DelayedScaling(Scaling):
 
     amax_history_len: int = 1024
     amax_compute: str = "max"
-    interval: int = 1
     calibrate: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count(self, "amax_history_len", low=1, high=2**20)
-        check_count(self, "interval", low=1, high=2**20)
         _check_choice(self, "amax_compute", ("max", "most_recent"))
 
     @property

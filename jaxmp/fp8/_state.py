@@ -276,7 +276,7 @@ def known_amax(scaling: DelayedScaling, state: OperandState) -> jax.Array:
         recent = largest if scaling.amax_compute == "max" else newest
     else:
         recent = jnp.max(history) if scaling.amax_compute == "max" else history[0]
-    due = (state.age >= np.float32(scaling.interval)) | (stored == np.float32(0))
+    due = (state.age >= np.float32(1)) | (stored == np.float32(0))
     return lax.select(due, recent, stored)
 
 
@@ -322,12 +322,7 @@ def _next_state(
     seen: Mapping[str, Any],
     like: jax.Array,
 ) -> State:
-    is_due, increased = age >= np.float32(scaling.interval), age + np.float32(1)
-    # With an interval of 1, the age is 1 after every step.
-    new = {AGE: lax.select(is_due, lax.full_like(age, 1), increased)}
-    if scaling.interval == 1:
-        new = {AGE: lax.full_like(age, 1)}
-    new[USES] = lax.full_like(age, 1)
+    new = {AGE: lax.full_like(age, 1), USES: lax.full_like(age, 1)}
     for operand in OPERANDS:
         (amax, latest), history = seen[operand], histories[operand]
         if history.ndim > 1:

@@ -19,7 +19,7 @@ from jax import lax
 from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._typing import Array, AxisNames, PyTree
+from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, NoLossScale, as_loss_scale
 from jaxmp._loss_scale._use import check_scaled_step, present
 from jaxmp._policies._device import computes_in
@@ -276,7 +276,8 @@ def guard(
             if not updates_are_read:
                 return (), inner_state
             if same_structure:
-                emitted = jax.tree.map(_cast_like, grads, emitted)
+                # The zeros of a skipped step have the dtypes of the gradients.
+                emitted = jax.tree.map(lambda g, u: _trees.cast(u, g.dtype), grads, emitted)
             return emitted, inner_state
 
         if skip == "none":
@@ -302,9 +303,12 @@ def guard(
         like: PyTree = grads if updates_are_read else ()
         if updates_are_read and not same_structure:
             like = jax.eval_shape(do_update)[0]
-        applied, emitted, inner_state, overflow = guarded_update(
-            finite, do_update, like, state.inner_state, old_overflow
-        )
+
+        def reject(overflow: jax.Array = old_overflow) -> _Outcome:
+            zeros = jax.tree.map(jnp.zeros_like, like)
+            return jnp.array(False), zeros, state.inner_state, overflow
+
+        applied, emitted, inner_state, overflow = guarded_update(finite, do_update, reject)
         return emitted, SkipNonfiniteState(
             loss_scale=state.loss_scale.adjust(applied),
             stats=state.stats.after(applied, state.loss_scale.at_floor, overflow, nonfinite_leaf),
@@ -341,11 +345,6 @@ def _resolve(skip: str) -> str:
     return "cond" if _compat.target() == "cpu" else "select"
 
 
-def _cast_like(grad: Array, update: Array) -> Array:
-    """Casts an update to the dtype of its gradient, which the zeros of a skipped step have."""
-    return update if update.dtype == grad.dtype else update.astype(grad.dtype)
-
-
 # ---------------------------------------------------------------------------
 # Guarded updates
 # ---------------------------------------------------------------------------
@@ -353,50 +352,33 @@ def _cast_like(grad: Array, update: Array) -> Array:
 # (applied, emitted updates, inner state, overflow leaf)
 _Outcome = tuple[jax.Array, PyTree, PyTree, jax.Array]
 _Update = Callable[[], tuple[PyTree, PyTree]]
+_Reject = Callable[..., _Outcome]
 
 
-def _select_update(
-    finite: jax.Array,
-    do_update: _Update,
-    like: PyTree,
-    old_state: PyTree,
-    old_overflow: jax.Array,
-) -> _Outcome:
+def _select_update(finite: jax.Array, do_update: _Update, reject: _Reject) -> _Outcome:
+    _, zeros, old_state, old_overflow = reject()
     emitted, new_state = do_update()
     applied = lax.bitwise_and(finite, all_fit(new_state)) if can_overflow(old_state) else finite
     if _compat.target() == "cpu":
         # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
         applied = lax.optimization_barrier(applied)
     overflow = lax.select(finite, overflow_leaf(new_state), old_overflow)
-    emitted = _trees.select(applied, emitted, _zeros_like(like))
+    emitted = _trees.select(applied, emitted, zeros)
     # PRNG keys of the inner transformation are restored, as they are by a branch.
     state = jax.tree.map(functools.partial(_trees.select_leaf, applied), new_state, old_state)
     return applied, emitted, state, overflow
 
 
-def _cond_update(
-    finite: jax.Array,
-    do_update: _Update,
-    like: PyTree,
-    old_state: PyTree,
-    old_overflow: jax.Array,
-) -> _Outcome:
-    def reject_update(overflow: jax.Array) -> _Outcome:
-        return jnp.array(False), _zeros_like(like), old_state, overflow
-
+def _cond_update(finite: jax.Array, do_update: _Update, reject: _Reject) -> _Outcome:
     def try_update() -> _Outcome:
         emitted, new_state = do_update()
         overflow = overflow_leaf(new_state)
         accepted = jnp.array(True), emitted, new_state, overflow
-        if not can_overflow(old_state):
+        if not can_overflow(new_state):
             return accepted
-        return lax.cond(all_fit(new_state), lambda: accepted, lambda: reject_update(overflow))
+        return lax.cond(all_fit(new_state), lambda: accepted, lambda: reject(overflow))
 
-    return lax.cond(finite, try_update, lambda: reject_update(old_overflow))
-
-
-def _zeros_like(tree: PyTree) -> PyTree:
-    return jax.tree.map(jnp.zeros_like, tree)
+    return lax.cond(finite, try_update, reject)
 
 
 # ---------------------------------------------------------------------------

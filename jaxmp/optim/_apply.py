@@ -1,0 +1,98 @@
+"""One optimizer step on parameters, for `TrainState` and `jaxmp.nnx.Optimizer`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmp._core import _trees
+from jaxmp._core._typing import PyTree
+from jaxmp.optim._assign import assign, unpack_masters, unpack_parameters
+from jaxmp.optim._find import guard_of
+from jaxmp.optim._master import MasterParamsState, add_update
+from jaxmp.optim._skip import SkipNonfiniteState
+
+
+class Applied(NamedTuple):
+    """Result of a step.
+
+    Attributes:
+      params: the parameters, cast from their masters if they have any.
+      opt_state: the optimizer state.
+      applied: bool scalar, False for a skipped step; None if the optimizer skips no steps.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    applied: jax.Array | None
+
+
+def apply_update(
+    tx: optax.GradientTransformation,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    **extra_args: object,
+) -> Applied:
+    """Updates parameters; a skipped step changes only loss scales and counters.
+
+    On a skipped step, the state of transformations around `skip_nonfinite` (the count of a
+    schedule, momentum) is restored as well.
+    """
+    update = optax.with_extra_args_support(tx).update
+    if isinstance(grads, optax.LookaheadParams):
+        # The loss reads the fast parameters, and `optax.lookahead` takes only their gradients.
+        grads = grads.fast
+    if _is_mixed_precision(opt_state):
+        unpacked = unpack_parameters(opt_state, params)
+        _, new_state = update(grads, unpacked, params, **extra_args)
+        return Applied(*assign(params, new_state), _applied(new_state))
+    unpacked = unpack_masters(opt_state, params)
+    if _applied(opt_state) is not None:
+        grads = _poison_all(grads)
+    updates, new_state = update(grads, unpacked, params, **extra_args)
+    new_params = jax.tree.map(add_update, params, updates)
+    applied = _applied(new_state)
+    if applied is not None:
+        new_state = _restore(applied, new_state, unpacked)
+        new_params = _trees.select(applied, new_params, params)
+    return Applied(*assign(new_params, new_state), applied)
+
+
+def _poison_all(grads: PyTree) -> PyTree:
+    """Sets all gradients to NaN if one is not finite, because a guard may see only some of them."""
+    finite = _trees.all_finite(grads)
+    return jax.tree.map(
+        lambda g: (
+            _trees.select_leaf(finite, g, jnp.full_like(g, jnp.nan)) if _trees.is_inexact(g) else g
+        ),
+        grads,
+    )
+
+
+def _is_mixed_precision(opt_state: PyTree) -> bool:
+    """Returns True for the state of `mixed_precision` itself, without wrappers."""
+    return _is_guarded(opt_state) and isinstance(opt_state.inner_state, MasterParamsState)
+
+
+def _is_guarded(node: PyTree) -> bool:
+    return isinstance(node, SkipNonfiniteState)
+
+
+def _applied(opt_state: PyTree) -> jax.Array | None:
+    guard = guard_of(opt_state)
+    return guard.stats.last_finite if guard is not None and guard.settings.guarded else None
+
+
+def _restore(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Restores the old state around the guard if it skipped; it has restored its own."""
+
+    def restore(n: PyTree, o: PyTree) -> PyTree:
+        if not _is_guarded(n):
+            return _trees.select(applied, n, o)
+        return n
+
+    return jax.tree.map(restore, new, old, is_leaf=_is_guarded)
