@@ -1,6 +1,6 @@
 """Table of layer classes: the properties of a class that do not depend on the policy.
 
-`_linen_layers` and `_nnx_layers` contain the rows of Flax's own classes. Users add rows with
+`_linen_fields` and `_nnx_layers` contain the rows of Flax's own classes. Users add rows with
 `jaxmp.register_layer`.
 """
 
