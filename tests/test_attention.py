@@ -800,6 +800,15 @@ def test_a_choice_is_logged_once(caplog, monkeypatch):
     assert len(caplog.records) == 1 and "attention runs as xla" in caplog.text
 
 
+@pytest.mark.parametrize(("implementation", "level"), [("auto", "WARNING"), ("xla", "INFO")])
+def test_a_choice_of_the_caller_is_no_warning(caplog, monkeypatch, implementation, level):
+    monkeypatch.setattr(_choice, "_logged", set())
+    monkeypatch.setattr(_choice, "target", lambda: "gpu")
+    with caplog.at_level(logging.INFO, "jaxmp.attention"):
+        dot_product_attention(*inputs(4, 4), implementation=implementation)
+    assert [record.levelname for record in caplog.records] == [level]
+
+
 # ---------------------------------------------------------------------------
 # Policies and errors
 # ---------------------------------------------------------------------------

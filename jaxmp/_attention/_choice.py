@@ -126,13 +126,14 @@ def _choice(args: Arguments, implementation: str, blockers: tuple[Blocker, ...])
 def log_once(choice: AttentionExplanation) -> None:
     """Logs a choice to the logger `jaxmp.attention`, once per implementation and first blocker.
 
-    The level is a warning if a program for a GPU or TPU uses no fused kernel, otherwise info.
+    The level is a warning if a program for a GPU or TPU uses no fused kernel, although the caller
+    named no other implementation; otherwise info.
     """
     blocker = choice.rows[0].argument if choice.rows else ""
     if (choice.implementation, blocker) in _logged:
         return
     _logged.add((choice.implementation, blocker))
-    unfused = choice.implementation != "cudnn" and target() != "cpu"
+    unfused = choice.implementation != "cudnn" and choice.reason != ASKED and target() != "cpu"
     _log.log(logging.WARNING if unfused else logging.INFO, "attention runs as %s", choice)
 
 
