@@ -96,7 +96,6 @@ AIMS = (
     ("FP8 over bf16, Llama 3 8B", "at least 1.43", "w5", "jaxmp-fp8", "rate_over_jaxmp-bf16"),
     ("bf16 step of GPT-2 1.5B, TFLOP/s", "at least 600", "w2", "jaxmp-bf16", "tflops"),
     ("PyTorch with cuDNN over bf16", "at most 0.97", "", "torch-cudnn", "rate_over_jaxmp-bf16"),
-    ("FP8 of Transformer Engine over bf16", "", "", "te-fp8", "rate_over_jaxmp-bf16"),
 )
 OTHER_AIMS = """
 The optimizer's time over its byte limit (at most 1.05, job `optimizer`) and the longest sequence

@@ -21,6 +21,7 @@ another one each time; ratios are those of one round. A program of a package tha
 is skipped, and one that fails does not stop the others; the results contain the reason. The exit
 status is 1 if one failed for another reason than too little memory.
 
+--trace DIRECTORY writes a profile of one step of each program, with the time of each kernel.
 --out FILE is written after each result, and a later run adds its rounds to it. Each result contains
 clocks, power and temperature of the GPU.
 """
@@ -137,6 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="timed steps per round")
     parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument("--trace", type=Path, help="folder for the profile of a step of each")
     options = parser.parse_args(arguments)
     if not options.toy and jax.default_backend() != "gpu":
         sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
@@ -161,6 +163,9 @@ def main(arguments: list[str] | None = None) -> int:
             gc.collect()
             rounds.add(name, {**row, **peer_steps.package_of(name)})
             rounds.write()
+    for name in made if options.trace else ():
+        with jax.profiler.trace(options.trace / name):
+            time_arm(made[name], tokens, 1, 0)
     print(json.dumps(rounds.summary("hand"), indent=2))
     return int(not made or any("repeat" in row for row in ended.values()))
 
