@@ -46,6 +46,17 @@ On JAX 0.10.2 the bytes are 1.085 for the recipe and the hand-written step with 
 GPU = """
 ## Times on a GPU
 
+Each table has the training steps of one workload, measured by `python benchmarks/run_gpu.py`. Times
+are medians of rounds in which all programs run in turn; a ratio is the median of the ratios of the
+rounds, with their range. The programs of PyTorch (`torch.compile`, autocast to bfloat16, fused
+AdamW; `torch-cudnn` has cuDNN's attention) ran in a process of their own on the same machine. Their
+logits are in bfloat16, and they do not check gradients for non-finite values; the logits of the
+other programs are in FP32. `hand` is written by hand in JAX, with cuDNN's attention.
+"""
+
+HOW = """
+### Measure them
+
 One command measures them on one GPU with 141 GB, such as an H200:
 
 ```sh
@@ -75,18 +86,9 @@ python benchmarks/run_gpu.py --continue-from results/gpu_results.tar.gz --out mo
 - Each result contains clocks, power and temperature of the GPU, its driver and the versions.
   Results of different devices or different versions, also of jaxmp, are kept in different
   directories of the archive and never pooled. `JAXMP_GPU_DEVICE` replaces the name of the device.
-- In each round all programs run in turn, and each round begins with another program. A ratio is the
-  median of the ratios of the rounds; *range* contains all of them. Programs that ran in
-  different processes, such as those of PyTorch, have ratios of medians, without a range.
 - `python benchmarks/run_gpu.py --toy --out DIRECTORY` rehearses everything on a CPU at small sizes.
 - `benchmarks/train_step.py` describes workloads and programs; `benchmarks/peer_steps.py` and
   `benchmarks/torch_step.py` contain those of other libraries.
-"""
-
-PARTS = """
-Programs of one table ran in turn; those of PyTorch ran in a process of their own, on the same
-machine. Its model computes logits in bfloat16 and has no check for non-finite gradients; the
-logits of the other programs are in FP32.
 """
 
 # Comparison, aim, how the archive is read: workloads, program, field; or the job that measures it.
@@ -100,7 +102,7 @@ AIMS = (
 OTHER_AIMS = """
 The optimizer's time over its byte limit (at most 1.05, job `optimizer`) and the longest sequence
 with fused over plain attention (at least 16 times, job `longest sequence`) were not measured yet.
-docs/attention.md has the rates of attention.
+[Attention](attention.md#evidence) has the rates of attention.
 """
 
 
@@ -176,21 +178,21 @@ def gpu_section() -> str:
         for arm, row in report["summary"].items():
             if "milliseconds" not in row:
                 reason = ", ".join(f"{name}: {text}" for name, text in row.items())
-                rows.append((arm, reason, "", "", "", "", ""))
+                rows.append((arm, reason, "", "", "", ""))
                 continue
             low, high = row["range"]
-            times = f"{row['milliseconds']:.2f}", f"{low:.2f} to {high:.2f}"
-            ratios = []
+            times = f"{row['milliseconds']:.1f}", f"{low:.1f} to {high:.1f}"
+            rows.append((arm, *times, f"{row['tokens_per_second']:,}"))
             for other in ("hand", "jaxmp-bf16"):
                 ratio, bounds = row.get(f"rate_over_{other}", ""), row.get(f"range_over_{other}")
-                ratios.append(f"{ratio} ({bounds[0]} to {bounds[1]})" if bounds else ratio)
-            rows.append((arm, *times, row["rounds"], f"{row['tokens_per_second']:,}", *ratios))
-        header = ("program", "ms", "range", "rounds", "tokens/s", "rate over hand-written (range)")
+                spread = " ({:.3f} to {:.3f})".format(*bounds) if bounds and arm != other else ""
+                rows[-1] += (f"{ratio:.3f}{spread}" if ratio else "",)
+        header = ("program", "ms", "range", "tokens/s", "speed over hand-written")
         size = WORKLOADS[report["workload"]]
         tokens = f"{size.batch} x {size.length:,} tokens"
         device = label_of(report["runs"][-1]["environment"])
         title = f"{report['workload']}: {size.size}, {size.layers} layers, {tokens}, on {device}"
-        parts.append(f"\n{title}:\n\n{table((*header, 'rate over bf16 (range)'), rows)}")
+        parts.append(f"\n{title}:\n\n{table((*header, 'speed over bf16'), rows)}")
     for report in archived(RESULTS / "gpu", "optimizer.json"):
         for model in report["models"]:
             rows = [
@@ -201,7 +203,7 @@ def gpu_section() -> str:
             header = ("optimizer step", "bytes", "ms", "over byte limit", "over hand-written")
             title = f"{model['model']} on {label_of(report['environment'])}"
             parts.append(f"\n{title}:\n\n{table(header, rows)}")
-    return "".join([*parts, PARTS, "\n", aims(), OTHER_AIMS])
+    return "".join([*parts, "\nAims, and what was measured:\n\n", aims(), OTHER_AIMS, HOW])
 
 
 def aims() -> str:
