@@ -54,8 +54,8 @@ class DynamicLossScale(Scaling):
             else:
                 scale = max(scale * backoff_factor, min_scale)
 
-    Both results are within the bounds, also if the scale was not, as in a checkpoint of a training
-    with other bounds. The scale is never 0 and never infinite: it stays between 2**-126 and 2**126.
+    The scale is never 0 and never infinite: it stays between 2**-126 and 2**126. A scale outside of
+    its bounds, as from a checkpoint of a training with others, returns to them when it changes.
     Factors are applied in FP32.
 
     The method is that of Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740).
