@@ -254,6 +254,11 @@ def test_the_json_of_recipes_and_settings(run):
             "a function 'brokem'. Did you mean 'broken'? It has the form:\n    def brokem():",
         ),
         (["validate", "no_file.py:make_run"], "The file 'no_file.py' does not exist in "),
+        (["validate", "my_model"], "such as:\n    jaxmp validate run.py:make_run"),
+        (
+            ["plan", "my_model", "--recipes", "bf16", "--targets", "h100"],
+            "such as:\n    jaxmp plan run.py:make_step",
+        ),
         (
             ["memory", "no_model:make", "--recipe", "bf16"],
             "importing 'no_model' raised ModuleNotFoundError",

@@ -314,3 +314,5 @@ def test_bad_overrides_are_refused(name):
 def test_other_frameworks_are_refused():
     with pytest.raises(LossScaleError, match=r"'megatorn'\. Did you mean 'megatron'"):
         DynamicLossScale.preset("megatorn")
+    with pytest.raises(LossScaleError, match="Unknown framework 2"):
+        DynamicLossScale.preset(2)

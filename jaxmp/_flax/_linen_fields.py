@@ -1,4 +1,4 @@
-"""Fields and functions that a policy replaces on a bound Linen module."""
+"""Table of Linen's layer classes, and what a policy replaces on a bound Linen module."""
 
 from __future__ import annotations
 
@@ -255,6 +255,10 @@ def _lookup(
 
     return lookup
 
+
+# ---------------------------------------------------------------------------
+# Table of layer classes
+# ---------------------------------------------------------------------------
 
 _NORM = LayerTraits(is_norm=True, upcasts_params=True)
 _DENSE = LayerTraits(casts_params=True, kernel="kernel", dot=DOT_GENERAL, outputs="features")

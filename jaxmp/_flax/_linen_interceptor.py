@@ -1,4 +1,4 @@
-"""Interceptor that applies policies to the calls of Linen modules."""
+"""Interceptor that applies policies to the calls of Linen modules, and their initialization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applies policies to Linen models, and explains them."""
+"""Applies policies to Linen models through subclasses of their classes, and explains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Subclasses of the classes of NNX models, and the attributes that a policy replaces."""
+"""Subclasses of the classes of NNX models, what a policy replaces in them, and their calls."""
 
 from __future__ import annotations
 
@@ -256,6 +256,11 @@ def _wide_changes(attributes: dict[str, Any], dot: DotAttribute, wide: np.dtype)
     if "promote_dtype" in attributes:
         changes["promote_dtype"] = Promotion(wide, False)
     return changes
+
+
+# ---------------------------------------------------------------------------
+# Calls
+# ---------------------------------------------------------------------------
 
 
 class _Frames(threading.local):

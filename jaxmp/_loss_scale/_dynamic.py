@@ -222,9 +222,9 @@ class DynamicLossScale(Scaling):
           >>> DynamicLossScale.preset("megatron", init_scale=2.0**16).growth_interval
           1000
         """
-        if framework not in PRESETS:
+        if framework not in [*PRESETS]:
             raise LossScaleError(
-                f"Unknown framework {framework!r}.{did_you_mean(framework, PRESETS)} Allowed: "
+                f"Unknown framework {framework!r}.{did_you_mean(str(framework), PRESETS)} Allowed: "
                 f"{', '.join(PRESETS)}; for example DynamicLossScale.preset('torch')."
             )
         return cls(**{"max_scale": None, **PRESETS[framework], **settings})

@@ -1,4 +1,4 @@
-"""Changes to the settings of a loaded recipe, checked like those of a file."""
+"""Changes the settings of a loaded recipe, checked like those of a file, and writes it to TOML."""
 
 from __future__ import annotations
 
@@ -131,6 +131,10 @@ def _read_change(key: str, value: object) -> object:
             f"replace({key}={value!r}): {error} For example recipe.replace({key}={field.example})."
         ) from None
 
+
+# ---------------------------------------------------------------------------
+# Text of a recipe
+# ---------------------------------------------------------------------------
 
 _HEAD = "# Recipe of jaxmp. Load it by the path of this file: jaxmp.load_recipe(path)."
 

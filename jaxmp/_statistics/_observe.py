@@ -133,7 +133,7 @@ class Observer(Interpreter):
             for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
                 label = ("lhs", "rhs")[n] if name in _MATMULS else f"operand_{n}"
                 label = label if place.phase == FORWARD else "output_grad"
-                # Not operands that are computed again.
+                # Operands of a matmul that is computed again are left out.
                 if place.phase == FORWARD or inside.is_cotangent(var):
                     self._measure(inside, OPERANDS, (place.scopes, label), var, x, at)
         results = self._entered(equation, operands, frame)

@@ -1,4 +1,4 @@
-"""`jaxmp audit`, `jaxmp memory` and `jaxmp plan`."""
+"""`jaxmp audit`, `jaxmp memory`, `jaxmp plan` and `jaxmp validate`."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def memory(
     raise typer.Exit(int(estimate.fits is False))
 
 
-_EXAMPLE = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
+_PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
 
 
 def plan(
@@ -210,7 +210,7 @@ def plan(
 
     The exit status is 1 if no program fits one of the chips.
     """
-    make = load_function(function, _EXAMPLE, "train_step, state, batch", "recipe")
+    make = load_function(function, _PLAN, "train_step, state, batch", "recipe")
     report = call(
         f"planning {function}",
         lambda: jaxmp.plan(
@@ -237,7 +237,7 @@ def _values(text: str | None) -> Any:
     return text if text in (None, "largest") else items
 
 
-_EXAMPLE = "jaxmp validate run.py:make_run --recipes bf16,fp16 --steps 500"
+_VALIDATE = "jaxmp validate run.py:make_run --recipes bf16,fp16 --steps 500"
 
 
 def validate(
@@ -280,7 +280,7 @@ def validate(
     """
     directions = [item.partition("=") for item in metrics.split(",") if item]
     before = None if baseline is None else read_report(ValidationReport, baseline)
-    make_run = load_function(function, _EXAMPLE, "jaxmp.TrainingRun(...)", "recipe, seed")
+    make_run = load_function(function, _VALIDATE, "jaxmp.TrainingRun(...)", "recipe, seed")
     report = call(
         f"validating {function}",
         lambda: jaxmp.validate(

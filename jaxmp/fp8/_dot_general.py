@@ -1,4 +1,4 @@
-"""`lax.dot_general` with FP8 operands in the forward and backward pass."""
+"""`lax.dot_general` and `jnp.einsum` with FP8 operands in the forward and backward pass."""
 
 from __future__ import annotations
 
@@ -414,6 +414,10 @@ def _product_bwd(
 
 _product.defvjp(_product_fwd, _product_bwd)
 
+
+# ---------------------------------------------------------------------------
+# Einsum
+# ---------------------------------------------------------------------------
 
 # Labels of the axes that an ellipsis covers; the last label is the last axis. They are characters
 # for private use, because the labels of an equation are letters.
