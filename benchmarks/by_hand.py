@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 BF16, FP32 = jnp.bfloat16, jnp.float32
 EPSILON = 1e-5
-CHUNK = 1024  # rows whose logits exist at the same time
+LOGITS = 2.2e9  # bytes of FP32 logits that exist at the same time at most
 
 
 # ---------------------------------------------------------------------------
@@ -69,7 +70,8 @@ def mean_loss(x_ND, table_VD, labels_N, bias_V):
 
 def _loss_and_gradients(x_ND, table_VD, labels_N, bias_V):
     rows = x_ND.shape[0]
-    size = next(size for size in range(min(CHUNK, rows), 0, -1) if rows % size == 0)
+    most = min(1 << int(LOGITS // (4 * len(table_VD))).bit_length() - 1, rows)
+    size = next(size for size in range(most, 0, -1) if rows % size == 0)
     weights_VD = table_VD.astype(BF16)
 
     def add_chunk(d_table_VD, chunk):
@@ -107,11 +109,15 @@ def plain_loss(x_ND, table_VD, labels_N, bias_V):
 # ---------------------------------------------------------------------------
 
 
-def saves(primitive: Any, *args: Any, **params: Any) -> bool:
-    """The policy of both models: save the results of linear layers and of cuDNN's attention."""
-    linear = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    attends = primitive.name.startswith("dot_product_attention_fwd")
-    return attends or linear(primitive, *args, **params)
+def saves(*names: str) -> Callable[..., bool]:
+    """Returns the policy of both models: save named results and those of cuDNN's attention."""
+    named = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def is_saved(primitive: Any, *args: Any, **params: Any) -> bool:
+        attends = primitive.name.startswith("dot_product_attention_fwd")
+        return attends or named(primitive, *args, **params)
+
+    return is_saved
 
 
 def gpt_loss(
@@ -120,15 +126,18 @@ def gpt_loss(
     """Returns the loss function `(params, tokens_BS)` of a `gpt.GPT`, which gives the sizes."""
 
     def block(x_BTD, p):
-        qkv_BTF = linear(layer_norm(x_BTD, p["attention_norm"]), p["qkv"])
+        h = layer_norm(x_BTD, p["attention_norm"])
         heads = (*x_BTD.shape[:2], gpt.heads, -1)
-        q, k, v = (part.reshape(heads) for part in jnp.split(qkv_BTF, 3, axis=-1))
+        qkv = (linear(h, p[name]).reshape(heads) for name in ("query", "key", "value"))
+        q, k, v = (checkpoint_name(part, "qkv") for part in qkv)
         x_BTD = x_BTD + linear(attention(q, k, v, implementation), p["attention_out"])
-        h = jax.nn.gelu(linear(layer_norm(x_BTD, p["mlp_norm"]), p["mlp_up"]))
-        return x_BTD + linear(h, p["mlp_down"]), None
+        x_BTD = checkpoint_name(x_BTD, "residual")
+        up = checkpoint_name(linear(layer_norm(x_BTD, p["mlp_norm"]), p["mlp_up"]), "mlp")
+        return x_BTD + linear(jax.nn.gelu(up), p["mlp_down"]), None
 
-    policy = None if gpt.remat else saves
-    block = jax.checkpoint(block, prevent_cse=gpt.unroll, policy=policy)
+    if gpt.remat or not gpt.unroll:
+        policy = None if gpt.remat else saves("qkv", "residual", "mlp")
+        block = jax.checkpoint(block, prevent_cse=gpt.unroll, policy=policy)
     unroll = gpt.layers if gpt.unroll else 1
 
     def loss_fn(params, tokens_BS):
@@ -157,24 +166,20 @@ def llama_loss(
         qkv = qkv.reshape(batch, length, shape.key_heads, -1, shape.head_size)
         q = rotate(qkv[:, :, :, :-2].reshape(batch, length, shape.heads, -1), shape.rope_base)
         k, v = rotate(qkv[:, :, :, -2], shape.rope_base), qkv[:, :, :, -1]
-        q, k, v = (jax.ad_checkpoint.checkpoint_name(part, "qkv") for part in (q, k, v))
+        q, k, v = (checkpoint_name(part, "qkv") for part in (q, k, v))
         x_BTD = x_BTD + linear(attention(q, k, v, implementation), p["attention_out"])
-        x_BTD = jax.ad_checkpoint.checkpoint_name(x_BTD, "residual")
+        x_BTD = checkpoint_name(x_BTD, "residual")
         h = rms_norm(x_BTD, p["mlp_norm"])
-        gate, up = (
-            jax.ad_checkpoint.checkpoint_name(linear(h, p[name]), "mlp")
-            for name in ("mlp_gate", "mlp_up")
-        )
+        gate, up = (checkpoint_name(linear(h, p[name]), "mlp") for name in ("mlp_gate", "mlp_up"))
         return x_BTD + linear(jax.nn.silu(gate) * up, p["mlp_down"]), None
 
-    names = {"none": ("qkv", "residual", "mlp"), "mlp": ("qkv", "residual"), "full": ()}
-    named = jax.checkpoint_policies.save_only_these_names(*names[shape.remat])
-
-    def saves_names(primitive, *args, **params):
-        attends = primitive.name.startswith("dot_product_attention_fwd")
-        return (attends and shape.remat != "full") or named(primitive, *args, **params)
-
-    block = jax.checkpoint(block, prevent_cse=shape.unroll, policy=saves_names)
+    policies = {
+        "none": saves("qkv", "residual", "mlp"),
+        "mlp": saves("qkv", "residual"),
+        "full": None,
+    }
+    if shape.remat != "none" or not shape.unroll:
+        block = jax.checkpoint(block, prevent_cse=shape.unroll, policy=policies[shape.remat])
     unroll = shape.layers if shape.unroll else 1
 
     def loss_fn(params, tokens_BS):

@@ -45,8 +45,8 @@ def from_logits(hidden, kernel, labels):
     return losses.softmax_cross_entropy(product(hidden, kernel), labels)
 
 
-def from_hidden(hidden, kernel, labels, chunk=None):
-    return losses.linear_cross_entropy(hidden, kernel, labels, chunk=chunk)
+def from_hidden(hidden, kernel, labels, **options):
+    return losses.linear_cross_entropy(hidden, kernel, labels, **options)
 
 
 WAYS = {

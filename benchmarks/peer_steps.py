@@ -25,6 +25,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 import by_hand
 import gpt
@@ -90,23 +91,34 @@ class FlaxBlock(nn.Module):
         linear = functools.partial(nn.Dense, use_bias=not size.is_llama, dtype=BF16)
         head, groups = size.width // size.heads, size.heads // size.key_heads
         h = norm(name="attention_norm")(x_BTD)
-        h = linear(size.width + 2 * size.key_heads * head, kernel_init=NORMAL, name="qkv")(h)
         batch, length, _ = h.shape
         if size.is_llama:
+            features = size.width + 2 * size.key_heads * head
+            h = linear(features, kernel_init=NORMAL, name="qkv")(h)
             h = h.reshape(batch, length, size.key_heads, groups + 2, head)
             q = by_hand.rotate(h[..., :-2, :].reshape(batch, length, -1, head), size.rope_base)
             k, v = by_hand.rotate(h[..., -2, :], size.rope_base), h[..., -1, :]
         else:
-            q, k, v = (part.reshape(batch, length, -1, head) for part in jnp.split(h, 3, axis=-1))
+            linears = (
+                linear(size.width, kernel_init=NORMAL, name=name)
+                for name in ("query", "key", "value")
+            )
+            q, k, v = (layer(h).reshape(batch, length, -1, head) for layer in linears)
+        q, k, v = (checkpoint_name(part, "qkv") for part in (q, k, v))
         h = by_hand.attention(q, k, v, self.implementation)
         x_BTD += linear(size.width, kernel_init=residual, name="attention_out")(h)
+        x_BTD = checkpoint_name(x_BTD, "residual")
         h = norm(name="mlp_norm")(x_BTD)
         if size.is_llama:
-            h = nn.silu(linear(size.hidden, kernel_init=NORMAL, name="mlp_gate")(h)) * linear(
-                size.hidden, kernel_init=NORMAL, name="mlp_up"
-            )(h)
+            layers = (
+                linear(size.hidden, kernel_init=NORMAL, name=name)
+                for name in ("mlp_gate", "mlp_up")
+            )
+            gate, up = (checkpoint_name(layer(h), "mlp") for layer in layers)
+            h = nn.silu(gate) * up
         else:
-            h = nn.gelu(linear(size.hidden, kernel_init=NORMAL, name="mlp_up")(h))
+            up = linear(size.hidden, kernel_init=NORMAL, name="mlp_up")(h)
+            h = nn.gelu(checkpoint_name(up, "mlp"))
         return x_BTD + linear(size.width, kernel_init=residual, name="mlp_down")(h), None
 
 
@@ -133,7 +145,8 @@ class Ends(nn.Module):
 
 def flax_blocks(implementation: str | None, size: Sizes) -> Callable[[jax.Array], jax.Array]:
     """Returns the scanned blocks, which save what those of the examples save."""
-    block = nn.remat(FlaxBlock, prevent_cse=size.unroll, policy=by_hand.saves)
+    policy = by_hand.saves("qkv", "residual", "mlp")
+    block = FlaxBlock if size.unroll else nn.remat(FlaxBlock, prevent_cse=False, policy=policy)
     blocks = nn.scan(
         block,
         variable_axes={"params": 0},
@@ -157,7 +170,7 @@ def qwix_training(size: Sizes, implementation: str | None) -> Training:
     """Returns the step of the Flax model with the linear layers of the blocks in FP8."""
     qwix = importlib.import_module("qwix")
     rule = qwix.QtRule(
-        module_path=".*(qkv|attention_out|mlp_gate|mlp_up|mlp_down)",
+        module_path=".*(qkv|query|key|value|attention_out|mlp_gate|mlp_up|mlp_down)",
         weight_qtype=jnp.float8_e4m3fn,
         act_qtype=jnp.float8_e4m3fn,
         bwd_qtype=jnp.float8_e5m2,

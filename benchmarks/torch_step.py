@@ -10,6 +10,8 @@ clipping by global norm and fused AdamW. Programs:
     torch            with the kernel that PyTorch chooses
     torch-fp8        linear layers in FP8 by torchao, if it is installed, and cuDNN's attention
 
+With --profile, the result has the milliseconds of each kernel of one step of the first program.
+
 The programs run in turn in each round, whose first program is another one each time, if their
 states fit in the memory together. Otherwise all rounds of a program follow each other.
 """
@@ -198,6 +200,28 @@ def time_rounds(
         start = time.perf_counter()
 
 
+def profile_of(arm: str, size: Sizes, batch: torch.Tensor) -> list[dict[str, Any]]:
+    """Returns the kernels of one step, the longest first."""
+    step = make_step(size, arm, batch.device.type)
+    for _ in range(3):
+        step(batch)
+    is_gpu = batch.device.type == "cuda"
+    activity = (
+        torch.profiler.ProfilerActivity.CUDA if is_gpu else torch.profiler.ProfilerActivity.CPU
+    )
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        float(step(batch))
+    rows = [
+        {
+            "name": row.key,
+            "calls": row.count,
+            "milliseconds": (row.device_time_total if is_gpu else row.cpu_time_total) / 1e3,
+        }
+        for row in profiler.key_averages()
+    ]
+    return sorted(rows, key=lambda row: -row["milliseconds"])
+
+
 ARMS = ("torch-cudnn", "torch", "torch-fp8")
 
 
@@ -230,6 +254,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20, help="timed steps per round")
     parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU")
+    parser.add_argument("--profile", action="store_true", help="one more step under the profiler")
     options = parser.parse_args()
     if not options.toy and not torch.cuda.is_available():
         sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
@@ -269,6 +294,9 @@ def main() -> int:
     for arm in order_of(arms, options.rounds, together)[1:]:
         if left[arm]:
             measure(arm)
+    if options.profile and arms and not failed:
+        rounds.report["profile"] = {arms[0]: profile_of(arms[0], size, batches[0])}
+        rounds.write()
     print(json.dumps(rounds.summary("hand"), indent=2))
     return int(len(failed) == len(arms) or any("repeat" in row for row in failed))
 

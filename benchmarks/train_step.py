@@ -21,7 +21,7 @@ another one each time; ratios are those of one round. A program of a package tha
 is skipped, and one that fails does not stop the others; the results contain the reason. The exit
 status is 1 if one failed for another reason than too little memory.
 
---trace DIRECTORY writes a profile of one step of each program, with the time of each kernel.
+Names such as `jaxmp-bf16-float16` are the recipe with logits stored in that dtype.
 --out FILE is written after each result, and a later run adds its rounds to it. Each result contains
 clocks, power and temperature of the GPU.
 """
@@ -62,12 +62,12 @@ class Arm(NamedTuple):
     step: Callable[[Any, jax.Array], tuple[Any, jax.Array]]
 
 
-def model_of(size: Sizes) -> Any:
+def model_of(size: Sizes, logits_dtype: str | None = None) -> Any:
     """Returns the model of examples/gpt.py, or the shape of that of examples/llama.py."""
     changes: dict[str, Any] = {
         name: getattr(size, name) for name in ("layers", "width", "heads", "vocabulary", "unroll")
     }
-    changes["max_length"] = size.length
+    changes |= {"max_length": size.length, "logits_dtype": logits_dtype}
     if not size.is_llama:
         return gpt.GPT(**changes)
     for name in ("key_heads", "hidden", "tied", "rope_base"):
@@ -75,10 +75,10 @@ def model_of(size: Sizes) -> Any:
     return llama.Shape(**changes)
 
 
-def jaxmp_arm(recipe: Any, size: Sizes) -> Arm:
+def jaxmp_arm(recipe: Any, size: Sizes, logits_dtype: str | None = None) -> Arm:
     """Returns the step of examples/gpt.py or examples/llama.py under a recipe."""
     training = llama.linen_training if size.is_llama else gpt.linen_training
-    init, step = training(recipe, model_of(size), gpt.make_optimizer())
+    init, step = training(recipe, model_of(size, logits_dtype), gpt.make_optimizer())
     return Arm(jax.jit(init), step)
 
 
@@ -109,6 +109,10 @@ def arms() -> dict[str, Callable[[Sizes], Arm]]:
     }
     names = ("bf16_params", "fp8", "fp8_delayed", "fp8_rowwise", "tf32", "fp32")
     made |= {f"jaxmp-{name}": functools.partial(jaxmp_arm, name) for name in names}
+    for recipe in ("bf16", "fp8"):
+        for dtype in ("float16", "bfloat16"):
+            arm = functools.partial(jaxmp_arm, recipe, logits_dtype=dtype)
+            made[f"jaxmp-{recipe}-{dtype}"] = arm
     return made | {
         name: functools.partial(peer_arm, make) for name, make in peer_steps.trainings().items()
     }
@@ -138,7 +142,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="timed steps per round")
     parser.add_argument("--toy", action="store_true", help="small sizes, on the CPU")
-    parser.add_argument("--trace", type=Path, help="folder for the profile of a step of each")
     options = parser.parse_args(arguments)
     if not options.toy and jax.default_backend() != "gpu":
         sys.exit("The benchmark requires a GPU. Without one, run it with --toy at small sizes.")
@@ -163,9 +166,6 @@ def main(arguments: list[str] | None = None) -> int:
             gc.collect()
             rounds.add(name, {**row, **peer_steps.package_of(name)})
             rounds.write()
-    for name in made if options.trace else ():
-        with jax.profiler.trace(options.trace / name):
-            time_arm(made[name], tokens, 1, 0)
     print(json.dumps(rounds.summary("hand"), indent=2))
     return int(not made or any("repeat" in row for row in ended.values()))
 

@@ -8,8 +8,9 @@
     jaxmp audit examples/gpt.py:make_nnx_step --recipe bf16 --target h200
 
 The same model in Flax Linen and in Flax NNX, with the same parameter names: one block, scanned over
-the layers; fused query, key and value; causal attention; one table for tokens in and out. The
-models contain no dtype: the recipe sets all of them.
+the layers; causal attention; one table for tokens in and out. The models contain no dtype: the
+recipe sets all of them. Queries, keys and values have a matmul each: cuDNN's attention reads whole
+arrays, and a split of one wide result would copy each of them.
 
     size           parameters     layers   width   heads
     tiny              842,496          4     128       4
@@ -24,8 +25,8 @@ Python's standard library, or those of the file --tokens: 16-bit integers withou
 nanoGPT writes them.
 Install first: pip install -e ".[examples]".
 
-Shape suffixes: B batch, T position, S position and one more, D width, F three widths, N head, V row
-of the token table.
+Shape suffixes: B batch, T position, S position and one more, D width, N head, V row of the token
+table.
 """
 
 import enum
@@ -43,6 +44,7 @@ import numpy as np
 import optax
 import typer
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 from jaxmp import fp8, functional
@@ -67,13 +69,15 @@ class Block(nn.Module):
         """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
         width, residual = x_BTD.shape[-1], residual_init(self.layers)
         h_BTD = nn.LayerNorm(EPSILON, name="attention_norm")(x_BTD)
-        qkv_BTF = nn.Dense(3 * width, kernel_init=NORMAL, name="qkv")(h_BTD)
-        h_BTD = causal_attention(qkv_BTF, self.heads)
+        linear = functools.partial(nn.Dense, width, kernel_init=NORMAL)
+        qkv = (linear(name=name)(h_BTD) for name in ("query", "key", "value"))
+        h_BTD = causal_attention(*qkv, self.heads)
         x_BTD = x_BTD + nn.Dense(width, kernel_init=residual, name="attention_out")(h_BTD)
+        x_BTD = checkpoint_name(x_BTD, "residual")
         h_BTD = nn.LayerNorm(EPSILON, name="mlp_norm")(x_BTD)
         up = nn.Dense(4 * width, kernel_init=NORMAL, name="mlp_up")
         down = nn.Dense(width, kernel_init=residual, name="mlp_down")
-        return x_BTD + down(functional.gelu(up(h_BTD))), None
+        return x_BTD + down(functional.gelu(checkpoint_name(up(h_BTD), "mlp"))), None
 
 
 class GPT(nn.Module):
@@ -86,6 +90,7 @@ class GPT(nn.Module):
     max_length: int = 1024
     remat: bool = False  # whether the backward pass recomputes each block as a whole
     unroll: bool = False  # whether the layers run without a loop: faster, but compiles longer
+    logits_dtype: str | None = None  # in which the loss stores logits; None is float32
 
     @nn.compact
     def __call__(self, tokens_BT: jax.Array, labels_BT: jax.Array | None = None) -> jax.Array:
@@ -97,8 +102,7 @@ class GPT(nn.Module):
         )
         x_BTD = token(tokens_BT) + position(jnp.arange(tokens_BT.shape[1])[None])
         blocks = nn.scan(
-            # Outside of a loop, XLA would merge the recomputation with the original operations.
-            nn.remat(Block, prevent_cse=self.unroll, policy=saved(self.remat)),
+            rematerialized(nn.remat, Block, self, saved(self.remat)),
             # FP8 with delayed scaling keeps its state in the second collection.
             variable_axes={"params": 0, "_overwrite_with_gradient": 0},
             split_rngs={"params": True},
@@ -107,7 +111,8 @@ class GPT(nn.Module):
         )
         x_BTD, _ = blocks(self.heads, self.layers, name="blocks")(x_BTD, None)
         x_BTD = nn.LayerNorm(EPSILON, name="final_norm")(x_BTD)
-        return logits_or_loss(x_BTD, token.embedding, self.vocabulary, labels_BT)
+        table_VD = token.embedding
+        return logits_or_loss(x_BTD, table_VD, self.vocabulary, labels_BT, self.logits_dtype)
 
 
 # ---------------------------------------------------------------------------
@@ -123,7 +128,9 @@ class NnxBlock(nnx.Module):
         width, residual = gpt.width, residual_init(gpt.layers)
         self.heads = gpt.heads
         self.attention_norm = nnx.LayerNorm(width, epsilon=EPSILON, rngs=rngs)
-        self.qkv = nnx.Linear(width, 3 * width, kernel_init=NORMAL, rngs=rngs)
+        self.query = nnx.Linear(width, width, kernel_init=NORMAL, rngs=rngs)
+        self.key = nnx.Linear(width, width, kernel_init=NORMAL, rngs=rngs)
+        self.value = nnx.Linear(width, width, kernel_init=NORMAL, rngs=rngs)
         self.attention_out = nnx.Linear(width, width, kernel_init=residual, rngs=rngs)
         self.mlp_norm = nnx.LayerNorm(width, epsilon=EPSILON, rngs=rngs)
         self.mlp_up = nnx.Linear(width, 4 * width, kernel_init=NORMAL, rngs=rngs)
@@ -131,10 +138,12 @@ class NnxBlock(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Returns x_BTD after attention and a two-layer perceptron, each with a residual."""
-        qkv_BTF = self.qkv(self.attention_norm(x_BTD))
-        x_BTD = x_BTD + self.attention_out(causal_attention(qkv_BTF, self.heads))
-        h_BTF = functional.gelu(self.mlp_up(self.mlp_norm(x_BTD)))
-        return x_BTD + self.mlp_down(h_BTF)
+        h_BTD = self.attention_norm(x_BTD)
+        qkv = (linear(h_BTD) for linear in (self.query, self.key, self.value))
+        x_BTD = x_BTD + self.attention_out(causal_attention(*qkv, self.heads))
+        x_BTD = checkpoint_name(x_BTD, "residual")
+        up = checkpoint_name(self.mlp_up(self.mlp_norm(x_BTD)), "mlp")
+        return x_BTD + self.mlp_down(functional.gelu(up))
 
 
 class NnxGPT(nnx.Module):
@@ -143,8 +152,7 @@ class NnxGPT(nnx.Module):
     def __init__(self, gpt: GPT, *, rngs: nnx.Rngs) -> None:
         """Makes layers with the sizes of `gpt`."""
         rows, width = padded(gpt.vocabulary), gpt.width
-        self.vocabulary, self.remat = gpt.vocabulary, gpt.remat
-        self.unroll = gpt.layers if gpt.unroll else 1
+        self.gpt = gpt
         self.token_embedding = nnx.Embed(rows, width, embedding_init=NORMAL, rngs=rngs)
         self.position_embedding = nnx.Embed(gpt.max_length, width, embedding_init=NORMAL, rngs=rngs)
         stacked = nnx.split_rngs(splits=gpt.layers)(nnx.vmap(lambda r: NnxBlock(gpt, rngs=r)))
@@ -155,19 +163,20 @@ class NnxGPT(nnx.Module):
         """Returns FP32 logits of the next tokens; with labels_BT, their mean loss."""
         positions_1T = jnp.arange(tokens_BT.shape[1])[None]
         x_BTD = self.token_embedding(tokens_BT) + self.position_embedding(positions_1T)
-        # A block changes no Variable. With graph_updates each step of the scan would return all of
-        # them, and XLA would keep that copy for the backward pass.
-        run = nnx.remat(
-            lambda x_BTD, block: block(x_BTD),
-            prevent_cse=self.unroll > 1,
-            policy=saved(self.remat),
-            graph_updates=False,
-        )
-        axes = (nnx.Carry, 0)
-        scan = nnx.scan(run, in_axes=axes, out_axes=nnx.Carry, unroll=self.unroll)
-        x_BTD = self.final_norm(scan(x_BTD, self.blocks))
+        gpt = self.gpt
+        x_BTD = self.final_norm(scan_blocks(self.blocks, x_BTD, gpt, saved(gpt.remat)))
         table_VD = self.token_embedding.embedding[...]
-        return logits_or_loss(x_BTD, table_VD, self.vocabulary, labels_BT)
+        return logits_or_loss(x_BTD, table_VD, gpt.vocabulary, labels_BT, gpt.logits_dtype)
+
+
+def scan_blocks(blocks: Any, x_BTD: jax.Array, sizes: Any, policy: Any) -> jax.Array:
+    """Runs stacked NNX blocks one after another; `sizes` has `layers`, `unroll` and `remat`."""
+    # A block changes no Variable. With graph_updates each step of the scan would return all of
+    # them, and XLA would keep that copy for the backward pass.
+    transform = functools.partial(nnx.remat, graph_updates=False)
+    run = rematerialized(transform, lambda x_BTD, block: block(x_BTD), sizes, policy)
+    unroll, axes = sizes.layers if sizes.unroll else 1, (nnx.Carry, 0)
+    return nnx.scan(run, in_axes=axes, out_axes=nnx.Carry, unroll=unroll)(x_BTD, blocks)
 
 
 # ---------------------------------------------------------------------------
@@ -185,32 +194,47 @@ def residual_init(layers: int) -> Callable[..., jax.Array]:
     return nn.initializers.normal(0.02 / (2 * layers) ** 0.5)
 
 
-def saved(remat: bool) -> Callable[..., bool]:
-    """Returns the policy for results that a block saves for its backward pass.
+def rematerialized(transform: Callable[..., Any], block: Any, sizes: Any, policy: Any) -> Any:
+    """Applies `nn.remat` or `nnx.remat` to a block, unless the model runs faster without it.
 
-    Without `remat`, these are the results of linear layers and of cuDNN's attention. A scan without
-    a policy would also save several arrays for each norm and GELU, some of them in FP32.
+    A loop saves all that the backward pass reads, unless a policy names less. Without a loop, XLA
+    saves few arrays by itself: it computes norms and activations again where they are read.
     """
-    linear = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    if sizes.unroll and sizes.remat in (False, "none"):
+        return block
+    # Outside of a loop, XLA would merge the recomputation with the original operations.
+    return transform(block, prevent_cse=sizes.unroll, policy=policy)
+
+
+# Named results that a block saves for its backward pass, beside those of cuDNN's attention. Without
+# a policy, a scan would also save several arrays for each norm and GELU, some of them in FP32.
+NAMES = ("qkv", "residual", "mlp")
+
+
+def saved(remat: bool) -> Callable[..., bool]:
+    """Returns the policy for results that a block saves: none with `remat`."""
+    is_named = jax.checkpoint_policies.save_only_these_names(*NAMES)
 
     def is_saved(primitive: Any, *args: Any, **params: Any) -> bool:
         attends = primitive.name.startswith("dot_product_attention_fwd")
-        return not remat and (attends or linear(primitive, *args, **params))
+        return not remat and (attends or is_named(primitive, *args, **params))
 
     return fp8.checkpoint_policy(is_saved)
 
 
-def causal_attention(qkv_BTF: jax.Array, heads: int) -> jax.Array:
+def causal_attention(q_BTD: jax.Array, k_BTD: jax.Array, v_BTD: jax.Array, heads: int) -> jax.Array:
     """Computes causal attention, with cuDNN's fused kernel on a GPU in 16 bits."""
-    batch, length, _ = qkv_BTF.shape
-    parts = jnp.split(qkv_BTF, 3, axis=-1)
-    q_BTNH, k_BTNH, v_BTNH = (part.reshape(batch, length, heads, -1) for part in parts)
-    out_BTNH = jaxmp.dot_product_attention(q_BTNH, k_BTNH, v_BTNH, is_causal=True)
-    return out_BTNH.reshape(batch, length, -1)
+    split = (*q_BTD.shape[:2], heads, -1)
+    qkv = (checkpoint_name(part.reshape(split), "qkv") for part in (q_BTD, k_BTD, v_BTD))
+    return jaxmp.dot_product_attention(*qkv, is_causal=True).reshape(q_BTD.shape)
 
 
 def logits_or_loss(
-    x_BTD: jax.Array, table_VD: jax.Array, vocabulary: int, labels_BT: jax.Array | None
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    vocabulary: int,
+    labels_BT: jax.Array | None,
+    logits_dtype: str | None = None,
 ) -> jax.Array:
     """Returns FP32 logits, or the mean loss of labels_BT. Padded rows have probability 0."""
     if labels_BT is None:
@@ -218,7 +242,12 @@ def logits_or_loss(
         return product("btd,vd->btv", x_BTD, table_VD.astype(x_BTD.dtype))[..., :vocabulary]
     padding_V = jnp.where(jnp.arange(len(table_VD)) < vocabulary, 0.0, -jnp.inf)
     return jaxmp.losses.linear_cross_entropy(
-        x_BTD, table_VD, labels_BT, bias=padding_V, transposed=True
+        x_BTD,
+        table_VD,
+        labels_BT,
+        bias=padding_V,
+        transposed=True,
+        logits_dtype=logits_dtype,
     )
 
 
@@ -367,6 +396,14 @@ RecipeName = Annotated[
 ]
 
 
+class LogitsDtype(enum.StrEnum):
+    """Dtype in which the loss stores logits."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
 class Framework(enum.StrEnum):
     """Library in which the model is written."""
 
@@ -416,13 +453,14 @@ def main(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     remat: Annotated[bool, typer.Option(help="Recompute each block: less memory.")] = False,
     unroll: Annotated[bool, typer.Option(help="No loop over layers: faster, on GPUs.")] = False,
+    logits_dtype: LogitsDtype | None = None,
     tokens: Annotated[
         Path | None, typer.Option(help="File of 16-bit tokens.", exists=True, dir_okay=False)
     ] = None,
     seed: int = 0,
 ) -> list[float]:
     """Trains GPT-2 and returns the loss of each step."""
-    gpt = SIZES[size].clone(remat=remat, unroll=unroll)
+    gpt = SIZES[size].clone(remat=remat, unroll=unroll, logits_dtype=logits_dtype)
     text = read_tokens(tokens, gpt) if tokens else read_standard_library()
     training = linen_training if framework == Framework.linen else nnx_training
     init, train_step = training(recipe, gpt, make_optimizer(lr, steps), seed)

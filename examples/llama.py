@@ -78,6 +78,7 @@ class Shape:
     rope_base: float = 500000.0
     remat: str = "none"  # a key of SAVED
     unroll: bool = False  # whether the layers run without a loop: faster, but compiles longer
+    logits_dtype: str | None = None  # in which the loss stores logits; None is float32
     # For several devices: set the sharding of x_BTD, and that of the last table, which is used in
     # the dtype of x_BTD.
     constrain: Callable[[jax.Array], jax.Array] = unchanged
@@ -137,7 +138,7 @@ class Llama(nn.Module):
         token = table(name="token_embedding")
         output = token if shape.tied else table(name="output_embedding")
         blocks = nn.scan(
-            nn.remat(Block, prevent_cse=shape.unroll, policy=saved(shape.remat)),
+            gpt.rematerialized(nn.remat, Block, shape, saved(shape.remat)),
             # FP8 with delayed scaling keeps its state in the second collection.
             variable_axes={"params": 0, "_overwrite_with_gradient": 0},
             split_rngs={"params": True},
@@ -147,7 +148,8 @@ class Llama(nn.Module):
         x_BTD, _ = blocks(shape, name="blocks")(shape.constrain(token(tokens_BT)), None)
         x_BTD = nn.RMSNorm(EPSILON, name="final_norm")(x_BTD)
         table_VD = shape.gather(output.embedding, x_BTD.dtype)
-        return gpt.logits_or_loss(x_BTD, table_VD, shape.vocabulary, labels_BT)
+        dtype = shape.logits_dtype
+        return gpt.logits_or_loss(x_BTD, table_VD, shape.vocabulary, labels_BT, dtype)
 
 
 # ---------------------------------------------------------------------------
@@ -202,19 +204,13 @@ class NnxLlama(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, labels_BT: jax.Array | None = None) -> jax.Array:
         """Returns FP32 logits of the next tokens; with labels_BT, their mean loss."""
         shape = self.shape
-        run = nnx.remat(
-            lambda x_BTD, block: block(x_BTD),
-            prevent_cse=shape.unroll,
-            policy=saved(shape.remat),
-            graph_updates=False,  # see NnxGPT in gpt.py
-        )
-        unroll, axes = shape.layers if shape.unroll else 1, (nnx.Carry, 0)
-        scan = nnx.scan(run, in_axes=axes, out_axes=nnx.Carry, unroll=unroll)
         x_BTD = shape.constrain(self.token_embedding(tokens_BT))
-        x_BTD = self.final_norm(scan(x_BTD, self.blocks))
+        x_BTD = gpt.scan_blocks(self.blocks, x_BTD, shape, saved(shape.remat))
+        x_BTD = self.final_norm(x_BTD)
         output = self.token_embedding if shape.tied else self.output_embedding
         table_VD = shape.gather(output.embedding[...], x_BTD.dtype)
-        return gpt.logits_or_loss(x_BTD, table_VD, shape.vocabulary, labels_BT)
+        dtype = shape.logits_dtype
+        return gpt.logits_or_loss(x_BTD, table_VD, shape.vocabulary, labels_BT, dtype)
 
 
 # ---------------------------------------------------------------------------
@@ -331,13 +327,15 @@ def main(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     remat: Annotated[Remat, typer.Option(help="Results to compute again.")] = Remat["none"],
     unroll: Annotated[bool, typer.Option(help="No loop over layers: faster, on GPUs.")] = False,
+    logits_dtype: gpt.LogitsDtype | None = None,
     tokens: Annotated[
         Path | None, typer.Option(help="File of 16-bit tokens.", exists=True, dir_okay=False)
     ] = None,
     seed: int = 0,
 ) -> list[float]:
     """Trains Llama and returns the loss of each step."""
-    shape = dataclasses.replace(SIZES[size], remat=str(remat), unroll=unroll)
+    changes = {"remat": str(remat), "unroll": unroll, "logits_dtype": logits_dtype}
+    shape = dataclasses.replace(SIZES[size], **changes)
     text = gpt.read_tokens(tokens, shape) if tokens else gpt.read_standard_library()
     training = linen_training if framework == gpt.Framework.linen else nnx_training
     init, train_step = training(recipe, shape, gpt.make_optimizer(lr, steps), seed)

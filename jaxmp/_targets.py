@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import jax
+
 from jaxmp._core import _compat
 from jaxmp._core._capability import Capability
 from jaxmp._core._messages import did_you_mean
@@ -224,6 +226,17 @@ def is_target(chip: Target, kind: str) -> bool:
 def find_target(kind: str) -> Target | None:
     """Returns the chip of a device kind; None if the table does not have it."""
     return next((chip for chip in TARGETS.values() if is_target(chip, kind)), None)
+
+
+def target_memory() -> int | None:
+    """Returns the bytes of memory of each device of the compile target; None if unknown."""
+    chip, local = _compat.current_context().chip, jax.local_devices()[0]
+    if chip:
+        return TARGETS[chip].memory
+    if _compat.target() != _compat.platform_of(local.platform):
+        return None
+    known = find_target(local.device_kind)
+    return known.memory if known else (local.memory_stats() or {}).get("bytes_limit")
 
 
 def get_target(name: str) -> Target:

@@ -313,9 +313,8 @@ def test_each_job_names_a_script_and_options_that_it_has():
             assert f'"{option}"' in text or f" {option.removeprefix('--')}: Annotated" in text
     names = [job.name for job in run_gpu.JOBS]
     assert len(set(names)) == len(names)
-    minutes = [job.minutes for job in run_gpu.JOBS]
-    assert sum(minutes[:3]) <= 9.5  # the first slice answers the three questions
-    assert sum(minutes[: len(run_gpu.FIRST)]) <= 28.5  # three slices
+    for call, most in zip(run_gpu.CALLS, (8, 4.5), strict=True):
+        assert sum(job.minutes for job in call) <= most
 
 
 @pytest.fixture

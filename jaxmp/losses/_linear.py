@@ -15,8 +15,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxmp._core._compat import target
-from jaxmp._core._dtypes import floating_array, is_16bit, wide_dtype
+from jaxmp._core._dtypes import FLOATS_16BIT, floating_array, wide_dtype
 from jaxmp._core._typing import DTypeLike
+from jaxmp._targets import target_memory
 from jaxmp.errors import JaxmpError
 from jaxmp.losses._arguments import (
     Reduction,
@@ -53,6 +54,7 @@ def linear_cross_entropy(
     weights: ArrayLike | None = None,
     reduction: Reduction = "mean",
     precision: lax.PrecisionLike = None,
+    logits_dtype: DTypeLike | None = None,
 ) -> Any:
     """Computes `softmax_cross_entropy(hidden @ kernel + bias, labels)` without storing all logits.
 
@@ -86,13 +88,17 @@ def linear_cross_entropy(
         logits.
       bias: `[V]`, floating; added in FP32.
       transposed: the kernel is `[V, D]`.
-      chunk: number of rows per chunk. None: D, rounded down to a power of two, between 256 and
-        1024; with 16-bit `hidden` on accelerators, rounded up. For D >= 256, the logits of a chunk
-        then take less than twice the memory of the FP32 gradient of the kernel, which is stored
-        anyway. Above about 750 rows, the 16-bit matmuls on an H200 take longer than reading and
-        writing that gradient (8 bytes and 2 C operations per element, at 4.3 TB/s and 790 TFLOP/s).
+      chunk: number of rows per chunk. None: the largest power of two whose FP32 logits take at most
+        2.2 GB and a sixteenth of the memory of the chip (8,192 rows for the 50,304 classes of
+        GPT-2, 4,096 for the 128,256 of Llama 3), and on a CPU 134 MB. Each chunk reads and writes
+        the FP32 gradient of the kernel once, so that fewer chunks move fewer bytes.
       label_smoothing, z_loss, ignore_index, weights, reduction: as in `softmax_cross_entropy`.
       precision: precision of the three matmuls, as in `jax.lax.dot_general`.
+      logits_dtype: dtype in which the logits of a chunk are stored between the passes that read
+        them; losses, their sums and the logsumexp are FP32 in each case. None or float32: exact.
+        float16: half the memory, and gradients nearly as exact as with float32; logits are stored
+        times 2**-8, so that magnitudes up to 1.6e7 are finite. bfloat16: half the memory with 8
+        bits of precision, as PyTorch trains under autocast. docs/losses.md has the errors of each.
 
     Returns:
       As in `softmax_cross_entropy`.
@@ -120,6 +126,7 @@ def linear_cross_entropy(
             f"classes. Pass one number for each class: bias.reshape({size})."
         )
     terms = make_terms(label_smoothing, z_loss)
+    stored = _check_logits_dtype(logits_dtype, hidden.dtype)
     labels = jnp.asarray(labels)
     rows = hidden.shape[:-1]
     check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)
@@ -131,9 +138,10 @@ def linear_cross_entropy(
     per_row = reduction == "none"
     layer = _Layer(
         terms,
-        _chunk_rows(chunk, math.prod(rows), hidden.shape[-1], hidden.dtype),
+        _chunk_rows(chunk, math.prod(rows), size),
         transposed,
         precision,
+        stored,
         weighted=per_row or factors is not None,
     )
     compute = functools.partial(_each_loss if per_row else _total_loss, layer)
@@ -154,6 +162,8 @@ class _Layer(NamedTuple):
     chunk: int
     transposed: bool
     precision: Any
+    # Dtype of the logits between the passes that read them.
+    stored: np.dtype
     # True if rows may have the factor 0 although their label is valid.
     weighted: bool
 
@@ -232,12 +242,33 @@ def _no_cotangents(arrays: _Arrays) -> tuple[Any, Any]:
     return zeros(arrays.labels), zeros(arrays.valid)
 
 
-def _chunk_rows(chunk: int | None, rows: int, features: int, dtype: DTypeLike) -> int:
+def _check_logits_dtype(dtype: DTypeLike | None, hidden: DTypeLike) -> np.dtype:
+    """Returns the dtype of stored logits."""
+    wide = wide_dtype(hidden)
+    if dtype is None:
+        return wide
+    allowed = (wide, *sorted(FLOATS_16BIT, key=str))
+    for known in allowed:
+        if dtype in (known, known.name):
+            return known
+    raise JaxmpError(
+        f"logits_dtype={dtype!r} is not a dtype of stored logits. With hidden states in "
+        f"{np.dtype(hidden).name}, allowed are {', '.join(known.name for known in allowed)}, for "
+        "example logits_dtype=jnp.float16."
+    )
+
+
+# Bytes of the FP32 logits of a chunk at most; on other chips also a sixteenth of their memory.
+_LOGITS_BYTES, _LOGITS_BYTES_ON_CPU = 2.2e9, 2**27
+
+
+def _chunk_rows(chunk: int | None, rows: int, classes: int) -> int:
     """Returns the number of rows per chunk, with chunks of equal size to minimize padding."""
     if chunk is None:
-        chunk = min(max(1 << max(features.bit_length() - 1, 0), 256), 1024)
-        if is_16bit(dtype) and target() != "cpu" and chunk < min(features, 1024):
-            chunk *= 2
+        most = _LOGITS_BYTES_ON_CPU
+        if target() != "cpu":
+            most = min(_LOGITS_BYTES, (target_memory() or math.inf) / 16)
+        chunk = 1 << max(int(most // (4 * classes)).bit_length() - 1, 0)
     elif isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
         raise JaxmpError(
             f"chunk={chunk!r} is not a number of rows. Give an integer of 1 or more, for example "
@@ -279,15 +310,28 @@ def _over_chunks(
     inner = 1 if layer.transposed else 0
     stretch: Any = None if factors is None else _stretch(factors, dtype)
 
-    def multiply(lhs: jax.Array, rhs: jax.Array, left: int, right: int) -> jax.Array:
+    def multiply(
+        lhs: jax.Array, rhs: jax.Array, left: int, right: int, out: DTypeLike = wide
+    ) -> jax.Array:
         dimensions = (((left,), (right,)), ((), ()))
         return lax.dot_general(
-            lhs, rhs, dimensions, precision=layer.precision, preferred_element_type=wide
+            lhs, rhs, dimensions, precision=layer.precision, preferred_element_type=out
         )
+
+    def logits_of(hidden: jax.Array) -> jax.Array:
+        if layer.stored == wide:
+            return multiply(hidden, kernel, 1, inner)
+        if layer.stored == dtype != np.float16:  # the matmul itself writes 16 bits
+            return multiply(hidden, kernel, 1, inner, dtype).astype(wide)
+        # A power of two is exact, and the smallest steps of float16 remain far below those of exp.
+        factor = np.array(2.0**-8 if layer.stored == np.float16 else 1.0, wide)
+        stored = (multiply(hidden, kernel, 1, inner) * factor).astype(layer.stored)
+        # Without a barrier, XLA may omit the rounding, and store FP32.
+        return lax.optimization_barrier(stored).astype(wide) / factor
 
     def one_chunk(sums: Any, chunk: tuple[jax.Array, ...]) -> Any:
         hidden, labels, factors = chunk
-        logits = multiply(hidden, kernel, 1, inner)
+        logits = logits_of(hidden)
         if bias is not None:
             logits += bias[None]
         losses, rows = forward(layer.terms, logits, labels, small=True)

@@ -17,6 +17,7 @@ from jaxmp._core._compat._context import cudnn_version as cudnn_version
 from jaxmp._core._compat._context import current_context as current_context
 from jaxmp._core._compat._context import current_mesh as current_mesh
 from jaxmp._core._compat._context import mark_target as mark_target
+from jaxmp._core._compat._context import platform_of as platform_of
 from jaxmp._core._compat._context import target as target
 from jaxmp._core._compat._context import target_capability as target_capability
 from jaxmp._core._compat._devices import described_gpus as described_gpus
