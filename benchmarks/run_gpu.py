@@ -109,7 +109,7 @@ CALLS = (
         step("w5", "jaxmp-bf16 jaxmp-bf16-bfloat16", 1.3, rounds=3, steps=5),
     ),
     (
-        step("w1", "jaxmp-bf16 jaxmp-tf32 jaxmp-fp32", 1.5, rounds=2, steps=5),
+        step("w1s", "jaxmp-bf16 jaxmp-tf32 jaxmp-fp32", 1.5, rounds=3, steps=5),
         step("w5", "jaxmp-bf16 jaxmp-fp8", 3, rounds=3, steps=5),
     ),
 )

@@ -100,11 +100,14 @@ def part_of(parts: list[Instruction], size: Sizes) -> str:
     opcodes = {i.opcode for i in parts}
     names = " ".join(i.op_name for i in parts)
     sizes = {n for i in parts for shape in i.shapes for n in shape.sizes}
+    # The layers run without a loop in the workloads that fit this division.
+    is_in_loop = "/while/" in names
     if "fmha" in targets:
         return "attention"
     if "gemm" in targets or "cublas" in targets or "dot" in opcodes:
-        return "loss matmuls" if size.vocabulary in sizes else "matmuls of layers"
-    if "/while/" in names:
+        is_loss = is_in_loop or size.vocabulary in sizes
+        return "loss matmuls" if is_loss else "matmuls of layers"
+    if is_in_loop:
         return "loss passes"
     if parts[0].op_name and "jvp" not in parts[0].op_name:
         return "optimizer"

@@ -47,6 +47,7 @@ LLAMA_8B = Sizes(
 
 WORKLOADS = {
     "w1": GPT2,
+    "w1s": dataclasses.replace(GPT2, batch=16, unroll=False),
     "w2": GPT2_XL,
     "w2b": dataclasses.replace(GPT2_XL, batch=32),
     "w3": LLAMA_1B,
