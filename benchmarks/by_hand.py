@@ -27,9 +27,33 @@ CHUNK = 1024  # rows whose logits exist at the same time
 # ---------------------------------------------------------------------------
 
 
-def linear(x, p):
-    x = x @ p["kernel"].astype(BF16)
+def linear(x, p, multiply=jnp.matmul):
+    x = multiply(x, p["kernel"].astype(BF16))
     return x + p["bias"].astype(BF16) if "bias" in p else x
+
+
+def linear_fp32(x, p):
+    """A linear layer whose kernel gradient is the FP32 result of its matmul."""
+    return linear(x, p, lambda x, _: _multiply_fp32(x, p["kernel"]))
+
+
+@jax.custom_vjp
+def _multiply_fp32(x, kernel_IO):
+    return x @ kernel_IO.astype(BF16)
+
+
+def _multiply_forward(x, kernel_IO):
+    low_IO = kernel_IO.astype(BF16)
+    return x @ low_IO, (x, low_IO)
+
+
+def _multiply_backward(saved, slope):
+    x, low_IO = saved
+    d_kernel_IO = jnp.einsum("...i,...o->io", x, slope, preferred_element_type=FP32)
+    return slope @ low_IO.T, d_kernel_IO
+
+
+_multiply_fp32.defvjp(_multiply_forward, _multiply_backward)
 
 
 def layer_norm(x, p):
@@ -115,7 +139,10 @@ def saves(primitive: Any, *args: Any, **params: Any) -> bool:
 
 
 def gpt_loss(
-    gpt: Any, implementation: str | None = "cudnn", chunked: bool = True
+    gpt: Any,
+    implementation: str | None = "cudnn",
+    chunked: bool = True,
+    linear: Callable[..., jax.Array] = linear,
 ) -> Callable[..., jax.Array]:
     """Returns the loss function `(params, tokens_BS)` of a `gpt.GPT`, which gives the sizes."""
 
@@ -147,7 +174,10 @@ def gpt_loss(
 
 
 def llama_loss(
-    shape: Any, implementation: str | None = "cudnn", chunked: bool = True
+    shape: Any,
+    implementation: str | None = "cudnn",
+    chunked: bool = True,
+    linear: Callable[..., jax.Array] = linear,
 ) -> Callable[..., jax.Array]:
     """Returns the loss function `(params, tokens_BS)` of a `llama.Shape`."""
 
