@@ -27,33 +27,31 @@ CHUNK = 1024  # rows whose logits exist at the same time
 # ---------------------------------------------------------------------------
 
 
-def linear(x, p, multiply=jnp.matmul):
-    x = multiply(x, p["kernel"].astype(BF16))
+def linear(x, p):
+    x = x @ p["kernel"].astype(BF16)
     return x + p["bias"].astype(BF16) if "bias" in p else x
 
 
-def linear_fp32(x, p):
-    """A linear layer whose kernel gradient is the FP32 result of its matmul."""
-    return linear(x, p, lambda x, _: _multiply_fp32(x, p["kernel"]))
-
-
 @jax.custom_vjp
-def _multiply_fp32(x, kernel_IO):
-    return x @ kernel_IO.astype(BF16)
+def linear_fp32(x, p):
+    """A linear layer whose gradients of kernel and bias are sums in FP32 without rounding."""
+    return linear(x, p)
 
 
-def _multiply_forward(x, kernel_IO):
-    low_IO = kernel_IO.astype(BF16)
-    return x @ low_IO, (x, low_IO)
+def _linear_forward(x, p):
+    low = jax.tree.map(lambda array: array.astype(BF16), p)
+    return linear(x, low), (x, low)
 
 
-def _multiply_backward(saved, slope):
-    x, low_IO = saved
-    d_kernel_IO = jnp.einsum("...i,...o->io", x, slope, preferred_element_type=FP32)
-    return slope @ low_IO.T, d_kernel_IO
+def _linear_backward(saved, slope):
+    x, low = saved
+    grads = {"kernel": jnp.einsum("...i,...o->io", x, slope, preferred_element_type=FP32)}
+    if "bias" in low:
+        grads["bias"] = slope.astype(FP32).sum(range(slope.ndim - 1))
+    return slope @ low["kernel"].T, grads
 
 
-_multiply_fp32.defvjp(_multiply_forward, _multiply_backward)
+linear_fp32.defvjp(_linear_forward, _linear_backward)
 
 
 def layer_norm(x, p):
