@@ -35,6 +35,28 @@ def linear(x, p):
     return x + p["bias"].astype(BF16) if "bias" in p else x
 
 
+@jax.custom_vjp
+def linear_fp32(x, p):
+    """A linear layer whose gradients of kernel and bias are sums in FP32 without rounding."""
+    return linear(x, p)
+
+
+def _linear_forward(x, p):
+    low = jax.tree.map(lambda array: array.astype(BF16), p)
+    return linear(x, low), (x, low)
+
+
+def _linear_backward(saved, slope):
+    x, low = saved
+    grads = {"kernel": jnp.einsum("...i,...o->io", x, slope, preferred_element_type=FP32)}
+    if "bias" in low:
+        grads["bias"] = slope.astype(FP32).sum(range(slope.ndim - 1))
+    return slope @ low["kernel"].T, grads
+
+
+linear_fp32.defvjp(_linear_forward, _linear_backward)
+
+
 def layer_norm(x, p):
     wide = x.astype(FP32)
     mean = wide.mean(-1, keepdims=True)
@@ -123,7 +145,10 @@ def saves(*names: str) -> Callable[..., bool]:
 
 
 def gpt_loss(
-    gpt: Any, implementation: str | None = "cudnn", chunked: bool = True
+    gpt: Any,
+    implementation: str | None = "cudnn",
+    chunked: bool = True,
+    linear: Callable[..., jax.Array] = linear,
 ) -> Callable[..., jax.Array]:
     """Returns the loss function `(params, tokens_BS)` of a `gpt.GPT`, which gives the sizes."""
 
@@ -158,7 +183,10 @@ def gpt_loss(
 
 
 def llama_loss(
-    shape: Any, implementation: str | None = "cudnn", chunked: bool = True
+    shape: Any,
+    implementation: str | None = "cudnn",
+    chunked: bool = True,
+    linear: Callable[..., jax.Array] = linear,
 ) -> Callable[..., jax.Array]:
     """Returns the loss function `(params, tokens_BS)` of a `llama.Shape`."""
 

@@ -49,6 +49,7 @@ class Recipe(RecipeData):
       accumulate_dtype: name of the dtype in which gradients are summed over microbatches.
       reduce_dtype: name of the dtype in which gradients are summed over devices.
       regather: True if split weights are gathered again in the backward pass, instead of kept.
+      widen_params: True if matmuls compute the gradients of 16-bit parameters in FP32.
       ops: categories of operations in `autocast`: the default table with this recipe's edits.
 
     Example:
@@ -161,8 +162,8 @@ class Recipe(RecipeData):
             number, a dict with the keys of the [loss_scale] table, "auto" or "none"), `ops` (a
             dict, merged into the recipe's table, or an `OpTable` that replaces it), `fp8` (a
             scaling of `jaxmp.fp8`, or its name), `implementation`, `mask` and `window` (the keys of
-            [attention]), `master`, `skip`, `accumulate_dtype`, `reduce_dtype`, `regather`, `name`,
-            `summary`.
+            [attention]), `master`, `skip`, `accumulate_dtype`, `reduce_dtype`, `regather`,
+            `widen_params`, `name`, `summary`.
 
         Returns:
           A new recipe. A loss scale that "auto" has chosen is chosen again for new policies.

@@ -1,8 +1,8 @@
-"""Weight gradients in FP32 for functions that compute in 16 bits on several devices.
+"""Weight gradients in FP32 for functions that compute in 16 bits.
 
-Under `jit` with sharded arrays, XLA adds the partial weight gradients of the devices in the dtype
-of the operation that computes them: 16 bits for a 16-bit matmul, whatever the dtype of the
-parameter is. A cast to FP32 comes after that sum (jax#27496).
+A 16-bit matmul accumulates a weight gradient in FP32 and rounds it to 16 bits, whatever the dtype
+of the parameter is; the cast to FP32 comes later (jax#34330). Under `jit` with sharded arrays, XLA
+also adds the partial gradients of the devices in 16 bits, before that cast (jax#27496).
 
 `with_fp32_gradients` runs a traced loss function again and follows the parameters through it. A
 16-bit copy of a parameter is represented by two arrays: the copy, through which no gradient passes,
@@ -45,7 +45,7 @@ def _mesh_size(leaf: object) -> int:
 
 
 def with_fp32_gradients(
-    fn: Callable[..., PyTree], inputs: tuple[PyTree, ...], *, regather: bool = True
+    fn: Callable[..., PyTree], inputs: tuple[PyTree, ...], *, regather: bool, widen: bool
 ) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
     """Returns a function equal to `fn` whose gradients are computed in FP32, and its inputs.
 
@@ -54,13 +54,17 @@ def with_fp32_gradients(
       inputs: pytrees of parameters. Leaves that are not floating-point arrays, such as FP8
         state, are differentiated as they are.
       regather: gather weights again in the backward pass, instead of keeping them.
+      widen: also parameters that are stored in 16 bits. Otherwise, they are differentiated as they
+        are.
 
     Returns:
       The function, which traces `fn` for the dtypes of `inputs`, and the inputs to call it with:
-      those stored in 16 bits are converted to FP32, and so are their gradients.
+      with `widen`, those stored in 16 bits are converted to FP32, and so are their gradients.
     """
     leaves, structure = jax.tree.flatten(inputs)
-    is_param = [is_castable(leaf) for leaf in leaves]
+    is_param = [is_castable(leaf) and (widen or not is_16bit(leaf.dtype)) for leaf in leaves]
+    if not any(is_param):
+        return fn, inputs
 
     def fn_in_fp32(*inputs: PyTree) -> PyTree:
         out_tree: Any = None

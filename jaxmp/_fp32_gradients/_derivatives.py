@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
@@ -18,7 +19,7 @@ from jaxmp._core._programs._analysis import Body, primitives
 from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._constructs import CALLS
 from jaxmp._core._programs._interpreter import Frame, Interpreter
-from jaxmp._core._programs._operations import arithmetic_of
+from jaxmp._core._programs._operations import arithmetic_of, dot_of
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._core._wide_dot import wide_product, widened_product
 from jaxmp._fp32_gradients._layout import (
@@ -90,6 +91,10 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
         is_wide = options is not None and options.result_dtype is not None
         narrow = {"preferred_element_type": low.dtype} if is_wide else {}
         cotangent = cotangent.astype(low.dtype)
+        if equation.primitive.name == "dot_general" and not AxisType.Explicit in jax.typeof(low).sharding.mesh.axis_types:
+            d_other = transposed_dot(equation, 1 - side, low, cotangent, low.dtype)
+            d_carrier = transposed_dot(equation, side, other, cotangent, FLOAT32)
+            return d_other, None, as_stored(d_carrier, layout), None
 
         def of_other(other: Array) -> Array:
             return call(other, low, rest, **narrow)
@@ -105,6 +110,37 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
 
     matmul.defvjp(matmul_fwd, matmul_bwd)
     return matmul(other, copy.low, copy.carrier, rest)
+
+
+def transposed_dot(
+    equation: JaxprEqn, side: int, other: Array, cotangent: Array, dtype: np.dtype
+) -> Array:
+    """Returns the gradient of one operand of a `dot_general`, as the result of a matmul.
+
+    Args:
+      equation: the `dot_general`.
+      side: number of the operand.
+      other: the other operand.
+      cotangent: gradient of the result, in the dtype of `other`.
+      dtype: dtype of the gradient.
+    """
+    sums, batch = dot_of(equation)
+    free = [
+        [n for n in range(len(var.aval.shape)) if n not in (*s, *b)]
+        for var, s, b in zip(equation.invars, sums, batch, strict=True)
+    ]
+    kept, same = free[side], len(batch[0])
+    start = same + (0 if side else len(kept))
+    contracted = range(start, start + len(free[1 - side])), free[1 - side]
+    dimensions = (contracted, (range(same), batch[1 - side]))
+    product = functools.partial(
+        lax.dot_general, dimension_numbers=dimensions, precision=equation.params["precision"]
+    )
+    is_widened = dtype == FLOAT32 and target() == "cpu"
+    pair = (cotangent, other)
+    out = widened_product(product, *pair) if is_widened else product(*pair, preferred_element_type=dtype)
+    by_other = [sums[side][n] for n in np.argsort(sums[1 - side])]
+    return lax.transpose(out, np.argsort([*batch[side], *kept, *by_other]))
 
 
 def _is_rows(value: Value, operands: list[Value]) -> bool:
@@ -372,6 +408,8 @@ def _dtype(var: Var | Literal) -> Any:
 def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
     name = equation.primitive.name
     if name in MATMULS:
+        if name == "conv_general_dilated" and (convolve := _in_parts(equation, operands)):
+            return convolve(*operands)
         if target() == "cpu" and any(map(is_16bit_aval, operands)):
             return widened_product(
                 lambda *wide, **dtype: bind(equation, list(wide), **dtype), *operands
@@ -380,6 +418,31 @@ def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
     if name == "convert_element_type":
         return operands[0]
     return bind(equation, [o.astype(FLOAT32) if is_16bit_aval(o) else o for o in operands])
+
+
+def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array] | None:
+    """Returns the 16-bit convolution of a weight gradient, which is cast to FP32 before sums.
+
+    cuDNN has no gradient of a kernel with 16-bit operands and an FP32 result, so that XLA would
+    convert the operands. On several devices, each computes the sum over its part of the contracted
+    axis, which is the batch. None: it cannot be divided.
+    """
+    mesh, options = jax.typeof(operands[0]).sharding.mesh, equation.params
+    convolve = lambda *pair: bind(equation, [*pair]).astype(FLOAT32)
+    if mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}:
+        return convolve
+    lhs, rhs, _ = options["dimension_numbers"]
+    is_whole = options["feature_group_count"] == 1 and set(mesh.axis_types) == {AxisType.Auto}
+    if not is_whole or operands[0].shape[lhs[1]] % mesh.size:
+        return None
+    axes = mesh.axis_names
+    return jax.shard_map(
+        lambda *pair: lax.psum(convolve(*pair), axes),
+        mesh=mesh,
+        in_specs=tuple(PartitionSpec(*[None] * spec[1], axes) for spec in (lhs, rhs)),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
 
 
 def run_forward(equation: JaxprEqn, operands: list[Array]) -> Any:

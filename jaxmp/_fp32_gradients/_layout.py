@@ -87,7 +87,8 @@ class Layout:
     @property
     def is_split(self) -> bool:
         """True if matmuls read the weight in another sharding than it has."""
-        return self.stored is not None and self.stored != self.gathered
+        is_moved = self.stored is not None and self.stored != self.gathered
+        return is_moved and self.stored.mesh.size > 1
 
     @property
     def is_explicit(self) -> bool:

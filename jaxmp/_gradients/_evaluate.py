@@ -42,6 +42,7 @@ class Options:
     accumulate_dtype: np.dtype
     reduce_dtype: np.dtype
     regather: bool
+    widen_params: bool
     # The differentiated arguments of a call, before `begin_step` of their FP8 states.
     before: tuple[Any, ...] = ()
 
@@ -93,8 +94,11 @@ def differentiate(
             present.float16 = contains_float16(traced)
     run = fn_of_inputs
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
-    if not is_16bit(options.reduce_dtype) and is_on_several_devices(args, kwargs):
-        run, inputs = with_fp32_gradients(fn_of_inputs, inputs, regather=options.regather)
+    if not is_16bit(options.reduce_dtype):
+        widen = options.widen_params or is_on_several_devices(args, kwargs)
+        run, inputs = with_fp32_gradients(
+            fn_of_inputs, inputs, regather=options.regather, widen=widen
+        )
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
     cotangent, _ = _cotangent_and_unscale(loss, options)

@@ -42,6 +42,7 @@ def value_and_grad(
     accumulate_dtype: DTypeLike = "float32",
     reduce_dtype: DTypeLike = "float32",
     regather: bool = True,
+    widen_params: bool = False,
 ) -> Callable[..., Any]:
     """Differentiates like `jax.value_and_grad`, with loss scaling and results in FP32.
 
@@ -75,12 +76,15 @@ def value_and_grad(
       interleave: part i takes the rows i, i + k, i + 2k, ... instead of a contiguous block, so that
         a batch that is sharded on axis 0 stays on its devices.
       accumulate_dtype: dtype in which the gradients of the parts are accumulated.
-      reduce_dtype: dtype in which gradients are summed across devices. With sharded arrays under
-        `jit`, parameters are differentiated in FP32 for that purpose, unless it is a 16-bit dtype:
-        then XLA sums each gradient in the dtype in which it is computed.
+      reduce_dtype: dtype in which gradients are summed across devices. Matmuls with 16-bit copies
+        of FP32 parameters compute their gradients with FP32 results, and `jit` sums these over
+        devices, unless it is a 16-bit dtype: then a gradient is computed and summed in the dtype
+        of its operation.
       regather: weights that are split over the axes of the batch, and of which a sharding
         constraint in `fn` or the metadata of Flax contains the sharding, are gathered in the dtype
         of their matmuls. True: again in the backward pass; False: they are kept until then.
+      widen_params: parameters that are stored in 16 bits are differentiated as if they were FP32.
+        Arrays on several devices always are.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`. The
@@ -116,6 +120,7 @@ def value_and_grad(
         accumulate_dtype=sum_dtype(accumulate_dtype),
         reduce_dtype=sum_dtype(reduce_dtype),
         regather=regather,
+        widen_params=widen_params,
     )
 
     def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -90,6 +90,8 @@ class RecipeData:
     reduce_dtype: str = "float32"
     # Gather split weights again in the backward pass, instead of keeping them.
     regather: bool = True
+    # Differentiate parameters that are stored in 16 bits as if they were FP32, on one device, too.
+    widen_params: bool = False
     # Categories of the operations in `autocast`.
     ops: OpTable = dataclasses.field(default_factory=OpTable)
 

@@ -52,6 +52,7 @@ class RecipeChanges(TypedDict, total=False):
     accumulate_dtype: DTypeLike | None
     reduce_dtype: DTypeLike | None
     regather: bool | None
+    widen_params: bool | None
     name: str | None
     summary: str | None
 
@@ -158,6 +159,7 @@ def recipe_text(data: RecipeData) -> str:
         "accumulate_dtype": data.accumulate_dtype,
         "reduce_dtype": data.reduce_dtype,
         "regather": data.regather,
+        "widen_params": data.widen_params,
     }
     blocks = [
         _block(_HEAD, {"name": data.name, "summary": data.summary}),

@@ -120,7 +120,12 @@ TABLES = {
     "optimizer": {"master": choice(*MASTERS), "skip": choice(*SKIPS)},
     "attention": _ATTENTION,
     _scaling_table.TABLE: _scaling_table.FIELDS,
-    "gradients": {"accumulate_dtype": DTYPE, "reduce_dtype": DTYPE, "regather": BOOLEAN},
+    "gradients": {
+        "accumulate_dtype": DTYPE,
+        "reduce_dtype": DTYPE,
+        "regather": BOOLEAN,
+        "widen_params": BOOLEAN,
+    },
     "ops": {name: _category(op) for name, op in DEFAULT_OPS.items()},
 }
 

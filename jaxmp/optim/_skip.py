@@ -135,11 +135,13 @@ class GradientSettings:
       accumulate_dtype: name of the dtype in which microbatches are accumulated.
       reduce_dtype: name of the dtype in which gradients are averaged over devices.
       regather: True if split weights are gathered again in the backward pass.
+      widen_params: True if matmuls compute the gradients of 16-bit parameters in FP32.
     """
 
     accumulate_dtype: str
     reduce_dtype: str
     regather: bool
+    widen_params: bool
 
 
 @jax.tree_util.register_static
@@ -440,7 +442,9 @@ def mixed_precision(
             )
         loss_scale = data.loss_scale_data.build()
     masters = master_params(inner, recipe=data.policies, master=master)
-    gradients = GradientSettings(data.accumulate_dtype, data.reduce_dtype, data.regather)
+    gradients = GradientSettings(
+        data.accumulate_dtype, data.reduce_dtype, data.regather, data.widen_params
+    )
     settings = SkipSettings(skip != "none", as_axes(axis_name), gradients)
     expects_float16 = computes_in(data.policies, np.dtype(np.float16))
     return guard(masters, loss_scale, skip, settings, expects_float16=expects_float16)
