@@ -18,8 +18,6 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
-import gpt
-
 BF16, FP32 = jnp.bfloat16, jnp.float32
 EPSILON = 1e-5
 LOGITS = 2.2e9  # bytes of FP32 logits that exist at the same time at most
@@ -243,7 +241,7 @@ def make_training(
     def init(params):
         return params, tx.init(params)
 
-    @functools.partial(jax.jit, donate_argnums=0, compiler_options=gpt.COMPILER_OPTIONS)
+    @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state, tokens_BS):
         params, opt_state = state
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens_BS)

@@ -12,10 +12,14 @@ logits in bfloat16, and `softmax_cross_entropy` of them. The forms run in turn i
 """
 
 import functools
+import os
 import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] += " --xla_gpu_enable_triton_gemm=false"  # as benchmarks/train_step.py
 
 import jax
 import jax.numpy as jnp

@@ -56,7 +56,7 @@ def make_training(
         variables = nn.meta.unbox(init())
         return variables, tx.init(variables["params"])
 
-    @functools.partial(jax.jit, donate_argnums=0, compiler_options=gpt.COMPILER_OPTIONS)
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(state: Any, tokens_BS: jax.Array) -> Any:
         variables, opt_state = state
         loss, grads = jax.value_and_grad(loss_fn)(variables, tokens_BS)

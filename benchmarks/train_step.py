@@ -7,6 +7,7 @@
 Sizes (benchmarks/workload_sizes.py):
 
     w1, w2, w2b    GPT-2 with 124M and 1.5B parameters, 65,536, 16,384 and 32,768 tokens
+    w1s            w1 with 16,384 tokens and a loop over the layers
     w3, w3b, w4    Llama with 1.2B parameters and lengths 4,096 and 8,192; with 1.3B and 2,048
     w5, w5b        8 of 32 layers of Llama 3 8B, lengths 4,096 and 8,192
 
@@ -40,6 +41,9 @@ from typing import Any, NamedTuple
 if "--toy" in sys.argv:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+# cuBLAS adds biases and computes GELUs in its matmuls; XLA's Triton kernels do not.
+os.environ.setdefault("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] += " --xla_gpu_enable_triton_gemm=false"
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import jax

@@ -23,6 +23,8 @@ The default size trains in less than a minute on a CPU. The table of tokens has 
 vocabulary of 50,257; the parameters above do not include the padding. Tokens are the bytes of
 Python's standard library, or those of the file --tokens: 16-bit integers without a header, as
 nanoGPT writes them.
+On a GPU, set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false: cuBLAS then adds biases and computes
+GELUs while it writes the results of matmuls. XLA's Triton kernels do not.
 Install first: pip install -e ".[examples]".
 
 Shape suffixes: B batch, T position, S position and one more, D width, N head, V row of the token
@@ -50,9 +52,6 @@ import jaxmp
 from jaxmp import fp8, functional
 
 EPSILON = 1e-5  # of the norms
-# On a GPU, cuBLAS adds biases and computes GELUs while it writes the results of matmuls. The Triton
-# kernels that XLA prefers do not: each is then a kernel of its own.
-COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 NORMAL = nn.initializers.normal(0.02)
 
 
@@ -289,7 +288,7 @@ def linen_training(
     def loss_fn(params: Any, tokens_BS: jax.Array) -> jax.Array:
         return model.apply(params, tokens_BS[:, :-1], tokens_BS[:, 1:])
 
-    @functools.partial(jax.jit, donate_argnums=0, compiler_options=COMPILER_OPTIONS)
+    @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: jaxmp.TrainState, tokens_BS: jax.Array) -> Any:
         loss, grads = state.value_and_grad(loss_fn)(tokens_BS)
         return state.apply_gradients(grads=grads), loss
