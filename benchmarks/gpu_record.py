@@ -48,6 +48,7 @@ def environment(device: str) -> dict[str, Any]:
         "others": versions_of(OTHERS),
         "host": f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.system()}",
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "flags": os.environ.get("XLA_FLAGS", ""),
         "gpu": gpu_state(),
     }
 

@@ -11,8 +11,10 @@ kernel), with matmul operands in the dtype of the hidden states:
     softmax_cross_entropy  logits in the dtype of the hidden states, `jaxmp.losses`
     linear_cross_entropy   no stored logits: `jaxmp.losses`, a chunk of rows at a time
 
-The bytes are those that XLA reports (`memory_analysis`) in addition to arguments and results.
-Nothing is run. The H200 requires XLA's GPU compiler: pip install -e ".[aot]".
+Sizes are those of GPT-2 and of Llama 3 8B in benchmarks/workload_sizes.py. A chunk of 512, 2,048,
+4,096 or 8,192 rows is the default for GPT-2 on a CPU, and on GPUs with 8, 24, and 32 GB or more;
+half of that for Llama. The bytes are those that XLA reports (`memory_analysis`) in addition to
+arguments and results. Nothing is run. The H200 requires XLA's GPU compiler: pip install -e ".[aot]".
 """
 
 import functools
@@ -30,6 +32,7 @@ from jaxmp import losses
 from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core import _compat
 from result_file import parser_of, write_result
+from workload_sizes import WORKLOADS
 
 
 def product(hidden, kernel):
@@ -78,14 +81,25 @@ def compiled(way, dtype, target, *, tokens, features, classes):
     return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
 
 
-def measure(target, *, tokens, features, classes, chunks=(None,)):
+def variants(target, classes, dtype):
+    """Returns the programs that are compiled: (way, chunk, dtype of the logits)."""
+    rows = [("plain", None, None), ("softmax_cross_entropy", None, None)]
+    default = [("linear_cross_entropy", None, None)]
+    if target == "cpu" or dtype == "float32":
+        return rows + default
+    half = 1 if classes < 100_000 else 2
+    rows += [("linear_cross_entropy", chunk // half, None) for chunk in (1024, 2048, 4096)]
+    return rows + default + [(*default[0][:2], logits) for logits in ("float16", "bfloat16")]
+
+
+def measure(target, *, tokens, features, classes):
     """Measures all combinations of dtype, program and chunk size; returns a list of rows."""
     rows, reference = [], 0
     for dtype in ("float32", "bfloat16"):
-        ways = [("plain", None), ("softmax_cross_entropy", None)]
-        ways += [("linear_cross_entropy", chunk) for chunk in chunks]
-        for name, chunk in ways:
-            way = WAYS[name] if chunk is None else functools.partial(from_hidden, chunk=chunk)
+        for name, chunk, logits in variants(target, classes, dtype):
+            way = WAYS[name]
+            if name == "linear_cross_entropy":
+                way = functools.partial(way, chunk=chunk, logits_dtype=logits)
             sizes = {"tokens": tokens, "features": features, "classes": classes}
             program = compiled(way, jnp.dtype(dtype), target, **sizes)
             found = program.memory_analysis().temp_size_in_bytes
@@ -96,6 +110,7 @@ def measure(target, *, tokens, features, classes, chunks=(None,)):
                     "dtype": dtype,
                     "way": name,
                     "chunk": chunk,
+                    "logits": logits,
                     "temp_bytes": found,
                     "of_plain": round(found / reference, 4),
                 }
@@ -107,18 +122,23 @@ def main():
     parser = parser_of(__doc__)
     parser.add_argument("--target", default="cpu", choices=["cpu", *GPUS])
     options = parser.parse_args()
-    sizes = {"tokens": 8192, "features": 768, "classes": 50257}
-    rows = measure(options.target, **sizes, chunks=(None, 256, 1024, 2048))
     where = platform.machine() if options.target == "cpu" else GPUS[options.target].kind
-    print(f"{where}; jax {jax.__version__}; " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
-    print(f"{'hidden':10}{'loss':24}{'chunk':>8}{'temp MB':>10}{'of plain':>10}")
-    for row in rows:
-        print(
-            f"{row['dtype']:10}{row['way']:24}{row['chunk'] or '':>8}"
-            f"{row['temp_bytes'] / 1e6:10.1f}{row['of_plain']:10.1%}"
-        )
+    print(f"{where}; jax {jax.__version__}")
+    workloads = {}
+    for name in ("w1", "w5"):
+        size = WORKLOADS[name]
+        sizes = {"tokens": size.tokens, "features": size.width, "classes": size.vocabulary}
+        rows = measure(options.target, **sizes)
+        workloads[size.size] = {"sizes": sizes, "rows": rows}
+        print(f"{size.size}: " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
+        print(f"{'hidden':10}{'loss':24}{'logits':10}{'chunk':>8}{'temp MB':>10}{'of plain':>10}")
+        for row in rows:
+            print(
+                f"{row['dtype']:10}{row['way']:24}{row['logits'] or '':10}{row['chunk'] or '':>8}"
+                f"{row['temp_bytes'] / 1e6:10.1f}{row['of_plain']:10.1%}"
+            )
     target = where if options.target == "cpu" else f"{where} (compiled, nothing was run)"
-    write_result(options.out, target=target, sizes=sizes, rows=rows)
+    write_result(options.out, target=target, workloads=workloads)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,11 @@ are medians of rounds in which all programs run in turn; a ratio is the median o
 rounds, with their range. The programs of PyTorch (`torch.compile`, autocast to bfloat16, fused
 AdamW; `torch-cudnn` has cuDNN's attention) ran in a process of their own on the same machine. Their
 logits are in bfloat16, and they do not check gradients for non-finite values; the logits of the
-other programs are in FP32. `hand` is written by hand in JAX, with cuDNN's attention.
+other programs are in FP32, unless their names end in a dtype (`jaxmp-bf16-bfloat16`). `hand` is
+written by hand in JAX, with cuDNN's attention.
+
+The programs of JAX ran with `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`, with which cuBLAS adds
+biases and computes GELUs while it writes the results of matmuls.
 """
 
 HOW = """
@@ -77,10 +81,13 @@ python benchmarks/run_gpu.py --continue-from results/gpu_results.tar.gz --out mo
 - All results and logs are in one archive, `gpu_results.tar.gz` in the directory of the results. It
   is complete at any time: a call that is killed loses at most ten seconds. On a fresh machine,
   `--continue-from` continues the archive of an earlier call.
-- The first ten minutes show whether the steps run, whether they are as fast as hand-written ones,
-  and whether FP8 gains. The first thirty contain the most valuable jobs.
+- The first call, of eight minutes, shows which kernels take the time of a GPT-2 step, which form of
+  the loss is the fastest, and the step beside PyTorch's. The second compares bf16 with TF32, FP32
+  and FP8.
+- The archive contains the kernels that XLA chose by timing them, so that a later call on the same
+  kind of GPU and version of JAX compiles faster.
 - A job that was interrupted runs again in the next call and keeps its results; one that failed, or
-  took more than twice its minutes, runs again after all others. The archive contains its output.
+  took more than 1.3 times its minutes, runs again after all others. The archive contains its output.
 - Libraries that are not installed (PyTorch, torchao, qwix, Transformer Engine) are skipped, and
   their jobs run in the first call in which they are installed.
 - Each result contains clocks, power and temperature of the GPU, its driver and the versions.
@@ -91,13 +98,17 @@ python benchmarks/run_gpu.py --continue-from results/gpu_results.tar.gz --out mo
   `benchmarks/torch_step.py` contain those of other libraries.
 """
 
-# Comparison, aim, how the archive is read: workloads, program, field; or the job that measures it.
+# Comparison, aim, how the archive is read: workload, program, and the program whose milliseconds are
+# divided by those of the first; "" for TFLOP/s.
 AIMS = (
-    ("bf16 step over the hand-written step", "at least 0.99", "", "jaxmp-bf16", "rate_over_hand"),
-    ("FP8 over bf16, GPT-2 1.5B", "at least 1.30", "w2", "jaxmp-fp8", "rate_over_jaxmp-bf16"),
-    ("FP8 over bf16, Llama 3 8B", "at least 1.43", "w5", "jaxmp-fp8", "rate_over_jaxmp-bf16"),
-    ("bf16 step of GPT-2 1.5B, TFLOP/s", "at least 600", "w2", "jaxmp-bf16", "tflops"),
-    ("PyTorch with cuDNN over bf16", "at most 0.97", "", "torch-cudnn", "rate_over_jaxmp-bf16"),
+    ("bf16 over the hand-written step", "at least 0.99", "w1 w5", "jaxmp-bf16", "hand"),
+    ("PyTorch over bf16", "at most 1.05", "w1", "torch-cudnn", "jaxmp-bf16"),
+    ("PyTorch over bf16 with bf16 logits", "at most 1", "w1", "torch-cudnn", "jaxmp-bf16-bfloat16"),
+    ("bf16 over TF32", "at least 1.5", "w1s", "jaxmp-bf16", "jaxmp-tf32"),
+    ("bf16 over FP32", "at least 3", "w1s", "jaxmp-bf16", "jaxmp-fp32"),
+    ("FP8 over bf16, Llama 3 8B", "at least 1.28", "w5", "jaxmp-fp8", "jaxmp-bf16"),
+    ("FP8 over bf16, GPT-2 1.5B", "at least 1.30", "w2", "jaxmp-fp8", "jaxmp-bf16"),
+    ("bf16 step of GPT-2 1.5B, TFLOP/s", "at least 600", "w2", "jaxmp-bf16", ""),
 )
 OTHER_AIMS = """
 The optimizer's time over its byte limit (at most 1.05, job `optimizer`) and the longest sequence
@@ -193,6 +204,8 @@ def gpu_section() -> str:
         device = label_of(report["runs"][-1]["environment"])
         title = f"{report['workload']}: {size.size}, {size.layers} layers, {tokens}, on {device}"
         parts.append(f"\n{title}:\n\n{table((*header, 'speed over bf16'), rows)}")
+    parts += [profile_table(report) for report in archived(RESULTS / "gpu", "profile_*.json")]
+    parts += [loss_table(report) for report in archived(RESULTS / "gpu", "loss.json")]
     for report in archived(RESULTS / "gpu", "optimizer.json"):
         for model in report["models"]:
             rows = [
@@ -206,16 +219,54 @@ def gpu_section() -> str:
     return "".join([*parts, "\nAims, and what was measured:\n\n", aims(), OTHER_AIMS, HOW])
 
 
+def profile_table(report: dict[str, Any]) -> str:
+    """Returns the table of step_profile.py."""
+    parts = []
+    for name, program in report["programs"].items():
+        rows = [
+            (part, f"{row['kernels']:,}", f"{row['milliseconds']:.1f}")
+            for part, row in program.get("classes", {}).items()
+        ]
+        total = program.get("milliseconds_of_kernels", 0)
+        rows.append(("sum", f"{sum(row['calls'] for row in program['kernels']):,}", f"{total:.1f}"))
+        title = f"Kernels of one step of {name}, {report['workload']}, on "
+        title += (
+            f"{label_of(report['environment'])} (`python benchmarks/step_profile.py`). Without "
+        )
+        title += (
+            f"the profiler, which slows it down, the step takes {program['milliseconds']:.1f} ms"
+        )
+        parts.append(f"\n{title}:\n\n{table(('class', 'kernels', 'ms'), rows)}")
+    return "".join(parts)
+
+
+def loss_table(report: dict[str, Any]) -> str:
+    """Returns the table of loss_time.py."""
+    rows = [
+        (f"{row['workload']}: {way}", f"{time:.1f}", f"{1e3 * row['tokens'] / time:,.0f}")
+        for row in report["rows"]
+        for way, time in row["milliseconds"].items()
+    ]
+    title = f"Last layer and loss, forward and backward, on {label_of(report['environment'])} "
+    title += (
+        "(`python benchmarks/loss_time.py`). *Two passes*: the maximum of the logits, then the "
+    )
+    title += "sum of exponentials"
+    return f"\n{title}:\n\n{table(('shape and logits', 'ms', 'tokens/s'), rows)}"
+
+
 def aims() -> str:
     """Returns the table of what was aimed at and what was measured."""
     reports = archived(RESULTS / "gpu", "step_*.json")
     rows = []
-    for comparison, aim, workload, arm, field in AIMS:
-        found = [
-            f"{report['workload']}: {report['summary'][arm][field]:.4g}"
-            for report in reports
-            if workload in report["workload"] and field in report["summary"].get(arm, {})
-        ]
+    for comparison, aim, workloads, arm, base in AIMS:
+        found = []
+        for report in reports:
+            summary, name = report["summary"], report["workload"]
+            timed = [summary.get(arm, {}), summary.get(base or arm, {})]
+            if name in workloads.split() and all("milliseconds" in row for row in timed):
+                ratio = timed[1]["milliseconds"] / timed[0]["milliseconds"]
+                found.append(f"{name}: {ratio if base else timed[0]['tflops']:.4g}")
         rows.append((comparison, aim, ", ".join(found) or "not measured yet"))
     return table(("comparison", "aim", "measured"), rows)
 

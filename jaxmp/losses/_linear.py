@@ -96,9 +96,10 @@ def linear_cross_entropy(
       precision: precision of the three matmuls, as in `jax.lax.dot_general`.
       logits_dtype: dtype in which the logits of a chunk are stored between the passes that read
         them; losses, their sums and the logsumexp are FP32 in each case. None or float32: exact.
-        float16: half the memory, and gradients nearly as exact as with float32; logits are stored
-        times 2**-8, so that magnitudes up to 1.6e7 are finite. bfloat16: half the memory with 8
-        bits of precision, as PyTorch trains under autocast. docs/losses.md has the errors of each.
+        float16: half the memory, and gradients nearly as exact as with float32; what is stored is
+        the difference from the logit of the label, times 2**-8, so that magnitudes up to 1.6e7 are
+        finite. bfloat16: half the memory with 8 bits of precision, as PyTorch trains under
+        autocast. docs/losses.md has the errors and times of each.
 
     Returns:
       As in `softmax_cross_entropy`.
@@ -318,20 +319,26 @@ def _over_chunks(
             lhs, rhs, dimensions, precision=layer.precision, preferred_element_type=out
         )
 
-    def logits_of(hidden: jax.Array) -> jax.Array:
+    def logits_of(hidden: jax.Array, labels: jax.Array) -> jax.Array:
         if layer.stored == wide:
             return multiply(hidden, kernel, 1, inner)
         if layer.stored == dtype != np.float16:  # the matmul itself writes 16 bits
             return multiply(hidden, kernel, 1, inner, dtype).astype(wide)
-        # A power of two is exact, and the smallest steps of float16 remain far below those of exp.
-        factor = np.array(2.0**-8 if layer.stored == np.float16 else 1.0, wide)
-        stored = (multiply(hidden, kernel, 1, inner) * factor).astype(layer.stored)
+        logits, factor, shift = multiply(hidden, kernel, 1, inner), np.ones((), wide), 0.0
+        if layer.stored == np.float16:
+            # Differences from the logit of the label: the probabilities that matter are precise.
+            # A power of two is exact, and the smallest steps of float16 remain far below 1.
+            factor = np.array(2.0**-8, wide)
+            columns = jnp.moveaxis(jnp.take(kernel, labels[:, 0], axis=1 - inner), 1 - inner, 0)
+            products = hidden.astype(wide) * columns.astype(wide)
+            shift = jnp.sum(products, axis=1, keepdims=True)
         # Without a barrier, XLA may omit the rounding, and store FP32.
-        return lax.optimization_barrier(stored).astype(wide) / factor
+        stored = lax.optimization_barrier(((logits - shift) * factor).astype(layer.stored))
+        return stored.astype(wide) / factor + shift
 
     def one_chunk(sums: Any, chunk: tuple[jax.Array, ...]) -> Any:
         hidden, labels, factors = chunk
-        logits = logits_of(hidden)
+        logits = logits_of(hidden, labels)
         if bias is not None:
             logits += bias[None]
         losses, rows = forward(layer.terms, logits, labels, small=True)
