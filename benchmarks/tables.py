@@ -87,7 +87,7 @@ python benchmarks/run_gpu.py --continue-from results/gpu_results.tar.gz --out mo
 - The archive contains the kernels that XLA chose by timing them, so that a later call on the same
   kind of GPU and version of JAX compiles faster.
 - A job that was interrupted runs again in the next call and keeps its results; one that failed, or
-  took more than 1.3 times its minutes, runs again after all others. The archive contains its output.
+  took more than 1.3 times its minutes, runs again after all others. The archive has its output.
 - Libraries that are not installed (PyTorch, torchao, qwix, Transformer Engine) are skipped, and
   their jobs run in the first call in which they are installed.
 - Each result contains clocks, power and temperature of the GPU, its driver and the versions.
@@ -98,8 +98,8 @@ python benchmarks/run_gpu.py --continue-from results/gpu_results.tar.gz --out mo
   `benchmarks/torch_step.py` contain those of other libraries.
 """
 
-# Comparison, aim, how the archive is read: workload, program, and the program whose milliseconds are
-# divided by those of the first; "" for TFLOP/s.
+# Comparison, aim, and how the archive is read: workloads, program, and the program whose
+# milliseconds are divided by those of the first; "" for TFLOP/s.
 AIMS = (
     ("bf16 over the hand-written step", "at least 0.99", "w1 w5", "jaxmp-bf16", "hand"),
     ("PyTorch over bf16", "at most 1.05", "w1", "torch-cudnn", "jaxmp-bf16"),

@@ -823,7 +823,7 @@ def placed(mesh, array, *spec):
 
 @pytest.mark.parametrize("spec", [("data", None), (None, "model"), ("data", "model")])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@fast_cases("AxisType.Auto-spec0", "AxisType.Explicit-spec1", "AxisType.Explicit-spec2")
+@fast_cases("cpu-AxisType.Auto-spec0", "gpu-AxisType.Auto-spec1", "gpu-AxisType.Explicit-spec2")
 def test_logits_stay_where_they_are(spec, kind, target):
     options = {"label_smoothing": 0.1, "z_loss": 1e-3} if target == "cpu" else {"z_loss": 1e-3}
     rows, classes, mesh = 16, 512, make_mesh(kind)
