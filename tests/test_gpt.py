@@ -96,7 +96,7 @@ def test_initial_values(framework):
         made = nnx.as_pure(nnx.state(made, nnx.Param))
     blocks = made["blocks"]
     residual = ["attention_out", "mlp_down"]
-    for name in ("qkv", "mlp_up", *residual):
+    for name in ("query", "key", "value", "mlp_up", *residual):
         kernel = np.asarray(blocks[name]["kernel"])
         # The layers have different values: 0.02, or 0.02 / sqrt(2 * 8).
         deviation = 0.005 if name in residual else 0.02
@@ -113,7 +113,7 @@ def test_only_matrices_decay():
     model = nnx.eval_shape(lambda: gpt.NnxGPT(TOY, rngs=nnx.Rngs(0)))
     for tree in (params(), nnx.as_pure(nnx.state(model, nnx.Param)), nnx.state(model, nnx.Param)):
         flags = jax.tree_util.tree_leaves_with_path(gpt.matrices(tree))
-        assert len(flags) == 16
+        assert len(flags) == 20
         for path, flag in flags:
             (name,) = {getattr(key, "key", None) for key in path} & kinds.keys()
             assert flag == kinds[name]
@@ -150,10 +150,11 @@ def reference_loss(params):
         x = table[tokens[:-1]] + tree["position_embedding"]["embedding"]
         for layer in range(TOY.layers):
             p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], tree["blocks"])
-            qkv = norm(x, p["attention_norm"]) @ p["qkv"]["kernel"] + p["qkv"]["bias"]
-            heads = []
-            for head in np.split(qkv.reshape(len(x), 3, TOY.heads, -1), TOY.heads, axis=2):
-                q, k, v = np.moveaxis(head[:, :, 0], 1, 0)
+            h, heads = norm(x, p["attention_norm"]), []
+            names = ("query", "key", "value")
+            qkv = (h @ p[name]["kernel"] + p[name]["bias"] for name in names)
+            parts = (np.split(part, TOY.heads, axis=-1) for part in qkv)
+            for q, k, v in zip(*parts, strict=True):
                 scores = np.where(np.tri(len(x)), q @ k.T / np.sqrt(q.shape[-1]), -np.inf)
                 heads.append(softmax(scores) @ v)
             attended = np.concatenate(heads, axis=-1)
