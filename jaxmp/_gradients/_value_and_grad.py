@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,7 +35,7 @@ def value_and_grad(
     loss_scale: LossScaleLike = None,
     weighted: bool = False,
     microbatches: int = 1,
-    batch_argnums: int | Sequence[int] = 1,
+    batch_argnums: int | Sequence[int] | None = None,
     rng_argnums: int | Sequence[int] | None = None,
     axis_name: AxisNames = None,
     mutable_argnum: int | None = None,
@@ -64,7 +65,11 @@ def value_and_grad(
         stacked on a new axis 0. Scalars in a batch are passed to every part unchanged. On explicit
         mesh axes, gradients of parameters that are `reduced` over the axes of the batch are summed
         over devices once, after the scan.
-      batch_argnums: numbers of the arguments to split.
+      batch_argnums: numbers of the arguments to split, such as `(1, 2)` for `fn(params, x, y)`. None:
+        argument 1, if it is certain to be the whole batch; otherwise a call with k > 1 raises
+        before it is traced. Its arrays must have equally many rows, and no other argument that is
+        not differentiated may contain arrays with as many (apart from PRNG keys and the arguments
+        in `rng_argnums` and `mutable_argnum`).
       rng_argnums: numbers of the arguments that contain PRNG keys. Each part receives the keys
         folded with its index.
       axis_name: mapped axis (or axes) of `vmap`, `pmap` or `shard_map` over which loss and
@@ -92,7 +97,7 @@ def value_and_grad(
     Raises:
       JaxmpError: if `argnums` is not an argument number (but a loss scale, for example), the loss
         is not a floating-point scalar, an argument to differentiate contains no floats, a batch
-        cannot be split evenly, or an argument number is out of range.
+        cannot be split evenly or is not certain, or an argument number is out of range.
 
     Example:
       >>> loss_fn = lambda w, x: jnp.mean((x @ w).astype(jnp.float32) ** 2)
@@ -108,7 +113,7 @@ def value_and_grad(
         weighted=weighted,
         argnums=as_tuple(argnums),
         microbatches=check_positive(microbatches),
-        batch_argnums=as_tuple(batch_argnums),
+        batch_argnums=(1,) if batch_argnums is None else as_tuple(batch_argnums),
         rng_argnums=as_tuple(rng_argnums),
         mutable_argnum=mutable_argnum,
         interleave=interleave,
@@ -121,6 +126,8 @@ def value_and_grad(
     def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
         _compat.check_axes(options.axes)
         called = options_of_call(options, args)
+        if batch_argnums is None and called.microbatches > 1:
+            _check_only_batch(called, args, kwargs)
         before = tuple(args[i] for i in called.argnums)
         called = dataclasses.replace(called, before=before)
         spread = is_on_several_devices(args, kwargs)
@@ -242,6 +249,48 @@ def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
     for index in called.argnums:
         _check_differentiable(index, args[index])
     return called
+
+
+def _check_only_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, PyTree]) -> None:
+    """Raises if argument 1 is not certain to be the whole batch."""
+    excluded = {*options.argnums, *options.rng_argnums, options.mutable_argnum}
+    named = {f"argument {i}": arg for i, arg in enumerate(args)}
+    named |= {f"{name!r}, to be passed by position": arg for name, arg in kwargs.items()}
+    rows = {i: _row_counts(arg) for i, arg in enumerate(named.values()) if i not in excluded}
+    first = rows.pop(1, set())
+    # Other arrays beside a copy of the parameters, such as those of a target network.
+    is_copy = any(rows.values()) and _shapes(args[1]) in [_shapes(args[i]) for i in options.argnums]
+    is_batch = len(first) == 1 and not is_copy
+    size = first if is_batch else next((n for n in rows.values() if len(n) == 1), {0})
+    same = [i for i, counts in rows.items() if size <= counts]
+    if is_batch and not same:
+        return
+    if is_batch:
+        shown = ", ".join([*named][i] for i in same)
+        reason = f"there are also arrays with {min(size)} rows in {shown}"
+    elif is_copy:
+        reason = "it has the shapes of an argument that is differentiated"
+    else:
+        counts = " and ".join(map(str, sorted(first)))
+        reason = f"its arrays have {counts} rows" if first else "it has nothing to split"
+    batch = (1, *same) if is_batch else tuple(same) or (1,)
+    k = options.microbatches
+    raise JaxmpError(
+        f"microbatches={k} splits argument 1, but {reason}. Name the arguments of the batch: "
+        f"value_and_grad(fn, microbatches={k}, batch_argnums={batch if batch[1:] else batch[0]}). "
+        "All parts receive the other arguments whole."
+    )
+
+
+def _row_counts(arg: PyTree) -> set[int]:
+    """Returns the lengths of axis 0 of the arrays in an argument, except raw PRNG keys."""
+    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(arg) if getattr(x, "ndim", 0)]
+    return {shape[0] for shape, dtype in shapes if (shape, dtype) != ((2,), np.uint32)}
+
+
+def _shapes(arg: PyTree) -> tuple[object, list[object]]:
+    leaves, structure = jax.tree.flatten(arg)
+    return structure, [getattr(leaf, "shape", None) for leaf in leaves]
 
 
 def _check_differentiable(index: int, arg: PyTree) -> None:
