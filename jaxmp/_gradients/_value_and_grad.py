@@ -65,11 +65,11 @@ def value_and_grad(
         stacked on a new axis 0. Scalars in a batch are passed to every part unchanged. On explicit
         mesh axes, gradients of parameters that are `reduced` over the axes of the batch are summed
         over devices once, after the scan.
-      batch_argnums: numbers of the arguments to split, such as `(1, 2)` for `fn(params, x, y)`. None:
-        argument 1, if it is certain to be the whole batch; otherwise a call with k > 1 raises
-        before it is traced. Its arrays must have equally many rows, and no other argument that is
-        not differentiated may contain arrays with as many (apart from PRNG keys and the arguments
-        in `rng_argnums` and `mutable_argnum`).
+      batch_argnums: numbers of the arguments to split, such as `(1, 2)` for `fn(params, x, y)`.
+        None: argument 1, if it is certain to be the whole batch: its arrays have equally many rows,
+        and no other argument has an array with as many. Differentiated arguments, those in
+        `rng_argnums` and `mutable_argnum`, and PRNG keys are not considered. Otherwise a call with
+        k > 1 raises before it is traced.
       rng_argnums: numbers of the arguments that contain PRNG keys. Each part receives the keys
         folded with its index.
       axis_name: mapped axis (or axes) of `vmap`, `pmap` or `shard_map` over which loss and
@@ -254,31 +254,24 @@ def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
 def _check_only_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, PyTree]) -> None:
     """Raises if argument 1 is not certain to be the whole batch."""
     excluded = {*options.argnums, *options.rng_argnums, options.mutable_argnum}
-    named = {f"argument {i}": arg for i, arg in enumerate(args)}
-    named |= {f"{name!r}, to be passed by position": arg for name, arg in kwargs.items()}
-    rows = {i: _row_counts(arg) for i, arg in enumerate(named.values()) if i not in excluded}
+    every = enumerate((*args, *kwargs.values()))
+    rows = {i: _row_counts(arg) for i, arg in every if i not in excluded}
+    shown = {i: sorted(counts) for i, counts in rows.items()}
     first = rows.pop(1, set())
     # Other arrays beside a copy of the parameters, such as those of a target network.
-    is_copy = any(rows.values()) and _shapes(args[1]) in [_shapes(args[i]) for i in options.argnums]
+    shapes = [jax.tree.map(np.shape, arg) for arg in args]
+    is_copy = any(rows.values()) and shapes[1] in [shapes[i] for i in options.argnums]
     is_batch = len(first) == 1 and not is_copy
     size = first if is_batch else next((n for n in rows.values() if len(n) == 1), {0})
-    same = [i for i, counts in rows.items() if size <= counts]
-    if is_batch and not same:
+    batch = (1,) * is_batch + tuple(i for i, counts in rows.items() if size <= counts) or (1,)
+    if is_batch and batch == (1,):
         return
-    if is_batch:
-        shown = ", ".join([*named][i] for i in same)
-        reason = f"there are also arrays with {min(size)} rows in {shown}"
-    elif is_copy:
-        reason = "it has the shapes of an argument that is differentiated"
-    else:
-        counts = " and ".join(map(str, sorted(first)))
-        reason = f"its arrays have {counts} rows" if first else "it has nothing to split"
-    batch = (1, *same) if is_batch else tuple(same) or (1,)
-    k = options.microbatches
     raise JaxmpError(
-        f"microbatches={k} splits argument 1, but {reason}. Name the arguments of the batch: "
-        f"value_and_grad(fn, microbatches={k}, batch_argnums={batch if batch[1:] else batch[0]}). "
-        "All parts receive the other arguments whole."
+        f"microbatches={options.microbatches} splits argument 1, which may not be the whole batch. "
+        f"Rows of the arrays in each argument: {shown}. Name the arguments to split: "
+        f"value_and_grad(fn, microbatches={options.microbatches}, batch_argnums="
+        f"{batch if len(batch) > 1 else batch[0]}). Pass them by position, and arrays that all "
+        "parts receive whole in other arguments."
     )
 
 
@@ -286,11 +279,6 @@ def _row_counts(arg: PyTree) -> set[int]:
     """Returns the lengths of axis 0 of the arrays in an argument, except raw PRNG keys."""
     shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(arg) if getattr(x, "ndim", 0)]
     return {shape[0] for shape, dtype in shapes if (shape, dtype) != ((2,), np.uint32)}
-
-
-def _shapes(arg: PyTree) -> tuple[object, list[object]]:
-    leaves, structure = jax.tree.flatten(arg)
-    return structure, [getattr(leaf, "shape", None) for leaf in leaves]
 
 
 def _check_differentiable(index: int, arg: PyTree) -> None:
