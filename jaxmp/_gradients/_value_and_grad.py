@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -259,19 +260,19 @@ def _check_only_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str,
     shown = {i: sorted(counts) for i, counts in rows.items()}
     first = rows.pop(1, set())
     # Other arrays beside a copy of the parameters, such as those of a target network.
-    shapes = [jax.tree.map(np.shape, arg) for arg in args]
-    is_copy = any(rows.values()) and shapes[1] in [shapes[i] for i in options.argnums]
+    shapes = functools.partial(jax.tree.map, np.shape)
+    is_copy = any(rows.values()) and shapes(args[1]) in [shapes(args[i]) for i in options.argnums]
     is_batch = len(first) == 1 and not is_copy
     size = first if is_batch else next((n for n in rows.values() if len(n) == 1), {0})
-    batch = (1,) * is_batch + tuple(i for i, counts in rows.items() if size <= counts) or (1,)
-    if is_batch and batch == (1,):
+    batch = [1] * is_batch + [i for i, counts in rows.items() if size <= counts] or [1]
+    if is_batch and batch == [1]:
         return
     raise JaxmpError(
         f"microbatches={options.microbatches} splits argument 1, which may not be the whole batch. "
         f"Rows of the arrays in each argument: {shown}. Name the arguments to split: "
         f"value_and_grad(fn, microbatches={options.microbatches}, batch_argnums="
-        f"{batch if len(batch) > 1 else batch[0]}). Pass them by position, and arrays that all "
-        "parts receive whole in other arguments."
+        f"{tuple(batch) if len(batch) > 1 else batch[0]}). Pass them by position, and arrays that "
+        "all parts receive whole in other arguments."
     )
 
 
