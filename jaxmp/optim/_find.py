@@ -265,7 +265,8 @@ def _check_outside(node: PyTree) -> None:
     fronts = range(guards[0] if guards and _is_chain(node) else 0)
     fix = (
         "Put it inside: recipe.optimizer(optax.chain(...)), or for groups of parameters "
-        "recipe.optimizer(optax.partition({...}, labels))."
+        "recipe.optimizer(optax.partition({...}, labels)). jaxmp.TrainState and jaxmp.nnx.Optimizer, "
+        "which are passed whole, restore it."
     )
     for i, part in enumerate(parts):
         is_group = isinstance(part, optax.MaskedState) and bool(part.inner_state)
