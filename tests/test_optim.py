@@ -583,6 +583,7 @@ def test_states_of_several_optimizers_are_checked_one_by_one():
     tx = optax.chain(optax.trace(0.9), mixed(optax.sgd(0.5), recipe=FP32))
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     jaxmp.check([state, first])
+    jaxmp.check((optax.LookaheadParams.init_synced(params), first))
 
 
 def test_parts_after_it_in_a_chain_are_fine_for_fp32_parameters():

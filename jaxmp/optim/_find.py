@@ -5,6 +5,7 @@ that no transformation around `mixed_precision` breaks training silently.
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from typing import Any
 
@@ -255,7 +256,8 @@ def _is_whole(node: PyTree) -> bool:
 def _is_optimizer(node: PyTree) -> bool:
     if _is_chain(node):
         return all(map(_is_optimizer, _children(node)))
-    return isinstance(node, SkipNonfiniteState) or type(node).__module__.startswith("optax.")
+    is_optax = re.fullmatch(r"optax\..*State", f"{type(node).__module__}.{type(node).__name__}")
+    return isinstance(node, SkipNonfiniteState) or is_optax is not None
 
 
 def _check_outside(node: PyTree) -> None:
@@ -265,8 +267,8 @@ def _check_outside(node: PyTree) -> None:
     fronts = range(guards[0] if guards and _is_chain(node) else 0)
     fix = (
         "Put it inside: recipe.optimizer(optax.chain(...)), or for groups of parameters "
-        "recipe.optimizer(optax.partition({...}, labels)). jaxmp.TrainState and jaxmp.nnx.Optimizer, "
-        "which are passed whole, restore it."
+        "recipe.optimizer(optax.partition({...}, labels)). jaxmp.TrainState and "
+        "jaxmp.nnx.Optimizer restore it; pass them instead of their opt_state."
     )
     for i, part in enumerate(parts):
         is_group = isinstance(part, optax.MaskedState) and bool(part.inner_state)
