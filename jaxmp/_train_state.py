@@ -190,7 +190,8 @@ class TrainState(struct.PyTreeNode):
                     f"apply_gradients(..., {name}=...) has another structure, or other shapes or "
                     f"dtypes, than the state's {name}, so a skipped step could not restore it. "
                     f"Create {name} with its full structure: TrainState.create(..., {name}=...), "
-                    "and cast the values that the step computes to its dtypes."
+                    "and cast the values that the step computes to its dtypes. If it is stacked, "
+                    f"pass {name} through the microbatches: value_and_grad(..., mutable_argnum=2)."
                 )
 
 
@@ -198,7 +199,7 @@ def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
     """Returns the step, the stored parameters and the optimizer state of step 0."""
     trainable, overwritten = _overwritten.split(params)
     trainable = jax.tree.map(_strong, trainable)
-    check_composition(jax.eval_shape(tx.init, trainable))
+    check_composition(jax.eval_shape(tx.init, trainable), trainable)
     opt_state = tx.init(trainable)
     _check_rules(opt_state, trainable)
     stored = jax.tree.map(_fresh, _assign.store(trainable, opt_state), trainable)

@@ -485,6 +485,45 @@ MUTATIONS = [
         ("test_gradients.py::test_sixteen_bit_gradients_are_accumulated_in_fp32",),
     ),
     Mutation(
+        "labels in another argument than the inputs are not split, without an error",
+        "jaxmp/_gradients/_value_and_grad.py",
+        "    if is_batch and batch == [1]:\n",
+        "    if is_batch:\n",
+        (
+            "test_gradients.py::test_a_batch_that_is_not_certain_is_refused_with_the_arguments_to_name",
+        ),
+    ),
+    Mutation(
+        "a target network is split into microbatches",
+        "jaxmp/_gradients/_value_and_grad.py",
+        "is_copy = any(rows.values()) and",
+        "is_copy = False and",
+        (
+            "test_gradients.py::test_a_batch_that_is_not_certain_is_refused_with_the_arguments_to_name",
+        ),
+    ),
+    Mutation(
+        "a train state applies steps whose overflow a transformation hides",
+        "jaxmp/optim/_skip.py",
+        "        if state.settings.is_noted:\n",
+        "        if False:\n",
+        ("test_optim.py::test_wrappers_in_a_train_state_train_right_or_are_refused",),
+    ),
+    Mutation(
+        "plain loops train other groups of parameters outside of the guard",
+        "jaxmp/optim/_find.py",
+        "        is_group = isinstance(part, optax.MaskedState) and bool(part.inner_state)\n",
+        "        is_group = False\n",
+        ("test_optim.py::test_wrappers_in_a_plain_loop_train_right_or_are_named",),
+    ),
+    Mutation(
+        "plain loops may have a transformation that hides overflows in front",
+        "jaxmp/optim/_find.py",
+        "    if fronts:\n",
+        "    if False:\n",
+        ("test_optim.py::test_wrappers_in_a_plain_loop_train_right_or_are_named",),
+    ),
+    Mutation(
         "all microbatches use the same random numbers",
         "jaxmp/_gradients/_evaluate.py",
         "lambda key: jax.random.fold_in(key, index), args[i]",

@@ -298,7 +298,8 @@ def test_batches_that_do_not_split_are_refused(getkey):
     with pytest.raises(jaxmp.JaxmpError, match=r"Argument 1\['0'\] has 6 rows.*4 microbatches"):
         jaxmp.grad(loss_fn, microbatches=4)(params, (x, y))
     with pytest.raises(jaxmp.JaxmpError, match="nothing to split"):
-        jaxmp.grad(lambda w, x: w * x, microbatches=4)(jnp.float32(1), jnp.float32(1))
+        run = jaxmp.grad(lambda w, x: w * x, microbatches=4, batch_argnums=1)
+        run(jnp.float32(1), jnp.float32(1))
     with pytest.raises(jaxmp.JaxmpError, match=r"batch_argnums names argument 2.* by position"):
         jaxmp.grad(lambda w, x: w, microbatches=4, batch_argnums=2)(jnp.float32(1), jnp.ones(4))
 
@@ -307,6 +308,88 @@ def test_scalars_in_a_batch_are_handed_to_every_part():
     fn = lambda w, batch: jnp.sum(w * batch["x"]) * batch["scale"]
     batch = {"x": jnp.arange(4.0), "scale": jnp.float32(3.0)}
     np.testing.assert_allclose(jaxmp.grad(fn, microbatches=2)(jnp.float32(1), batch), 9.0)
+
+
+# ---------------------------------------------------------------------------
+# The arguments of the batch
+# ---------------------------------------------------------------------------
+
+ROWS = 4
+# Four rows, as many as the batch has: the differentiated argument is not considered.
+VECTOR = {"w": jnp.linspace(-1.0, 1.0, ROWS)}
+X = jnp.arange(16.0).reshape(ROWS, 4) / 16
+Y = jnp.cos(jnp.arange(4.0))
+MASK = jnp.array([1.0, 0.0, 1.0, 1.0])
+TARGET = {"w": jnp.ones(4), "v": jnp.ones(2)}
+STATS = {"mean": jnp.zeros(4)}
+
+
+def errors(params, x, y):
+    return (x @ params["w"] - y) ** 2
+
+
+def with_key(params, batch, key):
+    return jnp.mean(errors(params, *batch)) + jax.random.uniform(key) * 0
+
+
+def with_mask(params, x, y, mask):
+    return jnp.sum(errors(params, x, y) * mask), jnp.sum(mask)
+
+
+def with_target(params, target, x, y):
+    return jnp.mean(errors(params, x, y) + (x @ target["w"]) * params["w"].sum())
+
+
+def with_stats(params, stats, x, y):
+    return jnp.mean(errors(params, x, y)), ({"mean": stats["mean"] + jnp.sum(x, 0)}, None)
+
+
+def keyword(params, x, *, y):
+    return jnp.mean(errors(params, x, y))
+
+
+# Loss -> arguments, keyword arguments, options, and the numbers that an error names.
+SIGNATURES = {
+    "batch": (lambda p, b: jnp.mean(errors(p, *b)), ((X, Y),), {}, {}, None),
+    "x, y": (lambda p, x, y: jnp.mean(errors(p, x, y)), (X, Y), {}, {}, (1, 2)),
+    "target, x, y": (with_target, (TARGET, X, Y), {}, {}, (2, 3)),
+    "copy, x, y": (with_target, ({"w": jnp.ones(4)}, X, Y), {}, {}, (2, 3)),
+    "key": (with_key, ((X, Y), jax.random.key(0)), {}, {"rng_argnums": 2}, None),
+    "raw key": (with_key, ((X[:2], Y[:2]), jax.random.PRNGKey(0)), {}, {}, None),
+    "key, batch": (lambda p, k, b: with_key(p, b, k), (jax.random.key(0), (X, Y)), {}, {}, 2),
+    "x, y, mask": (with_mask, (X, Y, MASK), {}, {"weighted": True}, (1, 2, 3)),
+    "stats, x, y": (with_stats, (STATS, X, Y), {}, {"mutable_argnum": 1}, (2, 3)),
+    "y by keyword": (keyword, (X,), {"y": Y}, {}, (1, 2)),
+    "other rows": (
+        lambda p, b, c: jnp.mean(errors(p, *b)) * c.sum(),
+        ((X, Y), Y[:3]),
+        {},
+        {},
+        None,
+    ),
+    "unequal rows": (lambda p, b: jnp.mean(errors(p, *b[:2])), ((X, Y, Y[:3]),), {}, {}, 1),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_batch_that_is_not_certain_is_refused_with_the_arguments_to_name(name):
+    loss, args, kwargs, options, numbers = SIGNATURES[name]
+    called = []
+    fn = lambda *args, **kwargs: called.append(None) or loss(*args, **kwargs)
+    expected = jaxmp.value_and_grad(fn, **options)(VECTOR, *args, **kwargs)
+    for parts in (2, ROWS) if name != "raw key" else (2,):
+        split = options
+        if numbers is not None:
+            called.clear()
+            message = rf"microbatches={parts}, batch_argnums={re.escape(str(numbers))}\)"
+            with pytest.raises(jaxmp.JaxmpError, match=message):
+                jaxmp.value_and_grad(fn, microbatches=parts, **options)(VECTOR, *args, **kwargs)
+            assert not called
+            split = {**options, "batch_argnums": numbers}
+        if name in ("unequal rows", "y by keyword"):  # The call also has to change.
+            continue
+        actual = jaxmp.value_and_grad(fn, microbatches=parts, **split)(VECTOR, *args, **kwargs)
+        assert_trees_close(actual, expected, rtol=2e-6, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------

@@ -130,6 +130,27 @@ def test_a_breaking_nesting_is_refused():
         jaxmp.nnx.Optimizer(Net(nnx.Rngs(0)), optax.chain(tx, optax.scale(0.5)))
 
 
+@pytest.mark.parametrize("front", [optax.zero_nans, lambda: optax.clip(1.0)])
+def test_an_overflow_that_a_transformation_hides_is_skipped(front):
+    tx = optax.chain(front(), jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1)))
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, tx)
+    before = as_bytes(nnx.state(model))
+    optimizer.update(model, jax.tree.map(lambda x: x * jnp.inf, nnx.state(model, nnx.Param)))
+    assert as_bytes(nnx.state(model)) == before
+    assert int(jaxmp.get_skip_stats(optimizer).total) == 1
+    assert float(optimizer.loss_scale.scale_value) == 2.0**15
+    jaxmp.check(optimizer)
+
+
+def test_a_flax_optimizer_is_a_plain_loop():
+    tx = optax.MultiSteps(jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1)), 2)
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx.gradient_transformation(), wrt=nnx.Param)
+    with pytest.raises(jaxmp.errors.CompositionError, match="MultiSteps"):
+        jaxmp.get_loss_scale(optimizer)
+
+
 # Flax deprecates `sow` outside of `nnx.capture`; models that do it still exist.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_sown_intermediates_do_not_break_the_loop():

@@ -1,6 +1,7 @@
 """Gradients of functions of Flax objects, and the Variables that a skipped step restores."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,63 @@ def test_a_model_metrics_and_rngs_train_through_the_optimizer():
     # Each microbatch receives the state of the previous one.
     assert int(encoder.count) == 60 and int(rngs.default.count[...]) == 60
     np.testing.assert_allclose(more["metrics"].loss.total[...], 2 * sum(losses), rtol=1e-5)
+
+
+class Head(nnx.Module):
+    """Model whose parameters have as many rows as the batch."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs(), (8, 4)))
+
+    def __call__(self, x):
+        return (x @ self.kernel[...].T)[:, 0]
+
+
+def squares(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+# Loss -> the other arguments, and the numbers that an error names.
+BATCHES = {
+    "batch": (lambda m, b: squares(m, *b), lambda: ((X, Y),), None),
+    "x, y": (squares, lambda: (X, Y), (1, 2)),
+    "target, x, y": (
+        lambda m, target, x, y: squares(m, x, target(x) * y),
+        lambda: (Head(nnx.Rngs(1)), X, Y),
+        (2, 3),
+    ),
+    "batch, rngs": (
+        lambda m, b, rngs: squares(m, *b) + 0 * jax.random.uniform(rngs()),
+        lambda: ((X, Y), nnx.Rngs(0)),
+        None,
+    ),
+    "rngs, batch": (lambda m, rngs, b: squares(m, *b), lambda: (nnx.Rngs(0), (X, Y)), 2),
+    "x, y, mask": (lambda m, x, y, mask: squares(m, x, y * mask), lambda: (X, Y, Y), (1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_that_is_not_certain_is_refused_with_the_arguments_to_name(name):
+    loss_fn, make, numbers = BATCHES[name]
+    model = Head(nnx.Rngs(2))
+    expected = jaxmp.nnx.value_and_grad(loss_fn)(model, *make())
+    options = {}
+    if numbers is not None:
+        message = re.escape(f"microbatches=4, batch_argnums={numbers})")
+        with pytest.raises(jaxmp.JaxmpError, match=message):
+            jaxmp.nnx.value_and_grad(loss_fn, microbatches=4)(model, *make())
+        options = {"batch_argnums": numbers}
+    loss, grads = jaxmp.nnx.value_and_grad(loss_fn, microbatches=4, **options)(model, *make())
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(grads["kernel"][...], expected[1]["kernel"][...], rtol=1e-5)
+
+
+def test_keyword_arguments_of_the_batch_are_not_overlooked():
+    with pytest.raises(jaxmp.JaxmpError, match=r"batch_argnums=\(1, 2\)"):
+        jaxmp.nnx.value_and_grad(squares, microbatches=2)(Head(nnx.Rngs(0)), X, y=Y)
+    keyword = lambda model, x, *, y: squares(model, x, y)
+    with pytest.raises(jaxmp.JaxmpError, match="by position"):
+        jaxmp.nnx.value_and_grad(keyword, microbatches=2)(Head(nnx.Rngs(0)), X, y=Y)
 
 
 class Sows(nnx.Module):

@@ -447,6 +447,145 @@ def test_what_would_break_silently_is_refused(wrap, fix):
         jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=wrap(mixed()))
 
 
+def nan_to_num(updates, params):
+    del params
+    return jax.tree.map(jnp.nan_to_num, updates)
+
+
+def in_groups(one, other):
+    return optax.partition({"a": one, "b": other}, {"a": "a", "b": "b"})
+
+
+RECIPE = jaxmp.load_recipe("fp16")
+SGD = optax.sgd(0.5)
+# Wrapper -> what a plain optax loop does with it, and what a train state does.
+OUTSIDE = {
+    "MultiSteps": (lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(), "raises", False),
+    "apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 3), "raises", False),
+    "zero_nans": (lambda tx: optax.chain(optax.zero_nans(), tx), "raises", True),
+    "zero_nans, named": (
+        lambda tx: optax.named_chain(("a", optax.zero_nans()), ("b", tx)),
+        "raises",
+        True,
+    ),
+    "apply_if_finite in front": (
+        lambda tx: optax.chain(optax.apply_if_finite(optax.identity(), 3), tx),
+        "raises",
+        True,
+    ),
+    "trace": (lambda tx: optax.chain(optax.trace(0.9), tx), "raises", True),
+    "partition": (lambda tx: in_groups(tx, SGD), "raises", True),
+    "masked": (
+        lambda tx: optax.chain(
+            optax.masked(tx, {"a": True, "b": False}), optax.masked(SGD, {"a": False, "b": True})
+        ),
+        "raises",
+        True,
+    ),
+    "nan_to_num": (lambda tx: optax.chain(optax.stateless(nan_to_num), tx), "warns", True),
+    "clip": (lambda tx: optax.chain(optax.clip(1.0), tx), "warns", True),
+    "clip_by_global_norm": (
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        "warns",
+        True,
+    ),
+    "frozen": (lambda tx: in_groups(tx, optax.set_to_zero()), "trains", True),
+    "scale after": (lambda tx: optax.chain(tx, optax.scale(0.5)), "trains", True),
+    "inject_hyperparams": (
+        lambda tx: optax.inject_hyperparams(lambda rate: RECIPE.optimizer(optax.sgd(rate)))(0.5),
+        "trains",
+        True,
+    ),
+    "flatten": (optax.flatten, "trains", False),
+    "lookahead": (lambda tx: optax.lookahead(tx, 5, 0.5), "trains", True),
+}
+
+
+def outside_params(name):
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    return optax.LookaheadParams.init_synced(params) if name == "lookahead" else params
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_wrappers_in_a_plain_loop_train_right_or_are_named(name):
+    wrap, outcome, _ = OUTSIDE[name]
+    tx, params = relaxed(wrap(RECIPE.optimizer(SGD))), outside_params(name)
+    state = tx.init(params)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    calls = (
+        lambda: jaxmp.get_loss_scale(state),
+        lambda: jaxmp.check({"params": params, "opt_state": state}),
+        lambda: jaxmp.audit(step, params, state, {"a": jnp.ones(2), "b": jnp.ones(2)}),
+    )
+    fix = r"recipe.optimizer\(optax\.\w+|recipe.optimizer\(inner\)"
+    for call in calls:
+        if outcome == "raises":
+            with pytest.raises(CompositionError, match=fix):
+                call()
+        elif outcome == "warns":
+            with pytest.warns(jaxmp.errors.RecipeWarning, match=fix):
+                call()
+        else:
+            call()
+    if outcome == "trains":
+        grads = {"a": jnp.ones(2), "b": jnp.ones(2)}
+        moved, state = step(params, state, grads)
+        kept, state = step(moved, state, grads | {"a": jnp.array([1.0, jnp.inf])})
+        assert not changed(moved, kept)
+        assert float(jaxmp.get_loss_scale(state).scale_value) == 2.0**15
+        again, state = step(kept, state, grads)
+        assert changed(kept, again)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_wrappers_in_a_train_state_train_right_or_are_refused(name):
+    """The state reads the gradients before any wrapper, also those that another group has."""
+    wrap, _, is_allowed = OUTSIDE[name]
+    tx, params = relaxed(wrap(RECIPE.optimizer(SGD))), outside_params(name)
+    create = lambda: jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    if not is_allowed:
+        with pytest.raises(CompositionError, match=r"recipe\.optimizer"):
+            create()
+        return
+    grads = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    state = create().apply_gradients(grads=grads)
+    for bad in (jnp.inf, jnp.nan):
+        for group in "ab":
+            planted = grads | {group: jnp.array([1.0, bad])}
+            skipped = state.apply_gradients(grads=planted)
+            moved = changed(state, skipped)
+            assert moved and all("loss_scale" in p or "stats" in p for p in moved)
+            assert float(skipped.loss_scale.scale_value) == 2.0**15
+            assert jax.tree.structure(skipped) == jax.tree.structure(state)
+    jaxmp.check(skipped)
+    assert changed(skipped.params, skipped.apply_gradients(grads=grads).params)
+
+
+def test_flatten_inside_trains():
+    tx = RECIPE.optimizer(optax.flatten(SGD))
+    state = jaxmp.TrainState.create(apply_fn=None, params=outside_params(""), tx=tx)
+    assert float(state.apply_gradients(grads=outside_params("")).params["b"][0]) == 0.5
+
+
+def test_states_of_several_optimizers_are_checked_one_by_one():
+    params = {"w": jnp.ones(2)}
+    first, second = (mixed(optax.sgd(0.5)).init(params) for _ in range(2))
+    jaxmp.check((first, second))
+    jaxmp.check({"generator": (params, first), "discriminator": optax.adam(0.1).init(params)})
+    wrapped = optax.apply_if_finite(mixed(), 3).init(params)
+    with pytest.raises(CompositionError, match="apply_if_finite"):
+        jaxmp.check((first, wrapped))
+    # A train state was checked when it was created.
+    tx = optax.chain(optax.trace(0.9), mixed(optax.sgd(0.5), recipe=FP32))
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    jaxmp.check([state, first])
+    jaxmp.check((optax.LookaheadParams.init_synced(params), first))
+
+
 def test_parts_after_it_in_a_chain_are_fine_for_fp32_parameters():
     tx = optax.chain(mixed(optax.sgd(0.5), recipe=FP32), optax.scale(0.5))
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)

@@ -97,6 +97,13 @@ def test_every_recipe_trains_without_a_second_trace(recipe):
     jaxmp.check(state)
 
 
+def test_statistics_that_microbatches_stacked_are_refused_with_the_option():
+    state, _ = setup("bf16")
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), state.batch_stats)
+    with pytest.raises(jaxmp.JaxmpError, match=r"pass batch_stats .*mutable_argnum=2"):
+        state.apply_gradients(grads=state.params, batch_stats=stacked)
+
+
 BAD = {
     "nonfinite gradient": (1, False, lambda x, y: (x.at[3, 0].set(jnp.nan), y)),
     "nan loss, finite gradients": (1, True, lambda x, y: (x, y.at[0].set(jnp.nan))),

@@ -41,6 +41,7 @@ from jaxmp._core import _compat
 from jaxmp._core._static_values import Scope
 from jaxmp._recipe_files._load import as_recipe_data
 from jaxmp._targets import default_target, get_target
+from jaxmp.optim._find import check_plain_loop
 
 
 def audit(
@@ -80,6 +81,7 @@ def audit(
     Raises:
       AuditError: if `fn` is not a function, or changes an NNX object that is not among its
         arguments, or if XLA cannot compile the program.
+      CompositionError: as `jaxmp.get_loss_scale`, for an optimizer state among the arguments.
       TargetError: if `target` is not a known chip, or the program does not fit a TPU.
       MissingDependencyError: if neither the chip nor XLA's compiler for it is installed.
       PolicyError, RecipeError: if the recipe is not valid.
@@ -126,6 +128,8 @@ def audit_program(
 ) -> tuple[AuditReport, Compiled | None]:
     """Audits a function, and returns the report and the compiled program, if there is one."""
     with contextlib.nullcontext() if target is None else default_target(target):
+        for arg in (*args, *kwargs.values()):
+            check_plain_loop(arg)
         traced = trace(fn, args, kwargs)
     auditor = Auditor(context)
     label_arguments(auditor, traced)

@@ -102,8 +102,9 @@ class _Call:
         self.filters = gradient.filters(len(args))
         self.microbatches = options.get("microbatches", 1)
         numbers = {
-            name: count_argnums(name, options.get(name, default), len(args))
-            for name, default in (("batch_argnums", 1), ("rng_argnums", None))
+            name: count_argnums(name, options[name], len(args))
+            for name in ("batch_argnums", "rng_argnums")
+            if options.get(name) is not None
         }
         self.options = {**options, **numbers}
         self.objects: list[Any] = []
@@ -242,7 +243,7 @@ class _Call:
         return out
 
     def _pure(
-        self, *args: PyTree
+        self, *args: PyTree, **kwargs: PyTree
     ) -> tuple[Array, tuple[list[PyTree], tuple[list[PyTree], PyTree]]]:
         """Evaluates the function on arrays; returns `(loss, (carried, (new values, aux)))`."""
         *pure_args, carried = args
@@ -251,7 +252,7 @@ class _Call:
         with nnx.merge_context(_TAG, inner=True) as context:
             objects = context.unflatten(self.graphdef, inner)
         inner_args = self._inner_args(pure_args, objects)
-        out = self.gradient.fn(*inner_args, **put_objects(self.kwargs, objects))
+        out = self.gradient.fn(*inner_args, **put_objects(kwargs, objects))
         loss, aux = self._split_aux(out)
         aux_objects: list[Any] = []
         aux = take_objects(aux, aux_objects)
@@ -295,7 +296,7 @@ class _Call:
             **self.options,
         )
         carried = [self.values[i] for i in self.carried]
-        (loss, (carried, (values, aux))), grads = run(*self._pure_args(), carried)
+        (loss, (carried, (values, aux))), grads = run(*self._pure_args(), carried, **self.kwargs)
         aux_objects = self._merge_outside(carried, values)
         grads = tuple(self._grads(i, grad) for i, grad in zip(self.filters, grads, strict=True))
         if not isinstance(self.gradient.argnums, (tuple, list)):

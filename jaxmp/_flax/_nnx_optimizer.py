@@ -68,7 +68,7 @@ class Optimizer(nnx.Optimizer):
         wrt: Filter = nnx.Param,
     ) -> None:
         params = nnx.as_pure(nnx.state(model, trained(wrt)))
-        check_composition(jax.eval_shape(tx.init, params))
+        check_composition(jax.eval_shape(tx.init, params), params)
         super().__init__(model, tx, wrt=trained(wrt))
         self.wrt = wrt
         nnx.update(model, _assign.store(params, self._pure_state()))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,7 +36,7 @@ def value_and_grad(
     loss_scale: LossScaleLike = None,
     weighted: bool = False,
     microbatches: int = 1,
-    batch_argnums: int | Sequence[int] = 1,
+    batch_argnums: int | Sequence[int] | None = None,
     rng_argnums: int | Sequence[int] | None = None,
     axis_name: AxisNames = None,
     mutable_argnum: int | None = None,
@@ -65,7 +67,11 @@ def value_and_grad(
         stacked on a new axis 0. Scalars in a batch are passed to every part unchanged. On explicit
         mesh axes, gradients of parameters that are `reduced` over the axes of the batch are summed
         over devices once, after the scan.
-      batch_argnums: numbers of the arguments to split.
+      batch_argnums: numbers of the arguments to split, such as `(1, 2)` for `fn(params, x, y)`.
+        None: argument 1, if it is certain to be the whole batch: its arrays have equally many rows,
+        and no other argument has an array with as many. Differentiated arguments, those in
+        `rng_argnums` and `mutable_argnum`, and PRNG keys are not considered. Otherwise a call with
+        k > 1 raises before it is traced.
       rng_argnums: numbers of the arguments that contain PRNG keys. Each part receives the keys
         folded with its index.
       axis_name: mapped axis (or axes) of `vmap`, `pmap` or `shard_map` over which loss and
@@ -96,7 +102,7 @@ def value_and_grad(
     Raises:
       JaxmpError: if `argnums` is not an argument number (but a loss scale, for example), the loss
         is not a floating-point scalar, an argument to differentiate contains no floats, a batch
-        cannot be split evenly, or an argument number is out of range.
+        cannot be split evenly or is not certain, or an argument number is out of range.
 
     Example:
       >>> loss_fn = lambda w, x: jnp.mean((x @ w).astype(jnp.float32) ** 2)
@@ -112,7 +118,7 @@ def value_and_grad(
         weighted=weighted,
         argnums=as_tuple(argnums),
         microbatches=check_positive(microbatches),
-        batch_argnums=as_tuple(batch_argnums),
+        batch_argnums=(1,) if batch_argnums is None else as_tuple(batch_argnums),
         rng_argnums=as_tuple(rng_argnums),
         mutable_argnum=mutable_argnum,
         interleave=interleave,
@@ -126,6 +132,8 @@ def value_and_grad(
     def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
         _compat.check_axes(options.axes)
         called = options_of_call(options, args)
+        if batch_argnums is None and called.microbatches > 1:
+            _check_only_batch(called, args, kwargs)
         before = tuple(args[i] for i in called.argnums)
         called = dataclasses.replace(called, before=before)
         spread = is_on_several_devices(args, kwargs)
@@ -247,6 +255,36 @@ def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
     for index in called.argnums:
         _check_differentiable(index, args[index])
     return called
+
+
+def _check_only_batch(options: Options, args: tuple[Any, ...], kwargs: dict[str, PyTree]) -> None:
+    """Raises if argument 1 is not certain to be the whole batch."""
+    excluded = {*options.argnums, *options.rng_argnums, options.mutable_argnum}
+    every = enumerate((*args, *kwargs.values()))
+    rows = {i: _row_counts(arg) for i, arg in every if i not in excluded}
+    shown = {i: sorted(counts) for i, counts in rows.items()}
+    first = rows.pop(1, set())
+    # Other arrays beside a copy of the parameters, such as those of a target network.
+    shapes = functools.partial(jax.tree.map, np.shape)
+    is_copy = any(rows.values()) and shapes(args[1]) in [shapes(args[i]) for i in options.argnums]
+    is_batch = len(first) == 1 and not is_copy
+    size = first if is_batch else next((n for n in rows.values() if len(n) == 1), {0})
+    batch = [1] * is_batch + [i for i, counts in rows.items() if size <= counts] or [1]
+    if is_batch and batch == [1]:
+        return
+    raise JaxmpError(
+        f"microbatches={options.microbatches} splits argument 1, which may not be the whole batch. "
+        f"Rows of the arrays in each argument: {shown}. Name the arguments to split: "
+        f"value_and_grad(fn, microbatches={options.microbatches}, batch_argnums="
+        f"{tuple(batch) if len(batch) > 1 else batch[0]}). Pass them by position, and arrays that "
+        "all parts receive whole in other arguments."
+    )
+
+
+def _row_counts(arg: PyTree) -> set[int]:
+    """Returns the lengths of axis 0 of the arrays in an argument, except raw PRNG keys."""
+    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(arg) if getattr(x, "ndim", 0)]
+    return {shape[0] for shape, dtype in shapes if (shape, dtype) != ((2,), np.uint32)}
 
 
 def _check_differentiable(index: int, arg: PyTree) -> None:

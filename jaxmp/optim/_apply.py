@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxmp._core import _trees
@@ -52,7 +52,7 @@ def apply_update(
         return Applied(*assign(params, new_state), _applied(new_state))
     unpacked = unpack_masters(opt_state, params)
     if _applied(opt_state) is not None:
-        grads = _poison_all(grads)
+        unpacked = _note_finite(unpacked, _trees.all_finite(grads))
     updates, new_state = update(grads, unpacked, params, **extra_args)
     new_params = jax.tree.map(add_update, params, updates)
     applied = _applied(new_state)
@@ -62,15 +62,17 @@ def apply_update(
     return Applied(*assign(new_params, new_state), applied)
 
 
-def _poison_all(grads: PyTree) -> PyTree:
-    """Sets all gradients to NaN if one is not finite, because a guard may see only some of them."""
-    finite = _trees.all_finite(grads)
-    return jax.tree.map(
-        lambda g: (
-            _trees.select_leaf(finite, g, jnp.full_like(g, jnp.nan)) if _trees.is_inexact(g) else g
-        ),
-        grads,
-    )
+def _note_finite(opt_state: PyTree, finite: jax.Array) -> PyTree:
+    """Tells guards, which may see only some gradients or changed ones, if all are finite."""
+
+    def note(node: PyTree) -> PyTree:
+        if not _is_guarded(node):
+            return node
+        stats = dataclasses.replace(node.stats, last_finite=finite)
+        settings = dataclasses.replace(node.settings, is_noted=True)
+        return dataclasses.replace(node, stats=stats, settings=settings)
+
+    return jax.tree.map(note, opt_state, is_leaf=_is_guarded)
 
 
 def _is_mixed_precision(opt_state: PyTree) -> bool:
@@ -93,6 +95,6 @@ def _restore(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     def restore(n: PyTree, o: PyTree) -> PyTree:
         if not _is_guarded(n):
             return _trees.select(applied, n, o)
-        return n
+        return dataclasses.replace(n, settings=dataclasses.replace(n.settings, is_noted=False))
 
     return jax.tree.map(restore, new, old, is_leaf=_is_guarded)

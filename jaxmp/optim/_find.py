@@ -5,6 +5,8 @@ that no transformation around `mixed_precision` breaks training silently.
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._loss_scale import LossScale, NoLossScale
-from jaxmp.errors import CompositionError, JaxmpError
+from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning
 from jaxmp.optim._assign import unpack_masters
 from jaxmp.optim._master import MasterParamsState, master_states
 from jaxmp.optim._skip import SkipNonfiniteState, as_axes
@@ -124,12 +126,15 @@ def get_loss_scale(state: PyTree) -> LossScale:
 
     Raises:
       JaxmpError: if there is none, or more than one, with their paths.
+      CompositionError: if a transformation around `recipe.optimizer`, or in front of it, would
+        hide overflows from the loss scale, or keep them.
 
     Example:
       >>> tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
       >>> float(get_loss_scale(tx.init({"w": jnp.ones(2)})).scale_value)
       65536.0
     """
+    check_plain_loop(state)
     return only(find(state, LossScale), "loss scale")
 
 
@@ -200,17 +205,88 @@ def replace_by_masters(params: PyTree, opt_state: PyTree) -> PyTree:
 # ---------------------------------------------------------------------------
 
 
-def check_composition(opt_state: PyTree) -> None:
+def check_composition(opt_state: PyTree, params: PyTree) -> None:
     """Checks that no transformation around `mixed_precision` breaks it.
 
     Args:
       opt_state: the optimizer state (or its shapes) as `tx.init` returns it.
+      params: the parameters from which it was made.
 
     Raises:
       CompositionError: with the wrapper, the reason, and the composition that works.
     """
     guard_of(opt_state)
     _check_node(opt_state)
+    paths = {path for node in master_states(opt_state) for path, _ in node.layout.storage}
+    if "" in paths and not jax.tree_util.all_leaves([params]):
+        raise CompositionError(
+            "optax.flatten around mixed_precision joins all parameters into one array, for which "
+            "no rule has a path. Put it inside: recipe.optimizer(optax.flatten(inner))."
+        )
+
+
+def check_plain_loop(state: PyTree) -> None:
+    """Checks the optimizers of a loop that calls `tx.update` itself.
+
+    Train states and optimizers of jaxmp read all gradients, and restore all parts of the state
+    after a skipped step. In a plain loop, the guard knows only the gradients that reach it.
+
+    Args:
+      state: an optimizer state, or any tree that contains some.
+
+    Warns:
+      RecipeWarning: for a part in front of the guard that may hide overflows.
+
+    Raises:
+      CompositionError: as `check_composition`, and for a part outside of the guard that hides
+        overflows, or in which they would remain.
+    """
+    for node in jax.tree.leaves(state, is_leaf=_is_whole):
+        if _is_optimizer(node) and guard_of(node):
+            _check_node(node, plain=True)
+
+
+def _is_whole(node: PyTree) -> bool:
+    """Returns True for the state of one optimizer, and for a train state, which was checked."""
+    # A tuple with several guards contains several optimizers.
+    is_one = not _is_chain(node) or len(find(node, SkipNonfiniteState)) == 1
+    return hasattr(node, "value_and_grad") or (is_one and _is_optimizer(node))
+
+
+def _is_optimizer(node: PyTree) -> bool:
+    if _is_chain(node):
+        return all(map(_is_optimizer, _children(node)))
+    is_optax = re.fullmatch(r"optax\..*State", f"{type(node).__module__}.{type(node).__name__}")
+    return isinstance(node, SkipNonfiniteState) or is_optax is not None
+
+
+def _check_outside(node: PyTree) -> None:
+    """Checks the parts of a chain or partition that are outside of the guard."""
+    parts = _children(node) if _is_chain(node) or isinstance(node, optax.PartitionState) else []
+    guards = [i for i, part in enumerate(parts) if find(part, SkipNonfiniteState)]
+    fronts = range(guards[0] if guards and _is_chain(node) else 0)
+    fix = (
+        "Put it inside: recipe.optimizer(optax.chain(...)), or for groups of parameters "
+        "recipe.optimizer(optax.partition({...}, labels)). jaxmp.TrainState and "
+        "jaxmp.nnx.Optimizer restore it; pass them instead of their opt_state."
+    )
+    for i, part in enumerate(parts):
+        is_group = isinstance(part, optax.MaskedState) and bool(part.inner_state)
+        if i not in guards and (is_group or (i in fronts and _keeps_or_hides(part))):
+            raise CompositionError(
+                f"{type(part).__name__} outside of the recipe's optimizer: in a loop that calls "
+                "tx.update, an overflow would be hidden from the loss scale, or remain in this "
+                f"state or its parameters. {fix}"
+            )
+    if fronts:
+        message = "A transformation in front of the recipe's optimizer may hide overflows from it."
+        warnings.warn(f"{message} {fix}", RecipeWarning, stacklevel=5)
+
+
+def _keeps_or_hides(state: PyTree) -> bool:
+    """Returns True if a transformation stores gradients, or replaces those that are not finite."""
+    arrays = [x for x in jax.tree.leaves(state) if _trees.is_inexact(x) and x.ndim]
+    return bool(arrays or find(state, (optax.ZeroNansState, optax.ApplyIfFiniteState)))
 
 
 # Wrappers that pass gradients and updates through unchanged, for their parameters.
@@ -222,7 +298,7 @@ _TRANSPARENT = (
 )
 
 
-def _check_node(node: PyTree) -> None:
+def _check_node(node: PyTree, *, plain: bool = False) -> None:
     if isinstance(node, SkipNonfiniteState):
         if find(node.inner_state, SkipNonfiniteState):
             raise CompositionError(
@@ -246,8 +322,10 @@ def _check_node(node: PyTree) -> None:
         )
     if _has_masters(node):
         _check_assignable(node)
+    if plain:
+        _check_outside(node)
     for child in _children(node):
-        _check_node(child)
+        _check_node(child, plain=plain)
 
 
 def _has_masters(node: PyTree) -> bool:

@@ -154,11 +154,14 @@ class SkipSettings:
       axis_name: mapped axes over which `value_and_grad` averages, and along which all devices skip
         the same steps.
       gradients: further arguments of `value_and_grad`; None: its defaults.
+      is_noted: True while a step of a train state runs: `stats.last_finite` is False if a gradient
+        is not finite that other transformations hide from the guard.
     """
 
     guarded: bool
     axis_name: tuple[Hashable, ...]
     gradients: GradientSettings | None = None
+    is_noted: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -295,6 +298,9 @@ def guard(
         nonfinite_leaf = state.stats.nonfinite_leaf
         if same_structure:
             nonfinite_leaf = lax.select(finite, jnp.full_like(first, -1), first)
+        if state.settings.is_noted:
+            noted = state.stats.last_finite
+            finite = lax.bitwise_and(finite, _compat.agree(noted, axes) if axes else noted)
         old_overflow = overflow_leaf(state.inner_state)
         if axes:
             old_overflow = _compat.largest(old_overflow, axes)

@@ -12,7 +12,7 @@ from jaxmp._core import _compat
 from jaxmp._core._typing import PyTree
 from jaxmp._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import JaxmpError, MasterOverflowError, ScaleCollapsedError, SkippedStepsWarning
-from jaxmp.optim._find import find, is_variable, only
+from jaxmp.optim._find import check_plain_loop, find, is_variable, only
 from jaxmp.optim._master import master_states
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
@@ -58,11 +58,13 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
       MasterOverflowError: if a master became too large for the 16-bit dtype of its parameter in
         the last step.
       JaxmpError: if the state has no counters.
+      CompositionError: as `jaxmp.get_loss_scale`.
 
     Example:
       >>> tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
       >>> check(tx.init({"w": jnp.ones(2)}))
     """
+    check_plain_loop(state)
     nodes = find(state, SkipNonfiniteState)
     for _, node in nodes or [only([], "set of skip counters")]:
         stats = jax.tree.map(_compat.plain_array, node.stats, is_leaf=is_variable)
