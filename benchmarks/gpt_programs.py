@@ -3,6 +3,7 @@
     python benchmarks/gpt_programs.py                           # 124M, prints the table
     python benchmarks/gpt_programs.py --out programs.json       # also writes it
     python benchmarks/gpt_programs.py --layers 4 --recipes bf16
+    python benchmarks/gpt_programs.py --forms                   # all sizes, with and without a loop
 
 The step is that of examples/gpt.py under each recipe, in Flax Linen and in Flax NNX, with donated
 state. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]".
@@ -92,13 +93,36 @@ def count_step(recipe: str, framework: str, step: Any, *args: Any) -> Counts:
     )
 
 
+FORMS = {
+    f"{'unrolled' if unroll else 'loop'}{', remat' * remat}": {"unroll": unroll, "remat": remat}
+    for unroll in (False, True)
+    for remat in (False, True)
+}
+
+
+def write_forms(file: Path | None) -> None:
+    """Prints and writes the counts of each size with and without a loop, and with remat."""
+    rows = []
+    for size, model in gpt.SIZES.items():
+        for form, changes in FORMS.items() if size != "tiny" else ():
+            row = count("bf16", "linen", model.clone(**changes), BATCH)
+            rows.append({"size": size, "form": form, **row._asdict()})
+            figures = f"{row.state:18,}{row.temporary:18,}{row.kernels:9,}{row.accessed:20,}"
+            print(f"{size:14}{form:18}{figures}", flush=True)
+            target = f"{GPUS[TARGET].kind} (compiled, nothing was run)"
+            write_result(file, target=target, batch=[BATCH, model.max_length], rows=rows)
+
+
 def main() -> None:
     """Prints the table; with --out, also writes it as JSON."""
     parser = parser_of(__doc__)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--remat", action="store_true", help="recompute each block")
+    parser.add_argument("--forms", action="store_true", help="bf16 of all sizes in Linen")
     options = parser.parse_args()
+    if options.forms:
+        return write_forms(options.out)
     model = gpt.SIZES["gpt2"].clone(remat=options.remat, layers=options.layers)
     print(f"{model.layers} layers, batch {BATCH} x {model.max_length}, {TARGET}")
     print(
