@@ -1,15 +1,18 @@
 """Checkpoints: exact round trips, migrations, damage, foreign formats, placement."""
 
 import functools
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
+import warnings
 import zlib
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from orbax.checkpoint import v1 as orbax_v1
 
 import checkpoint_matrix as matrix
 import jaxmp
+import processes
 from grids import EXPENSIVE, fast_cases, pairwise
 from jaxmp import cli
 from jaxmp.checkpoint import Checkpointer, load_safetensors, save_safetensors
@@ -748,8 +752,205 @@ def test_the_latest_steps_are_kept(tmp_path):
     assert checkpointer.all_steps() == [4, 5]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
     assert checkpointer.latest_step() == 5 and checkpointer.describe(4).metrics == {"loss": 0.25}
-    with pytest.raises(jaxmp.errors.CheckpointError, match=r"Step 5 exists.*rmtree"):
-        save(tmp_path, state, "fp32", step=5)
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"Step 5 exists.*rmtree") as error:
+        checkpointer.save(5, state, recipe="fp32")
+    eval(re.search(r"shutil.rmtree\(.*\)", str(error.value))[0])
+    checkpointer.save(5, state, recipe="fp32")
+    assert checkpointer.all_steps() == [4, 5]
+
+
+# Some saved steps were deleted before they are saved again.
+ORDERS = [
+    (1, 2, 3, 4),
+    (4, 3, 2, 1),
+    (8, 9, 10, 5, 6, 7),
+    (8, 9, 10, 5, 6, 7, 8, 9),
+    (5, 1, 4, 2, 3),
+    (10, 100, 20, 3),
+    (3, 1, 2, 0, 7),
+    (5, 6, 3, 4, 1, 2),
+]
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: "_".join(map(str, order)))
+@fast_cases("8_9_10_5_6_7_8_9-False", "8_9_10_5_6_7_8_9-True")
+def test_the_steps_that_were_saved_last_are_kept(order, reopened, tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for count, step in enumerate(order, 1):
+            checkpointer.save(step, {"n": step}, recipe="fp32")
+            assert checkpointer.latest_step() == step
+            assert checkpointer.all_steps() == sorted(order[:count][-2:])
+            if reopened:
+                checkpointer.close()
+                checkpointer = Checkpointer(tmp_path, keep=2)
+    assert checkpointer.restore({"n": 0})["n"] == Checkpointer(tmp_path).describe().step == step
+    checkpointer.close()
+    rollbacks = [(a, b) for a, b in itertools.pairwise(order) if b < a]
+    assert len(caught) == len(rollbacks)
+    for row, (a, b) in zip(caught, rollbacks, strict=True):
+        assert f"rolled back: step {b} is saved after step {a}" in str(row.message)
+        assert Path(row.filename) == Path(__file__)
+
+
+@pytest.mark.filterwarnings("ignore:.*rolled back")
+def test_all_steps_of_a_rolled_back_run_are_kept_without_a_number(tmp_path):
+    for step in (8, 9, 5):
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(step, {"n": step}, recipe="fp32")
+    assert (checkpointer.all_steps(), checkpointer.latest_step()) == ([5, 8, 9], 5)
+    shutil.copytree(tmp_path / "8", tmp_path / "12")  # unknown steps are the last, if they are high
+    assert checkpointer.latest_step() == 12
+    # The step before a damaged one is that which was saved before it.
+    shutil.rmtree(tmp_path / "12")
+    flip(next(path for path in (tmp_path / "5").rglob("d/*")))
+    with pytest.raises(jaxmp.errors.CheckpointError, match=r"restore\(state, step=9\)"):
+        checkpointer.restore({"n": 0})
+
+
+# ---------------------------------------------------------------------------
+# Exits and writers
+# ---------------------------------------------------------------------------
+
+
+ENDS = {
+    "end": "",
+    "exit": "sys.exit(3)",
+    "raise": "raise KeyError('bug')",
+    "deleted": "del checkpointer",
+    "interrupted": "os.kill(os.getpid(), signal.SIGINT)",
+    "not_finite": "checkpointer.wait(); checkpointer.save(2, {'w': np.float32([np.inf])}, **fp32)",
+}
+ENDING = """
+import os, signal, sys, numpy as np
+from jaxmp.checkpoint import Checkpointer
+signal.signal(signal.SIGINT, signal.default_int_handler)
+checkpointer, fp32 = Checkpointer(sys.argv[1]), {"recipe": "fp32"}
+checkpointer.save(1, {"w": np.ones(10**6, np.float32)}, **fp32)
+"""
+
+
+@pytest.mark.parametrize("end", ENDS)
+@fast_cases("not_finite")
+def test_a_step_is_completed_when_the_program_ends(end, tmp_path):
+    process = processes.start(["-c", ENDING + ENDS[end], tmp_path], JAX_PLATFORMS="cpu")
+    _, errors = process.communicate(timeout=60)
+    expected = {"exit": 3, "raise": 1, "interrupted": -signal.SIGINT}
+    assert process.returncode == expected.get(end, 0), errors
+    assert Checkpointer(tmp_path).all_steps() == [1]
+    Checkpointer(tmp_path).verify()
+    message = "CheckpointError at exit, while step 2 was saved: Step 2 stays incomplete, because of"
+    assert (message in errors) == (end == "not_finite")
+    assert "jaxmp_writer" not in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close", "latest_step", "all_steps", "restore"])
+def test_a_full_disk_is_said_by_the_next_call(call, tmp_path):
+    resource = pytest.importorskip("resource")
+    small = {"w": jnp.ones(2)}
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer.save(1, small, recipe="fp32")
+    checkpointer.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+    large = np.random.default_rng(0).normal(size=2**15)
+    try:
+        checkpointer.save(2, {"w": large}, recipe="fp32")
+        message = rf"(?s)Saving step 2 in {tmp_path} failed: .*File too large\. Complete steps: 1\."
+        with pytest.raises(jaxmp.errors.CheckpointError, match=message):
+            {
+                "save": lambda: checkpointer.save(3, small, recipe="fp32"),
+                "restore": lambda: checkpointer.restore(small),
+            }.get(call, getattr(checkpointer, call))()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpointer.all_steps() == [1]
+    checkpointer.save(2, {"w": large}, recipe="fp32")
+    checkpointer.close()
+    assert sorted(os.listdir(tmp_path)) == ["2"]
+
+
+def test_a_directory_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    checkpointer = save(tmp_path, {"w": jnp.ones(2)}, "fp32", step=4)
+    (tmp_path / "jaxmp_writer").mkdir()  # as on a read-only disk, the lock cannot be written
+    with pytest.raises(
+        jaxmp.errors.CheckpointError, match=r"step 5 in .*jaxmp_writer.*Complete steps: 4"
+    ):
+        checkpointer.save(5, {"w": jnp.ones(2)}, recipe="fp32")
+    checkpointer.restore({"w": jnp.zeros(2)}, recipe="fp32")
+
+
+HOLDER = """
+import sys, time, jax.numpy as jnp
+from jaxmp.checkpoint import Checkpointer
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, {"w": jnp.ones(2)}, recipe="fp32")
+checkpointer.wait()
+print("saved", flush=True)
+time.sleep(60)
+"""
+
+
+@EXPENSIVE
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
+    holder = processes.start(["-c", HOLDER, tmp_path], JAX_PLATFORMS="cpu")
+    try:
+        assert holder.stdout.readline() == "saved\n"
+        checkpointer, state = Checkpointer(tmp_path), {"w": jnp.zeros(2)}
+        name = f"Process {holder.pid} on {re.escape(socket.gethostname())} .since 20"
+        for _ in range(2):
+            with pytest.raises(jaxmp.errors.CheckpointError, match=name) as error:
+                checkpointer.save(2, state, recipe="fp32")
+        assert (checkpointer.restore(state)["w"] == 1).all()  # reading requires no lock
+        # As after a crash of which a file system has not been told.
+        eval(re.search(r"os.remove\(.*\)", str(error.value))[0])
+        checkpointer.save(2, state, recipe="fp32")
+        checkpointer.close()
+    finally:
+        holder.kill()
+        processes.stop([holder])
+    checkpointer.save(3, state, recipe="fp32")
+    checkpointer.close()
+    assert sorted(os.listdir(tmp_path)) == ["1", "2", "3"]
+
+
+def test_the_lock_of_a_killed_process_is_replaced(tmp_path):
+    lock, state = tmp_path / "jaxmp_writer", {"w": jnp.zeros(2)}
+    lock.write_text("Process 1 on elsewhere (since 2026-01-01 00:00:00)")
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, state, recipe="fp32")
+    assert lock.read_text().startswith(f"Process {os.getpid()} on {socket.gethostname()} ")
+    checkpointer.wait()
+    # Another process removes the lock, locks the directory itself, and ends.
+    lock.unlink()
+    with lock.open("w") as file:
+        file.write("Process 1 on elsewhere (since 2026-01-01 00:00:00)")
+        file.flush()
+        fcntl = pytest.importorskip("fcntl")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(jaxmp.errors.CheckpointError, match=r"Process 1 on elsewhere .* saves"):
+            checkpointer.save(2, state, recipe="fp32")
+    checkpointer.save(2, state, recipe="fp32")
+    checkpointer.close()
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_objects_of_one_process_may_save_into_one_directory(tmp_path):
+    state = {"w": jnp.ones(2**16)}
+    first, second = Checkpointer(tmp_path, keep=2), Checkpointer(tmp_path, keep=2)
+    first.save(0, state, recipe="fp32")
+    second.save(1, state, recipe="fp32")  # opens the directory while the first object saves
+    second.wait()
+    assert first.all_steps() == [0, 1]
+    for step, checkpointer in enumerate((first, second, first), 2):
+        checkpointer.save(step, state, recipe="fp32")
+        assert checkpointer.all_steps() == [step - 1, step]
+    first.close()
+    second.save(5, state, recipe="fp32")
+    second.close()
+    assert sorted(os.listdir(tmp_path)) == ["4", "5"]
 
 
 @pytest.mark.parametrize(

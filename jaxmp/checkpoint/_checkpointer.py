@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint import checkpoint_managers
 
 from jaxmp import __version__
 from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
@@ -47,6 +46,7 @@ from jaxmp.checkpoint._manifest import (
 )
 from jaxmp.checkpoint._plan import Plan, differences, plan_copy, plan_migration, plan_parameters
 from jaxmp.checkpoint._settle import Declared, declare
+from jaxmp.checkpoint._writer import Writer, complete_steps, explain_errors, saved_order
 from jaxmp.errors import CheckpointError
 
 
@@ -151,7 +151,6 @@ def initial_scale(recipe: Recipe | None) -> dict[str, Any] | None:
 
 # Rows that an error message lists.
 _LISTED = 5
-_DELETED = "deleted_steps"
 
 Migrate = bool | Literal["lossy"]
 
@@ -165,12 +164,14 @@ class Checkpointer:
     leaf its path, dtype and shape. `restore` compares it with the given state before it reads any
     array.
 
-    Every process of a distributed job makes one and calls the same methods.
+    Every process of a distributed job makes one and calls the same methods. The first `save` locks
+    the directory against other processes and jobs, until `close` or the end of the process;
+    reading requires no lock. A save that runs when the program ends is finished first.
 
     Args:
       directory: directory of the run; each step has a subdirectory. It is created by `save`.
-      keep: number of latest steps to keep; older ones are deleted after a newer one is complete.
-        None: all.
+      keep: number of steps to keep, those that were saved last; others are deleted after a newer
+        one is complete. None: all.
 
     Raises:
       CheckpointError: for an argument that is not allowed, or if `directory` is a file.
@@ -203,7 +204,7 @@ class Checkpointer:
             )
         self._directory = path
         self._keep = keep
-        self._manager: ocp.CheckpointManager | None = None
+        self._writer: Writer | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -232,10 +233,11 @@ class Checkpointer:
         """Writes a state; returns as soon as its arrays are copied, and writes in the background.
 
         The arrays may be donated or changed afterwards. An error of the background work is raised
-        by the next call of `save`, `wait` or `close`.
+        by the next call of any method, or printed when the program ends.
 
         Args:
-          step: number of the step, 0 or more.
+          step: number of the step, 0 or more. A lower number than that of the last save is a
+            rollback of the run, and a warning.
           state: the state.
           recipe: the recipe under which it was trained, as in `jaxmp.load_recipe`.
           metrics: names and numbers, such as `{"loss": 2.5}`.
@@ -248,8 +250,8 @@ class Checkpointer:
             or infinity, and list them in the manifest. False: such a step stays incomplete.
 
         Raises:
-          CheckpointError: if the step exists, the state was not made with this recipe, or an
-            argument cannot be written.
+          CheckpointError: if the step exists, another process saves into the directory, the state
+            was not made with this recipe, or it cannot be written.
         """
         recipe = load_recipe(recipe)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
@@ -261,9 +263,8 @@ class Checkpointer:
         if params is not None:
             flat = dataclasses.replace(flat, description=declare(flat.description, params))
         step, metrics, extra = as_step(step), as_metrics(metrics), as_json(extra)
-        manager = self._open_for_writing()
-        self.wait()
-        if step in manager.all_steps():
+        writer = self._open_for_writing(step)
+        if step in self.all_steps():
             raise CheckpointError(
                 f"Step {step} exists in {self._directory}. Checkpoints are never overwritten; save "
                 f"under another step, or delete it: shutil.rmtree({str(self._path(step))!r})."
@@ -299,25 +300,18 @@ class Checkpointer:
         if jax.process_count() > 1:
             # Processes must agree on them here: only the first of them writes the manifest.
             args.finish()
-        manager.save(step, args=ocp.args.Composite(**{ITEM: args}), force=True)
+        writer.write(step, args)
 
     def wait(self) -> None:
         """Waits until everything that was saved is on disk."""
-        if self._manager is not None:
-            try:
-                self._manager.wait_until_finished()
-            except Exception:
-                # The manager has already forgotten the steps that this one was to replace.
-                self._manager.reload()
-                raise
-            self._purge()
+        if self._writer is not None:
+            self._writer.wait_until_finished()
 
     def close(self) -> None:
         """Waits until everything is on disk and releases all resources."""
-        if self._manager is not None:
-            self._manager.close()
-            self._manager = None
-            self._purge()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     # ---------------------------------------------------------------- Restoring
 
@@ -338,7 +332,7 @@ class Checkpointer:
           state_like: a state of the same structure: the first state of a run, or its shapes
             (`jax.eval_shape`, `jax.ShapeDtypeStruct`). Each leaf is placed with the sharding that
             its leaf here has. NNX objects are updated in place.
-          step: the step; None: the latest.
+          step: the step; None: that which was saved last.
           recipe: the recipe of `state_like`. If the checkpoint was written under another one, a
             migration is necessary.
           migrate: True: convert a checkpoint of another recipe, or one that jaxmp did not write,
@@ -387,7 +381,7 @@ class Checkpointer:
         """Reads all files of a checkpoint and compares their checksums.
 
         Args:
-          step: the step; None: the latest.
+          step: the step; None: that which was saved last.
 
         Returns:
           What `describe` returns.
@@ -403,7 +397,7 @@ class Checkpointer:
         """Returns what a checkpoint contains, without reading its arrays.
 
         Args:
-          step: the step; None: the latest.
+          step: the step; None: that which was saved last.
 
         Raises:
           CheckpointError: if there is no such step, or jaxmp did not write it.
@@ -414,31 +408,20 @@ class Checkpointer:
     # ---------------------------------------------------------------- Steps
 
     def all_steps(self) -> list[int]:
-        """Returns the complete steps in ascending order."""
-        if not self._directory.exists():
-            return []
-        # Orbax renames a directory to its final name when it is complete. Object stores cannot
-        # rename, so there it writes a file at the end.
-        is_store = "://" in str(self._directory)
-        return sorted(
-            int(path.name)
-            for path in self._directory.iterdir()
-            if re.fullmatch(r"\d+", path.name)
-            and (not is_store or (path / "commit_success.txt").exists())
-        )
+        """Returns the complete steps in ascending order; waits for a step that is being saved."""
+        self.wait()
+        return complete_steps(self._directory)
 
     def latest_step(self) -> int | None:
-        """Returns the latest complete step; None: there is none."""
-        return max(self.all_steps(), default=None)
+        """Returns the complete step that was saved last; None: there is none."""
+        return next(reversed(saved_order(self._directory, self.all_steps())), None)
 
     # ---------------------------------------------------------------- Details
 
     def _find(self, step: int | None) -> tuple[int | None, epath.Path]:
         """Returns a step, or None for a checkpoint that has none, and the directory of its data."""
-        self.wait()
         steps = self.all_steps()
-        if step is None and steps:
-            step = steps[-1]
+        step = self.latest_step() if step is None else step
         if step not in steps and _foreign.find(self._directory, step) is None:
             listed = f"the steps {', '.join(map(str, steps))}" if steps else "no step"
             missing = "a checkpoint" if step is None else f"step {step}"
@@ -458,38 +441,19 @@ class Checkpointer:
             )
         return directory, read_manifest(directory)
 
-    def _open_for_writing(self) -> ocp.CheckpointManager:
-        if self._manager is None:
+    def _open_for_writing(self, step: int) -> Writer:
+        if self._writer is None:
             check_directory(self._directory)
-            registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-            handler = StateHandler()
-            registry.add(ITEM, SaveState, handler)
-            registry.add(ITEM, RestoreState, handler)
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(
-                self._directory,
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=checkpoint_managers.LatestN(n=self._keep),
-                    # Directories of interrupted saves. There is only one writer.
-                    cleanup_tmp_directories=True,
-                    lightweight_initialize=True,
-                    # An interrupted deletion must not leave an incomplete step.
-                    todelete_subdir=_DELETED,
-                ),
-                handler_registry=registry,
-            )
-        return self._manager
-
-    def _purge(self) -> None:
-        """Deletes the steps that orbax has moved out of the way."""
-        if jax.process_index() == 0 and (self._directory / _DELETED).exists():
-            (self._directory / _DELETED).rmtree()
+            with explain_errors(self._directory, step):
+                self._writer = Writer(self._directory, self._keep)
+        return self._writer
 
     def _verify_files(self, directory: epath.Path, manifest: Manifest, step: int) -> None:
         try:
             check_files(directory, manifest)
         except CheckpointError as error:
-            earlier = [other for other in self.all_steps() if other < step]
+            steps = saved_order(self._directory, {*self.all_steps(), step})
+            earlier = steps[: steps.index(step)]
             hint = (
                 f" Restore an earlier step: restore(state, step={earlier[-1]})." if earlier else ""
             )
