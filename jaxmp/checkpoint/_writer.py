@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -10,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -22,6 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxmp._core._compat import call_at_exit
 from jaxmp.checkpoint._handler import ITEM, SaveState, StateHandler
 from jaxmp.checkpoint._lock import acquire_lock, release_lock
 from jaxmp.errors import CheckpointError
@@ -126,9 +125,7 @@ class Writer(ocp.CheckpointManager):
             ),
             handler_registry=registry,
         )
-        # Functions of `atexit` are called too late: executors, which orbax uses, refuse new work.
-        register = getattr(threading, "_register_atexit", atexit.register)
-        register(functools.partial(_finish, weakref.ref(self), os.getpid()))
+        call_at_exit(functools.partial(_finish, weakref.ref(self), os.getpid()))
 
     def _lock(self, directory: epath.Path) -> bool:
         """Locks the directory; returns False if another object of this process has locked it."""
