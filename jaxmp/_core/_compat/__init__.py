@@ -32,6 +32,7 @@ from jaxmp._core._compat._objects import can_update as can_update
 from jaxmp._core._compat._objects import declares_pytree as declares_pytree
 from jaxmp._core._compat._objects import is_differentiated as is_differentiated
 from jaxmp._core._compat._objects import plain_array as plain_array
+from jaxmp._core._compat._private import call_at_exit as call_at_exit
 from jaxmp._core._compat._watch_jit import JitCall as JitCall
 from jaxmp._core._compat._watch_jit import watch_jit as watch_jit
 from jaxmp._core._compat._watch_jit import watch_nnx as watch_nnx
