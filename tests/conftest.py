@@ -18,7 +18,6 @@ import pytest
 
 from gpu_compiler import needs_compiler
 from grids import mark_expensive_cases
-from jaxmp._loss_scale import _use
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
@@ -108,18 +107,6 @@ def compile_cheaply(request):
     marks = {mark.name for mark in request.node.iter_markers()}
     is_optimized = "slow" in marks and "expensive" not in marks
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
-
-
-# Files whose programs are whole trainings, or which test the warnings about their parts.
-WHOLE = ("test_docs", "test_examples", "test_float16_parts")
-
-
-@pytest.fixture(autouse=True)
-def allow_parts_of_trainings(request, monkeypatch):
-    """Lets tests use the optimizer, the gradient or the model of a float16 training alone."""
-    is_whole = request.module.__name__ in WHOLE
-    for name in vars(_use.present):
-        monkeypatch.setattr(_use.present, name, not is_whole)
 
 
 @pytest.fixture

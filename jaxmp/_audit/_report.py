@@ -483,8 +483,15 @@ def _verdict(report: AuditReport, errors: int) -> Section:
         # The name of a GPU that is not present on this machine ends with a remark in parentheses.
         verb = "cross-compiled" if report.gpu.endswith(")") else "compiled"
         size += f", {verb} for {report.gpu}"
-    title = f"Precision audit: {counted(errors, 'error') if errors else 'ok'}"
-    return Section(title, f"{share} {size}.", mood="bad" if errors else "good")
+    if errors:
+        verdict, mood = counted(errors, "error"), "bad"
+    elif report.flops and not report.low_precision_share and not report.policies:
+        # A recipe that was forgotten would otherwise be approved.
+        trains = ("backward",) in report.flops_by("phase")
+        verdict, mood = "FP32 training" if trains else "FP32", "open"
+    else:
+        verdict, mood = "ok", "good"
+    return Section(f"Precision audit: {verdict}", f"{share} {size}.", mood=mood)
 
 
 def _details(report: AuditReport) -> Section:

@@ -20,7 +20,7 @@ from jaxmp._loss_scale._arguments import (
     check_scale,
     is_number,
 )
-from jaxmp._loss_scale._use import present
+from jaxmp._loss_scale._use import Training, note_scaled
 from jaxmp.errors import LossScaleError
 
 
@@ -68,6 +68,8 @@ class LossScale(abc.ABC):
     STATIC: ClassVar[tuple[str, ...]] = ()
 
     scale_value: Any
+    # Static; that of the optimizer whose state contains the loss scale.
+    training = Training()
 
     @property
     def at_floor(self) -> jax.Array:
@@ -117,9 +119,15 @@ class LossScale(abc.ABC):
         """
         return self._next(check_bool(grads_finite))
 
-    def fresh(self) -> Self:
-        """Returns an equal loss scale with new arrays: donating one leaves the other valid."""
-        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self)
+    def fresh(self, dtype: np.dtype | None = None) -> Self:
+        """Returns an equal loss scale with new arrays: donating one leaves the other valid.
+
+        Args:
+          dtype: as in `Training`, of which the result has a new one.
+        """
+        new = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self)
+        vars(new)["training"] = Training(dtype)
+        return new
 
     def _next(self, finite: jax.Array) -> Self:
         del finite
@@ -135,13 +143,13 @@ class LossScale(abc.ABC):
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         keyed = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self.LEAVES]
-        return tuple(keyed), tuple(getattr(self, n) for n in self.STATIC)
+        return tuple(keyed), tuple(getattr(self, n) for n in (*self.STATIC, "training"))
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> Self:
         new = object.__new__(cls)
         vars(new).update(zip(cls.LEAVES, leaves, strict=True))
-        vars(new).update(zip(cls.STATIC, static, strict=True))
+        vars(new).update(zip((*cls.STATIC, "training"), static, strict=True))
         return new
 
     # Value semantics.
@@ -204,7 +212,7 @@ class Scaling(LossScale):
     scale_value: jax.Array
 
     def scale(self, tree: T) -> T:
-        present.scaled_gradient = True
+        note_scaled(tree)
         return jax.tree.map(lambda leaf: rescale_leaf(self._multiply, leaf), tree)
 
     def unscale(self, tree: T) -> T:
@@ -239,7 +247,6 @@ class StaticLossScale(Scaling):
     LEAVES = ("scale_value",)
 
     def __init__(self, loss_scale: ArrayLike) -> None:
-        present.scale = True
         scale = check_scale("loss_scale", loss_scale)
         vars(self).update(scale_value=new_leaf(scale, jnp.float32))
 
