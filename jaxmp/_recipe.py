@@ -126,7 +126,7 @@ class Recipe(RecipeData):
         Example:
           >>> tx = load_recipe("bf16").optimizer(optax.adamw(3e-4))
         """
-        tx = mixed_precision(
+        return mixed_precision(
             inner,
             recipe=self,
             loss_scale=self.loss_scale,
@@ -134,7 +134,6 @@ class Recipe(RecipeData):
             skip=self.skip,
             axis_name=axis_name,
         )
-        return warn_if_dropped(tx, "tx = recipe.optimizer(inner)")
 
     def cast_params(self, params: PyTree) -> PyTree:
         """Casts each floating-point parameter to the dtype in which it is stored, by its path.
@@ -178,8 +177,7 @@ class Recipe(RecipeData):
           >>> load_recipe("fp16").replace(loss_scale=128.0).loss_scale
           StaticLossScale(loss_scale=128.0)
         """
-        new = replace_settings(self, **changes)
-        return warn_if_dropped(new, "recipe = recipe.replace(...)")
+        return warn_if_dropped(replace_settings(self, **changes), "recipe = recipe.replace(...)")
 
     def to_toml(self) -> str:
         """Returns the text of a TOML file that loads as an equal recipe.

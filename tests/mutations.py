@@ -1124,8 +1124,8 @@ MUTATIONS = [
     Mutation(
         "a model in float16 is differentiated without a loss scale",
         "jaxmp/_policies/_device.py",
-        "    if not model.is_checked and computes_in(policies, _FLOAT16):\n",
-        "    if model.is_checked and computes_in(policies, _FLOAT16):\n",
+        "    if not mark.is_checked and computes_in(policies, _FLOAT16):\n",
+        "    if mark.is_checked and computes_in(policies, _FLOAT16):\n",
         ("test_hints.py::test_each_training_whose_parts_do_not_fit_has_a_hint",),
     ),
     Mutation(
@@ -1152,8 +1152,8 @@ MUTATIONS = [
     Mutation(
         "an audit approves an FP32 training that has no recipe",
         "jaxmp/_audit/_report.py",
-        "    elif report.flops and not report.low_precision_share and",
-        "    elif not report.flops and not report.low_precision_share and",
+        "    if not errors and report.flops and",
+        "    if errors and report.flops and",
         ("test_audit_report.py::test_a_program_in_fp32_without_a_recipe_is_not_approved",),
     ),
     # Checkpoints.

@@ -205,7 +205,6 @@ STATEMENTS = {
     "recipe.wrap(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))": "model = recipe.wrap(model)",
     "recipe.wrap(\n    model=nn.Dense(2)\n)": "model = recipe.wrap(model)",
     "jaxmp.autocast(jnp.sum, recipe)": "loss_fn = jaxmp.autocast(loss_fn, recipe)",
-    "recipe.optimizer(optax.sgd(0.1))": "tx = recipe.optimizer(inner)",
     "recipe.cast_params(PARAMS)": "params = recipe.cast_params(params)",
     "recipe.replace(master='none')": "recipe = recipe.replace(...)",
     "state.apply_gradients(grads=PARAMS)": "state = state.apply_gradients(grads=grads)",

@@ -483,14 +483,11 @@ def _verdict(report: AuditReport, errors: int) -> Section:
         # The name of a GPU that is not present on this machine ends with a remark in parentheses.
         verb = "cross-compiled" if report.gpu.endswith(")") else "compiled"
         size += f", {verb} for {report.gpu}"
-    if errors:
-        verdict, mood = counted(errors, "error"), "bad"
-    elif report.flops and not report.low_precision_share and not report.policies:
-        # A recipe that was forgotten would otherwise be approved.
-        trains = ("backward",) in report.flops_by("phase")
-        verdict, mood = "FP32 training" if trains else "FP32", "open"
-    else:
-        verdict, mood = "ok", "good"
+    verdict = counted(errors, "error") if errors else "ok"
+    if not errors and report.flops and not (report.low_precision_share or report.policies):
+        # A training whose recipe was forgotten would otherwise be approved.
+        verdict = "FP32 training" if ("backward",) in report.flops_by("phase") else "FP32"
+    mood = "bad" if errors else "good" if verdict == "ok" else "open"
     return Section(f"Precision audit: {verdict}", f"{share} {size}.", mood=mood)
 
 

@@ -24,7 +24,7 @@ from jaxmp._autocast._explain import AutocastExplanation, Recorder
 from jaxmp._autocast._replay import Autocast, decisions, warn_if_unused
 from jaxmp._autocast._resolve import make_config, trace
 from jaxmp._core._locations import FULL_PRECISION
-from jaxmp._loss_scale._use import Training, warn_if_dropped
+from jaxmp._loss_scale._use import Mark, warn_if_dropped
 from jaxmp._policies._device import check_device, check_gradient
 from jaxmp._policies._op_table import OpTable
 from jaxmp._recipe_files._load import RecipeLike
@@ -101,7 +101,7 @@ def autocast(
       dtype('float32')
     """
     config = make_config(fn, recipe, ops, "autocast")
-    mark = Training()
+    mark = Mark()
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:

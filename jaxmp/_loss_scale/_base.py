@@ -20,7 +20,7 @@ from jaxmp._loss_scale._arguments import (
     check_scale,
     is_number,
 )
-from jaxmp._loss_scale._use import Training, note_scaled
+from jaxmp._loss_scale._use import Mark, note_scaled
 from jaxmp.errors import LossScaleError
 
 
@@ -69,7 +69,7 @@ class LossScale(abc.ABC):
 
     scale_value: Any
     # Static; that of the optimizer whose state contains the loss scale.
-    training = Training()
+    mark = Mark()
 
     @property
     def at_floor(self) -> jax.Array:
@@ -123,10 +123,10 @@ class LossScale(abc.ABC):
         """Returns an equal loss scale with new arrays: donating one leaves the other valid.
 
         Args:
-          dtype: as in `Training`, of which the result has a new one.
+          dtype: as in `Mark`; the result has a new one.
         """
         new = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self)
-        vars(new)["training"] = Training(dtype)
+        vars(new)["mark"] = Mark(dtype)
         return new
 
     def _next(self, finite: jax.Array) -> Self:
@@ -143,13 +143,13 @@ class LossScale(abc.ABC):
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         keyed = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self.LEAVES]
-        return tuple(keyed), tuple(getattr(self, n) for n in (*self.STATIC, "training"))
+        return tuple(keyed), tuple(getattr(self, n) for n in (*self.STATIC, "mark"))
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> Self:
         new = object.__new__(cls)
         vars(new).update(zip(cls.LEAVES, leaves, strict=True))
-        vars(new).update(zip((*cls.STATIC, "training"), static, strict=True))
+        vars(new).update(zip((*cls.STATIC, "mark"), static, strict=True))
         return new
 
     # Value semantics.

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(unsafe_hash=True)
-class Training:
+class Mark:
     """Mark of an object of one training. All marks are equal, so that they never cause a retrace.
 
     Attributes:
@@ -46,28 +46,28 @@ _gradients = weakref.WeakKeyDictionary()
 
 def note_scaled(tree: PyTree) -> None:
     """Notes that the gradient to which the arrays of a tree belong has a scaled loss."""
-    for trace in filter(None, map(_compat.gradient_trace, jax.tree.leaves(tree))):
+    for trace in {*map(_compat.gradient_trace, jax.tree.leaves(tree))} - {None}:
         if pending := _gradients.get(trace):
             pending.detach()
         _gradients[trace] = None
 
 
-def expect_scale(inputs: PyTree, model: Training) -> None:
+def expect_scale(inputs: PyTree, mark: Mark) -> None:
     """Warns of a float16 model whose gradient is traced, if the trace ends without a scaled loss.
 
     Args:
       inputs: the parameters, or other arrays that the model reads.
-      model: the mark of the model.
+      mark: that of the model.
     """
     trace = next(filter(None, map(_compat.gradient_trace, jax.tree.leaves(inputs))), None)
     if trace is not None and trace not in _gradients:
         # Flax NNX leaves the trace to the garbage collector; all others end with their function.
-        _gradients[trace] = weakref.finalize(trace, _warn_of_gradient, model, _user_line())
+        _gradients[trace] = weakref.finalize(trace, _warn_of_gradient, mark, _user_line())
 
 
-def _warn_of_gradient(model: Training, line: tuple[str, int]) -> None:
-    if not model.is_checked:
-        model.is_checked = True
+def _warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
+    if not mark.is_checked:
+        mark.is_checked = True
         message = (
             "The gradient of a float16 model is computed without a loss scale, so that small "
             "gradients become zero. Make the optimizer with the recipe, tx = "
@@ -80,23 +80,23 @@ def _warn_of_gradient(model: Training, line: tuple[str, int]) -> None:
         warnings.warn_explicit(message, RecipeWarning, *line)
 
 
-def check_matmuls(training: Training, backward: Any) -> None:
+def check_matmuls(mark: Mark, backward: Any) -> None:
     """Warns of a loss whose matmuls run in FP32, although the optimizer's recipe has 16 bits.
 
     Args:
-      training: the mark of the optimizer's loss scale.
+      mark: that of the optimizer's loss scale.
       backward: the result of `jax.vjp`. Most have 16-bit residuals, and are not searched.
     """
-    if training.dtype is None or training.is_checked:
+    if mark.dtype is None or mark.is_checked:
         return
-    training.is_checked = True
+    mark.is_checked = True
     residuals, jaxpr = jax.tree.leaves(backward), getattr(backward, "jaxpr", None)
     if jaxpr is None or any(getattr(leaf, "dtype", None) in FLOATS_16BIT for leaf in residuals):
         return
     pairs = count_flops(jaxpr)
     if pairs and not any(bits(dtype) <= 16 for pair in pairs for dtype in pair):
         warn_user(
-            f"The recipe of the optimizer computes in {training.dtype}, but was not applied to a "
+            f"The recipe of the optimizer computes in {mark.dtype}, but was not applied to a "
             "model or a function: all matmuls of the loss run in FP32. Apply it: model = "
             "recipe.wrap(model), which returns a new model, or loss_fn = jaxmp.autocast(loss_fn, "
             "recipe)."

@@ -236,14 +236,14 @@ def guard(
     skip: str,
     settings: SkipSettings,
     *,
-    compute_dtype: np.dtype | None = None,
+    dtype: np.dtype | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `skip_nonfinite` with all settings that a train state reads.
 
     Args:
       inner, loss_scale, skip: as in `skip_nonfinite`.
       settings: the settings.
-      compute_dtype: the one of the optimizer's recipe, if it has 16 bits; otherwise None.
+      dtype: the compute dtype of the recipe, if it has 16 bits; otherwise None.
     """
     initial_scale = as_loss_scale(loss_scale)
     _check_mode(skip, initial_scale)
@@ -254,10 +254,7 @@ def guard(
         _overwritten.check_is_absent(params)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
         return SkipNonfiniteState(
-            initial_scale.fresh(compute_dtype),
-            SkipStats.zero(inner_state),
-            inner_state,
-            settings,
+            initial_scale.fresh(dtype), SkipStats.zero(inner_state), inner_state, settings
         )
 
     def update_fn(
@@ -441,5 +438,4 @@ def mixed_precision(
     gradients = GradientSettings(data.accumulate_dtype, data.reduce_dtype, data.regather)
     settings = SkipSettings(skip != "none", as_axes(axis_name), gradients)
     dtype = np.dtype(data.policies.default.compute_dtype)
-    compute_dtype = dtype if is_16bit(dtype) else None
-    return guard(masters, loss_scale, skip, settings, compute_dtype=compute_dtype)
+    return guard(masters, loss_scale, skip, settings, dtype=dtype if is_16bit(dtype) else None)
