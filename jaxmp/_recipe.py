@@ -90,7 +90,7 @@ class Recipe(RecipeData):
 
         Returns:
           A model of the same class with the same parameter tree. If `model` was wrapped already,
-          this recipe replaces the other one.
+          this recipe replaces the other one. A statement that drops the result causes a warning.
 
         Raises:
           JaxmpError: if `model` is not such an instance, or if `shardings` has another structure
