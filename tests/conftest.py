@@ -11,6 +11,7 @@ import gc
 import os
 import shutil
 import tempfile
+import warnings
 
 import hypothesis
 import jax
@@ -82,6 +83,12 @@ OF_BENCHMARKS = {
 }
 
 
+# Files whose programs are whole trainings, or which test the warnings about their parts. The others
+# use the optimizer, the gradient or the model of a training alone.
+WHOLE = {"docs", "examples", "hints"}
+ABOUT_PARTS = ("The gradient of a float16 model is", "The recipe of the optimizer computes")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     mark_expensive_cases(items, is_complete=not any("::" in name for name in config.args))
@@ -89,6 +96,9 @@ def pytest_collection_modifyitems(config, items):
         name = item.path.stem.removeprefix("test_")
         if name in VERSION_SENSITIVE:
             item.add_marker("versions")
+        if name not in WHOLE:
+            for message in ABOUT_PARTS:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
         if name in OF_BENCHMARKS and item.get_closest_marker("slow") is None:
             item.add_marker("slow")
             item.add_marker("expensive")
@@ -139,7 +149,10 @@ def getkey():
 @pytest.fixture(autouse=True, scope="module")
 def freeze_heap():
     """Exempts live objects of earlier files from garbage collection, whose time grows with them."""
-    gc.collect()
+    with warnings.catch_warnings():
+        # Gradients of Flax NNX models cause warnings when they are collected.
+        warnings.simplefilter("ignore")
+        gc.collect()
     gc.freeze()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
-import sys
+import inspect
 import warnings
 import weakref
 from typing import Any, TypeVar
@@ -110,7 +110,8 @@ def warn_if_dropped(result: T, fix: str) -> T:
       result: a new object; the caller modifies nothing.
       fix: the statement that keeps it.
     """
-    name, frame = sys._getframe(1).f_code.co_name, sys._getframe(2)
+    here: Any = inspect.currentframe()
+    name, frame = here.f_back.f_code.co_name, here.f_back.f_back
     code, following = frame.f_code.co_code, frame.f_lasti + 2
     while code[following : following + 1] == b"\0":  # Inline caches of the interpreter.
         following += 2
@@ -134,7 +135,7 @@ _LIBRARIES = {"jaxmp", "jax", "flax", "optax", "contextlib", "functools"}
 
 def _user_line() -> tuple[str, int]:
     """Returns file and line of the innermost call outside of jaxmp, JAX and Flax."""
-    frame = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
