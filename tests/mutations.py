@@ -1145,8 +1145,8 @@ MUTATIONS = [
     Mutation(
         "a result that a function in C keeps counts as dropped",
         "jaxmp/_loss_scale/_use.py",
-        "        if any(each.argval == name and",
-        "        if any(",
+        "    return any(each.argval == name and",
+        "    return any(",
         ("test_hints.py::test_functions_in_c_may_keep_a_result",),
     ),
     Mutation(

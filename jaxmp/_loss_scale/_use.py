@@ -12,6 +12,7 @@ import dis
 import inspect
 import warnings
 import weakref
+from types import FrameType
 from typing import Any, TypeVar
 
 import jax
@@ -71,11 +72,10 @@ def _warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
         message = (
             "The gradient of a float16 model is computed without a loss scale, so that small "
             "gradients become zero. Make the optimizer with the recipe, tx = "
-            "recipe.optimizer(inner), and compute the gradients with its scale: loss, grads = "
-            "state.value_and_grad(loss_fn)(batch) with a jaxmp.TrainState, "
-            "optimizer.value_and_grad(loss_fn)(model, batch) with a jaxmp.nnx.Optimizer, or "
-            "jaxmp.value_and_grad(loss_fn, loss_scale=jaxmp.get_loss_scale(opt_state))(params, "
-            "batch). Or use the recipe 'bf16', which needs no loss scale."
+            "recipe.optimizer(inner), and compute the gradients with its scale: "
+            "state.value_and_grad(loss_fn)(batch), optimizer.value_and_grad(loss_fn)(model, batch) "
+            "or jaxmp.value_and_grad(loss_fn, loss_scale=jaxmp.get_loss_scale(opt_state))(params, "
+            "batch). The recipe 'bf16' needs no loss scale."
         )
         warnings.warn_explicit(message, RecipeWarning, *line)
 
@@ -112,22 +112,23 @@ def warn_if_dropped(result: T, fix: str) -> T:
     """
     here: Any = inspect.currentframe()
     name, frame = here.f_back.f_code.co_name, here.f_back.f_back
-    code, following = frame.f_code.co_code, frame.f_lasti + 2
-    while code[following : following + 1] == b"\0":  # Inline caches of the interpreter.
-        following += 2
-    if code[following : following + 1] == bytes([dis.opmap["POP_TOP"]]):
-        code = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
-        # A function in C, such as `list.extend(map(recipe.wrap, models))`, may keep what it drops.
-        if any(each.argval == name and _start(each) == _start(code[-1]) for each in code):
-            message = f"The result of {name} is dropped, and nothing else changes. Keep it: {fix}."
-            warnings.warn(message, RecipeWarning, stacklevel=3)
+    if frame is not None and _drops_call(frame, name):
+        message = f"The result of {name} is dropped, and nothing else changes. Keep it: {fix}."
+        warnings.warn(message, RecipeWarning, stacklevel=3)
     return result
 
 
-def _start(instruction: dis.Instruction) -> tuple[int | None, int | None] | None:
-    """Returns line and column at which the expression of an instruction begins."""
-    positions = instruction.positions
-    return positions and (positions.lineno, positions.col_offset)
+def _drops_call(frame: FrameType, name: str) -> bool:
+    """Returns True if a frame calls the function of a name, and its next instruction is a pop."""
+    code, following = frame.f_code.co_code, frame.f_lasti + 2
+    while code[following] == 0:  # Inline caches of the interpreter.
+        following += 2
+    if code[following] != dis.opmap["POP_TOP"]:
+        return False
+    # A function in C, such as `list.extend(map(recipe.wrap, models))`, may keep what it drops.
+    before = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
+    start = lambda each: each.positions and (each.positions.lineno, each.positions.col_offset)
+    return any(each.argval == name and start(each) == start(before[-1]) for each in before)
 
 
 _LIBRARIES = {"jaxmp", "jax", "flax", "optax", "contextlib", "functools"}

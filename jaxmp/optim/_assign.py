@@ -136,9 +136,11 @@ def warn_without_masters(params: PyTree, state: PyTree, policies: Policies | Non
     is_transformed = lambda node: isinstance(node, (MasterParamsState, StochasticRoundingState))
     if any(map(is_transformed, jax.tree.leaves(state, is_leaf=is_transformed))):
         return
-    leaves = [(n, x) for n, x in _trees.leaves_with_path(params) if _trees.is_castable(x)]
-    stored = lambda n: storage_dtype(policies, _trees.rule_names(params, n))
-    dtypes = {np.dtype(stored(n) if policies else leaf.dtype) for n, leaf in leaves}
+    dtypes = {
+        np.dtype(storage_dtype(policies, _trees.rule_names(params, n)) if policies else leaf.dtype)
+        for n, leaf in _trees.leaves_with_path(params)
+        if _trees.is_castable(leaf)
+    }
     halves = [dtype.name for dtype in dtypes if is_16bit(dtype)]
     if halves and (policies or len(halves) == len(dtypes)):
         warn_user(
