@@ -119,21 +119,15 @@ class LossScale(abc.ABC):
         """
         return self._next(check_bool(grads_finite))
 
-    def fresh(self, dtype: np.dtype | None = None) -> Self:
-        """Returns an equal loss scale with new arrays: donating one leaves the other valid.
-
-        Args:
-          dtype: as in `Mark`; the result has a new one.
-        """
-        new = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self)
-        vars(new)["mark"] = Mark(dtype)
-        return new
+    def fresh(self) -> Self:
+        """Returns an equal loss scale with new arrays: donating one leaves the other valid."""
+        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self)
 
     def _next(self, finite: jax.Array) -> Self:
         del finite
         return self
 
-    def with_leaves(self, **attributes: Array) -> Self:
+    def with_leaves(self, **attributes: Array | Mark) -> Self:
         """Returns this loss scale with other leaves, which are not checked and may be traced."""
         new = object.__new__(type(self))
         vars(new).update(vars(self), **attributes)

@@ -21,6 +21,7 @@ from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, as_loss_scale
+from jaxmp._loss_scale._use import Mark
 from jaxmp._recipe_files._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import (
@@ -253,9 +254,8 @@ def guard(
     def init_fn(params: PyTree) -> PyTree:
         _overwritten.check_is_absent(params)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
-        return SkipNonfiniteState(
-            initial_scale.fresh(dtype), SkipStats.zero(inner_state), inner_state, settings
-        )
+        scale = initial_scale.fresh().with_leaves(mark=Mark(dtype))
+        return SkipNonfiniteState(scale, SkipStats.zero(inner_state), inner_state, settings)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
