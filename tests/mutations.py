@@ -404,8 +404,8 @@ MUTATIONS = [
     Mutation(
         "the minimum scale is lost when a loss scale is flattened",
         "jaxmp/_loss_scale/_base.py",
-        '        vars(new).update(zip((*cls.STATIC, "mark"), static, strict=True))\n',
-        '        vars(new).update(zip((*cls.STATIC, "mark"), static, strict=True))\n'
+        '        vars(new).update(zip((*cls.STATIC, "_mark"), static, strict=True))\n',
+        '        vars(new).update(zip((*cls.STATIC, "_mark"), static, strict=True))\n'
         '        if "min_scale" in vars(new):\n'
         "            vars(new).update(min_scale=None)\n",
         ("test_loss_scale.py::test_the_floor_survives_jit_and_flatten",),

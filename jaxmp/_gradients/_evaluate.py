@@ -93,7 +93,7 @@ def differentiate(
         run, inputs = with_fp32_gradients(fn_of_inputs, inputs, regather=options.regather)
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
-    check_matmuls(options.loss_scale.mark, backward)
+    check_matmuls(options.loss_scale._mark, backward)
     cotangent, _ = _cotangent_and_unscale(loss, options)
     grads = backward(_compat.vary(cotangent, _compat.varying_axes(loss)))
     return Sums(loss, weight, grads), aux

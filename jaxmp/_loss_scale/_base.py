@@ -69,7 +69,7 @@ class LossScale(abc.ABC):
 
     scale_value: Any
     # Static; that of the optimizer whose state contains the loss scale.
-    mark = Mark()
+    _mark = Mark()
 
     @property
     def at_floor(self) -> jax.Array:
@@ -137,13 +137,13 @@ class LossScale(abc.ABC):
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         keyed = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self.LEAVES]
-        return tuple(keyed), tuple(getattr(self, n) for n in (*self.STATIC, "mark"))
+        return tuple(keyed), tuple(getattr(self, n) for n in (*self.STATIC, "_mark"))
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> Self:
         new = object.__new__(cls)
         vars(new).update(zip(cls.LEAVES, leaves, strict=True))
-        vars(new).update(zip((*cls.STATIC, "mark"), static, strict=True))
+        vars(new).update(zip((*cls.STATIC, "_mark"), static, strict=True))
         return new
 
     # Value semantics.

@@ -254,7 +254,7 @@ def guard(
     def init_fn(params: PyTree) -> PyTree:
         _overwritten.check_is_absent(params)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
-        scale = initial_scale.fresh().with_leaves(mark=Mark(dtype))
+        scale = initial_scale.fresh().with_leaves(_mark=Mark(dtype))
         return SkipNonfiniteState(scale, SkipStats.zero(inner_state), inner_state, settings)
 
     def update_fn(
