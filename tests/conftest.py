@@ -107,6 +107,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_unconfigure():
+    # Hints about gradients that the garbage collector has not found.
+    warnings.simplefilter("ignore")
     if CACHE is not None:
         shutil.rmtree(CACHE, ignore_errors=True)
 
