@@ -12,6 +12,7 @@ import optax
 
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._loss_scale import LossScale
+from jaxmp._loss_scale._use import warn_if_dropped
 from jaxmp._policies._recipe_names import recipe_names
 from jaxmp._policies._resolve import Scaling
 from jaxmp._recipe_files._load import RecipeData, RecipeLike, as_recipe_data
@@ -90,7 +91,7 @@ class Recipe(RecipeData):
 
         Returns:
           A model of the same class with the same parameter tree. If `model` was wrapped already,
-          this recipe replaces the other one.
+          this recipe replaces the other one. A statement that drops the result causes a warning.
 
         Raises:
           JaxmpError: if `model` is not such an instance, or if `shardings` has another structure
@@ -101,7 +102,8 @@ class Recipe(RecipeData):
           >>> model.apply(model.init(jax.random.key(0), x), x).dtype
           dtype('float32')
         """
-        return _load_adapter(model).apply_policy(model, self.policies, shardings=shardings)
+        wrapped = _load_adapter(model).apply_policy(model, self.policies, shardings=shardings)
+        return warn_if_dropped(wrapped, "model = recipe.wrap(model)")
 
     def optimizer(
         self, inner: optax.GradientTransformation, axis_name: AxisNames = None
@@ -152,7 +154,8 @@ class Recipe(RecipeData):
           dtype(bfloat16)
         """
         master = "packed" if self.master == "packed" else "fp32"
-        return cast_params(params, self.policies, master)
+        stored = cast_params(params, self.policies, master)
+        return warn_if_dropped(stored, "params = recipe.cast_params(params)")
 
     def replace(self, **changes: Unpack[RecipeChanges]) -> Recipe:
         """Returns this recipe with some settings replaced.
@@ -175,7 +178,7 @@ class Recipe(RecipeData):
           >>> load_recipe("fp16").replace(loss_scale=128.0).loss_scale
           StaticLossScale(loss_scale=128.0)
         """
-        return replace_settings(self, **changes)
+        return warn_if_dropped(replace_settings(self, **changes), "recipe = recipe.replace(...)")
 
     def to_toml(self) -> str:
         """Returns the text of a TOML file that loads as an equal recipe.

@@ -16,6 +16,7 @@ from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
+from jaxmp._loss_scale._use import warn_if_dropped
 from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.optim import _assign, _find, _master, _skip
@@ -94,6 +95,8 @@ class TrainState(struct.PyTreeNode):
         else:
             made = _make(tx, params)
             kwargs = jax.tree.map(_fresh_array, kwargs)
+        policies = getattr(type(getattr(apply_fn, "__self__", None)), "_jaxmp_policies", None)
+        _assign.warn_without_masters(_overwritten.split(params)[0], made["opt_state"], policies)
         return cls(apply_fn=apply_fn, tx=tx, **made, **kwargs)
 
     @property
@@ -167,12 +170,13 @@ class TrainState(struct.PyTreeNode):
             mutables = _trees.select(applied, mutables, old)
             overwritten = _overwritten.select(applied, overwritten, old_overwritten)
         increment = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
-        return self.replace(
+        new = self.replace(
             step=jnp.asarray(self.step, jnp.int32) + increment,
             params=_overwritten.join(new_params, overwritten, self.params),
             opt_state=opt_state,
             **mutables,
         )
+        return warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
 
     def _check_mutables(self, mutables: dict[str, Any]) -> None:
         for name, value in mutables.items():

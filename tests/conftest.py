@@ -11,6 +11,7 @@ import gc
 import os
 import shutil
 import tempfile
+import warnings
 
 import hypothesis
 import jax
@@ -18,7 +19,6 @@ import pytest
 
 from gpu_compiler import needs_compiler
 from grids import mark_expensive_cases
-from jaxmp._loss_scale import _use
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
@@ -83,6 +83,12 @@ OF_BENCHMARKS = {
 }
 
 
+# Files whose programs are whole trainings, or which test the warnings about their parts. The others
+# use the optimizer, the gradient or the model of a training alone.
+WHOLE = {"docs", "examples", "hints"}
+ABOUT_PARTS = ("The gradient of a float16 model is", "The recipe of the optimizer computes")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     mark_expensive_cases(items, is_complete=not any("::" in name for name in config.args))
@@ -90,6 +96,9 @@ def pytest_collection_modifyitems(config, items):
         name = item.path.stem.removeprefix("test_")
         if name in VERSION_SENSITIVE:
             item.add_marker("versions")
+        if name not in WHOLE:
+            for message in ABOUT_PARTS:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{message}"))
         if name in OF_BENCHMARKS and item.get_closest_marker("slow") is None:
             item.add_marker("slow")
             item.add_marker("expensive")
@@ -98,6 +107,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_unconfigure():
+    # Hints about gradients that the garbage collector has not found.
+    warnings.simplefilter("ignore")
     if CACHE is not None:
         shutil.rmtree(CACHE, ignore_errors=True)
 
@@ -108,18 +119,6 @@ def compile_cheaply(request):
     marks = {mark.name for mark in request.node.iter_markers()}
     is_optimized = "slow" in marks and "expensive" not in marks
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
-
-
-# Files whose programs are whole trainings, or which test the warnings about their parts.
-WHOLE = ("test_docs", "test_examples", "test_float16_parts")
-
-
-@pytest.fixture(autouse=True)
-def allow_parts_of_trainings(request, monkeypatch):
-    """Lets tests use the optimizer, the gradient or the model of a float16 training alone."""
-    is_whole = request.module.__name__ in WHOLE
-    for name in vars(_use.present):
-        monkeypatch.setattr(_use.present, name, not is_whole)
 
 
 @pytest.fixture
@@ -152,7 +151,10 @@ def getkey():
 @pytest.fixture(autouse=True, scope="module")
 def freeze_heap():
     """Exempts live objects of earlier files from garbage collection, whose time grows with them."""
-    gc.collect()
+    with warnings.catch_warnings():
+        # Gradients of Flax NNX models cause warnings when they are collected.
+        warnings.simplefilter("ignore")
+        gc.collect()
     gc.freeze()
 
 

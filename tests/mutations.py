@@ -404,8 +404,8 @@ MUTATIONS = [
     Mutation(
         "the minimum scale is lost when a loss scale is flattened",
         "jaxmp/_loss_scale/_base.py",
-        "        vars(new).update(zip(cls.STATIC, static, strict=True))\n",
-        "        vars(new).update(zip(cls.STATIC, static, strict=True))\n"
+        '        vars(new).update(zip((*cls.STATIC, "_mark"), static, strict=True))\n',
+        '        vars(new).update(zip((*cls.STATIC, "_mark"), static, strict=True))\n'
         '        if "min_scale" in vars(new):\n'
         "            vars(new).update(min_scale=None)\n",
         ("test_loss_scale.py::test_the_floor_survives_jit_and_flatten",),
@@ -1163,16 +1163,37 @@ MUTATIONS = [
     Mutation(
         "a model in float16 is differentiated without a loss scale",
         "jaxmp/_policies/_device.py",
-        "    if present.scale or not computes_in(policies, _FLOAT16):\n",
-        "    if present.scale or computes_in(policies, _FLOAT16):\n",
-        ("test_float16_parts.py::test_what_does_not_fit_is_said_at_the_first_call",),
+        "    if not mark.is_checked and computes_in(policies, _FLOAT16):\n",
+        "    if mark.is_checked and computes_in(policies, _FLOAT16):\n",
+        ("test_hints.py::test_each_training_whose_parts_do_not_fit_has_a_hint",),
     ),
     Mutation(
-        "gradients that were not scaled are accepted",
+        "a loss that was scaled by hand counts as not scaled",
+        "jaxmp/_loss_scale/_base.py",
+        "        note_scaled(tree)\n",
+        "",
+        ("test_hints.py::test_a_loss_that_is_scaled_by_hand_does_not_warn",),
+    ),
+    Mutation(
+        "a recipe that was not applied is not said",
         "jaxmp/_loss_scale/_use.py",
-        "    if not present.scaled_gradient:\n",
-        "    if present.scaled_gradient:\n",
-        ("test_float16_parts.py::test_what_does_not_fit_is_said_at_the_first_call",),
+        "    if pairs and not any(bits(dtype) <= 16",
+        "    if pairs and any(bits(dtype) <= 16",
+        ("test_hints.py::test_a_recipe_that_was_not_applied_is_said_without_float16_too",),
+    ),
+    Mutation(
+        "a result that a function in C keeps counts as dropped",
+        "jaxmp/_loss_scale/_use.py",
+        "    return any(each.argval == name and",
+        "    return any(",
+        ("test_hints.py::test_functions_in_c_may_keep_a_result",),
+    ),
+    Mutation(
+        "an audit approves an FP32 training that has no recipe",
+        "jaxmp/_audit/_report.py",
+        "    if not errors and report.flops and",
+        "    if errors and report.flops and",
+        ("test_audit_report.py::test_a_program_in_fp32_without_a_recipe_is_not_approved",),
     ),
     # Checkpoints.
     Mutation(

@@ -180,6 +180,20 @@ def test_the_verdict_is_first():
     assert str(one).startswith("Precision audit: 1 error\n")
 
 
+def test_a_program_in_fp32_without_a_recipe_is_not_approved():
+    x = jnp.ones((8, 8))
+    loss_fn = lambda w, x: jnp.sum(x @ w)
+    verdict = lambda fn, *args, **options: str(jaxmp.audit(fn, *args, **options)).splitlines()[0]
+    assert verdict(jax.grad(loss_fn), x, x) == "Precision audit: FP32 training"
+    assert verdict(loss_fn, x, x) == "Precision audit: FP32"
+    assert verdict(loss_fn, x, x, recipe="fp32") == "Precision audit: ok"
+    half = x.astype(jnp.bfloat16)
+    assert verdict(lambda w: jnp.dot(half, w, preferred_element_type=jnp.float32), half).endswith(
+        ": ok"
+    )
+    assert verdict(jnp.sin, x) == "Precision audit: ok"
+
+
 def test_the_short_report_counts_the_warnings():
     assert "print 1 warning (reduction_16bit: 1)," in " ".join(str(REPORT).split())
     assert "warning" not in str(HEALTHY)

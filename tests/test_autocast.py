@@ -347,7 +347,7 @@ def test_required_rules_by_type_are_refused():
     with pytest.raises(RuleError, match="required=False"):
         autocast(lambda x: x, PolicyMap(MIXED, [Rule(module_type="Dense", compute_dtype="f32")]))
     optional = Rule(module_type="Dense", compute_dtype="f32", required=False)
-    autocast(lambda x: x, PolicyMap(MIXED, [optional]))
+    _ = autocast(lambda x: x, PolicyMap(MIXED, [optional]))
 
 
 def test_fp32_policies_change_no_number():

@@ -159,7 +159,7 @@ def test_a_bad_input_is_one_message_and_overwrites_nothing(arguments, inputs, co
     assert Path("/dev/full").is_char_device() and Path("/dev/null").is_char_device()
 
 
-SLEEP = "import time; print('started', flush=True); time.sleep(60)\n"
+SLEEP = "import time; print('started', flush=True); time.sleep(600)\n"
 MOMENTS = {
     # A script that prints "started" -> the command that runs it.
     "import": (SLEEP, ["audit", "slow.py:make"]),
@@ -177,9 +177,17 @@ MOMENTS = {
 }
 
 
+# A shell starts jobs in the background with SIGINT ignored, which children inherit.
+COMMAND = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "jaxmp", *sys.argv[1:]])
+"""
+
+
 def start(arguments, folder):
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxmp", *arguments],
+        [sys.executable, "-c", COMMAND, *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb", "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
@@ -200,7 +208,7 @@ def test_an_interrupt_is_one_line(moment, tmp_path):
     process = start(arguments, tmp_path)
     assert any(line == "started\n" for line in process.stdout)
     process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=600)
     assert (process.returncode, rest.split("\n")[-2]) == (130, "Interrupted.")
     assert "Traceback" not in rest and rest.count("\n") == 1
     assert (tmp_path / "old.json").read_text() == "old"
@@ -209,5 +217,5 @@ def test_an_interrupt_is_one_line(moment, tmp_path):
 @EXPENSIVE
 def test_without_a_terminal_there_are_no_colors(tmp_path):
     process = start(["show", "bf61"], tmp_path)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 2 and output.startswith("Error: 'bf61'") and "\x1b" not in output

@@ -378,7 +378,7 @@ def test_scaling_with_a_state_is_refused():
         with pytest.raises(CompositionError, match=r"recipe.replace\(fp8='current'\)"):
             autocast(jnp.matmul, policies)
     # Without FP8 matmuls there is no error.
-    autocast(jnp.matmul, PolicyMap("bf16", fp8=fp8.DelayedScaling()))
+    _ = autocast(jnp.matmul, PolicyMap("bf16", fp8=fp8.DelayedScaling()))
 
 
 class OldCard:

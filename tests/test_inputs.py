@@ -189,7 +189,7 @@ def test_an_argument_that_no_module_has_is_refused(rule, words):
     with pytest.raises(RuleError, match=pattern):
         jaxmp.load_recipe(PolicyMap(MIXED, [rule])).wrap(NNXNet(nnx.Rngs(0)))
     lenient = dataclasses.replace(rule, required=False)
-    jaxmp.load_recipe(PolicyMap(MIXED, [lenient])).wrap(NNXNet(nnx.Rngs(0)))
+    _ = jaxmp.load_recipe(PolicyMap(MIXED, [lenient])).wrap(NNXNet(nnx.Rngs(0)))
 
 
 def escaped(text):

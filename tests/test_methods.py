@@ -347,4 +347,4 @@ def test_a_required_rule_names_an_existing_method():
         jaxmp.load_recipe(PolicyMap("bf16", [rule])).wrap(Autoencoder(nnx.Rngs(0)))
     assert "required=False" in str(error.value)
     optional = dataclasses.replace(rule, required=False)
-    jaxmp.load_recipe(PolicyMap("bf16", [optional])).wrap(Autoencoder(nnx.Rngs(0)))
+    _ = jaxmp.load_recipe(PolicyMap("bf16", [optional])).wrap(Autoencoder(nnx.Rngs(0)))

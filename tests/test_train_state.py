@@ -376,15 +376,15 @@ def test_extra_arguments_reach_the_optimizer():
     params = {"w": jnp.ones(2)}
     for outer in (jaxmp.load_recipe("bf16_params").optimizer(tx), tx):
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=outer)
-        state.apply_gradients(grads=params, extra_args={"value": 3.0})
+        _ = state.apply_gradients(grads=params, extra_args={"value": 3.0})
         assert seen == {"value": 3.0}
         seen.clear()
-        state.apply_gradients(grads=params)
+        _ = state.apply_gradients(grads=params)
         assert not seen
     # Optimizers that take no such arguments ignore them, as `optax.with_extra_args_support` does.
     tx = jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1))
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
-    state.apply_gradients(grads=params, extra_args={"value": 3.0})
+    _ = state.apply_gradients(grads=params, extra_args={"value": 3.0})
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16_params", "fp16_params", None])

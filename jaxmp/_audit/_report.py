@@ -483,8 +483,12 @@ def _verdict(report: AuditReport, errors: int) -> Section:
         # The name of a GPU that is not present on this machine ends with a remark in parentheses.
         verb = "cross-compiled" if report.gpu.endswith(")") else "compiled"
         size += f", {verb} for {report.gpu}"
-    title = f"Precision audit: {counted(errors, 'error') if errors else 'ok'}"
-    return Section(title, f"{share} {size}.", mood="bad" if errors else "good")
+    verdict = counted(errors, "error") if errors else "ok"
+    if not errors and report.flops and not (report.low_precision_share or report.policies):
+        # A training whose recipe was forgotten would otherwise be approved.
+        verdict = "FP32 training" if ("backward",) in report.flops_by("phase") else "FP32"
+    mood = "bad" if errors else "good" if verdict == "ok" else "open"
+    return Section(f"Precision audit: {verdict}", f"{share} {size}.", mood=mood)
 
 
 def _details(report: AuditReport) -> Section:

@@ -24,7 +24,8 @@ from jaxmp._autocast._explain import AutocastExplanation, Recorder
 from jaxmp._autocast._replay import Autocast, decisions, warn_if_unused
 from jaxmp._autocast._resolve import make_config, trace
 from jaxmp._core._locations import FULL_PRECISION
-from jaxmp._policies._device import check_device, check_gradient, note_policies
+from jaxmp._loss_scale._use import Mark, warn_if_dropped
+from jaxmp._policies._device import check_device, check_gradient
 from jaxmp._policies._op_table import OpTable
 from jaxmp._recipe_files._load import RecipeLike
 
@@ -100,12 +101,12 @@ def autocast(
       dtype('float32')
     """
     config = make_config(fn, recipe, ops, "autocast")
-    note_policies(config.policies)
+    mark = Mark()
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
         check_device(config.policies)
-        check_gradient(config.policies, lambda: (args, kwargs))
+        check_gradient(config.policies, lambda: (args, kwargs), mark)
         with decisions(config.policies.default.matmul == "fp8") as rows:
             traced, in_custom_vjp = trace(fn, args, kwargs)
             interpreter = Autocast(config, in_custom_vjp)
@@ -113,7 +114,7 @@ def autocast(
         warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
         return traced.results(arrays)
 
-    return autocast_fn
+    return warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
 
 
 def explain_operations(

@@ -37,7 +37,8 @@ from jaxmp._flax._linen_interceptor import (
 )
 from jaxmp._flax._shardings import constrain_variables
 from jaxmp._flax._share import fp8_decisions, low_precision_share, warn_if_low, warn_of_model
-from jaxmp._policies._device import check_gradient, note_policies
+from jaxmp._loss_scale._use import Mark
+from jaxmp._policies._device import check_gradient
 from jaxmp._policies._required import (
     PolicyExplanation,
     check_module_dtypes,
@@ -76,7 +77,6 @@ def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M
     _check_unbound(model)
     policies = as_policy_map(recipe)
     check_module_dtypes(policies)
-    note_policies(policies)
     cls = wrapped_class(getattr(type(model), "_jaxmp_class", type(model)), policies)
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
     # The parent is not copied: a new module belongs to the method in which it is created.
@@ -231,7 +231,8 @@ def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
         return
     if is_by_path(root.policies):
         key_scopes(module)
-    check_gradient(root.policies, lambda: module.variables.get("params", {}))
+    mark = module.__dict__["_jaxmp_mark"]
+    check_gradient(root.policies, lambda: module.variables.get("params", {}), mark)
     interceptor, cls = PolicyInterceptor(root, module.scope), type(module)
     fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin)
     with fp8 as rows, nn.intercept_methods(interceptor), context(policies=root):
@@ -324,6 +325,7 @@ def _submodule_with_policies(owner: Any, child: object) -> object:
     # Both share one dictionary, so a call of the wrapped module also changes the submodule.
     object.__setattr__(wrapped, "__dict__", child.__dict__)
     object.__setattr__(wrapped, "_jaxmp_root_path", root.path)
+    object.__setattr__(wrapped, "_jaxmp_mark", owner.__dict__["_jaxmp_mark"])
     return wrapped
 
 
@@ -386,6 +388,7 @@ class _UnderPolicies(_Base):
     def __post_init__(self) -> None:
         with context(policies=Plain()):
             super().__post_init__()
+        object.__setattr__(self, "_jaxmp_mark", Mark())
 
     def __reduce__(self) -> tuple[Any, ...]:
         cls: Any = type(self)
@@ -397,8 +400,8 @@ class _UnderPolicies(_Base):
         module: Any = self
         with context(policies=Plain()), _author_fields_in(module):
             copy = super().clone(**changes)
-        if "_jaxmp_shardings" in self.__dict__:
-            object.__setattr__(copy, "_jaxmp_shardings", self.__dict__["_jaxmp_shardings"])
+        for name in {"_jaxmp_shardings", "_jaxmp_mark"} & self.__dict__.keys():
+            object.__setattr__(copy, name, self.__dict__[name])
         if "_jaxmp_root_path" not in self.__dict__:
             return copy
         # A submodule that leaves its model keeps its policies; inside, the model applies them.

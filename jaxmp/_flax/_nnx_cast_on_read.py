@@ -17,6 +17,7 @@ from jaxmp._flax._casts import resolve_module, written_back
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_fp8 import is_stateful, read_fp8_state
 from jaxmp._flax._nnx_layers import NNX_LAYERS
+from jaxmp._loss_scale._use import Mark
 from jaxmp._recipe_files._load import PolicyMap
 
 Path: TypeAlias = tuple[str, ...]
@@ -39,7 +40,9 @@ class Bound:
       outputs: number of outputs of a linear layer; None for other modules.
     """
 
-    __slots__ = (*("_hash", "author", "cls", "module_policy", "outputs", "path", "policies"),)
+    __slots__ = (
+        *("_hash", "author", "cls", "mark", "module_policy", "outputs", "path", "policies"),
+    )
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class Bound:
         self.author, self.outputs = author, outputs
         traits = NNX_LAYERS.traits(cls)
         self.module_policy = resolve_module(policies, path, cls, traits, outputs)
+        self.mark = Mark()
         self._hash = hash(self._key)
 
     @property

@@ -23,7 +23,6 @@ from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_subclass import bind, unbind
 from jaxmp._flax._shardings import SPEC
 from jaxmp._flax._share import low_precision_share
-from jaxmp._policies._device import note_policies
 from jaxmp._policies._required import (
     PolicyExplanation,
     check_module_dtypes,
@@ -171,7 +170,6 @@ def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M
     check_model(model, nnx.Module)
     policies = as_policy_map(recipe)
     check_module_dtypes(policies)
-    note_policies(policies)
     by_path = {} if shardings is None else shardings_by_path(shardings, "shardings")
     entries = find_modules(model)
     _check_shardings(model, by_path)

@@ -15,6 +15,7 @@ from flax.nnx.filterlib import Filter
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
+from jaxmp._flax._nnx_cast_on_read import bound_of
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
 from jaxmp._flax._nnx_writes import Write, continued, undo
@@ -73,6 +74,8 @@ class Optimizer(nnx.Optimizer):
         self.wrt = wrt
         nnx.update(model, _assign.store(params, self._pure_state()))
         if isinstance(model, nnx.Module):
+            policies = getattr(bound_of(model), "policies", None)
+            _assign.warn_without_masters(params, self._pure_state(), policies)
             _models[self] = weakref.ref(model)
 
     def _pure_state(self) -> PyTree:

@@ -460,7 +460,7 @@ def _entered(frame: MethodCall, bound: Bound) -> Iterator[None]:
     stack = _frames.stack
     if not stack:
         check_device(bound.policies)
-        check_gradient(bound.policies, lambda: nnx.state(frame.module, nnx.Param))
+        check_gradient(bound.policies, lambda: nnx.state(frame.module, nnx.Param), bound.mark)
         _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
     precision = lambda frame: matmul_precision(frame.module_policy.policy, _frames.ambient)
     outer = precision(stack[-1]) if stack else _frames.ambient

@@ -21,7 +21,7 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients import is_on_several_devices, with_fp32_gradients
 from jaxmp._loss_scale import LossScale, NoLossScale
-from jaxmp._loss_scale._use import contains_float16, present
+from jaxmp._loss_scale._use import check_matmuls, note_scaled
 from jaxmp.errors import JaxmpError, RecipeWarning
 
 
@@ -78,6 +78,8 @@ def differentiate(
     inputs = tuple(_overwritten.to_max_accumulated(args[i]) for i in options.argnums)
 
     def fn_of_inputs(*inputs: PyTree) -> tuple[jax.Array, PyTree]:
+        if not isinstance(options.loss_scale, NoLossScale):
+            note_scaled(inputs)
         replaced = dict(zip(options.argnums, inputs, strict=True))
         out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = parse_result(out, options)
@@ -86,12 +88,6 @@ def differentiate(
             _overwritten.without_active(_overwritten.to_float32(aux), options.before),
         )
 
-    if not isinstance(options.loss_scale, NoLossScale):
-        present.scaled_gradient = True
-        # Only losses whose optimizer expects float16 are traced twice.
-        if present.expects_float16 and not present.float16:
-            traced = jax.make_jaxpr(lambda *inputs: fn_of_inputs(*inputs)[0])(*inputs)
-            present.float16 = contains_float16(traced)
     run = fn_of_inputs
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
     if not is_16bit(options.reduce_dtype):
@@ -101,6 +97,7 @@ def differentiate(
         )
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
+    check_matmuls(options.loss_scale._mark, backward)
     cotangent, _ = _cotangent_and_unscale(loss, options)
     grads = backward(_compat.vary(cotangent, _compat.varying_axes(loss)))
     return Sums(loss, weight, grads), aux

@@ -20,7 +20,7 @@ from jaxmp._loss_scale._arguments import (
     check_scale,
     is_number,
 )
-from jaxmp._loss_scale._use import present
+from jaxmp._loss_scale._use import Mark, note_scaled
 from jaxmp.errors import LossScaleError
 
 
@@ -68,6 +68,8 @@ class LossScale(abc.ABC):
     STATIC: ClassVar[tuple[str, ...]] = ()
 
     scale_value: Any
+    # Static; that of the optimizer whose state contains the loss scale.
+    _mark = Mark()
 
     @property
     def at_floor(self) -> jax.Array:
@@ -125,7 +127,7 @@ class LossScale(abc.ABC):
         del finite
         return self
 
-    def with_leaves(self, **attributes: Array) -> Self:
+    def with_leaves(self, **attributes: Array | Mark) -> Self:
         """Returns this loss scale with other leaves, which are not checked and may be traced."""
         new = object.__new__(type(self))
         vars(new).update(vars(self), **attributes)
@@ -135,13 +137,13 @@ class LossScale(abc.ABC):
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         keyed = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self.LEAVES]
-        return tuple(keyed), tuple(getattr(self, n) for n in self.STATIC)
+        return tuple(keyed), tuple(getattr(self, n) for n in (*self.STATIC, "_mark"))
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> Self:
         new = object.__new__(cls)
         vars(new).update(zip(cls.LEAVES, leaves, strict=True))
-        vars(new).update(zip(cls.STATIC, static, strict=True))
+        vars(new).update(zip((*cls.STATIC, "_mark"), static, strict=True))
         return new
 
     # Value semantics.
@@ -204,7 +206,7 @@ class Scaling(LossScale):
     scale_value: jax.Array
 
     def scale(self, tree: T) -> T:
-        present.scaled_gradient = True
+        note_scaled(tree)
         return jax.tree.map(lambda leaf: rescale_leaf(self._multiply, leaf), tree)
 
     def unscale(self, tree: T) -> T:
@@ -239,7 +241,6 @@ class StaticLossScale(Scaling):
     LEAVES = ("scale_value",)
 
     def __init__(self, loss_scale: ArrayLike) -> None:
-        present.scale = True
         scale = check_scale("loss_scale", loss_scale)
         vars(self).update(scale_value=new_leaf(scale, jnp.float32))
 

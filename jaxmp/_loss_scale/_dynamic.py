@@ -23,7 +23,6 @@ from jaxmp._loss_scale._arguments import (
     check_scale,
 )
 from jaxmp._loss_scale._base import Scaling, float32, int32, new_leaf
-from jaxmp._loss_scale._use import present
 from jaxmp.errors import LossScaleError
 
 
@@ -127,7 +126,6 @@ class DynamicLossScale(Scaling):
         hysteresis_refill: Refill = "growth",
         first_growth_delay: int = 0,
     ) -> None:
-        present.scale = True
         vars(self).update(
             growth_factor=check_factor("growth_factor", growth_factor, 1.0, math.inf),
             backoff_factor=check_factor("backoff_factor", backoff_factor, 0.0, 1.0),

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._core import _compat
 from jaxmp._core._capability import BFLOAT16_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._typing import PyTree
-from jaxmp._loss_scale._use import check_float16_gradient, present
+from jaxmp._loss_scale._use import Mark, expect_scale
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies
@@ -23,22 +23,16 @@ from jaxmp.errors import RecipeWarning
 _BFLOAT16, _FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
 
-def note_policies(policies: Policies) -> None:
-    """Notes that policies are applied to a model or a function; see `jaxmp._loss_scale._use`."""
-    present.float16 = present.float16 or computes_in(policies, _FLOAT16)
-
-
-def check_gradient(policies: Policies, inputs: Callable[[], PyTree]) -> None:
-    """Warns if a model in float16 is differentiated in a program without a loss scale.
+def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: Mark) -> None:
+    """Warns if a model in float16 is differentiated without a loss scale.
 
     Args:
       policies: the policies of the model.
       inputs: returns the parameters, or other arrays that the model reads.
+      mark: that of the model.
     """
-    if present.scale or not computes_in(policies, _FLOAT16):
-        return
-    if any(map(_compat.is_differentiated, jax.tree.leaves(inputs()))):
-        check_float16_gradient()
+    if not mark.is_checked and computes_in(policies, _FLOAT16):
+        expect_scale(inputs(), mark)
 
 
 def check_device(policies: Policies) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import optax
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import bits
+from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._policies._resolve import storage_dtype
+from jaxmp._loss_scale._use import warn_user
+from jaxmp._policies._resolve import Policies, storage_dtype
 from jaxmp.errors import RecipeWarning
 from jaxmp.optim import _master
 from jaxmp.optim._master import (
@@ -26,6 +27,7 @@ from jaxmp.optim._master import (
     path_of,
     read_master,
 )
+from jaxmp.optim._rounding import StochasticRoundingState
 
 
 def unpack_masters(state: PyTree, params: PyTree) -> PyTree:
@@ -121,6 +123,31 @@ def store(params: PyTree, state: PyTree) -> PyTree:
         return leaf if dtype is None else _master.to_storage(leaf, dtype, master)
 
     return _trees.map_with_path(cast_leaf, params)
+
+
+def warn_without_masters(params: PyTree, state: PyTree, policies: Policies | None) -> None:
+    """Warns of parameters stored in 16 bits whose optimizer keeps no masters of them.
+
+    Args:
+      params: the parameters that the optimizer trains.
+      state: the optimizer state.
+      policies: those of the model; None: a tree that has only 16-bit parameters is stored so.
+    """
+    is_transformed = lambda node: isinstance(node, (MasterParamsState, StochasticRoundingState))
+    if any(map(is_transformed, jax.tree.leaves(state, is_leaf=is_transformed))):
+        return
+    dtypes = {
+        np.dtype(storage_dtype(policies, _trees.rule_names(params, n)) if policies else leaf.dtype)
+        for n, leaf in _trees.leaves_with_path(params)
+        if _trees.is_castable(leaf)
+    }
+    halves = [dtype.name for dtype in dtypes if is_16bit(dtype)]
+    if halves and (policies or len(halves) == len(dtypes)):
+        warn_user(
+            f"The recipe stores parameters in {halves[0]}, but the optimizer was not made with it: "
+            "it neither casts them nor keeps FP32 masters, without which small updates are lost. "
+            "Make it with the recipe: tx = recipe.optimizer(tx)."
+        )
 
 
 def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> None:

@@ -18,11 +18,10 @@ from jax import lax
 
 from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
-from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import AxisNames, PyTree
-from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, NoLossScale, as_loss_scale
-from jaxmp._loss_scale._use import check_scaled_step, present
-from jaxmp._policies._device import computes_in
+from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleLike, as_loss_scale
+from jaxmp._loss_scale._use import Mark
 from jaxmp._recipe_files._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import (
@@ -243,17 +242,16 @@ def guard(
     skip: str,
     settings: SkipSettings,
     *,
-    expects_float16: bool = False,
+    dtype: np.dtype | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns `skip_nonfinite` with all settings that a train state reads.
 
     Args:
       inner, loss_scale, skip: as in `skip_nonfinite`.
       settings: the settings.
-      expects_float16: the policies of the optimizer compute in float16.
+      dtype: the compute dtype of the recipe, if it has 16 bits; otherwise None.
     """
     initial_scale = as_loss_scale(loss_scale)
-    present.expects_float16 |= expects_float16
     _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
     axes = settings.axis_name
@@ -261,15 +259,12 @@ def guard(
     def init_fn(params: PyTree) -> PyTree:
         _overwritten.check_is_absent(params)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
-        return SkipNonfiniteState(
-            initial_scale.fresh(), SkipStats.zero(inner_state), inner_state, settings
-        )
+        scale = initial_scale.fresh().with_leaves(_mark=Mark(dtype))
+        return SkipNonfiniteState(scale, SkipStats.zero(inner_state), inner_state, settings)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[PyTree, PyTree]:
-        if not isinstance(initial_scale, NoLossScale):
-            check_scaled_step(expects_float16)
         grads = _trees.cast_floating(updates, FLOAT32)
         _compat.check_axes(axes)
         updates_are_read = not isinstance(state.inner_state, UnpackedParameters)
@@ -452,5 +447,5 @@ def mixed_precision(
         data.accumulate_dtype, data.reduce_dtype, data.regather, data.widen_params
     )
     settings = SkipSettings(skip != "none", as_axes(axis_name), gradients)
-    expects_float16 = computes_in(data.policies, np.dtype(np.float16))
-    return guard(masters, loss_scale, skip, settings, expects_float16=expects_float16)
+    dtype = np.dtype(data.policies.default.compute_dtype)
+    return guard(masters, loss_scale, skip, settings, dtype=dtype if is_16bit(dtype) else None)

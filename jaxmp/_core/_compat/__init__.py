@@ -30,7 +30,7 @@ from jaxmp._core._compat._jaxprs import jaxpr_like as jaxpr_like
 from jaxmp._core._compat._jaxprs import scan_counts as scan_counts
 from jaxmp._core._compat._objects import can_update as can_update
 from jaxmp._core._compat._objects import declares_pytree as declares_pytree
-from jaxmp._core._compat._objects import is_differentiated as is_differentiated
+from jaxmp._core._compat._objects import gradient_trace as gradient_trace
 from jaxmp._core._compat._objects import plain_array as plain_array
 from jaxmp._core._compat._private import call_at_exit as call_at_exit
 from jaxmp._core._compat._watch_jit import JitCall as JitCall

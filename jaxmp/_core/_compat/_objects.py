@@ -24,9 +24,9 @@ def declares_pytree(cls: type, base: type) -> bool | None:
     return None if option == getattr(base, "_pytree__is_pytree", True) else option
 
 
-def is_differentiated(leaf: object) -> bool:
-    """Returns True for a value inside of `jax.grad` and similar transformations.
+def gradient_trace(leaf: Any) -> Any:
+    """Returns the trace of `jax.grad`, or a similar transformation, that a value belongs to.
 
-    The classes are private, and their names are those of JAX 0.10 to 0.12.
+    It is None for other values. The names of the classes are those of JAX 0.10 to 0.12.
     """
-    return type(leaf).__name__ in ("JVPTracer", "LinearizeTracer")
+    return leaf._trace if type(leaf).__name__ in ("JVPTracer", "LinearizeTracer") else None

@@ -1,0 +1,283 @@
+"""Trainings whose parts do not fit say so, each of them, when their parts meet."""
+
+import copy
+import gc
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+
+X = jnp.ones((4, 8))
+NO_SCALE = "gradient of a float16 model is computed without a loss scale"
+NOT_APPLIED = "all matmuls of the loss run in FP32"
+DROPPED = "nothing else changes. Keep it: "
+NO_MASTERS = "neither casts them nor keeps FP32 masters"
+
+
+def linen_step(recipe, *, wraps=True, optimizer=True, scales=True, form="state"):
+    """Makes a step of a Linen model with a TrainState, or as a plain loop of optax."""
+    model = recipe.wrap(nn.Dense(8)) if wraps else nn.Dense(8)
+    params = model.init(jax.random.key(0), X)["params"]
+    tx = recipe.optimizer(optax.sgd(0.1)) if optimizer else optax.sgd(0.1)
+    loss_fn = lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2)
+    if form == "state":
+        state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+        @jax.jit
+        def step(state, x):
+            gradient = state.value_and_grad(loss_fn) if scales else None
+            plain = lambda x: jax.value_and_grad(loss_fn)(state.params, x)
+            loss, grads = (gradient or plain)(x)
+            return state.apply_gradients(grads=grads), loss
+
+        return lambda: step(state, X)
+
+    @jax.jit
+    def loop(params, opt_state, x):
+        scale = jaxmp.get_loss_scale(opt_state) if optimizer else None
+        gradient = jaxmp.value_and_grad(loss_fn, loss_scale=scale) if scales else None
+        loss, grads = (gradient or jax.value_and_grad(loss_fn))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return lambda: loop(params, tx.init(params), X)
+
+
+def nnx_step(recipe, *, wraps=True, optimizer=True, scales=True):
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    model = recipe.wrap(model) if wraps else model
+    tx = recipe.optimizer(optax.sgd(0.1)) if optimizer else optax.sgd(0.1)
+    trainer = jaxmp.nnx.Optimizer(model, tx)
+    loss_fn = lambda model, x: jnp.mean(model(x) ** 2)
+
+    @nnx.jit
+    def step(model, trainer, x):
+        gradient = trainer.value_and_grad if scales else nnx.value_and_grad
+        loss, grads = gradient(loss_fn)(model, x)
+        trainer.update(model, grads)
+        return loss
+
+    return lambda: step(model, trainer, X)
+
+
+def raw_step(recipe, **options):
+    return linen_step(recipe, form="optax", **options)
+
+
+FORMS = pytest.mark.parametrize("make", [linen_step, nnx_step, raw_step])
+
+
+def hints_of(run):
+    """Runs a function, and returns its hints: their texts, and that this file is their place."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+        gc.collect()  # Flax NNX refers to the trace of a gradient in cycles.
+    assert all(each.category is jaxmp.errors.RecipeWarning for each in caught)
+    assert all(each.filename == __file__ for each in caught)
+    return [str(each.message) for each in caught]
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scales": False}, NO_SCALE),
+        ({"scales": False, "optimizer": False}, NO_SCALE),
+        ({"wraps": False}, NOT_APPLIED),
+    ],
+    ids=["plain_gradient", "plain_optimizer", "plain_model"],
+)
+def test_each_training_whose_parts_do_not_fit_has_a_hint(make, options, message):
+    for _ in range(2):
+        step = make(jaxmp.load_recipe("fp16"), **options)
+        (hint,) = hints_of(step)
+        assert message in hint
+        assert hints_of(step) == []
+
+
+@FORMS
+@pytest.mark.parametrize("recipe", ["fp16", "bf16"])
+def test_whole_trainings_do_not_warn(make, recipe):
+    assert hints_of(lambda: make(jaxmp.load_recipe(recipe))()) == []
+
+
+@pytest.mark.parametrize("make", [linen_step, nnx_step])
+def test_a_recipe_that_was_not_applied_is_said_without_float16_too(make):
+    (hint,) = hints_of(make(jaxmp.load_recipe("bf16"), wraps=False))
+    assert NOT_APPLIED in hint and "computes in bfloat16" in hint
+
+
+def test_a_model_of_the_author_in_float16_does_not_warn():
+    model = nn.Dense(8, dtype=jnp.float16)
+    params = model.init(jax.random.key(0), X)
+    tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
+    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    with jax.numpy_dtype_promotion("standard"):
+        _, grads = state.value_and_grad(
+            lambda params: jnp.mean(model.apply(params, X).astype(jnp.float32))
+        )()
+    assert state.apply_gradients(grads=grads).step == 1
+
+
+def test_a_loss_is_traced_once():
+    tx, calls = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1)), []
+    scale = jaxmp.get_loss_scale(tx.init(jnp.ones(8)))
+    loss_fn = lambda w: calls.append(w) or jnp.sum(w)
+    jax.jit(jaxmp.value_and_grad(loss_fn, loss_scale=scale)).lower(jnp.ones(8))
+    assert len(calls) == 1
+
+
+def float16_loss():
+    model = jaxmp.load_recipe("fp16").wrap(nn.Dense(8))
+    params = model.init(jax.random.key(0), X)
+    return model, params, lambda params: jnp.mean(model.apply(params, X) ** 2)
+
+
+def test_a_model_in_float16_may_be_evaluated_without_a_loss_scale():
+    _, params, loss_fn = float16_loss()
+    assert hints_of(lambda: jax.jit(loss_fn)(params)) == []
+
+
+@pytest.mark.parametrize("gradient", [jax.grad, jaxmp.grad, lambda fn: jax.jit(jax.grad(fn))])
+def test_the_hint_is_given_once_for_each_model(gradient):
+    model, params, loss_fn = float16_loss()
+    assert len(hints_of(lambda: gradient(loss_fn)(params))) == 1
+    for same in (model, model.clone(), copy.deepcopy(model)):
+        loss_fn = lambda params, same=same: jnp.mean(same.apply(params, X) ** 2)
+        assert hints_of(lambda: gradient(loss_fn)(params)) == []
+    assert len(hints_of(lambda: gradient(float16_loss()[2])(params))) == 1
+
+
+def test_a_loss_that_is_scaled_by_hand_does_not_warn():
+    _, params, loss_fn = float16_loss()
+    scale = jaxmp.DynamicLossScale()
+    assert hints_of(lambda: jax.grad(lambda params: scale.scale(loss_fn(params)))(params)) == []
+
+
+def test_an_error_in_a_scaled_loss_does_not_warn():
+    _, params, loss_fn = float16_loss()
+
+    def broken(params):
+        raise ValueError(loss_fn(params))
+
+    def run():
+        with pytest.raises(ValueError):
+            jaxmp.grad(broken, loss_scale=jaxmp.DynamicLossScale())(params)
+
+    assert hints_of(run) == []
+
+
+def test_a_function_under_autocast_is_checked_too():
+    loss_fn = jaxmp.autocast(lambda w: jnp.sum(X @ w), "fp16")
+    for count in (1, 0):
+        assert len(hints_of(lambda: jax.grad(loss_fn)(jnp.ones((8, 2))))) == count
+
+
+def test_the_state_of_a_hint_causes_no_retrace():
+    recipe, traces = jaxmp.load_recipe("fp16"), []
+    states = [recipe.optimizer(optax.sgd(0.1)).init(jnp.ones(2)) for _ in range(2)]
+    read = jax.jit(lambda state: traces.append(state) or jaxmp.get_loss_scale(state))
+    scales = [read(state) for state in states]
+    assert len(traces) == 1 and scales[0] == scales[1] == recipe.loss_scale
+
+
+# ---------------------------------------------------------------------------
+# Dropped results
+# ---------------------------------------------------------------------------
+
+PARAMS = {"w": jnp.ones(2)}
+
+
+def make_state():
+    tx = jaxmp.load_recipe("fp32").optimizer(optax.sgd(0.1))
+    return jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+
+
+STATEMENTS = {
+    "recipe.wrap(nn.Dense(2))": "model = recipe.wrap(model)",
+    "recipe.wrap(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))": "model = recipe.wrap(model)",
+    "recipe.wrap(\n    model=nn.Dense(2)\n)": "model = recipe.wrap(model)",
+    "jaxmp.autocast(jnp.sum, recipe)": "loss_fn = jaxmp.autocast(loss_fn, recipe)",
+    "recipe.cast_params(PARAMS)": "params = recipe.cast_params(params)",
+    "recipe.replace(master='none')": "recipe = recipe.replace(...)",
+    "state.apply_gradients(grads=PARAMS)": "state = state.apply_gradients(grads=grads)",
+}
+
+
+@pytest.mark.parametrize("statement", STATEMENTS)
+def test_a_dropped_result_is_said_with_the_line(statement):
+    names = globals() | {"recipe": jaxmp.load_recipe("bf16"), "state": make_state()}
+    (hint,) = hints_of(lambda: exec(compile(statement, __file__, "exec"), names))
+    assert hint.endswith(f"{DROPPED}{STATEMENTS[statement]}.")
+    kept = (f"kept = {statement}", f"kept = [{statement}]", f"print({statement}, file=None)")
+    for code in kept:
+        assert hints_of(lambda: exec(compile(code, __file__, "exec"), names)) == []
+
+
+def test_functions_in_c_may_keep_a_result():
+    recipe, models = jaxmp.load_recipe("bf16"), []
+
+    def extend():
+        models.extend(map(recipe.wrap, [nn.Dense(2), nn.Dense(3)]))
+
+    assert hints_of(extend) == [] and len(models) == 2
+
+
+def test_an_error_is_raised_before_a_dropped_result_is_said():
+    with pytest.raises(jaxmp.JaxmpError, match="not a Flax module"):
+        jaxmp.load_recipe("bf16").wrap(nn.Dense)
+
+
+# ---------------------------------------------------------------------------
+# Parameters in 16 bits without masters
+# ---------------------------------------------------------------------------
+
+
+def linen_optimizer(recipe, tx, *, wraps=True, casts=False):
+    model = recipe.wrap(nn.Dense(8)) if wraps else nn.Dense(8)
+    params = model.init(jax.random.key(0), X)["params"]
+    params = recipe.cast_params(params) if casts else params
+    return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def nnx_optimizer(recipe, tx, *, wraps=True, casts=False):
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    model = recipe.wrap(model) if wraps else model
+    if casts:
+        nnx.update(model, recipe.cast_params(nnx.state(model, nnx.Param)))
+    return jaxmp.nnx.Optimizer(model, tx)
+
+
+OPTIMIZERS = pytest.mark.parametrize("make", [linen_optimizer, nnx_optimizer])
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("recipe", ["bf16_params", "fp16_params"])
+@pytest.mark.parametrize(("wraps", "casts"), [(True, False), (True, True), (False, True)])
+def test_parameters_without_masters_are_said(make, recipe, wraps, casts):
+    recipe = jaxmp.load_recipe(recipe)
+    run = lambda tx: hints_of(lambda: make(recipe, tx, wraps=wraps, casts=casts))
+    (hint,) = run(optax.sgd(0.1))
+    assert NO_MASTERS in hint
+    # The fix of the message.
+    assert run(recipe.optimizer(optax.sgd(0.1))) == []
+
+
+@OPTIMIZERS
+def test_other_optimizers_without_masters_do_not_warn(make):
+    recipe = jaxmp.load_recipe("bf16_params")
+    rounding = jaxmp.optim.stochastic_rounding(optax.sgd(0.1))
+    assert hints_of(lambda: make(recipe, rounding, casts=True)) == []
+    without = recipe.replace(master="none")
+    assert hints_of(lambda: make(without, without.optimizer(optax.sgd(0.1)))) == []
+    assert hints_of(lambda: make(jaxmp.load_recipe("bf16"), optax.sgd(0.1))) == []
+    frozen = {"base": jnp.ones(2, jnp.bfloat16), "lora": jnp.ones(2)}
+    create = jaxmp.TrainState.create
+    assert hints_of(lambda: create(apply_fn=None, params=frozen, tx=optax.sgd(0.1))) == []
