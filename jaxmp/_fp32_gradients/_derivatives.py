@@ -428,7 +428,7 @@ def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array]
     axis, which is the batch. None: it cannot be divided.
     """
     mesh, options = jax.typeof(operands[0]).sharding.mesh, equation.params
-    convolve = lambda *pair: bind(equation, [*pair]).astype(FLOAT32)
+    convolve = lambda *pair: bind(equation, [*pair], out_sharding=None).astype(FLOAT32)
     if mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}:
         return convolve
     lhs, rhs, _ = options["dimension_numbers"]
