@@ -91,7 +91,8 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
         is_wide = options is not None and options.result_dtype is not None
         narrow = {"preferred_element_type": low.dtype} if is_wide else {}
         cotangent = cotangent.astype(low.dtype)
-        if equation.primitive.name == "dot_general" and not AxisType.Explicit in jax.typeof(low).sharding.mesh.axis_types:
+        is_explicit = AxisType.Explicit in jax.typeof(low).sharding.mesh.axis_types
+        if equation.primitive.name == "dot_general" and not is_explicit:
             d_other = transposed_dot(equation, 1 - side, low, cotangent, low.dtype)
             d_carrier = transposed_dot(equation, side, other, cotangent, FLOAT32)
             return d_other, None, as_stored(d_carrier, layout), None
@@ -136,9 +137,10 @@ def transposed_dot(
     product = functools.partial(
         lax.dot_general, dimension_numbers=dimensions, precision=equation.params["precision"]
     )
-    is_widened = dtype == FLOAT32 and target() == "cpu"
-    pair = (cotangent, other)
-    out = widened_product(product, *pair) if is_widened else product(*pair, preferred_element_type=dtype)
+    if dtype == FLOAT32 and target() == "cpu":
+        out = widened_product(product, cotangent, other)
+    else:
+        out = product(cotangent, other, preferred_element_type=dtype)
     by_other = [sums[side][n] for n in np.argsort(sums[1 - side])]
     return lax.transpose(out, np.argsort([*batch[side], *kept, *by_other]))
 
