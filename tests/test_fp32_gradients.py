@@ -538,6 +538,20 @@ def test_weights_that_a_scan_returns_are_not_copied():
     assert not [aval for aval in stacked if aval.shape == (3, WIDTH, WIDTH)], stacked
 
 
+def test_a_loss_that_reads_values_is_not_traced_and_warns():
+    w = jnp.ones((4, 4), jnp.float32)
+
+    def loss_fn(w):
+        total = (w.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32).sum()
+        return total if total > 0 else -total
+
+    with pytest.warns(jaxmp.errors.RecipeWarning, match="reads the values of arrays"):
+        result = jaxmp.grad(loss_fn)(w)
+    np.testing.assert_array_equal(result, jax.grad(loss_fn)(w))
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.jit(jaxmp.grad(loss_fn))(w)
+
+
 def test_auxiliary_data_and_values_that_are_no_arrays_are_returned():
     def loss_fn(params, x):
         return full(dense(params, x, jnp.bfloat16)), {"rows": len(x), "name": "x", "mean": x.mean()}

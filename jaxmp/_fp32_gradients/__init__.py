@@ -14,12 +14,14 @@ them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import equations
@@ -27,6 +29,13 @@ from jaxmp._core._trees import is_castable
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients._derivatives import is_16bit_aval
 from jaxmp._fp32_gradients._interpreter import run
+from jaxmp.errors import RecipeWarning
+
+_READS_VALUES = (
+    "The loss function reads the values of arrays, as `if` and float() do, so that it cannot be "
+    "traced. The gradients of its 16-bit matmuls are rounded to 16 bits. Call value_and_grad inside "
+    "of jax.jit, and use jnp.where or jax.lax.cond instead of `if`."
+)
 
 
 def is_on_several_devices(*trees: PyTree) -> bool:
@@ -76,10 +85,19 @@ def with_fp32_gradients(
             static[:] = [None if _is_array(leaf) else leaf for leaf in out]
             return [leaf for leaf in out if _is_array(leaf)]
 
-        closed = jax.make_jaxpr(flat)(*leaves)
-        if not _computes_in_16_bits(closed):
-            return fn(*inputs)
-        results = iter(run(closed, jax.tree.leaves(inputs), is_param, regather=regather))
+        try:
+            closed = jax.make_jaxpr(flat)(*leaves)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            if any(isinstance(leaf, Tracer) for leaf in leaves):
+                raise
+            warnings.warn(_READS_VALUES, RecipeWarning, stacklevel=2)
+            triples = zip(jax.tree.leaves(inputs), leaves, is_param, strict=True)
+            as_stored = [x.astype(leaf.dtype) if param else x for x, leaf, param in triples]
+            return fn(*structure.unflatten(as_stored))
+        if _computes_in_16_bits(closed):
+            results = iter(run(closed, jax.tree.leaves(inputs), is_param, regather=regather))
+        else:
+            results = iter(jaxpr_as_fun(closed)(*jax.tree.leaves(inputs)))
         return out_tree.unflatten([next(results) if leaf is None else leaf for leaf in static])
 
     in_fp32 = [

@@ -161,7 +161,7 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
     layouts = [v.layout if isinstance(v, Copy) else None for v in operands]
     is_split = [layout is not None and layout.is_split for layout in layouts]
 
-    adds_in_a_loop = loops(equation)
+    adds_in_a_loop, count = loops(equation), len(operands)
 
     is_weight = are_weights(operands)
 
@@ -210,7 +210,7 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
             closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*low)
         results = run_in_fp32(closed, saved, [n in copies for n in floating])
         by_operand = dict(zip(floating, results, strict=True))
-        narrow = [None if n in copies else by_operand.get(n) for n in range(len(arrays))]
+        narrow = [None if n in copies else by_operand.get(n) for n in range(count)]
         return narrow, [
             as_stored(summed(by_operand[n], layouts[n]), layouts[n]) for n in sorted(copies)
         ]
