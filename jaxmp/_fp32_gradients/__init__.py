@@ -33,8 +33,8 @@ from jaxmp.errors import RecipeWarning
 
 _READS_VALUES = (
     "The loss function reads the values of arrays, as `if` and float() do, so that it cannot be "
-    "traced. The gradients of its 16-bit matmuls are rounded to 16 bits. Call value_and_grad inside "
-    "of jax.jit, and use jnp.where or jax.lax.cond instead of `if`."
+    "traced. The gradients of its 16-bit matmuls are rounded to 16 bits. Call value_and_grad in a "
+    "function under jax.jit, and use jnp.where or jax.lax.cond instead of `if`."
 )
 
 
