@@ -75,29 +75,30 @@ def with_fp32_gradients(
     if not any(is_param):
         return fn, inputs
 
+    out_tree: Any = None
+    static: list[Any] = []
+
+    def flat(*leaves: Array) -> list[Array]:
+        nonlocal out_tree
+        out, out_tree = jax.tree.flatten(fn(*structure.unflatten(leaves)))
+        static[:] = [None if _is_array(leaf) else leaf for leaf in out]
+        return [leaf for leaf in out if _is_array(leaf)]
+
+    try:
+        closed = jax.make_jaxpr(flat)(*leaves)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            raise
+        warnings.warn(_READS_VALUES, RecipeWarning, stacklevel=2)
+        return fn, inputs
+    is_low = _computes_in_16_bits(closed)
+
     def fn_in_fp32(*inputs: PyTree) -> PyTree:
-        out_tree: Any = None
-        static: list[Any] = []
-
-        def flat(*leaves: Array) -> list[Array]:
-            nonlocal out_tree
-            out, out_tree = jax.tree.flatten(fn(*structure.unflatten(leaves)))
-            static[:] = [None if _is_array(leaf) else leaf for leaf in out]
-            return [leaf for leaf in out if _is_array(leaf)]
-
-        try:
-            closed = jax.make_jaxpr(flat)(*leaves)
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            if any(isinstance(leaf, Tracer) for leaf in leaves):
-                raise
-            warnings.warn(_READS_VALUES, RecipeWarning, stacklevel=2)
-            triples = zip(jax.tree.leaves(inputs), leaves, is_param, strict=True)
-            as_stored = [x.astype(leaf.dtype) if param else x for x, leaf, param in triples]
-            return fn(*structure.unflatten(as_stored))
-        if _computes_in_16_bits(closed):
-            results = iter(run(closed, jax.tree.leaves(inputs), is_param, regather=regather))
+        args = jax.tree.leaves(inputs)
+        if is_low:
+            results = iter(run(closed, args, is_param, regather=regather))
         else:
-            results = iter(jaxpr_as_fun(closed)(*jax.tree.leaves(inputs)))
+            results = iter(jaxpr_as_fun(closed)(*args))
         return out_tree.unflatten([next(results) if leaf is None else leaf for leaf in static])
 
     in_fp32 = [

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import equations, without_unused
+from jaxmp._core._jaxprs import array_aval, equations, without_unused
 from jaxmp._core._programs._analysis import Body, primitives
 from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._constructs import CALLS
@@ -127,7 +127,7 @@ def transposed_dot(
     """
     sums, batch = dot_of(equation)
     free = [
-        [n for n in range(len(var.aval.shape)) if n not in (*s, *b)]
+        [n for n in range(array_aval(var).ndim) if n not in (*s, *b)]
         for var, s, b in zip(equation.invars, sums, batch, strict=True)
     ]
     kept, same = free[side], len(batch[0])

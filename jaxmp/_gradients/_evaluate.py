@@ -94,12 +94,10 @@ def differentiate(
             present.float16 = contains_float16(traced)
     run = fn_of_inputs
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
-    if not is_16bit(options.reduce_dtype):
-        widen = options.widen_params or is_on_several_devices(args, kwargs)
-        run, inputs = with_fp32_gradients(
-            fn_of_inputs, inputs, regather=options.regather, widen=widen
-        )
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
+        if not is_16bit(options.reduce_dtype):
+            widen = options.widen_params or is_on_several_devices(args, kwargs)
+            run, inputs = with_fp32_gradients(run, inputs, regather=options.regather, widen=widen)
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
     cotangent, _ = _cotangent_and_unscale(loss, options)
     grads = backward(_compat.vary(cotangent, _compat.varying_axes(loss)))
