@@ -8,7 +8,8 @@ Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e "
 
     gpt, llama   the bf16 step of examples/gpt.py (124M) and of examples/llama.py (1B widths, 4
                  layers), with a loop over the layers and without: kernels and bytes over those of
-                 the hand-written step, NNX over Linen, fused attention, matmuls in bf16 only
+                 the hand-written step with FP32 gradients, NNX over Linen, fused attention,
+                 matmuls in bf16 only
     fp8          the same steps in FP8: matmuls in FP8, and bytes over bf16
     optimizer    bytes per parameter of AdamW in each layout, over the floor of the layout
 
@@ -80,7 +81,8 @@ def compare_steps(section: str, name: str, config: Any, batch: int) -> Iterator[
     module, loss, kernels = EXAMPLES[section]
     linen = count_step("bf16", "linen", *module.make_step("bf16", config, batch))
     nnx = count_step("bf16", "nnx", *module.make_nnx_step("bf16", config, batch))
-    hand = hand_counts(loss(config), lambda: module.make_step("bf16", config, batch))
+    by_hand_loss = loss(config, linear=by_hand.linear_fp32)
+    hand = hand_counts(by_hand_loss, lambda: module.make_step("bf16", config, batch))
     # Two kernels of a scalar each are the room of the smallest models.
     yield Check(section, name, "bytes / hand", round(linen.accessed / hand.accessed, 4), BYTES)
     yield Check(section, name, "kernels / hand", round(linen.kernels / hand.kernels, 4), kernels)

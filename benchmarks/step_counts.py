@@ -355,12 +355,14 @@ def compiling_seconds(make, place):
     return time.process_time() - start
 
 
+# A recipe computes weight gradients in FP32, by hand they are rounded to bfloat16. The loss
+# function is traced and run again for that, and a CPU converts the operands of these matmuls.
 SAME_STEP = {
     "flops": 1.0005,
-    "bytes": 1.01,
+    "bytes": 1.10,
     "stablehlo_ops": 1.02,
     "hlo_ops": 1.03,
-    "trace_lower": 1.05,
+    "trace_lower": 1.25,
 }
 LIMITS = {
     "a": SAME_STEP,

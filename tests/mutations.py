@@ -1119,6 +1119,22 @@ MUTATIONS = [
         ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
     ),
     Mutation(
+        "weight gradients of dots are rounded to 16 bits",
+        "jaxmp/_fp32_gradients/_derivatives.py",
+        "d_carrier = transposed_dot(equation, side, other, cotangent, FLOAT32)",
+        "d_carrier = transposed_dot(equation, side, other, cotangent, low.dtype).astype(FLOAT32)",
+        ("test_fp32_gradients.py::test_kernel_gradients_are_no_bfloat16_numbers",),
+    ),
+    Mutation(
+        "gradients of convolutions are summed over devices in 16 bits",
+        "jaxmp/_fp32_gradients/_derivatives.py",
+        "lax.psum(convolve(*pair), axes)",
+        "lax.psum(bind(equation, [*pair], out_sharding=None), axes).astype(FLOAT32)",
+        (
+            "test_fp32_gradients.py::test_a_convolution_casts_its_gradient_to_fp32_before_the_sum_over_devices",
+        ),
+    ),
+    Mutation(
         "gradients of biases are summed in 16 bits",
         "jaxmp/_fp32_gradients/_interpreter.py",
         "        if name in MOVES and copies[0]:\n",

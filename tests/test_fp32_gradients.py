@@ -278,17 +278,21 @@ def test_the_gradients_of_these_cases_overflow_in_float16(name):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_convolution_casts_its_gradient_to_fp32_before_the_sum_over_devices(axis_type):
     x, mesh = uniform((ROWS, WIDTH), 2), mesh_of(axis_type)
-    # The gradient of a device is within float16, and the sum of four is not.
-    use = lambda params, x, dtype: convolution(params, x, dtype).astype(jnp.float32) / 16
-    exact = gradients(use, MATRIX, x, jnp.float32)["w"]
+
+    loss_fn = lambda dtype: lambda params, x: full(convolution(params, x, dtype)) / 16
+    exact = jax.jit(jax.grad(loss_fn(jnp.float32)))(MATRIX, x)["w"]
+    # The gradient of each device is within float16.
     assert 65504 < abs(exact).max() < 3 * 65504
-    if axis_type == AxisType.Explicit:
-        with jax.set_mesh(mesh):
-            result = gradients(use, *placed(mesh, MATRIX, x), jnp.float16)["w"]
-    else:
-        result = gradients(use, *placed(mesh, MATRIX, x), jnp.float16)["w"]
+    with jax.set_mesh(mesh):
+        traced = jax.jit(jaxmp.grad(loss_fn(jnp.float16))).trace(*placed(mesh, MATRIX, x))
+        result = traced.lower().compile()(*placed(mesh, MATRIX, x))["w"]
     np.testing.assert_allclose(result, exact, rtol=4 * 2**-11)
-    assert not np.isfinite(gradients(use, MATRIX, x, jnp.float16)["w"]).all()
+    operations = list(equations(traced.jaxpr))
+    sums = [e.outvars[0].aval.dtype for e in operations if e.primitive.name.startswith("psum")]
+    convolutions = [e for e in operations if e.primitive.name == "conv_general_dilated"]
+    # On explicit axes, the convolution itself has an FP32 result.
+    assert sums == [jnp.float32] * (axis_type == AxisType.Auto)
+    assert is_wide(convolutions[-1]) == (axis_type == AxisType.Explicit)
 
 
 @pytest.mark.parametrize("groups", [1, WIDTH])
@@ -532,6 +536,20 @@ def test_weights_that_a_scan_returns_are_not_copied():
         for var in equation.outvars
     ]
     assert not [aval for aval in stacked if aval.shape == (3, WIDTH, WIDTH)], stacked
+
+
+def test_a_loss_that_reads_values_is_not_traced_and_warns():
+    w = jnp.ones((4, 4), jnp.float32)
+
+    def loss_fn(w):
+        total = (w.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32).sum()
+        return total if total > 0 else -total
+
+    with pytest.warns(jaxmp.errors.RecipeWarning, match="reads the values of arrays"):
+        result = jaxmp.grad(loss_fn)(w)
+    np.testing.assert_array_equal(result, jax.grad(loss_fn)(w))
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.jit(jaxmp.grad(loss_fn))(w)
 
 
 def test_auxiliary_data_and_values_that_are_no_arrays_are_returned():

@@ -312,7 +312,7 @@ def fp16_training(scale, size):
     def step(state, x):
         def loss_fn(params, x):
             y = (x.astype(jnp.float16) @ params["w"].astype(jnp.float16)).astype(jnp.float32)
-            return jnp.mean(y**2)
+            return 4 * jnp.mean(y**2)
 
         loss, grads = state.value_and_grad(loss_fn)(x)
         return state.apply_gradients(grads=grads), loss

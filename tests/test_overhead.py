@@ -48,9 +48,9 @@ def test_the_compiled_recipe_is_smaller_than_other_guards(two_layers):
 
 
 def test_a_library_that_is_ahead_is_named():
-    rows = {overhead.OURS: {"bytes": 1.1, "hlo_ops": 1.3}, "jmp": {"bytes": 1.05, "hlo_ops": 9.0}}
+    rows = {overhead.OURS: {"flops": 1.1, "hlo_ops": 1.3}, "jmp": {"flops": 1.05, "hlo_ops": 9.0}}
     (sentence,) = overhead.peers_ahead(rows)
-    assert sentence == "jmp is ahead in bytes: 1.05, and the recipe has 1.1"
+    assert sentence == "jmp is ahead in flops: 1.05, and the recipe has 1.1"
     assert overhead.peers_ahead({**rows, "jmp": {"skipped": "jmp is not installed"}}) == []
 
 

@@ -14,12 +14,14 @@ them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._jaxprs import equations
@@ -27,6 +29,13 @@ from jaxmp._core._trees import is_castable
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients._derivatives import is_16bit_aval
 from jaxmp._fp32_gradients._interpreter import run
+from jaxmp.errors import RecipeWarning
+
+_READS_VALUES = (
+    "The loss function reads the values of arrays, as `if` and float() do, so that it cannot be "
+    "traced. The gradients of its 16-bit matmuls are rounded to 16 bits. Call value_and_grad in a "
+    "function under jax.jit, and use jnp.where or jax.lax.cond instead of `if`."
+)
 
 
 def is_on_several_devices(*trees: PyTree) -> bool:
@@ -66,20 +75,30 @@ def with_fp32_gradients(
     if not any(is_param):
         return fn, inputs
 
-    def fn_in_fp32(*inputs: PyTree) -> PyTree:
-        out_tree: Any = None
-        static: list[Any] = []
+    out_tree: Any = None
+    static: list[Any] = []
 
-        def flat(*leaves: Array) -> list[Array]:
-            nonlocal out_tree
-            out, out_tree = jax.tree.flatten(fn(*structure.unflatten(leaves)))
-            static[:] = [None if _is_array(leaf) else leaf for leaf in out]
-            return [leaf for leaf in out if _is_array(leaf)]
+    def flat(*leaves: Array) -> list[Array]:
+        nonlocal out_tree
+        out, out_tree = jax.tree.flatten(fn(*structure.unflatten(leaves)))
+        static[:] = [None if _is_array(leaf) else leaf for leaf in out]
+        return [leaf for leaf in out if _is_array(leaf)]
 
+    try:
         closed = jax.make_jaxpr(flat)(*leaves)
-        if not _computes_in_16_bits(closed):
-            return fn(*inputs)
-        results = iter(run(closed, jax.tree.leaves(inputs), is_param, regather=regather))
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            raise
+        warnings.warn(_READS_VALUES, RecipeWarning, stacklevel=2)
+        return fn, inputs
+    is_low = _computes_in_16_bits(closed)
+
+    def fn_in_fp32(*inputs: PyTree) -> PyTree:
+        args = jax.tree.leaves(inputs)
+        if is_low:
+            results = iter(run(closed, args, is_param, regather=regather))
+        else:
+            results = iter(jaxpr_as_fun(closed)(*args))
         return out_tree.unflatten([next(results) if leaf is None else leaf for leaf in static])
 
     in_fp32 = [

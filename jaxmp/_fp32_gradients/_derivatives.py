@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxmp._core._compat import jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import equations, without_unused
+from jaxmp._core._jaxprs import array_aval, equations, without_unused
 from jaxmp._core._programs._analysis import Body, primitives
 from jaxmp._core._programs._bind import bind
 from jaxmp._core._programs._constructs import CALLS
@@ -91,7 +91,8 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
         is_wide = options is not None and options.result_dtype is not None
         narrow = {"preferred_element_type": low.dtype} if is_wide else {}
         cotangent = cotangent.astype(low.dtype)
-        if equation.primitive.name == "dot_general" and not AxisType.Explicit in jax.typeof(low).sharding.mesh.axis_types:
+        is_explicit = AxisType.Explicit in jax.typeof(low).sharding.mesh.axis_types
+        if equation.primitive.name == "dot_general" and not is_explicit:
             d_other = transposed_dot(equation, 1 - side, low, cotangent, low.dtype)
             d_carrier = transposed_dot(equation, side, other, cotangent, FLOAT32)
             return d_other, None, as_stored(d_carrier, layout), None
@@ -126,7 +127,7 @@ def transposed_dot(
     """
     sums, batch = dot_of(equation)
     free = [
-        [n for n in range(len(var.aval.shape)) if n not in (*s, *b)]
+        [n for n in range(array_aval(var).ndim) if n not in (*s, *b)]
         for var, s, b in zip(equation.invars, sums, batch, strict=True)
     ]
     kept, same = free[side], len(batch[0])
@@ -136,9 +137,10 @@ def transposed_dot(
     product = functools.partial(
         lax.dot_general, dimension_numbers=dimensions, precision=equation.params["precision"]
     )
-    is_widened = dtype == FLOAT32 and target() == "cpu"
-    pair = (cotangent, other)
-    out = widened_product(product, *pair) if is_widened else product(*pair, preferred_element_type=dtype)
+    if dtype == FLOAT32 and target() == "cpu":
+        out = widened_product(product, cotangent, other)
+    else:
+        out = product(cotangent, other, preferred_element_type=dtype)
     by_other = [sums[side][n] for n in np.argsort(sums[1 - side])]
     return lax.transpose(out, np.argsort([*batch[side], *kept, *by_other]))
 
@@ -159,7 +161,7 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
     layouts = [v.layout if isinstance(v, Copy) else None for v in operands]
     is_split = [layout is not None and layout.is_split for layout in layouts]
 
-    adds_in_a_loop = loops(equation)
+    adds_in_a_loop, count = loops(equation), len(operands)
 
     is_weight = are_weights(operands)
 
@@ -208,7 +210,7 @@ def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Val
             closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*low)
         results = run_in_fp32(closed, saved, [n in copies for n in floating])
         by_operand = dict(zip(floating, results, strict=True))
-        narrow = [None if n in copies else by_operand.get(n) for n in range(len(arrays))]
+        narrow = [None if n in copies else by_operand.get(n) for n in range(count)]
         return narrow, [
             as_stored(summed(by_operand[n], layouts[n]), layouts[n]) for n in sorted(copies)
         ]
@@ -428,7 +430,7 @@ def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array]
     axis, which is the batch. None: it cannot be divided.
     """
     mesh, options = jax.typeof(operands[0]).sharding.mesh, equation.params
-    convolve = lambda *pair: bind(equation, [*pair]).astype(FLOAT32)
+    convolve = lambda *pair: bind(equation, [*pair], out_sharding=None).astype(FLOAT32)
     if mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}:
         return convolve
     lhs, rhs, _ = options["dimension_numbers"]

@@ -87,8 +87,7 @@ class Layout:
     @property
     def is_split(self) -> bool:
         """True if matmuls read the weight in another sharding than it has."""
-        is_moved = self.stored is not None and self.stored != self.gathered
-        return is_moved and self.stored.mesh.size > 1
+        return self.stored not in (None, self.gathered) and self.stored.mesh.size > 1
 
     @property
     def is_explicit(self) -> bool:

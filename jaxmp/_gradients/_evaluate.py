@@ -21,7 +21,7 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._fp32_gradients import is_on_several_devices, with_fp32_gradients
 from jaxmp._loss_scale import LossScale, NoLossScale
-from jaxmp._loss_scale._use import check_matmuls, note_scaled
+from jaxmp._loss_scale._use import check_matmuls, note_scaled, traced_loss
 from jaxmp.errors import JaxmpError, RecipeWarning
 
 
@@ -77,11 +77,14 @@ def differentiate(
     """Returns the loss (or its sum), scaled gradients and auxiliary data of one part."""
     inputs = tuple(_overwritten.to_max_accumulated(args[i]) for i in options.argnums)
 
+    is_scaled = not isinstance(options.loss_scale, NoLossScale)
+
     def fn_of_inputs(*inputs: PyTree) -> tuple[jax.Array, PyTree]:
-        if not isinstance(options.loss_scale, NoLossScale):
+        if is_scaled:
             note_scaled(inputs)
         replaced = dict(zip(options.argnums, inputs, strict=True))
-        out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        with traced_loss(is_scaled):
+            out = fn(*(replaced.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         loss, weight, aux = parse_result(out, options)
         return loss, (
             weight,
@@ -90,12 +93,10 @@ def differentiate(
 
     run = fn_of_inputs
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
-    if not is_16bit(options.reduce_dtype):
-        widen = options.widen_params or is_on_several_devices(args, kwargs)
-        run, inputs = with_fp32_gradients(
-            fn_of_inputs, inputs, regather=options.regather, widen=widen
-        )
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
+        if not is_16bit(options.reduce_dtype):
+            widen = options.widen_params or is_on_several_devices(args, kwargs)
+            run, inputs = with_fp32_gradients(run, inputs, regather=options.regather, widen=widen)
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
     check_matmuls(options.loss_scale._mark, backward)
     cotangent, _ = _cotangent_and_unscale(loss, options)

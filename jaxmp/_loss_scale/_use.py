@@ -7,11 +7,14 @@ was scaled, and the loss scale of an optimizer's state the dtype that its recipe
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import dis
 import inspect
 import warnings
 import weakref
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -45,6 +48,20 @@ _gradients: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any] | None]
 _gradients = weakref.WeakKeyDictionary()
 
 
+# Whether a jaxmp function without a loss scale traces a loss, which it differentiates afterwards.
+_is_unscaled = contextvars.ContextVar("_is_unscaled", default=False)
+
+
+@contextlib.contextmanager
+def traced_loss(is_scaled: bool) -> Iterator[None]:
+    """Notes in a block whether the gradient of the loss that it traces will be scaled."""
+    token = _is_unscaled.set(not is_scaled)
+    try:
+        yield
+    finally:
+        _is_unscaled.reset(token)
+
+
 def note_scaled(tree: PyTree) -> None:
     """Notes that the gradient to which the arrays of a tree belong has a scaled loss."""
     for trace in {*map(_compat.gradient_trace, jax.tree.leaves(tree))} - {None}:
@@ -61,7 +78,9 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
       mark: that of the model.
     """
     trace = next(filter(None, map(_compat.gradient_trace, jax.tree.leaves(inputs))), None)
-    if trace is not None and trace not in _gradients:
+    if trace is None and _is_unscaled.get():
+        _warn_of_gradient(mark, _user_line())
+    elif trace is not None and trace not in _gradients:
         # Flax NNX leaves the trace to the garbage collector; all others end with their function.
         _gradients[trace] = weakref.finalize(trace, _warn_of_gradient, mark, _user_line())
 
