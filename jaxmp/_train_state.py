@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import serialization, struct
+from jax.core import Tracer
 
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
@@ -57,6 +59,12 @@ class TrainState(struct.PyTreeNode):
     if TYPE_CHECKING:
         # The method of Flax lacks annotations, which mypy reports for subclasses in strict mode.
         def __init_subclass__(cls, **kwargs: object) -> None: ...
+
+    else:
+
+        def __init_subclass__(cls, **kwargs: object) -> None:
+            super().__init_subclass__(**kwargs)
+            cls.replace = _replace  # Flax sets its own function on each class.
 
     @classmethod
     def create(
@@ -192,6 +200,43 @@ class TrainState(struct.PyTreeNode):
                     f"Create {name} with its full structure: TrainState.create(..., {name}=...), "
                     "and cast the values that the step computes to its dtypes."
                 )
+
+
+def _replace(state: TrainState, **updates: Any) -> TrainState:
+    """Returns a new state with other values of the named fields.
+
+    New values of `params` become the masters: exactly, if they are in FP32, and by their value, if
+    they are in 16 bits. Moments and all other parts of the optimizer state stay as they are, unless
+    `opt_state` is also replaced.
+    """
+    if "params" in updates and "opt_state" not in updates:
+        old, _ = _overwritten.split(state.params)
+        new, overwritten = _overwritten.split(updates["params"])
+        if _are_arrays(old) and _are_arrays(new) and _shapes(old) == _shapes(new):
+            new = jax.tree.map(_beside, new, old)
+            opt_state = _assign.reset_remainders(old, new, state.opt_state)
+            new, updates["opt_state"] = _assign.set_master_params(new, opt_state)
+            updates["params"] = _overwritten.join(new, overwritten, updates["params"])
+    return dataclasses.replace(state, **updates)
+
+
+TrainState.replace = _replace
+
+
+def _are_arrays(tree: PyTree) -> bool:
+    return all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(tree))
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.shape, tree)
+
+
+def _beside(leaf: Array, old: Array) -> Array:
+    """Places an array as the one that it replaces, unless the caller placed it."""
+    is_placed = isinstance(leaf, Tracer) or getattr(leaf, "committed", False)
+    if is_placed or isinstance(old, Tracer) or not getattr(old, "committed", False):
+        return leaf
+    return jax.device_put(leaf, old.sharding)
 
 
 def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import bits
+from jaxmp._core._dtypes import FLOAT32, bits
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._policies._resolve import storage_dtype
 from jaxmp.errors import RecipeWarning
@@ -102,6 +104,97 @@ def assign(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     collections = _trees.has_collections(params)
     write = lambda names, leaf: written.get(path_of(names, collections), leaf)
     return _trees.map_with_path(write, params), state
+
+
+def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    """Makes the values of FP32 parameters the masters of an optimizer state, exactly.
+
+    Parameters in their storage dtypes are returned as they are, because each update takes those
+    that were replaced as its masters. Moments, averages and counters do not change.
+
+    `TrainState.replace(params=...)` and `jaxmp.nnx.Optimizer.update` call it. A plain optax loop
+    calls it for FP32 values, such as pretrained weights.
+
+    Args:
+      params: a tree of parameters in FP32 or their storage dtypes.
+      opt_state: the state of `recipe.optimizer(inner)`.
+
+    Returns:
+      The parameters in their storage dtypes, and the optimizer state.
+
+    Example:
+      >>> tx = jaxmp.load_recipe("bf16_params").optimizer(optax.sgd(0.1))
+      >>> opt_state = tx.init({"w": jnp.zeros(2)})
+      >>> params, opt_state = set_master_params({"w": jnp.full(2, 0.1)}, opt_state)
+      >>> params["w"].dtype, jaxmp.get_master_params(opt_state)["w"].tolist()[0] == np.float32(0.1)
+      (dtype(bfloat16), True)
+    """
+    stored = store(params, opt_state)
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(stored), strict=True)
+    if all(old is new for old, new in leaves):
+        return params, opt_state
+    # Donating the state must not delete the arrays of the caller.
+    full = _trees.owned(unpack_masters(opt_state, params), params)
+    return assign(stored, map_master_states(_master.with_overflow, full))
+
+
+def reset_remainders(old: PyTree, new: PyTree, opt_state: PyTree) -> PyTree:
+    """Sets packed remainders to zero where 16-bit parameters were replaced by others."""
+    collections = _trees.has_collections(new)
+    pairs = zip(_trees.leaves_with_path(new), jax.tree.leaves(old), strict=True)
+    both = {path_of(names, collections): (before, after) for (names, after), before in pairs}
+
+    def reset(node: MasterParamsState) -> MasterParamsState:
+        remainders = []
+        for _, path, remainder in node.values():
+            before, after = both[path]
+            if before.dtype == after.dtype:
+                same = _master.has_equal_bits(before, _master.placed_as(after, before))
+                low = jnp.where(same, _master.placed_as(remainder, before), jnp.int16(0))
+                remainder = _master.placed_as(low, remainder)
+            remainders.append(remainder)
+        masters = jax.tree.structure(node.masters).unflatten(remainders)
+        return dataclasses.replace(node, masters=masters)
+
+    is_packed = lambda node: node.layout.master == "packed"
+    return map_master_states(lambda node: reset(node) if is_packed(node) else node, opt_state)
+
+
+def keep_masters(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns the state `new`, with the masters of `old` if the step was not applied."""
+    before = iter(master_states(old))
+    keep = lambda node: _trees.select(applied, node.masters, next(before).masters)
+    return map_master_states(lambda node: dataclasses.replace(node, masters=keep(node)), new)
+
+
+def warn_of_replaced(pairs: Iterable[tuple[str, Array, Array]], stacklevel: int) -> None:
+    """Warns of 16-bit parameters that are not their rounded FP32 masters.
+
+    Args:
+      pairs: path, parameter and master.
+      stacklevel: that of the caller's caller, as in `warnings.warn`.
+    """
+    paths = [path for path, param, full in pairs if full.dtype == FLOAT32 and _differs(param, full)]
+    if paths:
+        others = f" and {len(paths) - 1} other parameters differ" if paths[1:] else " differs"
+        warnings.warn(
+            f"{paths[0]!r}{others} from the FP32 masters: values were replaced after the last "
+            "step. The next step takes them as the masters; moments stay as they are. If only the "
+            "parameters or only the optimizer state was restored, restore both. The masters are "
+            "jaxmp.get_master_params(state.opt_state).",
+            RecipeWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _differs(param: Array, master: Array) -> bool:
+    """Compares the parts on this process, because another one may not call `check`."""
+    if not isinstance(param, jax.Array) or param.is_fully_addressable:
+        return not _master.is_rounded(_master.placed_as(master, param), param)
+    if not param.sharding.is_equivalent_to(master.sharding, param.ndim):
+        return False
+    parts = zip(param.addressable_shards, master.addressable_shards, strict=True)
+    return not all(_master.is_rounded(full.data, part.data) for part, full in parts)
 
 
 def store(params: PyTree, state: PyTree) -> PyTree:

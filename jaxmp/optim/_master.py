@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from jaxmp import _overwritten
 from jaxmp._core import _trees
@@ -63,8 +64,13 @@ def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def unpack(param: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Returns the FP32 value of a bfloat16 parameter and its int16 remainder."""
-    return lax.bitcast_convert_type(_high_bits(param) + remainder.astype(jnp.int32), jnp.float32)
+    """Returns the FP32 value of a bfloat16 parameter and its int16 remainder.
+
+    No master has a zero and a negative remainder: such a parameter was set to zero, which it stays.
+    """
+    high, low = _high_bits(param), remainder.astype(jnp.int32)
+    is_set = ((high & 0x7FFFFFFF) == 0) & (low < 0)
+    return lax.bitcast_convert_type(jnp.where(is_set, high, high + low), jnp.float32)
 
 
 def remainder_to(master: jax.Array, param: jax.Array) -> jax.Array:
@@ -308,12 +314,7 @@ def master_params(
         inner_state = _trees.owned(inner.init(full), (params, full, masters))
         none, fits = jnp.array(-1, jnp.int32), jnp.array(True)
         state = MasterParamsState(masters, none, fits, inner_state, layout)
-        overflows = {
-            index: _is_too_large(value, layout.dtype(index))
-            for index, _, value in state.values()
-            if value.dtype == FLOAT32
-        }
-        return dataclasses.replace(state, overflow=_first_index(overflows))
+        return with_overflow(state)
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -325,7 +326,9 @@ def master_params(
         params_flat, treedef = jax.tree.flatten(params)
         _check_storage(params_flat, state.layout)
         masters_flat = treedef.flatten_up_to(state.masters)
-        old = [read_master(p, m) for p, m in zip(params_flat, masters_flat, strict=True)]
+        is_unpacked = isinstance(state, UnpackedMasters)
+        read = _read_unpacked if is_unpacked else read_master
+        old = [read(p, m) for p, m in zip(params_flat, masters_flat, strict=True)]
         deltas, inner_state = inner.update(
             _trees.cast_floating(updates, FLOAT32),
             state.inner_state,
@@ -333,7 +336,6 @@ def master_params(
             **extra_args,
         )
         deltas = treedef.flatten_up_to(deltas)
-        is_unpacked = isinstance(state, UnpackedMasters)
         steps = [
             _step(p, m, full, delta, is_unpacked)
             for p, m, full, delta in zip(params_flat, masters_flat, old, deltas, strict=True)
@@ -388,10 +390,46 @@ def _make_master(param: Array, master: str) -> jax.Array:
 
 
 def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
-    """Returns the FP32 value of a parameter, from its entry in `MasterParamsState.masters`."""
-    if isinstance(stored, optax.MaskedNode):
+    """Returns the FP32 value of a parameter, from its entry in `MasterParamsState.masters`.
+
+    A parameter that is not the rounded master was replaced since the last step: its own value is
+    the new master. With a remainder, which fits any parameter, that is the value to half a unit in
+    the last place of bfloat16.
+    """
+    if isinstance(stored, optax.MaskedNode) or not is_16bit(param.dtype):
         return _trees.cast(param, FLOAT32) if _trees.is_castable(param) else param
-    return unpack(param, stored) if stored.dtype == jnp.int16 else stored
+    master = placed_as(stored, param)
+    if stored.dtype == jnp.int16:
+        full = unpack(param, master)
+    else:
+        same = has_equal_bits(param, master.astype(param.dtype))
+        full = jnp.where(same, master, param.astype(FLOAT32))
+    return placed_as(full, stored)
+
+
+def _read_unpacked(param: Array, full: Array | optax.MaskedNode) -> Array:
+    return read_master(param, full) if isinstance(full, optax.MaskedNode) else full
+
+
+def has_equal_bits(array: Array, other: Array) -> jax.Array:
+    """Compares 16-bit arrays element by element: NaN equals NaN, and -0 differs from 0."""
+    array, other = (lax.bitcast_convert_type(x, jnp.int16) for x in (array, other))
+    return array == other
+
+
+@jax.jit
+def is_rounded(master: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns True if a parameter is the rounded FP32 master."""
+    return jnp.array_equal(master.astype(param.dtype), param, equal_nan=True)
+
+
+def placed_as(array: Array, like: Array) -> Array:
+    """Moves an array to the devices and the memory of another, unless it is there or traced."""
+    if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in (array, like)):
+        return array
+    place, target = array.sharding, like.sharding
+    same = place.device_set == target.device_set and place.memory_kind == target.memory_kind
+    return array if same else jax.device_put(array, target)
 
 
 def _make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layout:
@@ -431,13 +469,24 @@ def _check_storage(params: list[Any], layout: Layout) -> None:
                 f"in {dtype}. Cast once, after tx.init(params): params = recipe.cast_params(params)"
                 " (TrainState.create does this automatically), and apply updates with "
                 "optax.apply_updates(params, updates), which keeps dtypes; params + updates, as in "
-                "equinox.apply_updates, would be float32."
+                "equinox.apply_updates, would be float32. To train other FP32 values: params, "
+                "opt_state = jaxmp.optim.set_master_params(params, opt_state)."
             )
 
 
 def _is_too_large(master: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     """Returns True if an element of the master becomes infinite in `dtype`, or is a NaN."""
     return ~jnp.all(lax.abs(master) < OVERFLOW_THRESHOLD[np.dtype(dtype)])
+
+
+def with_overflow(state: MasterParamsState) -> MasterParamsState:
+    """Records the first FP32 master that is too large for the dtype of its parameter."""
+    flags = {
+        index: _is_too_large(value, state.layout.dtype(index))
+        for index, _, value in state.values()
+        if state.layout.has_master(index) and value.dtype == FLOAT32
+    }
+    return dataclasses.replace(state, overflow=_first_index(flags))
 
 
 def first_saturated(state: MasterParamsState) -> jax.Array:
