@@ -202,7 +202,7 @@ class TrainState(struct.PyTreeNode):
                 )
 
 
-def _replace(state: TrainState, **updates: Any) -> TrainState:
+def _replace(self: TrainState, **updates: Any) -> TrainState:
     """Returns a new state with other values of the named fields.
 
     New values of `params` become the masters: exactly, if they are in FP32, and by their value, if
@@ -210,14 +210,14 @@ def _replace(state: TrainState, **updates: Any) -> TrainState:
     `opt_state` is also replaced.
     """
     if "params" in updates and "opt_state" not in updates:
-        old, _ = _overwritten.split(state.params)
+        old, _ = _overwritten.split(self.params)
         new, overwritten = _overwritten.split(updates["params"])
         if _are_arrays(old) and _are_arrays(new) and _shapes(old) == _shapes(new):
             new = jax.tree.map(_beside, new, old)
-            opt_state = _assign.reset_remainders(old, new, state.opt_state)
+            opt_state = _assign.reset_remainders(old, new, self.opt_state)
             new, updates["opt_state"] = _assign.set_master_params(new, opt_state)
             updates["params"] = _overwritten.join(new, overwritten, updates["params"])
-    return dataclasses.replace(state, **updates)
+    return dataclasses.replace(self, **updates)
 
 
 TrainState.replace = _replace

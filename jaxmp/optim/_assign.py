@@ -134,8 +134,7 @@ def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree
     if all(old is new for old, new in leaves):
         return params, opt_state
     # Donating the state must not delete the arrays of the caller.
-    full = _trees.owned(unpack_masters(opt_state, params), params)
-    return assign(stored, map_master_states(_master.with_overflow, full))
+    return assign(stored, _trees.owned(unpack_masters(opt_state, params), params))
 
 
 def reset_remainders(old: PyTree, new: PyTree, opt_state: PyTree) -> PyTree:

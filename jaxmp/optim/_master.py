@@ -51,7 +51,8 @@ def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Returns:
       bfloat16 and int16 arrays of the same shape, from which `unpack` restores finite and infinite
-      values exactly. A NaN becomes the quiet NaN.
+      values exactly, except subnormal ones below 2**-134, which become zero. A NaN becomes the
+      quiet NaN.
     """
     bits = lax.bitcast_convert_type(master, jnp.uint32)
     bits = lax.select(jnp.isnan(master), jnp.full_like(bits, _QUIET_NAN), bits)
@@ -66,11 +67,12 @@ def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
 def unpack(param: jax.Array, remainder: jax.Array) -> jax.Array:
     """Returns the FP32 value of a bfloat16 parameter and its int16 remainder.
 
-    No master has a zero and a negative remainder: such a parameter was set to zero, which it stays.
+    A zero has no remainder, so that a parameter which the user sets to zero is zero.
     """
-    high, low = _high_bits(param), remainder.astype(jnp.int32)
-    is_set = ((high & 0x7FFFFFFF) == 0) & (low < 0)
-    return lax.bitcast_convert_type(jnp.where(is_set, high, high + low), jnp.float32)
+    high = _high_bits(param)
+    is_zero = (high & 0x7FFFFFFF) == 0
+    full = jnp.where(is_zero, high, high + remainder.astype(jnp.int32))
+    return lax.bitcast_convert_type(full, jnp.float32)
 
 
 def remainder_to(master: jax.Array, param: jax.Array) -> jax.Array:
@@ -314,7 +316,12 @@ def master_params(
         inner_state = _trees.owned(inner.init(full), (params, full, masters))
         none, fits = jnp.array(-1, jnp.int32), jnp.array(True)
         state = MasterParamsState(masters, none, fits, inner_state, layout)
-        return with_overflow(state)
+        overflows = {
+            index: _is_too_large(value, layout.dtype(index))
+            for index, _, value in state.values()
+            if value.dtype == FLOAT32
+        }
+        return dataclasses.replace(state, overflow=_first_index(overflows))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -479,18 +486,10 @@ def _is_too_large(master: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     return ~jnp.all(lax.abs(master) < OVERFLOW_THRESHOLD[np.dtype(dtype)])
 
 
-def with_overflow(state: MasterParamsState) -> MasterParamsState:
-    """Records the first FP32 master that is too large for the dtype of its parameter."""
-    flags = {
-        index: _is_too_large(value, state.layout.dtype(index))
-        for index, _, value in state.values()
-        if state.layout.has_master(index) and value.dtype == FLOAT32
-    }
-    return dataclasses.replace(state, overflow=_first_index(flags))
-
-
 def first_saturated(state: MasterParamsState) -> jax.Array:
     """Returns the index of the first bfloat16 parameter with a saturated master; -1 if none.
+
+    Masters of float16 parameters that are too large, which only the user can set, count as well.
 
     Before an update, the state has the old masters. A check of the new masters would be their third
     consumer, beside the parameter and the stored master. XLA:GPU then splits the update into two
@@ -499,8 +498,10 @@ def first_saturated(state: MasterParamsState) -> jax.Array:
     """
     flags = {}
     for index, _, value in state.values():
-        if state.layout.has_master(index) and state.layout.dtype(index) == BFLOAT16:
-            flags[index] = ~jnp.all(lax.abs(value) < _LARGEST_MASTER)  # also True for a NaN
+        dtype = state.layout.dtype(index)
+        if state.layout.has_master(index):
+            largest = OVERFLOW_THRESHOLD[FLOAT16] if dtype == FLOAT16 else _LARGEST_MASTER
+            flags[index] = ~jnp.all(lax.abs(value) < largest)  # also True for a NaN
     return _first_index(flags)
 
 
