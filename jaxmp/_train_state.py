@@ -212,10 +212,12 @@ def _replace(self: TrainState, **updates: Any) -> TrainState:
     if "params" in updates and "opt_state" not in updates:
         old, _ = _overwritten.split(self.params)
         new, overwritten = _overwritten.split(updates["params"])
-        if _are_arrays(old) and _are_arrays(new) and _shapes(old) == _shapes(new):
+        if _shapes(old) == _shapes(new):
             new = jax.tree.map(_beside, new, old)
-            opt_state = _assign.reset_remainders(old, new, self.opt_state)
-            new, updates["opt_state"] = _assign.set_master_params(new, opt_state)
+            if any(n.layout.master == "packed" for n in _master.master_states(self.opt_state)):
+                full = _find.replace_by_masters(old, self.opt_state)
+                new = jax.tree.map(_with_value, new, old, full)
+            new, updates["opt_state"] = _assign.set_master_params(new, self.opt_state)
             updates["params"] = _overwritten.join(new, overwritten, updates["params"])
     return dataclasses.replace(self, **updates)
 
@@ -223,20 +225,25 @@ def _replace(self: TrainState, **updates: Any) -> TrainState:
 TrainState.replace = _replace
 
 
-def _are_arrays(tree: PyTree) -> bool:
-    return all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(tree))
-
-
 def _shapes(tree: PyTree) -> PyTree:
-    return jax.tree.map(jnp.shape, tree)
+    """Returns a tree of shapes; leaves that are not arrays differ from all others."""
+    is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
+    return jax.tree.map(lambda leaf: leaf.shape if is_array(leaf) else object(), tree)
 
 
 def _beside(leaf: Array, old: Array) -> Array:
     """Places an array as the one that it replaces, unless the caller placed it."""
-    is_placed = isinstance(leaf, Tracer) or getattr(leaf, "committed", False)
-    if is_placed or isinstance(old, Tracer) or not getattr(old, "committed", False):
+    is_placed = [isinstance(x, Tracer) or getattr(x, "committed", False) for x in (leaf, old)]
+    if is_placed != [False, True] or isinstance(old, Tracer):
         return leaf
     return jax.device_put(leaf, old.sharding)
+
+
+def _with_value(leaf: Array, old: Array, master: Array) -> Array:
+    """Returns a new parameter with a packed master in FP32, because a remainder fits any value."""
+    if master is old or leaf.dtype != old.dtype:
+        return leaf
+    return _master.placed_as(_master.follow(_master.placed_as(leaf, old), old, master), leaf)
 
 
 def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:

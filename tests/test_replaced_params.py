@@ -24,7 +24,10 @@ RECIPES = {
     "bf16_packed": jaxmp.load_recipe("bf16_params").replace(master="packed"),
 }
 # Neither value is one of 16 bits.
-START = {"kernel": np.linspace(0.51, 1.53, 8, dtype=np.float32).reshape(2, 4), "bias": np.full(4, 0.3)}
+START = {
+    "kernel": np.linspace(0.51, 1.53, 8, dtype=np.float32).reshape(2, 4),
+    "bias": np.full(4, 0.3),
+}
 START = jax.tree.map(np.float32, START)
 FP32 = jax.tree.map(lambda leaf: leaf * np.float32(-2.7), START)
 
@@ -36,9 +39,12 @@ WAYS = {
     "one layer in FP32": lambda params, recipe: params | {"bias": jnp.asarray(FP32["bias"])},
     "a reset layer": lambda params, recipe: params | {"bias": jnp.zeros_like(params["bias"])},
     "one element": lambda params, recipe: params | {"kernel": params["kernel"].at[0, 1].set(5)},
-    "clipped weights": lambda params, recipe: jax.tree.map(lambda p: jnp.clip(p, -0.8, 0.8), params),
+    "clipped weights": lambda params, recipe: jax.tree.map(
+        lambda p: jnp.clip(p, -0.8, 0.8), params
+    ),
     "a pruning mask": lambda params, recipe: (
-        params | {"kernel": params["kernel"] * jnp.array([[0, 1, 0, 1]] * 2, params["kernel"].dtype)}
+        params
+        | {"kernel": params["kernel"] * jnp.array([[0, 1, 0, 1]] * 2, params["kernel"].dtype)}
     ),
     "negated and pruned": lambda params, recipe: params | {"kernel": params["kernel"] * -0.0},
     "an average": lambda params, recipe: jax.tree.map(
@@ -189,7 +195,7 @@ def test_replaced_parameters_are_the_new_masters(kind, name):
             np.testing.assert_allclose, rtol=2.0**-8 if remainders else 0, atol=0, err_msg=way
         )
         jax.tree.map(compare, loop.masters(), wanted)
- 
+
         exact = loop.masters()
         # The next step starts from them, with the old moments.
         loop.step(gradients(0.0))

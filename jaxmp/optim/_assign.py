@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -135,28 +134,6 @@ def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree
         return params, opt_state
     # Donating the state must not delete the arrays of the caller.
     return assign(stored, _trees.owned(unpack_masters(opt_state, params), params))
-
-
-def reset_remainders(old: PyTree, new: PyTree, opt_state: PyTree) -> PyTree:
-    """Sets packed remainders to zero where 16-bit parameters were replaced by others."""
-    collections = _trees.has_collections(new)
-    pairs = zip(_trees.leaves_with_path(new), jax.tree.leaves(old), strict=True)
-    both = {path_of(names, collections): (before, after) for (names, after), before in pairs}
-
-    def reset(node: MasterParamsState) -> MasterParamsState:
-        remainders = []
-        for _, path, remainder in node.values():
-            before, after = both[path]
-            if before.dtype == after.dtype:
-                same = _master.has_equal_bits(before, _master.placed_as(after, before))
-                low = jnp.where(same, _master.placed_as(remainder, before), jnp.int16(0))
-                remainder = _master.placed_as(low, remainder)
-            remainders.append(remainder)
-        masters = jax.tree.structure(node.masters).unflatten(remainders)
-        return dataclasses.replace(node, masters=masters)
-
-    is_packed = lambda node: node.layout.master == "packed"
-    return map_master_states(lambda node: reset(node) if is_packed(node) else node, opt_state)
 
 
 def keep_masters(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -409,8 +409,7 @@ def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
     if stored.dtype == jnp.int16:
         full = unpack(param, master)
     else:
-        same = has_equal_bits(param, master.astype(param.dtype))
-        full = jnp.where(same, master, param.astype(FLOAT32))
+        full = follow(param, master.astype(param.dtype), master)
     return placed_as(full, stored)
 
 
@@ -418,10 +417,10 @@ def _read_unpacked(param: Array, full: Array | optax.MaskedNode) -> Array:
     return read_master(param, full) if isinstance(full, optax.MaskedNode) else full
 
 
-def has_equal_bits(array: Array, other: Array) -> jax.Array:
-    """Compares 16-bit arrays element by element: NaN equals NaN, and -0 differs from 0."""
-    array, other = (lax.bitcast_convert_type(x, jnp.int16) for x in (array, other))
-    return array == other
+def follow(param: Array, rounded: Array, master: Array) -> jax.Array:
+    """Returns the master where a parameter has the bits of the rounded one, or else its value."""
+    bits = [lax.bitcast_convert_type(array, jnp.int16) for array in (param, rounded)]
+    return jnp.where(bits[0] == bits[1], master, param.astype(FLOAT32))
 
 
 @jax.jit
