@@ -583,9 +583,30 @@ MUTATIONS = [
     Mutation(
         "the packed remainder has no sign",
         "jaxmp/optim/_master.py",
-        "_high_bits(param) + remainder.astype(jnp.int32), jnp.float32)",
-        "_high_bits(param) + jnp.abs(remainder.astype(jnp.int32)), jnp.float32)",
+        "jnp.where(is_zero, high, high + remainder.astype(jnp.int32))",
+        "jnp.where(is_zero, high, high + jnp.abs(remainder.astype(jnp.int32)))",
         ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
+    ),
+    Mutation(
+        "parameters that the user replaces are reverted",
+        "jaxmp/optim/_master.py",
+        "jnp.where(bits[0] == bits[1], master, param.astype(FLOAT32))",
+        "jnp.where(bits[0] == bits[0], master, param.astype(FLOAT32))",
+        ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
+    ),
+    Mutation(
+        "a parameter with a packed master that is set to zero keeps its remainder",
+        "jaxmp/optim/_master.py",
+        "jnp.where(is_zero, high, high + remainder.astype(jnp.int32))",
+        "high + remainder.astype(jnp.int32)",
+        ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
+    ),
+    Mutation(
+        "FP32 values that replace parameters are rounded before they become masters",
+        "jaxmp/optim/_assign.py",
+        "_trees.owned(unpack_masters(opt_state, params), params)",
+        "_trees.owned(unpack_masters(opt_state, stored), params)",
+        ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
     ),
     Mutation(
         "packed parameters are truncated instead of rounded",

@@ -26,9 +26,8 @@ RECIPES = {
 # Neither value is one of 16 bits.
 START = {
     "kernel": np.linspace(0.51, 1.53, 8, dtype=np.float32).reshape(2, 4),
-    "bias": np.full(4, 0.3),
+    "bias": np.full(4, 0.3, np.float32),
 }
-START = jax.tree.map(np.float32, START)
 FP32 = jax.tree.map(lambda leaf: leaf * np.float32(-2.7), START)
 
 # Each takes the stored parameters and the recipe, and returns other ones.
@@ -43,8 +42,7 @@ WAYS = {
         lambda p: jnp.clip(p, -0.8, 0.8), params
     ),
     "a pruning mask": lambda params, recipe: (
-        params
-        | {"kernel": params["kernel"] * jnp.array([[0, 1, 0, 1]] * 2, params["kernel"].dtype)}
+        params | {"kernel": jnp.where(jnp.array([[False, True] * 2] * 2), params["kernel"], 0)}
     ),
     "negated and pruned": lambda params, recipe: params | {"kernel": params["kernel"] * -0.0},
     "an average": lambda params, recipe: jax.tree.map(
