@@ -590,8 +590,8 @@ MUTATIONS = [
     Mutation(
         "parameters that the user replaces are reverted",
         "jaxmp/optim/_master.py",
-        "jnp.where(bits[0] == bits[1], master, param.astype(FLOAT32))",
-        "jnp.where(bits[0] == bits[0], master, param.astype(FLOAT32))",
+        "jnp.where(bits == kept, master, value)",
+        "jnp.where(bits == bits, master, value)",
         ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
     ),
     Mutation(

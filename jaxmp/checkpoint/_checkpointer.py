@@ -248,6 +248,9 @@ class Checkpointer:
           allow_nonfinite: save parameters, masters, averages and moments also if they contain NaN
             or infinity, and list them in the manifest. False: such a step stays incomplete.
 
+        Warns:
+          RecipeWarning: if a parameter is not its rounded FP32 master.
+
         Raises:
           CheckpointError: if the step exists, the state was not made with this recipe, or an
             argument cannot be written.

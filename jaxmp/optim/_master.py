@@ -268,10 +268,11 @@ def master_params(
     skipped.
 
     `TrainState.apply_gradients` and `jaxmp.nnx.Optimizer` assign `params = cast(master)`, which is
-    exact after every step. In a plain optax loop the emitted update is the best additive one:
-    `optax.apply_updates` also gives `cast(master)`, unless a parameter shrinks by more than a
-    factor of 2**16 in one step. The next step corrects this, because each update is computed from
-    the current parameter.
+    exact after every step. A parameter that is not its cast master when an update begins was
+    replaced, and its value is the new master; see `set_master_params` for FP32 values. In a plain
+    optax loop the emitted update is the best additive one: `optax.apply_updates` also gives
+    `cast(master)`, unless a parameter shrinks by more than a factor of 2**13 in one step. The next
+    step continues from that parameter, with an error as small as that of an FP32 sum.
 
     Args:
       inner: any optax transformation.
@@ -419,8 +420,10 @@ def _read_unpacked(param: Array, full: Array | optax.MaskedNode) -> Array:
 
 def follow(param: Array, rounded: Array, master: Array) -> jax.Array:
     """Returns the master where a parameter has the bits of the rounded one, or else its value."""
-    bits = [lax.bitcast_convert_type(array, jnp.int16) for array in (param, rounded)]
-    return jnp.where(bits[0] == bits[1], master, param.astype(FLOAT32))
+    bits, kept = (lax.bitcast_convert_type(array, jnp.int16) for array in (param, rounded))
+    # Made from its bits, the value is no summand of the new parameter for the audit.
+    value = lax.bitcast_convert_type(bits, param.dtype).astype(FLOAT32)
+    return jnp.where(bits == kept, master, value)
 
 
 @jax.jit

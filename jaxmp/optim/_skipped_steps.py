@@ -55,6 +55,7 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
     Warns:
       SkippedStepsWarning: with the number of steps, the loss scale, the first parameter whose
         gradient was not finite, and the possible causes, most likely first.
+      RecipeWarning: if a parameter of a train state or NNX optimizer is not its rounded master.
 
     Raises:
       ScaleCollapsedError: if gradients still overflow at the minimum scale.
