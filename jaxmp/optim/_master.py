@@ -491,8 +491,6 @@ def _is_too_large(master: jax.Array, dtype: DTypeLike | None) -> jax.Array:
 def first_saturated(state: MasterParamsState) -> jax.Array:
     """Returns the index of the first bfloat16 parameter with a saturated master; -1 if none.
 
-    Masters of float16 parameters that are too large, which only the user can set, count as well.
-
     Before an update, the state has the old masters. A check of the new masters would be their third
     consumer, beside the parameter and the stored master. XLA:GPU then splits the update into two
     kernels, and the first one writes the new masters in FP32 for the second: 40 bytes per parameter
@@ -500,10 +498,8 @@ def first_saturated(state: MasterParamsState) -> jax.Array:
     """
     flags = {}
     for index, _, value in state.values():
-        dtype = state.layout.dtype(index)
-        if state.layout.has_master(index):
-            largest = OVERFLOW_THRESHOLD[FLOAT16] if dtype == FLOAT16 else _LARGEST_MASTER
-            flags[index] = ~jnp.all(lax.abs(value) < largest)  # also True for a NaN
+        if state.layout.has_master(index) and state.layout.dtype(index) == BFLOAT16:
+            flags[index] = ~jnp.all(lax.abs(value) < _LARGEST_MASTER)  # also True for a NaN
     return _first_index(flags)
 
 
