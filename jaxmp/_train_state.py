@@ -213,7 +213,7 @@ def _replace(self: TrainState, **updates: Any) -> TrainState:
         old, _ = _overwritten.split(self.params)
         new, overwritten = _overwritten.split(updates["params"])
         if _shapes(old) == _shapes(new):
-            new = jax.tree.map(_beside, new, old)
+            new = jax.tree.map(_beside, jax.tree.map(_strong, new), old)
             if any(n.layout.master == "packed" for n in _master.master_states(self.opt_state)):
                 full = _find.replace_by_masters(old, self.opt_state)
                 new = jax.tree.map(_with_value, new, old, full)

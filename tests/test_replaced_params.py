@@ -252,6 +252,22 @@ def test_sharded_states_take_arrays_of_the_host():
             assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_arrays_made_from_python_numbers_do_not_retrace_the_step(name):
+    state = Linen(RECIPES[name], optax.sgd(1e-3)).state
+    traces = []
+
+    @jax.jit
+    def step(state):
+        traces.append(state)
+        return state.apply_gradients(grads=gradients(0.0))
+
+    state = step(jax.tree.map(jnp.asarray, state))
+    filled = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.7), START)
+    step(step(state.replace(params=filled)))
+    assert len(traces) == 1
+
+
 def test_donating_the_state_keeps_the_arrays_of_the_caller():
     pretrained = jax.tree.map(jnp.asarray, FP32)
     for name in ("bf16_params", "fp16_params", "bf16_packed"):

@@ -405,7 +405,8 @@ def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
     the last place of bfloat16.
     """
     if isinstance(stored, optax.MaskedNode) or not is_16bit(param.dtype):
-        return _trees.cast(param, FLOAT32) if _trees.is_castable(param) else param
+        # Strongly typed, unlike arrays made from Python numbers, which would retrace the next step.
+        return jnp.asarray(param, FLOAT32) if _trees.is_castable(param) else param
     master = placed_as(stored, param)
     if stored.dtype == jnp.int16:
         full = unpack(param, master)
