@@ -602,10 +602,10 @@ MUTATIONS = [
         ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
     ),
     Mutation(
-        "FP32 values that replace parameters are rounded before they become masters",
+        "FP32 values that replace parameters are rounded to 16 bits",
         "jaxmp/optim/_assign.py",
-        "_trees.owned(unpack_masters(opt_state, params), params)",
-        "_trees.owned(unpack_masters(opt_state, stored), params)",
+        "else _master.make_master(given[path], form)",
+        "else old",
         ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
     ),
     Mutation(

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32, bits
+from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._policies._resolve import storage_dtype
 from jaxmp.errors import RecipeWarning
@@ -132,8 +132,19 @@ def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree
     leaves = zip(jax.tree.leaves(params), jax.tree.leaves(stored), strict=True)
     if all(old is new for old, new in leaves):
         return params, opt_state
-    # Donating the state must not delete the arrays of the caller.
-    return assign(stored, _trees.owned(unpack_masters(opt_state, params), params))
+    collections = _trees.has_collections(params)
+    given = {path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
+
+    def take(node: MasterParamsState) -> MasterParamsState:
+        form = node.layout.master
+        masters = [
+            old if is_16bit(given[path].dtype) else _master.make_master(given[path], form)
+            for _, path, old in node.values()
+        ]
+        tree = jax.tree.structure(node.masters).unflatten(masters)
+        return dataclasses.replace(node, masters=tree)
+
+    return stored, map_master_states(take, opt_state)
 
 
 def keep_masters(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -310,7 +310,7 @@ def master_params(
         layout = _make_layout(params, policy_map, master)
         leaves, treedef = jax.tree.flatten(params)
         masters = treedef.unflatten(
-            _make_master(leaf, master) if layout.has_master(i) else optax.MaskedNode()
+            make_master(leaf, master) if layout.has_master(i) else optax.MaskedNode()
             for i, leaf in enumerate(leaves)
         )
         full = _trees.cast_floating(params, FLOAT32)
@@ -392,7 +392,8 @@ def add_update(param: Array | None, update: Array) -> Any:
     return param + update.astype(param.dtype)
 
 
-def _make_master(param: Array, master: str) -> jax.Array:
+def make_master(param: Array, master: str) -> jax.Array:
+    """Returns the entry of an FP32 parameter in `MasterParamsState.masters`, as a new array."""
     full = jnp.array(param, dtype=FLOAT32, copy=True)
     return pack(full)[1] if master == "packed" else full
 
@@ -405,8 +406,7 @@ def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
     the last place of bfloat16.
     """
     if isinstance(stored, optax.MaskedNode) or not is_16bit(param.dtype):
-        # Strongly typed, unlike arrays made from Python numbers, which would retrace the next step.
-        return jnp.asarray(param, FLOAT32) if _trees.is_castable(param) else param
+        return _trees.cast(param, FLOAT32) if _trees.is_castable(param) else param
     master = placed_as(stored, param)
     if stored.dtype == jnp.int16:
         full = unpack(param, master)
