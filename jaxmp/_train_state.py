@@ -233,10 +233,9 @@ def _shapes(tree: PyTree) -> PyTree:
 
 def _beside(leaf: Array, old: Array) -> Array:
     """Places an array as the one that it replaces, unless the caller placed it."""
-    is_placed = [isinstance(x, Tracer) or getattr(x, "committed", False) for x in (leaf, old)]
-    if is_placed != [False, True] or isinstance(old, Tracer):
-        return leaf
-    return jax.device_put(leaf, old.sharding)
+    is_free = not isinstance(leaf, Tracer) and not _master.is_committed(leaf)
+    takes_place = is_free and _master.is_committed(old)
+    return jax.device_put(leaf, old.sharding) if takes_place else leaf
 
 
 def _with_value(leaf: Array, old: Array, master: Array) -> Array:

@@ -268,6 +268,27 @@ def test_arrays_made_from_python_numbers_do_not_retrace_the_step(name):
     assert len(traces) == 1
 
 
+def test_masters_stay_where_they_are():
+    """Masters are split although the parameters are not (ZeRO-1), or in the memory of the host."""
+    mesh = jax.make_mesh((2,), ("data",))
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "data"))
+    for place in (split, whole.with_memory_kind("pinned_host")):
+        state = Linen(RECIPES["bf16_params"], optax.sgd(1e-3)).state
+        state = jax.device_put(state, whole)
+        move = lambda leaf, place=place: jax.device_put(leaf, place) if leaf.ndim == 2 else leaf
+        state = state.replace(opt_state=jax.tree.map(move, state.opt_state))
+        state = state.replace(params=FP32)
+        masters = jaxmp.get_master_params(state)
+        assert masters["kernel"].sharding.is_equivalent_to(place, 2)
+        assert masters["kernel"].sharding.memory_kind == place.memory_kind
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(masters), FP32)
+        jaxmp.check(state)
+        if place is split:
+            grads = jax.device_put(gradients(0.0), {"kernel": split, "bias": whole})
+            state = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+            jax.tree.map(np.testing.assert_array_equal, jaxmp.get_master_params(state), FP32)
+
+
 def test_donating_the_state_keeps_the_arrays_of_the_caller():
     pretrained = jax.tree.map(jnp.asarray, FP32)
     for name in ("bf16_params", "fp16_params", "bf16_packed"):

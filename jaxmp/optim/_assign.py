@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
@@ -136,11 +137,13 @@ def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree
     given = {path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
 
     def take(node: MasterParamsState) -> MasterParamsState:
-        form = node.layout.master
-        masters = [
-            old if is_16bit(given[path].dtype) else _master.make_master(given[path], form)
-            for _, path, old in node.values()
-        ]
+        masters = []
+        for _, path, master in node.values():
+            if not is_16bit(given[path].dtype):
+                new = _master.make_master(given[path], node.layout.master)
+                is_placed = _master.is_committed(master) and not isinstance(new, Tracer)
+                master = jax.device_put(new, master.sharding) if is_placed else new
+            masters.append(master)
         tree = jax.tree.structure(node.masters).unflatten(masters)
         return dataclasses.replace(node, masters=tree)
 

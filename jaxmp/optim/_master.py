@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import AxisType
 
 from jaxmp import _overwritten
 from jaxmp._core import _trees
@@ -411,7 +412,7 @@ def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
     if stored.dtype == jnp.int16:
         full = unpack(param, master)
     else:
-        full = follow(param, master.astype(param.dtype), master)
+        full = follow(_split_as(param, master), master.astype(param.dtype), master)
     return placed_as(full, stored)
 
 
@@ -431,6 +432,21 @@ def follow(param: Array, rounded: Array, master: Array) -> jax.Array:
 def is_rounded(master: jax.Array, param: jax.Array) -> jax.Array:
     """Returns True if a parameter is the rounded FP32 master."""
     return jnp.array_equal(master.astype(param.dtype), param, equal_nan=True)
+
+
+def _split_as(param: Array, master: Array) -> Array:
+    """Gives a parameter the sharding of its master on explicit mesh axes, where both must agree."""
+    target = jax.typeof(master).sharding
+    is_explicit = AxisType.Explicit in target.mesh.axis_types
+    if not is_explicit or jax.typeof(param).sharding.spec == target.spec:
+        return param
+    is_traced = isinstance(param, Tracer) or isinstance(master, Tracer)
+    return jax.reshard(param, target) if is_traced else jax.device_put(param, master.sharding)
+
+
+def is_committed(array: Array) -> bool:
+    """Returns True for an array whose placement was chosen."""
+    return not isinstance(array, Tracer) and getattr(array, "committed", False)
 
 
 def placed_as(array: Array, like: Array) -> Array:
