@@ -37,8 +37,8 @@ SHAPES = [
 ]
 
 # Minimum with FP32 gradients: read the gradient, and read and write everything else (AdamW: two
-# FP32 moments). FP32 masters make the 16-bit parameters write-only.
-FLOORS = {"fp32 parameters": 28, "bf16 + FP32 masters": 30, "bf16, packed": 28}
+# FP32 moments). The 16-bit parameters are read too, because the user may have replaced them.
+FLOORS = {"fp32 parameters": 28, "bf16 + FP32 masters": 32, "bf16, packed": 28}
 GRADIENTS = {"FP32": jnp.float32, "bf16": jnp.bfloat16}
 RECIPES = {
     "fp32 parameters": jaxmp.load_recipe("bf16"),

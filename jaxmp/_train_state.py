@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import serialization, struct
+from jax.core import Tracer
 
 from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
@@ -58,6 +60,12 @@ class TrainState(struct.PyTreeNode):
     if TYPE_CHECKING:
         # The method of Flax lacks annotations, which mypy reports for subclasses in strict mode.
         def __init_subclass__(cls, **kwargs: object) -> None: ...
+
+    else:
+
+        def __init_subclass__(cls, **kwargs: object) -> None:
+            super().__init_subclass__(**kwargs)
+            cls.replace = _replace  # Flax sets its own function on each class.
 
     @classmethod
     def create(
@@ -197,6 +205,49 @@ class TrainState(struct.PyTreeNode):
                     "and cast the values that the step computes to its dtypes. If it is stacked, "
                     f"pass {name} through the microbatches: value_and_grad(..., mutable_argnum=2)."
                 )
+
+
+def _replace(self: TrainState, **updates: Any) -> TrainState:
+    """Returns a new state with other values of the named fields.
+
+    New values of `params` become the masters: exactly, if they are in FP32, and by their value, if
+    they are in 16 bits. Moments and all other parts of the optimizer state stay as they are, unless
+    `opt_state` is also replaced.
+    """
+    if "params" in updates and "opt_state" not in updates:
+        old, _ = _overwritten.split(self.params)
+        new, overwritten = _overwritten.split(updates["params"])
+        if _shapes(old) == _shapes(new):
+            new = jax.tree.map(_beside, jax.tree.map(_strong, new), old)
+            if any(n.layout.master == "packed" for n in _master.master_states(self.opt_state)):
+                full = _find.replace_by_masters(old, self.opt_state)
+                new = jax.tree.map(_with_value, new, old, full)
+            new, updates["opt_state"] = _assign.set_master_params(new, self.opt_state)
+            updates["params"] = _overwritten.join(new, overwritten, updates["params"])
+    return dataclasses.replace(self, **updates)
+
+
+TrainState.replace = _replace
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    """Returns a tree of shapes; leaves that are not arrays differ from all others."""
+    is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
+    return jax.tree.map(lambda leaf: leaf.shape if is_array(leaf) else object(), tree)
+
+
+def _beside(leaf: Array, old: Array) -> Array:
+    """Places an array as the one that it replaces, unless the caller placed it."""
+    is_free = not isinstance(leaf, Tracer) and not _master.is_committed(leaf)
+    takes_place = is_free and _master.is_committed(old)
+    return jax.device_put(leaf, old.sharding) if takes_place else leaf
+
+
+def _with_value(leaf: Array, old: Array, master: Array) -> Array:
+    """Returns a new parameter with a packed master in FP32, because a remainder fits any value."""
+    if master is old or leaf.dtype != old.dtype:
+        return leaf
+    return _master.placed_as(_master.follow(_master.placed_as(leaf, old), old, master), leaf)
 
 
 def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:

@@ -622,9 +622,30 @@ MUTATIONS = [
     Mutation(
         "the packed remainder has no sign",
         "jaxmp/optim/_master.py",
-        "_high_bits(param) + remainder.astype(jnp.int32), jnp.float32)",
-        "_high_bits(param) + jnp.abs(remainder.astype(jnp.int32)), jnp.float32)",
+        "jnp.where(is_zero, high, high + remainder.astype(jnp.int32))",
+        "jnp.where(is_zero, high, high + jnp.abs(remainder.astype(jnp.int32)))",
         ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
+    ),
+    Mutation(
+        "parameters that the user replaces are reverted",
+        "jaxmp/optim/_master.py",
+        "jnp.where(bits == kept, master, value)",
+        "jnp.where(bits == bits, master, value)",
+        ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
+    ),
+    Mutation(
+        "a parameter with a packed master that is set to zero keeps its remainder",
+        "jaxmp/optim/_master.py",
+        "jnp.where(is_zero, high, high + remainder.astype(jnp.int32))",
+        "high + remainder.astype(jnp.int32)",
+        ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
+    ),
+    Mutation(
+        "FP32 values that replace parameters are rounded to 16 bits",
+        "jaxmp/optim/_assign.py",
+        "            if not is_16bit(given[path].dtype):",
+        "            if False:",
+        ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
     ),
     Mutation(
         "packed parameters are truncated instead of rounded",

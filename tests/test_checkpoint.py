@@ -1052,6 +1052,7 @@ def poisoned(state, part):
     return treedef.unflatten(leaves), names[number]
 
 
+@pytest.mark.filterwarnings("ignore:.*differs from the FP32 masters")
 @pytest.mark.parametrize("part", ["params/", "fp32_masters", "mu/", "average"])
 def test_the_leaf_that_is_not_finite_is_named(part, tmp_path):
     state = {"train": make_state(), "average": make_state("fp32", seed=1).params}

@@ -78,6 +78,11 @@ class Optimizer(nnx.Optimizer):
             _assign.warn_without_masters(params, self._pure_state(), policies)
             _models[self] = weakref.ref(model)
 
+    def _trained_params(self) -> PyTree:
+        """Returns the parameters of the model with which this was created; None if it is gone."""
+        model = trained_model(self)
+        return None if model is None else nnx.as_pure(nnx.state(model, trained(self.wrt)))
+
     def _pure_state(self) -> PyTree:
         return nnx.as_pure(self.opt_state)
 
@@ -191,6 +196,9 @@ class Optimizer(nnx.Optimizer):
                 undo(write, others, applied)
             # Parameters that the forward pass wrote, for example in nnx.SpectralNorm.
             restored = nnx.as_pure(nnx.state(model, trained(self.wrt)))
+            leaves = zip(jax.tree.leaves(params), jax.tree.leaves(restored), strict=True)
+            if any(undone is not old for old, undone in leaves):
+                opt_state = _assign.keep_masters(applied, opt_state, self._pure_state())
             new_params = jax.tree.map(
                 lambda new, old, undone: (
                     new if undone is old else _trees.select_leaf(applied, new, undone)

@@ -48,6 +48,7 @@ from jaxmp.checkpoint._plan import Plan, differences, plan_copy, plan_migration,
 from jaxmp.checkpoint._settle import Declared, declare
 from jaxmp.checkpoint._writer import Writer, complete_steps, explain_errors, saved_order
 from jaxmp.errors import CheckpointError
+from jaxmp.optim._assign import warn_of_replaced
 
 
 def check_directory(directory: object) -> None:
@@ -249,6 +250,9 @@ class Checkpointer:
           allow_nonfinite: save parameters, masters, averages and moments also if they contain NaN
             or infinity, and list them in the manifest. False: such a step stays incomplete.
 
+        Warns:
+          RecipeWarning: if a parameter is not its rounded FP32 master.
+
         Raises:
           CheckpointError: if the step exists, another process saves into the directory, the state
             was not made with this recipe, or it cannot be written.
@@ -270,6 +274,12 @@ class Checkpointer:
                 f"under another step, or delete it: shutil.rmtree({str(self._path(step))!r})."
             )
         leaves = flat.description.leaves
+        values = {leaf.path: value for leaf, value in zip(leaves, flat.values, strict=True)}
+        trained = [p for row in flat.description.masters for p in row.parameters]
+        warn_of_replaced(
+            ((p.path, values[p.leaf], values[p.master]) for p in trained if p.leaf and p.master),
+            stacklevel=2,
+        )
         stored = [to_stored(leaf, value) for leaf, value in zip(leaves, flat.values, strict=True)]
         tested = finite_leaves(flat.description)
         tests = start_tests(

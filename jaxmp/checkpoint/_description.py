@@ -23,7 +23,7 @@ from jaxmp._loss_scale import LossScale
 from jaxmp._overwritten import OVERWRITE
 from jaxmp.checkpoint import _nnx_nodes
 from jaxmp.errors import CheckpointError
-from jaxmp.optim._master import MasterParamsState
+from jaxmp.optim._master import MasterParamsState, is_rounded
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
 # Dtypes of numbers that orbax does not write.
@@ -346,14 +346,9 @@ def _rounds_to(
     pairs = [(master, values[leaves[path]]) for _, path, master in node.values()]
     try:
         moved = [(jax.device_put(m, getattr(p, "sharding", None)), p) for m, p in pairs]
-        return all(bool(_is_rounded(master, param)) for master, param in moved)
+        return all(bool(is_rounded(master, param)) for master, param in moved)
     except ValueError:  # arrays in memories that no operation combines
         return True
-
-
-@jax.jit
-def _is_rounded(master: jax.Array, param: jax.Array) -> jax.Array:
-    return jax.numpy.array_equal(master.astype(param.dtype), param, equal_nan=True)
 
 
 # ---------------------------------------------------------------------------

@@ -357,7 +357,7 @@ def _make(action: Action, leaf: Leaf, stored: dict[str, Any], value: Any) -> Any
 def _full_value(param: jax.Array, master: jax.Array | None = None) -> jax.Array:
     if master is None:
         return param.astype(FLOAT32)
-    return _master.unpack(param, master) if master.dtype == jnp.int16 else master
+    return _master.read_master(param, master)
 
 
 _pack = jax.jit(_master.pack)

@@ -10,7 +10,7 @@ import optax
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import PyTree
-from jaxmp.optim._assign import assign, unpack_masters, unpack_parameters
+from jaxmp.optim._assign import assign, set_master_params, unpack_masters, unpack_parameters
 from jaxmp.optim._find import guard_of
 from jaxmp.optim._master import MasterParamsState, add_update
 from jaxmp.optim._skip import SkipNonfiniteState
@@ -46,6 +46,7 @@ def apply_update(
     if isinstance(grads, optax.LookaheadParams):
         # The loss reads the fast parameters, and `optax.lookahead` takes only their gradients.
         grads = grads.fast
+    params, opt_state = set_master_params(params, opt_state)
     if _is_mixed_precision(opt_state):
         unpacked = unpack_parameters(opt_state, params)
         _, new_state = update(grads, unpacked, params, **extra_args)

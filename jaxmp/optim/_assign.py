@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import bits, is_16bit
+from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._loss_scale._use import warn_user
 from jaxmp._policies._resolve import Policies, storage_dtype
@@ -104,6 +106,87 @@ def assign(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
     collections = _trees.has_collections(params)
     write = lambda names, leaf: written.get(path_of(names, collections), leaf)
     return _trees.map_with_path(write, params), state
+
+
+def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    """Makes the values of FP32 parameters the masters of an optimizer state, exactly.
+
+    Parameters in their storage dtypes are returned as they are, because each update takes those
+    that were replaced as its masters. Moments, averages and counters do not change.
+
+    `TrainState.replace(params=...)` and `jaxmp.nnx.Optimizer.update` call it. A plain optax loop
+    calls it for FP32 values, such as pretrained weights.
+
+    Args:
+      params: a tree of parameters in FP32 or their storage dtypes.
+      opt_state: the state of `recipe.optimizer(inner)`.
+
+    Returns:
+      The parameters in their storage dtypes, and the optimizer state.
+
+    Example:
+      >>> tx = jaxmp.load_recipe("bf16_params").optimizer(optax.sgd(0.1))
+      >>> opt_state = tx.init({"w": jnp.zeros(2)})
+      >>> params, opt_state = set_master_params({"w": jnp.full(2, 0.1)}, opt_state)
+      >>> params["w"].dtype, jaxmp.get_master_params(opt_state)["w"]
+      (dtype(bfloat16), Array([0.1, 0.1], dtype=float32))
+    """
+    stored = store(params, opt_state)
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(stored), strict=True)
+    if all(old is new for old, new in leaves):
+        return params, opt_state
+    collections = _trees.has_collections(params)
+    given = {path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
+
+    def take(node: MasterParamsState) -> MasterParamsState:
+        masters = []
+        for _, path, master in node.values():
+            if not is_16bit(given[path].dtype):
+                new = _master.make_master(given[path], node.layout.master)
+                is_placed = _master.is_committed(master) and not isinstance(new, Tracer)
+                master = jax.device_put(new, master.sharding) if is_placed else new
+            masters.append(master)
+        tree = jax.tree.structure(node.masters).unflatten(masters)
+        return dataclasses.replace(node, masters=tree)
+
+    return stored, map_master_states(take, opt_state)
+
+
+def keep_masters(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns the state `new`, with the masters of `old` if the step was not applied."""
+    before = iter(master_states(old))
+    keep = lambda node: _trees.select(applied, node.masters, next(before).masters)
+    return map_master_states(lambda node: dataclasses.replace(node, masters=keep(node)), new)
+
+
+def warn_of_replaced(pairs: Iterable[tuple[str, Array, Array]], stacklevel: int) -> None:
+    """Warns of 16-bit parameters that are not their rounded FP32 masters.
+
+    Args:
+      pairs: path, parameter and master.
+      stacklevel: that of the caller's caller, as in `warnings.warn`.
+    """
+    paths = [path for path, param, full in pairs if full.dtype == FLOAT32 and _differs(param, full)]
+    if paths:
+        others = f" and {len(paths) - 1} other parameters differ" if paths[1:] else " differs"
+        warnings.warn(
+            f"{paths[0]!r}{others} from the FP32 masters: values were replaced after the last "
+            "step. The next step takes them as the masters; moments stay as they are. If only the "
+            "parameters or only the optimizer state was restored, restore both. The masters are "
+            "jaxmp.get_master_params(state.opt_state).",
+            RecipeWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _differs(param: Array, master: Array) -> bool:
+    """Compares the parts on this process, because another one may not call `check`."""
+    if not isinstance(param, jax.Array) or param.is_fully_addressable:
+        return not _master.is_rounded(_master.placed_as(master, param), param)
+    if not param.sharding.is_equivalent_to(master.sharding, param.ndim):
+        return False
+    parts = zip(param.addressable_shards, master.addressable_shards, strict=True)
+    return not all(_master.is_rounded(full.data, part.data) for part, full in parts)
 
 
 def store(params: PyTree, state: PyTree) -> PyTree:

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType
 
 from jaxmp import _overwritten
 from jaxmp._core import _trees
@@ -50,7 +52,8 @@ def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Returns:
       bfloat16 and int16 arrays of the same shape, from which `unpack` restores finite and infinite
-      values exactly. A NaN becomes the quiet NaN.
+      values exactly, except subnormal ones below 2**-134, which become zero. A NaN becomes the
+      quiet NaN.
     """
     bits = lax.bitcast_convert_type(master, jnp.uint32)
     bits = lax.select(jnp.isnan(master), jnp.full_like(bits, _QUIET_NAN), bits)
@@ -63,8 +66,14 @@ def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def unpack(param: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Returns the FP32 value of a bfloat16 parameter and its int16 remainder."""
-    return lax.bitcast_convert_type(_high_bits(param) + remainder.astype(jnp.int32), jnp.float32)
+    """Returns the FP32 value of a bfloat16 parameter and its int16 remainder.
+
+    A zero has no remainder, so that a parameter which the user sets to zero is zero.
+    """
+    high = _high_bits(param)
+    is_zero = (high & 0x7FFFFFFF) == 0
+    full = jnp.where(is_zero, high, high + remainder.astype(jnp.int32))
+    return lax.bitcast_convert_type(full, jnp.float32)
 
 
 def remainder_to(master: jax.Array, param: jax.Array) -> jax.Array:
@@ -260,10 +269,11 @@ def master_params(
     skipped.
 
     `TrainState.apply_gradients` and `jaxmp.nnx.Optimizer` assign `params = cast(master)`, which is
-    exact after every step. In a plain optax loop the emitted update is the best additive one:
-    `optax.apply_updates` also gives `cast(master)`, unless a parameter shrinks by more than a
-    factor of 2**16 in one step. The next step corrects this, because each update is computed from
-    the current parameter.
+    exact after every step. A parameter that is not its cast master when an update begins was
+    replaced, and its value is the new master; see `set_master_params` for FP32 values. In a plain
+    optax loop the emitted update is the best additive one: `optax.apply_updates` also gives
+    `cast(master)`, unless a parameter shrinks by more than a factor of 2**13 in one step. The next
+    step continues from that parameter, with an error as small as that of an FP32 sum.
 
     Args:
       inner: any optax transformation.
@@ -301,7 +311,7 @@ def master_params(
         layout = _make_layout(params, policy_map, master)
         leaves, treedef = jax.tree.flatten(params)
         masters = treedef.unflatten(
-            _make_master(leaf, master) if layout.has_master(i) else optax.MaskedNode()
+            make_master(leaf, master) if layout.has_master(i) else optax.MaskedNode()
             for i, leaf in enumerate(leaves)
         )
         full = _trees.cast_floating(params, FLOAT32)
@@ -325,7 +335,9 @@ def master_params(
         params_flat, treedef = jax.tree.flatten(params)
         _check_storage(params_flat, state.layout)
         masters_flat = treedef.flatten_up_to(state.masters)
-        old = [read_master(p, m) for p, m in zip(params_flat, masters_flat, strict=True)]
+        is_unpacked = isinstance(state, UnpackedMasters)
+        read = _read_unpacked if is_unpacked else read_master
+        old = [read(p, m) for p, m in zip(params_flat, masters_flat, strict=True)]
         deltas, inner_state = inner.update(
             _trees.cast_floating(updates, FLOAT32),
             state.inner_state,
@@ -333,7 +345,6 @@ def master_params(
             **extra_args,
         )
         deltas = treedef.flatten_up_to(deltas)
-        is_unpacked = isinstance(state, UnpackedMasters)
         steps = [
             _step(p, m, full, delta, is_unpacked)
             for p, m, full, delta in zip(params_flat, masters_flat, old, deltas, strict=True)
@@ -382,16 +393,69 @@ def add_update(param: Array | None, update: Array) -> Any:
     return param + update.astype(param.dtype)
 
 
-def _make_master(param: Array, master: str) -> jax.Array:
+def make_master(param: Array, master: str) -> jax.Array:
+    """Returns the entry of an FP32 parameter in `MasterParamsState.masters`, as a new array."""
     full = jnp.array(param, dtype=FLOAT32, copy=True)
     return pack(full)[1] if master == "packed" else full
 
 
 def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
-    """Returns the FP32 value of a parameter, from its entry in `MasterParamsState.masters`."""
-    if isinstance(stored, optax.MaskedNode):
+    """Returns the FP32 value of a parameter, from its entry in `MasterParamsState.masters`.
+
+    A parameter that is not the rounded master was replaced since the last step: its own value is
+    the new master. With a remainder, which fits any parameter, that is the value to half a unit in
+    the last place of bfloat16.
+    """
+    if isinstance(stored, optax.MaskedNode) or not is_16bit(param.dtype):
         return _trees.cast(param, FLOAT32) if _trees.is_castable(param) else param
-    return unpack(param, stored) if stored.dtype == jnp.int16 else stored
+    master = placed_as(stored, param)
+    if stored.dtype == jnp.int16:
+        full = unpack(param, master)
+    else:
+        full = follow(_split_as(param, master), master.astype(param.dtype), master)
+    return placed_as(full, stored)
+
+
+def _read_unpacked(param: Array, full: Array | optax.MaskedNode) -> Array:
+    return read_master(param, full) if isinstance(full, optax.MaskedNode) else full
+
+
+def follow(param: Array, rounded: Array, master: Array) -> jax.Array:
+    """Returns the master where a parameter has the bits of the rounded one, or else its value."""
+    bits, kept = (lax.bitcast_convert_type(array, jnp.int16) for array in (param, rounded))
+    # Made from its bits, the value is no summand of the new parameter for the audit.
+    value = lax.bitcast_convert_type(bits, param.dtype).astype(FLOAT32)
+    return jnp.where(bits == kept, master, value)
+
+
+@jax.jit
+def is_rounded(master: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns True if a parameter is the rounded FP32 master."""
+    return jnp.array_equal(master.astype(param.dtype), param, equal_nan=True)
+
+
+def _split_as(param: Array, master: Array) -> Array:
+    """Gives a parameter the sharding of its master on explicit mesh axes, where both must agree."""
+    target = jax.typeof(master).sharding
+    is_explicit = AxisType.Explicit in target.mesh.axis_types
+    if not is_explicit or jax.typeof(param).sharding.spec == target.spec:
+        return param
+    is_traced = isinstance(param, Tracer) or isinstance(master, Tracer)
+    return jax.reshard(param, target) if is_traced else jax.device_put(param, master.sharding)
+
+
+def is_committed(array: Array) -> bool:
+    """Returns True for an array whose placement was chosen."""
+    return not isinstance(array, Tracer) and getattr(array, "committed", False)
+
+
+def placed_as(array: Array, like: Array) -> Array:
+    """Moves an array to the devices and the memory of another, unless it is there or traced."""
+    if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in (array, like)):
+        return array
+    place, target = array.sharding, like.sharding
+    same = place.device_set == target.device_set and place.memory_kind == target.memory_kind
+    return array if same else jax.device_put(array, target)
 
 
 def _make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layout:
@@ -431,7 +495,8 @@ def _check_storage(params: list[Any], layout: Layout) -> None:
                 f"in {dtype}. Cast once, after tx.init(params): params = recipe.cast_params(params)"
                 " (TrainState.create does this automatically), and apply updates with "
                 "optax.apply_updates(params, updates), which keeps dtypes; params + updates, as in "
-                "equinox.apply_updates, would be float32."
+                "equinox.apply_updates, would be float32. To train other FP32 values: params, "
+                "opt_state = jaxmp.optim.set_master_params(params, opt_state)."
             )
 
 

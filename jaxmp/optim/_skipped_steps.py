@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._core import _compat
-from jaxmp._core._typing import PyTree
+from jaxmp import _overwritten
+from jaxmp._core import _compat, _trees
+from jaxmp._core._typing import Array, PyTree
 from jaxmp._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import JaxmpError, MasterOverflowError, ScaleCollapsedError, SkippedStepsWarning
+from jaxmp.optim._assign import warn_of_replaced
 from jaxmp.optim._find import check_plain_loop, find, is_variable, only
-from jaxmp.optim._master import master_states
+from jaxmp.optim._master import master_states, path_of
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
 # Number of consecutive skipped steps after which a dynamic scale of 2**16 has fallen to 64.
@@ -52,6 +55,7 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
     Warns:
       SkippedStepsWarning: with the number of steps, the loss scale, the first parameter whose
         gradient was not finite, and the possible causes, most likely first.
+      RecipeWarning: if a parameter of a train state or NNX optimizer is not its rounded master.
 
     Raises:
       ScaleCollapsedError: if gradients still overflow at the minimum scale.
@@ -90,6 +94,22 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
             )
         if int(np.max(jax.device_get(stats.consecutive))) >= skipped_in_a_row:
             warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=2)
+    warn_of_replaced(_pairs(state), stacklevel=2)
+
+
+def _pairs(state: PyTree) -> Iterator[tuple[str, Array, Array]]:
+    """Yields path, parameter and master of each train state and NNX optimizer in a tree."""
+    has_state = lambda node: hasattr(node, "opt_state")
+    for node in filter(has_state, jax.tree.leaves(state, is_leaf=has_state)):
+        of_model = getattr(node, "_trained_params", None)
+        params, _ = _overwritten.split(of_model() if of_model else getattr(node, "params", None))
+        opt_state = jax.tree.map(_compat.plain_array, node.opt_state, is_leaf=is_variable)
+        collections = _trees.has_collections(params)
+        by_path = {path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
+        for masters in master_states(opt_state):
+            for _, path, master in masters.values():
+                if path in by_path:
+                    yield path, by_path[path], master
 
 
 def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
