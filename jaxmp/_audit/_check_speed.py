@@ -23,20 +23,18 @@ _NoteCheck = functools.partial(Check, severity=NOTE, needs_target="yes")
 SPLIT_ATTENTION = _NoteCheck(
     id="split_attention",
     explanation="The queries, keys and values of cuDNN's attention are copied out of one array.",
-    fix="Compute queries, keys and values by a matmul each:\n"
-    "    query, key, value = (nn.Dense(width, name=name)(x) for name in ('query', 'key', 'value'))",
+    fix="query, key, value = (nn.Dense(width, name=name)(x) for name in ('query', 'key', 'value'))",
 )
 RECOMPUTED_PASS = _NoteCheck(
     id="recomputed_pass",
     explanation="`nn.remat` repeats matmuls outside of loops, although the GPU has enough memory.",
-    fix="Remove `nn.remat`, or save results that `jax.ad_checkpoint.checkpoint_name` names:\n"
-    "    nn.remat(Block, policy=jax.checkpoint_policies.save_only_these_names('qkv', 'mlp'))",
+    fix="# Remove nn.remat, or save results that checkpoint_name names:\n"
+    "nn.remat(Block, policy=jax.checkpoint_policies.save_only_these_names('qkv', 'mlp'))",
 )
 STORED_LOGITS = _NoteCheck(
     id="stored_logits",
     explanation="A loss reads and writes stored logits of 1,024 or more classes too often in FP32.",
-    fix="Pass the last hidden states and the kernel of the output layer to the loss:\n"
-    "    loss = jaxmp.losses.linear_cross_entropy(hidden, kernel, labels)",
+    fix="loss = jaxmp.losses.linear_cross_entropy(hidden, kernel, labels)",
 )
 
 # The least share of the bytes of all kernels that a note is about, and the number of notes.
