@@ -7,7 +7,7 @@ Each plant names the check that must report it, at one of the lines that end wit
 part of the fix that must be printed. The same function with that fix applied must lose the finding
 and have no other error, and its results must be closer to FP64 (for the defects that cost time
 alone, this is not measured). The programs run as they are written, without XLA's excess precision.
-Plants with a target are compiled for it, which requires XLA's GPU compiler: pip install -e ".[aot]".
+Plants with a target are compiled for it by XLA's GPU compiler: pip install -e ".[aot]".
 The healthy steps of `audit_healthy.py` must have no error but those that are listed there as true.
 The exit status is 1 if a plant is missed, a fix does not work, or an error is false.
 """
@@ -770,7 +770,7 @@ def queries_keys_and_values_of_one_matmul(d):
 def layers_recomputed_although_they_fit(d):
     def loss(p, x):
         def block(x):
-            hidden = jax.nn.relu(x @ p["w"].astype(d.low))
+            hidden = jax.nn.relu(x @ p["w"].astype(d.low))  # planted
             return jax.nn.relu(hidden @ p["w"].T.astype(d.low))  # planted
 
         run = block if d.fixed else jax.checkpoint(block)
