@@ -187,6 +187,18 @@ def test_stored_logits_and_what_the_loss_of_the_layer_saves(loss):
 
 
 @EXPENSIVE
+def test_chunks_cost_bytes():
+    """Each of the eight chunks reads and writes the FP32 gradient of the kernel."""
+    rows, width, classes = 65536, 8192, 50304
+    wide = shape(rows, width), shape(width, classes), shape(rows, dtype=jnp.int32)
+    note = notes(loss_gradient(stored), *wide)["stored_logits"]
+    saved = bytes_of(loss_gradient(stored), *wide) - bytes_of(
+        loss_gradient(jaxmp.losses.linear_cross_entropy), *wide
+    )
+    assert bytes_in(note.message) == pytest.approx(saved, rel=0.15)
+
+
+@EXPENSIVE
 @pytest.mark.parametrize(
     "loss", [jaxmp.losses.linear_cross_entropy, hidden_squares], ids=["linear", "hidden"]
 )
