@@ -172,12 +172,18 @@ def _has_softmax(program: Program, step: Step, elements: int) -> bool:
 
 
 def _least(inside: Computation, logits: Instruction, times: int) -> int:
-    """Returns the bytes of logits and gradients that `linear_cross_entropy` reads and writes."""
+    """Returns the bytes that `linear_cross_entropy` moves where another loss moves logits."""
     rows, classes = logits.shapes[0].sizes
     lhs, rhs = (shape_of(inside, name) for name in logits.operands[:2])
-    width = math.isqrt(lhs.elements * rhs.elements // (rows * classes))
-    chunks = -(-rows * times // chunk_rows(None, rows * times, classes))
+    width, size = (
+        math.isqrt(lhs.elements * rhs.elements // (rows * classes)),
+        lhs.bytes // lhs.elements,
+    )
+    rows *= times
+    chunks = -(-rows // chunk_rows(None, rows, classes))
     # FP32 logits are written once and read twice, as are gradients in the dtype of the operands.
-    # Each chunk after the first reads and writes the FP32 gradient of the kernel.
-    passes = 3 * (4 + lhs.bytes // lhs.elements) * rows * classes * times
-    return passes + 8 * width * classes * (chunks - 1)
+    passes = 3 * (4 + size) * rows * classes
+    # In a loop, each chunk reads and writes the FP32 gradient of the kernel, and two matmuls read
+    # the kernel again. Hidden states are sliced, and their FP32 gradients made and updated.
+    kernel = (8 * chunks + 2 * size * (chunks - 1)) * width * classes
+    return passes + (kernel + (12 + 2 * size) * rows * width) * (chunks > 1)
