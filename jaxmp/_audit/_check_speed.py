@@ -54,8 +54,9 @@ def note_copies(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
     total = sum(step.times * accessed(hlo, step) for step in run)
     free = chip.usable - required_bytes(program.rows.memory)
     notes = [_copies(hlo, run), _repetitions(hlo, run, free), *_losses(hlo, run, chip)]
-    notes = [(sum(size for size, _ in sizes), *note, sizes) for *note, sizes in notes]
-    for saved, check, text, sizes in sorted(notes, key=lambda note: -note[0])[:_MOST_NOTES]:
+    size_of = lambda note: sum(size for size, _ in note[2])
+    for note in sorted(notes, key=size_of, reverse=True)[:_MOST_NOTES]:
+        (check, text, sizes), saved = note, size_of(note)
         if saved >= max(_LEAST_SHARE * total, 1):
             text += f" {bytes_text(saved)}, {share_text(saved, total)} of the bytes that all"
             place = program.rows.origins.of(max(sizes, key=lambda pair: pair[0])[1])
@@ -73,9 +74,8 @@ _MOVES = frozenset({"add", "bitcast", "convert", "copy", "reshape", "transpose"}
 
 def _copies(program: Program, run: list[Step]) -> Note:
     """Returns the kernels that split arrays before attention or join gradients after it."""
-    attention = [(step.computation, step.instruction) for step in run]
-    attention = [pair for pair in attention if fused_attention(pair[1])]
-    sources = [source_of(inside, name) for inside, call in attention for name in call.operands[:3]]
+    calls = [step for step in run if fused_attention(step.instruction)]
+    sources = [source_of(c.computation, o) for c in calls for o in c.instruction.operands[:3]]
     copies = []
     for kernel, inside, times in run:
         makers = (fused_attention(source_of(inside, name)) for name in kernel.operands)

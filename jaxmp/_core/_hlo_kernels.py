@@ -47,9 +47,9 @@ def written(program: Program, step: Step) -> int:
 def results(program: Program, kernel: Instruction) -> list[Instruction]:
     """Returns the instructions that compute the results of a kernel: of a fusion, those inside."""
     inside = program.inside(kernel)
-    root = kernel if inside is None else inside.root
-    is_several = inside is not None and root.opcode == "tuple"
-    return [inside.instructions[name] for name in root.operands] if is_several else [root]
+    if inside is None or inside.root.opcode != "tuple":
+        return [kernel if inside is None else inside.root]
+    return [inside.instructions[name] for name in inside.root.operands]
 
 
 def _read(program: Program, inside: Computation, value: Instruction) -> int:
