@@ -95,6 +95,17 @@ def test_a_split_before_attention_and_the_join_of_its_gradients(project):
     assert "% of the bytes that all kernels move" in note.message
 
 
+@EXPENSIVE
+def test_kernels_in_a_loop_over_layers_count_once_for_each_layer():
+    def layer(x, w):
+        heads = (part.reshape(BATCH, LENGTH, HEADS, -1) for part in split(x, w))
+        return x + jaxmp.dot_product_attention(*heads).reshape(x.shape), None
+
+    fn = jax.grad(lambda w, x: lax.scan(layer, x, w)[0].astype(F32).sum())
+    note = notes(fn, shape(4, WIDTH, 3 * WIDTH), ATTENTION[1])["split_attention"]
+    assert note.count == 2 and bytes_in(note.message) == pytest.approx(16 * ARRAYS, rel=0.01)
+
+
 @pytest.mark.parametrize("project", [three, shortened])
 @fast_cases("three")
 def test_a_matmul_each_has_no_note_even_if_xla_merges_the_matmuls(project):
