@@ -93,13 +93,13 @@ def _copied(program: Program, kernel: Instruction, joins: bool) -> int:
     # XLA merges small matmuls and splits the result, but names these parts after the matmul.
     names = ("concatenate", "pad") if joins else ("slice", "split")
     values = () if inside is None else inside.instructions.values()
-    parts = {v.name: v for v in values if v.op_name.rpartition("/")[2] in names}
+    splits = {v.name: v for v in values if v.op_name.rpartition("/")[2] in names}
     # A part of an array that is not used otherwise is not one of queries, keys and values.
-    if inside is None or sum(len(v.operands) - (v.opcode == "pad") for v in parts.values()) < 2:
+    if inside is None or sum(len(v.operands) - (v.opcode == "pad") for v in splits.values()) < 2:
         return 0
 
     def moved(value: Instruction, is_part: bool = False) -> int:
-        is_split = value.name in parts
+        is_split = value.name in splits
         if value.opcode == "parameter" or not (is_split or value.opcode in _MOVES):
             return value.shapes[0].bytes * (is_part and value.opcode == "parameter")
         operands = (inside.instructions[name] for name in value.operands)
@@ -145,11 +145,11 @@ def _losses(program: Program, run: list[Step], chip: Target) -> Iterator[Note]:
     for sizes, (times, inside, part) in matmuls.items():
         moved = [(step, _touched(program, step, sizes)) for step in run]
         if any(size and _has_softmax(program, step, math.prod(sizes)) for step, size in moved):
-            all_ = sum(size for _, size in moved)
+            total = sum(size for _, size in moved)
             with default_target(chip.name):
-                saved = all_ - _least(inside, part, times)
+                saved = total - _least(inside, part, times)
             text = f"kernels move {times * sizes[0]:,} x {sizes[1]:,} logits and their gradients:"
-            text += f" {bytes_text(all_)}. linear_cross_entropy saves"
+            text += f" {bytes_text(total)}. linear_cross_entropy saves"
             yield STORED_LOGITS, text, [(saved, part)]
 
 
@@ -175,11 +175,8 @@ def _least(inside: Computation, logits: Instruction, times: int) -> int:
     """Returns the bytes that `linear_cross_entropy` moves where another loss moves logits."""
     rows, classes = logits.shapes[0].sizes
     lhs, rhs = (shape_of(inside, name) for name in logits.operands[:2])
-    width, size = (
-        math.isqrt(lhs.elements * rhs.elements // (rows * classes)),
-        lhs.bytes // lhs.elements,
-    )
-    rows *= times
+    width = math.isqrt(lhs.elements * rhs.elements // (rows * classes))
+    rows, size = rows * times, lhs.bytes // lhs.elements
     chunks = -(-rows // chunk_rows(None, rows, classes))
     # FP32 logits are written once and read twice, as are gradients in the dtype of the operands.
     passes = 3 * (4 + size) * rows * classes
