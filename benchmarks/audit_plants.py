@@ -1,4 +1,4 @@
-"""Plants 40 defects in small training steps and audits them, and 20 healthy steps.
+"""Plants 43 defects in small training steps and audits them, and 20 healthy steps.
 
     python benchmarks/audit_plants.py
     python benchmarks/audit_plants.py --out benchmarks/results/audit_plants.json
@@ -7,6 +7,7 @@ Each plant names the check that must report it, at one of the lines that end wit
 part of the fix that must be printed. The same function with that fix applied must lose the finding
 and have no other error, and its results must be closer to FP64 (for the defects that cost time
 alone, this is not measured). The programs run as they are written, without XLA's excess precision.
+Plants with a target are compiled for it by XLA's GPU compiler: pip install -e ".[aot]".
 The healthy steps of `audit_healthy.py` must have no error but those that are listed there as true.
 The exit status is 1 if a plant is missed, a fix does not work, or an error is false.
 """
@@ -62,6 +63,7 @@ class Plant(NamedTuple):
     repeats: number of calls, of which each takes the results of the last one; 0: cost alone.
     low: "bfloat16" or "float16".
     severity: of the finding.
+    target: the GPU that it is compiled for; None if the trace suffices.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Plant(NamedTuple):
     repeats: int
     low: Any
     severity: str
+    target: str | None
 
     @property
     def lines(self) -> set[int]:
@@ -83,10 +86,15 @@ PLANTS: list[Plant] = []
 
 
 def plant(
-    check: str, fix: str, repeats: int = 1, low: Any = BF16, severity: str = "error"
+    check: str,
+    fix: str,
+    repeats: int = 1,
+    low: Any = BF16,
+    severity: str = "error",
+    target: str | None = None,
 ) -> Callable[[Any], Any]:
     def add(build: Any) -> Any:
-        PLANTS.append(Plant(build.__name__, check, fix, build, repeats, low, severity))
+        PLANTS.append(Plant(build.__name__, check, fix, build, repeats, low, severity, target))
         return build
 
     return add
@@ -737,6 +745,54 @@ def wide_weights_of_attention(d):
     return trained(loss, d, inputs(d.wide), labels())
 
 
+def attention_of(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    heads = (part.reshape(4, 128, 2, -1) for part in (q, k, v))
+    return jaxmp.dot_product_attention(*heads).reshape(512, -1)
+
+
+@plant("split_attention", "nn.Dense(width, name=name)(x) for", 0, severity="note", target="h200")
+def queries_keys_and_values_of_one_matmul(d):
+    def loss(p, x):
+        rows = hidden(p, x, d.low)
+        if d.fixed:
+            parts = (rows @ p[name].astype(d.low) for name in "qkv")
+        else:
+            wide = jnp.concatenate([p[name] for name in "qkv"], axis=1)
+            parts = jnp.split(rows @ wide.astype(d.low), 3, axis=1)  # planted
+        return (attention_of(*parts).astype(d.wide) ** 2).mean()
+
+    step, (p, x) = trained(loss, d, inputs(d.wide, 512))
+    kernels = {name: jnp.asarray(normal(n, HIDDEN, 128), d.wide) for n, name in enumerate("qkv")}
+    return step, ({"w": p["w"], **kernels}, x)
+
+
+@plant("recomputed_pass", "Remove nn.remat", 0, severity="note", target="h200")
+def layers_recomputed_although_they_fit(d):
+    def loss(p, x):
+        def block(x):
+            hidden = jax.nn.relu(x @ p["w"].astype(d.low))  # planted
+            return jax.nn.relu(hidden @ p["w"].T.astype(d.low))  # planted
+
+        run = block if d.fixed else jax.checkpoint(block)
+        return (run(run(run(x.astype(d.low)))).astype(d.wide) ** 2).mean()
+
+    step, (p, x) = trained(loss, d, inputs(d.wide, 4096))
+    return step, ({"w": p["w"]}, x)
+
+
+@plant("stored_logits", "linear_cross_entropy(hidden, ", 0, severity="note", target="h200")
+def logits_of_many_classes(d):
+    def loss(p, x, y):
+        rows, head = hidden(p, x, d.low), p["head"].astype(d.low)
+        if d.fixed:
+            return jaxmp.losses.linear_cross_entropy(rows, head, y)
+        return cross_entropy(rows @ head, y, d.wide)  # planted
+
+    step, (p, *batch) = trained(loss, d, inputs(d.wide, 2048), labels(2048))
+    head = jnp.asarray(normal(3, HIDDEN, 2048, scale=HIDDEN**-0.5), d.wide)
+    return step, ({"w": p["w"], "head": head}, *batch)
+
+
 # ---------------------------------------------------------------------------
 # The measurement
 # ---------------------------------------------------------------------------
@@ -785,7 +841,8 @@ def errors_of(case: Plant) -> tuple[float, float]:
 
 def audited(case: Plant, make: Callable[[Plant], Any]) -> jaxmp.typing.AuditReport:
     fn, args = make(case)
-    return jaxmp.audit(fn, *args, recipe="bf16" if case.low == BF16 else "fp16")
+    recipe = "bf16" if case.low == BF16 else "fp16"
+    return jaxmp.audit(fn, *args, recipe=recipe, target=case.target)
 
 
 def audit_problem(case: Plant) -> str:

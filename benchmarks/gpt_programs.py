@@ -36,7 +36,7 @@ from jaxmp._audit._hlo_stats import read_program
 from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Program
-from jaxmp._plan._bound import accessed, kernels
+from jaxmp._core._hlo_kernels import accessed, kernels
 from result_file import parser_of, write_result
 
 TARGET, BATCH = "h200", 8

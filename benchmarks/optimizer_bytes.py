@@ -25,7 +25,7 @@ from jaxmp._audit._compile import compile_for
 from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._hlo import Program
-from jaxmp._plan._bound import accessed, kernels
+from jaxmp._core._hlo_kernels import accessed, kernels
 from result_file import parser_of, write_result
 
 # The leaves of GPT-2 small with one layer, with vectors beside matrices. XLA decides for each leaf

@@ -985,6 +985,27 @@ MUTATIONS = [
         ("test_audit.py::test_a_half_softmax",),
     ),
     Mutation(
+        "the audit takes the parts of matmuls that XLA merged for those of the model",
+        "jaxmp/_audit/_check_speed.py",
+        'else ("slice", "split")',
+        'else ("slice", "split", "dot_general")',
+        ("test_audit_speed.py::test_a_matmul_each_has_no_note_even_if_xla_merges_the_matmuls",),
+    ),
+    Mutation(
+        "the audit advises against a recomputation whose results do not fit the memory",
+        "jaxmp/_audit/_check_speed.py",
+        "has_matmul and size <= free",
+        "has_matmul",
+        ("test_audit_speed.py::test_recomputation_without_a_note",),
+    ),
+    Mutation(
+        "the audit forgets that each chunk of a loss adds to the gradient of the kernel",
+        "jaxmp/_audit/_check_speed.py",
+        "(8 * chunks + 2",
+        "(2",
+        ("test_audit_speed.py::test_chunks_cost_bytes",),
+    ),
+    Mutation(
         "the audit takes an evaluation after the update for the optimizer",
         "jaxmp/_audit/_make_report.py",
         "if not sources.isdisjoint(f.after_gradient)",

@@ -25,6 +25,7 @@ from jaxmp._audit import _check_state as _check_state
 from jaxmp._audit import _check_running_state as _check_running_state
 from jaxmp._audit import _check_compiled as _check_compiled
 from jaxmp._audit import _check_sharding as _check_sharding
+from jaxmp._audit import _check_speed as _check_speed
 from jaxmp._audit import _check_rules as _check_rules
 
 # isort: on

@@ -16,6 +16,7 @@ from jaxmp._core._jaxprs import FORWARD, QUANTIZE
 from jaxmp._core._locations import Location
 from jaxmp._core._matmuls import Matmul
 from jaxmp._core._programs._operations import dot_of, name_of
+from jaxmp._targets import Target
 from jaxmp.fp8._explain import explain_exclusion
 from jaxmp.fp8._scaling import CurrentScaling
 
@@ -48,12 +49,14 @@ class CompiledProgram:
       fp8: (module, pass, file, line) of matmuls that were traced with FP8 operands -> the dtype.
         XLA may remove a cast to FP8 and back, so that the compiled program does not contain it.
       fsdp_axes: the mesh axes that split both parameters and the rows of the batch.
+      chip: the chip that it was compiled for.
     """
 
     rows: Compilation
     traced: tuple[Finding, ...]
     fp8: Mapping[tuple[str, str, str, int], str]
-    fsdp_axes: frozenset[str] = frozenset()
+    fsdp_axes: frozenset[str]
+    chip: Target
 
 
 @FP32_GEMM.on_compiled

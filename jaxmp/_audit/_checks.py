@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from jaxmp._audit._program import OpOccurrence
 from jaxmp._audit._rows import ERROR as ERROR
+from jaxmp._audit._rows import NOTE as NOTE
 from jaxmp._audit._rows import WARNING as WARNING
 from jaxmp._audit._rows import Finding
 from jaxmp._core._jaxprs import Atom, Equation, Path
@@ -25,7 +26,8 @@ class Check:
       id: its name in findings, such as "fp32_matmul".
       explanation: what it reports, for `docs/audit.md`.
       fix: the remedy, as code. A function may report a more specific one.
-      severity: "error" or "warning". A function may report a warning for a check that is an error.
+      severity: "error", "warning" or "note". A function may report a warning for a check that is an
+        error.
       needs_target: "no" if the traced program suffices, "yes" if only a compiled program shows the
         defect, or the circumstances in which a compiled program is needed.
       includes_optimizer: True if it also applies to the optimizer's operations: those that read
@@ -81,7 +83,7 @@ class Check:
 
 
 # Id -> check, in the order of the imports in `jaxmp/_audit/__init__.py`. Findings of one severity
-# are sorted by it.
+# are sorted by it, except for notes.
 CHECKS: dict[str, Check] = {}
 
 # Primitive -> functions.

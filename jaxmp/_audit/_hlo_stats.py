@@ -50,7 +50,7 @@ def _update(program: Program, in_optimizer: list[bool]) -> tuple[int, int, int]:
         moved += sum(shape.bytes for name in incoming for shape in entry.instructions[name].shapes)
         moved += sum(shape.bytes for shape in _written(program, kernel))
         for name in incoming:
-            source = _source(entry, name)
+            source = source_of(entry, name)
             if source.opcode != "parameter" and source.name not in kernels:
                 inputs |= {(name, shape): None for shape in _arrays(entry, name)}
     # Each donated array is read and written. Other arrays, such as gradients, are read.
@@ -77,7 +77,7 @@ def _written(program: Program, kernel: Instruction) -> tuple[Shape, ...]:
     return kernel.shapes if inside is None else inside.root.shapes
 
 
-def _source(computation: Computation, name: str) -> Instruction:
+def source_of(computation: Computation, name: str) -> Instruction:
     """Returns the instruction that computes a value, ignoring those that move no memory."""
     instruction = computation.instructions[name]
     while instruction.operands and (
@@ -89,12 +89,12 @@ def _source(computation: Computation, name: str) -> Instruction:
 
 def _add_writers(entry: Computation, name: str, kernels: dict[str, Instruction]) -> None:
     """Adds the kernel that computes a result, and for a copy also the kernel of the original."""
-    instruction = _source(entry, name)
+    instruction = source_of(entry, name)
     while instruction.opcode not in _FREE and instruction.name not in kernels:
         kernels[instruction.name] = instruction
         if instruction.opcode != "copy":
             return
-        instruction = _source(entry, instruction.operands[0])
+        instruction = source_of(entry, instruction.operands[0])
 
 
 _UNKNOWN_LOOPS = (
@@ -226,12 +226,18 @@ def read_program(
             *((_UNKNOWN_LOOPS.format(endless),) if endless else ()),
             *_chip_notes(compiled.chip, memory, gemms),
         ),
+        origins,
     )
+
+
+def required_bytes(memory: MemoryRow) -> int:
+    """Returns the bytes that a program requires on each device."""
+    return memory.arguments + memory.outputs - memory.aliased + memory.temporary
 
 
 def _chip_notes(chip: Target, memory: MemoryRow, gemms: list[GemmRow]) -> Iterator[str]:
     """Yields how a program exceeds what a chip has."""
-    total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
+    total = required_bytes(memory)
     if total > chip.usable:
         has = f"{chip.kind} has {bytes_text(chip.memory)}"
         has += f", of which JAX allocates {bytes_text(chip.usable)}" * (chip.usable < chip.memory)

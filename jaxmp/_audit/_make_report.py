@@ -14,13 +14,13 @@ from jax.extend.core import JaxprEqn
 from jaxmp._audit._auditor import Auditor
 from jaxmp._audit._check_compiled import CompiledProgram
 from jaxmp._audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
-from jaxmp._audit._checks import CHECKS, ERROR, ON_COMPILED, ON_PROGRAM, WARNING, PendingFinding
+from jaxmp._audit._checks import CHECKS, ON_COMPILED, ON_PROGRAM, WARNING, PendingFinding
 from jaxmp._audit._compile import Compiled
 from jaxmp._audit._dataflow import Update
 from jaxmp._audit._hlo_collectives import axis_names
 from jaxmp._audit._hlo_stats import read_program
 from jaxmp._audit._report import AuditReport
-from jaxmp._audit._rows import Finding, MatmulRow, merged
+from jaxmp._audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._audit._trace import Traced
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._jaxprs import Path, inners
@@ -141,9 +141,10 @@ def make_report(
             for (names, phase, line), dtype in auditor.fp8.items()
         }
         axes = _fsdp_axes(compiled, traced)
-        program = CompiledProgram(compilation, tuple(findings), fp8, axes)
+        program = CompiledProgram(compilation, tuple(findings), fp8, axes, compiled.chip)
         findings += [f for function in ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
+        del rows["origins"]
     recipe, definition = auditor.context.recipe, _definition(function)
     notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(target, recipe))
     findings = [_with_line(finding, definition) for finding in findings]
@@ -290,9 +291,10 @@ def _definition(function: Callable[..., Any]) -> tuple[str, int]:
     return ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
 
 
-def _sort_key(finding: Finding) -> tuple[bool, int, int]:
-    """Sorts errors before warnings, then by check and by FLOPs."""
-    return finding.severity != ERROR, list(CHECKS).index(finding.check), -finding.flops
+def _sort_key(finding: Finding) -> tuple[int, int, int]:
+    """Sorts errors before warnings, then by check and by FLOPs; notes keep their order."""
+    order = SEVERITIES.index(finding.severity)
+    return order, order < 2 and list(CHECKS).index(finding.check), -finding.flops
 
 
 # ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax
 
 from jaxmp import __version__
-from jaxmp._audit._checks import CHECKS, ERROR, WARNING
+from jaxmp._audit._checks import CHECKS, ERROR, NOTE, WARNING
 from jaxmp._audit._rows import AttentionRow, CollectiveRow, Finding, GemmRow, MatmulRow, MemoryRow
 from jaxmp._core._messages import did_you_mean
 from jaxmp._report._section import (
@@ -62,7 +62,7 @@ class AuditReport(Report):
       equations: number of operations of the program.
       gpu: the GPUs that it was compiled for; "" without `target`. Then `gemms`, `memory`,
         `attention` and `collectives` are empty.
-      findings: errors first, then by check and by FLOPs.
+      findings: errors first, then warnings, by check and by FLOPs; then notes, by bytes.
       matmuls: FLOPs per module, pass and operand dtypes.
       gemms: the matmuls of the GPU and their dtypes.
       memory: bytes on each device, and the bytes that the optimizer update moves.
@@ -453,6 +453,7 @@ def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
         _matmuls(report),
         compiled_matmuls(kernels),
         memory(report.memory),
+        *finding_sections("Speed", [[f] for f in report.findings if f.severity == NOTE], "Faster"),
     ]
     if full:
         sections += [

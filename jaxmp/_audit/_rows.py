@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-ERROR, WARNING = "error", "warning"
+SEVERITIES = ERROR, WARNING, NOTE = "error", "warning", "note"
 
 Row = TypeVar("Row", bound=Any)
 
@@ -50,7 +50,8 @@ class Finding(Located):
 
     Args:
       check: id of the check, such as "fp32_matmul".
-      severity: "error" for a defect that should be fixed, "warning" for a fact worth knowing.
+      severity: "error" for a defect that should be fixed, "warning" for a fact worth knowing,
+        "note" for a form of the program that is faster.
       module: the module path; "" for the root and for code outside of modules.
       primitive: the operation, as a jaxpr prints it; "" for a finding about an argument or a rule.
       file: path of the user's source file; "" if it is not known.
@@ -241,3 +242,5 @@ class Compilation(NamedTuple):
     collectives: tuple[CollectiveRow, ...]
     memory: MemoryRow
     notes: tuple[str, ...]
+    # `Origins` of the program, for the checks.
+    origins: Any

@@ -1,16 +1,17 @@
-"""Roofline of a compiled program: its kernels, their bytes, and the least time that they take."""
+"""Roofline of a compiled program: the least time that its kernels take."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jaxmp._audit._compile import Compiled
 from jaxmp._audit._hlo_collectives import collective_name, sent_arrays
 from jaxmp._audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts
 from jaxmp._audit._hlo_stats import fused_attention
-from jaxmp._core._hlo import Computation, Instruction, Program, Shape, Step
+from jaxmp._core._hlo import Program
+from jaxmp._core._hlo_kernels import accessed, kernels
 from jaxmp._core._jaxprs import BACKWARD
 from jaxmp._targets import Target
 
@@ -100,74 +101,3 @@ def _attention_rate(row: Any, chip: Target) -> float:
 def _peak(dtype: str, chip: Target) -> float:
     name = "float8_e4m3fn" if dtype == "float8" else dtype
     return chip.peak.get(name) or chip.peak.get("float32") or chip.peak["bfloat16"]
-
-
-# ---------------------------------------------------------------------------
-# Kernels
-# ---------------------------------------------------------------------------
-
-_NO_KERNEL = frozenset(
-    ("after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "parameter")
-) | {"tuple", "while"}
-_SLICES = ("dynamic-slice", "gather", "slice")
-
-
-def kernels(program: Program) -> Iterator[Step]:
-    """Yields the kernels that the program starts, including those in loops and branches."""
-    for step in program.steps():
-        opcode = step.instruction.opcode
-        if opcode not in _NO_KERNEL and not opcode.endswith("-done"):
-            yield step
-
-
-def accessed(program: Program, step: Step) -> int:
-    """Returns the bytes that one run of a kernel reads and writes, without the effect of caches.
-
-    If a kernel slices an array or updates it in place, only the accessed part counts.
-    """
-    kernel = step.instruction
-    if kernel.opcode in ("copy-start", "slice-start"):
-        # Of a TPU, between its memories. The results are the target, the source and a context.
-        return min(shape.bytes for shape in kernel.shapes[:2])
-    operands = [step.computation.instructions[name] for name in kernel.operands]
-    inside = program.inside(kernel)
-    if inside is None:
-        reads = sum(_bytes(operand.shapes) for operand in operands)
-        return reads + _written(step.computation, kernel)
-    arguments = inside.parameters
-    reads = sum(_read(program, inside, arguments[n]) for n in range(len(operands)))
-    root = inside.root
-    results = [inside.instructions[n] for n in root.operands] if root.opcode == "tuple" else [root]
-    return reads + sum(_written(inside, result) for result in results)
-
-
-def _read(program: Program, inside: Computation, value: Instruction) -> int:
-    """Returns the bytes of an argument of a fused kernel that the kernel reads."""
-    parts = 0
-    for reader in program.readers(inside, value.name):
-        if reader.opcode == "bitcast":
-            parts += _read(program, inside, reader)
-        elif reader.opcode in _SLICES and reader.operands[0] == value.name:
-            parts += _bytes(reader.shapes)
-        elif reader.opcode == "fusion" and (nested := program.inside(reader)) is not None:
-            numbers = (n for n, name in enumerate(reader.operands) if name == value.name)
-            parts += sum(_read(program, nested, nested.parameters[n]) for n in numbers)
-        elif reader.opcode != "dynamic-update-slice" or reader.operands[0] != value.name:
-            return _bytes(value.shapes)
-    return min(parts, _bytes(value.shapes))
-
-
-def _written(inside: Computation, result: Instruction) -> int:
-    """Returns the bytes of a result that are written, without the workspace of library calls."""
-    if result.opcode in ("bitcast", "get-tuple-element"):
-        source = inside.instructions[result.operands[0]]
-        return _written(inside, source) if source.opcode != "tuple" else _bytes(result.shapes)
-    if result.opcode == "dynamic-update-slice":
-        return _bytes(inside.instructions[result.operands[1]].shapes)
-    if result.opcode == "custom-call" and len(result.shapes) > 1:
-        return _bytes(shape for shape in result.shapes if shape.dtype not in ("int8", "uint8"))
-    return _bytes(result.shapes)
-
-
-def _bytes(shapes: Iterable[Shape]) -> int:
-    return sum(shape.bytes for shape in shapes if not shape.is_on_chip)

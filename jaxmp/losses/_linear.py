@@ -139,7 +139,7 @@ def linear_cross_entropy(
     per_row = reduction == "none"
     layer = _Layer(
         terms,
-        _chunk_rows(chunk, math.prod(rows), size),
+        chunk_rows(chunk, math.prod(rows), size),
         transposed,
         precision,
         stored,
@@ -263,7 +263,7 @@ def _check_logits_dtype(dtype: DTypeLike | None, hidden: DTypeLike) -> np.dtype:
 _LOGITS_BYTES, _LOGITS_BYTES_ON_CPU = 2.2e9, 2**27
 
 
-def _chunk_rows(chunk: int | None, rows: int, classes: int) -> int:
+def chunk_rows(chunk: int | None, rows: int, classes: int) -> int:
     """Returns the number of rows per chunk, with chunks of equal size to minimize padding."""
     if chunk is None:
         most = _LOGITS_BYTES_ON_CPU
