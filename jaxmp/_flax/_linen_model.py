@@ -128,7 +128,8 @@ def explain_model(
         # The share itself is reported.
         warnings.simplefilter("ignore", RecipeWarning)
         traced, _ = trace(wrapped.init, (rngs, *args), kwargs)
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.closed.out_avals]
+        avals: list[Any] = traced.closed.out_avals
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         variables = traced.results(shapes)
         call = functools.partial(wrapped.apply, rngs=rngs, mutable=DenyList("params"))
         share = low_precision_share(call, variables, *args, **kwargs)

@@ -161,7 +161,7 @@ def forward(
     soft = jnp.issubdtype(labels.dtype, jnp.floating)
     if target() == "gpu" and not soft and not terms.label_smoothing:
         top, *totals = _sums_in_one_pass(raised, jnp.where(hits == 0, zero, raised))
-        sums = dict(zip(("exp", "hit"), totals, strict=True))
+        sums: dict[str, jax.Array] = dict(zip(("exp", "hit"), totals, strict=True))
     else:
         # The maximum is exact in the dtype of the logits. The loss does not depend on `top`, so
         # its gradient can be stopped.
