@@ -294,7 +294,9 @@ def counts(recipe, framework, model=COMPILED):
 @EXPENSIVE
 def test_both_frameworks_compile_to_the_same_kernels():
     linen, in_nnx = (counts("bf16", framework) for framework in FRAMEWORKS)
-    assert linen._replace(framework="nnx") == in_nnx
+    # XLA places the buffers in another order.
+    assert abs(linen.temporary / in_nnx.temporary - 1) < 1e-3
+    assert linen._replace(framework="nnx", temporary=in_nnx.temporary) == in_nnx
     # All matmuls in BF16; attention without a dense bias, once for each layer.
     assert linen.matmuls.keys() == {"bfloat16 x bfloat16"}
     assert linen.attention == dict.fromkeys(FUSED, COMPILED.layers)

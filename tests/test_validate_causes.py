@@ -230,7 +230,7 @@ def test_float16_overflow():
     report = run(
         Perceptron(),
         ["fp16"],
-        lambda model, x: squared_error(model, 3e4 * x),
+        lambda model, x: squared_error(model, 1e5 * x),
         (64, 8),
         optax.adam(1e-3),
     )
