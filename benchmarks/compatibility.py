@@ -51,6 +51,7 @@ from rich import progress
 import jaxmp
 from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Model, Nnx
 from compatibility_scripts import PORTS
+from jaxmp._core._matmuls import WIDENED_MATMUL
 from result_file import commit_of, parser_of, table, write_result
 from script_ports import AUTHOR_BF16, AUTHOR_FP16, PLAIN, Losses, Port, compare, lines_of
 
@@ -104,6 +105,10 @@ def _products(jaxpr: Any, outer: str) -> Iterator[tuple[str, str, str]]:
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
             lhs, rhs = (str(operand.aval.dtype) for operand in equation.invars[:2])
             yield path, lhs, rhs
+        if equation.params.get("name") == WIDENED_MATMUL:
+            # XLA for CPU converts 16-bit operands of a matmul with an FP32 result in any case.
+            yield path, *(str(operand.aval.dtype) for operand in equation.invars[:2])
+            continue
         params = list(equation.params.values())
         for inner in jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(inner, "jaxpr", inner)

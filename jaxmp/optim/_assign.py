@@ -136,13 +136,13 @@ def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree
     if all(old is new for old, new in leaves):
         return params, opt_state
     collections = _trees.has_collections(params)
-    given = {path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
+    by_path = {path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
 
     def take(node: MasterParamsState) -> MasterParamsState:
         masters = []
         for _, path, master in node.values():
-            if not is_16bit(given[path].dtype):
-                new = _master.make_master(given[path], node.layout.master)
+            if not is_16bit(by_path[path].dtype):
+                new = _master.make_master(by_path[path], node.layout.master)
                 is_placed = _master.is_committed(master) and not isinstance(new, Tracer)
                 master = jax.device_put(new, master.sharding) if is_placed else new
             masters.append(master)
