@@ -82,8 +82,8 @@ python benchmarks/run_gpu.py --continue-from results/gpu_results.tar.gz --out mo
   is complete at any time: a call that is killed loses at most ten seconds. On a fresh machine,
   `--continue-from` continues the archive of an earlier call.
 - The first call, of eight minutes, shows which kernels take the time of a GPT-2 step, which form of
-  the loss is the fastest, and the step beside PyTorch's. The second compares bf16 with TF32, FP32
-  and FP8.
+  the loss is the fastest, the step beside PyTorch's, and bf16 beside TF32 and FP32. The second
+  compares FP8 with bf16.
 - The archive contains the kernels that XLA chose by timing them, so that a later call on the same
   kind of GPU and version of JAX compiles faster.
 - A job that was interrupted runs again in the next call and keeps its results; one that failed, or
