@@ -12,8 +12,9 @@ import jax, jax.numpy as jnp, numpy as np, optax
 import gpt, jaxmp
 
 plain_attention = gpt.causal_attention
-def causal_attention(qkv, heads):
-    return plain_attention(qkv * [scale], heads)
+def causal_attention(q, k, v, heads):
+    q, k, v = jnp.stack([q, k, v]) * [scale]
+    return plain_attention(q, k, v, heads)
 
 model = jaxmp.load_recipe("bf16").wrap(gpt.SIZES["gpt2"])
 tx = optax.adamw(6e-4)

@@ -37,7 +37,8 @@ def assert_equal_up_to_the_grouping(losses, reference):
 
     Groupings differ less from each other than from the run without groups (1.1 to 2.9 times their
     RMS distance to their mean). So the second limit is the stricter one: the RMS distance to the
-    mean of the groupings must be within twice that of the groupings.
+    mean of the groupings must be within twice that of the groupings. With tensor parallelism, it is
+    three times, because sums of activations over devices are rounded to bfloat16 as well.
     """
     one_device, groupings = reference
     mean = groupings.mean(0)
@@ -46,7 +47,7 @@ def assert_equal_up_to_the_grouping(losses, reference):
         for center in (one_device, mean):
             difference, spread = rms(np.array(run) - center), rms(groupings - center)
             print(f"{name}: difference {difference:.2e}, spread {spread:.2e}")
-            assert 0 < difference <= 2 * spread, name
+            assert 0 < difference <= (3 if "TP" in name else 2) * spread, name
 
 
 @pytest.mark.slow
