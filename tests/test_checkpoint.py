@@ -916,6 +916,19 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["1", "2", "3"]
 
 
+def test_the_next_save_names_the_step_that_a_killed_process_left(tmp_path, caplog):
+    state = {"w": jnp.zeros(2)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state, recipe="fp32")
+    assert not caplog.messages
+    (tmp_path / "2.orbax-checkpoint-tmp").mkdir()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, state, recipe="fp32")
+    (message,) = (row.message for row in caplog.records if row.name == "jaxmp.checkpoint")
+    assert "saved step 2" in message and message.endswith("Complete steps: 1.")
+    assert sorted(os.listdir(tmp_path)) == ["1", "3"]
+
+
 def test_the_lock_of_a_killed_process_is_replaced(tmp_path):
     lock, state = tmp_path / "jaxmp_writer", {"w": jnp.zeros(2)}
     lock.write_text("Process 1 on elsewhere (since 2026-01-01 00:00:00)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from jaxmp.checkpoint._handler import ITEM, SaveState, StateHandler
 from jaxmp.checkpoint._lock import acquire_lock, release_lock
 from jaxmp.errors import CheckpointError
 
+_log = logging.getLogger("jaxmp.checkpoint")
 # Names in the directory of a run.
 _LOCK = "jaxmp_writer"
 _DELETED = "deleted_steps"
@@ -47,6 +49,19 @@ def complete_steps(directory: epath.Path) -> list[int]:
         if re.fullmatch(r"\d+", path.name)
         and (not is_store or (path / "commit_success.txt").exists())
     )
+
+
+def _log_incomplete(directory: epath.Path) -> None:
+    """Names the steps whose save was interrupted, of which orbax deletes the files."""
+    names = (re.match(r"(\d+)\.orbax-checkpoint-tmp", path.name) for path in directory.iterdir())
+    if steps := sorted({int(name[1]) for name in names if name}):
+        _log.warning(
+            "The process that saved step %s in %s was killed before it was complete, for example "
+            "by SIGTERM. Complete steps: %s.",
+            ", ".join(map(str, steps)),
+            directory,
+            ", ".join(map(str, saved_order(directory, complete_steps(directory))[-5:])) or "none",
+        )
 
 
 def saved_order(directory: epath.Path, steps: Iterable[int]) -> list[int]:
@@ -113,12 +128,15 @@ class Writer(ocp.CheckpointManager):
         self._unlock: Callable[[], object] = lambda: None
         registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
         registry.add(ITEM, SaveState, StateHandler())
+        is_first = self._lock(directory)
+        if is_first and jax.process_index() == 0:
+            _log_incomplete(directory)
         super().__init__(
             directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=_LastSaved(directory, keep),
                 # Directories of interrupted saves. Another object of this process may be saving.
-                cleanup_tmp_directories=self._lock(directory),
+                cleanup_tmp_directories=is_first,
                 lightweight_initialize=True,
                 # An interrupted deletion must not leave an incomplete step.
                 todelete_subdir=_DELETED,
