@@ -643,7 +643,7 @@ MUTATIONS = [
     Mutation(
         "FP32 values that replace parameters are rounded to 16 bits",
         "jaxmp/optim/_assign.py",
-        "            if not is_16bit(given[path].dtype):",
+        "            if not is_16bit(by_path[path].dtype):",
         "            if False:",
         ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
     ),
