@@ -1154,6 +1154,27 @@ MUTATIONS = [
     ),
     # Several devices.
     Mutation(
+        "sums of exponentials are joined without the difference of their maxima",
+        "jaxmp/losses/_softmax.py",
+        "left[1] + right[1] * factor)",
+        "left[1] + right[1])",
+        ("test_losses.py::test_one_pass_over_the_logits_has_the_sums_of_two",),
+    ),
+    Mutation(
+        "float16 logits are stored without the factor that extends their range",
+        "jaxmp/losses/_linear.py",
+        "factor = np.array(2.0**-8, wide)",
+        "factor = np.array(1.0, wide)",
+        ("test_losses.py::test_forms_of_stored_logits_agree_beyond_the_range_of_float16",),
+    ),
+    Mutation(
+        "chunks of the loss ignore the memory of the chip",
+        "jaxmp/losses/_linear.py",
+        "(target_memory() or math.inf) / 16",
+        "math.inf",
+        ("test_losses.py::test_chunks_follow_the_memory_of_the_chip",),
+    ),
+    Mutation(
         "weight gradients keep the dtype of their matmul",
         "jaxmp/_fp32_gradients/_derivatives.py",
         "    chosen = (asked & possible) - narrow\n",
