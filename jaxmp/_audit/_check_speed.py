@@ -33,7 +33,7 @@ RECOMPUTED_PASS = _NoteCheck(
 )
 STORED_LOGITS = _NoteCheck(
     id="stored_logits",
-    explanation="A loss reads and writes stored logits of 1,024 or more classes too often in FP32.",
+    explanation="A loss stores logits of 1,024 or more classes, which several kernels read.",
     fix="loss = jaxmp.losses.linear_cross_entropy(hidden, kernel, labels)",
 )
 

@@ -279,7 +279,10 @@ def _check_outside(node: PyTree) -> None:
                 f"state or its parameters. {fix}"
             )
     if fronts:
-        message = "A transformation in front of the recipe's optimizer may hide overflows from it."
+        message = (
+            "A transformation in front of the recipe's optimizer may hide overflows from it, as "
+            "optax.clip does; optax.clip_by_global_norm does not."
+        )
         warnings.warn(f"{message} {fix}", RecipeWarning, stacklevel=5)
 
 
