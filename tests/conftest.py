@@ -19,6 +19,7 @@ import pytest
 
 from gpu_compiler import needs_compiler
 from grids import mark_expensive_cases
+from jaxmp._loss_scale import _use
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
@@ -146,6 +147,15 @@ def getkey():
         return fresh
 
     return split
+
+
+@pytest.fixture(autouse=True)
+def forget_gradients():
+    """Drops warnings of float16 gradients that would come when NNX's traces are collected."""
+    yield
+    for warning in list(_use._gradients.values()):
+        if warning is not None:
+            warning.detach()
 
 
 @pytest.fixture(autouse=True, scope="module")
