@@ -66,7 +66,7 @@ test-all: $(STAMP)/dev
 test-lowest: | $(BIN)/python
 	pins=$$($(BIN)/python .ci/lowest.py $(LOWEST)) && \
 	$(BIN)/python -m pip install --quiet --editable ".[$(subst $(SPACE),$(COMMA),$(LOWEST))]" $$pins
-	$(BIN)/python -c "import jaxmp, jaxmp.cli, jaxmp.errors, jaxmp.fp8, jaxmp.losses, jaxmp.nnx, jaxmp.optim, jaxmp.typing"
+	$(BIN)/python -c "import jaxmp, jaxmp._tools.cli, jaxmp.errors, jaxmp.fp8, jaxmp.losses, jaxmp.nnx, jaxmp.optim, jaxmp.typing"
 	$(BIN)/jaxmp show bf16 >/dev/null
 	$(BIN)/jaxmp audit examples/train_lm.py:make_step --recipe bf16 >/dev/null
 	$(BIN)/python examples/five_lines.py

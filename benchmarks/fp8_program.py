@@ -27,11 +27,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp import PolicyMap, _overwritten, fp8, functional
-from jaxmp._audit._compile import compile_for
-from jaxmp._audit._trace import trace
+from jaxmp import PolicyMap, fp8, functional
 from jaxmp._core import _compat
-from jaxmp._core._hlo import Program
+from jaxmp._tools.audit._trace import trace
+from jaxmp._tools.hlo import Program
+from jaxmp._tools.hlo._compile import compile_for
+from jaxmp.fp8 import _overwritten
 from result_file import parser_of, write_result
 
 TOKENS, WIDTH, HIDDEN, BLOCKS = 4096, 2048, 8192, 3

@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import jax
 
 import gpt
-from jaxmp._audit._compile import GPUS, compile_for
-from jaxmp._audit._hlo_stats import read_program
-from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
-from jaxmp._core._hlo import Program
-from jaxmp._core._hlo_kernels import accessed, kernels
+from jaxmp._tools.audit._hlo_stats import read_program
+from jaxmp._tools.audit._trace import trace
+from jaxmp._tools.hlo import Program
+from jaxmp._tools.hlo._compile import GPUS, compile_for
+from jaxmp._tools.hlo._kernels import accessed, kernels
 from result_file import parser_of, write_result
 
 TARGET, BATCH = "h200", 8

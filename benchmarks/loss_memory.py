@@ -30,8 +30,8 @@ import optax
 from jax.sharding import SingleDeviceSharding
 
 from jaxmp import losses
-from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core import _compat
+from jaxmp._tools.hlo._compile import GPUS, describe
 from result_file import parser_of, write_result
 from workload_sizes import WORKLOADS
 

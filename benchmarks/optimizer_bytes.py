@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
-from jaxmp._audit._compile import compile_for
-from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
-from jaxmp._core._hlo import Program
-from jaxmp._core._hlo_kernels import accessed, kernels
+from jaxmp._tools.audit._trace import trace
+from jaxmp._tools.hlo import Program
+from jaxmp._tools.hlo._compile import compile_for
+from jaxmp._tools.hlo._kernels import accessed, kernels
 from result_file import parser_of, write_result
 
 # The leaves of GPT-2 small with one layer, with vectors beside matrices. XLA decides for each leaf

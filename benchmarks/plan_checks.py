@@ -42,8 +42,8 @@ import plan_llama
 import train_step
 import workload_sizes
 from gpu_record import archived
-from jaxmp._plan._programs import Program
-from jaxmp._targets import TARGETS, get_target
+from jaxmp._core._targets import TARGETS, get_target
+from jaxmp._tools.plan._programs import Program
 from result_file import write_result
 
 # ---------------------------------------------------------------------------

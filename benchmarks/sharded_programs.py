@@ -55,9 +55,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._audit._compile import _WITHOUT_GPU as WITHOUT_GPU
-from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core._compat import described_gpus
+from jaxmp._tools.hlo._compile import _WITHOUT_GPU as WITHOUT_GPU
+from jaxmp._tools.hlo._compile import GPUS, describe
 from result_file import parser_of, table
 
 FRAMEWORKS = ("Linen", "NNX")

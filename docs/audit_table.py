@@ -1,8 +1,8 @@
-"""Writes the table of checks into docs/audit.md, from the registry in jaxmp/_audit/_checks.py."""
+"""Writes the table of checks of jaxmp/_tools/audit/_checks.py into docs/audit.md."""
 
 from pathlib import Path
 
-from jaxmp._audit._checks import CHECKS, Check
+from jaxmp._tools.audit._checks import CHECKS, Check
 
 PAGE = Path(__file__).with_name("audit.md")
 

@@ -1,8 +1,8 @@
-"""Writes the table of chips into docs/choose.md, from the table in jaxmp/_targets.py."""
+"""Writes the table of chips into docs/choose.md, from the table in jaxmp/_core/_targets.py."""
 
 from pathlib import Path
 
-from jaxmp._targets import TARGETS, Target
+from jaxmp._core._targets import TARGETS, Target
 
 PAGE = Path(__file__).with_name("choose.md")
 FORMATS = {

@@ -9,33 +9,34 @@ import typing as _typing
 
 from jaxmp import errors, fp8, functional, optim, typing
 from jaxmp._core._messages import missing_dependency as _missing_dependency
-from jaxmp._loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from jaxmp._core._targets import default_target
+from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
+from jaxmp._gradients._loss_scale import NoLossScale, StaticLossScale
+from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy, get_policy
+from jaxmp._policies._recipe import Recipe, list_recipes, load_recipe
 from jaxmp._policies._rules import Rule
-from jaxmp._recipe import Recipe, list_recipes, load_recipe
-from jaxmp._recipe_files._load import PolicyMap
-from jaxmp._sharding import state_shardings
-from jaxmp._targets import default_target
 from jaxmp.errors import JaxmpError
 from jaxmp.optim._find import get_loss_scale, get_master_params
+from jaxmp.optim._shardings import state_shardings
 from jaxmp.optim._skipped_steps import check, get_skip_stats
 
 if _typing.TYPE_CHECKING:
     from jaxmp import checkpoint, losses, nnx
     from jaxmp._attention import dot_product_attention
     from jaxmp._attention._layer import attention_fn
-    from jaxmp._audit import audit
     from jaxmp._autocast import autocast, full_precision
-    from jaxmp._doctor import doctor
-    from jaxmp._explain import explain
     from jaxmp._flax._register import register_layer
-    from jaxmp._gradients import grad, value_and_grad
-    from jaxmp._memory import estimate_memory
-    from jaxmp._nonfinite import locate_nonfinite
-    from jaxmp._plan import plan
-    from jaxmp._statistics import with_stats
-    from jaxmp._train_state import TrainState
-    from jaxmp._validate import Budget, TrainingRun, validate
+    from jaxmp._flax._train_state import TrainState
+    from jaxmp._gradients._value_and_grad import grad, value_and_grad
+    from jaxmp._tools.audit import audit
+    from jaxmp._tools.doctor import doctor
+    from jaxmp._tools.explain import explain
+    from jaxmp._tools.memory import estimate_memory
+    from jaxmp._tools.nonfinite import locate_nonfinite
+    from jaxmp._tools.plan import plan
+    from jaxmp._tools.stats import with_stats
+    from jaxmp._tools.validate import Budget, TrainingRun, validate
 
 __all__ = [
     "Budget",
@@ -90,23 +91,23 @@ _LAZY = {
     "autocast": ("jaxmp._autocast", "jax", "jaxmp.autocast", ""),
     "dot_product_attention": ("jaxmp._attention", "jax", "jaxmp.dot_product_attention", ""),
     "full_precision": ("jaxmp._autocast", "jax", "jaxmp.full_precision", ""),
-    "grad": ("jaxmp._gradients", "jax", "jaxmp.grad", ""),
+    "grad": ("jaxmp._gradients._value_and_grad", "jax", "jaxmp.grad", ""),
     "losses": ("jaxmp.losses", "jax", "jaxmp.losses", ""),
-    "value_and_grad": ("jaxmp._gradients", "jax", "jaxmp.value_and_grad", ""),
-    "audit": ("jaxmp._audit", "jax", "jaxmp.audit", ""),
+    "value_and_grad": ("jaxmp._gradients._value_and_grad", "jax", "jaxmp.value_and_grad", ""),
+    "audit": ("jaxmp._tools.audit", "jax", "jaxmp.audit", ""),
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
-    "doctor": ("jaxmp._doctor", "jax", "jaxmp.doctor", ""),
-    "estimate_memory": ("jaxmp._memory", "jax", "jaxmp.estimate_memory", ""),
-    "explain": ("jaxmp._explain", "jax", "jaxmp.explain", ""),
-    "locate_nonfinite": ("jaxmp._nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
+    "doctor": ("jaxmp._tools.doctor", "jax", "jaxmp.doctor", ""),
+    "estimate_memory": ("jaxmp._tools.memory", "jax", "jaxmp.estimate_memory", ""),
+    "explain": ("jaxmp._tools.explain", "jax", "jaxmp.explain", ""),
+    "locate_nonfinite": ("jaxmp._tools.nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
-    "plan": ("jaxmp._plan", "jax", "jaxmp.plan", ""),
+    "plan": ("jaxmp._tools.plan", "jax", "jaxmp.plan", ""),
     "register_layer": ("jaxmp._flax._register", "flax", "jaxmp.register_layer", "flax"),
-    "TrainState": ("jaxmp._train_state", "flax", "jaxmp.TrainState", "flax"),
-    "Budget": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
-    "TrainingRun": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
-    "validate": ("jaxmp._validate", "flax", "jaxmp.validate", "flax"),
-    "with_stats": ("jaxmp._statistics", "jax", "jaxmp.with_stats", ""),
+    "TrainState": ("jaxmp._flax._train_state", "flax", "jaxmp.TrainState", "flax"),
+    "Budget": ("jaxmp._tools.validate", "flax", "jaxmp.validate", "flax"),
+    "TrainingRun": ("jaxmp._tools.validate", "flax", "jaxmp.validate", "flax"),
+    "validate": ("jaxmp._tools.validate", "flax", "jaxmp.validate", "flax"),
+    "with_stats": ("jaxmp._tools.stats", "jax", "jaxmp.with_stats", ""),
 }
 
 

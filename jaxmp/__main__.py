@@ -5,7 +5,7 @@ import sys
 from jaxmp.errors import MissingDependencyError
 
 try:
-    from jaxmp.cli import main as run
+    from jaxmp._tools.cli import main as run
 except MissingDependencyError as error:
     sys.exit(f"jaxmp: {error}")
 

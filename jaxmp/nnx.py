@@ -9,12 +9,12 @@ from typing import Any
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from jaxmp import _gradients
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
 from jaxmp._flax._nnx_optimizer import EMA, Optimizer
-from jaxmp._loss_scale import LossScaleLike
+from jaxmp._gradients import _value_and_grad
+from jaxmp._gradients._loss_scale import LossScaleLike
 
 __all__ = [
     "EMA",
@@ -81,7 +81,7 @@ def value_and_grad(
         )
     gradient = Gradient(fn, argnums, has_aux, trained(wrt))
     options = {"loss_scale": loss_scale, **options}
-    _gradients.value_and_grad(fn, **options)  # Checks the options before the first call.
+    _value_and_grad.value_and_grad(fn, **options)  # Checks the options before the first call.
 
     @functools.wraps(fn, updated=())
     def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxmp._loss_scale import LossScaleLike
+from jaxmp._gradients._loss_scale import LossScaleLike
+from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._policy import PolicyLike
-from jaxmp._recipe_files._load import RecipeLike
-from jaxmp._recipe_files._scaling_table import ScalingLike
+from jaxmp._policies._scaling_table import ScalingLike
 
 if TYPE_CHECKING:
-    from jaxmp._audit import AuditReport
-    from jaxmp._explain import Explanation
-    from jaxmp._memory import MemoryEstimate
-    from jaxmp._nonfinite import NonfiniteReport
-    from jaxmp._plan import PlanReport
-    from jaxmp._statistics import StatsReport, TrainingStats
-    from jaxmp._validate import ValidationReport
+    from jaxmp._tools.audit import AuditReport
+    from jaxmp._tools.explain import Explanation
+    from jaxmp._tools.memory import MemoryEstimate
+    from jaxmp._tools.nonfinite import NonfiniteReport
+    from jaxmp._tools.plan import PlanReport
+    from jaxmp._tools.stats import StatsReport, TrainingStats
+    from jaxmp._tools.validate import ValidationReport
 
 __all__ = [
     "AuditReport",
@@ -40,14 +40,14 @@ __all__ = [
 
 # Classes of features that `import jaxmp` does not load.
 _LAZY = {
-    "AuditReport": "jaxmp._audit",
-    "Explanation": "jaxmp._explain",
-    "MemoryEstimate": "jaxmp._memory",
-    "NonfiniteReport": "jaxmp._nonfinite",
-    "PlanReport": "jaxmp._plan",
-    "StatsReport": "jaxmp._statistics",
-    "TrainingStats": "jaxmp._statistics",
-    "ValidationReport": "jaxmp._validate",
+    "AuditReport": "jaxmp._tools.audit",
+    "Explanation": "jaxmp._tools.explain",
+    "MemoryEstimate": "jaxmp._tools.memory",
+    "NonfiniteReport": "jaxmp._tools.nonfinite",
+    "PlanReport": "jaxmp._tools.plan",
+    "StatsReport": "jaxmp._tools.stats",
+    "TrainingStats": "jaxmp._tools.stats",
+    "ValidationReport": "jaxmp._tools.validate",
 }
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from gpu_compiler import needs_compiler
 from grids import mark_expensive_cases
-from jaxmp._loss_scale import _use
+from jaxmp._gradients import _hints as _use
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])

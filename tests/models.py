@@ -20,9 +20,9 @@ import jaxmp.nnx
 import models_linen as in_linen
 import models_nnx as in_nnx
 from jaxmp._flax._linen_model import module_paths
+from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import get_policy
 from jaxmp._policies._rules import Rule
-from jaxmp._recipe_files._load import PolicyMap
 from programs import equations
 
 MIXED = "p=f32,c=bf16,o=f32"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jaxmp
-from jaxmp._recipe_files import _schema
+from jaxmp._policies import _schema
 from jaxmp.checkpoint import _manifest
 
 FILE = Path(__file__).parent / "public_api.txt"
@@ -109,7 +109,7 @@ def json_fields() -> Iterator[str]:
         rows_of(cls, known)
         yield f"{report}: schema {getattr(cls, '_schema', {})}"
     for name, cls in sorted(known.items()):
-        if cls.__module__.split(".")[1] not in ("_policies", "_recipe_files") or "Row" in name:
+        if cls.__module__.split(".")[1] != "_policies" or "Row" in name:
             yield from (f"{name}.{field.name}" for field in dataclasses.fields(cls))
 
 

@@ -21,11 +21,12 @@ import jaxmp
 from byte_gpt import GPT
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
-from jaxmp import audit, cli
-from jaxmp._audit import _compile
-from jaxmp._audit._compile import GPUS
-from jaxmp._audit._trace import trace
-from jaxmp._targets import get_target
+from jaxmp import audit
+from jaxmp._core._targets import get_target
+from jaxmp._tools import cli
+from jaxmp._tools.audit._trace import trace
+from jaxmp._tools.hlo import _compile
+from jaxmp._tools.hlo._compile import GPUS
 from relaxed import relaxed
 from train_lm import make_step, prepare_nnx
 

@@ -14,15 +14,15 @@ from rich.console import Console
 
 import jaxmp
 from byte_gpt import GPT
-from jaxmp._audit._report import fix_parts, report_sections
-from jaxmp._audit._rows import (
+from jaxmp._tools.audit._report import fix_parts, report_sections
+from jaxmp._tools.audit._rows import (
     AttentionRow,
     CollectiveRow,
     GemmRow,
     MatmulRow,
     MemoryRow,
 )
-from jaxmp._report._text import text_lines
+from jaxmp._tools.report._text import text_lines
 from relaxed import relaxed
 from train_lm import cross_entropy
 
@@ -32,7 +32,7 @@ LONG_CODE = (
 )
 ERRORS = (
     *(
-        jaxmp._audit.Finding(
+        jaxmp._tools.audit.Finding(
             check="misaligned_matmul",
             module=layer,
             primitive="dot_general",
@@ -44,7 +44,7 @@ ERRORS = (
         )
         for layer in LAYERS
     ),
-    jaxmp._audit.Finding(
+    jaxmp._tools.audit.Finding(
         check="implicit_promotion",
         module="head",
         primitive="mul",
@@ -53,14 +53,14 @@ ERRORS = (
         message="bfloat16 meets an FP32 constant of " + "a_very_long_name_" * 5,
         fix=f"State it in the recipe:\n    if True:\n        {LONG_CODE}\nor cast the operand.",
     ),
-    jaxmp._audit.Finding(
+    jaxmp._tools.audit.Finding(
         check="unused_loss_scale",
         message="the dynamic loss scale at [0].loss_scale is not used.",
         fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
     ),
 )
 WARNINGS = (
-    jaxmp._audit.Finding(
+    jaxmp._tools.audit.Finding(
         check="reduction_16bit",
         severity="warning",
         primitive="add",
@@ -213,7 +213,7 @@ def test_json_has_everything_after_a_summary():
 
 def test_a_long_list_of_errors_is_cut_in_the_short_report():
     many = tuple(
-        jaxmp._audit.Finding(
+        jaxmp._tools.audit.Finding(
             check="exp_16bit", file="a.py", line=line, message="m", fix="take it in FP32"
         )
         for line in range(1, 31)
@@ -274,7 +274,7 @@ def test_a_fix_is_sentences_and_code(fix, parts):
 
 
 def test_code_is_escaped_in_html():
-    finding = jaxmp._audit.Finding(
+    finding = jaxmp._tools.audit.Finding(
         check="exp_16bit", message="m", fix="a:\n    ```\n    <b>\x1b[31m"
     )
     report = jaxmp.typing.AuditReport(findings=(finding,))

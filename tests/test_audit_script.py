@@ -14,16 +14,16 @@ import pytest
 import jaxmp
 import script_audits
 from grids import EXPENSIVE, fast_cases
-from jaxmp import cli
-from jaxmp._audit._report import AuditReport
-from jaxmp._audit._script import (
+from jaxmp._core import _compat
+from jaxmp._tools import cli
+from jaxmp._tools.audit._report import AuditReport
+from jaxmp._tools.audit._script import (
     Options,
     Watcher,
     audit_script,
     has_backward,
     updates_state,
 )
-from jaxmp._core import _compat
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._validate._pure import as_pure
+from jaxmp._tools.validate._pure import as_pure
 from jaxmp.optim import fp32_copy, incremental_update
 
 RECIPES = ["fp32", "bf16", "fp16", "bf16_params", "fp16_params", "packed"]

@@ -36,7 +36,7 @@ import checkpoint_matrix as matrix
 import jaxmp
 import processes
 from grids import EXPENSIVE, fast_cases, pairwise
-from jaxmp import cli
+from jaxmp._tools import cli
 from jaxmp.checkpoint import Checkpointer, load_safetensors, save_safetensors
 from test_frame import run_python
 

@@ -13,10 +13,10 @@ import pytest
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
-from jaxmp import cli
 from jaxmp._policies._op_table import CATEGORIES, DEFAULT_OPS
-from jaxmp._recipe import list_recipes, load_recipe
-from jaxmp.cli._app import app
+from jaxmp._policies._recipe import list_recipes, load_recipe
+from jaxmp._tools import cli
+from jaxmp._tools.cli._app import app
 
 ROOT = Path(__file__).parent.parent
 
@@ -292,7 +292,7 @@ def test_errors_are_red(run, monkeypatch):
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 @fast_cases("typer")
 def test_a_missing_package_is_named_with_its_extra(missing):
-    code = f"import sys; sys.modules[{missing!r}] = None; import jaxmp.cli"
+    code = f"import sys; sys.modules[{missing!r}] = None; import jaxmp._tools.cli"
     root = Path(jaxmp.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode != 0

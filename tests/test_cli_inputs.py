@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from grids import EXPENSIVE
-from jaxmp import cli
+from jaxmp._tools import cli
 from jaxmp.checkpoint import Checkpointer
 
 ROOT = Path(__file__).parents[1]

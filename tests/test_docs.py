@@ -47,7 +47,11 @@ def run_examples(test):
 
 
 # Examples that train, or measure statistics of training.
-TRAIN = {"jaxmp._validate._run", "jaxmp._validate._validate", "jaxmp._statistics._with_stats"}
+TRAIN = {
+    "jaxmp._tools.validate._run",
+    "jaxmp._tools.validate._validate",
+    "jaxmp._tools.stats._with_stats",
+}
 
 
 @pytest.mark.parametrize(

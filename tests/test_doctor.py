@@ -6,10 +6,10 @@ import jax
 import pytest
 
 import jaxmp
-from jaxmp import _doctor
-from jaxmp._doctor import Machine, report_of
-from jaxmp._targets import TARGETS
-from jaxmp.cli import main
+from jaxmp._core._targets import TARGETS
+from jaxmp._tools import doctor as _doctor
+from jaxmp._tools.cli import main
+from jaxmp._tools.doctor import Machine, report_of
 
 VERSIONS = {"jax": "0.12.0", "jaxlib": "0.12.0.1"}
 CUDA13 = {"jax-cuda13-plugin": "0.12.0", "jax-cuda13-pjrt": "0.12.0.1"}

@@ -23,9 +23,9 @@ import jaxmp
 import sharded_functions
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
-from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core._compat import described_gpus
-from jaxmp._core._jaxprs import equations
+from jaxmp._programs._jaxprs import equations
+from jaxmp._tools.hlo._compile import GPUS, describe
 
 ROWS, WIDTH = 64, 8
 

@@ -14,7 +14,7 @@ import jaxmp
 from byte_gpt import GPT
 from gpu_compiler import needs_compiler
 from jaxmp import PolicyMap, Rule, autocast, fp8, full_precision
-from jaxmp._core._jaxprs import equations
+from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError
 
 E4M3, E5M2, BF16, F32 = "float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"

@@ -7,7 +7,7 @@ import pytest
 
 from grids import fast_cases
 from jaxmp import fp8
-from jaxmp._core._jaxprs import equations
+from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError
 
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

@@ -20,7 +20,7 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import PolicyMap, Rule, audit, fp8, load_recipe
 from jaxmp._core import _compat
-from jaxmp._core._jaxprs import equations
+from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError, RecipeError
 from train_lm import TRAININGS
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmp import fp8
 from jaxmp._core._compat import scan_counts
-from jaxmp._core._jaxprs import equations
+from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import PolicyError
 
 FORMATS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]

@@ -14,10 +14,10 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
-from jaxmp._audit._compile import GPUS, describe
 from jaxmp._core import _compat
 from jaxmp._core._compat import described_gpus
-from jaxmp._core._jaxprs import equations
+from jaxmp._programs._jaxprs import equations
+from jaxmp._tools.hlo._compile import GPUS, describe
 
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 LINEAR = (((2,), (0,)), ((), ()))

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmp._core._dtypes import DTYPE_NAMES
+from jaxmp._policies import _toml
+from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import FIELD_KEYS, MATMUL_PRECISIONS, get_policy
+from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp._policies._recipe_names import shipped
 from jaxmp._policies._rules import Rule
-from jaxmp._recipe import list_recipes, load_recipe
-from jaxmp._recipe_files import _toml
-from jaxmp._recipe_files._load import PolicyMap
-from jaxmp._recipe_files._schema import MASTERS, PRESETS, RULE, TABLES, TOP
+from jaxmp._policies._schema import MASTERS, PRESETS, RULE, TABLES, TOP
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError, RuleError
 
 # ---------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from grids import fast_cases
-from jaxmp._core._jaxprs import equations
-from jaxmp._fp32_gradients._layout import Layout, _reshaped, batch_axes
+from jaxmp._gradients._fp32._layout import Layout, _reshaped, batch_axes
+from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError
 
 ROWS, WIDTH = 64, 16

@@ -17,9 +17,9 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import attention_fn
 from jaxmp._flax._linen_model import apply_policy, module_paths
+from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy, get_policy
 from jaxmp._policies._rules import Rule
-from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import CompositionError, JaxmpError, PolicyError, RuleError
 from models import MIXED, floats, tokens
 from models_linen import CNN, MLP, Attention, RawParam, TiedLM, Transformer

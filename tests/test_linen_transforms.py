@@ -12,8 +12,8 @@ import pytest
 
 from grids import EXPENSIVE, fast_cases
 from jaxmp._flax._linen_model import apply_policy, module_paths
+from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._rules import Rule
-from jaxmp._recipe_files._load import PolicyMap
 from models import MIXED, floats
 from models_linen import MLP, Block
 from programs import dtypes, module_path, named, products, trace

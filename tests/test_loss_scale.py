@@ -5,7 +5,6 @@ import doctest
 import math
 import pickle
 import re
-import sys
 import textwrap
 
 import jax
@@ -17,18 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import jaxmp._loss_scale as module
+import jaxmp
 from grids import fast_cases
-from jaxmp._loss_scale import (
-    SMALLEST_SCALE,
-    DynamicLossScale,
-    LossScale,
-    NoLossScale,
-    StaticLossScale,
-    as_loss_scale,
-)
-from jaxmp._loss_scale._arguments import LARGEST_SCALE
+from jaxmp._gradients import _dynamic_loss_scale, _loss_scale
+from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
+from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale, as_loss_scale
+from jaxmp._gradients._loss_scale_arguments import LARGEST_SCALE, SMALLEST_SCALE
 from jaxmp.errors import LossScaleError
+
+NAMES = {**vars(jaxmp), "as_loss_scale": as_loss_scale}
 
 # All settings differ from their defaults, so that a lost one is detected.
 CUSTOM = {
@@ -649,7 +645,7 @@ CASES = [(name, value) for name, values in BAD.items() for value in values]
 def fix_in(error):
     """Evaluates the fix that a message contains."""
     call = re.search(r"for example (.*)\.$", str(error.value)).group(1)
-    return eval(call, vars(module))
+    return eval(call, NAMES)
 
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=lambda x: repr(x)[:20])
@@ -776,7 +772,7 @@ def test_as_loss_scale_checks_numbers():
 
 
 def test_the_examples_run():
-    files = [sys.modules[f"{module.__name__}.{name}"] for name in ("_base", "_dynamic")]
-    results = [doctest.testmod(file, extraglobs=vars(module)) for file in files]
+    files = (_loss_scale, _dynamic_loss_scale)
+    results = [doctest.testmod(file, extraglobs=NAMES) for file in files]
     assert sum(result.attempted for result in results) >= 6
     assert not any(result.failed for result in results)

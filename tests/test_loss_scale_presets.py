@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmp._loss_scale import DynamicLossScale
+from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
 from jaxmp.errors import LossScaleError
 
 # ---------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import losses
 from jaxmp._core import _compat
-from jaxmp._core._hlo import Program
+from jaxmp._tools.hlo import Program
 from jaxmp.errors import JaxmpError
 from programs import products, trace
 
@@ -902,8 +902,8 @@ import json, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmp import losses
 from jaxmp._core import _compat
-from jaxmp._audit._compile import GPUS, describe
-from jaxmp._core._hlo import Program
+from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._tools.hlo import Program
 mesh = Mesh(np.array(_compat.described_gpus(describe(GPUS["h200"]), 8)), ("data",))
 def shape(dtype, sizes, *spec):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))

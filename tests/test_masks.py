@@ -11,8 +11,8 @@ import jaxmp
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import audit, load_recipe
 from jaxmp._attention._layer import attention_under_policy
-from jaxmp._core._jaxprs import equations
-from jaxmp._core._static_values import Scope
+from jaxmp._programs._jaxprs import equations
+from jaxmp._programs._static_values import Scope
 from jaxmp.errors import AttentionError
 
 BATCH, LENGTH, WIDTH = 2, 16, 32

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import gpt
 import jaxmp
 from gpu_compiler import needs_compiler
-from jaxmp._memory import STATE
-from jaxmp.cli import main
+from jaxmp._tools.cli import main
+from jaxmp._tools.memory import STATE
 from jaxmp.errors import TargetError
 from jaxmp.typing import MemoryEstimate
 

@@ -17,9 +17,9 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp._flax._nnx_model import apply_policy, module_paths
+from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._rules import Rule
-from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import CompositionError, PolicyError, RuleError
 from programs import dtypes, module_path, named, products, relative_error, trace
 

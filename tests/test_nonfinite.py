@@ -21,13 +21,13 @@ from jax.experimental import pallas as pl
 
 import jaxmp
 from grids import fast_cases
-from jaxmp import cli
-from jaxmp._audit._trace import trace
 from jaxmp._core._compat import cudnn_version
-from jaxmp._core._jaxprs import equations
-from jaxmp._core._locations import Lines
-from jaxmp._nonfinite import NonfiniteReport
-from jaxmp._nonfinite._record import Program, Recorded, Recorder
+from jaxmp._programs._jaxprs import equations
+from jaxmp._programs._locations import Lines
+from jaxmp._tools import cli
+from jaxmp._tools.audit._trace import trace
+from jaxmp._tools.nonfinite import NonfiniteReport
+from jaxmp._tools.nonfinite._record import Program, Recorded, Recorder
 from planted_nonfinite import HEAD, PLANTS
 from test_audit_fixes import is_target
 

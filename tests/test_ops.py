@@ -21,10 +21,10 @@ from jax.extend.core import primitives
 from jax.sharding import PartitionSpec as P
 
 from grids import EXPENSIVE
-from jaxmp import cli
+from jaxmp._policies._load import PolicyMap, as_op_table
 from jaxmp._policies._op_table import ANY, CATEGORIES, DEFAULT_OPS, JOINT, OpRule, OpTable
-from jaxmp._recipe import list_recipes, load_recipe
-from jaxmp._recipe_files._load import PolicyMap, as_op_table
+from jaxmp._policies._recipe import list_recipes, load_recipe
+from jaxmp._tools import cli
 from jaxmp.errors import JaxmpError, OpError, RecipeError
 
 BF16, F16, F32 = (np.dtype(name) for name in ("bfloat16", "float16", "float32"))

@@ -15,11 +15,11 @@ from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._core._jaxprs import equations
-from jaxmp._core._programs._analysis import Backward, Body, Forward, primitives
-from jaxmp._core._programs._constructs import CALLS, CONSTRUCTS, OPAQUE, REMATS, call_of
-from jaxmp._core._programs._interpreter import Interpreter
-from jaxmp._core._programs._operations import axes_of, dot_of, jit_of, loop_of, name_of
+from jaxmp._programs._analysis import Backward, Body, Forward, primitives
+from jaxmp._programs._constructs import CALLS, CONSTRUCTS, OPAQUE, REMATS, call_of
+from jaxmp._programs._interpreter import Interpreter
+from jaxmp._programs._jaxprs import equations
+from jaxmp._programs._operations import axes_of, dot_of, jit_of, loop_of, name_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmp
+from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._patterns import compile_pattern
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_required, explain_modules
 from jaxmp._policies._resolve import resolve_first, resolve_policy, storage_dtype
 from jaxmp._policies._rules import Rule
-from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import PolicyError, RuleError
 
 F32, BF16 = np.dtype("float32"), np.dtype(jnp.bfloat16)

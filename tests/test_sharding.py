@@ -19,8 +19,8 @@ import jaxmp
 import plan_llama
 import sharded_programs
 from grids import EXPENSIVE
-from jaxmp._sharding import state_shardings
 from jaxmp.errors import JaxmpError, RecipeWarning
+from jaxmp.optim._shardings import state_shardings
 
 
 def mesh_of(devices=4, model=1):

@@ -20,9 +20,9 @@ import jaxmp
 import training_stats
 from grids import EXPENSIVE
 from jaxmp import fp8
-from jaxmp._audit._trace import trace
-from jaxmp._statistics._measure import FORMATS, measure
-from jaxmp._statistics._with_stats import _Program
+from jaxmp._tools.audit._trace import trace
+from jaxmp._tools.stats._measure import FORMATS, measure
+from jaxmp._tools.stats._with_stats import _Program
 from jaxmp.errors import AuditError
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")

@@ -18,11 +18,11 @@ from jax.sharding import SingleDeviceSharding
 import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
-from jaxmp._audit._compile import _WITHOUT_GPU, GPUS, compile_for, describe
-from jaxmp._audit._trace import trace
 from jaxmp._core import _compat
 from jaxmp._core._capability import BFLOAT16_MATMULS, FP8_MATMULS, TF32_MATMULS
-from jaxmp._targets import TARGETS, get_target
+from jaxmp._core._targets import TARGETS, get_target
+from jaxmp._tools.audit._trace import trace
+from jaxmp._tools.hlo._compile import _WITHOUT_GPU, GPUS, compile_for, describe
 from jaxmp.errors import RecipeWarning
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
@@ -58,7 +58,7 @@ def test_the_page_has_the_table_of_chips():
     path = Path(__file__).parent.parent / "docs" / "chip_table.py"
     chip_table = runpy.run_path(str(path))
     page = chip_table["PAGE"].read_text("utf-8")
-    advice = "run python docs/chip_table.py, which writes the table from jaxmp/_targets.py"
+    advice = "run python docs/chip_table.py, which writes the table from jaxmp/_core/_targets.py"
     assert chip_table["replace_table"](page) == page, advice
 
 

@@ -20,9 +20,9 @@ from scipy import stats
 import jaxmp
 import validate_coverage
 from grids import EXPENSIVE
-from jaxmp import cli
-from jaxmp._validate import _statistics
-from jaxmp._validate._budget import (
+from jaxmp._tools import cli
+from jaxmp._tools.validate import _statistics
+from jaxmp._tools.validate._budget import (
     ACCURACIES,
     HIGHER,
     LOWER,
@@ -31,9 +31,9 @@ from jaxmp._validate._budget import (
     direction_of,
     resolve_budgets,
 )
-from jaxmp._validate._compare import compare_figures, compare_metrics, compare_training
-from jaxmp._validate._probe import difference
-from jaxmp._validate._rows import GradientRow, MetricChoice, TrainingRecord, TrainingRow
+from jaxmp._tools.validate._compare import compare_figures, compare_metrics, compare_training
+from jaxmp._tools.validate._probe import difference
+from jaxmp._tools.validate._rows import GradientRow, MetricChoice, TrainingRecord, TrainingRow
 
 STEPS = 20
 

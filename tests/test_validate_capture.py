@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from grids import EXPENSIVE
-from jaxmp._validate._probe import with_outputs
+from jaxmp._tools.validate._probe import with_outputs
 from test_validate import Perceptron, data
 
 # The defaults of JAX, as users of Flax and optax have them.

@@ -9,9 +9,9 @@ import re
 import numpy as np
 import pytest
 
-from jaxmp._report._chart import Curve, chart
-from jaxmp._validate import _report
-from jaxmp._validate._rows import (
+from jaxmp._tools.report._chart import Curve, chart
+from jaxmp._tools.validate import _report
+from jaxmp._tools.validate._rows import (
     CandidateResult,
     Cause,
     Comparison,

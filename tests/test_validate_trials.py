@@ -13,9 +13,9 @@ import jaxmp
 import validate_healthy
 import validate_sabotages
 from grids import EXPENSIVE
-from jaxmp._validate._probe import Probe, find_patterns, gradient_row
-from jaxmp._validate._pure import as_pure
-from jaxmp._validate._trials import EXACT, MAX_LINES, ROUNDED, Emulation
+from jaxmp._tools.validate._probe import Probe, find_patterns, gradient_row
+from jaxmp._tools.validate._pure import as_pure
+from jaxmp._tools.validate._trials import EXACT, MAX_LINES, ROUNDED, Emulation
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PAGE = (Path(__file__).parents[1] / "docs" / "validate.md").read_text(encoding="utf-8")

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxmp._core._jaxprs import FORWARD, Atom, Equation, equations, is_literal
-from jaxmp._core._locations import Location, Locations, module_of, root_of
-from jaxmp._core._static_values import Scope
+from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, equations, is_literal
+from jaxmp._programs._locations import Location, Locations, module_of, root_of
+from jaxmp._programs._static_values import Scope
 from jaxmp.errors import AttentionError
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._jaxprs import array_aval, is_literal
-from jaxmp._core._programs._analysis import Backward, Forward
-from jaxmp._core._programs._interpreter import Frame, Place
-from jaxmp._core._programs._operations import exponent_of, new_dtype_of
+from jaxmp._programs._analysis import Backward, Forward
+from jaxmp._programs._interpreter import Frame, Place
+from jaxmp._programs._jaxprs import array_aval, is_literal
+from jaxmp._programs._operations import exponent_of, new_dtype_of
 
 # Arithmetic on two operands, which rounds its result to the dtype of the result.
 ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div", "rem", "atan2"))

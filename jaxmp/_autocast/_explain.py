@@ -23,11 +23,11 @@ from jaxmp._autocast._values import (
 )
 from jaxmp._core._dtypes import FLOAT32, bits
 from jaxmp._core._explanation import ExplanationRow, Section
-from jaxmp._core._jaxprs import FORWARD, Path, array_aval, equations, inners, phase_of
-from jaxmp._core._locations import Lines
-from jaxmp._core._matmuls import MATMULS, is_outer_product, matmul_of
 from jaxmp._core._typing import Array
 from jaxmp._policies._resolve import narrow_reason
+from jaxmp._programs._jaxprs import FORWARD, Path, array_aval, equations, inners, phase_of
+from jaxmp._programs._locations import Lines
+from jaxmp._programs._matmuls import MATMULS, is_outer_product, matmul_of
 
 IN_RULE = "inside a custom_vjp, which runs as its author wrote it"
 # Kernels. Their jaxprs compute on blocks of the operands, so the shapes inside do not give the

@@ -17,11 +17,11 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast._consumers import Consumers, Effect, Effects
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._jaxprs import AUTOCAST, array_aval
-from jaxmp._core._matmuls import is_outer_product
-from jaxmp._core._programs._operations import arithmetic_of, dot_of
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike
+from jaxmp._programs._jaxprs import AUTOCAST, array_aval
+from jaxmp._programs._matmuls import is_outer_product
+from jaxmp._programs._operations import arithmetic_of, dot_of
 
 
 class Priority(enum.IntEnum):

@@ -18,7 +18,6 @@ from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._typing import PyTree
-from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._casts import ModulePolicy, written_back
 from jaxmp._flax._fp8_layers import (
     LayerDot,
@@ -30,6 +29,7 @@ from jaxmp._flax._fp8_layers import (
 )
 from jaxmp._flax._layer_table import CONV, DOT_GENERAL, PREFERRED, LayerTable, LayerTraits
 from jaxmp._flax._method_call import MethodCall
+from jaxmp._programs._wide_dot import wide_product
 from jaxmp.errors import CompositionError
 
 _UNSET = object()

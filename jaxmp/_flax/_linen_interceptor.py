@@ -23,11 +23,11 @@ from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype,
 from jaxmp._flax._linen_fields import LINEN_LAYERS, method_under_policy, prepare
 from jaxmp._flax._method_call import MethodCall
 from jaxmp._flax._share import Suspect, are_many
-from jaxmp._overwritten import OVERWRITE
 from jaxmp._policies._device import check_device, matmul_precision, precision_scope
+from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._required import check_required
-from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import CompositionError
+from jaxmp.fp8._overwritten import OVERWRITE
 
 # ---------------------------------------------------------------------------
 # Paths in the cache key of `nn.jit`

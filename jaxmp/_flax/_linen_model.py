@@ -37,15 +37,15 @@ from jaxmp._flax._linen_interceptor import (
 )
 from jaxmp._flax._shardings import constrain_variables
 from jaxmp._flax._share import fp8_decisions, low_precision_share, warn_if_low, warn_of_model
-from jaxmp._loss_scale._use import Mark
+from jaxmp._gradients._hints import Mark
 from jaxmp._policies._device import check_gradient
+from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map
 from jaxmp._policies._required import (
     PolicyExplanation,
     check_module_dtypes,
     check_required,
     explain_modules,
 )
-from jaxmp._recipe_files._load import PolicyMap, RecipeLike, as_policy_map
 from jaxmp.errors import CompositionError, RecipeWarning
 
 M = TypeVar("M", bound=nn.Module)

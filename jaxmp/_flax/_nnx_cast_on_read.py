@@ -17,8 +17,8 @@ from jaxmp._flax._casts import resolve_module, written_back
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_fp8 import is_stateful, read_fp8_state
 from jaxmp._flax._nnx_layers import NNX_LAYERS
-from jaxmp._loss_scale._use import Mark
-from jaxmp._recipe_files._load import PolicyMap
+from jaxmp._gradients._hints import Mark
+from jaxmp._policies._load import PolicyMap
 
 Path: TypeAlias = tuple[str, ...]
 

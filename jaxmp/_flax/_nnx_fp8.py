@@ -11,8 +11,8 @@ from flax import nnx
 from jaxmp._flax._fp8_layers import PREFIX, LayerDot, LayerEinsum, init_state, state_names
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_layers import matrix_sizes
-from jaxmp._overwritten import OVERWRITE
 from jaxmp.errors import CompositionError
+from jaxmp.fp8._overwritten import OVERWRITE
 
 
 class OverwriteWithGradient(nnx.Variable):

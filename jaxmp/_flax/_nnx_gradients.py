@@ -12,7 +12,6 @@ import jax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from jaxmp import _gradients, _overwritten
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
@@ -29,7 +28,9 @@ from jaxmp._flax._nnx_writes import (
     take_objects,
 )
 from jaxmp._flax._shardings import constrain_variable
+from jaxmp._gradients import _value_and_grad
 from jaxmp.errors import JaxmpError
+from jaxmp.fp8 import _overwritten
 
 # The tag of the update context that maps objects inside the gradient to those outside.
 _TAG = "jaxmp"
@@ -59,7 +60,7 @@ class Gradient:
                 "whose parameters would be constants. Pass the module as an argument: "
                 f"value_and_grad(lambda model, *args: model.{name}(*args))(model, ...)."
             )
-        _gradients.check_argnums(self.numbers)
+        _value_and_grad.check_argnums(self.numbers)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -68,7 +69,7 @@ class Gradient:
 
     @property
     def _selected(self) -> tuple[Any, ...]:
-        return _gradients.as_tuple(self.argnums)
+        return _value_and_grad.as_tuple(self.argnums)
 
     def filters(self, count: int) -> dict[int, Any]:
         """Returns the filter of the Variables of each argument to differentiate."""
@@ -289,7 +290,7 @@ class _Call:
     # Outside the differentiated function.
 
     def run(self) -> tuple[Any, list[Write]]:
-        run = _gradients.value_and_grad(
+        run = _value_and_grad.value_and_grad(
             self._pure,
             argnums=tuple(self.filters),
             mutable_argnum=len(self.args),

@@ -23,6 +23,7 @@ from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_subclass import bind, unbind
 from jaxmp._flax._shardings import SPEC
 from jaxmp._flax._share import low_precision_share
+from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map
 from jaxmp._policies._required import (
     PolicyExplanation,
     check_module_dtypes,
@@ -30,7 +31,6 @@ from jaxmp._policies._required import (
     explain_modules,
 )
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy, storage_dtype
-from jaxmp._recipe_files._load import PolicyMap, RecipeLike, as_policy_map
 from jaxmp.errors import CompositionError, RecipeWarning, RuleError
 
 M = TypeVar("M", bound=nnx.Module)

@@ -12,15 +12,16 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from jaxmp import _gradients, _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_cast_on_read import bound_of
 from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
 from jaxmp._flax._nnx_writes import Write, continued, undo
-from jaxmp._loss_scale import LossScale
+from jaxmp._gradients import _value_and_grad
+from jaxmp._gradients._loss_scale import LossScale
 from jaxmp.errors import JaxmpError
+from jaxmp.fp8 import _overwritten
 from jaxmp.optim import _assign, _average, _find
 from jaxmp.optim._apply import apply_update
 from jaxmp.optim._find import check_composition
@@ -124,7 +125,7 @@ class Optimizer(nnx.Optimizer):
                 self.value_and_grad, argnums=argnums, has_aux=has_aux, **options
             )
         gradient = Gradient(fn, argnums, has_aux, trained(self.wrt))
-        _gradients.value_and_grad(fn, **options)  # Checks the options before the first call.
+        _value_and_grad.value_and_grad(fn, **options)  # Checks the options before the first call.
 
         @functools.wraps(fn, updated=())
         def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:

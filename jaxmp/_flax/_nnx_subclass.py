@@ -21,7 +21,6 @@ from jaxmp._core._compat import context, current_context, declares_pytree
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import DTypeLike, PyTree
-from jaxmp._core._wide_dot import wide_product
 from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
 from jaxmp._flax._fp8_layers import Promotion, quantizes_float32_kernels, wide_operator
 from jaxmp._flax._layer_table import PREFERRED, DotAttribute, is_flax
@@ -39,7 +38,8 @@ from jaxmp._flax._nnx_fp8 import set_fp8_state
 from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes
 from jaxmp._flax._share import Suspect, are_many, fp8_decisions, warn_if_low, warn_of_model
 from jaxmp._policies._device import check_device, check_gradient, matmul_precision, precision_scope
-from jaxmp._recipe_files._load import PolicyMap
+from jaxmp._policies._load import PolicyMap
+from jaxmp._programs._wide_dot import wide_product
 from jaxmp.errors import RecipeWarning
 
 # ---------------------------------------------------------------------------

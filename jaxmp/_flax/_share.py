@@ -17,8 +17,6 @@ import jax
 
 from jaxmp._autocast._resolve import is_traced_by_autocast
 from jaxmp._core._dtypes import FLOAT32, bits
-from jaxmp._core._jaxprs import equations, trace
-from jaxmp._core._matmuls import MATMULS, count_flops
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._fp8_layers import (
@@ -29,7 +27,9 @@ from jaxmp._flax._fp8_layers import (
     warn_if_unused,
 )
 from jaxmp._flax._layer_table import CONV
-from jaxmp._recipe_files._load import PolicyMap
+from jaxmp._policies._load import PolicyMap
+from jaxmp._programs._jaxprs import equations, trace
+from jaxmp._programs._matmuls import MATMULS, count_flops
 from jaxmp.errors import RecipeWarning
 from jaxmp.fp8._explain import recorded
 

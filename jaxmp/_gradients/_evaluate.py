@@ -15,14 +15,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._fp32_gradients import is_on_several_devices, with_fp32_gradients
-from jaxmp._loss_scale import LossScale, NoLossScale
-from jaxmp._loss_scale._use import check_matmuls, note_scaled, traced_loss
+from jaxmp._gradients._fp32 import is_on_several_devices, with_fp32_gradients
+from jaxmp._gradients._hints import check_matmuls, note_scaled, traced_loss
+from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp.errors import JaxmpError, RecipeWarning
+from jaxmp.fp8 import _overwritten
 
 
 @dataclasses.dataclass(frozen=True)

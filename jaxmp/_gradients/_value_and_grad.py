@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import sum_dtype
 from jaxmp._core._typing import AxisNames, DTypeLike, PyTree
-from jaxmp._fp32_gradients import is_on_several_devices
 from jaxmp._gradients._evaluate import (
     Options,
     accumulate,
@@ -24,8 +22,10 @@ from jaxmp._gradients._evaluate import (
     reduce_sums,
     vary_args,
 )
-from jaxmp._loss_scale import LossScaleLike, as_loss_scale
+from jaxmp._gradients._fp32 import is_on_several_devices
+from jaxmp._gradients._loss_scale import LossScaleLike, as_loss_scale
 from jaxmp.errors import JaxmpError
+from jaxmp.fp8 import _overwritten
 
 
 def value_and_grad(

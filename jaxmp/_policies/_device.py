@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._core import _compat
 from jaxmp._core._capability import BFLOAT16_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._typing import PyTree
-from jaxmp._loss_scale._use import Mark, expect_scale
+from jaxmp._gradients._hints import Mark, expect_scale
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies

@@ -18,10 +18,10 @@ from jaxmp import __version__
 from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
 from jaxmp._core._trees import Path
 from jaxmp._core._typing import ArrayLike, PyTree
-from jaxmp._loss_scale import NoLossScale
+from jaxmp._gradients._loss_scale import NoLossScale
+from jaxmp._policies._load import RecipeLike
+from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._policies._resolve import storage_dtype
-from jaxmp._recipe import Recipe, load_recipe
-from jaxmp._recipe_files._load import RecipeLike
 from jaxmp.checkpoint import _foreign
 from jaxmp.checkpoint._description import Description, FlatState, finite_leaves, flatten_state
 from jaxmp.checkpoint._handler import (

@@ -19,10 +19,10 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import canonical_dtype
 from jaxmp._core._trees import Path
 from jaxmp._core._typing import PyTree
-from jaxmp._loss_scale import LossScale
-from jaxmp._overwritten import OVERWRITE
+from jaxmp._gradients._loss_scale import LossScale
 from jaxmp.checkpoint import _nnx_nodes
 from jaxmp.errors import CheckpointError
+from jaxmp.fp8._overwritten import OVERWRITE
 from jaxmp.optim._master import MasterParamsState, is_rounded
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 

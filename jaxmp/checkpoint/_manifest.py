@@ -14,8 +14,8 @@ from typing import Any
 from etils import epath
 
 from jaxmp import __version__
-from jaxmp._recipe import Recipe, load_recipe
-from jaxmp._report._views import from_plain
+from jaxmp._core._plain import from_plain
+from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp.checkpoint._description import Description, Leaf
 from jaxmp.errors import CheckpointError, JaxmpError
 

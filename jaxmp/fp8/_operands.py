@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT
-from jaxmp._core._jaxprs import QUANTIZE
 from jaxmp._core._typing import ArrayLike, DTypeLike
+from jaxmp._programs._jaxprs import QUANTIZE
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8._checkpoint import named_amax
 from jaxmp.fp8._dims import Dims, broadcast_factor

@@ -16,8 +16,8 @@ from jax.typing import ArrayLike
 
 from jaxmp._core._compat import target
 from jaxmp._core._dtypes import FLOATS_16BIT, floating_array, wide_dtype
+from jaxmp._core._targets import target_memory
 from jaxmp._core._typing import DTypeLike
-from jaxmp._targets import target_memory
 from jaxmp.errors import JaxmpError
 from jaxmp.losses._arguments import (
     Reduction,

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _overwritten
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import wide_dtype
 from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import JaxmpError
+from jaxmp.fp8 import _overwritten
 from jaxmp.optim._find import get_master_params
 from jaxmp.optim._master import master_states
 

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import optax
 
-from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._loss_scale import LossScale, NoLossScale
+from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning
+from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import unpack_masters
 from jaxmp.optim._master import MasterParamsState, master_states
 from jaxmp.optim._skip import SkipNonfiniteState, as_axes

@@ -23,14 +23,14 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType
 
-from jaxmp import _overwritten
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, canonical_dtype, is_16bit, short_name
 from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp._policies import _load
+from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._resolve import storage_dtype
-from jaxmp._recipe_files import _load
-from jaxmp._recipe_files._load import PolicyMap
 from jaxmp.errors import CompositionError
+from jaxmp.fp8 import _overwritten
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 _HALF_ULP = np.uint32(0x8000)

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp import _overwritten
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._loss_scale import LossScale, NoLossScale, StaticLossScale
+from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import JaxmpError, MasterOverflowError, ScaleCollapsedError, SkippedStepsWarning
+from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import warn_of_replaced
 from jaxmp.optim._find import check_plain_loop, find, is_variable, only
 from jaxmp.optim._master import master_states, path_of

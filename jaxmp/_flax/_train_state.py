@@ -1,0 +1,350 @@
+"""TrainState for Flax Linen: parameters, optimizer state and step in one pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import serialization, struct
+from jax.core import Tracer
+
+from jaxmp._core import _trees
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._gradients import _value_and_grad
+from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
+from jaxmp._gradients._hints import warn_if_dropped
+from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
+from jaxmp._policies._required import check_required
+from jaxmp.errors import JaxmpError
+from jaxmp.fp8 import _overwritten
+from jaxmp.optim import _assign, _find, _master, _skip
+from jaxmp.optim._apply import apply_update
+from jaxmp.optim._find import check_composition
+
+
+class TrainState(struct.PyTreeNode):
+    """Replacement of `flax.training.train_state.TrainState` for mixed precision.
+
+    Every leaf is an array, so the state passes through `jit`, donation, `scan` and checkpoints
+    unchanged. Subclass it to add fields (batch statistics, averages), as with Flax's.
+
+    Attributes:
+      step: int32 scalar; the number of applied updates, without skipped steps.
+      apply_fn: usually `model.apply` (static).
+      params: parameters in their storage dtypes; or a dict of collections with `params` and
+        `_overwrite_with_gradient`.
+      tx: the optax transformation (static).
+      opt_state: the state of `tx`, including masters, loss scale and skip counters if it has any.
+
+    Example:
+      >>> recipe = jaxmp.load_recipe("bf16_params")
+      >>> state = TrainState.create(
+      ...     apply_fn=lambda params, x: x @ params["w"],
+      ...     params={"w": jnp.ones((3, 1))},
+      ...     tx=recipe.optimizer(optax.sgd(0.1)),
+      ... )
+      >>> state.params["w"].dtype
+      dtype(bfloat16)
+    """
+
+    step: Array
+    apply_fn: Callable[..., Any] = struct.field(pytree_node=False)
+    params: PyTree = struct.field(pytree_node=True)
+    tx: optax.GradientTransformation = struct.field(pytree_node=False)
+    opt_state: PyTree = struct.field(pytree_node=True)
+
+    if TYPE_CHECKING:
+        # The method of Flax lacks annotations, which mypy reports for subclasses in strict mode.
+        def __init_subclass__(cls, **kwargs: object) -> None: ...
+
+    else:
+
+        def __init_subclass__(cls, **kwargs: object) -> None:
+            super().__init_subclass__(**kwargs)
+            cls.replace = _replace  # Flax sets its own function on each class.
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., PyTree],
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        **kwargs: PyTree,
+    ) -> Self:
+        """Creates the state of step 0.
+
+        Masters are copied from `params` before these are cast to their storage dtypes. Every array
+        in the state is new, so donating the state does not delete the arrays in `params`.
+
+        Args:
+          apply_fn: usually `model.apply`.
+          params: the parameters that `init` returned, in FP32; or the dict of `params` and
+            `_overwrite_with_gradient`. Shapes (`jax.ShapeDtypeStruct`, as from `jax.eval_shape`)
+            create an abstract state, for shardings and for restoring checkpoints.
+          tx: an optax transformation, such as `recipe.optimizer(inner)`.
+          **kwargs: fields of a subclass.
+
+        Returns:
+          The state.
+
+        Raises:
+          CompositionError: if a transformation around `mixed_precision` would break it silently.
+          RuleError: if a required rule that sets `param_dtype` by path matches no parameter.
+        """
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            made = jax.eval_shape(functools.partial(_make, tx), params)
+            made["params"] = jax.tree.map(_placed_as, made["params"], params)
+            kwargs = jax.tree.map(_abstract, kwargs)
+        else:
+            made = _make(tx, params)
+            kwargs = jax.tree.map(_fresh_array, kwargs)
+        policies = getattr(type(getattr(apply_fn, "__self__", None)), "_jaxmp_policies", None)
+        _assign.warn_without_masters(_overwritten.split(params)[0], made["opt_state"], policies)
+        return cls(apply_fn=apply_fn, tx=tx, **made, **kwargs)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale in the optimizer state; `NoLossScale()` if it has none."""
+        return _find.own_loss_scale(self.opt_state)
+
+    def value_and_grad(
+        self,
+        fn: Callable[..., PyTree],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        **options: Any,
+    ) -> Callable[..., PyTree]:
+        """Returns `jaxmp.value_and_grad` of `fn(params, *args)` with this state's loss scale.
+
+        Args:
+          fn: a function whose first argument is the parameters.
+          argnums: the arguments to differentiate; the parameters are argument 0.
+          has_aux: `fn` returns auxiliary data together with the loss.
+          **options: the keyword arguments of `jaxmp.value_and_grad`; argument numbers count the
+            parameters as 0. The optimizer decides the loss scale, the dtypes of sums and
+            `axis_name`: with `recipe.optimizer(inner, axis_name="data")`, loss and gradients are
+            averaged over that axis by this function, and only once. For gradients that must not
+            be averaged, such as those of parameters that are split over the devices, use
+            `jaxmp.value_and_grad(fn, loss_scale=state.loss_scale)(state.params, *args)`.
+
+        Returns:
+          A function of `*args`, the arguments of `fn` after the parameters.
+
+        Example:
+          `loss, grads = state.value_and_grad(loss_fn)(batch)`
+        """
+        options = _find.gradient_options(self.opt_state, options)
+        run = _value_and_grad.value_and_grad(fn, argnums, has_aux, **options)
+        return lambda *args, **kwargs: run(self.params, *args, **kwargs)
+
+    def apply_gradients(
+        self, *, grads: PyTree, extra_args: Mapping[str, object] | None = None, **mutables: PyTree
+    ) -> Self:
+        """Applies one optimizer step, or skips it.
+
+        If the gradients are finite, parameters, masters, optimizer state and every field named in
+        `mutables` take their new values, and `step` increases by 1. Otherwise all of them keep
+        their old values bit for bit, and only the loss scale, the skip counters and typed PRNG keys
+        in the mutables change.
+
+        Args:
+          grads: unscaled gradients, as `value_and_grad` returns them; a tree like `params`.
+          extra_args: further arguments of the optimizer's `update`, which some transformations of
+            optax accept: `{"value": loss}` for `optax.polyak_sgd` and
+            `optax.contrib.reduce_on_plateau`; `{"value": loss, "grad": grads, "value_fn": fn}` for
+            line searches such as that of `optax.lbfgs`. Losses and gradients are unscaled, and a
+            function of the parameters is called with FP32 parameters.
+          **mutables: new values of other fields, such as `batch_stats=...`.
+
+        Returns:
+          The next state.
+
+        Raises:
+          JaxmpError: if a mutable is not a field, or its new value has another structure.
+        """
+        self._check_mutables(mutables)
+        params, old_overwritten = _overwritten.split(self.params)
+        grads, overwritten = _overwritten.split(grads)
+        new_params, opt_state, applied = apply_update(
+            self.tx, grads, self.opt_state, params, **(extra_args or {})
+        )
+        if applied is not None:
+            old = {name: getattr(self, name) for name in mutables}
+            mutables = _trees.select(applied, mutables, old)
+            overwritten = _overwritten.select(applied, overwritten, old_overwritten)
+        increment = jnp.ones((), jnp.int32) if applied is None else applied.astype(jnp.int32)
+        new = self.replace(
+            step=jnp.asarray(self.step, jnp.int32) + increment,
+            params=_overwritten.join(new_params, overwritten, self.params),
+            opt_state=opt_state,
+            **mutables,
+        )
+        return warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
+
+    def _check_mutables(self, mutables: dict[str, Any]) -> None:
+        for name, value in mutables.items():
+            if name in ("step", "params", "opt_state", "tx", "apply_fn"):
+                raise JaxmpError(
+                    f"apply_gradients computes {name}. Set it with state.replace({name}=...)."
+                )
+            if name not in self.__dataclass_fields__:
+                raise JaxmpError(
+                    f"{type(self).__name__} has no field {name!r}. Add it in a subclass: "
+                    f"class State(jaxmp.TrainState): {name}: Any"
+                )
+            if _described(value) != _described(getattr(self, name)):
+                raise JaxmpError(
+                    f"apply_gradients(..., {name}=...) has another structure, or other shapes or "
+                    f"dtypes, than the state's {name}, so a skipped step could not restore it. "
+                    f"Create {name} with its full structure: TrainState.create(..., {name}=...), "
+                    "and cast the values that the step computes to its dtypes. If it is stacked, "
+                    f"pass {name} through the microbatches: value_and_grad(..., mutable_argnum=2)."
+                )
+
+
+def _replace(self: TrainState, **updates: Any) -> TrainState:
+    """Returns a new state with other values of the named fields.
+
+    New values of `params` become the masters: exactly, if they are in FP32, and by their value, if
+    they are in 16 bits. Moments and all other parts of the optimizer state stay as they are, unless
+    `opt_state` is also replaced.
+    """
+    if "params" in updates and "opt_state" not in updates:
+        old, _ = _overwritten.split(self.params)
+        new, overwritten = _overwritten.split(updates["params"])
+        if _shapes(old) == _shapes(new):
+            new = jax.tree.map(_beside, jax.tree.map(_strong, new), old)
+            if any(n.layout.master == "packed" for n in _master.master_states(self.opt_state)):
+                full = _find.replace_by_masters(old, self.opt_state)
+                new = jax.tree.map(_with_value, new, old, full)
+            new, updates["opt_state"] = _assign.set_master_params(new, self.opt_state)
+            updates["params"] = _overwritten.join(new, overwritten, updates["params"])
+    return dataclasses.replace(self, **updates)
+
+
+TrainState.replace = _replace
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    """Returns a tree of shapes; leaves that are not arrays differ from all others."""
+    is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
+    return jax.tree.map(lambda leaf: leaf.shape if is_array(leaf) else object(), tree)
+
+
+def _beside(leaf: Array, old: Array) -> Array:
+    """Places an array as the one that it replaces, unless the caller placed it."""
+    is_free = not isinstance(leaf, Tracer) and not _master.is_committed(leaf)
+    takes_place = is_free and _master.is_committed(old)
+    return jax.device_put(leaf, old.sharding) if takes_place else leaf
+
+
+def _with_value(leaf: Array, old: Array, master: Array) -> Array:
+    """Returns a new parameter with a packed master in FP32, because a remainder fits any value."""
+    if master is old or leaf.dtype != old.dtype:
+        return leaf
+    return _master.placed_as(_master.follow(_master.placed_as(leaf, old), old, master), leaf)
+
+
+def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
+    """Returns the step, the stored parameters and the optimizer state of step 0."""
+    trainable, overwritten = _overwritten.split(params)
+    trainable = jax.tree.map(_strong, trainable)
+    check_composition(jax.eval_shape(tx.init, trainable), trainable)
+    opt_state = tx.init(trainable)
+    _check_rules(opt_state, trainable)
+    stored = jax.tree.map(_fresh, _assign.store(trainable, opt_state), trainable)
+    fix = (
+        "state = state.replace(params=recipe.cast_params(state.params)). If another part of the "
+        "optimizer trains them, put all parts inside: recipe.optimizer(optax.partition({...}, "
+        "labels))."
+    )
+    _assign.warn_of_wide(stored, opt_state, fix, stacklevel=3)
+    return {
+        "step": jnp.zeros((), jnp.int32),
+        "params": _overwritten.join(stored, jax.tree.map(jnp.array, overwritten), params),
+        "opt_state": _trees.owned(opt_state, params, stored),
+    }
+
+
+def _abstract(leaf: object) -> object:
+    """Returns the shape and dtype of an array; other leaves unchanged."""
+    if not isinstance(leaf, (jax.Array, np.ndarray)):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+
+
+def _placed_as(leaf: jax.ShapeDtypeStruct, like: Array) -> jax.ShapeDtypeStruct:
+    """Adds the sharding of the original parameter to a shape."""
+    sharding = getattr(like, "sharding", None)
+    return leaf if sharding is None else leaf.update(sharding=sharding)
+
+
+def _described(
+    tree: PyTree,
+) -> tuple[object, list[tuple[tuple[int, ...], object]]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(jnp.shape(x), getattr(x, "dtype", type(x))) for x in leaves]
+
+
+def _strong(leaf: PyTree) -> PyTree:
+    """Converts weakly typed arrays, made from Python numbers, which would retrace step 2."""
+    if isinstance(leaf, float):
+        return jnp.asarray(leaf, jnp.float32)
+    weak = getattr(leaf, "weak_type", False)
+    return jnp.asarray(leaf, dtype=leaf.dtype) if weak else leaf
+
+
+def _fresh_array(leaf: object) -> object:
+    return jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
+
+
+def _fresh(new: Array, original: Array) -> Array:
+    return jnp.array(new, copy=True) if new is original else new
+
+
+def _check_rules(opt_state: PyTree, params: PyTree) -> None:
+    """Refuses required rules that set `param_dtype` by path and match no parameter."""
+    paths = set()
+    for names, _ in _trees.leaves_with_path(params):
+        inside = _trees.rule_names(params, names)
+        paths.add(_trees.parameter_path(inside))
+        paths.update("/".join(inside[:i]) for i in range(len(inside)))
+    for node in _master.master_states(opt_state):
+        policies = node.layout.policies
+        if policies is not None:
+            rules = [
+                r for r in policies.rules if r.param_dtype is not None and r.module_type is None
+            ]
+            check_required(policies, sorted(paths), rules)
+
+
+# ---------------------------------------------------------------------------
+# flax.serialization casts arrays to the dtypes of the state that it restores into
+# ---------------------------------------------------------------------------
+
+
+def _refuse_serialization(*_: object) -> NoReturn:
+    raise JaxmpError(
+        "flax.serialization would cast masters and loss scales to the dtypes of the state that it "
+        "restores into. Save the state with its recipe: "
+        "jaxmp.checkpoint.Checkpointer(directory).save(step, state, recipe=recipe); "
+        "flax.serialization.to_bytes(state.params) writes the parameters alone."
+    )
+
+
+for _cls in (
+    _skip.SkipStats,
+    _skip.SkipNonfiniteState,
+    _master.MasterParamsState,
+    NoLossScale,
+    StaticLossScale,
+    DynamicLossScale,
+):
+    serialization.register_serialization_state(_cls, _refuse_serialization, _refuse_serialization)

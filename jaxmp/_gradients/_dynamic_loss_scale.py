@@ -1,0 +1,249 @@
+"""Dynamic loss scale, and the settings of other frameworks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self, final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxmp._core._messages import did_you_mean
+from jaxmp._gradients._loss_scale import Scaling, float32, int32, new_leaf
+from jaxmp._gradients._loss_scale_arguments import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    Refill,
+    check_bound,
+    check_count,
+    check_factor,
+    check_order,
+    check_refill,
+    check_scale,
+)
+from jaxmp.errors import LossScaleError
+
+
+@final
+@jax.tree_util.register_pytree_with_keys_class
+class DynamicLossScale(Scaling):
+    """Loss scale that grows after a number of finite steps and backs off after an overflow.
+
+    It thereby finds the largest scale that keeps gradients finite. One step, in plain Python
+    (`adjust` is the traced form, and agrees with it bit for bit)::
+
+        if grads_finite:
+            if hysteresis_refill == "clean":
+                hysteresis_left = hysteresis
+            if growth_delay_left > 0:
+                growth_delay_left -= 1
+            else:
+                good_steps += 1
+                if good_steps == growth_interval:
+                    good_steps = 0
+                    hysteresis_left = hysteresis
+                    scale = min(scale * growth_factor, max_scale)
+        else:
+            good_steps = 0
+            growth_delay_left = first_growth_delay
+            if hysteresis_left > 1:
+                hysteresis_left -= 1
+            else:
+                scale = max(scale * backoff_factor, min_scale)
+
+    The scale is never 0 and never infinite: it stays between 2**-126 and 2**126. A scale outside of
+    its bounds, as from a checkpoint of a training with others, returns to them when it changes.
+    Factors are applied in FP32.
+
+    The method is that of Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740).
+    `preset` creates loss scales with the settings of other frameworks. They have the same sequence
+    of scales as the framework between 2**-126 and 2**126: bit for bit if the factors are powers of
+    two, as in all defaults, and otherwise up to the rounding of FP32.
+
+    Args:
+      init_scale: scale of the first step. Like all scales here, it is a number from 2**-126 to
+        2**126, or a scalar array of such a number. Traced values are not checked.
+      growth_factor: factor by which the scale grows; above 1.
+      backoff_factor: factor by which the scale changes after an overflow; between 0 and 1.
+      growth_interval: number of consecutive finite steps after which the scale grows.
+      min_scale: minimum scale; None for 2**-126. Default 2**-14, with which the smallest positive
+        float16 number, 2**-24, represents a gradient of 2**-10.
+      max_scale: maximum scale; None for 2**126. Default 2**24, as in apex.
+      hysteresis: number of overflows since the last refill at which the scale backs off for the
+        first time; each further overflow backs off again. 1: at every overflow.
+      hysteresis_refill: event at which the count of overflows restarts: "growth" at each
+        `growth_interval`, "clean" at each finite step (DeepSpeed's `consecutive_hysteresis`).
+      first_growth_delay: number of finite steps that do not count towards `growth_interval`, at
+        the start and after each overflow.
+
+    Raises:
+      LossScaleError: if an argument is out of its range, or not
+        `min_scale <= init_scale <= max_scale`.
+
+    Example:
+      >>> loss_scale = DynamicLossScale(1024, growth_interval=2)
+      >>> loss_scale = loss_scale.adjust(True).adjust(True)
+      >>> float(loss_scale.scale_value), float(loss_scale.adjust(False).scale_value)
+      (2048.0, 1024.0)
+    """
+
+    LEAVES = ("scale_value", "good_steps", "hysteresis_left", "growth_delay_left")
+    STATIC = (
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "min_scale",
+        "max_scale",
+        "hysteresis",
+        "hysteresis_refill",
+        "first_growth_delay",
+    )
+
+    good_steps: jax.Array
+    hysteresis_left: jax.Array
+    growth_delay_left: jax.Array
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_scale: float | None
+    max_scale: float | None
+    hysteresis: int
+    hysteresis_refill: Refill
+    first_growth_delay: int
+
+    def __init__(
+        self,
+        init_scale: ArrayLike = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float | None = 2.0**-14,
+        max_scale: float | None = 2.0**24,
+        hysteresis: int = 1,
+        hysteresis_refill: Refill = "growth",
+        first_growth_delay: int = 0,
+    ) -> None:
+        vars(self).update(
+            growth_factor=check_factor("growth_factor", growth_factor, 1.0, math.inf),
+            backoff_factor=check_factor("backoff_factor", backoff_factor, 0.0, 1.0),
+            growth_interval=check_count("growth_interval", growth_interval, 1),
+            min_scale=None if min_scale is None else check_bound("min_scale", min_scale),
+            max_scale=None if max_scale is None else check_bound("max_scale", max_scale),
+            hysteresis=check_count("hysteresis", hysteresis, 1),
+            hysteresis_refill=check_refill("hysteresis_refill", hysteresis_refill),
+            first_growth_delay=check_count("first_growth_delay", first_growth_delay, 0),
+        )
+        scale = check_scale("init_scale", init_scale)
+        check_order(self.floor, scale, self.ceiling)
+        vars(self).update(
+            scale_value=new_leaf(scale, jnp.float32),
+            good_steps=new_leaf(0, jnp.int32),
+            hysteresis_left=new_leaf(self.hysteresis, jnp.int32),
+            growth_delay_left=new_leaf(self.first_growth_delay, jnp.int32),
+        )
+
+    @property
+    def floor(self) -> float:
+        """Smallest scale that a step can reach."""
+        return SMALLEST_SCALE if self.min_scale is None else self.min_scale
+
+    @property
+    def ceiling(self) -> float:
+        return LARGEST_SCALE if self.max_scale is None else self.max_scale
+
+    @property
+    def at_floor(self) -> jax.Array:
+        return self.scale_value <= self.floor
+
+    def _next(self, finite: jax.Array) -> Self:
+        counted = lax.select(self._counts(finite), lax.add(self.good_steps, int32(1)), int32(0))
+        # `>=` rather than `==`: a count restored from a run with a longer interval must still grow.
+        grows = lax.ge(counted, int32(self.growth_interval))
+        fallen = lax.select(
+            self._backs_off(finite), self._scaled_by(self.backoff_factor), self.scale_value
+        )
+        return self.with_leaves(
+            scale_value=lax.select(grows, self._scaled_by(self.growth_factor), fallen),
+            good_steps=lax.select(grows, int32(0), counted),
+            hysteresis_left=self._next_hysteresis(finite, grows),
+            growth_delay_left=self._next_delay(finite),
+        )
+
+    def _scaled_by(self, factor: float) -> jax.Array:
+        scale = lax.mul(self.scale_value, float32(factor))
+        return lax.clamp(float32(self.floor), scale, float32(self.ceiling))
+
+    # A counter that the settings do not use stays constant and adds no operation to the program.
+
+    def _counts(self, finite: jax.Array) -> jax.Array:
+        if self.first_growth_delay == 0:
+            return finite
+        return finite & lax.eq(self.growth_delay_left, int32(0))
+
+    def _next_delay(self, finite: jax.Array) -> jax.Array:
+        if self.first_growth_delay == 0:
+            return self.growth_delay_left
+        one_less = lax.max(lax.sub(self.growth_delay_left, int32(1)), int32(0))
+        return lax.select(finite, one_less, int32(self.first_growth_delay))
+
+    def _backs_off(self, finite: jax.Array) -> jax.Array:
+        if self.hysteresis == 1:
+            return ~finite
+        return ~finite & lax.le(self.hysteresis_left, int32(1))
+
+    def _next_hysteresis(self, finite: jax.Array, grows: jax.Array) -> jax.Array:
+        if self.hysteresis == 1:
+            return self.hysteresis_left
+        one_less = lax.max(lax.sub(self.hysteresis_left, int32(1)), int32(1))
+        left = lax.select(finite, self.hysteresis_left, one_less)
+        refills = finite if self.hysteresis_refill == "clean" else grows
+        return lax.select(refills, int32(self.hysteresis), left)
+
+    @classmethod
+    def preset(cls, framework: str, **settings: Any) -> Self:
+        """Creates a loss scale with the settings of another library.
+
+        Args:
+          framework: "torch" (`torch.amp.GradScaler`, Accelerate, Lightning), "deepspeed" (ZeRO; for
+            `consecutive_hysteresis`, pass `hysteresis_refill="clean"`), "megatron"
+            (`DynamicGradScaler`), "keras" (`LossScaleOptimizer`) or "tensorflow"
+            (`DynamicLossScale`).
+          **settings: arguments of `DynamicLossScale` that differ.
+
+        Raises:
+          LossScaleError: for another framework.
+
+        Example:
+          >>> DynamicLossScale.preset("megatron", init_scale=2.0**16).growth_interval
+          1000
+        """
+        if framework not in [*PRESETS]:
+            raise LossScaleError(
+                f"Unknown framework {framework!r}.{did_you_mean(str(framework), PRESETS)} Allowed: "
+                f"{', '.join(PRESETS)}; for example DynamicLossScale.preset('torch')."
+            )
+        return cls(**{"max_scale": None, **PRESETS[framework], **settings})
+
+
+# Settings of each framework. All use the factors 2 and 0.5.
+PRESETS: dict[str, dict[str, Any]] = {
+    "torch": {"init_scale": 2.0**16, "growth_interval": 2000, "min_scale": None},
+    "deepspeed": {
+        "init_scale": 2.0**16,
+        "growth_interval": 1000,
+        "min_scale": 1.0,
+        "hysteresis": 2,
+        "first_growth_delay": 1,
+    },
+    "megatron": {
+        "init_scale": 2.0**32,
+        "growth_interval": 1000,
+        "min_scale": 1.0,
+        "hysteresis": 2,
+    },
+    "keras": {"init_scale": 2.0**15, "growth_interval": 2000, "min_scale": None},
+    "tensorflow": {"init_scale": 2.0**15, "growth_interval": 2000, "min_scale": 1.0},
+}

@@ -1,0 +1,120 @@
+"""Weight gradients in FP32 for functions that compute in 16 bits.
+
+A 16-bit matmul accumulates a weight gradient in FP32 and rounds it to 16 bits, whatever the dtype
+of the parameter is; the cast to FP32 comes later (jax#34330). Under `jit` with sharded arrays, XLA
+also adds the partial gradients of the devices in 16 bits, before that cast (jax#27496).
+
+`with_fp32_gradients` runs a traced loss function again and follows the parameters through it. A
+16-bit copy of a parameter is represented by two arrays: the copy, through which no gradient passes,
+and an FP32 array of the same shape, the *carrier*, which only carries the gradient. Operations that
+move data are applied to both. A matmul with a copy computes the gradient of the copy with an FP32
+result, and passes it to the carrier. No result depends on the values of carriers, so XLA removes
+them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._trees import is_castable
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._gradients._fp32._derivatives import is_16bit_aval
+from jaxmp._gradients._fp32._interpreter import run
+from jaxmp._programs._jaxprs import equations
+from jaxmp.errors import RecipeWarning
+
+_READS_VALUES = (
+    "The loss function reads the values of arrays, as `if` and float() do, so that it cannot be "
+    "traced. The gradients of its 16-bit matmuls are rounded to 16 bits. Call value_and_grad in a "
+    "function under jax.jit, and use jnp.where or jax.lax.cond instead of `if`."
+)
+
+
+def is_on_several_devices(*trees: PyTree) -> bool:
+    """Returns True if an array of the trees is on a mesh of more than one device.
+
+    The mesh of an array is known while a function is traced, and its sharding is not (unless the
+    axes of the mesh are explicit).
+    """
+    return any(_mesh_size(leaf) > 1 for leaf in jax.tree.leaves(trees))
+
+
+def _mesh_size(leaf: object) -> int:
+    if not isinstance(leaf, jax.Array):
+        return 1
+    return getattr(getattr(jax.typeof(leaf).sharding, "mesh", None), "size", 1)
+
+
+def with_fp32_gradients(
+    fn: Callable[..., PyTree], inputs: tuple[PyTree, ...], *, regather: bool, widen: bool
+) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
+    """Returns a function equal to `fn` whose gradients are computed in FP32, and its inputs.
+
+    Args:
+      fn: function of the inputs.
+      inputs: pytrees of parameters. Leaves that are not floating-point arrays, such as FP8
+        state, are differentiated as they are.
+      regather: gather weights again in the backward pass, instead of keeping them.
+      widen: also parameters that are stored in 16 bits. Otherwise, they are differentiated as they
+        are.
+
+    Returns:
+      The function, which traces `fn` for the dtypes of `inputs`, and the inputs to call it with:
+      with `widen`, those stored in 16 bits are converted to FP32, and so are their gradients.
+    """
+    leaves, structure = jax.tree.flatten(inputs)
+    is_param = [is_castable(leaf) and (widen or not is_16bit(leaf.dtype)) for leaf in leaves]
+    if not any(is_param):
+        return fn, inputs
+
+    out_tree: Any = None
+    static: list[Any] = []
+
+    def flat(*leaves: Array) -> list[Array]:
+        nonlocal out_tree
+        out, out_tree = jax.tree.flatten(fn(*structure.unflatten(leaves)))
+        static[:] = [None if _is_array(leaf) else leaf for leaf in out]
+        return [leaf for leaf in out if _is_array(leaf)]
+
+    try:
+        closed = jax.make_jaxpr(flat)(*leaves)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            raise
+        warnings.warn(_READS_VALUES, RecipeWarning, stacklevel=2)
+        return fn, inputs
+    is_low = _computes_in_16_bits(closed)
+
+    def fn_in_fp32(*inputs: PyTree) -> PyTree:
+        args = jax.tree.leaves(inputs)
+        if is_low:
+            results = iter(run(closed, args, is_param, regather=regather))
+        else:
+            results = iter(jaxpr_as_fun(closed)(*args))
+        return out_tree.unflatten([next(results) if leaf is None else leaf for leaf in static])
+
+    in_fp32 = [
+        leaf.astype(FLOAT32) if param and is_16bit(leaf.dtype) else leaf
+        for leaf, param in zip(leaves, is_param, strict=True)
+    ]
+    return fn_in_fp32, structure.unflatten(in_fp32)
+
+
+def _computes_in_16_bits(closed: ClosedJaxpr) -> bool:
+    return any(
+        is_16bit_aval(var.aval)
+        for equation in equations(closed)
+        for var in (*equation.invars, *equation.outvars)
+    )
+
+
+def _is_array(leaf: object) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))

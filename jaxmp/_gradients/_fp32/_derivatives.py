@@ -1,0 +1,467 @@
+"""Matmuls and functions with custom derivatives, whose weight gradients are in FP32."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxmp._core._compat import jaxpr_body, target
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._gradients._fp32._layout import (
+    ELEMENTWISE,
+    REDUCTIONS,
+    Layout,
+    Saved,
+    as_gathered,
+    as_stored,
+    gathered,
+    gathered_again,
+    loops,
+    run_gathered,
+)
+from jaxmp._gradients._fp32._values import (
+    Constant,
+    Copy,
+    Value,
+    Weight,
+    are_weights,
+    as_array,
+    bound,
+    copy_of,
+    left,
+    results_of,
+)
+from jaxmp._programs._analysis import Body, primitives
+from jaxmp._programs._bind import bind
+from jaxmp._programs._constructs import CALLS
+from jaxmp._programs._interpreter import Frame, Interpreter
+from jaxmp._programs._jaxprs import array_aval, equations, without_unused
+from jaxmp._programs._operations import arithmetic_of, dot_of
+from jaxmp._programs._wide_dot import wide_product, widened_product
+
+
+def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
+    """Runs a matmul or convolution with a copy, whose gradient is computed in FP32.
+
+    In a product of weights, XLA may split the contracted axis, and sum over devices in the forward
+    pass, too.
+    """
+    operands = [as_array(v) if _is_rows(v, operands) else v for v in operands]
+    side = 1 if isinstance(operands[1], Copy) else 0
+    copy, other = operands[side], operands[1 - side]
+    if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
+        return run_custom_derivative(equation, operands)[0]
+    # Integers, such as the sizes of the groups of a ragged matmul.
+    rest = list(map(as_array, operands[2:]))
+
+    def call(other: Array, low: Array, rest: list[Array], **changes: object) -> Array:
+        pair = [other, low] if side else [low, other]
+        return bind(equation, [*pair, *rest], **changes)
+
+    layout = copy.layout
+    again = layout is not None and layout.is_split and layout.again
+
+    @jax.custom_vjp
+    def matmul(other: Array, low: Array, carrier: Array, rest: list[Array]) -> Array:
+        return call(other, gathered(low, layout), rest)
+
+    def matmul_fwd(other: Array, low: Array, carrier: Array, rest: list[Array]) -> Any:
+        low = as_stored(low, layout)
+        whole = gathered_again(low, layout)
+        return call(other, whole, rest), (other, low if again else whole, rest)
+
+    def matmul_bwd(saved: tuple[Array, Array, list[Array]], cotangent: Array) -> Any:
+        other, low, rest = saved
+        if again:
+            # Otherwise XLA keeps the array that the forward pass gathered, or gathers the weights
+            # of several layers before it computes their gradients.
+            low, cotangent = lax.optimization_barrier((as_stored(low, layout), cotangent))
+            low = gathered(low, layout)
+        # A matmul with a wide result is differentiated in the dtype of its operands, as in
+        # `_core._wide_dot`.
+        options = arithmetic_of(equation)
+        is_wide = options is not None and options.result_dtype is not None
+        narrow = {"preferred_element_type": low.dtype} if is_wide else {}
+        cotangent = cotangent.astype(low.dtype)
+        is_explicit = AxisType.Explicit in jax.typeof(low).sharding.mesh.axis_types
+        if equation.primitive.name == "dot_general" and not is_explicit:
+            d_other = transposed_dot(equation, 1 - side, low, cotangent, low.dtype)
+            d_carrier = transposed_dot(equation, side, other, cotangent, FLOAT32)
+            return d_other, None, as_stored(d_carrier, layout), None
+
+        def of_other(other: Array) -> Array:
+            return call(other, low, rest, **narrow)
+
+        def d_low(other: Array, cotangent: Array, *rest: Array) -> tuple[Array]:
+            of_low = lambda low: call(other, low, list(rest), **narrow)
+            return jax.linear_transpose(of_low, low)(cotangent)
+
+        (d_other,) = jax.linear_transpose(of_other, other)(cotangent)
+        closed = jax.make_jaxpr(d_low)(other, cotangent, *rest)
+        (d_carrier,) = run_in_fp32(closed, [other, cotangent, *rest], [True])
+        return d_other, None, as_stored(d_carrier, layout), None
+
+    matmul.defvjp(matmul_fwd, matmul_bwd)
+    return matmul(other, copy.low, copy.carrier, rest)
+
+
+def transposed_dot(
+    equation: JaxprEqn, side: int, other: Array, cotangent: Array, dtype: np.dtype
+) -> Array:
+    """Returns the gradient of one operand of a `dot_general`, as the result of a matmul.
+
+    Args:
+      equation: the `dot_general`.
+      side: number of the operand.
+      other: the other operand.
+      cotangent: gradient of the result, in the dtype of `other`.
+      dtype: dtype of the gradient.
+    """
+    sums, batch = dot_of(equation)
+    free = [
+        [n for n in range(array_aval(var).ndim) if n not in (*s, *b)]
+        for var, s, b in zip(equation.invars, sums, batch, strict=True)
+    ]
+    kept, same = free[side], len(batch[0])
+    start = same + (0 if side else len(kept))
+    contracted = range(start, start + len(free[1 - side])), free[1 - side]
+    dimensions = (contracted, (range(same), batch[1 - side]))
+    product = functools.partial(
+        lax.dot_general, dimension_numbers=dimensions, precision=equation.params["precision"]
+    )
+    if dtype == FLOAT32 and target() == "cpu":
+        out = widened_product(product, cotangent, other)
+    else:
+        out = product(cotangent, other, preferred_element_type=dtype)
+    by_other = [sums[side][n] for n in np.argsort(sums[1 - side])]
+    return lax.transpose(out, np.argsort([*batch[side], *kept, *by_other]))
+
+
+def _is_rows(value: Value, operands: list[Value]) -> bool:
+    """Returns True for rows of a table that are multiplied by a weight, as activations are."""
+    copies = [operand for operand in operands if isinstance(operand, Copy)]
+    return isinstance(value, Copy) and value.rows == () and len(copies) > 1
+
+
+def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs a `custom_vjp` or `custom_jvp` function; gradients of copies are not rounded."""
+    copies = {index for index, operand in enumerate(operands) if isinstance(operand, Copy)}
+    if not copies:
+        return left(bound(equation, operands), operands)
+    arrays = [v.low if isinstance(v, Copy) else as_array(v) for v in operands]
+    carriers = [v.carrier for v in operands if isinstance(v, Copy)]
+    layouts = [v.layout if isinstance(v, Copy) else None for v in operands]
+    is_split = [layout is not None and layout.is_split for layout in layouts]
+
+    adds_in_a_loop, count = loops(equation), len(operands)
+
+    is_weight = are_weights(operands)
+
+    def forward(*arrays: Array) -> list[Array]:
+        return results_of(equation, run_forward(equation, list(arrays)))
+
+    def outputs(results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
+        # 16-bit results of a function of weights have carriers, whose gradients are in FP32.
+        arrays = [gathered(r.array, r.layout) if isinstance(r, Saved) else r for r in results]
+        return [(a, a.astype(FLOAT32)) if is_weight and is_16bit_aval(a) else (a,) for a in arrays]
+
+    def summed(gradient: Array, layout: Layout | None) -> Array:
+        # A loop over chunks of the batch that adds to a split gradient sums it over devices in each
+        # iteration, if the mesh has several axes. The sum of a whole one moves behind the loop.
+        is_whole = adds_in_a_loop and layout is not None and not layout.is_explicit
+        return gathered_again(gradient, layout) if is_whole else gradient
+
+    @jax.custom_vjp
+    def call(arrays: list[Array], carriers: list[Array]) -> Any:
+        return outputs(forward(*map(gathered, arrays, layouts)))
+
+    def call_fwd(arrays: list[Array], carriers: list[Array]) -> Any:
+        vjp = functools.partial(_gathered_vjp, layouts=layouts) if any(is_split) else jax.vjp
+        results, backward = vjp(forward, *arrays)
+        return outputs(results), backward
+
+    def call_bwd(backward: PyTree, cotangents: list[tuple[Array, ...]]) -> Any:
+        low, wide = ([pair[n] for pair in cotangents] for n in (0, -1))
+        kept, structure = jax.tree.flatten((backward, low), is_leaf=_is_saved)
+        saved = [leaf.array if _is_saved(leaf) else leaf for leaf in kept]
+        floating: list[int] = []
+
+        def gradients(*saved: Array) -> list[Array]:
+            backward, cotangents = structure.unflatten(saved)
+            results = backward(cotangents)
+            # The gradients of integers have the dtype float0.
+            floating[:] = [n for n, g in enumerate(results) if g.dtype != jax.dtypes.float0]
+            return [results[n] for n in floating]
+
+        marks = [leaf.layout if _is_saved(leaf) else None for leaf in kept]
+        closed = jax.make_jaxpr(gradients)(*map(as_gathered, saved, marks))
+        saved[len(saved) - len(wide) :] = wide
+        if any(map(_is_saved, kept)):
+            saved = _after_cotangents(saved, marks, len(low))
+            low = map(rounded, saved, closed.jaxpr.invars)
+            closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*low)
+        results = run_in_fp32(closed, saved, [n in copies for n in floating])
+        by_operand = dict(zip(floating, results, strict=True))
+        narrow = [None if n in copies else by_operand.get(n) for n in range(count)]
+        return narrow, [
+            as_stored(summed(by_operand[n], layouts[n]), layouts[n]) for n in sorted(copies)
+        ]
+
+    call.defvjp(call_fwd, call_bwd)
+    pairs = call(arrays, carriers)
+    results = [pair[0] if len(pair) == 1 else copy_of(pair[1], pair[0]) for pair in pairs]
+    return left(results, operands)
+
+
+def _gathered_vjp(
+    forward: Callable[..., list[Array]], *arrays: Array, layouts: list[Layout | None]
+) -> tuple[list[Array], PyTree]:
+    """Returns `jax.vjp(forward, *arrays)`; weights are gathered where `forward` reads them.
+
+    Arrays that have not been gathered are of type `Saved`, in the results and in the function of
+    the backward pass.
+    """
+    structure: Any = None
+
+    def with_backward(*arrays: Array) -> list[Array]:
+        nonlocal structure
+        leaves, structure = jax.tree.flatten(jax.vjp(forward, *arrays))
+        return leaves
+
+    closed = jax.make_jaxpr(with_backward)(*map(as_gathered, arrays, layouts))
+    results, marks = run_gathered(closed, arrays, layouts)
+    leaves = [
+        array if mark is None else Saved(array, mark)
+        for array, mark in zip(results, marks, strict=True)
+    ]
+    return structure.unflatten(leaves)
+
+
+def _after_cotangents(saved: list[Array], marks: list[Layout | None], count: int) -> list[Array]:
+    """Makes weights depend on the cotangents, the last `count` arrays; see `run_matmul`."""
+    first = len(saved) - count
+    tied = [
+        n
+        for n, (array, mark) in enumerate(zip(saved, marks, strict=True))
+        if (mark is not None and mark.again)
+        or (n >= first and jax.numpy.issubdtype(array.dtype, jax.numpy.floating))
+    ]
+    values = lax.optimization_barrier([as_stored(saved[n], marks[n]) for n in tied])
+    new = dict(zip(tied, values, strict=True))
+    return [new.get(n, array) for n, array in enumerate(saved)]
+
+
+def _all_gathered(
+    closed: ClosedJaxpr, args: Sequence[Array], layouts: list[Layout | None]
+) -> list[Array]:
+    results, marks = run_gathered(closed, args, layouts)
+    return list(map(gathered, results, marks))
+
+
+def _is_saved(leaf: object) -> TypeGuard[Saved]:
+    return isinstance(leaf, Saved)
+
+
+# ---------------------------------------------------------------------------
+# Backward passes whose results are not rounded to 16 bits
+# ---------------------------------------------------------------------------
+
+# Operations that move the elements of their first operand, and compute nothing.
+MOVES = frozenset(
+    {
+        "all_gather",
+        "broadcast_in_dim",
+        "copy",
+        "dynamic_slice",
+        "expand_dims",
+        "gather",
+        "mesh_cast",
+        "pvary",
+        "reshape",
+        "reshard",
+        "rev",
+        "sharding_constraint",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+        "unstack",
+    }
+)
+MATMULS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+# Operations that may follow the matmul of a weight gradient, such as the factor of a scale.
+_FACTORS = frozenset({"add", "add_any", "div", "mul", "neg"})
+# Operations on the gradient of a computed weight.
+_OF_WEIGHTS = (_FACTORS | ELEMENTWISE | REDUCTIONS) - {"bitcast_convert_type"}
+
+
+def run_in_fp32(closed: ClosedJaxpr, args: list[Array], wide: list[bool]) -> list[Array]:
+    """Runs a backward pass; some of its results are returned in FP32.
+
+    If a gradient is computed by a matmul, possibly followed by data movement and factors, the
+    matmul has an FP32 result. If a gradient is rounded at the end, the rounding is left out.
+
+    Args:
+      closed: the traced backward pass.
+      args: its arguments. In the gradient of a function of weights, cotangents of 16-bit results
+        are in FP32, and so is all arithmetic with them.
+      wide: for each result, True to return it in FP32.
+    """
+    jaxpr, consts = jaxpr_body(_inlined(closed))
+    pairs = list(zip(jaxpr.invars, args, strict=True))
+    # Variables that can be computed in FP32, and those of them that are.
+    possible = {var for var, arg in pairs if rounded(arg, var) is not arg}
+    is_of_weights = bool(possible)
+    factors = _OF_WEIGHTS if is_of_weights else _FACTORS
+    body = Body(jaxpr)
+    flat = list(equations(jaxpr, inside=False))
+    for equation in flat:
+        if _can_be_wide(equation, possible, factors):
+            # FP32 variables that follow a 16-bit matmul, such as factors of rows, and 16-bit ones.
+            is_after = not possible.isdisjoint(v for v in equation.invars if isinstance(v, Var))
+            possible |= {
+                var
+                for var in equation.outvars
+                if is_16bit_aval(var.aval) or (is_after and _dtype(var) == FLOAT32)
+            }
+    outputs = [pair for pair in zip(jaxpr.outvars, wide, strict=True) if isinstance(pair[0], Var)]
+    asked = {var for var, w in outputs if w}
+    narrow = {var for var, w in outputs if not w}
+    chosen = (asked & possible) - narrow
+    for equation in reversed(flat):
+        if chosen.isdisjoint(equation.outvars) or equation.primitive.name in MATMULS:
+            continue
+        for var in possible.intersection(v for v in equation.invars if isinstance(v, Var)):
+            is_wide = (
+                r is not None and not chosen.isdisjoint(r.outvars) for r in body.consumers[var]
+            )
+            if is_of_weights or all(is_wide):
+                chosen.add(var)
+    results = _Wide(chosen).run(ClosedJaxpr(jaxpr, consts), args)
+    return [
+        r.astype(FLOAT32) if w else rounded(r, v)
+        for r, w, v in zip(results, wide, jaxpr.outvars, strict=True)
+    ]
+
+
+def rounded(array: Array, var: Var | Literal) -> Array:
+    """Returns an FP32 array in the dtype of its variable, if that has 16 bits."""
+    is_wide = is_16bit_aval(var.aval) and array.dtype == FLOAT32
+    return array.astype(_dtype(var)) if is_wide else array
+
+
+class _Wide(Interpreter):
+    """Interpreter that computes some variables in FP32 instead of 16 bits."""
+
+    def __init__(self, variables: set[Var]) -> None:
+        super().__init__()
+        self.variables = variables
+
+    def equation(self, equation: JaxprEqn, operands: list[Array], frame: Frame) -> list[Array]:
+        is_wide = not self.variables.isdisjoint(equation.outvars)
+        if not is_wide or equation.primitive.name in MATMULS:
+            operands = list(map(rounded, operands, equation.invars))
+        return results_of(equation, (_in_fp32 if is_wide else bind)(equation, operands))
+
+
+class _Inline(Interpreter):
+    """Interpreter that replaces calls by the operations inside."""
+
+    def equation(self, equation: JaxprEqn, operands: list[Array], frame: Frame) -> list[Array]:
+        if equation.primitive.name in CALLS:
+            return self.enter(equation, operands, frame)
+        return self.bound(equation, operands)
+
+
+def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a jaxpr without calls of jitted functions and without unused equations."""
+    inlined = closed
+    if not CALLS.isdisjoint(primitives(closed)):
+        inlined = jax.make_jaxpr(lambda *args: _Inline().run(closed, args))(*closed.in_avals)
+    jaxpr, consts = jaxpr_body(inlined)
+    return ClosedJaxpr(without_unused(jaxpr), consts)
+
+
+def _can_be_wide(equation: JaxprEqn, wide: set[Var], factors: frozenset[str]) -> bool:
+    """Returns True if an equation of a backward pass can compute its 16-bit result in FP32."""
+    name = equation.primitive.name
+    if name in MATMULS or not equation.invars:
+        return name in MATMULS
+    first, *_ = variables = [v if isinstance(v, Var) else None for v in equation.invars]
+    if name == "convert_element_type":
+        return first in wide or _dtype(equation.invars[0]) == FLOAT32
+    if name in MOVES:
+        return first in wide
+    return name in factors and any(var in wide for var in variables)
+
+
+def _dtype(var: Var | Literal) -> Any:
+    return getattr(var.aval, "dtype", None)
+
+
+def _in_fp32(equation: JaxprEqn, operands: list[Array]) -> Any:
+    name = equation.primitive.name
+    if name in MATMULS:
+        if name == "conv_general_dilated" and (convolve := _in_parts(equation, operands)):
+            return convolve(*operands)
+        if target() == "cpu" and any(map(is_16bit_aval, operands)):
+            return widened_product(
+                lambda *wide, **dtype: bind(equation, list(wide), **dtype), *operands
+            )
+        return bind(equation, operands, preferred_element_type=FLOAT32)
+    if name == "convert_element_type":
+        return operands[0]
+    return bind(equation, [o.astype(FLOAT32) if is_16bit_aval(o) else o for o in operands])
+
+
+def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array] | None:
+    """Returns the 16-bit convolution of a weight gradient, which is cast to FP32 before sums.
+
+    cuDNN has no gradient of a kernel with 16-bit operands and an FP32 result, so that XLA would
+    convert the operands. On several devices, each computes the sum over its part of the contracted
+    axis, which is the batch. None: it cannot be divided.
+    """
+    mesh, options = jax.typeof(operands[0]).sharding.mesh, equation.params
+    convolve = lambda *pair: bind(equation, [*pair], out_sharding=None).astype(FLOAT32)
+    if mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}:
+        return convolve
+    lhs, rhs, _ = options["dimension_numbers"]
+    is_whole = options["feature_group_count"] == 1 and set(mesh.axis_types) == {AxisType.Auto}
+    if not is_whole or operands[0].shape[lhs[1]] % mesh.size:
+        return None
+    axes = mesh.axis_names
+    return jax.shard_map(
+        lambda *pair: lax.psum(convolve(*pair), axes),
+        mesh=mesh,
+        in_specs=tuple(PartitionSpec(*[None] * spec[1], axes) for spec in (lhs, rhs)),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+
+
+def run_forward(equation: JaxprEqn, operands: list[Array]) -> Any:
+    """Runs an equation; a matmul is accumulated in FP32 over devices, too, and then rounded."""
+    if equation.primitive.name not in MATMULS:
+        return bind(equation, operands)
+
+    lhs, rhs, *rest = operands
+
+    def multiply(*pair: Array, **wide: object) -> Any:
+        return (_in_fp32 if wide else bind)(equation, [*pair, *rest])
+
+    return wide_product(multiply, lhs, rhs, FLOAT32).astype(_dtype(equation.outvars[0]))
+
+
+def is_16bit_aval(aval: object) -> bool:
+    """Returns True for the type of a 16-bit floating-point array."""
+    dtype = getattr(aval, "dtype", None)
+    # NumPy does not know the extended dtypes of JAX, such as those of keys and of FP8 states.
+    return isinstance(dtype, np.dtype) and is_16bit(dtype)

@@ -1,0 +1,425 @@
+"""Interpreter that runs a traced function with the gradients of its parameters in FP32."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.sharding import NamedSharding
+
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._typing import Array
+from jaxmp._gradients._fp32._derivatives import (
+    MATMULS,
+    MOVES,
+    is_16bit_aval,
+    run_custom_derivative,
+    run_matmul,
+)
+from jaxmp._gradients._fp32._layout import (
+    ELEMENTWISE,
+    REDUCTIONS,
+    Layout,
+    batch_axes,
+    forwarded,
+    quantizes,
+)
+from jaxmp._gradients._fp32._values import (
+    Constant,
+    Copy,
+    Repeated,
+    Rows,
+    Value,
+    Weight,
+    as_array,
+    attached,
+    bound,
+    computed_weight,
+    copy_of,
+    entered,
+    left,
+    results_of,
+)
+from jaxmp._programs._bind import bind
+from jaxmp._programs._constructs import CALLS, REMATS, call_of, scan_of
+from jaxmp._programs._interpreter import Entry, Frame, Interpreter
+from jaxmp._programs._operations import is_partial, new_dtype_of, sharding_of_result
+
+# Operations that broadcast dimensions of size 1. The gradient of such an operand is a sum.
+_BROADCASTING = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
+
+# Operations that move the elements of several operands, and arithmetic.
+_MERGES = frozenset(
+    {"add", "concatenate", "div", "dynamic_update_slice", "mul", "neg", "pad", "select_n", "stack"}
+    | {"sub"}
+)
+
+
+# Constructs that the interpreter enters, if they read weights.
+_ENTERED = CALLS | REMATS | {"cond", "scan", "shard_map"}
+
+# Operations for which rows of a table remain a copy: they may be weights that data selects.
+_OF_ROWS = (
+    MOVES
+    | MATMULS
+    | CALLS
+    | REMATS
+    | {"cond", "convert_element_type", "name", "sharding_constraint"}
+)
+
+
+def run(
+    closed: ClosedJaxpr, args: list[Array], is_param: list[bool], *, regather: bool
+) -> list[Array]:
+    """Runs a traced function so that the gradients of its parameters are computed in FP32.
+
+    Args:
+      closed: the traced function.
+      args: its arguments; parameters that it accepts in 16 bits are passed in FP32.
+      is_param: for each argument, True for a parameter.
+      regather: gather weights again in the backward pass, instead of keeping them.
+
+    Returns:
+      The results of the function.
+    """
+    jaxpr, _ = jaxpr_body(closed)
+    layout = Layout(batch_axes=batch_axes(closed, is_param), again=regather)
+    values: list[Value] = []
+    for var, arg, differentiated in zip(jaxpr.invars, args, is_param, strict=True):
+        if differentiated and is_16bit_aval(var.aval):
+            values.append(copy_of(arg, lax.convert_element_type(arg, var.aval.dtype), layout))
+        else:
+            values.append(Weight(arg, layout) if differentiated else arg)
+    return list(map(as_array, _Gradients().run(closed, values)))
+
+
+class _Gradients(Interpreter):
+    """Interpreter whose values are weights, their copies, constants and other arrays."""
+
+    consequence = (
+        "the gradients of the weights that it reads are summed in the dtype of its matmuls"
+    )
+
+    def literal(self, var: Literal) -> Value:
+        return Constant(var.val)
+
+    def array(self, value: Value) -> Array:
+        return as_array(value)
+
+    def entered(self, values: list[Any], entry: Entry, operands: list[Any]) -> list[Any]:
+        if entry is Entry.CALL:
+            return values
+        if entry is Entry.CARRY:
+            return left(values, operands)
+        flags = {"is_recomputed": entry is Entry.REMAT, "is_scanned": entry is Entry.ROWS}
+        inside = [entered(value, **flags) for value in values]
+        return list(map(_unplaced, inside)) if entry is Entry.SHARD else inside
+
+    def left(self, results: list[Any], operands: list[Any]) -> list[Any]:
+        return left(results, operands)
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        name = equation.primitive.name
+        operands = _without_rows(name, operands)
+        if not any(isinstance(operand, (Weight, Copy)) for operand in operands):
+            return _operation(equation, operands)
+        if name not in _ENTERED:
+            self.check_known(equation)
+            return _operation(equation, operands)
+        results = self.enter(equation, operands, frame)
+        if name == "shard_map":
+            return left(results, self.entered(operands, Entry.SHARD, operands))
+        # NNX returns all Variables of the modules that it scans. Otherwise, XLA would copy weights,
+        # and might split the copies over devices.
+        pairs = zip(_sources(equation), results, strict=True)
+        return [result if n is None else operands[n] for n, result in pairs]
+
+
+def _sources(equation: JaxprEqn) -> list[int | None]:
+    """Returns for each result of a remat or scan the index of the operand that it is."""
+    name = equation.primitive.name
+    if name in REMATS:
+        return forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
+    sources: list[int | None] = [None] * len(equation.outvars)
+    if name == "scan":
+        loop = scan_of(equation)
+        returned = forwarded(jaxpr_body(loop.jaxpr)[0])[loop.carry :]
+        first = loop.consts + loop.carry
+        sources[loop.carry :] = [n if n is not None and n >= first else None for n in returned]
+    return sources
+
+
+def _unplaced(value: Value) -> Value:
+    if isinstance(value, Weight):
+        return Weight(value.array)
+    return Copy(value.low, value.carrier) if isinstance(value, Copy) else value
+
+
+def _without_rows(name: str, operands: list[Value]) -> list[Value]:
+    """Converts rows of a table to activations, unless they remain copies in this operation."""
+    if name in _OF_ROWS:
+        return operands
+    return [as_array(v) if _is_selected(v) else v for v in operands]
+
+
+def _operation(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs an equation that the interpreter does not enter."""
+    if all(isinstance(operand, Constant) for operand in operands):
+        return [Constant(out) for out in bound(equation, operands)]
+    name = equation.primitive.name
+    operands = _without_rows(name, operands)
+    if name == "convert_element_type" and isinstance(operands[0], Rows):
+        return [_narrowed_rows(operands[0], equation)]
+    if not any(isinstance(operand, (Weight, Copy)) for operand in operands):
+        return list(bound(equation, operands))
+    if name in _RULES:
+        return _RULES[name](equation, operands)
+    copies = [isinstance(operand, Copy) for operand in operands]
+    if any(copies):
+        if name in MOVES and copies[0]:
+            return _move(equation, operands)
+        if name in REDUCTIONS:
+            operands = [v._replace(layout=None) if isinstance(v, Copy) else v for v in operands]
+        if name in _BROADCASTING:
+            operands = [_broadcast(operand, equation) for operand in operands]
+        if name in _COPY_RULES:
+            result = _COPY_RULES[name](equation, operands)
+            if result is not None:
+                return [result]
+    results = bound(equation, operands)
+    if name in MOVES and isinstance(operands[0], Weight):
+        return _moved_weight(equation, operands[0], operands[1:], results)
+    return left(results, operands)
+
+
+def _moved_weight(
+    equation: JaxprEqn, weight: Weight, rest: list[Value], results: list[Array]
+) -> list[Value]:
+    """Returns moved elements of a weight, which a cast to 16 bits may gather after the cast."""
+    if any(isinstance(operand, Copy) for operand in rest):
+        return list(results)
+    gathers = equation.primitive.name in ("all_gather", "reshard")
+    is_split = weight.layout is not None and weight.layout.is_split
+    is_weight = equation.primitive.name == "dynamic_slice" or not any(map(_is_data, rest))
+    if len(results) > 1 or not (gathers or is_split or weight.origin):
+        return [Weight(result, weight.layout) for result in results] if is_weight else [*results]
+    origin = weight, equation, rest
+    return [Weight(results[0], None, origin) if is_weight else Rows(results[0], origin)]
+
+
+# ---------------------------------------------------------------------------
+# Operations with copies
+# ---------------------------------------------------------------------------
+
+
+def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Moves the elements of a copy and of its carrier."""
+    copy, *rest = operands
+    assert isinstance(copy, Copy)
+    others = list(map(as_array, rest))
+    layout = None if copy.layout is None else copy.layout.moved(equation)
+    low = results_of(
+        equation, bind(equation, [copy.whole if layout is None else copy.low, *others])
+    )
+    carrier = results_of(equation, bind(equation, [copy.carrier, *others]))
+    is_selected = equation.primitive.name == "gather" and any(map(_is_data, rest))
+    rows = () if is_selected else copy.rows
+    repeats = equation.primitive.name == "broadcast_in_dim" and low[0].size > copy.low.size
+    kind = Repeated if repeats else type(copy)
+    return [kind(*pair, layout, rows) for pair in zip(low, carrier, strict=True)]
+
+
+def _is_selected(value: Value) -> bool:
+    return isinstance(value, Copy) and value.rows == ()
+
+
+def _is_data(value: Value) -> bool:
+    return not isinstance(value, (Weight, Copy, Constant))
+
+
+def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Applies a sharding constraint. That of a parameter is its sharding."""
+    (value,), sharding = operands, sharding_of_result(equation)
+    if not isinstance(value, (Weight, Copy)):
+        return list(bound(equation, operands))
+    is_spec = isinstance(sharding, NamedSharding) and not is_partial(equation)
+    if value.layout is None or not is_spec:
+        if isinstance(value, Copy):
+            return _move(equation, operands)
+        return [value._replace(array=bound(equation, operands)[0])]
+    layout = value.layout.constrained(sharding, as_array(value._replace(layout=None)).ndim)
+    if layout.stored == value.layout.stored:
+        # Matmuls read the weight in this sharding, after it was cast.
+        if isinstance(value, Copy):
+            return [value._replace(layout=layout)]
+        if layout != value.layout:
+            return [Weight(bound(equation, operands)[0], None, (value, equation, []))]
+    if isinstance(value, Copy):
+        low, carrier = (bind(equation, [array]) for array in (value.low, value.carrier))
+        return [Copy(low, carrier, layout, value.rows)]
+    return [Weight(bound(equation, operands)[0], layout)]
+
+
+def _reshard(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Moves a weight to another sharding of explicit mesh axes, after it was cast."""
+    (value,), sharding = operands, sharding_of_result(equation)
+    stored = jax.typeof(value.low if isinstance(value, Copy) else as_array(value)).sharding
+    if stored.mesh != sharding.mesh:
+        # Functions of `auto_axes` enter a mesh with automatic axes, where they read the weight.
+        if isinstance(value, Copy):
+            return _move(equation, [value._replace(layout=None)])
+        return [Weight(array) for array in bound(equation, operands)]
+    if isinstance(value, Weight):
+        return _moved_weight(equation, value, [], bound(equation, operands))
+    if not isinstance(value, Copy) or value.layout is None or value.layout.is_split:
+        return (
+            _move(equation, operands) if isinstance(value, Copy) else [*bound(equation, operands)]
+        )
+    carrier = bind(equation, [value.carrier])
+    layout = dataclasses.replace(value.layout, stored=stored, gathered=sharding)
+    return [Copy(value.low, carrier, layout)]
+
+
+def _broadcast(value: Value, equation: JaxprEqn) -> Value:
+    """Broadcasts a copy to the shape of the result, so that its gradient is summed in FP32."""
+    aval: Any = equation.outvars[0].aval
+    if not isinstance(value, Copy) or value.low.shape == aval.shape:
+        return value
+    # Arithmetic also accepts a scalar beside an array.
+    axes = range(len(aval.shape)) if value.low.ndim else ()
+    sharding = aval.sharding if any(aval.sharding.spec) else None
+    low, carrier = (
+        lax.broadcast_in_dim(array, aval.shape, axes, out_sharding=sharding)
+        for array in (value.whole, value.carrier)
+    )
+    return Repeated(low, carrier)
+
+
+def _merge(equation: JaxprEqn, operands: list[Value]) -> Value | None:
+    """Runs an operation on copies and constants, and on their carriers.
+
+    Examples are the parts of a matrix, the rows of a table and NaN, a matrix and its scale, and a
+    matrix and a mask from data.
+    """
+    layout = _common_layout(equation, operands)
+    kinds = {type(operand) for operand in operands if isinstance(operand, Copy)}
+    kind = Repeated if kinds == {Repeated} else Copy
+    is_masked = kind is Copy and equation.primitive.name in ELEMENTWISE
+    rows = None
+    low, wide = [], []
+    for operand, var in zip(operands, equation.invars, strict=True):
+        if isinstance(operand, Copy):
+            array = operand.whole if layout is None else operand.low
+        else:
+            array = as_array(operand)
+        low.append(array)
+        if not is_16bit_aval(var.aval):
+            wide.append(array)
+        elif isinstance(operand, Copy):
+            wide.append(operand.carrier)
+        elif isinstance(operand, Constant) or is_masked:
+            wide.append(jnp.asarray(array).astype(FLOAT32))
+            rows = rows if isinstance(operand, Constant) else ()
+        else:
+            return None
+    return kind(bind(equation, low), bind(equation, wide), layout, rows)
+
+
+def _common_layout(equation: JaxprEqn, operands: list[Value]) -> Layout | None:
+    """Returns the layout of the result of an operation on copies; None if they must be gathered."""
+    layouts = {operand.layout for operand in operands if isinstance(operand, Copy)}
+    if len(layouts) > 1 or equation.primitive.name not in ELEMENTWISE:
+        return None
+    (layout,) = layouts
+    # On explicit axes, data has the sharding of a gathered weight.
+    is_gathered = layout is not None and layout.is_explicit and any(map(_is_data, operands))
+    return None if is_gathered else layout
+
+
+def _name(equation: JaxprEqn, operands: list[Value]) -> Value | None:
+    """Names a copy for the policies of `jax.checkpoint`."""
+    (copy,) = operands
+    assert isinstance(copy, Copy)
+    return Copy(bind(equation, [copy.low]), copy.carrier, copy.layout, copy.rows)
+
+
+_COPY_RULES: dict[str, Callable[[JaxprEqn, list[Value]], Value | None]] = {
+    "name": _name,
+    **dict.fromkeys(_MERGES, _merge),
+    **dict.fromkeys(MATMULS, run_matmul),
+}
+
+
+# ---------------------------------------------------------------------------
+# Operations with a special rule
+# ---------------------------------------------------------------------------
+
+
+def _convert(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    (operand,), dtype = operands, new_dtype_of(equation)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return list(bound(equation, operands))
+    if isinstance(operand, Copy):
+        if operand.rows == () and not is_16bit(dtype):
+            return list(bound(equation, operands))
+        converted = bind(equation, [operand.low])
+        if is_16bit(dtype):
+            return [operand._replace(low=converted)]
+        return [Weight(attached(converted, operand.carrier), operand.layout)]
+    array = as_array(operand)
+    if is_16bit(dtype) and array.dtype == FLOAT32:
+        if isinstance(operand, Weight):
+            return [_narrowed(operand, dtype)]
+        return [copy_of(array, bind(equation, [array]))]
+    return [computed_weight(bind(equation, [array]))]
+
+
+def _narrowed_rows(rows: Rows, equation: JaxprEqn) -> Array:
+    """Returns rows of the 16-bit copy of a table, which is gathered in 16 bits."""
+    dtype = new_dtype_of(equation)
+    if not is_16bit(dtype):
+        return bind(equation, [rows.array])
+    return as_array(_narrowed(Weight(rows.array, None, rows.origin), dtype))
+
+
+def _narrowed(weight: Weight, dtype: np.dtype) -> Value:
+    """Returns the 16-bit copy of a weight: the weight is cast, and then moved and gathered."""
+    if weight.origin is None:
+        low = lax.convert_element_type(weight.array, dtype)
+        return copy_of(weight.array, low, weight.layout)
+    source, equation, rest = weight.origin
+    (result,) = _operation(equation, [_narrowed(source, dtype), *rest])
+    return result
+
+
+def _custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs a function with its own derivative. One that quantizes gathers weights in FP8."""
+    if any(map(_is_gathered_later, operands)) and quantizes(equation):
+        operands = [
+            _narrowed(v, FLOAT32) if isinstance(v, Weight) and _is_gathered_later(v) else v
+            for v in operands
+        ]
+    return run_custom_derivative(equation, operands)
+
+
+def _is_gathered_later(value: Value) -> bool:
+    """Returns True for an FP32 weight that is split, or was gathered before it is read."""
+    if not isinstance(value, Weight) or value.array.dtype != FLOAT32:
+        return False
+    return value.origin is not None or (value.layout is not None and value.layout.is_split)
+
+
+_RULES: dict[str, Callable[[JaxprEqn, list[Value]], list[Value]]] = {
+    "convert_element_type": _convert,
+    "custom_jvp_call": run_custom_derivative,
+    "custom_vjp_call": _custom_derivative,
+    "reshard": _reshard,
+    "sharding_constraint": _constrain,
+}

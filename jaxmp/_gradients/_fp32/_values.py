@@ -1,0 +1,179 @@
+"""Values of the interpreter: weights, their 16-bit copies, constants, and other arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._typing import Array
+from jaxmp._gradients._fp32._layout import Layout, gathered
+from jaxmp._programs._bind import bind
+
+
+class Weight(NamedTuple):
+    """Array in FP32 or wider that depends on parameters and constants alone.
+
+    array: the array.
+    layout: its sharding, as far as it is known; None: it is unknown.
+    origin: another weight, the equation that moved its elements, and the other operands, if this
+      weight may have been gathered by that equation; otherwise None.
+    """
+
+    array: Array
+    layout: Layout | None = None
+    origin: tuple[Weight, JaxprEqn, list[Any]] | None = None
+
+
+class Copy(NamedTuple):
+    """16-bit copy of a weight.
+
+    low: the 16-bit array; no gradient passes through it.
+    carrier: FP32 array of the same shape. Its value is never used, and the gradient passes through
+      it.
+    layout: the sharding of `low`, and that in which matmuls read it; None: it is unknown.
+    rows: () if data selects the elements, as the rows of a table, so that they may be activations;
+      otherwise None. (Neither value adds leaves to the pytree.)
+    """
+
+    low: Array
+    carrier: Array
+    layout: Layout | None = None
+    rows: tuple[()] | None = None
+
+    @property
+    def whole(self) -> Array:
+        """The 16-bit array in the sharding in which matmuls read it."""
+        return gathered(self.low, self.layout)
+
+
+class Repeated(Copy):
+    """Copy with repeated elements, such as a bias for all rows. With data, it is an activation."""
+
+    __slots__ = ()
+
+
+class Constant(NamedTuple):
+    """Array that depends on no argument."""
+
+    array: Array
+
+
+class Rows(NamedTuple):
+    """Elements of a weight in FP32 at positions that depend on data, such as rows of a table.
+
+    array: the elements.
+    origin: the weight, the equation that selected them, and its other operands.
+    """
+
+    array: Array
+    origin: tuple[Weight, JaxprEqn, list[Any]]
+
+
+Value: TypeAlias = Weight | Copy | Constant | Rows | Array
+
+
+def as_array(value: Value) -> Array:
+    """Returns a value as one array. The gradient of a copy passes to its carrier."""
+    if isinstance(value, Copy):
+        return attached(value.whole, value.carrier)
+    return value.array if isinstance(value, (Weight, Constant, Rows)) else value
+
+
+def copy_of(array: Array, low: Array, layout: Layout | None = None) -> Copy:
+    """Returns the copy `low` of an array in FP32."""
+    return Copy(lax.stop_gradient(low), array, layout)
+
+
+def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = False) -> Value:
+    """Returns a value as an argument of the body of another operation.
+
+    Args:
+      value: the operand of the operation.
+      is_recomputed: the backward pass runs the body again, and gathers its weights.
+      is_scanned: the body receives slices of the value.
+    """
+    if isinstance(value, Rows):
+        return value.array
+    if not isinstance(value, (Weight, Copy)) or value.layout is None:
+        return Weight(value.array) if isinstance(value, Weight) else value
+    layout = value.layout
+    if is_recomputed:
+        layout = dataclasses.replace(layout, again=False)
+    if is_scanned:
+        array = value.array if isinstance(value, Weight) else value.low
+        sliced = layout.of_a_slice(array.ndim)
+        if isinstance(value, Copy) and layout.is_split and not sliced.is_split:
+            return Copy(value.whole, value.carrier, sliced, value.rows)
+        layout = sliced
+    if isinstance(value, Weight):
+        return Weight(value.array, layout)
+    return value._replace(layout=layout)
+
+
+def computed_weight(value: Value, layout: Layout | None = None) -> Value:
+    """Converts a value that was computed from weights and constants alone to a `Weight` or `Copy`.
+
+    Its sharding is unknown, until it is constrained; `layout` is that of one of the weights. The
+    gradient of a 16-bit array is rounded to 16 bits, but after it has been summed in FP32. That of
+    a copy is not rounded.
+    """
+    layout = None if layout is None else layout.unplaced()
+    if isinstance(value, Copy):
+        return Copy(value.whole, value.carrier, layout)
+    array = jnp.asarray(as_array(value))
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    if is_16bit(array.dtype):
+        return copy_of(array.astype(FLOAT32), array, layout)
+    return Weight(array, layout)
+
+
+def are_weights(values: Sequence[Value]) -> bool:
+    """Returns True for weights and constants, from which every operation computes a weight."""
+    return all(
+        isinstance(value, (Weight, Copy, Constant)) and getattr(value, "rows", None) is None
+        for value in values
+    )
+
+
+def left(results: Sequence[Value], operands: Sequence[Value]) -> list[Value]:
+    """Returns the results of the body of an operation, as values outside of it."""
+    if not are_weights(operands):
+        return list(map(as_array, results))
+    layouts = (value.layout for value in operands if isinstance(value, (Weight, Copy)))
+    layout = next(filter(None, layouts), None)
+    return [computed_weight(result, layout) for result in results]
+
+
+def bound(equation: JaxprEqn, operands: list[Value]) -> list[Array]:
+    """Returns the results of an equation with other operands."""
+    return results_of(equation, bind(equation, list(map(as_array, operands))))
+
+
+def results_of(equation: JaxprEqn, out: Array | list[Array]) -> list[Array]:
+    """Returns the result of `bind` as a list."""
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+@jax.custom_vjp
+def attached(low: Array, carrier: Array) -> Array:
+    """Returns `low`, of any dtype; its gradient passes to `carrier` in FP32."""
+    return low
+
+
+def _attached_fwd(low: Array, carrier: Array) -> tuple[Array, None]:
+    return low, None
+
+
+def _attached_bwd(_: None, cotangent: Array) -> tuple[None, Array]:
+    return None, cotangent.astype(FLOAT32)
+
+
+attached.defvjp(_attached_fwd, _attached_bwd)

@@ -1,0 +1,281 @@
+"""Base class of loss scales: an immutable pytree with FP32 and int32 leaves."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar, cast, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._trees import cast_floating, dtype_of, is_inexact
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._gradients._hints import Mark, note_scaled
+from jaxmp._gradients._loss_scale_arguments import (
+    check_bool,
+    check_scale,
+    is_number,
+)
+from jaxmp.errors import LossScaleError
+
+
+def new_leaf(value: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    return jnp.array(value, dtype, copy=True)
+
+
+def int32(value: int) -> jax.Array:
+    return lax.full((), value, jnp.int32)
+
+
+def float32(value: float) -> jax.Array:
+    return lax.full((), value, jnp.float32)
+
+
+def is_equal(a: ArrayLike, b: ArrayLike) -> bool:
+    return a is b or bool(np.array_equal(a, b))
+
+
+def rescale_leaf(rescale: Callable[[jax.Array], jax.Array], leaf: PyTree) -> PyTree:
+    """Applies `rescale` in FP32 or wider to a floating leaf, or to both parts of a complex one."""
+    if isinstance(leaf, float) and dtype_of(leaf) is None:
+        leaf = jnp.float32(leaf)
+    if not is_inexact(leaf):
+        return leaf
+    wide = jnp.asarray(cast_floating(leaf, FLOAT32))
+    if jnp.iscomplexobj(wide):
+        return lax.complex(rescale(wide.real), rescale(wide.imag))
+    return rescale(wide)
+
+
+T = TypeVar("T")
+
+
+class LossScale(abc.ABC):
+    """Base class of `NoLossScale`, `StaticLossScale` and `DynamicLossScale`.
+
+    Every subclass is an immutable pytree. Its leaves are strongly typed arrays from the first step
+    on, so that a jitted step is traced only once. Its settings are plain Python numbers, static
+    under jit. `==` compares settings and leaves.
+    """
+
+    # Names of the attributes that are leaves, and of those that are static.
+    LEAVES: ClassVar[tuple[str, ...]] = ()
+    STATIC: ClassVar[tuple[str, ...]] = ()
+
+    scale_value: Any
+    # Static; that of the optimizer whose state contains the loss scale.
+    _mark = Mark()
+
+    @property
+    def at_floor(self) -> jax.Array:
+        """True if the scale has reached its minimum: a bool scalar array."""
+        return jnp.array(False)
+
+    @abc.abstractmethod
+    def scale(self, tree: T) -> T:
+        """Multiplies the floating and complex leaves of `tree` by the scale.
+
+        Args:
+          tree: any pytree; usually a loss. float16 and bfloat16 leaves are returned in float32,
+            where the product does not overflow; float64 and complex leaves keep their dtype.
+            Integers, bools, PRNG keys, float0, FP8 arrays, strings and None are returned unchanged.
+
+        Returns:
+          A tree of the same structure.
+        """
+
+    @abc.abstractmethod
+    def unscale(self, tree: T) -> T:
+        """Divides the floating and complex leaves of `tree` by the scale.
+
+        The division is in float32 (float64 for float64). It is exact if the scale is a power of two
+        and the quotient is a normal number. For any other scale, compiled code may differ from true
+        division by one rounding, because XLA multiplies by the reciprocal.
+
+        Args:
+          tree: any pytree; usually gradients. Leaves are treated as in `scale`.
+
+        Returns:
+          A tree of the same structure.
+        """
+
+    def adjust(self, grads_finite: bool | jax.Array) -> Self:
+        """Returns the loss scale for the next step.
+
+        Args:
+          grads_finite: True if all gradients of this step were finite on all devices: a bool, or a
+            bool array of shape `()`.
+
+        Returns:
+          A loss scale of the same type and settings.
+
+        Raises:
+          LossScaleError: if `grads_finite` is not a single bool.
+        """
+        return self._next(check_bool(grads_finite))
+
+    def fresh(self) -> Self:
+        """Returns an equal loss scale with new arrays: donating one leaves the other valid."""
+        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), self)
+
+    def _next(self, finite: jax.Array) -> Self:
+        del finite
+        return self
+
+    def with_leaves(self, **attributes: Array | Mark) -> Self:
+        """Returns this loss scale with other leaves, which are not checked and may be traced."""
+        new = object.__new__(type(self))
+        vars(new).update(vars(self), **attributes)
+        return new
+
+    # Pytree. Unflattening does not validate, because JAX passes placeholder objects through it.
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        keyed = [(jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in self.LEAVES]
+        return tuple(keyed), tuple(getattr(self, n) for n in (*self.STATIC, "_mark"))
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> Self:
+        new = object.__new__(cls)
+        vars(new).update(zip(cls.LEAVES, leaves, strict=True))
+        vars(new).update(zip((*cls.STATIC, "_mark"), static, strict=True))
+        return new
+
+    # Value semantics.
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        self._refuse_change(name, "set")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        self._refuse_change(name, "deleted")
+
+    def _refuse_change(self, name: str, change: str) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__} is immutable, so {name} cannot be {change}. Take the next one "
+            "from loss_scale = loss_scale.adjust(grads_finite), or build a new one."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        mine, theirs = jax.tree.flatten(self), jax.tree.flatten(other)
+        return mine[1] == theirs[1] and all(map(is_equal, mine[0], theirs[0]))
+
+    # Arrays are not hashable.
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={getattr(self, name)}" for name in self.LEAVES]
+        shown += [f"{name}={getattr(self, name)!r}" for name in self.STATIC]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@final
+@jax.tree_util.register_pytree_with_keys_class
+class NoLossScale(LossScale):
+    """Null loss scale, with which one training step works for every precision.
+
+    Example:
+      >>> loss = jnp.float16(2.0)
+      >>> NoLossScale().scale(loss) is loss
+      True
+    """
+
+    @property
+    def scale_value(self) -> jax.Array:
+        """1.0 as a float32 scalar array."""
+        return jnp.ones((), jnp.float32)
+
+    def scale(self, tree: T) -> T:
+        """Returns `tree` itself."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Casts the float16 and bfloat16 leaves of `tree` to float32, as every loss scale does."""
+        return cast_floating(tree, FLOAT32)
+
+
+class Scaling(LossScale):
+    """Base class of loss scales other than `NoLossScale`."""
+
+    scale_value: jax.Array
+
+    def scale(self, tree: T) -> T:
+        note_scaled(tree)
+        return jax.tree.map(lambda leaf: rescale_leaf(self._multiply, leaf), tree)
+
+    def unscale(self, tree: T) -> T:
+        return jax.tree.map(lambda leaf: rescale_leaf(self._divide, leaf), tree)
+
+    def _multiply(self, x: jax.Array) -> jax.Array:
+        return x * self.scale_value.astype(x.dtype)
+
+    def _divide(self, x: jax.Array) -> jax.Array:
+        return x / self.scale_value.astype(x.dtype)
+
+
+@final
+@jax.tree_util.register_pytree_with_keys_class
+class StaticLossScale(Scaling):
+    """Loss scale that never changes.
+
+    The scale is a leaf, so that a jitted step is not traced again for another value.
+
+    Args:
+      loss_scale: the scale: a number from 2**-126 to 2**126, or a scalar array of such a number.
+        Traced values are not checked.
+
+    Raises:
+      LossScaleError: if `loss_scale` is not such a number.
+
+    Example:
+      >>> StaticLossScale(1024).unscale(jnp.float16(1.0))
+      Array(0.00097656, dtype=float32)
+    """
+
+    LEAVES = ("scale_value",)
+
+    def __init__(self, loss_scale: ArrayLike) -> None:
+        scale = check_scale("loss_scale", loss_scale)
+        vars(self).update(scale_value=new_leaf(scale, jnp.float32))
+
+    def __repr__(self) -> str:
+        return f"StaticLossScale(loss_scale={self.scale_value})"
+
+
+# Values that `as_loss_scale` accepts.
+LossScaleLike: TypeAlias = LossScale | ArrayLike | None
+
+
+def as_loss_scale(value: LossScaleLike) -> LossScale:
+    """Converts a value to a loss scale.
+
+    Args:
+      value: a loss scale; None for no scaling; or a number for a static loss scale.
+
+    Returns:
+      The loss scale; `value` itself if it is a loss scale of jaxmp.
+
+    Raises:
+      LossScaleError: for any other value.
+
+    Example:
+      >>> as_loss_scale(None)
+      NoLossScale()
+    """
+    if isinstance(value, LossScale):
+        return value
+    if value is None:
+        return NoLossScale()
+    if is_number(value):
+        return StaticLossScale(cast(ArrayLike, value))
+    raise LossScaleError(
+        f"{value!r} is not a loss scale. Allowed: None, a positive number, NoLossScale(), "
+        "StaticLossScale(1024) and DynamicLossScale(); for example "
+        "DynamicLossScale(init_scale=65536)."
+    )

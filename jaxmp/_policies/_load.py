@@ -1,0 +1,365 @@
+"""Loads recipes as plain data: from a name, a TOML file, a policy string or policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import NamedTuple, TypeAlias, TypeVar, cast
+
+import jax
+import numpy as np
+
+from jaxmp._core._messages import did_you_mean
+from jaxmp._policies import _scaling_table, _toml
+from jaxmp._policies._fields import Setting
+from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, read_loss_scale
+from jaxmp._policies._op_table import OpTable
+from jaxmp._policies._policy import Policy, PolicyLike, complete_policy, get_policy, summarized
+from jaxmp._policies._recipe_names import recipe_names, shipped
+from jaxmp._policies._required import check_module_dtypes, named_dtypes
+from jaxmp._policies._resolve import Policies, Scaling, checked_rules
+from jaxmp._policies._rules import Rule
+from jaxmp._policies._schema import TABLES, Settings, fix_line, read_contents
+from jaxmp.errors import PolicyError, RecipeError
+
+_FLOAT16 = np.dtype("float16")
+
+# ---------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
+class PolicyMap(Policies):
+    """Default policy and ordered rules. Only the first matching rule applies.
+
+    Fields that this rule omits come from the default policy.
+
+    Args:
+      default: a recipe's name or file, a policy string, a `Policy`, or anything else that specifies
+        policies. A recipe name means the recipe, as in every `policies=` argument:
+        `PolicyMap("bf16", rules)` has the default policy of that recipe, and its rules after
+        `rules`. `PolicyMap("bfloat16")` sets all three dtypes.
+      rules: rules in order of precedence.
+      fp8: the FP8 scaling of modules with `matmul = "fp8"`, such as `fp8.CurrentScaling()`. None:
+        the scaling of the default, or `CurrentScaling()` if it has none.
+
+    Raises:
+      RuleError: if `rules` contains another object, or a rule has a window but no declared mask.
+      PolicyError: if the default is not valid, or `fp8` is not a scaling.
+
+    Example:
+      >>> policies = PolicyMap("p=f32,c=bf16,o=f32", [Rule("head", "c=f32")])
+      >>> str(policies.resolve("head"))
+      'p=f32,c=f32,o=f32'
+      >>> str(policies.resolve("body/dense"))
+      'p=f32,c=bf16,o=f32'
+    """
+
+    def __init__(
+        self, default: RecipeLike, rules: Iterable[Rule] | Rule = (), fp8: Scaling | None = None
+    ) -> None:
+        if isinstance(default, Policy):
+            super().__init__(default, rules, fp8)
+            return
+        rules = checked_rules(rules)
+        base = as_policy_map(default)
+        super().__init__(base.default, rules + base.rules, base.fp8 if fp8 is None else fp8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeData:
+    """Content of a recipe: strings, plain numbers and a `PolicyMap`, without arrays."""
+
+    name: str
+    # Description in one line.
+    summary: str = ""
+    policies: PolicyMap
+    loss_scale_data: LossScaleData = dataclasses.field(default_factory=LossScaleData)
+    # Form of the FP32 masters of 16-bit parameters: "auto", "fp32", "packed" or "none".
+    master: str = "auto"
+    # How a step with a non-finite gradient is skipped: "auto", "select", "cond" or "none".
+    skip: str = "auto"
+    # Dtypes of the sums of gradients over microbatches and over the devices of an `axis_name`.
+    accumulate_dtype: str = "float32"
+    reduce_dtype: str = "float32"
+    # Gather split weights again in the backward pass, instead of keeping them.
+    regather: bool = True
+    # Differentiate parameters that are stored in 16 bits as if they were FP32, on one device, too.
+    widen_params: bool = False
+    # Categories of the operations in `autocast`.
+    ops: OpTable = dataclasses.field(default_factory=OpTable)
+
+
+D = TypeVar("D", bound=RecipeData)
+# Everything that `policies=` and `load_recipe` accept: a recipe, policies, or the name, file,
+# string, dtype or dict that specifies them.
+RecipeLike: TypeAlias = RecipeData | PolicyMap | PolicyLike | os.PathLike[str]
+
+
+# ---------------------------------------------------------------------------
+# Conversion
+# ---------------------------------------------------------------------------
+
+
+def as_policy_map(policies: RecipeLike) -> PolicyMap:
+    """Converts any `policies=` argument to a `PolicyMap`.
+
+    Args:
+      policies: a `PolicyMap`; a `Recipe`; the name of a recipe; a path that ends in `.toml`; or
+        anything that `get_policy` accepts. The name of a recipe always means the recipe.
+
+    Returns:
+      The policies; `policies` itself if it is a `PolicyMap`.
+
+    Raises:
+      RecipeError: if a string is not the name of a recipe, or its file cannot be loaded.
+      PolicyError: if a policy or dtype is invalid.
+
+    Example:
+      >>> as_policy_map("bf16").resolve("dense").compute_dtype
+      dtype(bfloat16)
+      >>> as_policy_map("bfloat16").default
+      Policy('p=bf16,c=bf16,o=bf16')
+    """
+    return policies if isinstance(policies, PolicyMap) else as_recipe_data(policies).policies
+
+
+def as_op_table(policies: RecipeLike) -> OpTable:
+    """Returns the table of operations that belongs to any `policies=` argument.
+
+    Args:
+      policies: any argument of `as_policy_map`.
+
+    Returns:
+      The table of the recipe, or the default table if `policies` is not a recipe.
+
+    Raises:
+      RecipeError, PolicyError: as `as_policy_map`.
+
+    Example:
+      >>> as_op_table("bf16") == OpTable()
+      True
+    """
+    return OpTable() if isinstance(policies, PolicyMap) else as_recipe_data(policies).ops
+
+
+def as_recipe_data(recipe: RecipeLike) -> RecipeData:
+    """Converts a recipe, or anything that specifies one, to plain data.
+
+    Args:
+      recipe: the name of a recipe, a path that ends in `.toml`, a policy string, a `Recipe`, or
+        any other argument of `as_policy_map`.
+
+    Returns:
+      The data. Policies that are not a recipe get automatic masters, and a dynamic loss scale if
+      any of their dtypes is float16.
+
+    Raises:
+      RecipeError: with file, line, column and key where they are known.
+      PolicyError: if a policy or dtype is invalid.
+    """
+    if isinstance(recipe, RecipeData):
+        return recipe
+    if isinstance(recipe, os.PathLike):
+        return _load_file(os.fsdecode(recipe))
+    if isinstance(recipe, PolicyMap):
+        return _from_policies(recipe)
+    if not isinstance(recipe, str):
+        return _from_policies(PolicyMap(get_policy(cast(PolicyLike, recipe))))
+    name = recipe.strip().lower()
+    if name in shipped():
+        return _load_name(name)
+    if recipe.endswith(".toml"):
+        return _load_file(recipe)
+    try:
+        policy = get_policy(recipe)
+    except PolicyError:
+        if "=" in recipe or name.lstrip("u").startswith("int"):
+            raise
+        raise _unknown_name(recipe) from None
+    return _from_policies(PolicyMap(policy))
+
+
+def _unknown_name(text: str) -> RecipeError:
+    problem = "is not a recipe or a policy" if text.strip() else "is an empty name"
+    return RecipeError(
+        f"{text!r} {problem}.{did_you_mean(text.strip().lower(), recipe_names())} Recipes: "
+        f"{', '.join(recipe_names())}. A file has a path that ends in .toml. A policy string "
+        "has the form 'p=f32,c=bf16,o=f32'. For example:\n    load_recipe('bf16')"
+    )
+
+
+def _from_policies(policies: PolicyMap) -> RecipeData:
+    rules, default = len(policies.rules), summarized(policies.default)
+    data = RecipeData(
+        name=str(default) + (f" and {rules} rule{'s' * (rules > 1)}" if rules else ""),
+        summary="made from policies",
+        policies=policies,
+        loss_scale_data=LossScaleData(kind=automatic_kind(policies)),
+    )
+    return check_recipe(data)
+
+
+# ---------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------
+
+
+class _Layers(NamedTuple):
+    """Settings and rules of a file, merged with those of the files that it extends."""
+
+    document: _toml.Document
+    settings: Settings
+    rules: tuple[Rule, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _load_name(name: str) -> RecipeData:
+    return _build(_read_layers(f"{name}.toml", shipped()[name]))
+
+
+def _load_file(file: str) -> RecipeData:
+    if not file.endswith(".toml"):
+        renamed = os.path.splitext(file)[0] + ".toml"
+        raise RecipeError(
+            f"{file!r} is not a recipe file: its name does not end in .toml. Rename it:\n"
+            f"    load_recipe({renamed!r})"
+        )
+    return _build(_read_layers(file, Path(file)))
+
+
+def _read_layers(file: str, path: Traversable, chain: tuple[str, ...] = ()) -> _Layers:
+    """Reads a file and the files that it extends.
+
+    Args:
+      file: its name for messages.
+      path: its path.
+      chain: real paths of the files that extend this one.
+    """
+    document = _toml.parse(file, _toml.read_text(file, path))
+    chain = (*chain, os.path.realpath(str(path)))
+    if chain[-1] in chain[:-1]:
+        raise RecipeError(
+            f"{file!r} extends itself: {' -> '.join(map(repr, chain))}. Extend an installed "
+            f"recipe:\n{fix_line('', 'extends')}"
+        )
+    settings, rules = read_contents(document)
+    if ("", "extends") not in settings:
+        if not document.table.get("policy"):
+            raise RecipeError(
+                f"{document.locate()} specifies no precision: it has no [policy] and extends no "
+                f"recipe. Add a recipe to extend:\n{fix_line('', 'extends')}"
+            )
+        return _Layers(document, settings, rules)
+    base = _read_base(document, settings["", "extends"], chain)
+    inherited = {key: base.settings[key] for key in base.settings if _is_inherited(key, settings)}
+    # Own settings come first: if two contradict each other, the message names the user's file.
+    return _Layers(document, {**settings, **inherited}, rules + base.rules)
+
+
+def _read_base(document: _toml.Document, extends: Setting, chain: tuple[str, ...]) -> _Layers:
+    name = extends.value
+    if name in shipped():
+        return _read_layers(f"{name}.toml", shipped()[name], chain)
+    if not name.endswith(".toml"):
+        raise RecipeError(
+            f"{extends.location}: {name!r} is not an installed recipe."
+            f"{did_you_mean(name, recipe_names())} Allowed: {', '.join(recipe_names())}, or a path "
+            f"ending in .toml, relative to this file. For example:\n{fix_line('', 'extends')}"
+        )
+    file = str(Path(document.file).parent / name)
+    try:
+        return _read_layers(file, Path(file), chain)
+    except RecipeError as error:
+        raise RecipeError(f"{extends.location}: {error}") from None
+
+
+def _is_inherited(key: tuple[str, str], own: Settings) -> bool:
+    """Returns True if a setting of the extended recipe applies beside a file's own settings."""
+    table = key[0]
+    if key in own or table == "":
+        return False
+    if table == "loss_scale":
+        return ("loss_scale", "kind") not in own and ("loss_scale", "preset") not in own
+    if table == _scaling_table.TABLE:
+        return _scaling_table.is_inherited(own)
+    # The window of the extended recipe describes the mask of that recipe.
+    return key != ("attention", "window") or ("attention", "mask") not in own
+
+
+def _build(layers: _Layers) -> RecipeData:
+    """Returns the recipe that a file specifies.
+
+    Raises:
+      RecipeError: if settings contradict each other.
+    """
+    document, settings, rules = layers
+    tables: dict[str, dict[str, Setting]] = {name: {} for name in ("", *TABLES)}
+    for (table, key), setting in settings.items():
+        tables[table][key] = setting
+    values = {
+        name: {key: setting.value for key, setting in table.items()}
+        for name, table in tables.items()
+    }
+    default = {**values["policy"], **values["attention"]}
+    if "window" in default and default.get("mask", "array") == "array":
+        raise RecipeError(
+            f"{tables['attention']['window'].location}: window requires a declared mask, and this "
+            f'recipe declares none. Write:\n    mask = "causal"\n{fix_line("attention", "window")}'
+        )
+    policies = PolicyMap(complete_policy(default), rules)
+    policies = _scaling_table.with_scaling(policies, tables[_scaling_table.TABLE], document)
+    stem = Path(document.file).name.removesuffix(".toml")
+    extends = f"extends {values['']['extends']}" if "extends" in values[""] else ""
+    data = RecipeData(
+        name=values[""].get("name", stem),
+        summary=values[""].get("summary", extends),
+        policies=policies,
+        loss_scale_data=read_loss_scale(tables["loss_scale"], policies),
+        **values["optimizer"],
+        **values["gradients"],
+        ops=OpTable(values["ops"]),
+    )
+    return check_recipe(data, lambda table, key: settings[table, key].location)
+
+
+# ---------------------------------------------------------------------------
+# Contradictions
+# ---------------------------------------------------------------------------
+
+
+def check_recipe(data: D, locate: Callable[[str, str], str] | None = None) -> D:
+    """Returns `data` if its settings do not contradict each other.
+
+    Args:
+      data: a recipe.
+      locate: function that describes the location of a setting, by table and key.
+
+    Raises:
+      RecipeError: if they do.
+      PolicyError: if a module would store or compute in fewer than 16 bits.
+    """
+    locate = locate or (lambda table, key: f"recipe {data.name!r}, key '{table}.{key}'")
+    check_module_dtypes(data.policies)
+    if data.master == "packed":
+        for owner, field, dtype in named_dtypes(data.policies):
+            if (field, dtype) == ("param_dtype", _FLOAT16):
+                raise RecipeError(
+                    f'{locate("optimizer", "master")}: master = "packed" stores the 16 bits of '
+                    f"FP32 that bfloat16 drops, but {owner} stores parameters in float16. Write:\n"
+                    + fix_line("optimizer", "master", '"fp32"')
+                )
+    if data.skip == "none" and data.loss_scale_data.kind == "dynamic":
+        raise RecipeError(
+            f'{locate("optimizer", "skip")}: skip = "none" applies every step, but a dynamic loss '
+            "scale overflows regularly while it searches for the largest scale, and such a step "
+            "would write NaN into the parameters. Write:\n"
+            + fix_line("optimizer", "skip", '"auto"')
+        )
+    return data

@@ -1,0 +1,265 @@
+"""Recipe: policies, loss scale and masters of a training run, and the methods that apply them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import ModuleType
+from typing import Self, TypeVar, Unpack, final
+
+import jax
+import optax
+
+from jaxmp._core._typing import AxisNames, PyTree
+from jaxmp._gradients._hints import warn_if_dropped
+from jaxmp._gradients._loss_scale import LossScale
+from jaxmp._policies._load import RecipeData, RecipeLike, as_recipe_data
+from jaxmp._policies._recipe_names import recipe_names
+from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
+from jaxmp._policies._resolve import Scaling
+from jaxmp.errors import JaxmpError, RecipeError
+from jaxmp.optim._master import cast_params
+from jaxmp.optim._skip import mixed_precision
+
+M = TypeVar("M")
+
+# Module that defines a framework's base class -> the adapter for its modules.
+ADAPTERS = {
+    "flax.linen.module": "jaxmp._flax._linen_model",
+    "flax.nnx.module": "jaxmp._flax._nnx_model",
+}
+
+
+@final
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False, init=False)
+class Recipe(RecipeData):
+    """Precision settings of a training run, and the functions that apply them.
+
+    `load_recipe` makes recipes, and `replace` changes them. A recipe is frozen, hashable, equal by
+    content and static under `jax.jit`: it contains strings, plain numbers and a `PolicyMap`, but no
+    arrays.
+
+    Attributes:
+      name: that of the file or its `name` key, or the policy string.
+      summary: description in one line.
+      policies: the default policy and the rules.
+      loss_scale_data: the loss scale, as strings and numbers.
+      master: form of the FP32 masters of 16-bit parameters: see `jaxmp.optim.master_params`.
+      skip: form in which non-finite steps are skipped: "auto", "select", "cond" or "none".
+      accumulate_dtype: name of the dtype in which gradients are summed over microbatches.
+      reduce_dtype: name of the dtype in which gradients are summed over devices.
+      regather: True if split weights are gathered again in the backward pass, instead of kept.
+      widen_params: True if matmuls compute the gradients of 16-bit parameters in FP32.
+      ops: categories of operations in `autocast`: the default table with this recipe's edits.
+
+    Example:
+      >>> recipe = load_recipe("bf16").replace(master="none")
+      >>> recipe, recipe.policies.resolve("dense").compute_dtype, recipe.master
+      (Recipe('bf16'), dtype(bfloat16), 'none')
+    """
+
+    def __new__(cls, *args: object, **settings: object) -> Self:
+        """Refuses what is not how recipes are made, such as `Recipe("bf16")`."""
+        if args:
+            raise RecipeError(
+                f"Recipe({args[0]!r}) is not how recipes are made. Load it, then change it:\n"
+                f"    load_recipe({args[0]!r}).replace(master='fp32')"
+            )
+        return super().__new__(cls)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """Initial loss scale, with new arrays at each access."""
+        return self.loss_scale_data.build()
+
+    @property
+    def fp8(self) -> Scaling | None:
+        """Scaling of modules with `matmul = "fp8"`; None: `jaxmp.fp8.CurrentScaling()`."""
+        return self.policies.fp8
+
+    # ------------------------------------------------------------------ Methods
+
+    def wrap(self, model: M, *, shardings: PyTree = None) -> M:
+        """Returns a model that computes under this recipe's policies; `model` is not modified.
+
+        Args:
+          model: an instance of a Flax Linen or NNX module.
+          shardings: a `NamedSharding` for each parameter, in a tree like the parameters. Weights
+            that are split over the axes of the batch are then gathered in the compute dtype. None:
+            the metadata of Flax, if the model has any.
+
+        Returns:
+          A model of the same class with the same parameter tree. If `model` was wrapped already,
+          this recipe replaces the other one. A statement that drops the result causes a warning.
+
+        Raises:
+          JaxmpError: if `model` is not such an instance, or if `shardings` has another structure
+            than its parameters (in Linen, from `apply`).
+
+        Example:
+          >>> model = load_recipe("bf16").wrap(nn.Dense(2))
+          >>> model.apply(model.init(jax.random.key(0), x), x).dtype
+          dtype('float32')
+        """
+        wrapped = _load_adapter(model).apply_policy(model, self.policies, shardings=shardings)
+        return warn_if_dropped(wrapped, "model = recipe.wrap(model)")
+
+    def optimizer(
+        self, inner: optax.GradientTransformation, axis_name: AxisNames = None
+    ) -> optax.GradientTransformationExtraArgs:
+        """Adds this recipe's masters, loss scale and skipped steps to an optimizer.
+
+        Args:
+          inner: any optax transformation, with clipping and schedules.
+          axis_name: mapped axis of `pmap`, `vmap` or `shard_map`. The `value_and_grad` of a train
+            state averages loss and gradients over it, and all devices along it skip the same steps.
+            None if `jax.jit` shards the batch.
+
+        Returns:
+          An optax transformation. Everything that depends on the raw gradient belongs inside:
+          clipping, weight decay, schedules, `optax.MultiSteps`. `update` receives unscaled
+          gradients, as `jaxmp.value_and_grad` returns them.
+
+        Raises:
+          CompositionError: if `inner` does not work with masters or skipped steps.
+
+        Example:
+          >>> tx = load_recipe("bf16").optimizer(optax.adamw(3e-4))
+        """
+        return mixed_precision(
+            inner,
+            recipe=self,
+            loss_scale=self.loss_scale,
+            master=self.master,
+            skip=self.skip,
+            axis_name=axis_name,
+        )
+
+    def cast_params(self, params: PyTree) -> PyTree:
+        """Casts each floating-point parameter to the dtype in which it is stored, by its path.
+
+        In a plain optax loop, call it after `tx.init(params)`, which makes the masters from the
+        uncast values.
+
+        Args:
+          params: a tree of parameters, or a dict of Flax collections, of which only `params` is
+            cast.
+
+        Returns:
+          A tree of the same structure.
+
+        Example:
+          >>> load_recipe("bf16_params").cast_params({"kernel": jnp.ones(2)})["kernel"].dtype
+          dtype(bfloat16)
+        """
+        master = "packed" if self.master == "packed" else "fp32"
+        stored = cast_params(params, self.policies, master)
+        return warn_if_dropped(stored, "params = recipe.cast_params(params)")
+
+    def replace(self, **changes: Unpack[RecipeChanges]) -> Recipe:
+        """Returns this recipe with some settings replaced.
+
+        Args:
+          **changes: `policies` (anything that `load_recipe` accepts), `loss_scale` (a loss scale, a
+            number, a dict with the keys of the [loss_scale] table, "auto" or "none"), `ops` (a
+            dict, merged into the recipe's table, or an `OpTable` that replaces it), `fp8` (a
+            scaling of `jaxmp.fp8`, or its name), `implementation`, `mask` and `window` (the keys of
+            [attention]), `master`, `skip`, `accumulate_dtype`, `reduce_dtype`, `regather`,
+            `widen_params`, `name`, `summary`.
+
+        Returns:
+          A new recipe. A loss scale that "auto" has chosen is chosen again for new policies.
+
+        Raises:
+          RecipeError: if a value is not allowed, or contradicts another.
+
+        Example:
+          >>> load_recipe("fp16").replace(loss_scale=128.0).loss_scale
+          StaticLossScale(loss_scale=128.0)
+        """
+        return warn_if_dropped(replace_settings(self, **changes), "recipe = recipe.replace(...)")
+
+    def to_toml(self) -> str:
+        """Returns the text of a TOML file that loads as an equal recipe.
+
+        Raises:
+          RecipeError: if a string in the recipe cannot be written as UTF-8.
+
+        Example:
+          >>> recipe = load_recipe("bf16").replace(loss_scale=1024.0)
+          >>> _ = Path("mine.toml").write_text(recipe.to_toml(), encoding="utf-8")
+          >>> load_recipe("mine.toml") == recipe
+          True
+        """
+        return recipe_text(self)
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.name!r})"
+
+
+def load_recipe(recipe: RecipeLike) -> Recipe:
+    """Loads a recipe.
+
+    Args:
+      recipe: the name of an installed recipe (see `list_recipes`); a path that ends in `.toml`; a
+        policy string such as `"p=f32,c=bf16,o=f32"`; a `Recipe`, `PolicyMap`, `Policy`,
+        `jmp.Policy`, dtype or dict. Policies that are not a recipe get FP32 masters for all
+        parameters stored in 16 bits, and a dynamic loss scale if any of their dtypes is float16.
+
+    Returns:
+      The recipe; `recipe` itself if it is a `Recipe`.
+
+    Raises:
+      RecipeError: with file, line, column, key, the allowed values and the fix as code.
+      PolicyError: if a policy or dtype is invalid.
+
+    Example:
+      >>> load_recipe("fp16").policies.resolve("dense").compute_dtype
+      dtype('float16')
+    """
+    data = as_recipe_data(recipe)
+    return data if isinstance(data, Recipe) else Recipe(**vars(data))
+
+
+def list_recipes() -> list[str]:
+    """Returns the sorted names of the installed recipes.
+
+    Example:
+      >>> "bf16" in list_recipes()
+      True
+    """
+    return recipe_names()
+
+
+def _load_adapter(model: object) -> ModuleType:
+    """Imports the adapter module for a Flax module.
+
+    Raises:
+      JaxmpError: if `model` is not an instance of a Flax module.
+    """
+    if (name := adapter_name(model)) is not None:
+        return importlib.import_module(name)
+    if isinstance(model, type):
+        hint = f" Make an instance: {model.__name__}(...)."
+    else:
+        attributes = getattr(model, "__dict__", {})
+        inner = next((key for key in attributes if adapter_name(attributes[key])), None)
+        if inner is not None:
+            kind = type(model)
+            raise JaxmpError(
+                f"wrap() received a {kind.__module__}.{kind.__qualname__}, which is not a Flax "
+                f"module but contains one in {inner!r}. Wrap that module: "
+                f"model.{inner} = recipe.wrap(model.{inner})."
+            )
+        hint = ""
+    raise JaxmpError(
+        f"wrap({model!r}): {type(model).__name__} is not a Flax module.{hint} Pass an instance of "
+        "flax.linen.Module or flax.nnx.Module; for example recipe.wrap(nn.Dense(8))."
+    )
+
+
+def adapter_name(model: object) -> str | None:
+    """Returns the name of the adapter for a Flax module; None for any other object."""
+    bases = {cls.__module__ for cls in type(model).__mro__ if cls.__name__ == "Module"}
+    return next((adapter for base, adapter in ADAPTERS.items() if base in bases), None)

@@ -1,0 +1,282 @@
+"""Schema of recipe files: the keys of each table, their allowed values, and the parser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxmp._core._messages import did_you_mean
+from jaxmp._gradients._dynamic_loss_scale import PRESETS
+from jaxmp._policies import _scaling_table, _toml
+from jaxmp._policies._fields import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
+from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
+from jaxmp._policies._policy import (
+    ATTENTION,
+    ATTENTION_FIELDS,
+    FIELD_KEYS,
+    MASKS,
+    MATMUL_PRECISIONS,
+    canonical_fields,
+)
+from jaxmp._policies._rules import Rule
+from jaxmp.errors import OpError, RecipeError, RuleError
+
+KINDS = ("auto", "none", "static", "dynamic")
+MASTERS = ("auto", "fp32", "packed", "none")
+SKIPS = ("auto", "select", "cond", "none")
+
+# ---------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------
+
+
+def _name(text: str) -> str:
+    if not text.strip():
+        raise RecipeError(f"{_toml.describe(text)} is not allowed. Allowed: a name of one line.")
+    return text
+
+
+def _canonical(name: str, value: object) -> Any:
+    return canonical_fields({name: value}, within="")[name]
+
+
+def _category(op: OpRule) -> Field:
+    def check(category: str) -> str:
+        op.check(category)
+        return category
+
+    allowed = f"a category: one of {', '.join(map(_toml.quoted, op.allowed))}"
+    return Field(allowed, _toml.quoted(op.example), convert=check)
+
+
+# Keys at the top of a file.
+TOP = {
+    "name": Field("a name of one line", '"my_recipe"', is_line=True, convert=_name),
+    "summary": Field("a string of one line", '"BF16 with an FP32 head"', is_line=True),
+    "extends": Field("the name of a recipe, or the path of a file", '"bf16"'),
+}
+
+_POLICY = {
+    "param_dtype": DTYPE,
+    "compute_dtype": DTYPE._replace(example='"bfloat16"'),
+    "output_dtype": DTYPE,
+    "matmul": choice(*MATMUL_PRECISIONS),
+    "keep_inputs": Field(
+        "a list of argument names",
+        '["t", "positions"]',
+        (list,),
+        convert=lambda value: _canonical("keep_inputs", value),
+    ),
+    "forward_methods": Field(
+        "a list of method names",
+        '["encode", "decode"]',
+        (list,),
+        convert=lambda value: _canonical("forward_methods", value),
+    ),
+    "fp32_outputs_below": COUNT._replace(
+        allowed="a nonnegative integer", example="16", bounds=(0, 2**31 - 1)
+    ),
+}
+
+_ATTENTION = {
+    "implementation": choice(*ATTENTION),
+    "mask": choice(*MASKS, example="causal"),
+    "window": Field(
+        "a nonnegative integer, or a list of two: [left, right]",
+        "127",
+        (int, list),
+        convert=lambda value: _canonical("window", value),
+    ),
+}
+assert tuple(_ATTENTION) == ATTENTION_FIELDS
+
+# Settings of a dynamic loss scale. `DynamicLossScale` checks their ranges when the recipe is built.
+DYNAMIC = {
+    "init_scale": NUMBER,
+    "growth_factor": NUMBER._replace(example="2.0"),
+    "backoff_factor": NUMBER._replace(example="0.5"),
+    "growth_interval": COUNT,
+    "min_scale": NUMBER._replace(
+        allowed='a number that FP32 can represent, or "none"', example="1.0", names={"none": None}
+    ),
+    "max_scale": NUMBER._replace(
+        allowed='a number that FP32 can represent, or "none"',
+        example="16777216.0",
+        names={"none": None},
+    ),
+    "hysteresis": COUNT._replace(example="2"),
+    "hysteresis_refill": choice("growth", "clean"),
+    "first_growth_delay": COUNT._replace(example="1"),
+}
+
+TABLES = {
+    "policy": _POLICY,
+    "loss_scale": {
+        "kind": choice(*KINDS),
+        "value": NUMBER._replace(example="128.0"),
+        "preset": choice(*PRESETS),
+        **DYNAMIC,
+    },
+    "optimizer": {"master": choice(*MASTERS), "skip": choice(*SKIPS)},
+    "attention": _ATTENTION,
+    _scaling_table.TABLE: _scaling_table.FIELDS,
+    "gradients": {
+        "accumulate_dtype": DTYPE,
+        "reduce_dtype": DTYPE,
+        "regather": BOOLEAN,
+        "widen_params": BOOLEAN,
+    },
+    "ops": {name: _category(op) for name, op in DEFAULT_OPS.items()},
+}
+
+# Keys of each [[rules]].
+RULE = {
+    "path": Field("a string", '"**/lm_head"'),
+    "module_type": Field("a string", '"LayerNorm"'),
+    "required": BOOLEAN._replace(example="false"),
+    "why": Field("a string", '"the loss reads FP32 logits"'),
+    **_POLICY,
+    **_ATTENTION,
+}
+
+# Former keys of policies, which are false in the manifests of old checkpoints.
+_FORMER = ("respect_explicit", "cast_float64")
+
+_RULE_EXAMPLE = '    [[rules]]\n    path = "**/lm_head"\n    output_dtype = "float32"'
+
+
+def fix_line(table: str, key: str, value: str = "") -> str:
+    """Returns an indented TOML line that sets a key to a value, or to its example.
+
+    Args:
+      table: name of the table; "" for the top of the file.
+      key: key of the table.
+      value: the value as TOML text.
+    """
+    fields = {"": TOP, "rules": RULE, **TABLES}[table]
+    return f"    {key} = {value or fields[key].example}"
+
+
+def _table_example(table: str) -> str:
+    """Returns indented TOML lines: the header of a table, and its first key."""
+    if table == "rules":
+        return _RULE_EXAMPLE
+    return f"    [{table}]\n{fix_line(table, next(iter(TABLES[table])))}"
+
+
+# ---------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------
+
+
+# (table, key) -> setting. The table of keys at the top of a file is "".
+Settings = dict[tuple[str, str], Setting]
+
+
+class Contents(NamedTuple):
+    """Settings and rules of one file. Each value has been checked, but not their combination."""
+
+    settings: Settings
+    rules: tuple[Rule, ...]
+
+
+def read_contents(document: _toml.Document) -> Contents:
+    """Checks and converts every key of a file.
+
+    Raises:
+      RecipeError: with file, line, column, key, the allowed values and a corrected TOML line.
+    """
+    settings: Settings = {}
+    top: dict[str, Any] = {}
+    for name, value in document.table.items():
+        if name in TABLES:
+            if not isinstance(value, dict):
+                raise RecipeError(
+                    f"{document.locate(name)}: {_toml.describe(value)} is not a table. Write:\n"
+                    + _table_example(name)
+                )
+            read = _read_table(document, (name,), TABLES[name], value)
+            settings |= {(name, key): setting for key, setting in read.items()}
+        elif name != "rules":
+            top[name] = value
+    read = _read_table(document, (), TOP, top)
+    settings |= {("", key): setting for key, setting in read.items()}
+    rules = document.table.get("rules", [])
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+        raise RecipeError(
+            f"{document.locate('rules')}: {_toml.describe(rules)} is not a list of tables. Start "
+            f"each rule with [[rules]]:\n{_RULE_EXAMPLE}"
+        )
+    return Contents(settings, tuple(_read_rule(document, n, r) for n, r in enumerate(rules)))
+
+
+def _read_table(
+    document: _toml.Document, table: _toml.Key, fields: Mapping[str, Field], values: dict[str, Any]
+) -> dict[str, Setting]:
+    """Returns key -> setting of one table, whose location in the file is `table`."""
+    kind = str(table[0]) if table else ""
+    settings: dict[str, Setting] = {}
+    for key, value in values.items():
+        # In policies and rules, `c` is short for `compute_dtype`.
+        name = FIELD_KEYS.get(key, key) if kind in ("policy", "rules") else key
+        if kind in ("policy", "rules") and name in _FORMER and value is False:
+            continue
+        if name not in fields:
+            raise _unknown_key(document, (*table, key), kind)
+        if name in settings:
+            raise RecipeError(
+                f"{document.locate(*table, key)}: {name} is set twice, by its full name and by a "
+                "short form. Delete one of the two."
+            )
+        try:
+            read = fields[name].read(value)
+        except ValueError as error:
+            message = str(error).removesuffix(".")
+            raise RecipeError(
+                f"{document.locate(*table, key)}: {message}. Write, for example:\n"
+                + fix_line(kind, name)
+            ) from None
+        settings[name] = Setting(read, document, (*table, key))
+    return settings
+
+
+def _read_rule(document: _toml.Document, index: int, values: dict[str, Any]) -> Rule:
+    fields = _read_table(document, ("rules", index), RULE, values)
+    try:
+        return Rule(**{name: setting.value for name, setting in fields.items()})
+    except RuleError as error:
+        key = ("path",) if str(error).startswith("Pattern ") else ()
+        location = document.locate("rules", index, *key)
+        raise RecipeError(f"{location}: {error} In TOML:\n{_RULE_EXAMPLE}") from None
+
+
+def _unknown_key(document: _toml.Document, key: _toml.Key, table: str) -> RecipeError:
+    """Returns the error for a key that its table does not have."""
+    name, location = str(key[-1]), document.locate(*key)
+    if table == "ops":
+        return _unknown_op(location, name)
+    home = next((other for other, fields in TABLES.items() if name in fields), "")
+    if home and not table:
+        value = document.table[name]
+        text = "" if isinstance(value, dict) else _toml.describe(value)
+        return RecipeError(
+            f"{location}: {name!r} is a key of [{home}]. Move it there:\n    [{home}]\n"
+            + fix_line(home, name, text)
+        )
+    allowed = {"": (*TOP, *TABLES, "rules"), "rules": RULE, **TABLES}[table]
+    hint = did_you_mean(name, allowed)
+    nearest = hint.split("'")[1] if hint else next(iter(allowed))
+    is_table = not table and nearest not in TOP
+    fix = _table_example(nearest) if is_table else fix_line(table, nearest)
+    return RecipeError(
+        f"{location}: unknown key {name!r}.{hint} Allowed: {', '.join(allowed)}. Write, for "
+        f"example:\n{fix}"
+    )
+
+
+def _unknown_op(location: str, name: str) -> RecipeError:
+    try:
+        OpTable().op(name)
+    except OpError as error:
+        return RecipeError(f"{location}: {error} In TOML:\n{fix_line('ops', 'exp')}")
+    raise AssertionError(name)

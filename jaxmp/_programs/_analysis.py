@@ -1,0 +1,385 @@
+"""Analyses of traced programs: facts about variables, and which equations make and read them.
+
+Use these instead of a loop over the equations of a jaxpr:
+
+* `equations(jaxpr)` of `_jaxprs` yields all equations at any depth, and `primitives(jaxpr)` returns
+  their names, for questions such as "does it contain a matmul?";
+* `visit(jaxpr, function)` shows the equations of one jaxpr, in their order, to a function that
+  decides itself which of the jaxprs inside it visits;
+* `Body(jaxpr)` answers questions within one jaxpr: who makes a variable, who reads it, what it is
+  computed from (`sources`), and what is computed from it (`dependents`);
+* a subclass of `Forward` computes a *fact* of each variable from those of the operands, and a
+  subclass of `Backward` from those of the results. A fact is any value that can be compared. Both
+  enter the jaxprs of constructs, join the facts of branches, and repeat loops until the facts of
+  the carry remain the same.
+
+Example, the dtypes from which values were cast::
+
+    class Origins(Forward):
+        def equation(self, equation, operands, frame):
+            if equation.primitive.name == "convert_element_type":
+                return [equation.invars[0].aval.dtype]
+            return self.enter(equation, operands, frame)  # facts of the jaxprs inside
+
+    results = Origins().run(jaxpr, [None] * len(jaxpr.invars))
+    facts = Origins().facts(jaxpr, [None] * len(jaxpr.invars))  # variable -> fact
+
+Such an analysis visits each equation once, and those in a loop several times. `frame.place` and
+`frame.state` are as in `Interpreter`: the scopes of the equation that contains the jaxpr, and
+anything that `enter` receives as `state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._programs._constructs import scan_of
+from jaxmp._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._programs._jaxprs import (
+    FORWARD,
+    Atom,
+    Equation,
+    Inner,
+    Path,
+    consumers,
+    equations,
+    inners,
+    is_literal,
+)
+from jaxmp._programs._locations import FULL_PRECISION
+
+
+def primitives(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:
+    """Returns the names of all operations in a jaxpr at any depth."""
+    return {equation.primitive.name for equation in equations(jaxpr)}
+
+
+def visit(jaxpr: Jaxpr | ClosedJaxpr, function: Callable[[Any], None]) -> None:
+    """Calls a function with each equation of a jaxpr, without those of the jaxprs inside."""
+    for equation in jaxpr_body(jaxpr)[0].eqns:
+        function(equation)
+
+
+class Body:
+    """A jaxpr with an index of the producer and the consumers of each variable.
+
+    Args:
+      jaxpr: open or closed.
+    """
+
+    def __init__(self, jaxpr: Jaxpr | ClosedJaxpr) -> None:
+        self.jaxpr = jaxpr_body(jaxpr)[0]
+
+    @functools.cached_property
+    def consumers(self) -> dict[Any, list[Any]]:
+        """Variable -> the equations that read it, and None if the jaxpr returns it."""
+        return consumers(self.jaxpr)
+
+    @functools.cached_property
+    def producers(self) -> dict[Any, Any]:
+        """Variable -> the equation that computes it."""
+        return {var: equation for equation in self.jaxpr.eqns for var in equation.outvars}
+
+    @functools.cached_property
+    def positions(self) -> dict[Any, int]:
+        """Variable -> the index of the equation that computes it."""
+        return {var: n for n, equation in enumerate(self.jaxpr.eqns) for var in equation.outvars}
+
+    def readers(self, var: Atom) -> list[Equation]:
+        """Returns the equations that read a variable."""
+        return [reader for reader in self.consumers.get(var, ()) if reader is not None]
+
+    def maker(self, var: Atom) -> Any:
+        """Returns the equation that computes a variable; None for an argument or a constant."""
+        return None if is_literal(var) else self.producers.get(var)
+
+    def maker_through(self, var: Atom, names: frozenset[str]) -> Any:
+        """Returns the first maker of a value that is none of the named primitives."""
+        return self.maker(self.source_of(var, names))
+
+    def source_of(self, var: Atom, names: frozenset[str]) -> Atom:
+        """Returns the value that `var` is made from by the named primitives alone."""
+        maker = self.maker(var)
+        while maker is not None and maker.primitive.name in names:
+            var = maker.invars[0]
+            maker = self.maker(var)
+        return var
+
+    def sources(
+        self, results: Iterable[Atom], through: Callable[[Any], bool] = lambda _: True
+    ) -> set[Any]:
+        """Returns the variables that some variables are computed from, and these.
+
+        Args:
+          results: the variables; literals are left out.
+          through: equation -> True if it is followed from its results to its operands.
+        """
+        sources = {var for var in results if not is_literal(var)}
+        for equation in reversed(self.jaxpr.eqns):
+            if not sources.isdisjoint(equation.outvars) and through(equation):
+                sources |= {var for var in equation.invars if not is_literal(var)}
+        return sources
+
+    def dependents(
+        self, variables: Iterable[Atom], through: Callable[[Any], bool] = lambda _: True
+    ) -> set[Any]:
+        """Returns the variables that are computed from some variables, and these.
+
+        Args:
+          variables: the variables; literals are left out.
+          through: equation -> True if it is followed from its operands to its results.
+        """
+        dependents = {var for var in variables if not is_literal(var)}
+        for equation in self.jaxpr.eqns:
+            read = (var for var in equation.invars if not is_literal(var))
+            if not dependents.isdisjoint(read) and through(equation):
+                dependents.update(equation.outvars)
+        return dependents
+
+
+class Forward(Interpreter):
+    """Facts of variables, from the arguments of a program to its results.
+
+    It is an interpreter whose values are facts. A client overrides `equation`, which returns the
+    facts of the results for those of the operands, and may override the other methods.
+    """
+
+    # Fact of a constant, and of a result of which nothing is known.
+    nothing: Any = None
+
+    def constant(self, array: Any) -> Any:
+        return self.nothing
+
+    def join(self, first: Any, second: Any) -> Any:
+        """Returns the fact of a value that is one of two: of two branches, or of a carry.
+
+        For a loop to end, joining a fact again and again must lead to one that stays the same.
+        """
+        return first if first == second else self.nothing
+
+    def row(self, fact: Any) -> Any:
+        """Returns the fact of one slice of an array that is scanned."""
+        return fact
+
+    def context(self, equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return [self.nothing] * len(equation.outvars)
+
+    def facts(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        args: Sequence[Any],
+        place: Place | None = None,
+        state: Any = None,
+    ) -> dict[Any, Any]:
+        """Returns variable -> fact for one jaxpr, without the jaxprs inside.
+
+        Args:
+          jaxpr, place, state: as in `Interpreter.run`.
+          args: the facts of its arguments.
+        """
+        return self.frame(jaxpr, args, place, state).values
+
+    def enter(
+        self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
+    ) -> list[Any]:
+        """Returns the facts of the results of a construct; `nothing` for other equations."""
+        known: dict[int, Any] = {}
+        for inner in inners(equation):
+            facts = self._facts_inside(equation, inner, operands, frame.place.of(equation), state)
+            for n, fact in enumerate(facts):
+                if inner.results[n] is not None:
+                    known[n] = self.join(known[n], fact) if n in known else fact
+        return [known.get(n, self.nothing) for n in range(len(equation.outvars))]
+
+    def _facts_inside(
+        self, equation: JaxprEqn, inner: Inner, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        args = [self.nothing if n is None else operands[n] for n in inner.indices]
+        args[inner.carried.stop :] = map(self.row, args[inner.carried.stop :])
+        while True:
+            results = self.run(inner.jaxpr, args, place, state)
+            new = list(args)
+            for n, argument in enumerate(inner.carried):
+                new[argument] = self.join(args[argument], results[n])
+            if new == args:
+                break
+            args = new
+        return [args[n] for n in inner.carried] if _may_be_skipped(equation) else results
+
+
+class Backward:
+    """Facts of variables, from the results of a program to its arguments.
+
+    A fact summarizes what becomes of a value. A client overrides `equation`, which returns the
+    facts of the operands for those of the results, and `join`.
+    """
+
+    # Fact of a variable that nothing reads.
+    nothing: Any = None
+
+    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+        """Returns the facts of the operands of an equation."""
+        return self.enter(equation, results, frame)
+
+    def join(self, first: Any, second: Any) -> Any:
+        """Returns the fact of a value that is read twice; `nothing` never occurs here.
+
+        For a loop to end, joining a fact again and again must lead to one that stays the same.
+        """
+        raise NotImplementedError
+
+    def run(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        results: Sequence[Any],
+        place: Place | None = None,
+        state: Any = None,
+    ) -> list[Any]:
+        """Returns the facts of the arguments of a jaxpr, for those of its results."""
+        facts = self.facts(jaxpr, results, place, state)
+        return [facts.get(var, self.nothing) for var in jaxpr_body(jaxpr)[0].invars]
+
+    def facts(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        results: Sequence[Any],
+        place: Place | None = None,
+        state: Any = None,
+    ) -> dict[Any, Any]:
+        """Returns variable -> fact for one jaxpr, without the jaxprs inside."""
+        body, _ = jaxpr_body(jaxpr)
+        facts: dict[Any, Any] = {}
+        frame = Frame(place or Place(), state, facts)
+        self._add(facts, body.outvars, results)
+        for frame.index, equation in reversed([*enumerate(body.eqns)]):
+            known = [facts.get(var, self.nothing) for var in equation.outvars]
+            self._add(facts, equation.invars, self.equation(equation, known, frame))
+        return facts
+
+    def enter(
+        self, equation: JaxprEqn, results: list[Any], frame: Frame, state: Any = None
+    ) -> list[Any]:
+        """Returns the facts of the operands of a construct; `nothing` for other equations."""
+        operands = [self.nothing] * len(equation.invars)
+        for inner in inners(equation):
+            facts = self._facts_inside(equation, inner, results, frame.place.of(equation), state)
+            for n, fact in zip(inner.indices, facts, strict=True):
+                if n is not None:
+                    operands[n] = self._joined(operands[n], fact)
+        return operands
+
+    def _facts_inside(
+        self, equation: JaxprEqn, inner: Inner, results: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        known = [self.nothing if var is None else results[n] for n, var in enumerate(inner.results)]
+        while True:
+            args = self.run(inner.jaxpr, known, place, state)
+            new = list(known)
+            for n, argument in enumerate(inner.carried):
+                new[n] = self._joined(known[n], args[argument])
+            if new == known:
+                break
+            known = new
+        if _may_be_skipped(equation):
+            args[inner.carried.start : inner.carried.stop] = known[: len(inner.carried)]
+        return args
+
+    def _joined(self, first: Any, second: Any) -> Any:
+        if self.nothing in (first, second):
+            return second if first == self.nothing else first
+        return self.join(first, second)
+
+    def _add(self, facts: dict[Any, Any], variables: Sequence[Any], new: Sequence[Any]) -> None:
+        for var, fact in zip(variables, new, strict=True):
+            if not is_literal(var) and fact != self.nothing:
+                facts[var] = self._joined(facts.get(var, self.nothing), fact)
+
+
+def _may_be_skipped(equation: Equation) -> bool:
+    """Returns True for a loop of which the results may be the operands."""
+    return equation.primitive.name == "while"
+
+
+# ---------------------------------------------------------------------------
+# Outputs of modules
+# ---------------------------------------------------------------------------
+
+
+class ModuleOutputs:
+    """Consumers in the forward pass, and outputs of modules, of one jaxpr."""
+
+    def __init__(
+        self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, used: Sequence[bool] | None
+    ) -> None:
+        body, _ = jaxpr_body(jaxpr)
+        used = [True] * len(body.outvars) if used is None else used
+        places = [place.of(equation) for equation in equations(body, inside=False)]
+        self.consumers = _consumers(body, places, used)
+        self.last = _last_outputs(body, places, place.scopes, self.consumers)
+
+
+def used_inside(equation: JaxprEqn, used: list[bool]) -> list[bool]:
+    """Returns which results of the jaxpr of an equation are used, for those of the equation."""
+    name = equation.primitive.name
+    carried = scan_of(equation).carry if name == "scan" else len(used) if name == "while" else 0
+    return [True] * carried + used[carried:]
+
+
+def _consumers(
+    body: Any, places: list[Place], used: Sequence[bool]
+) -> dict[Atom, list[Path | None]]:
+    """Returns variable -> scopes of its forward consumers; None if the jaxpr returns it."""
+    consumers: dict[Atom, list[Path | None]] = {}
+    for equation, (path, phase) in zip(equations(body, inside=False), places, strict=True):
+        if phase == FORWARD:
+            for var in equation.invars:
+                if not is_literal(var):
+                    consumers.setdefault(var, []).append(path)
+    for var, is_used in zip(body.outvars, used, strict=True):
+        if is_used and not is_literal(var):
+            consumers.setdefault(var, []).append(None)
+    return consumers
+
+
+def _last_outputs(
+    body: Any,
+    places: list[Place],
+    outer: Path,
+    consumers: Mapping[Atom, list[Path | None]],
+) -> dict[Atom, list[Path]]:
+    """Returns variable -> paths of the modules of which it is the output."""
+    last: dict[Path, Atom] = {}
+    for equation, (path, phase) in zip(equations(body, inside=False), places, strict=True):
+        if phase != FORWARD:
+            continue
+        for var in equation.outvars:
+            if var not in consumers or not _is_activation(var):
+                continue
+            for length in range(len(outer) + 1, len(path) + 1):
+                module = path[:length]
+                if any(_is_outside(each, module) for each in consumers[var]):
+                    last[module] = var
+    variables: dict[Atom, list[Path]] = {}
+    for module, var in sorted(last.items(), key=lambda item: -len(item[0])):
+        if FULL_PRECISION not in module:
+            variables.setdefault(var, []).append(module)
+    return variables
+
+
+def _is_outside(path: Path | None, module: Path) -> bool:
+    return path is None or path[: len(module)] != module
+
+
+def _is_activation(var: Atom) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and var.aval.ndim > 0

@@ -1,0 +1,115 @@
+"""Binds recorded equations again with other operands, keeping source lines and scopes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
+
+from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_fp8
+from jaxmp._core._typing import Array
+from jaxmp._programs._jaxprs import array_aval, sub_jaxprs
+
+# These primitives contain a jaxpr of two scalars in the recorded dtype. For another dtype, JAX's
+# public function builds a new one.
+SCATTERS: dict[str, Callable[..., Any]] = {
+    "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+}
+_OF_SCATTER = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+
+
+def bind(equation: JaxprEqn, arrays: list[Any], **changes: object) -> Any:
+    """Returns the result of an equation for other operands, and with changed parameters."""
+    primitive, params = equation.primitive, {**equation.params, **changes}
+    scatter = SCATTERS.get(primitive.name)
+    if scatter is not None and arrays[0].dtype != getattr(equation.invars[0].aval, "dtype", None):
+        return scatter(*arrays, **scatter_of(equation))
+    if hasattr(primitive, "get_bind_params"):
+        params = primitive.get_bind_params(params)
+    results = primitive.bind(*arrays, **params)
+    # JAX 0.12 returns the results of `shard_map` in a tree of its own.
+    return list(results) if primitive.multiple_results else results
+
+
+def scatter_of(equation: JaxprEqn) -> dict[str, Any]:
+    """Returns the options of a scatter that the functions of `SCATTERS` accept."""
+    return {name: equation.params[name] for name in _OF_SCATTER}
+
+
+@contextlib.contextmanager
+def as_recorded(equation: JaxprEqn) -> Iterator[None]:
+    """Runs a block with the source line, scopes and context (such as the mesh) of an equation."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+        yield
+
+
+# ---------------------------------------------------------------------------
+# FP32 in place of 16 bits and FP8
+# ---------------------------------------------------------------------------
+
+# Operations with other results for operands in FP32.
+_OF_BITS = frozenset({"bitcast_convert_type", "nextafter"})
+
+
+def is_narrow(value: Any) -> bool:
+    """Returns True for an array, or its type, of 16-bit floats or FP8."""
+    dtype = getattr(value, "dtype", None)
+    return dtype in FLOATS_16BIT or (isinstance(dtype, np.dtype) and is_fp8(dtype))
+
+
+def wide(x: Any) -> Any:
+    """Returns an array of 16 bits or FP8 in FP32; other values unchanged."""
+    return lax.convert_element_type(x, FLOAT32) if is_narrow(x) else x
+
+
+def runs_in_fp32(equation: JaxprEqn) -> bool:
+    """Returns False for kernels, callbacks and operations on the bits of an array."""
+    name = equation.primitive.name
+    return name not in _OF_BITS and (name in SCATTERS or not sub_jaxprs(equation))
+
+
+def bind_in_fp32(equation: JaxprEqn, operands: list[Any]) -> list[Array]:
+    """Returns the results of an equation in FP32.
+
+    Operations that cannot run in FP32 run in the dtypes in which they were recorded.
+
+    Args:
+      equation: the equation.
+      operands: its operands, in FP32 or in the recorded dtypes.
+    """
+    if _is_of_fp8_bytes(equation):
+        return operands
+    changes: dict[str, Any] = {}
+    if runs_in_fp32(equation):
+        params = equation.params.items()
+        dtypes = {key: x for key, x in params if isinstance(x, np.dtype)}
+        changes = {key: FLOAT32 for key, x in dtypes.items() if x in FLOATS_16BIT or is_fp8(x)}
+        if "precision" in equation.params and any(is_narrow(v.aval) for v in equation.invars):
+            changes["precision"] = (lax.Precision.HIGHEST,) * 2
+        operands = list(map(wide, operands))
+    else:
+        pairs = zip(operands, equation.invars, strict=True)
+        operands = [
+            jnp.asarray(x, array_aval(v).dtype) if is_narrow(v.aval) else x for x, v in pairs
+        ]
+    out = bind(equation, operands, **changes)
+    return list(map(wide, out if equation.primitive.multiple_results else [out]))
+
+
+def _is_of_fp8_bytes(equation: JaxprEqn) -> bool:
+    """Returns True for a conversion of FP8 arrays to the bytes that the backward pass saves."""
+    dtypes = [getattr(v.aval, "dtype", None) for v in (*equation.invars, *equation.outvars)]
+    is_cast = equation.primitive.name == "bitcast_convert_type"
+    return is_cast and any(isinstance(x, np.dtype) and is_fp8(x) for x in dtypes)

@@ -1,0 +1,244 @@
+"""Interpreter that runs constructs in place: as the same equations, with jaxprs traced again.
+
+Calls, loops and branches keep all their options, such as donated operands, shardings, and the
+policy of a `jax.checkpoint`. A function that a program calls many times remains one jaxpr: it is
+traced again once for each combination of types and `key`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+
+from jaxmp._core._compat import jaxpr_body, jaxpr_like
+from jaxmp._core._typing import Array
+from jaxmp._programs._bind import bind
+from jaxmp._programs._constructs import (
+    CustomJvp,
+    custom_jvp_of,
+    parameters_with,
+    shard_map_of,
+)
+from jaxmp._programs._interpreter import Interpreter, Place
+from jaxmp._programs._jaxprs import array_aval, inners
+
+
+class InPlace(Interpreter):
+    """Interpreter that runs constructs in place; a client overrides the methods that raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Key -> (the jaxpr, the new one, notes on its results). It stores the jaxpr so that its id
+        # is not used again.
+        self._traced: dict[Any, tuple[Any, Any, list[Any]]] = {}
+
+    def key(self, jaxpr: Jaxpr, place: Place, state: Any) -> Hashable:
+        """Returns all that determines how a jaxpr runs, beside the notes on its arguments."""
+        raise NotImplementedError
+
+    def aval(self, var: Any, value: Any) -> ShapedArray:
+        """Returns the type of an argument of a jaxpr that has a value."""
+        raise NotImplementedError
+
+    def with_array(self, value: Any, array: Array) -> Any:
+        """Returns the value of an argument of a jaxpr, for that of the operand."""
+        raise NotImplementedError
+
+    def note(self, value: Any) -> Hashable:
+        """Returns all that distinguishes a value from another one of the same type."""
+        raise NotImplementedError
+
+    def noted(self, array: Array, note: Any) -> Any:
+        """Returns the value of a result with a note; None: of a loop or branch."""
+        raise NotImplementedError
+
+    def as_carry(self, value: Any, var: Any, outer: Any) -> Any:
+        """Converts an operand that a loop carries to its recorded type."""
+        raise NotImplementedError
+
+    def as_result(self, value: Any, aval: ShapedArray) -> Any:
+        """Converts a result that a loop carries, or a branch returns, to its recorded type."""
+        raise NotImplementedError
+
+    def in_place(
+        self, equation: JaxprEqn, operands: list[Any], outer: Any, place: Place, state: Any
+    ) -> list[Any]:
+        """Runs a call, loop, branch or `shard_map` in place.
+
+        Args:
+          equation: the equation.
+          operands: its operands.
+          outer: state of the client for the jaxpr that contains the equation.
+          place: location of the equation.
+          state: state of the client for the jaxprs; those of a while loop have none.
+        """
+        name, operands, inside = equation.primitive.name, list(operands), inners(equation)
+        if name == "shard_map":
+            return self._on_shards(equation, operands, place, state)
+        carried = {inner.indices[n] for inner in inside for n in inner.carried}
+        for n in (n for n in carried if n is not None):
+            operands[n] = self.as_carry(operands[n], equation.invars[n], outer)
+        new: dict[int, Any] = {}
+        notes: list[Any] = []
+        for inner in inside:
+            args = [operands[n] for n in inner.indices if n is not None]
+            # Results that must have their recorded types.
+            fixed = len(inner.results) if name == "cond" else len(inner.carried)
+            own = None if name == "while" else state
+            new[id(inner.recorded)], notes = self.retraced(inner.recorded, args, place, own, fixed)
+        arrays = list(map(self.array, operands))
+        outs = bind(equation, arrays, **parameters_with(equation, new))
+        return list(map(self.noted, outs, notes))
+
+    def _on_shards(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        record, notes = shard_map_of(equation), []
+
+        def shard(*arrays: Array) -> tuple[Array, ...]:
+            args = list(map(self.with_array, operands, arrays))
+            outs = self.run(record.jaxpr, args, place, state)
+            notes[:] = map(self.note, outs)
+            return tuple(map(self.array, outs))
+
+        outs = record.run(shard, list(map(self.array, operands)))
+        return list(map(self.noted, outs, notes))
+
+    def retraced(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        values: list[Any],
+        place: Place,
+        state: Any = None,
+        fixed: int = 0,
+    ) -> tuple[Any, list[Any]]:
+        """Traces a jaxpr again for other values of its arguments.
+
+        Args:
+          jaxpr: open or closed.
+          values: those of its arguments.
+          place: location of the equation that contains it.
+          state: state of the client for the jaxpr.
+          fixed: number of its first results that keep their recorded types.
+
+        Returns:
+          The new jaxpr, open or closed as `jaxpr` is, and a note on each result; None for those
+          that are fixed.
+        """
+        body, _ = jaxpr_body(jaxpr)
+        avals = [self.aval(var, value) for var, value in zip(body.invars, values, strict=True)]
+        notes = tuple(map(self.note, values))
+        key = id(jaxpr), tuple(map(str, avals)), notes, self.key(body, place, state), fixed
+        if key not in self._traced:
+            results: list[Any] = []
+
+            def run(*arrays: Array) -> list[Array]:
+                args = list(map(self.with_array, values, arrays))
+                outs = self.run(jaxpr, args, place, state)
+                results[:] = [None] * fixed + list(map(self.note, outs[fixed:]))
+                avals = [var.aval for var in body.outvars[:fixed]]
+                outs[:fixed] = map(self.as_result, outs[:fixed], avals)
+                return list(map(self.array, outs))
+
+            new = jaxpr_like(jax.make_jaxpr(run)(*avals), jaxpr)
+            self._traced[key] = jaxpr, new, results
+        return self._traced[key][1:]
+
+    def custom_jvp(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any, of_rule: Place
+    ) -> list[Any]:
+        """Runs a `custom_jvp` function and its rule, both for the current types of their operands.
+
+        Args:
+          equation, operands, place, state: as in `in_place`.
+          of_rule: location in which the rule runs.
+        """
+        function = custom_jvp_of(equation)
+        jaxpr, notes = self.retraced(function.jaxpr, operands, place, state)
+        avals = [array_aval(var) for var in equation.invars]
+        out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
+        call = jax.custom_jvp(jaxpr_as_fun(jaxpr))
+
+        def call_jvp(
+            primals: tuple[Array, ...], tangents: tuple[Any, ...]
+        ) -> tuple[list[Array], list[Array | SymbolicZero]]:
+            zeros = [
+                isinstance(tangent, SymbolicZero) or not _moves(aval)
+                for tangent, aval in zip(tangents, avals, strict=True)
+            ]
+            recorded, zeros_out = _rule_jaxpr(function, avals, zeros)
+            args = list(map(self.with_array, operands, primals))
+            args += [
+                self.noted(t, None) for t, zero in zip(tangents, zeros, strict=True) if not zero
+            ]
+            moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
+            outs = map(self.as_result, self.run(recorded, args, of_rule), [*out_avals, *moving])
+            arrays = list(map(self.array, outs))
+            rest = iter(arrays[len(out_avals) :])
+            tangents_out = [
+                SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
+                for aval, zero in zip(out_avals, zeros_out, strict=True)
+            ]
+            return arrays[: len(out_avals)], tangents_out
+
+        call.defjvp(call_jvp, symbolic_zeros=function.symbolic_zeros)
+        outs = call(*map(self.array, operands))
+        return list(map(self.noted, outs, notes))
+
+
+def _rule_jaxpr(
+    function: CustomJvp, avals: Sequence[ShapedArray], zeros: list[bool]
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """Traces a `custom_jvp` rule in the recorded dtypes.
+
+    Args:
+      function: the function.
+      avals: the recorded types of the primals.
+      zeros: for each tangent, True if the rule receives a symbolic zero.
+
+    Returns:
+      The jaxpr from primals and nonzero tangents to primal and nonzero tangent results; and for
+      each primal result, True if its tangent is a symbolic zero, which the jaxpr does not return.
+    """
+    # On explicit mesh axes, the sharding is a part of the type.
+    spread = (aval.sharding if any(aval.sharding.spec) else None for aval in avals)
+    shapes = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(avals, spread, strict=True)
+    ]
+    zeros_out: list[bool] = []
+
+    def run(*arrays: Array) -> list[Array]:
+        rest = iter(arrays[len(avals) :])
+        tangents = [
+            SymbolicZero(aval.to_tangent_aval()) if zero else next(rest)
+            for aval, zero in zip(avals, zeros, strict=True)
+        ]
+        outs = function.rule.call_wrapped(*arrays[: len(avals)], *tangents)
+        primals_out, tangents_out = outs[: len(outs) // 2], outs[len(outs) // 2 :]
+        if not function.symbolic_zeros:
+            tangents_out = map(_instantiate, tangents_out)
+        tangents_out = list(tangents_out)
+        zeros_out[:] = [isinstance(tangent, SymbolicZero) for tangent in tangents_out]
+        return [*primals_out, *(t for t in tangents_out if not isinstance(t, SymbolicZero))]
+
+    moving = [shape for shape, zero in zip(shapes, zeros, strict=True) if not zero]
+    return jax.make_jaxpr(run)(*shapes, *moving), zeros_out
+
+
+def _moves(aval: ShapedArray) -> bool:
+    """Returns True if a value of this type can have a nonzero tangent: floating or complex."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _instantiate(out: Array | SymbolicZero) -> Array:
+    if not isinstance(out, SymbolicZero):
+        return out
+    aval: Any = out.aval
+    return jnp.zeros(aval.shape, aval.dtype)

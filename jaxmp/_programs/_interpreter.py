@@ -1,0 +1,417 @@
+"""Interpreter that runs a jaxpr again, equation by equation.
+
+`Interpreter` itself changes nothing: it computes the same values and gradients with the same
+operations. A client overrides some of these methods:
+
+* `constant` and `array` convert between arrays and the *values* to which a run binds variables,
+  which are arrays by default, and any pytree otherwise;
+* `equation` runs one equation; by default it enters a construct by a rule of this module, and binds
+  all other equations as they were recorded;
+* `entered` and `left` convert values at the border of a construct.
+
+Each run of a jaxpr has a `Frame`: its location in the program, and a state of the client, such as
+a plan or an analysis of that jaxpr.
+
+*Side results* are arrays that a client computes beside the program, such as statistics. It adds
+them to `side`; the rules return them from loops, branches and devices. Arrays of a scan and of a
+`shard_map` are stacked and then `joined`; of a while loop, those of the last iteration count, or
+the client asks for `stacked_iterations`; a branch or loop that does not run has the result of
+`absent`. They are computed by primitives of `jax.lax`: JAX caches the traces of jitted functions,
+such as `jnp.where`, and traces of the user's programs would contain the source lines of this run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
+
+from jaxmp._core._compat import is_in_unchecked_shard_map, jaxpr_body, vary
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._programs._bind import as_recorded, bind
+from jaxmp._programs._constructs import (
+    CALLS,
+    CONSTRUCTS,
+    CUSTOM_DERIVATIVES,
+    OPAQUE,
+    REMATS,
+    call_of,
+    cond_of,
+    scan_of,
+    shard_map_of,
+    while_of,
+)
+from jaxmp._programs._jaxprs import FORWARD, Path, is_literal, phase_of, scope_names, sub_jaxprs
+from jaxmp.errors import RecipeWarning
+
+
+class Place(NamedTuple):
+    """Location in a program: name scopes, and "forward", "backward" or "recompute"."""
+
+    scopes: Path = ()
+    phase: str = FORWARD
+
+    def of(self, equation: JaxprEqn) -> Place:
+        """Returns the location of an equation of a jaxpr at this location."""
+        stack = str(equation.source_info.name_stack)
+        return Place(self.scopes + scope_names(stack), phase_of(stack, self.phase))
+
+
+@dataclasses.dataclass
+class Frame:
+    """Run of one jaxpr.
+
+    place: location of the equation that contains the jaxpr.
+    state: state of the client for the jaxpr.
+    values: values of the variables so far.
+    index: number of the current equation.
+    """
+
+    place: Place
+    state: Any
+    values: dict[Any, Any]
+    index: int = 0
+
+
+class Entry(enum.Enum):
+    """Manner in which operands enter a construct."""
+
+    CALL = enum.auto()  # unchanged: of a call, and constants of a loop
+    REMAT = enum.auto()  # into a function that the backward pass runs again
+    CARRY = enum.auto()
+    ROWS = enum.auto()  # as slices of scanned arrays
+    BRANCH = enum.auto()
+    SHARD = enum.auto()  # as the parts of one device
+
+
+class Interpreter:
+    """Runs a jaxpr again; see the documentation of this module."""
+
+    # Consequence for an equation with a jaxpr that is not a known construct, as the end of a
+    # warning; "" if there is none.
+    consequence = ""
+    # True if the client adds to `side`.
+    has_side_results = False
+    # Number of iterations of a while loop whose side results are stacked and then `joined`: the
+    # first ones and the last. 0: only those of the last iteration are returned.
+    stacked_iterations = 0
+    # True: functions with custom derivatives are run as calls, without their rules, in a program
+    # that is not differentiated again.
+    drops_derivatives = False
+
+    def __init__(self) -> None:
+        self.side: dict[Any, Any] = {}
+
+    # -- values ----------------------------------------------------------------------------
+
+    def constant(self, array: Any) -> Any:
+        """Converts a constant of a jaxpr to a value."""
+        return array
+
+    def literal(self, var: Any) -> Any:
+        """Converts a literal, such as the scalar in `mul x 2.0`, to a value."""
+        return self.constant(var.val)
+
+    def array(self, value: Any) -> Any:
+        """Converts a value to the array that equations read which the client does not change."""
+        return value
+
+    def entered(self, values: list[Any], entry: Entry, operands: list[Any]) -> list[Any]:
+        """Converts some of the operands of a construct to arguments of its jaxpr."""
+        return values
+
+    def left(self, results: list[Any], operands: list[Any]) -> list[Any]:
+        """Converts results of the jaxpr of a loop, branch or remat to results of the construct."""
+        return list(map(self.array, results))
+
+    def joined(self, value: PyTree) -> PyTree:
+        """Returns the side result of a loop, for those of all iterations, stacked."""
+        return value
+
+    def absent(self, value: PyTree) -> PyTree:
+        """Returns a side result of code that does not run, for its shapes."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), value)
+
+    # -- the loop over equations -----------------------------------------------------------
+
+    def run(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        args: Sequence[Any],
+        place: Place | None = None,
+        state: Any = None,
+    ) -> list[Any]:
+        """Runs an open or closed jaxpr.
+
+        Args:
+          jaxpr: the jaxpr.
+          args: values of its arguments.
+          place: location of the equation that contains it; None: it is the whole program.
+          state: state of the client for this jaxpr.
+        """
+        values = self.frame(jaxpr, args, place, state).values
+        outvars = jaxpr_body(jaxpr)[0].outvars
+        return [self.literal(var) if is_literal(var) else values[var] for var in outvars]
+
+    def frame(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        args: Sequence[Any],
+        place: Place | None = None,
+        state: Any = None,
+    ) -> Frame:
+        """Runs a jaxpr as `run` does, and returns the values of all its variables."""
+        body, consts = jaxpr_body(jaxpr)
+        # An analysis does not know the constants of an open jaxpr.
+        consts = consts or (None,) * len(body.constvars)
+        values: dict[Any, Any] = dict(zip(body.constvars, map(self.constant, consts), strict=True))
+        values |= zip(body.invars, args, strict=True)
+        frame = Frame(place or Place(), state, values)
+        read = lambda var: self.literal(var) if is_literal(var) else values[var]
+        for frame.index, equation in enumerate(body.eqns):
+            operands = list(map(read, equation.invars))
+            with self.context(equation):
+                results = self.equation(equation, operands, frame)
+            values |= zip(equation.outvars, results, strict=True)
+        return frame
+
+    def context(self, equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which an equation is run again: its scopes, source and mesh."""
+        return as_recorded(equation)
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        """Runs one equation."""
+        return self.enter(equation, operands, frame)
+
+    def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Array]:
+        """Runs an equation as it was recorded."""
+        out = bind(equation, list(map(self.array, operands)))
+        return list(out) if isinstance(out, (list, tuple)) else [out]
+
+    def enter(
+        self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
+    ) -> list[Any]:
+        """Runs the jaxprs inside of an equation; other equations are run as recorded.
+
+        Args:
+          equation: the equation.
+          operands: its operands.
+          frame: the run of the jaxpr that contains it.
+          state: state of the client for the jaxprs; the test of a while loop has none.
+        """
+        name = equation.primitive.name
+        is_call = name in CALLS or (self.drops_derivatives and name in CUSTOM_DERIVATIVES)
+        rule = Interpreter._call if is_call else _RULES.get(name)
+        if rule is not None:
+            return rule(self, equation, operands, frame.place.of(equation), state)
+        self.check_known(equation)
+        return self.bound(equation, operands)
+
+    def check_known(self, equation: JaxprEqn) -> None:
+        """Warns once of an operation that contains a jaxpr, and is neither listed nor opaque."""
+        name = equation.primitive.name
+        if name not in CONSTRUCTS | OPAQUE and sub_jaxprs(equation):
+            self._warn(name)
+
+    def _warn(self, name: str) -> None:
+        if self.consequence:
+            _warn_of_unknown(name, self.consequence)
+
+    # -- rules of constructs ---------------------------------------------------------------
+
+    def _inside(self, function: Callable[[], list[Any]]) -> tuple[list[Any], dict[Hashable, Any]]:
+        """Returns the results of a function, and the side results that it adds."""
+        outside, self.side = self.side, {}
+        try:
+            return function(), self.side
+        finally:
+            self.side = outside
+
+    def _add(self, side: dict[Hashable, Any]) -> None:
+        for key, value in side.items():
+            self.side.pop(key, None)  # moves the result to its position in the program
+            self.side[key] = value
+
+    def _call(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
+        """Runs the jaxpr of a call in place of the call."""
+        args = self.entered(operands, Entry.CALL, operands)
+        return self.run(call_of(equation).jaxpr, args, place, state)
+
+    def _remat(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        call, keys = call_of(equation), []
+        args = self.entered(operands, Entry.REMAT, operands)
+        if call.is_recomputation:
+            results = self.run(call.jaxpr, call.separated(args), place, state)
+            return self.left(results, operands)
+
+        def recomputed(*args: Any) -> tuple[list[Any], list[Any]]:
+            run = lambda: self.left(self.run(call.jaxpr, args, place, state), operands)
+            results, side = self._inside(run)
+            keys[:] = side
+            return results, list(side.values())
+
+        results, side = call.rematerialized(recomputed)(*args)
+        self._add(dict(zip(keys, side, strict=True)))
+        return results
+
+    def _scan(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
+        loop, keys = scan_of(equation), []
+        consts, carry, rows = loop.split(operands)
+        consts = self.entered(consts, Entry.CALL, operands)
+
+        def body(carry: list[Any], rows: list[Any]) -> Any:
+            run = lambda: self.run(loop.jaxpr, [*consts, *carry, *rows], place, state)
+            results, side = self._inside(lambda: self.left(run(), operands))
+            keys[:] = side
+            return results[: loop.carry], (results[loop.carry :], list(side.values()))
+
+        carry = self.entered(carry, Entry.CARRY, operands)
+        rows = self.entered(rows, Entry.ROWS, operands)
+        carry, (stacked, side) = lax.scan(body, carry, rows, **loop.options)
+        self._add(dict(zip(keys, map(self.joined, side), strict=True)))
+        return [*carry, *stacked]
+
+    def _while(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        loop = while_of(equation)
+        of_test, of_body, carry = loop.split(operands)
+        of_test, of_body = (self.entered(v, Entry.CALL, operands) for v in (of_test, of_body))
+        carry = self.entered(carry, Entry.CARRY, operands)
+
+        def test(carry: Any) -> Any:
+            run = lambda: self.run(loop.test, [*of_test, *carry[0]], place)
+            return self.array(self._inside(run)[0][0])
+
+        def body(*carry: Any) -> tuple[list[Any], dict[Hashable, Any]]:
+            run = lambda: self.run(loop.body, [*of_body, *carry], place, state)
+            return self._inside(lambda: self.left(run(), operands))
+
+        none, count = self._absent(body, carry), self.stacked_iterations
+
+        def step(carry: Any) -> Any:
+            values, (stacked, *number) = carry
+            results, side = body(*values)
+            rows = vary_as_here(list(side.values()))
+            for n in number:
+                at = lax.min(n, jnp.int32(count - 1))
+                put = lambda x, row, at=at: lax.dynamic_update_index_in_dim(x, row, at, 0)
+                rows = jax.tree.map(put, stacked, rows)
+            return results, (rows, *(lax.add(n, jnp.int32(1)) for n in number))
+
+        kept: tuple[Any, ...] = (list(none.values()),)
+        if count:
+            rows = jax.tree.map(lambda row: lax.broadcast(row, (count,)), kept[0])
+            kept = vary_as_here(rows), jnp.int32(0)
+        results, (side, *_) = lax.while_loop(test, step, (carry, kept))
+        self._add(dict(zip(none, map(self.joined, side) if count else side, strict=True)))
+        return results
+
+    def _cond(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
+        (index, *rest), cond = operands, cond_of(equation)
+        if cond.by_platform:
+            self._warn("platform_dependent")
+            return self.bound(equation, operands)
+        args = self.entered(rest, Entry.BRANCH, rest)
+
+        def branch(jaxpr: Any) -> Callable[..., Any]:
+            run = lambda args: self.left(self.run(jaxpr, args, place, state), rest)
+            return lambda *args: self._inside(lambda: run(args))
+
+        branches = list(map(branch, cond.branches))
+        none: dict[Hashable, Any] = {}
+        for each in branches:
+            for key, value in self._absent(each, args).items():
+                # Side results of different shapes in two branches are left out.
+                none[key] = value if key not in none or _same(none[key], value) else None
+
+        def padded(branch: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                results, side = branch(*args)
+                rows = {k: side.get(k, default) for k, default in none.items()}
+                kept = [None if none[k] is None else row for k, row in rows.items()]
+                return results, vary_as_here(kept)
+
+            return run
+
+        results, side = lax.switch(self.array(index), list(map(padded, branches)), *args)
+        self._add({k: v for k, v in zip(none, side, strict=True) if v is not None})
+        return results
+
+    def _shard_map(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        record, keys = shard_map_of(equation), []
+        args = self.entered(operands, Entry.SHARD, operands)
+        specs = [
+            jax.tree.map(lambda _, spec=spec: spec, arg)
+            for arg, spec in zip(args, record.in_specs, strict=True)
+        ]
+
+        def shard(*args: Any) -> tuple[tuple[Any, ...], list[Any]]:
+            results, side = self._inside(lambda: self.run(record.jaxpr, args, place, state))
+            keys[:] = side
+            rows = jax.tree.map(lambda x: x[None], list(side.values()))
+            return tuple(map(self.array, results)), rows
+
+        axes = tuple(axis for axis in record.mesh.axis_names if axis in record.axis_names)
+        out_specs = record.out_specs, PartitionSpec(axes)
+        results, side = record.run(shard, args, tuple(specs), out_specs)
+        self._add(dict(zip(keys, map(self.joined, side), strict=True)))
+        return list(results)
+
+    def _absent(self, function: Callable[..., Any], args: Sequence[Any]) -> dict[Hashable, Any]:
+        """Returns the side results of a function for the case that it does not run."""
+        if not self.has_side_results:
+            return {}
+        keys: list[Hashable] = []
+
+        def side_results(*args: Any) -> list[Any]:
+            _, side = function(*args)
+            keys[:] = side
+            return list(side.values())
+
+        shapes = jax.eval_shape(side_results, *args)
+        values = (vary_as_here(self.absent(shape)) for shape in shapes)
+        return dict(zip(keys, values, strict=True))
+
+
+_RULES: dict[str, Callable[..., list[Any]]] = {
+    **dict.fromkeys(REMATS, Interpreter._remat),
+    "cond": Interpreter._cond,
+    "scan": Interpreter._scan,
+    "shard_map": Interpreter._shard_map,
+    "while": Interpreter._while,
+}
+
+
+def _same(first: PyTree, second: PyTree) -> bool:
+    return jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, second)
+
+
+def vary_as_here(tree: PyTree) -> PyTree:
+    """Casts to varying over the axes of a `shard_map`, so that all branches have one type."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tree if mesh.empty or is_in_unchecked_shard_map() else vary(tree, mesh.manual_axes)
+
+
+@functools.cache
+def _warn_of_unknown(name: str, consequence: str) -> None:
+    warnings.warn(
+        f"jaxmp does not enter the operation {name!r} of JAX {jax.__version__}, which contains a "
+        f"function. It runs as it was recorded: {consequence}.",
+        RecipeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,316 @@
+"""Traversal of jaxprs: their equations, sub-jaxprs, name scopes and consumers."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._trees import canonical
+from jaxmp._core._typing import PyTree
+from jaxmp._programs._constructs import scan_of, shard_map_of, while_of
+
+Path = tuple[str, ...]
+# A variable or a literal. To a type checker, the abstract value of JAX's own types has no shape or
+# dtype.
+Atom: TypeAlias = Any
+
+
+class Equation(Protocol):
+    """Equation of a jaxpr, such as `jax.extend.core.JaxprEqn`."""
+
+    primitive: Any
+    invars: list[Any]
+    outvars: list[Any]
+    params: dict[str, Any]
+    effects: Any
+    source_info: Any
+    ctx: Any
+
+    @property
+    def replace(self) -> Callable[..., Any]: ...
+
+
+# Transformations around a scope in a name stack: `transpose(jvp(block))`, `vmap(block)`.
+_TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
+# Scope of the casts that autocast inserts.
+AUTOCAST = "jaxmp_autocast"
+# Prefix of the names of jitted functions that quantize to FP8; the operand's role follows.
+QUANTIZE = "jaxmp_fp8_quantize_"
+# Scopes that are not modules. JAX adds two for a rematerialized function. (It also adds
+# "ij,jk->ik" for an einsum.)
+_NO_MODULES = frozenset({"rematted_computation", "checkpoint", AUTOCAST})
+
+
+class Traced(NamedTuple):
+    """Traced function and the assembly of its results.
+
+    closed: its jaxpr.
+    arrays: the leaves of the arguments that are arrays, in the dtypes in which they were traced.
+    results: arrays that the jaxpr returns -> results of the function.
+    """
+
+    closed: ClosedJaxpr
+    arrays: list[Any]
+    results: Callable[[list[Any]], Any]
+
+
+def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) -> Traced:
+    """Traces a function for some arguments; leaves that are not arrays are passed unchanged.
+
+    Args:
+      fn: any JAX function.
+      args, kwargs: its arguments. Arrays may be `jax.ShapeDtypeStruct`.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    positions = [n for n, leaf in enumerate(leaves) if _is_array(leaf)]
+    static: list[Any] = []
+
+    def flat(*arrays: jax.Array) -> list[jax.Array]:
+        filled = dict(enumerate(leaves)) | dict(zip(positions, arrays, strict=True))
+        args, kwargs = structure.unflatten(filled.values())
+        out, tree = jax.tree.flatten(fn(*args, **kwargs))
+        static[:] = tree, [None if _is_array(leaf) else leaf for leaf in out]
+        return [leaf for leaf in out if _is_array(leaf)]
+
+    def results(arrays: list[Any]) -> PyTree:
+        tree, leaves = static
+        rest = iter(arrays)
+        return tree.unflatten([next(rest) if leaf is None else leaf for leaf in leaves])
+
+    arrays = [canonical(leaves[n]) for n in positions]
+    return Traced(jax.make_jaxpr(flat)(*arrays), arrays, results)
+
+
+def _is_array(leaf: object) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind in "biufcV"
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def equations(jaxpr: Jaxpr | ClosedJaxpr, *, inside: bool = True) -> Iterator[Any]:
+    """Yields every equation of a jaxpr; those of a sub-jaxpr follow the equation that contains it.
+
+    Args:
+      jaxpr: open or closed.
+      inside: False for the equations of the jaxpr itself alone.
+    """
+    for equation in jaxpr_body(jaxpr)[0].eqns:
+        yield equation
+        for inner in sub_jaxprs(equation) if inside else ():
+            yield from equations(inner)
+
+
+def sub_jaxprs(equation: Equation) -> list[Any]:
+    """Returns the jaxprs among the parameters of an equation, in order."""
+    jaxprs = []
+    for value in equation.params.values():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        jaxprs += [inner for inner in values if is_jaxpr(inner)]
+    return jaxprs
+
+
+def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
+    """Returns True for an open or closed jaxpr."""
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def consumers(jaxpr: Jaxpr | ClosedJaxpr) -> dict[Atom, list[Any]]:
+    """Returns variable -> its consumers: equations, and None if the jaxpr returns the variable."""
+    body = jaxpr_body(jaxpr)[0]
+    result: dict[Any, list[Any]] = {}
+    for equation in body.eqns:
+        for var in equation.invars:
+            if not is_literal(var):
+                result.setdefault(var, []).append(equation)
+    for var in body.outvars:
+        if not is_literal(var):
+            result.setdefault(var, []).append(None)
+    return result
+
+
+def without_unused(jaxpr: Jaxpr) -> Jaxpr:
+    """Returns an open jaxpr without the equations that its results do not depend on."""
+    used = {var for var in jaxpr.outvars if not is_literal(var)}
+    needed = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not used.isdisjoint(equation.outvars):
+            needed.append(equation)
+            used |= {var for var in equation.invars if not is_literal(var)}
+    return jaxpr.replace(eqns=needed[::-1])
+
+
+def is_literal(var: Atom) -> bool:
+    """Returns True if an operand is a literal, such as the scalar in `mul x 2.0`."""
+    return isinstance(var, Literal)
+
+
+@functools.lru_cache(maxsize=65536)
+def scope_names(name_stack: str) -> Path:
+    """Returns the named scopes of a name stack as in the forward pass, without transformations.
+
+    Example:
+      >>> scope_names("transpose(jvp(Net))/layers/0")
+      ('Net', 'layers', '0')
+      >>> scope_names("transpose(jvp(Net))/rematted_computation/jvp(Net)/block")
+      ('Net', 'block')
+    """
+    names = tuple(name for name in _TRANSFORM.sub("", name_stack).split("/") if name)
+    names = tuple(name for name in names if name not in _NO_MODULES and "->" not in name)
+    return collapsed(names) if "transpose(" in name_stack else names
+
+
+def collapsed(names: Path) -> Path:
+    """Removes a repeated prefix, such as that of `Net/Net/block`.
+
+    Name stacks in the backward pass of a rematerialized function contain its scopes twice.
+    """
+    for length in range(len(names) // 2, 0, -1):
+        if names[:length] == names[length : 2 * length]:
+            return names[length:]
+    return names
+
+
+def module_paths_of(names: Path) -> tuple[str, ...]:
+    """Returns candidate module paths for scopes: without the first scope, and with it.
+
+    The first scope is the class of the root in Flax; a function without a root module lacks
+    this scope. Flax adds the method to a name unless it is `__call__`, such as `embed.attend`; the
+    method is removed. Names with more dots, such as Equinox's `eqx.nn.Linear`, are unchanged.
+    """
+    plain = tuple(n.partition(".")[0] if n.count(".") == 1 else n for n in names)
+    return ("/".join(plain[1:]), "/".join(plain)) if plain else ("",)
+
+
+def with_parameters(
+    jaxpr: Jaxpr | ClosedJaxpr, change: Callable[[Any], Any]
+) -> Jaxpr | ClosedJaxpr:
+    """Applies a function to all parameters of a jaxpr's equations, at any depth.
+
+    Args:
+      jaxpr: open or closed.
+      change: parameter -> new parameter; called for each element of a tuple or list.
+
+    Returns:
+      The new jaxpr, open or closed as `jaxpr` is.
+    """
+
+    def changed(value: Any) -> Any:
+        if is_jaxpr(value):
+            return with_parameters(value, change)
+        if type(value) in (tuple, list):
+            return type(value)(map(changed, value))
+        return change(value)
+
+    body, _ = jaxpr_body(jaxpr)
+    equations = [
+        equation.replace(params={key: changed(value) for key, value in equation.params.items()})
+        for equation in body.eqns
+    ]
+    new = body.replace(eqns=equations)
+    return new if body is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+# ---------------------------------------------------------------------------
+# Sub-jaxprs with their operands and trip counts
+# ---------------------------------------------------------------------------
+
+
+class Inner(NamedTuple):
+    """Jaxpr inside an equation, with the corresponding variables of the equation.
+
+    jaxpr: without its constants.
+    recorded: the same, as the equation contains it.
+    operands: for each argument, the operand of the equation; None if it is unknown.
+    results: for each result, the result of the equation; None if it is unknown.
+    times: number of executions per execution of the equation; 1 for a while loop.
+    indices: for each argument, the index of the operand; None if it is unknown.
+    carried: of a loop, the arguments that are its first results of the iteration before. Those in
+      front of them are constants, and those behind them rows of scanned arrays.
+    """
+
+    jaxpr: Any
+    recorded: Any
+    operands: list[Any]
+    results: list[Any]
+    times: int
+    indices: list[int | None]
+    carried: range
+
+
+def inners(equation: Equation) -> list[Inner]:
+    """Returns the jaxprs of an equation, each with its operands and results."""
+    name, times, count = equation.primitive.name, 1, len(equation.invars)
+    carried: range | None = None
+    if name == "while":
+        loop = while_of(equation)
+        of_test, of_body, carry = loop.split(range(count))
+        test = _inner(equation, loop.test, [*of_test, *carry], is_result=False)
+        carried = range(len(of_body), len(of_body) + len(carry))
+        return [test, _inner(equation, loop.body, [*of_body, *carry], carried=carried)]
+    if name == "scan":
+        scan = scan_of(equation)
+        times, carried = scan.options["length"], range(scan.consts, scan.consts + scan.carry)
+    if name == "shard_map":
+        times = shard_map_of(equation).devices
+    indices = range(name == "cond", count)
+    return [
+        _inner(equation, jaxpr, indices, times=times, carried=carried)
+        for jaxpr in sub_jaxprs(equation)
+    ]
+
+
+def _inner(
+    equation: Equation,
+    jaxpr: Jaxpr | ClosedJaxpr,
+    indices: Sequence[int],
+    *,
+    times: int = 1,
+    carried: range | None = None,
+    is_result: bool = True,
+) -> Inner:
+    body, _ = jaxpr_body(jaxpr)
+    args, outs = len(body.invars), len(body.outvars)
+    known: list[int | None] = [*indices] if len(indices) == args else [None] * args
+    results = list(equation.outvars) if is_result and len(equation.outvars) == outs else []
+    operands = [None if n is None else equation.invars[n] for n in known]
+    carried = range(args, args) if carried is None else carried
+    return Inner(body, jaxpr, operands, results or [None] * outs, times, known, carried)
+
+
+# ---------------------------------------------------------------------------
+# Forward, backward, recompute
+# ---------------------------------------------------------------------------
+
+FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
+
+
+def phase_of(name_stack: str, outer: str = FORWARD) -> str:
+    """Returns the pass of an equation: "forward", "backward" or "recompute".
+
+    Args:
+      name_stack: the name stack of the equation.
+      outer: the pass of the equation that contains it, if its name stack does not specify one.
+
+    Example:
+      >>> phase_of("jvp(Net)/head"), phase_of("transpose(jvp(Net))/head")
+      ('forward', 'backward')
+      >>> phase_of("rematted_computation/head", outer="backward")
+      'recompute'
+    """
+    backward, recompute = name_stack.rfind("transpose("), name_stack.rfind("rematted_computation")
+    if backward == recompute == -1:
+        return outer
+    return BACKWARD if backward > recompute else RECOMPUTE
+
+
+def array_aval(var: Var | Literal) -> ShapedArray:
+    """Returns the recorded type of a variable that is an array."""
+    return var.aval  # type: ignore[return-value]

@@ -1,0 +1,168 @@
+"""Locations of equations: module path, pass, and line of the user's code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from types import CodeType
+from typing import NamedTuple
+
+import jax
+
+from jaxmp._core import _compat
+from jaxmp._programs._jaxprs import (
+    BACKWARD,
+    FORWARD,
+    Equation,
+    Path,
+    collapsed,
+    phase_of,
+    scope_names,
+)
+
+# Packages whose frames do not belong to the user's code.
+_LIBRARIES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "jaxmp",
+    "chex",
+    "equinox",
+    "haliax",
+    "jaxtyping",
+    "typer",
+    "click",
+)
+
+
+# Name scope of `jaxmp.full_precision`, which is not a module.
+FULL_PRECISION = "jaxmp_full_precision"
+
+# Files whose frames are between the user's call and the equations that it makes.
+_HIDDEN = (
+    os.path.dirname(jax.__file__) + os.sep,
+    os.path.join(os.path.dirname(_compat.__file__), "_watch_jit.py"),
+)
+
+
+class Location(NamedTuple):
+    """Location of an equation, from its name stack and those of the enclosing equations."""
+
+    names: Path = ()
+    # "forward", "backward" or "recompute".
+    phase: str = FORWARD
+    # True inside of a function that is differentiated.
+    differentiated: bool = False
+
+    @property
+    def is_outside(self) -> bool:
+        """True outside of modules and derivatives, as in an optimizer."""
+        return not self.names and not self.differentiated
+
+
+class Locations:
+    """Locations of a program's equations, one for each name stack."""
+
+    def __init__(self) -> None:
+        self._by_stack: dict[tuple[Location, str], Location] = {}
+        self.names: dict[Path, None] = {}
+
+    def of(self, equation: Equation, outer: Location) -> Location:
+        """Returns the location of an equation inside an equation at `outer`."""
+        key = outer, str(equation.source_info.name_stack)
+        location = self._by_stack.get(key)
+        if location is None:
+            location = self._by_stack[key] = self._make(*key)
+            for length in range(len(location.names) + 1):
+                self.names[location.names[:length]] = None
+        return location
+
+    def _make(self, outer: Location, stack: str) -> Location:
+        phase = phase_of(stack, outer.phase)
+        own = scope_names(stack)
+        names = outer.names + own
+        if phase == BACKWARD and names not in self.names:
+            # In a backward pass, the scopes of a recomputed region appear twice.
+            short = outer.names + collapsed(own)
+            names = short if short in self.names else names
+        return Location(names, phase, outer.differentiated or "jvp(" in stack)
+
+
+def root_of(names: dict[Path, None]) -> Path:
+    """Returns the scope that Flax names after the root's class, if there is exactly one."""
+    roots = {path[:1] for path in names if len(path) > 1 and path[0][:1].isupper()}
+    return next(iter(roots)) if len(roots) == 1 else ()
+
+
+def module_of(names: Path, root: Path) -> str:
+    """Returns the `/`-joined module path below the root."""
+    below = names[len(root) :] if root and names[: len(root)] == root else names
+    return "/".join(name.partition(".")[0] for name in below if name != FULL_PRECISION)
+
+
+# ---------------------------------------------------------------------------
+# Lines
+# ---------------------------------------------------------------------------
+
+
+class Lines:
+    """Finds the line of the user's code that an equation comes from."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, bool] = {}
+        self._folders = tuple(_folders())
+        self._standard = sysconfig.get_path("stdlib") + os.sep
+
+    def of(self, equations: Iterable[Equation]) -> tuple[str, int]:
+        """Returns (file, line) of the innermost equation with a known line; `("", 0)` without one.
+
+        Args:
+          equations: an equation and the enclosing equations, innermost first.
+        """
+        for equation in equations:
+            traceback = equation.source_info.traceback
+            frames = () if traceback is None else traceback.frames
+            line = self.first_own((frame.file_name, frame.line_num) for frame in frames)
+            if line[0]:
+                return line
+        return "", 0
+
+    def first_own(self, frames: Iterable[tuple[str, int]]) -> tuple[str, int]:
+        """Returns the first (file, line) of the user's code; `("", 0)` if there is none."""
+        for file, line in frames:
+            if self.is_own(file):
+                return file, line
+        return "", 0
+
+    def is_own(self, file: str) -> bool:
+        """Returns True for a file of the user's code."""
+        is_own = self._own.get(file)
+        if is_own is None:
+            standard = file.startswith(self._standard) and "-packages" + os.sep not in file
+            library = standard or file.startswith((*self._folders, "<frozen "))
+            is_own = self._own[file] = not library
+        return is_own
+
+
+def _folders() -> list[str]:
+    modules = (sys.modules.get(name) for name in _LIBRARIES)
+    files = (getattr(module, "__file__", None) for module in modules)
+    return [os.path.dirname(file) + os.sep for file in files if file]
+
+
+def call_site(equation: Equation) -> tuple[CodeType, int] | None:
+    """Returns the instruction outside of JAX whose call made an equation; None if it is not known.
+
+    Line and column do not distinguish `x.astype(y.dtype) + y` from `x + y`: both begin at `x`.
+    """
+    traceback = equation.source_info.traceback
+    if traceback is None:
+        return None
+    codes, instructions = traceback.raw_frames()
+    for code, instruction in zip(codes, instructions, strict=True):
+        if not code.co_filename.startswith(_HIDDEN):
+            return code, instruction
+    return None

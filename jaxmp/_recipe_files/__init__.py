@@ -1,1 +1,0 @@
-"""Recipe files: TOML to plain data and back."""

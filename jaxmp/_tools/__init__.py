@@ -1,0 +1,1 @@
+"""Tools that inspect a training: what a training loads never imports them."""

@@ -1,0 +1,142 @@
+"""The audit: dtypes and precision defects of a program, as traced and as compiled.
+
+`_auditor` walks over the traced program. The checks are in `_check_*.py`, one file for each
+subject, and register themselves in `_checks` when they are imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from jaxmp._core._typing import PyTree
+from jaxmp._policies._load import RecipeLike
+
+# The order of these imports is that of the checks in reports and in the documentation.
+# isort: off
+from jaxmp._tools.audit import _check_matmuls as _check_matmuls
+from jaxmp._tools.audit import _check_ops as _check_ops
+from jaxmp._tools.audit import _check_float16 as _check_float16
+from jaxmp._tools.audit import _check_integers as _check_integers
+from jaxmp._tools.audit import _check_losses as _check_losses
+from jaxmp._tools.audit import _check_attention as _check_attention
+from jaxmp._tools.audit import _check_state as _check_state
+from jaxmp._tools.audit import _check_running_state as _check_running_state
+from jaxmp._tools.audit import _check_compiled as _check_compiled
+from jaxmp._tools.audit import _check_sharding as _check_sharding
+from jaxmp._tools.audit import _check_speed as _check_speed
+from jaxmp._tools.audit import _check_rules as _check_rules
+
+# isort: on
+from jaxmp._core import _compat
+from jaxmp._core._targets import default_target, get_target
+from jaxmp._policies._load import as_recipe_data
+from jaxmp._programs._static_values import Scope
+from jaxmp._tools.audit._auditor import Auditor, PolicyContext
+from jaxmp._tools.audit._check_state import label_arguments
+from jaxmp._tools.audit._checks import CHECKS as CHECKS
+from jaxmp._tools.audit._make_report import make_report
+from jaxmp._tools.audit._program import is_attention
+from jaxmp._tools.audit._report import AuditReport as AuditReport
+from jaxmp._tools.audit._rows import Finding as Finding
+from jaxmp._tools.audit._trace import check_function, trace
+from jaxmp._tools.hlo._compile import Compiled, compile_for, compile_lowered
+from jaxmp.optim._find import check_plain_loop
+
+
+def audit(
+    fn: Callable[..., Any],
+    *args: PyTree,
+    recipe: RecipeLike | None = None,
+    target: str | None = None,
+    **kwargs: PyTree,
+) -> AuditReport:
+    """Reports the dtypes of a program's operations, and precision defects with their fixes.
+
+    The function is traced, and with `target` also compiled, but never run. The recipe is only
+    compared with the program, not applied to it.
+
+    Args:
+      fn: any JAX function, such as a whole train step, jitted or not.
+      *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`. Objects that are not pytrees of
+        arrays are passed to `fn` unchanged.
+      recipe: the recipe that the program should follow: its name, a policy string, a
+        `Policy`, a `PolicyMap` or a `Recipe`. None: an FP32 matmul is an error if an operand was
+        cast up from 16 bits. A program contains no module types, so a dtype that a rule by type
+        requires is allowed in every module.
+      target: a chip, such as "h200" or "v6e", to compile the program for it, too: "t4", "a100-40",
+        "a100" (80 GB), "rtx3090", "l4", "l40s", "rtx4090", "h100", "h200", "b200", or one of
+        Google's TPUs "v5e", "v5p", "v6e" and "tpu7x" (a device is one core). It does not
+        have to be present (the extras `aot` and `tpu-aot` of jaxmp). For "v100" and "cpu" the
+        program is only traced, and a note has the reason. The report then has `.gemms`,
+        `.attention`, `.collectives` and `.memory`. If the arguments are sharded over a mesh, or a
+        `jit`, `shard_map` or constraint of the program names one, the program is compiled for as
+        many GPUs, whatever the devices of the mesh are. None: the chip of
+        `jaxmp.default_target`; without it, the program is not compiled.
+      **kwargs: keyword arguments of `fn`.
+
+    Returns:
+      The report, with `.findings`, `.matmul_flops` and `.ok`; it prints as a table.
+
+    Raises:
+      AuditError: if `fn` is not a function, or changes an NNX object that is not among its
+        arguments, or if XLA cannot compile the program.
+      CompositionError: as `jaxmp.get_loss_scale`, for an optimizer state among the arguments.
+      TargetError: if `target` is not a known chip, or the program does not fit a TPU.
+      MissingDependencyError: if neither the chip nor XLA's compiler for it is installed.
+      PolicyError, RecipeError: if the recipe is not valid.
+
+    Example:
+      >>> def attend(q, k):
+      ...     return jax.nn.softmax(q @ k.T)
+      >>> x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+      >>> [finding.check for finding in audit(attend, x, x, recipe="bf16").findings]
+      ['softmax_16bit']
+    """
+    return audit_call(fn, args, kwargs, recipe=recipe, target=target)
+
+
+def audit_call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    recipe: RecipeLike | None,
+    target: str | None,
+) -> AuditReport:
+    """Audits a function whose keyword arguments may have any name, such as `target`."""
+    check_function(fn, "audit")
+    target = target or _compat.current_context().chip or None
+    if target is not None:
+        get_target(target)
+    data = None if recipe is None else as_recipe_data(recipe)
+    name = recipe if isinstance(recipe, str) else "bf16" if recipe is None else ""
+    code = repr(name) if name else "recipe" if hasattr(recipe, "data") else "policies"
+    # JAX may start its backends at any step of an audit.
+    with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
+        device = _compat.target() if target is None else get_target(target).platform
+        return audit_program(PolicyContext(data, device, code), fn, args, kwargs, target)[0]
+
+
+def audit_program(
+    context: PolicyContext,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: str | None,
+    compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
+) -> tuple[AuditReport, Compiled | None]:
+    """Audits a function, and returns the report and the compiled program, if there is one."""
+    with contextlib.nullcontext() if target is None else default_target(target):
+        for arg in (*args, *kwargs.values()):
+            check_plain_loop(arg)
+        traced = trace(fn, args, kwargs)
+    auditor = Auditor(context)
+    label_arguments(auditor, traced)
+    # Masks that attention makes for its own derivative are not the model's.
+    auditor.run(Scope(traced.closed, stops=is_attention))
+    compiled = None
+    if target is not None and not get_target(target).uncompiled:
+        compiled = compile_for(target, traced, compiler)
+    return make_report(auditor, traced, compiled, function=fn, target=target or ""), compiled

@@ -1,0 +1,319 @@
+"""The walk over a traced program, which calls the checks and counts matmuls."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_fp8
+from jaxmp._policies._load import RecipeData
+from jaxmp._policies._op_table import OpTable
+from jaxmp._policies._resolve import ResolvedPolicy, resolve_first
+from jaxmp._programs._analysis import Body, visit
+from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE, OPAQUE_CALLS
+from jaxmp._programs._jaxprs import (
+    BACKWARD,
+    FORWARD,
+    Equation,
+    Inner,
+    Path,
+    equations,
+    inners,
+    module_paths_of,
+    sub_jaxprs,
+)
+from jaxmp._programs._locations import FULL_PRECISION, Location, Locations, root_of
+from jaxmp._programs._matmuls import (
+    MATMULS,
+    WIDENED_MATMUL,
+    Matmul,
+    count_flops,
+    is_inner_product,
+    kernel_matmuls,
+    matmul_of,
+)
+from jaxmp._programs._static_values import Scope
+from jaxmp._tools.audit._checks import (
+    ON_16_BITS,
+    ON_MATMUL,
+    ON_OPERATION,
+    ON_RESULT,
+    PendingFindings,
+)
+from jaxmp._tools.audit._dataflow import GRADIENT
+from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
+from jaxmp._tools.audit._program import FLOATS, OpOccurrence, dtype_of, half_of, named
+
+
+class PolicyContext:
+    """Policies that a program is checked against, and the dtypes that they allow."""
+
+    def __init__(
+        self, recipe: RecipeData | None, target: str = "cpu", text: str = "'bf16'"
+    ) -> None:
+        self.recipe = recipe
+        self.policies = None if recipe is None else recipe.policies
+        self.ops = OpTable() if recipe is None else recipe.ops
+        # Type of device that the program is traced for.
+        self.target = target
+        # The policies in the user's code: "'bf16'", "recipe" or "policies".
+        self.text = text
+        self._allowed: dict[Path, frozenset[Any]] = {}
+
+    def allowed_dtypes(self, location: Location) -> frozenset[Any]:
+        """Returns the dtypes in which matmuls at a location may compute; empty without policies.
+
+        A program contains no module types. The dtype of a rule by type is allowed wherever a later
+        rule or the default policy applies by path.
+        """
+        allowed = self._allowed.get(location.names)
+        if allowed is None:
+            allowed = self._allowed[location.names] = self._search(location.names)
+        return allowed
+
+    def _search(self, names: Path) -> frozenset[Any]:
+        if self.policies is None:
+            return frozenset()
+        if FULL_PRECISION in names:
+            return frozenset({FLOAT32})
+        resolved = self.resolve(names)
+        dtypes = {resolved.policy.compute_dtype}
+        for other in self.policies.rules:
+            if other is resolved.rule:
+                break
+            if other.module_type is not None and other.compute_dtype is not None:
+                dtypes.add(other.compute_dtype)
+        return frozenset(dtypes)
+
+    @property
+    def wrap_code(self) -> str:
+        """Returns code that applies the policies to a model."""
+        if self.text == "policies":
+            return "model = jaxmp.load_recipe(policies).wrap(model)"
+        recipe = self.text if self.text == "recipe" else f"jaxmp.load_recipe({self.text})"
+        return f"model = {recipe}.wrap(model)"
+
+    @property
+    def autocast_code(self) -> str:
+        """Returns code that applies the policies to a function."""
+        return f"fn = jaxmp.autocast(fn, {self.text})"
+
+    @property
+    def loss_code(self) -> str:
+        """Returns code that applies the policies to a loss function."""
+        return f"loss_fn = jaxmp.autocast(loss_fn, {self.text})"
+
+    @property
+    def requires_fp32_reductions(self) -> bool:
+        """True if the recipe requires sums of gradients over devices in FP32."""
+        return self.recipe is not None and self.recipe.reduce_dtype == "float32"
+
+    def requires_fp8(self, location: Location) -> bool:
+        """Returns True if the policies require FP8 matmuls in linear layers at a location."""
+        if self.policies is None or FULL_PRECISION in location.names:
+            return False
+        return self.resolve(location.names).scaling is not None
+
+    def resolve(self, names: Path) -> ResolvedPolicy:
+        """Resolves the policy of name scopes."""
+        assert self.policies is not None
+        return resolve_first(self.policies, module_paths_of(names))
+
+
+_KERNELS = named(
+    "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
+    " scaled_dot scaled_matmul"
+)
+_FUSED_ATTENTION = "dot_product_attention_"
+
+
+class Auditor:
+    """Walk over one program, with its findings and counts."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        self.context, self.locations = context, Locations()
+        self.findings = PendingFindings(self._is_after_gradient)
+        # For checks: reports an operation.
+        self.add = self.findings.add
+        self.flow = Flow(context.ops)
+        # The jaxpr that is being walked, in which checks look up constants.
+        self.known: Scope
+        self.equations = 0
+        self.has_backward = False
+        # The first matmul of the backward pass that reads float16.
+        self.float16_backward: OpOccurrence | None = None
+        # (scopes, pass, dtype, dtype) -> [FLOPs, count].
+        self.matmuls: dict[tuple[Path, str, str, str], list[int]] = {}
+        # (scopes, pass, line) of a matmul -> the FP8 dtype that an operand has or had.
+        self.fp8: dict[tuple[Path, str, tuple[str, int]], str] = {}
+        # Parts of the program that are not counted, and why.
+        self.notes: dict[str, None] = {}
+        # Values that checks collect during the walk, by type.
+        self.collected: defaultdict[type, list[Any]] = defaultdict(list)
+        # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
+        self.promotion_fixes: dict[tuple[Path, tuple[str, int]], str] = {}
+        # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
+        # computed from gradients, by line.
+        self.after_gradient: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
+
+    @functools.cached_property
+    def root(self) -> Path:
+        """The scope of the root module, after the walk."""
+        return root_of(self.locations.names)
+
+    # -- for checks -------------------------------------------------------------------------
+
+    def report(self, cls: type[ConditionalFinding], variables: Iterable[Any], harm: str) -> None:
+        """Reports conditional findings about values that have a harmful consequence.
+
+        Args:
+          cls: their type.
+          variables: the values.
+          harm: the consequence, as a part of a sentence.
+        """
+        for label in sorted(self.flow.labels(cls, *variables), key=lambda label: label.number):
+            label.report(harm, self.findings)
+
+    def _is_after_gradient(self, op: OpOccurrence) -> bool:
+        return op.location.is_outside and GRADIENT in self.flow.of_all(op.equation.invars)
+
+    # -- the walk ---------------------------------------------------------------------------
+
+    def run(self, scope: Scope, times: int = 1, outer: OpOccurrence | None = None) -> None:
+        """Visits the equations of a jaxpr and of its sub-jaxprs.
+
+        Args:
+          scope: the jaxpr.
+          times: number of its executions; 0 for a branch that is not counted.
+          outer: the operation that contains it.
+        """
+        self.known, body = scope, Body(scope.jaxpr)
+        above = Location() if outer is None else outer.location
+
+        def visit_equation(equation: Equation) -> None:
+            location = self.locations.of(equation, above)
+            self._visit(OpOccurrence(equation, location, times, body, outer))
+
+        visit(scope.jaxpr, visit_equation)
+
+    def _visit(self, op: OpOccurrence) -> None:
+        self.equations += 1
+        self.has_backward |= op.location.phase != FORWARD
+        name, result = op.name, next(iter(op.equation.outvars), None)
+        if name in MATMULS:
+            self._visit_matmul(op)
+        labels = [function(op, self) for function in ON_OPERATION.get(name, ())]
+        if name in CONSTRUCTS | OPAQUE_CALLS:
+            self._enter(op)
+        else:
+            if name in _KERNELS or name.startswith(_FUSED_ATTENTION):
+                self._count_kernel(op)
+            elif name not in OPAQUE and sub_jaxprs(op.equation):
+                where = self.findings.where(op)
+                self.notes[f"the operations inside of {name} at {where} are not inspected"] = None
+            labels += self._check_16_bits(op)
+            self.flow.step(op)
+        for label in labels:
+            if label is not None:
+                self.flow.mark(result, label)
+        if name == "dot_general" and op.location.phase == FORWARD:
+            self.flow.mark(result, Logits(op))
+        for function in ON_RESULT.get(name, ()):
+            function(op, self)
+
+    def _check_16_bits(self, op: OpOccurrence) -> list[Any]:
+        """Returns labels of an operation that reads 16 bits where the op table requires FP32."""
+        dtype = half_of(op.equation.invars)
+        if dtype is None or self.context.ops.category(op.name) != "fp32":
+            return []
+        # Derivatives leave equations whose results nothing reads. Compilers remove them.
+        if not any(var in op.body.consumers for var in op.equation.outvars):
+            return []
+        return [function(op, dtype, self) for function in ON_16_BITS]
+
+    def _enter(self, op: OpOccurrence) -> None:
+        equation, name = op.equation, op.name
+        self.flow.step(op, is_call=True)
+        inside = inners(equation)
+        largest = self._largest(inside) if name == "cond" else None
+        if name == "while":
+            self.notes[
+                f"the while loop at {self.findings.where(op)} has an unknown number of iterations;"
+                " one is counted"
+            ] = None
+        scope = self.known
+        for inner, inner_scope in zip(inside, scope.inside(equation), strict=True):
+            times = op.times * inner.times * (largest is None or inner is largest)
+            self.flow.enter(inner)
+            self.run(inner_scope, times, op)
+            self.flow.leave(inner)
+        self.known = scope
+
+    @staticmethod
+    def _largest(branches: list[Inner]) -> Inner:
+        """Returns the branch with the most FLOPs, or without any, the longest."""
+        size = lambda jaxpr: (count_flops(jaxpr).total(), len(list(equations(jaxpr))))
+        return max(branches, key=lambda branch: size(branch.jaxpr))
+
+    # -- matmuls ----------------------------------------------------------------------------
+
+    def _visit_matmul(self, op: OpOccurrence) -> None:
+        """Counts and checks a matmul or convolution."""
+        matmul = matmul_of(op.equation)
+        if op.outer is not None and op.caller == WIDENED_MATMUL:
+            lhs, rhs = (dtype_of(var) for var in op.outer.equation.invars[:2])
+            matmul = matmul._replace(lhs=lhs, rhs=rhs)
+        dtypes = matmul.lhs, matmul.rhs
+        if matmul.is_integer:
+            self._count_integers(op, matmul)
+            return
+        flops = self._count(op, matmul)
+        if self._is_after_gradient(op):
+            row = op.equation.outvars, flops
+            self.after_gradient[self.findings.where(op)].append(row)
+        self._record_fp8(op, matmul)
+        is_float = matmul.lhs in FLOATS | {matmul.rhs}
+        if matmul.contracts and is_float and not is_inner_product(op.equation):
+            for function in ON_MATMUL:
+                function(op, matmul, flops, self)
+        if op.location.phase == FORWARD and FLOAT16 in dtypes:
+            self.flow.has_float16 = True
+        if op.location.phase == BACKWARD and FLOAT16 in dtypes and self.float16_backward is None:
+            self.float16_backward = op
+
+    def _count_integers(self, op: OpOccurrence, matmul: Matmul) -> None:
+        """Counts a matmul of integers or bools, which does not count as FLOPs."""
+        key = (op.location.names, op.location.phase, matmul.lhs.name, matmul.rhs.name)
+        self.matmuls.setdefault(key, [0, 0])[1] += 1
+        pair = f"{matmul.lhs.name} x {matmul.rhs.name}"
+        where = self.findings.where(op)
+        self.notes[f"the {pair} matmul at {where} has no floating-point operations"] = None
+
+    def _record_fp8(self, op: OpOccurrence, matmul: Matmul) -> None:
+        names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if is_fp8(dtype)]
+        labels = self.flow.labels(WasFp8, *op.equation.invars[:2])
+        names += sorted(label.name for label in labels)
+        if names:
+            key = op.location.names, op.location.phase, self.findings.line_of(op)
+            self.fp8[key] = names[0]
+
+    def _count(self, op: OpOccurrence, matmul: Matmul) -> int:
+        """Counts a matmul, and returns the FLOPs of all its executions."""
+        flops = matmul.flops * op.times
+        key = (op.location.names, op.location.phase, matmul.lhs.name, matmul.rhs.name)
+        row = self.matmuls.setdefault(key, [0, 0])
+        row[0] += flops
+        row[1] += 1
+        return flops
+
+    def _count_kernel(self, op: OpOccurrence) -> None:
+        """Counts the matmuls of a kernel if they are known; checks do not apply to them."""
+        matmuls = kernel_matmuls(op.equation)
+        for matmul in matmuls or ():
+            self._count(op, matmul)
+        if matmuls is None:
+            inside = " and the operations inside of it" if sub_jaxprs(op.equation) else ""
+            where = self.findings.where(op)
+            self.notes[f"the FLOPs of {op.name} at {where}{inside} are not counted"] = None

@@ -1,0 +1,172 @@
+"""Checks of a program compiled for a GPU, and of matmuls in FP8."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._targets import Target
+from jaxmp._programs._jaxprs import FORWARD, QUANTIZE
+from jaxmp._programs._locations import Location
+from jaxmp._programs._matmuls import Matmul
+from jaxmp._programs._operations import dot_of, name_of
+from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit._check_matmuls import FP32_MATMUL
+from jaxmp._tools.audit._checks import WARNING, Check
+from jaxmp._tools.audit._program import OpOccurrence
+from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
+from jaxmp.fp8._explain import explain_exclusion
+from jaxmp.fp8._scaling import CurrentScaling
+
+FP32_GEMM = Check(
+    id="fp32_gemm",
+    explanation="The GPU multiplies in FP32 or TF32 where the policies require 16 bits, although"
+    " the traced program does not.",
+    fix="y = jnp.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))",
+    needs_target="yes",
+)
+UNDONATED_STATE = Check(
+    id="undonated_state",
+    severity=WARNING,
+    explanation="No argument is donated, so the old and the new state are in memory at the same"
+    " time.",
+    fix="jax.jit(train_step, donate_argnums=0)",
+    needs_target="yes",
+)
+
+_WIDE = ("float32", "tf32")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A compiled program and what the trace contains.
+
+    Args:
+      rows: matmuls, collectives and memory of the compiled program.
+      traced: findings of the traced program, which are not repeated.
+      fp8: (module, pass, file, line) of matmuls that were traced with FP8 operands -> the dtype.
+        XLA may remove a cast to FP8 and back, so that the compiled program does not contain it.
+      fsdp_axes: the mesh axes that split both parameters and the rows of the batch.
+      chip: the chip that it was compiled for.
+    """
+
+    rows: Compilation
+    traced: tuple[Finding, ...]
+    fp8: Mapping[tuple[str, str, str, int], str]
+    fsdp_axes: frozenset[str]
+    chip: Target
+
+
+@FP32_GEMM.on_compiled
+def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports matmuls in FP32 or TF32."""
+    reported = {f.module for f in program.traced if f.check == FP32_MATMUL.id}
+    for row in program.rows.gemms:
+        is_wide = row.lhs in _WIDE or row.rhs in _WIDE
+        if is_wide and row.module not in reported and requires_16_bits(audit, row.module):
+            message = f"the GPU multiplies in {row.lhs} x {row.rhs}."
+            yield finding(FP32_GEMM, row, message)
+
+
+@UNDONATED_STATE.on_compiled
+def check_donation(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports a program without donated arguments."""
+    del audit
+    if not program.rows.memory.aliased:
+        message = "no argument is donated: the old and the new state are in memory together."
+        yield UNDONATED_STATE.finding(message)
+
+
+def requires_16_bits(audit: Auditor, module: str) -> bool:
+    """Returns True if the policies allow only 16-bit dtypes for a module."""
+    below = tuple(module.split("/")) if module else ()
+    allowed = audit.context.allowed_dtypes(Location((*audit.root, *below)))
+    return bool(allowed) and FLOAT32 not in allowed and all(map(is_16bit, allowed))
+
+
+def finding(check: Check, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
+    return check.finding(
+        message,
+        fix,
+        module=row.module,
+        primitive=row.operation if isinstance(row, CollectiveRow) else "dot",
+        file=row.file,
+        line=row.line,
+        count=row.count,
+        flops=row.flops if isinstance(row, GemmRow) else 0,
+    )
+
+
+NOT_FP8 = Check(
+    id="not_fp8",
+    severity=WARNING,
+    explanation="A linear layer multiplies in 16 bits where the policies require FP8, because its"
+    " dimensions are not multiples of 16, because it is too narrow for a gain, or because FP8 is"
+    " not applied to it.",
+    fix="jaxmp.Rule('**/head', 'matmul=default')",
+)
+FP8_FALLBACK = Check(
+    id="fp8_fallback",
+    explanation="Operands are rounded to FP8 but multiplied in a wider dtype. FP8 matmuls require"
+    " an H100 or a later GPU.",
+    fix="y = jax.lax.dot_general(x_fp8, w_fp8, dimension_numbers)",
+    needs_target="yes",
+)
+
+
+@NOT_FP8.on_matmul
+def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports a linear layer in 16 bits for which the policies require FP8."""
+    operands = op.equation.invars[:2]
+    if op.name != "dot_general" or op.location.phase != FORWARD:
+        return
+    (_, contracted), (_, batch), *_ = dot_of(op.equation)
+    # Batched matmuls belong to attention or to stacked kernels, not to linear layers.
+    if batch or not (is_16bit(matmul.lhs) and is_16bit(matmul.rhs)):
+        return
+    if audit.context.policies is None or not audit.context.requires_fp8(op.location):
+        return
+    shape = operands[1].aval.shape
+    inputs = math.prod(shape[axis] for axis in contracted)
+    sizes = inputs, math.prod(shape) // max(inputs, 1)
+    scaling = audit.context.policies.fp8 or CurrentScaling()
+    reason = explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
+    message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
+    message += reason or "the matmul is not that of a Flax layer, or the layer sets its own"
+    module = "/".join(op.location.names[-1:]) or "module"
+    fix = "Exclude the module by a rule:\n"
+    fix += f"    jaxmp.Rule('**/{module}', 'matmul=default')"
+    if "narrow" in reason or "min_width" in reason:
+        toml = "    [fp8]\n    min_width = 0"
+        fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
+    audit.add(NOT_FP8, op, f"{message}.", fix, flops=flops)
+
+
+# A note and not a warning, because there is nothing to correct.
+_ONE_SCALE = (
+    "FP8 matmuls have one scale for a tensor, so that results can depend on the other examples of"
+    " the batch and on later tokens; with fp8.RowwiseScaling(), each row has a separate scale"
+)
+
+
+@NOT_FP8.on_operation("jit")
+def note_scales(op: OpOccurrence, audit: Auditor) -> None:
+    """Notes once in a program that tensors are quantized with one scale."""
+    is_quantization = name_of(op.equation).startswith(QUANTIZE)
+    if is_quantization and any(var.aval.shape == () for var in op.equation.outvars):
+        audit.notes[_ONE_SCALE] = None
+
+
+@FP8_FALLBACK.on_compiled
+def check_fallback(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports matmuls of FP8 values in a wider dtype."""
+    del audit
+    for row in program.rows.gemms:
+        line = row.module, row.phase, row.file, row.line
+        dtype = row.was_fp8 or program.fp8.get(line, "")
+        is_fp8 = row.lhs.startswith("float8") and row.rhs.startswith("float8")
+        if dtype and not is_fp8:
+            message = f"operands are rounded to {dtype} and multiplied in {row.lhs} x {row.rhs}."
+            yield finding(FP8_FALLBACK, row, message)

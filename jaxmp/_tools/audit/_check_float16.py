@@ -1,0 +1,282 @@
+"""Checks of float16: values beyond its range, and gradients that a loss scale multiplies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax.tree_util as jtu
+import numpy as np
+
+from jaxmp._core._dtypes import FLOAT16
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal
+from jaxmp._programs._operations import exponent_of
+from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit._check_ops import NORM_16BIT
+from jaxmp._tools.audit._checks import Check
+from jaxmp._tools.audit._dataflow import GRADIENT, From, Update, powers_of
+from jaxmp._tools.audit._expressions import fix_before
+from jaxmp._tools.audit._labels import ConditionalFinding, Logits
+from jaxmp._tools.audit._program import LAYOUT, OpOccurrence, dtype_of, named
+from jaxmp._tools.audit._rows import Finding
+from jaxmp._tools.audit._trace import Traced
+
+FLOAT16_RANGE = Check(
+    id="float16_range",
+    explanation="A value leaves the range of float16: an epsilon below 3e-8 is 0 before a division,"
+    " logarithm or root; a finite constant beyond 65504 is infinite; squares that are summed"
+    " overflow from 256 on; or attention multiplies queries and keys before it scales them.",
+    fix="x = x.astype(jnp.float32)",
+    includes_optimizer=True,
+)
+
+_LARGEST = 65504
+_BROADCASTS = named("broadcast_in_dim reshape")
+# The factor of head size 8; smaller ones scale the logits of attention.
+_ATTENTION_SCALE = 8**-0.5
+
+
+class LostEpsilon(ConditionalFinding):
+    """Label of a float16 value to which an epsilon was added that is 0 in float16."""
+
+    check, survives = FLOAT16_RANGE, LAYOUT | named("sqrt")
+
+
+class Square(ConditionalFinding):
+    """Label of the square of a float16 value."""
+
+    check, survives = FLOAT16_RANGE, LAYOUT | named("mul div")
+
+
+class UnscaledLogits(ConditionalFinding):
+    """Label of float16 logits that were scaled after their matmul."""
+
+    check, survives = FLOAT16_RANGE, LAYOUT | named("sub add select_n max")
+
+
+class _Sum(NamedTuple):
+    square: Square
+    op: OpOccurrence
+
+
+# ---------------------------------------------------------------------------
+# Constants
+# ---------------------------------------------------------------------------
+
+
+@FLOAT16_RANGE.on_operation("add", "add_any", "max")
+def label_epsilon(op: OpOccurrence, audit: Auditor) -> LostEpsilon | None:
+    """Labels the sum with, or the maximum of, a value and a constant 0."""
+    is_zero = any(_constant(var, op, audit) == 0 for var in _float16_operands(op))
+    message = f"the constant of this {op.name} is 0 in float16, whose least number is 6e-8"
+    fix = "Add the constant in FP32:\n    x = x.astype(jnp.float32)"
+    return LostEpsilon(op, message, fix) if is_zero else None
+
+
+@FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow")
+def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports an epsilon of 0 where 0 has no finite result."""
+    if op.location.phase != BACKWARD:
+        divisor = op.equation.invars[-1:] if op.name == "div" else op.equation.invars[:1]
+        harm = f", and the {op.name} at {audit.findings.where(op)} is not finite for 0"
+        for label in audit.flow.labels(LostEpsilon, *divisor):
+            label.fix = fix_before(op, [label.op], audit.findings, "float16") or label.fix
+        audit.report(LostEpsilon, divisor, harm)
+
+
+@FLOAT16_RANGE.on_operation("convert_element_type", "add", "sub", "mul")
+def check_constant(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a finite constant that is infinite in float16."""
+    is_cast = op.name == "convert_element_type"
+    for value in (_constant(var, op, audit) for var in _float16_operands(op)):
+        # A cast reads the constant as it was written; an infinite one is intended.
+        if value is not None and abs(value) > _LARGEST and not (is_cast and math.isinf(value)):
+            limit = "min" if value < 0 else "max"
+            message = "a constant beyond 65504 is infinite in float16: rows that are masked"
+            code = f"jnp.where(mask, logits, jnp.finfo(logits.dtype).{limit})"
+            fix = f"Use the largest finite number of the dtype:\n    {code}"
+            audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
+
+
+def _float16_operands(op: OpOccurrence) -> list[Atom]:
+    """Returns the operands of an operation with a float16 result; none in a backward pass."""
+    is_float16 = dtype_of(op.equation.outvars[0]) == FLOAT16
+    return op.equation.invars if is_float16 and op.location.phase != BACKWARD else []
+
+
+# ---------------------------------------------------------------------------
+# Squares and logits
+# ---------------------------------------------------------------------------
+
+
+@FLOAT16_RANGE.on_operation("mul", "square", "integer_pow")
+def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
+    """Labels the square of a float16 value."""
+    del audit
+    operands = _float16_operands(op)
+    is_square = op.name != "integer_pow" or exponent_of(op.equation) > 1
+    is_square &= len({id(var) for var in operands}) == 1
+    message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
+    fix = "Square in FP32:\n    x = x.astype(jnp.float32)"
+    return Square(op, message, fix) if is_square else None
+
+
+@FLOAT16_RANGE.on_operation("reduce_sum")
+def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects sums of squares, as for a norm."""
+    squares = audit.flow.labels(Square, *op.equation.invars)
+    if op.location.phase != BACKWARD:
+        audit.collected[_Sum] += [_Sum(square, op) for square in squares]
+
+
+@FLOAT16_RANGE.on_program
+def report_sums(audit: Auditor, traced: Traced) -> None:
+    """Reports summed squares, unless they are the statistics of a norm that is reported."""
+    del traced
+    norms = {f.line for f in audit.findings if f.check is NORM_16BIT}
+    for square, op in audit.collected[_Sum]:
+        if audit.findings.line_of(op) not in norms:
+            square.report(f"; they are summed at {audit.findings.where(op)}", audit.findings)
+
+
+@FLOAT16_RANGE.on_operation("mul", "div")
+def label_logits(op: OpOccurrence, audit: Auditor) -> UnscaledLogits | None:
+    """Labels logits of queries and keys that are scaled after their matmul in float16."""
+    logits, scalar = op.equation.invars
+    value = _constant(scalar, op, audit) if op.location.phase == FORWARD else None
+    if not value or abs(value if op.name == "mul" else 1 / value) > _ATTENTION_SCALE:
+        return None
+    for label in audit.flow.of(logits):
+        if isinstance(label, Logits) and not label.normalized and _is_of_activations(label, audit):
+            message = "queries and keys are multiplied in float16, and the logits are scaled later"
+            sign, where = "*" if op.name == "mul" else "/", audit.findings.where(op)
+            fix = f"Scale the queries before the matmul, instead of the logits at {where}:\n"
+            return UnscaledLogits(label.op, message, f"{fix}    q = q {sign} {value:.6g}")
+    return None
+
+
+@FLOAT16_RANGE.on_operation("exp", "exp2")
+def report_logits(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports logits of a softmax that may overflow before they are scaled."""
+    audit.report(UnscaledLogits, op.equation.invars, ": sums beyond 65504 are inf")
+
+
+def _is_of_activations(logits: Logits, audit: Auditor) -> bool:
+    equation = logits.op.equation
+    types = [{type(label) for label in audit.flow.of(var)} for var in equation.invars[:2]]
+    # A weight is an argument to which nothing was added.
+    has_weight = any(From in each and Update not in each for each in types)
+    return dtype_of(equation.outvars[0]) == FLOAT16 and not has_weight
+
+
+def _constant(var: Atom, op: OpOccurrence, audit: Auditor) -> float | None:
+    """Returns the value of a constant scalar, which may be broadcast."""
+    source = op.body.source_of(var, _BROADCASTS)
+    if math.prod(getattr(source.aval, "shape", (0,))) != 1:
+        return None
+    value = audit.known.value(source)
+    return None if value is None or value.dtype.kind == "b" else float(value.reshape(()))
+
+
+SCALED_GRADIENTS = Check(
+    id="scaled_gradients",
+    explanation="Gradients are clipped, measured or added to the state while they are multiplied by"
+    " the loss scale, or they are divided by it twice.",
+    fix="grads = jax.tree.map(lambda g: g / scale, grads)",
+    includes_optimizer=True,
+)
+
+
+_FIX = (
+    "Divide the gradients by the loss scale first, and remove a division that follows:\n"
+    f"    {SCALED_GRADIENTS.fix}"
+)
+
+
+class _Event(NamedTuple):
+    """Use of gradients that is wrong if argument `number` is a loss scale."""
+
+    number: int
+    op: OpOccurrence
+    message: str
+    fix: str = _FIX
+
+
+class _Divisor(NamedTuple):
+    """Scalar argument by which gradients are divided."""
+
+    number: int
+
+
+def _of_gradient(var: Atom, audit: Auditor) -> dict[int, float | None]:
+    labels = audit.flow.of(var)
+    return powers_of(labels) if GRADIENT in labels else {}
+
+
+@SCALED_GRADIENTS.on_operation("mul", "div")
+def check_division(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects the scalars by which gradients are divided, and divisions of unscaled gradients."""
+    divided = -1 if op.name == "mul" else 1
+    pairs = [op.equation.invars, op.equation.invars[::-1]][: 2 if op.name == "mul" else 1]
+    for var, other in pairs if op.location.phase != BACKWARD else ():
+        if GRADIENT in audit.flow.of(other) or GRADIENT not in audit.flow.of(var):
+            continue
+        for number in (
+            n for n, power in powers_of(audit.flow.of(other)).items() if power == divided
+        ):
+            audit.collected[_Divisor].append(_Divisor(number))
+            if _of_gradient(var, audit).get(number, 0) == 0:
+                message = "gradients are divided by the loss scale a second time."
+                where = audit.findings.where(op)
+                fix = f"Remove the second division by the loss scale, at {where}."
+                audit.collected[_Event].append(_Event(number, op, message, fix))
+
+
+@SCALED_GRADIENTS.on_operation("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub")
+def check_use(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects limits of scaled gradients or of their norm, and sums with arguments."""
+    if op.location.phase == BACKWARD:
+        return
+    is_sum = op.name in ("add", "sub")
+    message = "gradients are clipped while they are multiplied by the loss scale."
+    if is_sum:
+        message = "the state is updated with gradients that are multiplied by the loss scale."
+    for var in op.equation.invars:
+        others = [x for x in op.equation.invars if x is not var]
+        for number, power in _of_gradient(var, audit).items():
+            is_other = all(_is_other(x, number, is_sum, audit) for x in others)
+            if (power or 0) > 0 or (power and not is_sum):
+                audit.collected[_Event] += [_Event(number, op, message)] * is_other
+
+
+def _is_other(var: Atom, number: int, is_sum: bool, audit: Auditor) -> bool:
+    """Returns True for a summand from the state, and for a limit without the loss scale."""
+    labels = audit.flow.of(var)
+    if number in powers_of(labels):
+        return False
+    if is_sum:
+        return any(isinstance(label, From) for label in labels)
+    value = abs(float(var.val)) if is_literal(var) and np.ndim(var.val) == 0 else 1
+    return 1e-3 < value < math.inf
+
+
+@SCALED_GRADIENTS.on_program
+def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+    """Reports the collected events of loss scales, and results that depend on one."""
+    scales = set(powers_of(audit.flow.of_all(var for _, var in traced.scales())))
+    if not scales and audit.float16_backward is not None:
+        scales = audit.flow.scaled_by
+    scales = (scales | {x.number for x in audit.collected[_Divisor]}) & audit.flow.scaled_by
+    events = [event for event in audit.collected[_Event] if event.number in scales]
+    for event in events:
+        audit.add(SCALED_GRADIENTS, event.op, event.message, event.fix)
+    for (path, _), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
+        powers = _of_gradient(var, audit)
+        is_state = bool(audit.flow.labels(From, var))
+        is_norm = var.aval.size == 1 and not is_state and any(powers.get(n) for n in scales)
+        maker = traced.maker_of(var) if is_norm and not events else None
+        if maker is not None:
+            file, line = audit.findings.line_of(maker)
+            message = f"result{jtu.keystr(path)} is computed from gradients that are multiplied by"
+            yield SCALED_GRADIENTS.finding(f"{message} the loss scale.", _FIX, file=file, line=line)

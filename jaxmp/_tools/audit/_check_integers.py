@@ -1,0 +1,238 @@
+"""Checks of integers and arguments that are rounded to 16 bits, of sorted keys and of int8 sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, module_paths_of
+from jaxmp._programs._operations import axes_of, count_of_keys, iota_length
+from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit._check_ops import counts_largest
+from jaxmp._tools.audit._checks import Check
+from jaxmp._tools.audit._expressions import expression_of, fix_operation, fix_origins, in_fp32
+from jaxmp._tools.audit._labels import ConditionalFinding, Fact, RoundedInput
+from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
+
+ROUNDED_INPUT = Check(
+    id="rounded_input",
+    explanation="An FP32 argument is rounded to 16 bits before its sine or cosine is computed: a"
+    " time step of 257 becomes 256 in bfloat16.",
+    fix="jaxmp.Rule('', keep_inputs=['t'])",
+)
+
+
+@ROUNDED_INPUT.on_operation(*PERIODIC)
+def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a periodic function of an argument that was rounded to 16 bits."""
+    operands = op.equation.invars[:1] if op.location.phase == FORWARD else ()
+    for label in audit.flow.labels(RoundedInput, *operands):
+        source, dtype = label.input, label.dtype
+        example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
+        message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
+        fix = _keep_input(source.name, dtype, op) or fix_operation(op, audit.findings, dtype)
+        audit.add(ROUNDED_INPUT, op, message, fix)
+
+
+def _keep_input(name: str, dtype: str, op: OpOccurrence) -> str:
+    """Returns the rules that keep an argument in FP32 where a module computes its sine.
+
+    Returns:
+      "" outside of modules, where no policy casts the argument.
+    """
+    if not op.location.names:
+        return ""
+    path = module_paths_of(op.location.names)[0]
+    parts = []
+    if name != "NAME":
+        keep = f"    Rule('', keep_inputs=[{name!r}])"
+        parts.append(f"Keep the argument by a rule with its name in the model's __call__:\n{keep}")
+    if path:
+        start = "Also compute" if parts else "Compute"
+        parts.append(f"{start} this module in FP32:\n    Rule({path!r}, 'c=f32,o={dtype}')")
+    return "\n".join(parts)
+
+
+ROUNDED_INTEGER = Check(
+    id="rounded_integer",
+    explanation="Counts, positions, steps or indices are rounded to 16 bits or computed in them,"
+    " where the integers beyond 256 (bfloat16) or 2048 (float16) are not distinct.",
+    fix="positions = jnp.arange(length, dtype=jnp.float32)",
+)
+SORT_16BIT = Check(
+    id="sort_16bit",
+    explanation="FP32 keys are rounded to 16 bits and then sorted, so that different keys compare"
+    " as equal.",
+    fix="order = jnp.argsort(x)",
+)
+INT_OVERFLOW = Check(
+    id="int_overflow",
+    explanation="A matmul of 8-bit or 16-bit integers sums in the same dtype, which wraps around.",
+    fix="jnp.matmul(x, w, preferred_element_type=jnp.int32)",
+)
+
+_MOVES = LAYOUT | named("slice dynamic_slice gather rev concatenate select_n neg")
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers(Fact):
+    """Label of integers of any dtype, and the bound of their absolute values."""
+
+    bound: float
+    text: str
+    survives = _MOVES
+
+
+# Label of an integer scalar of the state, such as the number of a step.
+STEPS = Integers(math.inf, "steps or counts")
+
+
+class RoundedIndex(ConditionalFinding):
+    """Label of integers that were made of 16-bit numbers."""
+
+    check = ROUNDED_INTEGER
+    survives = _MOVES | named("add sub min max clamp jit pjit")
+
+
+class RoundedKeys(ConditionalFinding):
+    """Label of FP32 values that were rounded to 16 bits."""
+
+    check = SORT_16BIT
+    survives = _MOVES
+
+
+# ---------------------------------------------------------------------------
+# Counts and positions
+# ---------------------------------------------------------------------------
+
+
+@ROUNDED_INTEGER.on_operation("convert_element_type", "iota", "reduce_sum", "cumsum", "add", "mul")
+def check_integers(op: OpOccurrence, audit: Auditor) -> Integers | None:
+    """Labels integers, and reports those that are rounded to 16 bits."""
+    integers = _integers_after(op, audit) if op.location.phase == FORWARD else None
+    dtype = dtype_of(op.equation.outvars[0])
+    if integers is None or not is_16bit(dtype):
+        return integers
+    limit = 2 ** (jnp.finfo(dtype).nmant + 1)
+    if integers.bound <= limit:
+        return integers
+    up_to = "" if math.isinf(integers.bound) else f" up to {integers.bound:,.0f}"
+    text = f"{integers.text}{up_to} are rounded to {dtype.name}"
+    code = in_fp32(expression_of(op, audit.findings))
+    default = (
+        "jnp.arange(length, dtype=jnp.float32)" if op.name == "iota" else "x.astype(jnp.float32)"
+    )
+    fix = f"Compute with FP32 positions and counts, and cast the results:\n    {code or default}"
+    audit.add(ROUNDED_INTEGER, op, f"{text}: {limit + 1:,} becomes {limit:,}.", fix)
+    return None
+
+
+@ROUNDED_INTEGER.on_operation("convert_element_type")
+def label_index(op: OpOccurrence, audit: Auditor) -> RoundedIndex | None:
+    """Labels integers that were computed in 16 bits, as `jnp.quantile` does."""
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    dtype = half_of([operand])
+    if dtype is None or op.location.phase != FORWARD or np.dtype(dtype_of(result)).kind not in "iu":
+        return None
+    limit = 2 ** (jnp.finfo(dtype).nmant + 1)
+    message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
+    findings = audit.findings
+    code = "" if findings.is_own_call(op.equation) else in_fp32(expression_of(op, findings))
+    fix = f"    {code}" if code else fix_origins(op, findings) or "    x = x.astype(jnp.float32)"
+    return RoundedIndex(op, message, f"Compute the indices in FP32:\n{fix}")
+
+
+@ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")
+def check_index(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports indices from 16 bits into an array that has more elements than they can number."""
+    indices = op.equation.invars[1:] if op.location.phase == FORWARD else ()
+    for label in audit.flow.labels(RoundedIndex, *indices):
+        limit = 2 ** (jnp.finfo(dtype_of(label.op.equation.invars[0])).nmant + 1)
+        if max(op.equation.invars[0].aval.shape, default=0) > limit:
+            label.report(f"; they are read at {audit.findings.where(op)}", audit.findings)
+
+
+def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
+    (result,) = op.equation.outvars
+    if op.name == "iota":
+        return Integers(iota_length(op.equation) - 1, "positions")
+    each = [_integers(var, audit) for var in op.equation.invars]
+    bounds = [integers.bound for integers in each if integers is not None]
+    if each[0] is None or len(bounds) < len(each):
+        return None
+    if op.name == "convert_element_type":
+        return each[0]
+    if op.name == "reduce_sum" and counts_largest(op):
+        return None
+    bound, size = math.prod(bounds) if op.name == "mul" else sum(bounds), result.aval.size
+    if op.name == "reduce_sum":
+        bound *= op.equation.invars[0].aval.size / max(size, 1)
+    if op.name == "cumsum":
+        bound *= result.aval.shape[axes_of(op.equation)[0]]
+    return Integers(bound, "counts")
+
+
+def _integers(var: Atom, audit: Auditor) -> Integers | None:
+    """Returns the bound of integers; None for other values and unknown bounds."""
+    labels = audit.flow.labels(Integers, var)
+    dtype = np.dtype(dtype_of(var))
+    if labels or dtype.kind not in "biu":
+        return labels[0] if labels else None
+    if dtype.itemsize == 1:
+        return Integers(1 if dtype.kind == "b" else np.iinfo(dtype).max, "counts")
+    value = audit.known.value(var) if 0 < var.aval.size <= 2**24 else None
+    return None if value is None else Integers(float(abs(value).max()), "positions")
+
+
+# ---------------------------------------------------------------------------
+# Sorted keys
+# ---------------------------------------------------------------------------
+
+
+@SORT_16BIT.on_operation("convert_element_type")
+def label_keys(op: OpOccurrence, audit: Auditor) -> RoundedKeys | None:
+    """Labels FP32 values that are rounded to 16 bits, unless they were 16 bits before."""
+    (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
+    # `jnp.quantile` and `jnp.median` write a scalar NaN into their 16-bit keys.
+    is_array = dtype_of(operand) == FLOAT32 and operand.aval.size > 1
+    if op.location.phase != FORWARD or not is_array or not is_16bit(dtype):
+        return None
+    maker = op.body.maker_through(operand, LAYOUT - {"convert_element_type"})
+    if (
+        maker is not None
+        and maker.primitive.name == "convert_element_type"
+        and half_of(maker.invars)
+    ):
+        return None
+    where = audit.findings.where(op)
+    message = f"FP32 keys are rounded to {dtype.name} at {where}, so that many are equal"
+    fix = f"Sort the FP32 keys: remove .astype(jnp.{dtype.name}) at {where}."
+    return RoundedKeys(op, message, fix)
+
+
+@SORT_16BIT.on_operation("sort", "top_k", "approx_top_k")
+def check_keys(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a sort of rounded keys."""
+    if op.location.phase != BACKWARD:
+        keys = op.equation.invars[: count_of_keys(op.equation)]
+        audit.report(RoundedKeys, keys, f", and they are sorted at {audit.findings.where(op)}")
+
+
+# ---------------------------------------------------------------------------
+# Matmuls
+# ---------------------------------------------------------------------------
+
+
+@INT_OVERFLOW.on_operation("dot_general", "conv_general_dilated", "ragged_dot_general")
+def check_integer_matmul(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a matmul whose sums exceed the integers of its result."""
+    dtypes = [np.dtype(dtype_of(var)) for var in (*op.equation.invars[:2], *op.equation.outvars)]
+    if all(dtype.kind in "iu" and dtype.itemsize <= 2 for dtype in dtypes):
+        lhs, rhs, result = (dtype.name for dtype in dtypes)
+        largest = np.iinfo(dtypes[2]).max
+        message = f"{op.name} of {lhs} and {rhs}: sums beyond {largest:,} wrap around in {result}."
+        audit.add(INT_OVERFLOW, op, message)

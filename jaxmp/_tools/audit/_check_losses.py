@@ -1,0 +1,249 @@
+"""Checks of losses: rounded terms and results, and logarithms of rounded probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal, module_paths_of
+from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit._check_ops import LOSS_16BIT
+from jaxmp._tools.audit._checks import WARNING, Check
+from jaxmp._tools.audit._expressions import expression_of, fix_operation, in_fp32
+from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits, WideValue
+from jaxmp._tools.audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
+from jaxmp._tools.audit._trace import Traced
+
+LOG_OF_ROUNDED = Check(
+    id="log_of_rounded",
+    explanation="The logarithm of a sigmoid, a softmax or a tanh that was rounded to 16 bits:"
+    " probabilities above 0.996 are 1 in bfloat16, and the logarithm of 1 - p is -inf.",
+    fix="log_p = jax.nn.log_sigmoid(x.astype(jnp.float32))",
+)
+
+_MOVES = LAYOUT | named("slice gather select_n")
+_ELEMENTWISE = _MOVES | named(
+    "add sub mul div neg max min clamp square integer_pow reduce_sum sqrt log1p exp"
+)
+
+
+class RoundedLoss(ConditionalFinding):
+    """Label of a mean or sum that is a scalar in 16 bits."""
+
+    check = LOSS_16BIT
+    survives = LAYOUT | named("add sub mul div neg log sqrt")
+
+
+class RoundedTerm(ConditionalFinding):
+    """Label of a term of a loss that was rounded to 16 bits."""
+
+    check = LOSS_16BIT
+    survives = _ELEMENTWISE
+
+
+class RoundedDifference(RoundedTerm):
+    """Label of the absolute value of a 16-bit difference, which a softplus passes to `exp`."""
+
+    survives = LAYOUT | named("add mul div")
+
+
+class LogProbability(Fact):
+    """Label of an FP32 logarithm, and of differences of such."""
+
+    survives = _MOVES | named("sub add neg mul")
+
+
+class Probability(Fact):
+    """Label of a 16-bit sigmoid, softmax or tanh."""
+
+    survives = _MOVES | named("sub add max min clamp mul square integer_pow")
+
+    def __init__(self, op: OpOccurrence, name: str) -> None:
+        self.op, self.name = op, name
+
+
+# ---------------------------------------------------------------------------
+# Scalars
+# ---------------------------------------------------------------------------
+
+
+@LOSS_16BIT.on_operation("convert_element_type", "reduce_sum")
+def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
+    """Labels the 16-bit scalar to which a reduction of a differentiated function is rounded."""
+    (result,) = op.equation.outvars
+    is_loss = op.location.phase == FORWARD and op.location.differentiated
+    if not is_loss or not is_16bit(dtype_of(result)) or math.prod(result.aval.shape) != 1:
+        return None
+    total = op.equation
+    if op.name == "convert_element_type":
+        total = op.body.maker_through(op.equation.invars[0], LAYOUT | named("mul div neg"))
+    if total is None or total.primitive.name != "reduce_sum" or total.invars[0].aval.size == 1:
+        return None
+    dtype, where = dtype_of(result).name, audit.findings.where(op)
+    message = f"the loss is rounded to {dtype} when its terms are summed"
+    fix = f"Compute the loss in FP32: cast its inputs before {where}:\n    {LOSS_16BIT.fix}"
+    return RoundedLoss(op, message, fix)
+
+
+@LOSS_16BIT.on_program
+def report_losses(audit: Auditor, traced: Traced) -> None:
+    """Reports rounded losses that the program returns in FP32."""
+    results = [v for v in traced.jaxpr.outvars if v.aval.size == 1 and half_of([v]) is None]
+    audit.report(RoundedLoss, results, ", and the program returns it")
+
+
+# ---------------------------------------------------------------------------
+# Terms
+# ---------------------------------------------------------------------------
+
+
+@LOSS_16BIT.on_operation("log", "log1p")
+def label_logarithm(op: OpOccurrence, audit: Auditor) -> LogProbability | None:
+    """Labels FP32 logarithms."""
+    del audit
+    is_wide = dtype_of(op.equation.outvars[0]) == FLOAT32 and op.location.phase == FORWARD
+    return LogProbability() if is_wide else None
+
+
+@LOSS_16BIT.on_operation("convert_element_type")
+def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
+    """Labels log-probabilities that are rounded to 16 bits."""
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    is_log = bool(audit.flow.labels(LogProbability, operand))
+    if not is_log or dtype_of(operand) != FLOAT32 or not is_16bit(dtype_of(result)):
+        return None
+    dtype, where = dtype_of(result).name, audit.findings.where(op)
+    message = f"log-probabilities are rounded to {dtype}"
+    fix = f"Keep the log-probabilities in FP32: remove .astype(jnp.{dtype}) at {where}."
+    return RoundedTerm(op, message, fix)
+
+
+@LOSS_16BIT.on_operation("abs")
+def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | None:
+    """Labels the absolute values of 16-bit differences, as in an L1 loss."""
+    difference = op.body.maker_through(op.equation.invars[0], LAYOUT)
+    is_loss = op.location.phase == FORWARD and op.location.differentiated
+    if not is_loss or difference is None or difference.primitive.name != "sub":
+        return None
+    dtype = half_of(difference.outvars)
+    if dtype is None:
+        return None
+    sub = op._replace(equation=difference)
+    code = in_fp32(expression_of(sub, audit.findings)) or "x.astype(jnp.float32) - y"
+    message = f"the differences of an L1 loss are rounded to {dtype.name}"
+    return RoundedDifference(sub, message, f"Subtract in FP32:\n    {code}")
+
+
+@LOSS_16BIT.on_operation("reduce_sum")
+def report_terms(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports rounded terms that are summed to a scalar."""
+    if op.location.phase == FORWARD and math.prod(op.equation.outvars[0].aval.shape) == 1:
+        harm = f", and a loss sums the results at {audit.findings.where(op)}"
+        audit.report(RoundedTerm, op.equation.invars, harm)
+
+
+# ---------------------------------------------------------------------------
+# Logarithms of probabilities
+# ---------------------------------------------------------------------------
+
+
+# Primitive or "softmax" -> name and fix.
+_PROBABILITIES = {
+    "logistic": ("sigmoid", "jax.nn.log_sigmoid(x.astype(jnp.float32))"),
+    "tanh": ("tanh", "jnp.tanh(x.astype(jnp.float32))"),
+    "softmax": ("softmax", "jax.nn.log_softmax(x.astype(jnp.float32))"),
+}
+
+
+@LOG_OF_ROUNDED.on_operation("logistic", "tanh", "convert_element_type", "div")
+def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
+    """Labels 16-bit sigmoids and softmaxes."""
+    if not is_16bit(dtype_of(op.equation.outvars[0])) or op.location.phase == BACKWARD:
+        return None
+    is_softmax = any(x.normalized for x in audit.flow.labels(Logits, op.equation.invars[0]))
+    name = "softmax" if is_softmax else op.name
+    return Probability(op, name) if name in _PROBABILITIES else None
+
+
+@LOG_OF_ROUNDED.on_operation("log", "log1p")
+def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports the logarithm of a probability that was rounded to 16 bits."""
+    operands = op.equation.invars[:1] if op.location.phase == FORWARD else ()
+    for label in audit.flow.labels(Probability, *operands)[:1]:
+        dtype, where = dtype_of(label.op.equation.outvars[0]), audit.findings.where(label.op)
+        name, code = _PROBABILITIES[label.name]
+        message = f"the logarithm of a {name} that is rounded to {dtype.name} at {where}."
+        fix = f"Compute it from the FP32 input of the {name}:\n    {code}"
+        if label.op.name == "convert_element_type":
+            own = in_fp32(expression_of(label.op, audit.findings))
+            fix = f"At {where}, do not round to 16 bits:\n    {own}" if own else fix
+        elif audit.findings.is_own_call(label.op.equation):
+            own = fix_operation(label.op, audit.findings).replace("Compute", f"At {where}, compute")
+            fix = own or fix
+        audit.add(LOG_OF_ROUNDED, op, message, fix)
+
+
+ROUNDED_OUTPUT = Check(
+    id="rounded_output",
+    severity=WARNING,
+    explanation="A model rounds the result of a matmul to 16 bits and returns it, and the loss"
+    " subtracts it from other values: a return of 300 has steps of 2 in bfloat16, which the"
+    " difference inherits.",
+    fix="jaxmp.Rule('head', 'o=f32')",
+)
+
+# Dtype -> the distance between its numbers from 256 to 512.
+_STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
+
+
+class RoundedOutput(ConditionalFinding, WideValue):
+    """Label of a matmul's result that was rounded to 16 bits and cast to FP32.
+
+    It is harmful if an operation outside of the model subtracts it from another value.
+    """
+
+    check = ROUNDED_OUTPUT
+    survives = LAYOUT | named("slice gather dynamic_slice select_n split concatenate mul div add")
+
+
+@ROUNDED_OUTPUT.on_operation("convert_element_type")
+def label_output(op: OpOccurrence, audit: Auditor) -> RoundedOutput | None:
+    """Labels a 16-bit result that is cast to FP32."""
+    source, labels = dtype_of(op.equation.invars[0]), audit.flow.of(op.equation.invars[0])
+    matmul = next((x.op for x in labels if isinstance(x, Logits) and not x.normalized), None)
+    is_cast = source in _STEPS and dtype_of(op.equation.outvars[0]) == FLOAT32
+    if matmul is None or not is_cast or op.location.phase != FORWARD:
+        return None
+    names, context = matmul.location.names, audit.context
+    path = module_paths_of(names)[0]
+    fix = f"Return the FP32 sums of this layer:\n    jaxmp.Rule({path!r}, 'o=f32')"
+    # The rule does not help where a policy returns FP32 already, but does not reach the layer.
+    has_rule = context.policies is not None and context.resolve(names).wide_output is not None
+    if not path or has_rule:
+        fix = "Return FP32 sums:\n    jnp.matmul(x, w, preferred_element_type=jnp.float32)"
+    message = f"the result is rounded to {source.name}, with steps of {_STEPS[source]} around 300"
+    return RoundedOutput(matmul, message, fix)
+
+
+@ROUNDED_OUTPUT.on_operation("sub")
+def check_difference(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a rounded result that is subtracted outside of the model that returned it."""
+    lhs, rhs = op.equation.invars
+    for var, other in ((lhs, rhs), (rhs, lhs)):
+        for label in audit.flow.labels(RoundedOutput, var) if op.location.phase == FORWARD else ():
+            root = label.op.location.names[:1]
+            is_inside = bool(root) and op.location.names[:1] == root
+            is_constant = is_literal(other) or audit.known.value(other) is not None
+            if not (is_constant or is_inside or _depends(other, label, op, audit)):
+                harm = f"; it leaves the model and is subtracted at {audit.findings.where(op)}"
+                label.report(harm, audit.findings)
+
+
+def _depends(var: Atom, label: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
+    """Returns True for a value that is computed from the same result, such as its mean."""
+    labels = audit.flow.of_all(op.body.sources([var]))
+    made = (x.op.equation for x in labels if isinstance(x, (RoundedOutput, Logits)))
+    return any(equation is label.op.equation for equation in made)

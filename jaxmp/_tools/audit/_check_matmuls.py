@@ -1,0 +1,500 @@
+"""Checks of matmuls and lookups: their dtypes and sizes, and promotions that make them wide."""
+
+from __future__ import annotations
+
+import ast
+import math
+from types import CodeType
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
+from jaxmp._programs._analysis import Body
+from jaxmp._programs._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_literal
+from jaxmp._programs._locations import FULL_PRECISION, call_site
+from jaxmp._programs._matmuls import Matmul, multiple_of, padded
+from jaxmp._programs._operations import arithmetic_of, loop_of
+from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit._checks import ERROR, WARNING, Check, PendingFinding, PendingFindings
+from jaxmp._tools.audit._dataflow import GRADIENT, From
+from jaxmp._tools.audit._expressions import expression_of, narrowed, with_operand
+from jaxmp._tools.audit._labels import (
+    GATED,
+    STREAM,
+    WAS_16_BITS,
+    ConditionalFinding,
+    Fact,
+    WideValue,
+)
+from jaxmp._tools.audit._program import (
+    FLOATS,
+    LAYOUT,
+    OpOccurrence,
+    dtype_of,
+    is_internal_matmul,
+    named,
+)
+from jaxmp._tools.audit._trace import Traced
+from jaxmp._tools.report._section import bytes_text
+
+IMPLICIT_PROMOTION = Check(
+    id="implicit_promotion",
+    explanation="A 16-bit array and an FP32 (or float64) array meet in an operation without an"
+    " explicit cast, and the wide result is read by a matmul, promotes other 16-bit arrays, or is"
+    " returned. A warning for a residual stream that is FP32 from the start.",
+    fix="y = y.astype(x.dtype)",
+)
+
+_BINARY = named("add sub mul div max min pow rem atan2 select_n concatenate")
+_BROADCASTS = named("broadcast_in_dim reshape")
+
+
+class Promotion(ConditionalFinding, WideValue):
+    """Label of the wide result of an implicit promotion.
+
+    It is harmful if an FP32 matmul reads it, if it promotes another 16-bit array, or if the program
+    returns it. A value that is cast back before that was promoted on purpose or at no cost.
+    """
+
+    check = IMPLICIT_PROMOTION
+
+
+@IMPLICIT_PROMOTION.on_result("convert_element_type")
+def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels a cast to a wider dtype that JAX inserted because the other operand is wider.
+
+    JAX casts and computes in one call, at one line of the source. A cast that the user wrote is a
+    call of its own, and casts by autocast have a name scope.
+    """
+    if AUTOCAST in str(op.equation.source_info.name_stack) or op.location.phase != FORWARD:
+        return
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    source, target = dtype_of(operand), dtype_of(result)
+    if not _is_wider(source, target) or math.prod(operand.aval.shape) <= 1:
+        return
+    allowed = audit.context.allowed_dtypes(op.location)
+    is_fp32_module = bool(allowed) and not any(is_16bit(dtype) for dtype in allowed)
+    if GRADIENT in audit.flow.of(operand) or is_fp32_module:
+        return
+    size = math.prod(op.body.source_of(operand, _BROADCASTS).aval.shape)
+    for reader in op.body.readers(result):
+        # Promoting a small array, such as a bias beside an FP32 activation, costs nothing.
+        if reader.primitive.name in _BINARY and 2 * size >= reader.outvars[0].aval.size:
+            others = _wide_operands(reader, result, op)
+            if others:
+                _label_promotion(op, reader, others, audit)
+
+
+@IMPLICIT_PROMOTION.on_matmul
+def report_matmul(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
+    is_wide = bool({FLOAT32, FLOAT64} & {matmul.lhs, matmul.rhs})
+    if not is_wide or op.location.phase != FORWARD or is_internal_matmul(op, matmul):
+        return
+    harm = f", and the matmul at {audit.findings.where(op)} ({op.name}) reads it"
+    for label in audit.flow.labels(Promotion, *op.equation.invars[:2]):
+        label.report(harm, audit.findings, flops)
+        key = op.location.names, audit.findings.line_of(op)
+        fix = f"{label.fix}\nThis is the promotion at {audit.findings.where(label.op)}."
+        audit.promotion_fixes.setdefault(key, fix)
+
+
+@IMPLICIT_PROMOTION.on_program
+def report_results(audit: Auditor, traced: Traced) -> None:
+    """Reports promotions of values that the program returns."""
+    audit.report(Promotion, traced.jaxpr.outvars, ", and the program returns the wide result")
+
+
+def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
+    """Returns the fix of the promotion that makes a matmul or its gradient wide, or ""."""
+    return audit.promotion_fixes.get((op.location.names, audit.findings.line_of(op)), "")
+
+
+def _is_wider(source: np.dtype, target: np.dtype) -> bool:
+    return (is_16bit(source) and target == FLOAT32) or (
+        target == FLOAT64 and (is_16bit(source) or source == FLOAT32)
+    )
+
+
+def _label_promotion(
+    op: OpOccurrence, reader: Equation, others: list[Atom], audit: Auditor
+) -> None:
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    source, target = dtype_of(operand).name, dtype_of(result).name
+    here = op._replace(equation=reader)
+    message = f"{source} {_symbol(reader)} {target} is computed in {target}"
+    earlier = audit.flow.labels(Promotion, *others)
+    if earlier:
+        harm = f", and the result promotes another {source} array at {audit.findings.where(here)}"
+        # Parts of one expression, such as `mean + noise * std`, are one promotion.
+        own_line = _own_line(here, audit.findings)
+        for promotion in earlier:
+            if not own_line or _own_line(promotion.op, audit.findings) != own_line:
+                promotion.report(harm, audit.findings)
+    elif any(_is_gated(var, reader, op, audit) for var in others):
+        audit.flow.mark(result, GATED)
+    elif any(_is_stream(var, operand, op, audit) for var in others):
+        audit.flow.mark(result, STREAM)
+        index = next(n for n, var in enumerate(reader.invars) if var is not result)
+        code = narrowed(expression_of(here, audit.findings), index, source)
+        fix = f"Cast the stream at its start:\n    {code or f'x = x.astype(jnp.{source})'}"
+        message = f"{message}: the residual stream or loop carry is {target} from its start."
+        audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=WARNING)
+    else:
+        fix = _fix_promotion(here, result, others, source, audit.findings)
+        audit.flow.mark(result, Promotion(here, message, fix))
+
+
+def _own_line(op: OpOccurrence, findings: PendingFindings) -> tuple[str, int] | None:
+    """Returns the line of an operation that the user's own code calls; None for a library's."""
+    return findings.line_of(op) if findings.is_own_call(op.equation) else None
+
+
+def _fix_promotion(
+    op: OpOccurrence, upcast: Atom, others: list[Atom], source: str, findings: PendingFindings
+) -> str:
+    if not findings.is_own_call(op.equation):
+        return (
+            f"Set dtype=jnp.{source} in the layer, or cast its result:\n"
+            f"    y = y.astype(jnp.{source})"
+        )
+    literals = [var for var in others if is_literal(var)]
+    index = next(n for n, var in enumerate(op.equation.invars) if var is not upcast)
+    if literals:
+        number = str(float(literals[0].val))
+        return (
+            "Replace the array or NumPy number by a Python number, which does not promote:\n"
+            f"    {with_operand(expression_of(op, findings), index, number) or number}"
+        )
+    code = narrowed(expression_of(op, findings), index, source)
+    return f"Cast the wide operand:\n    {code or f'y = y.astype(jnp.{source})'}"
+
+
+# ---------------------------------------------------------------------------
+# Residual streams and carries
+# ---------------------------------------------------------------------------
+
+
+def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bool:
+    """Returns True for a wide value, such as a residual stream, that `operand` is added to."""
+    if STREAM in audit.flow.of(var) or _is_carry(var, op):
+        return True
+    is_other = operand is not var and not is_literal(var)
+    return is_other and var in op.body.sources([operand])
+
+
+def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> bool:
+    """Returns True for the FP32 state of a recurrence, such as an LSTM's, times a 16-bit gate."""
+    is_product = reader.primitive.name == "mul" and _is_carry(var, op)
+    return is_product or GATED in audit.flow.of(var)
+
+
+def _is_carry(var: Atom, op: OpOccurrence) -> bool:
+    """Returns True for a carry of the enclosing loop."""
+    loop = None if op.outer is None or is_literal(var) else loop_of(op.outer.equation)
+    return loop is not None and any(var is each for each in loop.incoming)
+
+
+# ---------------------------------------------------------------------------
+# Operands
+# ---------------------------------------------------------------------------
+
+
+def _symbol(equation: Equation) -> str:
+    return {"add": "+", "sub": "-", "mul": "*", "div": "/"}.get(equation.primitive.name, "and")
+
+
+def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Atom]:
+    """Returns the wide operands because of which JAX promotes `upcast`, before broadcasts."""
+    call = call_site(op.equation)
+    if call != call_site(reader) or not (call or _is_where(op)):
+        return []
+    wide = dtype_of(upcast)
+    others = [var for var in reader.invars if var is not upcast and dtype_of(var) == wide]
+    if any(_is_of_call(var, call, op.body) for var in others):
+        return []
+    return [op.body.source_of(var, _BROADCASTS) for var in others]
+
+
+def _is_where(op: OpOccurrence) -> bool:
+    """Returns True inside of `jnp.where`, whose only casts are promotions."""
+    return op.caller == "_where"
+
+
+def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: Body) -> bool:
+    """Returns True if the same call made an operand: then the call widens on purpose."""
+    maker = body.maker_through(var, _BROADCASTS)
+    return maker is not None and call is not None and call_site(maker) == call
+
+
+FP32_MATMUL = Check(
+    id="fp32_matmul",
+    explanation="A matmul or convolution reads FP32 where the policies require 16 bits. Without"
+    " policies: it reads FP32 that was cast up from 16 bits.",
+    fix="model = jaxmp.load_recipe('bf16').wrap(model)\nfn = jaxmp.autocast(fn, 'bf16')",
+)
+OFF_POLICY_MATMUL = Check(
+    id="off_policy_matmul",
+    explanation="A matmul or convolution reads a 16-bit dtype that the policies do not allow for"
+    " its module.",
+    fix="model = jaxmp.load_recipe('bf16').wrap(model)",
+)
+MIXED_OPERANDS = Check(
+    id="mixed_operands",
+    explanation="The operands of a matmul or convolution have two dtypes, so it runs in the wider"
+    " one.",
+    fix="y = y.astype(x.dtype)",
+)
+MISALIGNED_MATMUL = Check(
+    id="misaligned_matmul",
+    explanation="A dimension of a matmul is not a multiple of 16 bytes (8 elements in 16 bits, 4 in"
+    " FP32, 16 in FP8). A warning if padding costs more than a quarter, or if the matmul has less"
+    " than 1 % of all FLOPs.",
+    fix="width = -(-width // 8) * 8",
+)
+
+# Primitives between a user's cast and the matmul that reads it.
+_MOVES = named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
+
+
+# ---------------------------------------------------------------------------
+# Dtypes
+# ---------------------------------------------------------------------------
+
+
+@MIXED_OPERANDS.on_matmul
+def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports operands of two dtypes."""
+    dtypes = matmul.lhs, matmul.rhs
+    if dtypes[0] == dtypes[1] or is_internal_matmul(op, matmul) or not FLOATS & set(dtypes):
+        return
+    narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
+    message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
+    index = dtypes.index(wide)
+    code = narrowed(expression_of(op, audit.findings), index, narrow.name)
+    fix = f"Cast the wide operand:\n    {code or f'y = y.astype(jnp.{narrow.name})'}"
+    if op.location.phase != FORWARD:
+        # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
+        # worth keeping, for a log-softmax in particular.
+        fix = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits:\n"
+        fix += f"    {audit.context.loss_code}"
+    elif code:
+        # The gradients of this matmul are as wide.
+        key = op.location.names, audit.findings.line_of(op)
+        audit.promotion_fixes.setdefault(key, fix)
+    fix = promotion_fix(op, audit) or fix
+    _add(MIXED_OPERANDS, op, message, fix, flops, audit)
+
+
+@FP32_MATMUL.on_matmul
+def check_fp32(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
+    if not (matmul.lhs == matmul.rhs == FLOAT32) or is_internal_matmul(op, matmul):
+        return
+    allowed = audit.context.allowed_dtypes(op.location)
+    if not allowed:
+        _check_upcast(op, flops, audit)
+    elif FLOAT32 not in allowed:
+        _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
+
+
+@OFF_POLICY_MATMUL.on_matmul
+def check_policy(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports a 16-bit dtype that the policies do not allow."""
+    dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location)
+    if dtype != matmul.rhs or dtype == FLOAT32 or dtype not in CASTABLE:
+        return
+    if not allowed or dtype in allowed or is_internal_matmul(op, matmul):
+        return
+    names = " or ".join(sorted(dtype.name for dtype in allowed))
+    message = f"{op.name} of {dtype.name}, but the policies require {names}."
+    fix = f"Remove casts by hand, and apply the policies:\n    {_policy_code(op, audit)}"
+    audit.add(OFF_POLICY_MATMUL, op, message, fix, flops=flops)
+
+
+@FP32_MATMUL.on_program
+def suggest_autocast(audit: Auditor, traced: Traced) -> None:
+    """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
+    del traced
+    rows = audit.matmuls
+    if any(names and is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
+        for finding in audit.findings:
+            if finding.check in (FP32_MATMUL, OFF_POLICY_MATMUL):
+                context = audit.context
+                finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
+
+
+class _Moved(NamedTuple):
+    """Bytes that a matmul reads and writes, and its finding."""
+
+    size: int
+    finding: PendingFinding | None = None
+
+
+@FP32_MATMUL.on_matmul
+def collect_bytes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Collects the bytes of all matmuls."""
+    del matmul, flops
+    audit.collected[_Moved].append(_Moved(_bytes(op)))
+
+
+@FP32_MATMUL.on_program
+def report_bytes(audit: Auditor, traced: Traced) -> None:
+    """Adds the share of bytes to the messages about matmuls that leave 16 bits."""
+    del traced
+    rows = audit.collected[_Moved]
+    total = sum(row.size for row in rows if row.finding is None)
+    for finding in {id(row.finding): row.finding for row in rows if row.finding}.values():
+        size = sum(row.size for row in rows if row.finding is finding)
+        share = f"{bytes_text(size)}, {size / total:.0%} of the bytes of all matmuls"
+        finding.message = f"{finding.message.removesuffix('.')}; it moves {share}."
+
+
+def _add(
+    check: Check,
+    op: OpOccurrence,
+    message: str,
+    fix: str,
+    flops: int,
+    audit: Auditor,
+    severity: str = "",
+) -> None:
+    finding = audit.add(check, op, message, fix, severity=severity, flops=flops)
+    audit.collected[_Moved].append(_Moved(_bytes(op), finding))
+
+
+def _bytes(op: OpOccurrence) -> int:
+    avals = [var.aval for var in (*op.equation.invars[:2], *op.equation.outvars)]
+    return op.times * sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+
+
+def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
+    if FULL_PRECISION in op.location.names:
+        return
+    if WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
+        message = f"{op.name} of float32, and an operand was cast up from 16 bits."
+        fix = promotion_fix(op, audit) or _fix_cast(op, audit) or _policy_code(op, audit)
+        _add(FP32_MATMUL, op, message, fix, flops, audit)
+
+
+def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
+    options = arithmetic_of(op.equation)
+    is_highest = options is not None and options.is_highest
+    message = f"{op.name} of float32, but the policies require {required}"
+    message += "; the code sets precision=HIGHEST." if is_highest else "."
+    fix = promotion_fix(op, audit) or _fix_cast(op, audit)
+    if op.location.names and not promotion_fix(op, audit):
+        module = op.location.names[-1].partition(".")[0]
+        fix = fix or f"Apply the policies:\n    {_policy_code(op, audit)}"
+        fix += f"\nOr keep the module in FP32 by a rule:\n    jaxmp.Rule('**/{module}', 'c=f32')"
+    severity = WARNING if is_highest else ERROR
+    fix = fix or _policy_code(op, audit)
+    _add(FP32_MATMUL, op, message, fix, flops, audit, severity)
+
+
+def _policy_code(op: OpOccurrence, audit: Auditor) -> str:
+    """Returns code that applies the policies to a matmul.
+
+    If no matmul of a module is in low precision, the model is not wrapped. Otherwise the layer
+    casts its operands itself, or the matmul is outside of layers, and only autocast reaches it.
+    """
+    return audit.context.wrap_code if op.location.names else audit.context.autocast_code
+
+
+def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:
+    """Returns a fix of the user's own cast to FP32 that an operand comes from; "" without one."""
+    for var in op.equation.invars[:2]:
+        maker = op.body.maker_through(var, _MOVES)
+        if maker is None or maker.primitive.name != "convert_element_type":
+            continue
+        source = dtype_of(maker.invars[0])
+        if not is_16bit(source) or not audit.findings.is_own_call(maker):
+            continue
+        if call_site(maker) == call_site(op.equation):
+            return f"Cast the other operand:\n    w = w.astype(jnp.{source.name})"
+        cast = op._replace(equation=maker)
+        expression = expression_of(cast, audit.findings)
+        if isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute):
+            code, array = ast.unparse(expression), ast.unparse(expression.func.value)
+            where = audit.findings.where(cast)
+            return f"At {where}, replace {code} by:\n    {array}.astype(jnp.{source.name})"
+    return ""
+
+
+# ---------------------------------------------------------------------------
+# Sizes
+# ---------------------------------------------------------------------------
+
+
+@MISALIGNED_MATMUL.on_matmul
+def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+    """Reports innermost dimensions that are not multiples of 16 bytes."""
+    multiple = multiple_of(matmul.lhs) if matmul.lhs != FLOAT64 else 1
+    sizes = {role: size for role, size in matmul.widths.items() if size % multiple}
+    if not sizes:
+        return
+    paddings = {role: padded(size, multiple) for role, size in sizes.items()}
+    text = ", ".join(f"{role} = {size} (pad to {paddings[role]})" for role, size in sizes.items())
+    cost = max(paddings[role] / size for role, size in sizes.items()) - 1
+    is_worthwhile = any(paddings[role] <= 1.25 * size for role, size in sizes.items())
+    plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
+    message = f"{text} {plural} of {multiple}; padding costs {cost:.1%}."
+    widths = sorted(set(paddings.values()))
+    fix = "Round the width of the layer or argument up:" + "".join(
+        f"\n    width = {n}" for n in widths
+    )
+    severity = ERROR if is_worthwhile else WARNING
+    audit.add(MISALIGNED_MATMUL, op, message, fix, severity=severity, flops=flops)
+
+
+WIDE_GATHER = Check(
+    id="wide_gather",
+    severity=WARNING,
+    explanation="More rows of an FP32 table are looked up than it has, and they are cast to 16 bits"
+    " afterwards. To cast the table first moves fewer bytes.",
+    fix="x = table.astype(jnp.bfloat16)[tokens]",
+)
+
+
+class Rows(Fact):
+    """Label of the rows that were looked up in an FP32 parameter."""
+
+    survives = LAYOUT | named("select_n")
+
+    def __init__(self, op: OpOccurrence) -> None:
+        self.op = op
+
+
+@WIDE_GATHER.on_operation("gather")
+def label_rows(op: OpOccurrence, audit: Auditor) -> Rows | None:
+    """Labels rows of an FP32 argument."""
+    table = op.equation.invars[0]
+    is_argument = bool(audit.flow.labels(From, table))
+    is_lookup = dtype_of(table) == FLOAT32 and is_argument and op.location.differentiated
+    return Rows(op) if is_lookup and op.location.phase == FORWARD else None
+
+
+@WIDE_GATHER.on_operation("convert_element_type")
+def check_cast(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports looked-up rows that are cast to 16 bits, if to cast the table moves fewer bytes."""
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    dtype = dtype_of(result)
+    if not is_16bit(dtype):
+        return
+    for label in audit.flow.labels(Rows, operand):
+        table = label.op.equation.invars[0].aval
+        # The lookup reads and writes FP32 or 16 bits; the cast reads FP32 and writes 16 bits.
+        after = 14 * math.prod(result.aval.shape)
+        before = 6 * math.prod(table.shape) + 4 * math.prod(result.aval.shape)
+        if before < after:
+            message = (
+                f"the lookup moves {bytes_text(after)} in FP32 and casts the rows to {dtype.name};"
+                f" to cast the table first moves {bytes_text(before)}."
+            )
+            code = f"x = table.astype(jnp.{dtype.name})[tokens]"
+            if not audit.findings.is_own_call(label.op.equation):
+                code = f"dtype=jnp.{dtype.name}"
+            fix = f"Cast the table before the lookup:\n    {code}"
+            audit.add(WIDE_GATHER, label.op, message, fix)

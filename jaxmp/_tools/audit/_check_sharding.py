@@ -1,0 +1,439 @@
+"""Checks of what several devices send: sums in 16 bits, gathers and their sharding constraints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, equations, phase_of
+from jaxmp._programs._locations import module_of
+from jaxmp._programs._matmuls import MATMULS
+from jaxmp._programs._operations import is_in_mesh, loop_of, mesh_axes_of, sharding_of_result
+from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
+from jaxmp._tools.audit._checks import ERROR, WARNING, Check
+from jaxmp._tools.audit._dataflow import GRADIENT, From, Update
+from jaxmp._tools.audit._expressions import expression_of, fix_origins, with_split_copy
+from jaxmp._tools.audit._hlo_collectives import (
+    ACTIVATION,
+    UPDATE,
+    WEIGHT,
+    WEIGHT_GRADIENT,
+    axis_names,
+)
+from jaxmp._tools.audit._labels import Reduction16Bit
+from jaxmp._tools.audit._program import OpOccurrence, dtype_of, half_of
+from jaxmp._tools.audit._rows import CollectiveRow, Finding
+from jaxmp._tools.audit._trace import Traced
+from jaxmp._tools.report._section import bytes_text
+
+ALL_REDUCE_16BIT = Check(
+    id="all_reduce_16bit",
+    explanation="Gradients of parameters are summed over devices in 16 bits where the recipe"
+    " requires FP32. A warning without policies.",
+    fix="grads = jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), 'data')",
+    needs_target="under `jit` with shardings; not for `shard_map` and `pmap`",
+    includes_optimizer=True,
+)
+
+# The gradient of a gather in 16 bits is a sum over devices in 16 bits.
+_FIX_GATHER_VJP = """\
+Gather in 16 bits, and sum the gradient in FP32:
+    @jax.custom_vjp
+    def gather(w):
+        return jax.lax.all_gather(w.astype(jnp.{dtype}), {name}, tiled=True)
+
+    def gather_bwd(_, g):
+        g = g.astype(jnp.float32)
+        return (jax.lax.psum_scatter(g, {name}, tiled=True),)
+
+    gather.defvjp(lambda w: (gather(w), None), gather_bwd)"""
+
+
+@ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "reduce_scatter")
+def label_reductions(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels a sum over devices in 16 bits."""
+    for operand, result in zip(op.equation.invars, op.equation.outvars, strict=True):
+        if is_16bit(dtype_of(operand)) and operand.aval.size > 1:
+            label = Reduction16Bit(op, GRADIENT in audit.flow.of(operand))
+            audit.collected[Reduction16Bit].append(label)
+            audit.flow.mark(result, label)
+
+
+@ALL_REDUCE_16BIT.on_operation(*MATMULS)
+def label_activations(op: OpOccurrence, audit: Auditor) -> None:
+    """Records that a matmul of the backward pass reads a sum, which is then an activation."""
+    if op.location.phase == BACKWARD:
+        for label in audit.flow.labels(Reduction16Bit, *op.equation.invars[:2]):
+            label.is_activation = True
+
+
+@ALL_REDUCE_16BIT.on_program
+def report_reductions(audit: Auditor, traced: Traced) -> None:
+    """Reports the sums over devices, after the walk."""
+    audit.collected[Traced].append(traced)
+    for reduction in audit.collected[Reduction16Bit]:
+        _report_reduction(reduction, audit)
+
+
+def sum_note(dtype: str) -> str:
+    """Returns the note about sums that require no change: a few terms, rounded as activations."""
+    return f"activations are summed over devices in {dtype}, as in tensor parallelism"
+
+
+def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
+    op = reduction.op
+    dtype = dtype_of(op.equation.invars[0]).name
+    names = mesh_axes_of(op.equation)
+    name = repr(names[0]) if len(names) == 1 else repr(names)
+    if not reduction.is_gradient or reduction.is_activation:
+        audit.notes[sum_note(dtype)] = None
+        return
+    message = f"gradients are summed over devices in {dtype} ({op.name})."
+    fix = fix_origins(op, audit.findings)
+    fix = fix or f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
+    if op.name == "reduce_scatter" and op.location.phase == BACKWARD:
+        fix = _FIX_GATHER_VJP.format(name=name, dtype=dtype)
+    elif op.location.phase == BACKWARD:
+        fix = (
+            "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
+            f"    params = jax.lax.pcast(params, {name}, to='varying')"
+        )
+    severity = ERROR if audit.context.requires_fp32_reductions else WARNING
+    audit.add(ALL_REDUCE_16BIT, op, message, fix, severity=severity)
+
+
+class Constraint(NamedTuple):
+    """Sharding constraint of the forward pass, and the arguments of which it has elements."""
+
+    op: OpOccurrence
+    arguments: tuple[int, ...]
+
+
+def constraint_of(op: OpOccurrence, audit: Auditor) -> Constraint:
+    labels = audit.flow.labels(From, op.equation.invars[0])
+    return Constraint(op, tuple(label.number for label in labels))
+
+
+def gather_of(row: CollectiveRow, audit: Auditor) -> Constraint | None:
+    """Returns the constraint by which devices gather a weight; None if it is not known.
+
+    XLA names many gathers after the arguments, without a line. Then the constraint has the same
+    module and number of elements.
+    """
+    gathers = [
+        each
+        for each in audit.collected[Constraint]
+        if module_of(each.op.location.names, audit.root) == row.module
+        and (not row.file or audit.findings.line_of(each.op) == (row.file, row.line))
+        and _split_of(each, audit) is not None
+    ]
+    elements = row.bytes // row.count // (8 if row.dtype == "float64" else 4)
+    difference = lambda each: abs(each.op.equation.invars[0].aval.size - elements)
+    return min(gathers, key=difference, default=None)
+
+
+def fix_of_gather(gather: Constraint, dtype: str, audit: Auditor) -> str:
+    """Returns the constraint with a 16-bit copy of the weight that is still split, or "".
+
+    The code also runs for the other constraints of its line, which must be of weights that are
+    split in the same way.
+    """
+    line = audit.findings.line_of(gather.op)
+    same = [c for c in audit.collected[Constraint] if audit.findings.line_of(c.op) == line]
+    if len({_split_of(constraint, audit) for constraint in same}) > 1:
+        return ""
+    spec = ", ".join(map(repr, _split_of(gather, audit) or ()))
+    is_cast = half_of(gather.op.equation.invars) is not None
+    return with_split_copy(
+        expression_of(gather.op, audit.findings),
+        f"jax.sharding.PartitionSpec({spec})",
+        "" if is_cast else dtype,
+        has_mesh=is_in_mesh(gather.op.equation),
+    )
+
+
+def _split_of(constraint: Constraint, audit: Auditor) -> PartitionSpec | None:
+    """Returns the spec of the argument that a constraint gathers; None if it gathers none."""
+    (operand,), result = constraint.op.equation.invars, sharding_of_result(constraint.op.equation)
+    leaves = jax.tree.leaves(audit.collected[Traced][-1].arguments)
+    for number in constraint.arguments:
+        spec = getattr(getattr(leaves[number], "sharding", None), "spec", None)
+        if spec is not None and leaves[number].shape == operand.aval.shape:
+            kept = axis_names(getattr(result, "spec", ()))
+            return None if axis_names(spec) <= kept else spec
+    return None
+
+
+FP32_ALL_GATHER = Check(
+    id="fp32_all_gather",
+    explanation="Devices gather a weight of a matmul in FP32, and cast it to 16 bits or FP8. A"
+    " warning without policies, and for updated FP32 parameters, which ZeRO-1 gathers.",
+    fix="w = jax.lax.with_sharding_constraint(w.astype(jnp.bfloat16), sharding_of_w)\n"
+    "w = jax.lax.with_sharding_constraint(w, gathered_sharding_of_w)",
+    needs_target="yes",
+)
+ACTIVATION_ALL_GATHER = Check(
+    id="activation_all_gather",
+    severity=WARNING,
+    explanation="Devices gather activations over a mesh axis that splits both the parameters and"
+    " the batch: XLA made tensor parallelism of a program for FSDP.",
+    fix="x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data')))",
+    needs_target="yes",
+)
+KEPT_WEIGHTS = Check(
+    id="kept_weights",
+    severity=WARNING,
+    explanation="Weights that were gathered for the forward pass remain in memory until the"
+    " backward pass, instead of being gathered again.",
+    fix="model = recipe.wrap(model, shardings=params_shardings)",
+    needs_target="yes",
+)
+REDUCTION_PER_MICROBATCH = Check(
+    id="reduction_per_microbatch",
+    severity=WARNING,
+    explanation="Gradients are summed over devices once in each microbatch, instead of once after"
+    " all of them.",
+    fix="grads_fn = jax.shard_map(grads_fn, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(),"
+    " axis_names={'data'})",
+    needs_target="yes",
+)
+
+# Smaller arrays, such as those of norms and losses, may be sent in any dtype.
+_SMALL = 4096  # bytes
+# Smaller sums than this share of the gathered weights are not reported.
+_FEW = 0.1
+_HALF = ("bfloat16", "float16")
+_WIDE = ("float32", "float64")
+
+# Under `jit` the compiler sums the result of the gradient's matmul, in the dtype of that matmul.
+_FIX_REDUCE = """\
+Sum the gradients of parameters in FP32:
+    loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch)
+If this code computes them, the weight of this operation also depends on data. Then write a backward
+pass (jax.custom_vjp) that makes the gradient of the weight in FP32:
+    d_w = jnp.einsum("...i,...o->io", x, g, preferred_element_type=jnp.float32)"""
+_SHARDINGS = """\
+    model = recipe.wrap(model, shardings=params_shardings)
+    params = jax.tree.map(jax.lax.with_sharding_constraint, params, params_shardings)"""
+_CAST_SPLIT = "Cast the weight while it is split, and gather the copy:\n"
+_FIX_GATHER = f"""\
+{_CAST_SPLIT}\
+    w = jax.lax.with_sharding_constraint(w.astype(jnp.{{dtype}}), sharding_of_w)
+    w = jax.lax.with_sharding_constraint(w, gathered_sharding_of_w)
+For all weights whose gradients jaxmp computes, pass their shardings to a Flax model, or constrain
+them in the loss function:
+{_SHARDINGS}"""
+_FIX_UPDATE = """\
+ZeRO-1 gathers parameters in the dtype in which they are stored. Store them in 16 bits, with FP32
+masters in the optimizer state:
+    recipe = jaxmp.load_recipe('bf16_params')"""
+_FIX_ACTIVATIONS = """\
+Constrain the activations of each block to the rows of the batch, so that XLA gathers weights:
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P({axis!r})))
+If they are constrained already, pass the shardings of the weights to a Flax model, or constrain the
+parameters in a loss function whose gradients jaxmp computes:
+"""
+_FIX_ACTIVATIONS += _SHARDINGS
+_FIX_KEPT = f"""\
+Gather weights again in the backward pass, which requires jaxmp's gradients, activations that are
+constrained to the rows of the batch, and the shardings of the weights. Pass them to a Flax model,
+or constrain the parameters in the loss function:
+{_SHARDINGS}
+Or compute each block again in the backward pass (nn.remat and nnx.remat in Flax):
+    block = jax.checkpoint(block)"""
+_FIX_KEPT_IN_LOOP = """\
+They are gathered once, before the loop over microbatches, and remain in memory in all of it. If
+this memory is not available, compute the gradients without jax.shard_map: then XLA gathers weights,
+and sums gradients, in each microbatch."""
+_FIX_REGATHER = """\
+The recipe has regather=False. Gather weights again in the backward pass:
+    recipe = recipe.replace(regather=True)"""
+_FIX_MICROBATCHES = """\
+Compute the gradients in jax.shard_map over the axis of the batch; other axes remain automatic:
+    def grads_fn(params, batch):
+        run = jaxmp.value_and_grad(loss_fn, microbatches={length}, axis_name={axis!r})
+        return run(params, batch)
+
+    grads_fn = jax.shard_map(
+        grads_fn, mesh=mesh, in_specs=(P(), P({axis!r})), out_specs=P(), axis_names={{{axis!r}}}
+    )
+"""
+_CALL_WITH_WHOLE = "    loss, grads = grads_fn(params, batch)"
+# Otherwise, `shard_map` gathers the weights in FP32.
+_CALL_WITH_SPLIT = """\
+    low = jax.tree.map(
+        lambda p, sharding: jax.lax.with_sharding_constraint(p.astype(jnp.{dtype}), sharding),
+        params,
+        params_shardings,
+    )
+    loss, grads = grads_fn(low, batch)"""
+
+
+@ALL_REDUCE_16BIT.on_compiled
+def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports sums over devices in 16 bits that the compiler inserted."""
+    reported = {(f.file, f.line) for f in program.traced if f.check == ALL_REDUCE_16BIT.id}
+    for row in _large(program.rows.collectives):
+        is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF
+        if not is_sum or (row.file, row.line) in reported:
+            continue
+        if row.content != WEIGHT_GRADIENT:
+            audit.notes[sum_note(row.dtype)] = None
+            continue
+        size = bytes_text(row.bytes)
+        message = f"{size} of gradients are summed over devices in {row.dtype} ({row.operation})."
+        severity = ERROR if audit.context.requires_fp32_reductions else WARNING
+        reduction = finding(ALL_REDUCE_16BIT, row, message, _FIX_REDUCE)
+        yield dataclasses.replace(reduction, severity=severity)
+
+
+@FP32_ALL_GATHER.on_operation("sharding_constraint")
+def collect_constraints(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects the constraints of the forward pass, of which some gather weights."""
+    if op.location.phase == FORWARD:
+        audit.collected[Constraint].append(constraint_of(op, audit))
+
+
+@FP32_ALL_GATHER.on_compiled
+def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports weights that devices gather in a wider dtype than operations read."""
+    updates: list[CollectiveRow] = []
+    for row in _gathers(program, _WIDE):
+        has_policies = audit.context.policies is not None
+        if has_policies and not requires_16_bits(audit, row.module):
+            continue
+        if row.content == UPDATE and has_policies:
+            updates.append(row)
+        elif row.content == WEIGHT and row.in_matmul and row.read_as not in _WIDE:
+            size = bytes_text(row.bytes)
+            message = f"{size} of weights are gathered in {row.dtype} and read in {row.read_as}."
+            dtype, gather = _half_dtype([row]), gather_of(row, audit)
+            fix = _FIX_GATHER.format(dtype=dtype)
+            if gather is not None:
+                code = fix_of_gather(gather, dtype, audit)
+                fix = f"{_CAST_SPLIT}    {code}" if code else fix
+                file, line = audit.findings.line_of(gather.op)
+                row = dataclasses.replace(row, file=file, line=line)
+            wide = finding(FP32_ALL_GATHER, row, message, fix)
+            yield dataclasses.replace(wide, severity=ERROR if has_policies else WARNING)
+    if updates:
+        message = f"{_total(updates)} of updated parameters are gathered in {updates[0].dtype}."
+        yield _whole(FP32_ALL_GATHER, updates, message, _FIX_UPDATE)
+
+
+@ACTIVATION_ALL_GATHER.on_compiled
+def check_activations(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports activations that devices gather where they could gather weights."""
+    del audit
+    rows = [
+        row
+        for row in _gathers(program)
+        if row.content == ACTIVATION
+        and row.in_matmul
+        and not program.fsdp_axes.isdisjoint(row.axes)
+    ]
+    weights = [row for row in _gathers(program) if row.content == WEIGHT]
+    if _bytes(rows) > _FEW * _bytes(weights):
+        axis = next(name for name in rows[0].axes if name in program.fsdp_axes)
+        message = (
+            f"{_total(rows)} of activations are gathered over the axis {axis!r}, which splits the"
+            " parameters and the batch, instead of weights."
+        )
+        yield _whole(ACTIVATION_ALL_GATHER, rows, message, _FIX_ACTIVATIONS.format(axis=axis))
+
+
+@KEPT_WEIGHTS.on_compiled
+def check_kept_weights(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports gathered weights that the backward pass reads."""
+    weights = [row for row in _gathers(program) if row.content == WEIGHT]
+    rows = [row for row in weights if row.is_kept]
+    # The backward pass reads the last weights, such as those of the head, at once.
+    if _bytes(rows) > _FEW * _bytes(weights):
+        recipe = audit.context.recipe
+        fix = _FIX_REGATHER if recipe is not None and not recipe.regather else _FIX_KEPT
+        if audit.collected[_MicrobatchLoop] and not any(row.in_outer_loop for row in rows):
+            fix = _FIX_KEPT_IN_LOOP
+        message = f"{_total(rows)} of gathered weights are kept until the backward pass."
+        yield _whole(KEPT_WEIGHTS, rows, message, fix)
+
+
+class _MicrobatchLoop(NamedTuple):
+    """Loop that contains whole backward passes and updates no argument."""
+
+    length: int | None
+
+
+@REDUCTION_PER_MICROBATCH.on_result("scan", "while")
+def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects the loops over microbatches; a loop over training steps updates its arguments."""
+    if op.location.differentiated or op.location.phase != FORWARD:
+        return
+    loop = loop_of(op.equation)
+    assert loop is not None
+    body = loop.body
+    if audit.flow.labels(Update, *body.outvars):
+        return
+    stacks = (str(equation.source_info.name_stack) for equation in equations(body))
+    if any(phase_of(stack) == BACKWARD for stack in stacks):
+        audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(loop.length))
+
+
+@REDUCTION_PER_MICROBATCH.on_compiled
+def check_microbatches(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+    """Reports sums of gradients in a loop over microbatches."""
+    loops = audit.collected[_MicrobatchLoop]
+    rows = [
+        row
+        for row in _large(program.rows.collectives)
+        if row.content == WEIGHT_GRADIENT and row.in_outer_loop and row.axes
+    ]
+    if loops and rows:
+        length = loops[0].length
+        message = (
+            f"{_total(rows)} of gradients are summed over devices in a loop over"
+            f" {length or 'an unknown number of'} microbatches, once in each of them."
+        )
+        axis = rows[0].axes[0]
+        fix = _FIX_MICROBATCHES.format(length=length or "k", axis=axis)
+        if axis in program.fsdp_axes:
+            fix += _CALL_WITH_SPLIT.format(dtype=_half_dtype(program.rows.collectives))
+        else:
+            fix += _CALL_WITH_WHOLE
+        yield _whole(REDUCTION_PER_MICROBATCH, rows, message, fix)
+
+
+def _half_dtype(rows: Iterable[CollectiveRow]) -> str:
+    """Returns the 16-bit dtype in which weights are read; "bfloat16" if there is none."""
+    dtypes = (row.read_as for row in rows if row.content == WEIGHT and row.read_as in _HALF)
+    return next(dtypes, "bfloat16")
+
+
+def _large(rows: Iterable[CollectiveRow]) -> Iterator[CollectiveRow]:
+    return (row for row in rows if row.bytes >= _SMALL * row.count)
+
+
+def _gathers(program: CompiledProgram, dtypes: tuple[str, ...] = ()) -> Iterator[CollectiveRow]:
+    for row in _large(program.rows.collectives):
+        if row.operation == "all-gather" and (not dtypes or row.dtype in dtypes):
+            yield row
+
+
+def _bytes(rows: list[CollectiveRow]) -> int:
+    return sum(row.bytes for row in rows)
+
+
+def _total(rows: list[CollectiveRow]) -> str:
+    return bytes_text(_bytes(rows))
+
+
+def _whole(check: Check, rows: list[CollectiveRow], message: str, fix: str) -> Finding:
+    """Returns a warning about several rows, at the location of the largest."""
+    count = sum(row.count for row in rows)
+    whole = finding(check, max(rows, key=lambda row: row.bytes), message, fix)
+    return dataclasses.replace(whole, severity=WARNING, count=count)

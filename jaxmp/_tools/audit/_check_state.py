@@ -1,0 +1,396 @@
+"""Checks of a training step's state: masters, moments, accumulators and the loss scale."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from jaxmp._core._dtypes import FLOATS_16BIT, is_16bit
+from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit._check_integers import STEPS
+from jaxmp._tools.audit._check_ops import ACCUMULATOR_16BIT
+from jaxmp._tools.audit._checks import ERROR, WARNING, Check
+from jaxmp._tools.audit._dataflow import (
+    LARGE,
+    PLUS,
+    SCALAR,
+    UNKNOWN,
+    From,
+    Power,
+    Update,
+    powers_of,
+)
+from jaxmp._tools.audit._expressions import expression_of, in_fp32
+from jaxmp._tools.audit._program import FLOATS, dtype_of
+from jaxmp._tools.audit._rows import Finding
+from jaxmp._tools.audit._trace import Traced, argument_text
+from jaxmp.optim._rounding import StochasticRoundingState
+
+# ---------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------
+
+OPTIMIZER_STATE_16BIT = Check(
+    id="optimizer_state_16bit",
+    explanation="The optimizer's moments or accumulators are stored in 16 bits: those of optax, or"
+    " arrays in which a step averages gradients. A warning for first moments in bfloat16.",
+    fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
+)
+UNUSED_LOSS_SCALE = Check(
+    id="unused_loss_scale",
+    explanation="A dynamic loss scale is among the arguments, and no gradient was computed with"
+    " it.",
+    fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
+)
+MISSING_LOSS_SCALE = Check(
+    id="missing_loss_scale",
+    explanation="The backward pass of a training step multiplies in float16 without a loss scale.",
+    fix="tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
+    "loss, grads = state.value_and_grad(loss_fn)(batch)",
+)
+MISSING_MASTER = Check(
+    id="missing_master",
+    explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
+    ' what rounding loses. A warning under a recipe with `master = "none"`.',
+    fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
+    includes_optimizer=True,
+)
+
+# A first moment in the key path of an optimizer state, as optax names it: that of Adam, and the
+# momentum of SGD.
+_FIRST_MOMENT = re.compile(r"\.(mu|trace)\b")
+_FIX_OPTAX_STATE = (
+    "Remove mu_dtype, accumulator_dtype and similar arguments. If the parameters have 16 bits, make"
+    " FP32 moments and masters of the FP32 parameters:\n"
+    "    tx = jaxmp.load_recipe('{recipe}').optimizer(tx)"
+)
+_FIX_INIT = (
+    "Remove mu_dtype, accumulator_dtype and similar arguments, and make the state from the FP32"
+    " parameters:\n    opt_state = tx.init(params)"
+)
+_FIX_ROUNDED = (
+    "Make FP32 moments, from the optimizer without its rounding:\n"
+    "    tx = jaxmp.load_recipe('{recipe}').replace(master='none').optimizer(tx)\n"
+    "    tx = jaxmp.optim.stochastic_rounding(tx)"
+)
+_FIX_AVERAGE = (
+    "Make the average in FP32, from the train state, the optimizer or the parameters:\n"
+    "    ema = jaxmp.optim.fp32_copy(params)\n"
+    "Update it in FP32, in NNX with jaxmp.nnx.EMA:\n"
+    "    ema = jaxmp.optim.incremental_update(params, ema, step_size)"
+)
+# An average of optax in the key path of a state.
+_OPTAX_AVERAGE = re.compile(r"\.ema\b")
+# Limits of each dtype, for messages.
+_TEXTS = {
+    "bfloat16": {"least": "2**-9", "limit": "256", "recipe": "bf16_params"},
+    "float16": {"least": "2**-12", "limit": "2048", "recipe": "fp16_params"},
+}
+
+
+def label_arguments(audit: Auditor, traced: Traced) -> None:
+    """Labels the arguments before the walk, so that updates of them are known."""
+    for label, var in traced.inputs():
+        audit.flow.mark(var, label)
+    for number, var in traced.variables.items():
+        if dtype_of(var) in FLOATS:
+            audit.flow.mark(var, From(number, PLUS))
+            if var.aval.size == 1:
+                audit.flow.mark(var, SCALAR)
+                audit.flow.mark(var, Power(number, 1.0))
+        elif jnp.issubdtype(dtype_of(var), jnp.integer) and var.aval.size == 1:
+            audit.flow.mark(var, STEPS)
+    for var in traced.jaxpr.constvars:
+        if dtype_of(var) in FLOATS and var.aval.size == 1:
+            audit.flow.mark(var, SCALAR)
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+
+@OPTIMIZER_STATE_16BIT.on_program
+def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports 16-bit leaves of optimizer states, and moments that are written by hand."""
+    step = step_of(audit, traced)
+    # (whether optax averages with them, dtype) -> numbers of the leaves.
+    states: dict[tuple[bool, str], list[int]] = {}
+    for number, aval in step.avals.items():
+        if step.in_optimizer[number] and aval.dtype in FLOATS_16BIT:
+            is_average = bool(_OPTAX_AVERAGE.search(step.locations[number]))
+            states.setdefault((is_average, aval.dtype.name), []).append(number)
+    for (is_average, dtype), numbers in states.items():
+        yield _optimizer_state_finding(dtype, numbers, is_average, step, traced)
+    if not states:
+        yield from _check_moments(step)
+
+
+@UNUSED_LOSS_SCALE.on_program
+def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports loss scales that the backward pass does not depend on."""
+    for location, var in traced.scales() if audit.has_backward else ():
+        if not audit.flow.scaled_by.isdisjoint(powers_of(audit.flow.of(var))):
+            continue
+        message = (
+            f"the dynamic loss scale at {location} is not applied to the loss, so small float16"
+            " gradients underflow."
+        )
+        yield UNUSED_LOSS_SCALE.finding(message)
+
+
+def _optimizer_state_finding(
+    dtype: str, numbers: list[int], is_average: bool, step: _Step, traced: Traced
+) -> Finding:
+    # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
+    # 8 bits of precision resolve.
+    places = [step.locations[n] for n in numbers]
+    is_first = dtype == "bfloat16" and all(map(_FIRST_MOMENT.search, places))
+    if is_first:
+        message = f"{len(numbers)} first moments are bfloat16, such as {places[0]}."
+    else:
+        message = (
+            f"{len(places)} arrays are {dtype}, such as {places[0]}: small updates are rounded"
+            " away, and second moments underflow."
+        )
+    nodes = jtu.tree_leaves(traced.arguments, is_leaf=_is_rounded)
+    fix = _FIX_INIT if step.trains_fp32 else _FIX_OPTAX_STATE
+    fix = _FIX_ROUNDED if any(map(_is_rounded, nodes)) else fix
+    updates = step.updates.get(numbers[0])
+    file, line = step.audit.findings.line_of(updates[0].op) if updates else ("", 0)
+    return OPTIMIZER_STATE_16BIT.finding(
+        message,
+        _FIX_AVERAGE if is_average else _fill(fix, dtype),
+        severity=WARNING if is_first else ERROR,
+        file=file,
+        line=line,
+        count=len(numbers),
+    )
+
+
+def _is_rounded(node: object) -> bool:
+    return isinstance(node, StochasticRoundingState)
+
+
+# ---------------------------------------------------------------------------
+# Updates
+# ---------------------------------------------------------------------------
+
+
+class _Step:
+    """The arguments that a program updates."""
+
+    def __init__(self, audit: Auditor, traced: Traced) -> None:
+        self.audit, self.flow = audit, audit.flow
+        leaves = jtu.tree_flatten_with_path(traced.arguments)[0]
+        self.locations = [argument_text(jtu.keystr(path)) for path, _ in leaves]
+        # The keys below an argument.
+        self.names = [jtu.keystr(path[2:]) for path, _ in leaves]
+        self.in_optimizer = traced.optimizer_leaves()
+        # Number of an argument -> its updates among the results.
+        self.updates: dict[int, list[Update]] = {}
+        for var in traced.jaxpr.outvars:
+            for label in self.flow.labels(Update, var):
+                argument = traced.variables[label.number].aval
+                if (argument.shape, argument.dtype) == (var.aval.shape, dtype_of(var)):
+                    self.updates.setdefault(label.number, []).append(label)
+        self.avals = {n: var.aval for n, var in traced.variables.items()}
+        self.dtypes = {n: self.avals[n].dtype for n in self.updates}
+
+    @property
+    def is_training(self) -> bool:
+        """True if an argument is updated with gradients."""
+        return any(update.has_gradient for row in self.updates.values() for update in row)
+
+    @property
+    def trains_fp32(self) -> bool:
+        """True if gradients update FP32 arguments only, apart from the optimizer's state."""
+        dtypes = {
+            self.dtypes[n]
+            for n, row in self.updates.items()
+            if not self.in_optimizer[n] and any(update.has_gradient for update in row)
+        }
+        return bool(dtypes) and not any(map(is_16bit, dtypes))
+
+    def updates_16bit(self) -> dict[int, Update]:
+        """Returns the first update of each 16-bit argument of a training step."""
+        if not self.is_training:
+            return {}
+        return {n: row[0] for n, row in self.updates.items() if is_16bit(self.dtypes[n])}
+
+    def state_16bit(self, returned: set[str]) -> dict[int, Update]:
+        """Returns the updates of 16-bit arguments that are not parameters, moments or averages.
+
+        Args:
+          returned: key paths of the results. In a program that trains nothing, only scalars and
+            arguments that are returned under their own keys are state.
+        """
+        updates = {n: row[0] for n, row in self.updates.items() if is_16bit(self.dtypes[n])}
+        return {
+            n: update
+            for n, update in updates.items()
+            if not self.in_optimizer[n]
+            and (
+                not (update.has_gradient or self.is_average(update))
+                if self.is_training
+                else self.avals[n].size == 1 or self.names[n] in returned
+            )
+        }
+
+    def is_parameter(self, number: int, update: Update) -> bool:
+        """Returns True for an argument that the loss reads and gradients update."""
+        is_read = number in self.flow.differentiated
+        return is_read and update.has_gradient and not self.is_average(update)
+
+    def is_average(self, update: Update) -> bool:
+        """Returns True for an average of parameters, such as an EMA."""
+        masters = {n for n, dtype in self.dtypes.items() if self._is_master(n, dtype)}
+        # A parameter of the last step, which a master in the state replaces.
+        packed = [n for n, text in enumerate(self.locations) if ".packed_masters" in text]
+        shapes = {self.avals[n].shape for n in (*masters, *packed)}
+        stored = {
+            n
+            for n in self.flow.differentiated
+            if is_16bit(self.avals[n].dtype) and self.avals[n].shape in shapes
+        }
+        learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
+        trained = masters | stored | (self.flow.differentiated & learned)
+        # A parameter of which a small part is subtracted (weight decay) is not an average.
+        is_parameter = update.factor == PLUS and update.number in self.flow.differentiated
+        # New parameters with packed masters are bits, which have no summands.
+        is_beside_packed = (
+            update.has_gradient and update.factor != PLUS and not self.in_optimizer[update.number]
+        ) and self.avals[update.number].shape in {self.avals[n].shape for n in packed}
+        return not is_parameter and (bool(update.others & trained) or is_beside_packed)
+
+    def is_gradient_sum(self, number: int, update: Update) -> bool:
+        """Returns True for an array, unknown to the loss, that gradients are added to."""
+        is_read = number in self.flow.differentiated
+        return not is_read and update.has_gradient and not self.is_average(update)
+
+    def _is_master(self, number: int, dtype: np.dtype) -> bool:
+        return not is_16bit(dtype) and any(
+            update.factor == PLUS and update.has_gradient for update in self.updates[number]
+        )
+
+    def findings(
+        self, check: Check, updates: dict[int, Update], text: str, fix: str, severity: str = ERROR
+    ) -> Iterator[Finding]:
+        """Yields one finding for each dtype of some updated arguments.
+
+        Args:
+          check: the check.
+          updates: number of an argument -> its update.
+          text: the predicate of the message, with the names of `_TEXTS` in braces.
+          fix: the remedy, with the same names.
+          severity: "error" or "warning".
+        """
+        for dtype in sorted({self.dtypes[n].name for n in updates}):
+            numbers = [n for n in updates if self.dtypes[n].name == dtype]
+            file, line = self.audit.findings.line_of(updates[numbers[0]].op)
+            example = self.locations[numbers[0]]
+            message = f"arguments in {dtype}, such as {example}, {text}."
+            texts, count = (_fill(message, dtype), _fill(fix, dtype)), len(numbers)
+            yield check.finding(*texts, severity=severity, file=file, line=line, count=count)
+
+    def fix(self, number: int, update: Update, wide: str = "float32") -> str:
+        """Returns code that makes an argument in FP32, and does not round its new value.
+
+        Args:
+          number: the argument.
+          update: its update.
+          wide: "float32", or "int32" for counts.
+        """
+        findings = self.audit.findings
+        fix = f"Store it in {wide}, and do not cast the new value to 16 bits:\n"
+        fix += f"    jnp.zeros({self.avals[number].shape}, jnp.{wide})"
+        (result,) = update.op.equation.outvars
+        for reader in (update.op.equation, *update.op.body.readers(result)):
+            cast = update.op._replace(equation=reader)
+            is_cast = reader.primitive.name == "convert_element_type"
+            if is_cast and is_16bit(dtype_of(reader.outvars[0])):
+                code = in_fp32(expression_of(cast, findings))
+                line = f"\nAt {findings.where(cast)}, do not round to 16 bits:\n    {code}"
+                fix += line if code else ""
+        return fix
+
+
+def step_of(audit: Auditor, traced: Traced) -> _Step:
+    """Returns the step of an audit, which is made once."""
+    if not audit.collected[_Step]:
+        audit.collected[_Step].append(_Step(audit, traced))
+    return audit.collected[_Step][0]
+
+
+def _fill(text: str, dtype: str) -> str:
+    for key, value in (_TEXTS[dtype] | {"dtype": dtype}).items():
+        text = text.replace(f"{{{key}}}", value)
+    return text
+
+
+@MISSING_MASTER.on_program
+def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports 16-bit parameters that are updated in 16 bits."""
+    step = step_of(audit, traced)
+    updates = {n: u for n, u in step.updates_16bit().items() if step.is_parameter(n, u)}
+    recipe = audit.context.recipe
+    severity = WARNING if recipe is not None and recipe.master == "none" else ERROR
+    fix = (
+        "Store FP32 masters in the optimizer state, made from FP32 parameters:\n"
+        "    tx = jaxmp.load_recipe('{recipe}').optimizer(tx)"
+        if any(step.in_optimizer)
+        else "Store FP32 parameters, and cast them inside the loss:\n"
+        "    loss_fn(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params))"
+    )
+    text = "are updated without FP32 masters: updates below {least} of a value are rounded away"
+    yield from step.findings(MISSING_MASTER, updates, text, fix, severity)
+
+
+@ACCUMULATOR_16BIT.on_program
+def check_accumulators(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports 16-bit sums of gradients and averages of parameters over steps."""
+    step = step_of(audit, traced)
+    updates = step.updates_16bit()
+    sums = {
+        n: update
+        for n, update in updates.items()
+        if step.is_gradient_sum(n, update) and update.factor == PLUS and not step.in_optimizer[n]
+    }
+    text = "accumulate gradients: a sum of ones stops at {limit}"
+    for number, update in list(sums.items())[:1]:
+        yield from step.findings(ACCUMULATOR_16BIT, sums, text, step.fix(number, update))
+    averages = {n: update for n, update in updates.items() if step.is_average(update)}
+    text = "average parameters: changes below {least} of a value are rounded away"
+    yield from step.findings(ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
+
+
+def _check_moments(step: _Step) -> Iterator[Finding]:
+    """Reports the moments of an optimizer that is written by hand."""
+    moments = {
+        n: update
+        for n, update in step.updates_16bit().items()
+        if step.is_gradient_sum(n, update) and update.factor in (LARGE, UNKNOWN)
+    }
+    text = "average gradients: small updates are rounded away"
+    for number, update in list(moments.items())[:1]:
+        yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text, step.fix(number, update))
+
+
+@MISSING_LOSS_SCALE.on_program
+def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+    """Reports a backward pass in float16 whose cotangents are not scaled."""
+    op, step = audit.float16_backward, step_of(audit, traced)
+    if op is None or not step.is_training or audit.flow.scaled_by or audit.flow.has_scale:
+        return
+    if traced.scales():
+        # Reported as an unused loss scale.
+        return
+    file, line = audit.findings.line_of(op)
+    message = "the backward pass multiplies in float16 without a loss scale: gradients below 6e-8"
+    fix = "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
+    fix = "" if any(step.in_optimizer) else fix
+    yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, file=file, line=line)

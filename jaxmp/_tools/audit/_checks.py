@@ -1,0 +1,204 @@
+"""Registry of the checks of an audit, and the findings that they add."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from jaxmp._programs._jaxprs import Atom, Equation, Path
+from jaxmp._programs._locations import Lines, call_site
+from jaxmp._tools.audit._program import OpOccurrence
+from jaxmp._tools.audit._rows import ERROR as ERROR
+from jaxmp._tools.audit._rows import NOTE as NOTE
+from jaxmp._tools.audit._rows import WARNING as WARNING
+from jaxmp._tools.audit._rows import Finding
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """Check of an audit; registered when it is made.
+
+    Args:
+      id: its name in findings, such as "fp32_matmul".
+      explanation: what it reports, for `docs/audit.md`.
+      fix: the remedy, as code. A function may report a more specific one.
+      severity: "error", "warning" or "note". A function may report a warning for a check that is an
+        error.
+      needs_target: "no" if the traced program suffices, "yes" if only a compiled program shows the
+        defect, or the circumstances in which a compiled program is needed.
+      includes_optimizer: True if it also applies to the optimizer's operations: those that read
+        values computed from gradients, and from which parameters or moments are computed.
+    """
+
+    id: str
+    explanation: str
+    fix: str
+    severity: str = ERROR
+    needs_target: str = "no"
+    includes_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.id in CHECKS:
+            raise ValueError(f"two checks have the id {self.id!r}")
+        CHECKS[self.id] = self
+
+    def finding(self, message: str, fix: str = "", **fields: Any) -> Finding:
+        """Returns a finding of this check.
+
+        Args:
+          message: the defect and its consequence.
+          fix: the remedy; "" for that of the check.
+          **fields: other fields of `Finding`.
+        """
+        fields = {"severity": self.severity} | fields
+        return Finding(check=self.id, message=message, fix=fix or self.fix, **fields)
+
+    def on_operation(self, *primitives: str) -> Callable[[Function], Function]:
+        """Registers a function `(op, audit) -> label or None` for some primitives."""
+        return _registration([ON_OPERATION[name] for name in primitives])
+
+    def on_result(self, *primitives: str) -> Callable[[Function], Function]:
+        """Registers a function `(op, audit) -> None` for some primitives."""
+        return _registration([ON_RESULT[name] for name in primitives])
+
+    def on_16_bits(self, function: Function) -> Function:
+        """Registers a function `(op, dtype, audit) -> label or None`."""
+        return _registration([ON_16_BITS])(function)
+
+    def on_matmul(self, function: Function) -> Function:
+        """Registers a function `(op, matmul, flops, audit) -> None`."""
+        return _registration([ON_MATMUL])(function)
+
+    def on_program(self, function: Function) -> Function:
+        """Registers a function `(audit, traced) -> findings or None`."""
+        return _registration([ON_PROGRAM])(function)
+
+    def on_compiled(self, function: Function) -> Function:
+        """Registers a function `(program, audit) -> findings`."""
+        return _registration([ON_COMPILED])(function)
+
+
+# Id -> check, in the order of the imports in `__init__.py`. Findings of one severity are sorted by
+# it, except for notes.
+CHECKS: dict[str, Check] = {}
+
+# Primitive -> functions.
+ON_OPERATION: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
+ON_RESULT: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
+ON_16_BITS: list[Callable[..., Any]] = []
+ON_MATMUL: list[Callable[..., Any]] = []
+ON_PROGRAM: list[Callable[..., Any]] = []
+ON_COMPILED: list[Callable[..., Any]] = []
+
+
+def _registration(lists: list[list[Callable[..., Any]]]) -> Callable[[Function], Function]:
+    def decorate(function: Function) -> Function:
+        for functions in lists:
+            functions.append(function)
+        return function
+
+    return decorate
+
+
+@dataclasses.dataclass
+class PendingFinding:
+    """A finding of the traced program, while operations are still being counted."""
+
+    check: Check
+    severity: str
+    names: Path
+    primitive: str
+    line: tuple[str, int]
+    message: str
+    fix: str
+    count: int = 0
+    flops: int = 0
+    # Results of the operations, if these are outside of modules and derivatives and read values
+    # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
+    # or the optimizer's state is computed from its result.
+    after_gradient: list[Atom] = dataclasses.field(default_factory=list)
+    # FLOPs of the matmuls that a promotion makes wide, and whether it has another consequence.
+    harmed_flops: int = 0
+    has_other_harm: bool = False
+
+    def add_harm(self, flops: int | None) -> None:
+        """Counts a consequence: a matmul of that many FLOPs, or (None) of another type."""
+        self.harmed_flops += flops or 0
+        self.has_other_harm |= flops is None
+
+
+class PendingFindings:
+    """Findings of the walk, one for each check, module and source line."""
+
+    def __init__(self, is_after_gradient: Callable[[OpOccurrence], bool]) -> None:
+        self._is_after_gradient = is_after_gradient
+        self._by_key: dict[tuple[object, ...], PendingFinding] = {}
+        self.lines = Lines()
+
+    def add(
+        self,
+        check: Check,
+        op: OpOccurrence,
+        message: str,
+        fix: str = "",
+        *,
+        severity: str = "",
+        flops: int = 0,
+    ) -> PendingFinding:
+        """Counts one operation.
+
+        Args:
+          check: the check.
+          op: the operation.
+          message: the defect and its consequence.
+          fix: the remedy; "" for that of the check.
+          severity: "error" or "warning"; "" for that of the check.
+          flops: FLOPs of the operation, if it is a matmul.
+
+        Returns:
+          The finding that the operation is counted in.
+        """
+        severity = severity or check.severity
+        line = self.line_of(op)
+        is_after = self._is_after_gradient(op)
+        key = check.id, severity, op.location.names, line, is_after
+        finding = self._by_key.get(key)
+        if finding is None:
+            finding = self._by_key[key] = PendingFinding(
+                check,
+                severity,
+                op.location.names,
+                op.name,
+                line,
+                message,
+                fix or check.fix,
+            )
+        finding.after_gradient += op.equation.outvars if is_after else ()
+        finding.count += 1
+        finding.flops += flops
+        return finding
+
+    def line_of(self, op: OpOccurrence) -> tuple[str, int]:
+        """Returns (file, line) of an operation in the user's code; ("", 0) if it is not known."""
+        return self.lines.of((op.equation, *op.enclosing))
+
+    def where(self, op: OpOccurrence) -> str:
+        """Returns the line of an operation as `model.py:12`."""
+        return self.text_of(self.line_of(op))
+
+    def text_of(self, line: tuple[str, int]) -> str:
+        """Returns a line as `model.py:12`."""
+        file, number = line
+        return f"{file.rpartition('/')[2]}:{number}" if file else "an unknown line"
+
+    def is_own_call(self, equation: Equation) -> bool:
+        """Returns True if the user's own code contains the call that made an equation."""
+        call = call_site(equation)
+        return call is not None and self.lines.is_own(call[0].co_filename)
+
+    def __iter__(self) -> Iterator[PendingFinding]:
+        return iter(self._by_key.values())

@@ -1,0 +1,278 @@
+"""Data flow of a training step: labels that connect results with arguments and loss scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, is_literal
+from jaxmp._programs._operations import exponent_of
+from jaxmp._tools.audit._program import OpOccurrence, dtype_of, named
+
+# Label of a value of a backward pass, and of values computed from it.
+GRADIENT = "computed from gradients"
+# Label of a scalar argument, and of values computed from scalars alone.
+SCALAR = "a scalar of the state"
+
+# Factors of an argument that is a summand of a value.
+PLUS, MINUS, LARGE, SMALL, UNKNOWN = "+", "-", "large", "small", "unknown"
+# Factors of an updated argument. Weight decay and averages have small factors.
+_UPDATED = frozenset({PLUS, LARGE, UNKNOWN})
+
+
+class From(NamedTuple):
+    """Label of a value that has an argument, possibly times a scalar, as a summand."""
+
+    number: int
+    factor: str
+
+
+class Scalar(NamedTuple):
+    """Label of a scalar that was broadcast, with its value if it is a constant."""
+
+    value: float | None
+
+
+class Terms(NamedTuple):
+    """Label of a sum of that many 16-bit gradients."""
+
+    number: int
+
+
+class Update:
+    """Label of a sum of an argument and of other values."""
+
+    def __init__(
+        self, number: int, factor: str, op: OpOccurrence, others: frozenset[int], has_gradient: bool
+    ) -> None:
+        self.number, self.factor, self.op = number, factor, op
+        # The other arguments that are summands.
+        self.others, self.has_gradient = others, has_gradient
+
+
+_LABELS = (From, Scalar, Terms, Update)
+_SAME = named(
+    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose copy copy_p"
+    " optimization_barrier reduce_precision stop_gradient pvary pcast sharding_constraint select_n"
+    " max min clamp psum psum_invariant all_gather reduce_scatter"
+)
+
+
+_SUMS = named("add add_any sub")
+_RULES = _SAME | _SUMS | named("neg mul div")
+
+
+def is_lineage(label: object) -> bool:
+    """Returns True for the labels that `lineage` propagates."""
+    return isinstance(label, _LABELS)
+
+
+def lineage(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> frozenset[Any]:
+    """Returns the labels of an equation's results, given those of its operands.
+
+    Args:
+      op: the equation; derivatives have no lineage.
+      labels_of: operand -> its labels.
+    """
+    equation, name = op.equation, op.name
+    if name not in _RULES or op.location.phase != FORWARD:
+        return frozenset()
+    each = [frozenset(filter(is_lineage, labels_of(var))) for var in equation.invars]
+    if name in _SAME:
+        if name == "broadcast_in_dim":
+            is_same = equation.outvars[0].aval.size == equation.invars[0].aval.size
+            return each[0] if is_same else frozenset(_broadcast(equation))
+        return frozenset().union(*each)
+    if name == "neg":
+        return _negated(each[0])
+    if name in ("mul", "div"):
+        return _scaled(name, equation.invars, each)
+    if name in _SUMS:
+        second = _negated(each[1]) if name == "sub" else each[1]
+        summands = {x for x in each[0] | second if isinstance(x, From)}
+        return frozenset(summands | _updates(op, summands, labels_of) | _terms(op, labels_of))
+    return frozenset()
+
+
+def _broadcast(equation: Equation) -> set[Any]:
+    operand = equation.invars[0]
+    if math.prod(operand.aval.shape) != 1:
+        return set()
+    return {Scalar(_value(operand))}
+
+
+def _value(var: Atom) -> float | None:
+    """Returns the value of a constant scalar, or None."""
+    return float(var.val) if is_literal(var) and math.prod(var.aval.shape) == 1 else None
+
+
+def _negated(labels: Iterable[Any]) -> frozenset[Any]:
+    opposite = {PLUS: MINUS, MINUS: PLUS}
+    return frozenset(
+        From(x.number, opposite.get(x.factor, x.factor)) for x in labels if isinstance(x, From)
+    )
+
+
+def _scaled(name: str, operands: Sequence[Atom], each: list[frozenset[Any]]) -> frozenset[Any]:
+    for array, scalar in ((0, 1), (1, 0)) if name == "mul" else ((0, 1),):
+        factor = _factor(name, operands[scalar], each[scalar])
+        own = [x for x in each[array] if isinstance(x, From)]
+        if factor is not None and own:
+            return frozenset(From(x.number, _times(x.factor, factor)) for x in own)
+    return frozenset()
+
+
+def _factor(name: str, scalar: Atom, labels: frozenset[Any]) -> str | None:
+    """Returns the size of a scalar factor; None for an array."""
+    values = [x.value for x in labels if isinstance(x, Scalar)]
+    if math.prod(scalar.aval.shape) == 1:
+        values = [_value(scalar)]
+    if not values:
+        return None
+    if values[0] is None or (name == "div" and values[0] == 0):
+        return UNKNOWN
+    size = abs(1 / values[0] if name == "div" else values[0])
+    return PLUS if size == 1 else LARGE if size >= 0.5 else SMALL
+
+
+def _times(first: str, second: str) -> str:
+    if second == PLUS:
+        return first
+    return SMALL if SMALL in (first, second) else UNKNOWN if UNKNOWN in (first, second) else LARGE
+
+
+def _updates(
+    op: OpOccurrence, summands: set[Any], labels_of: Callable[[Any], frozenset[Any]]
+) -> set[Any]:
+    """Returns labels of the arguments that a sum updates.
+
+    An argument that is also subtracted, as in `p + (new - p)`, is replaced, not updated.
+    """
+    numbers = {x.number for x in summands}
+    replaced = {x.number for x in summands if x.factor == MINUS}
+    has_gradient = any(GRADIENT in labels_of(var) for var in op.equation.invars)
+    updates = set()
+    for summand in summands:
+        others = frozenset(numbers - {summand.number})
+        is_updated = summand.factor in _UPDATED and summand.number not in replaced
+        if is_updated:
+            updates.add(Update(summand.number, summand.factor, op, others, has_gradient))
+    return updates
+
+
+def _terms(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> set[Any]:
+    """Returns the number of summed gradients, if all summands are gradients."""
+    if not is_16bit(dtype_of(op.equation.outvars[0])) or op.equation.outvars[0].aval.size == 1:
+        return set()
+    counts = []
+    for var in op.equation.invars:
+        labels = labels_of(var)
+        if GRADIENT not in labels or any(isinstance(x, From) for x in labels):
+            return set()
+        counts.append(max((x.number for x in labels if isinstance(x, Terms)), default=1))
+    return {Terms(sum(counts))}
+
+
+def is_chosen_scale(equation: Equation) -> bool:
+    """Returns True for a choice of large constants, as for the cotangent of a static loss scale."""
+    if equation.primitive.name != "select_n" or equation.outvars[0].aval.size != 1:
+        return False
+    values = [_value(var) for var in equation.invars[1:]]
+    return any(value is not None and abs(value) >= 8 for value in values)
+
+
+def is_scale(op: OpOccurrence, var: Atom, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
+    """Returns True if an equation of a backward pass reads a loss scale as its operand `var`.
+
+    A loss scale is a scalar of the program's state, or a large constant factor.
+    """
+    if math.prod(getattr(var.aval, "shape", (0,))) != 1:
+        return False
+    value = _value(var) if is_16bit(dtype_of(var)) or dtype_of(var) == "float32" else None
+    if value is None:
+        return SCALAR in labels_of(var)
+    size = abs(value)
+    if op.name == "div" and var is op.equation.invars[1]:
+        size = 1 / size if size else 0
+    scalar = math.prod(op.equation.outvars[0].aval.shape) == 1
+    is_power = size >= 128 and math.frexp(size)[0] == 0.5
+    return op.name in ("mul", "div", "broadcast_in_dim") and (is_power or (scalar and size >= 8))
+
+
+_PRODUCTS = named("mul dot_general conv_general_dilated ragged_dot_general")
+_JOINS = named(
+    "add add_any sub max min select_n concatenate scatter-add dynamic_update_slice pad clamp"
+)
+_LINEAR = named(
+    "neg abs reduce_sum reduce_max reduce_min cumsum convert_element_type reshape transpose"
+    " broadcast_in_dim slice squeeze expand_dims copy copy_p rev gather dynamic_slice split"
+    " reduce_precision stop_gradient optimization_barrier psum psum_invariant pvary pcast"
+    " all_gather reduce_scatter sharding_constraint reduce_window_sum"
+)
+_ROOTS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
+
+
+class Power(NamedTuple):
+    """Label of a value that is proportional to a power of a scalar argument."""
+
+    number: int
+    # None: it depends on the argument in another way.
+    exponent: float | None
+
+
+def powers_after(op: OpOccurrence, labels_of: Callable[[Atom], Iterable[Any]]) -> frozenset[Power]:
+    """Returns the powers of an equation's results, given the labels of its operands."""
+    name, operands = op.name, op.equation.invars
+    if getattr(dtype_of(op.equation.outvars[0]), "kind", "b") in "biu":
+        return frozenset()
+    if name == "select_n":
+        operands = operands[1:]
+    each = [powers_of(labels_of(var)) for var in operands]
+    numbers = {number for row in each for number in row}
+    powers = {n: _exponent(name, op, [row.get(n, 0.0) for row in each]) for n in numbers}
+    return frozenset(Power(n, power) for n, power in powers.items() if power != 0)
+
+
+def powers_of(labels: Iterable[Any]) -> dict[int, float | None]:
+    """Returns scalar argument -> exponent; None if a value depends on it in another way."""
+    powers: dict[int, float | None] = {}
+    for label in labels:
+        if isinstance(label, Power):
+            same = label.exponent == powers.get(label.number, label.exponent)
+            powers[label.number] = label.exponent if same else None
+    return powers
+
+
+def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> float | None:
+    known = [exponent for exponent in exponents if exponent is not None]
+    if len(known) < len(exponents):
+        return None
+    if name in _PRODUCTS:
+        return sum(known)
+    if name == "div":
+        return known[0] - known[1]
+    if name in _ROOTS or name == "integer_pow":
+        return known[0] * (_ROOTS[name] if name in _ROOTS else exponent_of(op.equation))
+    if name in _LINEAR:
+        return known[0]
+    if name in _JOINS:
+        pairs = zip(op.equation.invars[-len(known) :], known, strict=True)
+        others = {exponent for var, exponent in pairs if exponent or not _is_neutral(var, op)}
+        return others.pop() if len(others) == 1 else None
+    return None
+
+
+def _is_neutral(var: Atom, op: OpOccurrence) -> bool:
+    """Returns True for summands that leave a value proportional: 0, an epsilon, infinity and NaN.
+
+    In a backward pass, such are all summands that are not proportional to the scale.
+    """
+    source = op.body.source_of(var, named("broadcast_in_dim square neg convert_element_type"))
+    is_constant = is_literal(source) and not np.any(
+        np.isfinite(source.val) & (np.abs(source.val) > 1e-3)
+    )
+    return op.location.phase == BACKWARD or is_constant

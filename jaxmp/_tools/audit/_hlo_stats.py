@@ -1,0 +1,347 @@
+"""Rows of a compiled program: matmuls, attention kernels, collectives and memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jaxmp._core._targets import Target
+from jaxmp._programs._jaxprs import BACKWARD, Path, phase_of
+from jaxmp._programs._locations import Lines, module_of
+from jaxmp._programs._matmuls import attention_flops
+from jaxmp._tools.audit._hlo_collectives import Contents, collective_name, mesh_axes, sent_arrays
+from jaxmp._tools.audit._hlo_matmuls import (
+    DataFlow,
+    HloMatmul,
+    is_matmul,
+    matmul_of_instruction,
+    parts,
+    shape_of,
+)
+from jaxmp._tools.audit._rows import (
+    AttentionRow,
+    CollectiveRow,
+    Compilation,
+    GemmRow,
+    MemoryRow,
+    merged,
+)
+from jaxmp._tools.hlo import Computation, Instruction, Program, Shape
+from jaxmp._tools.hlo._compile import Compiled
+from jaxmp._tools.report._section import bytes_text
+
+_VIEWS = frozenset({"bitcast", "get-tuple-element"})
+_FREE = frozenset({"tuple", "parameter", "constant", "while", "conditional"})
+
+
+def _update(program: Program, in_optimizer: list[bool]) -> tuple[int, int, int]:
+    """Returns (parameters, bytes moved, minimum) of the kernels that write donated arrays."""
+    entry = program.entry
+    arguments = entry.parameters
+    outputs = entry.root.operands if entry.root.opcode == "tuple" else (entry.root.name,)
+    donated = {
+        number: argument
+        for number, argument in program.aliased.items()
+        if number < len(outputs) and _is_floating_array(arguments[argument].shapes[0])
+    }
+    if not donated:
+        return 0, 0, 0
+    kernels: dict[str, Instruction] = {}
+    for number in donated:
+        _add_writers(entry, outputs[number], kernels)
+    moved = 0
+    inputs: dict[tuple[str, Shape], None] = {}
+    for kernel in kernels.values():
+        incoming = set(kernel.operands)
+        moved += sum(shape.bytes for name in incoming for shape in entry.instructions[name].shapes)
+        moved += sum(shape.bytes for shape in _written(program, kernel))
+        for name in incoming:
+            source = source_of(entry, name)
+            if source.opcode != "parameter" and source.name not in kernels:
+                inputs |= {(name, shape): None for shape in _arrays(entry, name)}
+    # Each donated array is read and written. Other arrays, such as gradients, are read.
+    floor = sum(2 * arguments[argument].shapes[0].bytes for argument in donated.values())
+    floor += sum(shape.bytes for _, shape in inputs)
+    own = {a for a in donated.values() if a >= len(in_optimizer) or not in_optimizer[a]}
+    return sum(arguments[a].shapes[0].elements for a in own), moved, floor
+
+
+def _is_floating_array(shape: Shape) -> bool:
+    return shape.dtype.startswith(("float", "bfloat")) and shape.elements > 1
+
+
+def _arrays(entry: Computation, name: str) -> list[Shape]:
+    return [shape for shape in entry.instructions[name].shapes if shape.elements > 1]
+
+
+def _written(program: Program, kernel: Instruction) -> tuple[Shape, ...]:
+    """Returns the arrays that a kernel writes.
+
+    The start of an asynchronous kernel has its operands among its results.
+    """
+    inside = program.inside(kernel)
+    return kernel.shapes if inside is None else inside.root.shapes
+
+
+def source_of(computation: Computation, name: str) -> Instruction:
+    """Returns the instruction that computes a value, ignoring those that move no memory."""
+    instruction = computation.instructions[name]
+    while instruction.operands and (
+        instruction.opcode in _VIEWS or instruction.opcode.endswith("-done")
+    ):
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _add_writers(entry: Computation, name: str, kernels: dict[str, Instruction]) -> None:
+    """Adds the kernel that computes a result, and for a copy also the kernel of the original."""
+    instruction = source_of(entry, name)
+    while instruction.opcode not in _FREE and instruction.name not in kernels:
+        kernels[instruction.name] = instruction
+        if instruction.opcode != "copy":
+            return
+        instruction = source_of(entry, instruction.operands[0])
+
+
+_UNKNOWN_LOOPS = (
+    "{} loops of the compiled program have an unknown number of iterations; one is counted for each"
+)
+
+# ---------------------------------------------------------------------------
+# Origins
+# ---------------------------------------------------------------------------
+
+_JIT = re.compile(r"\bjit\([^()]*\)(?:/|$)")
+_TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
+
+
+class Origins:
+    """Finds module, pass and source line of instructions."""
+
+    def __init__(self, program: Program, names: dict[Path, None], root: Path) -> None:
+        self.program, self._known, self._root = program, names, root
+        self._lines = Lines()
+
+    def names(self, op_name: str) -> Path:
+        """Returns the scopes of a name stack that the traced program contains.
+
+        XLA adds other names.
+        """
+        path: Path = ()
+        parts = _TRANSFORM.sub("", _JIT.sub("", op_name)).split("/")
+        # Backward passes inside of a recomputed region contain the scopes of the region twice.
+        for name in parts[:-1]:
+            if (*path, name) in self._known:
+                path = (*path, name)
+        return path
+
+    def of(self, instruction: Instruction) -> dict[str, Any]:
+        """Returns module, phase, file and line of an instruction, the fields of a row."""
+        name = instruction.op_name
+        file, line = self._lines.first_own(self.program.frames(instruction))
+        return {"module": self.module(name), "phase": phase_of(name), "file": file, "line": line}
+
+    def module(self, op_name: str) -> str:
+        """Returns the module path of a name stack; "" for the root."""
+        return module_of(self.names(op_name), self._root)
+
+
+def _named_reader(
+    origins: Origins, inside: Computation, instruction: Instruction, number: int
+) -> Instruction:
+    """Returns the instruction whose name stack contains the module of an array.
+
+    This is the collective, or the first reader of the array. XLA names many collectives after
+    arguments, and combined collectives after all their arrays.
+    """
+    combined = len(instruction.operands) > 1
+    waiting, seen, named = [instruction], 0, None
+    while waiting and seen < 12:
+        here = waiting.pop(0)
+        seen += 1
+        whole = combined and (here is instruction or here.opcode.endswith("-done"))
+        if not whole and origins.names(here.op_name):
+            named = named or here
+            if origins.module(here.op_name):
+                return here
+        if is_matmul(here):
+            continue
+        for reader in origins.program.readers(inside, here.name):
+            picks = whole and reader.opcode == "get-tuple-element"
+            if not picks or reader.numbers("index") == (number,):
+                waiting.append(reader)
+    return named or instruction
+
+
+# ---------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------
+
+
+def read_program(
+    compiled: Compiled,
+    names: dict[Path, None],
+    root: Path,
+    in_optimizer: list[bool],
+    is_weight: list[bool],
+) -> Compilation:
+    """Returns the rows of a compiled program.
+
+    Args:
+      compiled: the program.
+      names: every scope of the traced program.
+      root: the scope that is named after the root's class.
+      in_optimizer: for each argument, True if an optimizer state contains it.
+      is_weight: for each argument, True if it may be a parameter.
+    """
+    program = Program(compiled.text)
+    flow, origins = DataFlow(program), Origins(program, names, root)
+    contents = Contents(flow, is_weight)
+    gemms: list[GemmRow] = []
+    attention: list[AttentionRow] = []
+    collectives: list[CollectiveRow] = []
+    endless = 0
+    for step in program.steps():
+        instruction = step.instruction
+        endless += program.trips(instruction) is None
+        for inside, part in parts(program, step):
+            matmul = matmul_of_instruction(flow, step, inside, part)
+            if matmul is not None:
+                gemms.append(_gemm_row(matmul, step.times, origins, compiled))
+            elif fused_attention(part):
+                attention.append(_attention_row(inside, part, step.times, origins))
+            elif collective_name(part):
+                mesh = compiled.mesh
+                collectives += _collective_rows(inside, part, step.times, origins, contents, mesh)
+    parameters, moved, floor = _update(program, in_optimizer)
+    memory = MemoryRow(
+        arguments=compiled.memory.argument_size_in_bytes,
+        outputs=compiled.memory.output_size_in_bytes,
+        aliased=compiled.memory.alias_size_in_bytes,
+        temporary=compiled.memory.temp_size_in_bytes,
+        parameters=parameters,
+        update_bytes=moved,
+        update_floor=floor,
+    )
+    return Compilation(
+        merged(gemms, "flops", "count"),
+        merged(attention, "count", "flops"),
+        merged(collectives, "bytes", "count"),
+        memory,
+        (
+            *((_UNKNOWN_LOOPS.format(endless),) if endless else ()),
+            *_chip_notes(compiled.chip, memory, gemms),
+        ),
+        origins,
+    )
+
+
+def required_bytes(memory: MemoryRow) -> int:
+    """Returns the bytes that a program requires on each device."""
+    return memory.arguments + memory.outputs - memory.aliased + memory.temporary
+
+
+def _chip_notes(chip: Target, memory: MemoryRow, gemms: list[GemmRow]) -> Iterator[str]:
+    """Yields how a program exceeds what a chip has."""
+    total = required_bytes(memory)
+    if total > chip.usable:
+        has = f"{chip.kind} has {bytes_text(chip.memory)}"
+        has += f", of which JAX allocates {bytes_text(chip.usable)}" * (chip.usable < chip.memory)
+        missing = bytes_text(total - chip.usable)
+        yield f"the program requires {bytes_text(total)} per device, {missing} too much: {has}"
+    fp8 = {row.lhs for row in gemms if row.lhs.startswith("float8")} - set(chip.native)
+    if fp8:
+        yield f"{chip.kind} has no FP8 units, and multiplies FP8 operands as it does bfloat16"
+
+
+def _collective_rows(
+    inside: Computation,
+    part: Instruction,
+    times: int,
+    origins: Origins,
+    contents: Contents,
+    mesh: dict[str, int],
+) -> Iterator[CollectiveRow]:
+    """Yields a row for each array that a collective sends."""
+    for number, sent in enumerate(sent_arrays(part, inside)):
+        reader = _named_reader(origins, inside, part, number)
+        yield CollectiveRow(
+            **origins.of(reader),
+            **contents.of(inside, part, number)._asdict(),
+            operation=collective_name(part),
+            dtype=sent.dtype,
+            bytes=sent.bytes * times,
+            count=times,
+            axes=mesh_axes(part, mesh),
+            in_outer_loop=_is_in_outer_loop(reader.op_name),
+        )
+
+
+def _gemm_row(matmul: HloMatmul, times: int, origins: Origins, compiled: Compiled) -> GemmRow:
+    fields = matmul._asdict()
+    place = origins.of(fields.pop("named"))
+    for side in ("lhs", "rhs"):
+        fields[side] = _actual(fields[side], compiled)
+    fields["flops"] *= times
+    return GemmRow(**place, **fields, count=times)
+
+
+def _actual(dtype: str, compiled: Compiled) -> str:
+    """Returns the dtype in which the chip multiplies an operand."""
+    return compiled.chip.rounded_fp32 if dtype == "tf32" else dtype
+
+
+def _is_in_outer_loop(op_name: str) -> bool:
+    """Returns True for a name stack with a loop outside of the differentiated function."""
+    before, derivative, _ = op_name.partition("jvp(")
+    return bool(derivative) and "while/" in before
+
+
+# Matmuls of a kernel of a TPU.
+_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
+
+
+def fused_attention(call: Instruction) -> str:
+    """Returns the name of a kernel of fused attention; "" for other instructions."""
+    target = call.attribute("custom_call_target")
+    if target == "tpu_custom_call":
+        return next((name for name in _SPLASH if call.name.startswith(name)), "")
+    return target if target.startswith("__cudnn$fmha") else ""
+
+
+def _attention_row(
+    inside: Computation, call: Instruction, times: int, origins: Origins
+) -> AttentionRow:
+    kernel = fused_attention(call)
+    arrays = [shape_of(inside, name) for name in call.operands]
+    # Kernels of TPUs have the structure of the mask before the queries.
+    query = next(shape for shape in arrays if len(shape.sizes) >= 4)
+    place: dict[str, Any] = origins.of(call) | ({"phase": BACKWARD} if "Backward" in kernel else {})
+    flops = _attention_flops(inside, call) * times
+    return AttentionRow(
+        **place, kernel=kernel, dtype=query.dtype, shape=query.sizes, count=times, flops=flops
+    )
+
+
+def _attention_flops(inside: Computation, call: Instruction) -> int:
+    kernel = fused_attention(call)
+    if kernel in _SPLASH:
+        arrays = [shape_of(inside, name) for name in call.operands]
+        query, key = [shape for shape in arrays if len(shape.sizes) == 4][:2]
+        pairs = query.elements * key.sizes[-2]
+        # A mask that depends on positions is causal, as far as the program shows.
+        is_causal = any("q_sequence" in name for name in call.operands)
+        return 2 * _SPLASH[kernel] * pairs // (2 if is_causal else 1)
+    config = call.config.get("cudnn_fmha_backend_config", {})
+    logits = config.get("intermediate_tensor_shape", {}).get("dimensions", ())
+    query, _, value = (shape_of(inside, name) for name in call.operands[:3])
+    if len(logits) != 4:
+        return 0
+    return attention_flops(
+        tuple(map(int, logits)),
+        (query.sizes[-1], value.sizes[-1]),
+        is_causal="CAUSAL" in str(config.get("mask_type")),
+        window=int(config.get("sliding_window_length") or 0),
+        backward="Backward" in kernel,
+    )

@@ -1,0 +1,350 @@
+"""Labels of values in a traced program, and the rules by which equations propagate them.
+
+A label records a property of a value, such as "an FP32 value that was computed from 16 bits".
+Checks attach labels to results and read those of operands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Hashable, Iterable
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
+from jaxmp._policies._op_table import OpTable
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, Inner, inners, is_literal
+from jaxmp._tools.audit._checks import Check, PendingFinding, PendingFindings
+from jaxmp._tools.audit._dataflow import (
+    GRADIENT,
+    SCALAR,
+    From,
+    Power,
+    is_chosen_scale,
+    is_lineage,
+    is_scale,
+    lineage,
+    powers_after,
+)
+from jaxmp._tools.audit._program import OpOccurrence, dtype_of, named
+
+# ---------------------------------------------------------------------------
+# Labels
+# ---------------------------------------------------------------------------
+
+# Primitives that move elements, and the limits of a saturating cast.
+_MOVES = named(
+    "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose rev copy slice"
+    " dynamic_slice gather split unstack stack concatenate tile clamp select_n stop_gradient"
+)
+
+# An FP32 value that was computed from 16 bits, element by element.
+WAS_16_BITS = "was 16 bits"
+
+
+class WasFp8(NamedTuple):
+    """Label of a value that was cast up from FP8 and only scaled since."""
+
+    name: str
+
+
+_NUMBERS = itertools.count()
+
+
+class ConditionalFinding:
+    """Label of a value whose finding is reported only if the value has a harmful consequence."""
+
+    check: ClassVar[Check]
+    # The primitives that propagate the label; None: all but reductions.
+    survives: ClassVar[frozenset[str] | None] = None
+
+    def __init__(self, op: OpOccurrence, message: str, fix: str, severity: str = "") -> None:
+        self.op, self.message, self.fix, self.severity = op, message, fix, severity
+        # Sets of labels are reported in this order.
+        self.number = next(_NUMBERS)
+        self.finding: PendingFinding | None = None
+
+    def report(self, harm: str, findings: PendingFindings, flops: int | None = None) -> None:
+        """Reports the finding once, with its first consequence.
+
+        Args:
+          harm: the consequence, as a part of a sentence.
+          findings: the collection that it is added to.
+          flops: FLOPs of the matmul that the value makes wide; None for another consequence.
+        """
+        if self.finding is None:
+            message = f"{self.message}{harm}."
+            self.finding = findings.add(
+                self.check, self.op, message, self.fix, severity=self.severity
+            )
+        self.finding.add_harm(flops)
+
+
+class Fact:
+    """Label that only some primitives of the forward pass propagate."""
+
+    survives: ClassVar[frozenset[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatInput(Fact):
+    """Label of an FP32 argument of the program whose elements were only moved."""
+
+    name: str
+    # Its key path among the arguments.
+    location: str
+    survives: ClassVar = _MOVES
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedInput(Fact):
+    """Label of an FP32 argument that was rounded to 16 bits and only shifted or scaled since."""
+
+    input: FloatInput
+    dtype: str
+    survives: ClassVar = _MOVES | named("mul div add sub neg")
+
+
+class WideValue:
+    """Label that an FP32 value loses when it is cast to 16 bits."""
+
+
+class Stream(WideValue):
+    """Label of an FP32 residual stream, or of an FP32 carry of a loop."""
+
+
+STREAM = Stream()
+# The FP32 state of a recurrence that 16-bit gates multiply.
+GATED = Stream()
+
+
+class Reduction16Bit:
+    """Label of a sum over devices in 16 bits."""
+
+    def __init__(self, op: OpOccurrence, is_gradient: bool) -> None:
+        self.op, self.is_gradient = op, is_gradient
+        # True if a matmul of the backward pass reads the sum.
+        self.is_activation = False
+
+
+class Logits(NamedTuple):
+    """Label of a matmul's result that was only scaled, masked or biased since.
+
+    The matmul computes the logits of attention if a softmax follows.
+    """
+
+    op: OpOccurrence
+    normalized: bool = False
+
+
+_Label = TypeVar("_Label")
+Labels = frozenset[Any]
+_NONE: Labels = frozenset()
+_ONLY_GRADIENT: Labels = frozenset({GRADIENT})
+# Labels that every operation propagates.
+_PROPAGATED_BY_ALL = _ONLY_GRADIENT
+
+# ---------------------------------------------------------------------------
+# Primitives
+# ---------------------------------------------------------------------------
+
+# Primitives that propagate `Logits`, besides those that the op table runs in the widest operand
+# dtype or in the dtype of the operand.
+_KEEPS_LOGITS = named("convert_element_type exp exp2 stop_gradient")
+# Primitives that combine elements, so that a promoted array ends there.
+REDUCES = named(
+    "reduce_sum reduce_prod reduce_max reduce_min argmax argmin dot_general conv_general_dilated"
+    " ragged_dot_general reduce_window_sum reduce_window_max"
+)
+_BREAKS = named(
+    "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
+    " gt ge dynamic_slice"
+)
+# Frequent primitives after which a gradient has no other label.
+_PLAIN = named(
+    "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
+)
+# Labels that special rules propagate.
+_SPECIAL = (ConditionalFinding, Fact, Power, Reduction16Bit, Stream)
+
+
+# ---------------------------------------------------------------------------
+# Propagation
+# ---------------------------------------------------------------------------
+
+
+class Flow:
+    """Labels of a program's variables.
+
+    Equations are visited in order of execution. The variables of a sub-jaxpr receive the labels of
+    the operands when it is entered.
+    """
+
+    def __init__(self, ops: OpTable) -> None:
+        self._labels: dict[Any, Labels] = {}
+        self._ops = ops
+        # Numbers of the scalar arguments that cotangents are proportional to.
+        self.scaled_by: set[int] = set()
+        # True if a matmul of the forward pass reads float16, and if the backward pass reads a
+        # scalar that may be a loss scale.
+        self.has_float16 = self.has_scale = False
+        # Numbers of the arguments that a differentiated function reads.
+        self.differentiated: set[int] = set()
+
+    def mark(self, var: Atom, label: Hashable) -> None:
+        """Adds a label to a variable."""
+        self._labels[var] = self._labels.get(var, _NONE) | {label}
+
+    def of(self, var: Atom) -> Labels:
+        """Returns the labels of an operand."""
+        return _NONE if is_literal(var) else self._labels.get(var, _NONE)
+
+    def of_all(self, variables: Iterable[Atom]) -> set[Any]:
+        """Returns the labels of several operands."""
+        return {label for var in variables for label in self.of(var)}
+
+    def labels(self, cls: type[_Label], *variables: Atom) -> list[_Label]:
+        """Returns the labels of one class that some operands have."""
+        return [label for label in self.of_all(variables) if isinstance(label, cls)]
+
+    def copy(self, sources: Iterable[Atom | None], targets: Iterable[Atom | None]) -> None:
+        """Copies labels into or out of a sub-jaxpr; None stands for an unknown variable."""
+        for source, target in zip(sources, targets, strict=True):
+            if source is not None and target is not None:
+                labels = self.of(source)
+                if labels:
+                    self._labels[target] = self.of(target) | labels
+
+    def enter(self, inner: Inner) -> None:
+        """Copies the labels of operands into a sub-jaxpr, which may be shared by several calls."""
+        for var in inner.jaxpr.invars:
+            self._labels.pop(var, None)
+        self.copy(inner.operands, inner.jaxpr.invars)
+
+    def leave(self, inner: Inner) -> None:
+        """Copies the labels of results out of a sub-jaxpr."""
+        self.copy(inner.jaxpr.outvars, inner.results)
+
+    def step(self, op: OpOccurrence, *, is_call: bool = False) -> None:
+        """Labels the results of an equation.
+
+        Args:
+          op: the equation.
+          is_call: True for one with sub-jaxprs, before these are entered.
+        """
+        equation, name = op.equation, op.name
+        labels = self._read(op, is_call)
+        if labels == _ONLY_GRADIENT and name in _PLAIN:
+            self._label_results(equation, labels)
+            return
+        if not labels and name != "broadcast_in_dim":
+            self._label_results(equation, _NONE)
+            return
+        special = frozenset(x for x in labels if isinstance(x, _SPECIAL) or is_lineage(x))
+        kept = self._kept(labels - special, name) - {SCALAR}
+        if not is_call:
+            kept |= labels & {SCALAR} if _are_scalars(equation) else _NONE
+            kept |= lineage(op, self.of) | self._specials_after(op, special)
+        elif op.location.phase == FORWARD and _is_matched(equation):
+            kept -= {GRADIENT}
+        self._label_results(equation, kept)
+
+    def _read(self, op: OpOccurrence, is_call: bool) -> Labels:
+        """Returns the labels of the operands, as the operation reads them."""
+        equation, phase = op.equation, op.location.phase
+        labels = frozenset(self.of_all(equation.invars))
+        if phase == BACKWARD:
+            if self.has_float16 and not self.has_scale:
+                self.has_scale = any(is_scale(op, var, self.of) for var in equation.invars)
+            labels |= _ONLY_GRADIENT
+        elif op.location.differentiated and phase == FORWARD and not is_call:
+            self.differentiated.update(x.number for x in labels if isinstance(x, From))
+        if op.name == "convert_element_type":
+            labels = _after_cast(labels, equation)
+        elif labels:
+            labels = self._still_fp8(labels, equation)
+        is_chosen = self.has_float16 and is_chosen_scale(equation)
+        return labels | {SCALAR} if is_chosen else labels
+
+    def _specials_after(self, op: OpOccurrence, special: Labels) -> Labels:
+        phase, moved = op.location.phase, self._of_moved(op)
+        lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
+        kept = frozenset(
+            x
+            for x in special
+            if isinstance(x, lasting) and _survives(x, op.name) and (moved is None or x in moved)
+        )
+        powers = [x for x in special if isinstance(x, Power)]
+        if powers and phase == BACKWARD:
+            self.scaled_by.update(x.number for x in powers if x.exponent)
+        return kept | powers_after(op, self.of) if powers else kept
+
+    def _label_results(self, equation: Equation, labels: Labels) -> None:
+        narrow = frozenset(x for x in labels if not _is_wide(x))
+        for var in equation.outvars:
+            self._labels[var] = labels if dtype_of(var) in (FLOAT32, FLOAT64) else narrow
+
+    def _of_moved(self, op: OpOccurrence) -> set[Any] | None:
+        """Returns the labels of the operands that `op` selects from; None for other operations."""
+        operands = op.equation.invars
+        if op.name in ("gather", "dynamic_slice"):
+            return self.of_all(operands[:1])
+        return self.of_all(operands[1:]) if op.name == "select_n" else None
+
+    def _still_fp8(self, labels: Labels, equation: Equation) -> Labels:
+        """Removes FP8 labels unless all operands other than scalars have them."""
+        fp8 = {label for label in labels if isinstance(label, WasFp8)}
+        arrays = (var for var in equation.invars if math.prod(getattr(var.aval, "shape", ())) > 1)
+        if fp8 and not all(fp8 & self.of(var) for var in arrays):
+            return labels - fp8
+        return labels
+
+    def _kept(self, labels: Labels, name: str) -> Labels:
+        if name == "sub":
+            # A difference of a softmax and labels is the gradient of a loss. The weights of
+            # attention are never an operand of a subtraction.
+            labels = frozenset(x for x in labels if not (isinstance(x, Logits) and x.normalized))
+        if name in _BREAKS:
+            return labels & _PROPAGATED_BY_ALL
+        if name not in _KEEPS_LOGITS and self._ops.category(name) not in ("widest", "follow"):
+            is_wide = self._ops.category(name) == "fp32"
+            return labels & (_PROPAGATED_BY_ALL | ({WAS_16_BITS} if is_wide else set()))
+        if name in ("exp", "exp2"):
+            return frozenset(
+                x._replace(normalized=True) if isinstance(x, Logits) else x for x in labels
+            )
+        return labels
+
+
+def _are_scalars(equation: Equation) -> bool:
+    return all(math.prod(getattr(var.aval, "shape", (0,))) == 1 for var in equation.outvars)
+
+
+def _is_matched(equation: Equation) -> bool:
+    """Returns True if each result of an equation is a known result of its jaxpr."""
+    return all(None not in inner.results for inner in inners(equation)[-1:])
+
+
+def _survives(label: object, name: str) -> bool:
+    if isinstance(label, Power):
+        return False
+    survives = getattr(label, "survives", None)
+    return name not in REDUCES if survives is None else name in survives
+
+
+def _is_wide(label: object) -> bool:
+    return label == WAS_16_BITS or isinstance(label, WideValue)
+
+
+def _after_cast(labels: Labels, equation: Equation) -> Labels:
+    source, target = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
+    if target == FLOAT32 and is_16bit(source):
+        return labels | {WAS_16_BITS}
+    if source == FLOAT32 and is_16bit(target):
+        return frozenset(
+            RoundedInput(x, target.name) if isinstance(x, FloatInput) else x for x in labels
+        )
+    if is_fp8(source) and not is_fp8(target):
+        return labels | {WasFp8(source.name)}
+    return labels

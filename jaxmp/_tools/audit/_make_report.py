@@ -1,0 +1,308 @@
+"""Construction of the report from the findings and counts of the walk."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import linecache
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._targets import Target, get_target
+from jaxmp._policies._load import RecipeData
+from jaxmp._policies._policy import summarized
+from jaxmp._policies._resolve import matmul_scaling
+from jaxmp._programs._analysis import Backward, Forward
+from jaxmp._programs._constructs import CALLS
+from jaxmp._programs._interpreter import Frame
+from jaxmp._programs._jaxprs import Path, inners
+from jaxmp._programs._locations import module_of
+from jaxmp._programs._operations import loop_of, sharding_of_result
+from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit._check_compiled import CompiledProgram
+from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
+from jaxmp._tools.audit._checks import CHECKS, ON_COMPILED, ON_PROGRAM, WARNING, PendingFinding
+from jaxmp._tools.audit._dataflow import Update
+from jaxmp._tools.audit._hlo_collectives import axis_names
+from jaxmp._tools.audit._hlo_stats import read_program
+from jaxmp._tools.audit._report import AuditReport
+from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
+from jaxmp._tools.audit._trace import Traced
+from jaxmp._tools.hlo._compile import Compiled
+
+
+def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
+    """Returns the findings without those of checks that do not apply to the optimizer.
+
+    An operation belongs to the optimizer if it reads values that were computed from gradients, and
+    if updated parameters or the optimizer's state are computed from its result. Its matmuls follow
+    the optimizer's precision and not the policies; a note gives their share of the FLOPs.
+    """
+    pending = list(auditor.findings)
+    suspects = [f for f in pending if f.after_gradient and not f.check.includes_optimizer]
+    if not suspects and not auditor.after_gradient:
+        return pending
+    is_updated = [
+        any(x.has_gradient for x in auditor.flow.labels(Update, var))
+        for var in traced.jaxpr.outvars
+    ]
+    search = _Sources()
+    search.run(traced.jaxpr, is_updated)
+    sources = search.found
+    _note_matmuls(auditor, sources)
+    dropped = [f for f in suspects if not sources.isdisjoint(f.after_gradient)]
+    for finding in (f for f in dropped if not f.flops):
+        where = auditor.findings.text_of(finding.line)
+        auditor.notes[f"{finding.check.id} at {where} is not reported in the optimizer"] = None
+    ids = set(map(id, dropped))
+    return [finding for finding in pending if id(finding) not in ids]
+
+
+class _Sources(Backward):
+    """Finds the variables at any depth that some results depend on.
+
+    A loop depends on all that its body computes.
+    """
+
+    nothing = False
+
+    def __init__(self) -> None:
+        self.found: set[Any] = set()
+
+    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+        if not any(results):
+            return [False] * len(equation.invars)
+        pairs = zip(equation.outvars, results, strict=True)
+        self.found.update(var for var, is_needed in pairs if is_needed)
+        if not inners(equation):
+            return [True] * len(equation.invars)
+        is_loop = loop_of(equation) is not None
+        operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
+        # The index of a branch.
+        return [True, *operands[1:]] if equation.primitive.name == "cond" else operands
+
+    def join(self, first: bool, second: bool) -> bool:
+        return first or second
+
+
+def _note_matmuls(auditor: Auditor, sources: set[Any]) -> None:
+    total = sum(flops for flops, _ in auditor.matmuls.values())
+    for where, rows in auditor.after_gradient.items():
+        flops = sum(flops for results, flops in rows if not sources.isdisjoint(results))
+        if flops:
+            auditor.notes[
+                f"the optimizer's matmuls at {where} ({flops / total:.1%} of the FLOPs) are not"
+                " compared with the policies"
+            ] = None
+
+
+_EMULATED = (
+    "FP8 matmuls are emulated on a CPU: operands are rounded to FP8 and multiplied in a wider dtype"
+)
+# Findings about less than this share of all FLOPs are warnings: a misaligned matmul, all FP32
+# matmuls together, and a promotion that makes only such matmuls wide.
+_SMALL_SHARE = 0.01
+
+
+def make_report(
+    auditor: Auditor,
+    traced: Traced,
+    compiled: Compiled | None,
+    *,
+    function: Callable[..., Any],
+    target: str,
+) -> AuditReport:
+    """Returns the report.
+
+    Args:
+      auditor: after its walk.
+      traced: the program.
+      compiled: the program compiled for a GPU, if there is one.
+      function: the audited function.
+      target: the GPU that `audit` received; "" without one.
+    """
+    of_program = [f for function in ON_PROGRAM for f in function(auditor, traced) or ()]
+    findings = [*_final_findings(auditor, traced), *of_program]
+    policies = auditor.context.policies
+    rows: dict[str, Any] = {}
+    if auditor.context.target == "cpu" and any("float8" in lhs for *_, lhs, _ in auditor.matmuls):
+        auditor.notes[_EMULATED] = None
+    if compiled is not None:
+        names = auditor.locations.names
+        compilation = read_program(
+            compiled, names, auditor.root, traced.optimizer_arrays(), traced.may_be_weights()
+        )
+        fp8 = {
+            (module_of(names, auditor.root), phase, *line): dtype
+            for (names, phase, line), dtype in auditor.fp8.items()
+        }
+        axes = _fsdp_axes(compiled, traced)
+        program = CompiledProgram(compilation, tuple(findings), fp8, axes, compiled.chip)
+        findings += [f for function in ON_COMPILED for f in function(program, auditor)]
+        rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
+        del rows["origins"]
+    recipe, definition = auditor.context.recipe, _definition(function)
+    notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(target, recipe))
+    findings = [_with_line(finding, definition) for finding in findings]
+    return AuditReport(
+        function=getattr(function, "__name__", type(function).__name__),
+        target=target,
+        recipe="" if recipe is None else recipe.name,
+        findings=tuple(sorted(findings, key=_sort_key)),
+        matmuls=merged(_matmul_rows(auditor), "flops", "count"),
+        policies="" if policies is None else str(summarized(policies.default)),
+        equations=auditor.equations,
+        notes=notes,
+        **rows,
+    )
+
+
+def _target_notes(target: str, recipe: RecipeData | None) -> Iterator[str]:
+    """Yields why a program was not compiled, and the recipe that fits the chip."""
+    if not target:
+        return
+    chip = get_target(target)
+    if chip.uncompiled:
+        yield f"the program was not compiled for {target!r}: {chip.uncompiled}"
+    lacking = "" if recipe is None else lacking_format(chip, recipe)
+    if lacking:
+        yield lacking
+
+
+def lacking_format(chip: Target, recipe: RecipeData) -> str:
+    """Returns that a chip lacks the formats of a recipe, and one that fits; "" otherwise."""
+    default = recipe.policies.default
+    lacks_fp8 = matmul_scaling(recipe.policies) is not None and "float8_e4m3fn" not in chip.native
+    if not lacks_fp8 and (
+        not is_16bit(default.compute_dtype) or str(default.compute_dtype) in chip.native
+    ):
+        return ""
+    name = "FP8" if lacks_fp8 else str(default.compute_dtype)
+    fitting = "bf16" if "bfloat16" in chip.native else "fp16"
+    fitting += "_params" * is_16bit(default.param_dtype)
+    text = f"the recipe computes in {name}, which {chip.kind} does not multiply natively"
+    return f"{text}; this one fits: jaxmp.load_recipe({fitting!r})"
+
+
+def _fsdp_axes(compiled: Compiled, traced: Traced) -> frozenset[str]:
+    """Returns the mesh axes that split both parameters and the first dimension of the batch."""
+    of_weights: set[str] = set()
+    of_batch: set[str] = set()
+    are_weights = traced.may_be_weights()
+    for sharding, is_weight in zip(compiled.shardings, are_weights, strict=True):
+        spec = getattr(sharding, "spec", ())
+        if is_weight:
+            of_weights |= axis_names(spec)
+        else:
+            of_batch |= axis_names(spec[:1])
+    constrained = _ConstrainedAxes()
+    constrained.run(traced.jaxpr, [not is_weight for is_weight in are_weights])
+    return frozenset(of_weights & (of_batch | constrained.found))
+
+
+class _ConstrainedAxes(Forward):
+    """Finds the mesh axes to which a program constrains the rows of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        if any(operands) and equation.primitive.name == "sharding_constraint":
+            spec = getattr(sharding_of_result(equation), "spec", ())
+            self.found |= axis_names(spec[:1])
+        is_call = equation.primitive.name in CALLS
+        return self.enter(equation, operands, frame) if is_call else [None] * len(equation.outvars)
+
+
+def _gpu_text(compiled: Compiled) -> str:
+    gpus = f"{compiled.devices} x {compiled.gpu}" if compiled.devices > 1 else compiled.gpu
+    missing = f"{gpus} (no such {compiled.chip.platform.upper()} on this machine)"
+    return gpus if compiled.is_real else missing
+
+
+# ---------------------------------------------------------------------------
+# Findings
+# ---------------------------------------------------------------------------
+
+
+def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
+    """Returns the findings of the traced program with their modules and severities.
+
+    Findings of scopes that differ but belong to the same module are merged.
+    """
+    total = sum(flops for flops, _ in auditor.matmuls.values())
+    pending = checked_findings(auditor, traced)
+    fp32_flops = sum(finding.flops for finding in pending if finding.check is FP32_MATMUL)
+    are_few = fp32_flops < _SMALL_SHARE * total
+    merged: dict[Any, Finding] = {}
+    for item in pending:
+        is_minor = _is_minor(item, total) or (item.check is FP32_MATMUL and are_few)
+        finding = _final_finding(item, auditor.root, is_minor)
+        key = finding.check, finding.severity, finding.module, finding.file, finding.line
+        if key in merged:
+            count, flops = merged[key].count + finding.count, merged[key].flops + finding.flops
+            finding = dataclasses.replace(merged[key], count=count, flops=flops)
+        merged[key] = finding
+    return list(merged.values())
+
+
+def _is_minor(finding: PendingFinding, total: int) -> bool:
+    """Returns True if a finding concerns a small share of all FLOPs."""
+    is_promotion = finding.check is IMPLICIT_PROMOTION
+    if not is_promotion and finding.check is not MISALIGNED_MATMUL:
+        return False
+    flops = finding.harmed_flops if is_promotion else finding.flops
+    return 0 < flops < _SMALL_SHARE * total and not finding.has_other_harm
+
+
+def _final_finding(finding: PendingFinding, root: Path, is_minor: bool) -> Finding:
+    file, line = finding.line
+    return Finding(
+        check=finding.check.id,
+        severity=WARNING if is_minor else finding.severity,
+        module=module_of(finding.names, root),
+        primitive=finding.primitive,
+        file=file,
+        line=line,
+        message=finding.message,
+        fix=finding.fix,
+        count=finding.count,
+        flops=finding.flops,
+    )
+
+
+def _with_line(finding: Finding, definition: tuple[str, int]) -> Finding:
+    """Returns a finding with the text of its line, or else with the line of the function."""
+    if not finding.file:
+        return dataclasses.replace(finding, file=definition[0], line=definition[1])
+    return dataclasses.replace(finding, text=linecache.getline(finding.file, finding.line).strip())
+
+
+def _definition(function: Callable[..., Any]) -> tuple[str, int]:
+    """Returns (file, line) of a function's definition; ("", 0) if it is not known."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def _sort_key(finding: Finding) -> tuple[int, int, int]:
+    """Sorts errors before warnings, then by check and by FLOPs; notes keep their order."""
+    order = SEVERITIES.index(finding.severity)
+    return order, order < 2 and list(CHECKS).index(finding.check), -finding.flops
+
+
+# ---------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------
+
+
+def _matmul_rows(auditor: Auditor) -> Iterator[MatmulRow]:
+    for (names, phase, lhs, rhs), (flops, count) in auditor.matmuls.items():
+        module = module_of(names, auditor.root)
+        yield MatmulRow(module=module, phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)

@@ -1,0 +1,542 @@
+"""The report of an audit, its comparison with a baseline, and its tables."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from typing import ClassVar
+
+import jax
+
+from jaxmp import __version__
+from jaxmp._core._messages import did_you_mean
+from jaxmp._tools.audit._checks import CHECKS, ERROR, NOTE, WARNING
+from jaxmp._tools.audit._rows import (
+    AttentionRow,
+    CollectiveRow,
+    Finding,
+    GemmRow,
+    MatmulRow,
+    MemoryRow,
+)
+from jaxmp._tools.report._section import (
+    MAX_ROWS,
+    PHASES,
+    Fix,
+    Section,
+    abbreviate,
+    bytes_text,
+    counted,
+    flops_text,
+    grouped,
+    left_out_text,
+    module_text,
+    nonempty,
+    numberless,
+    pair_text,
+    share_text,
+)
+from jaxmp._tools.report._views import Report, read_report
+from jaxmp.errors import AuditError, AuditFailedError
+
+# Findings that an error message lists.
+_MAX_LISTED = 20
+# Operand dtypes of more than 16 bits.
+_WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
+
+# ---------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditReport(Report):
+    """Report of an audit: findings, and FLOPs and bytes by dtype. Frozen; contains plain data.
+
+    `print(report)` shows the verdict, the errors with their fixes, the matmuls and the memory;
+    `report.to_text(full=True)` shows everything. rich and notebooks render it, too.
+
+    Args:
+      function: name of the audited function.
+      target: the GPU that it was compiled for, as `audit` received it; "" if it was only traced.
+      recipe: name of the recipe; "" without policies.
+      jaxmp_version, jax_version: the versions that made the report.
+      policies: the default policy, as a string; "" without policies.
+      equations: number of operations of the program.
+      gpu: the GPUs that it was compiled for; "" without `target`. Then `gemms`, `memory`,
+        `attention` and `collectives` are empty.
+      findings: errors first, then warnings, by check and by FLOPs; then notes, by bytes.
+      matmuls: FLOPs per module, pass and operand dtypes.
+      gemms: the matmuls of the GPU and their dtypes.
+      memory: bytes on each device, and the bytes that the optimizer update moves.
+      attention: the fused attention kernels.
+      collectives: the arrays that devices send to one another.
+      notes: the parts of the program that were not counted, and why, and how FP8 matmuls depend on
+        the rest of the batch.
+
+    Example:
+      >>> report = audit(lambda x, w: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)))
+      >>> report.matmul_flops, report.ok
+      ({('float32', 'float32'): 1024}, True)
+    """
+
+    _subject = "audit"
+    _title = "Precision audit"
+    _command = "jaxmp audit my_package.train:make_step --json audit.json"
+    _error = AuditError
+    # The version is increased if a field changes; `docs/audit.md` describes them.
+    _schema: ClassVar = {"schema_version": 2}
+    _summary = ("ok", "low_precision_share")
+
+    function: str = ""
+    target: str = ""
+    recipe: str = ""
+    jaxmp_version: str = __version__
+    jax_version: str = jax.__version__
+    policies: str = ""
+    equations: int = 0
+    gpu: str = ""
+    findings: tuple[Finding, ...] = ()
+    matmuls: tuple[MatmulRow, ...] = ()
+    gemms: tuple[GemmRow, ...] = ()
+    memory: MemoryRow | None = None
+    attention: tuple[AttentionRow, ...] = ()
+    collectives: tuple[CollectiveRow, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    # -- counts -----------------------------------------------------------------------------
+
+    @property
+    def ok(self) -> bool:
+        """True if there are no errors; warnings are allowed."""
+        return not self.errors
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings with severity "error"."""
+        return tuple(finding for finding in self.findings if finding.severity == ERROR)
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings with severity "warning"."""
+        return tuple(finding for finding in self.findings if finding.severity == WARNING)
+
+    @property
+    def matmul_flops(self) -> dict[tuple[str, str], int]:
+        """(lhs dtype, rhs dtype) -> FLOPs of matmuls and convolutions, largest first."""
+        return {(lhs, rhs): flops for (lhs, rhs), flops in self.flops_by("lhs", "rhs").items()}
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of all matmuls and convolutions."""
+        return sum(row.flops for row in self.matmuls)
+
+    @property
+    def low_precision_share(self) -> float:
+        """The share of matmul FLOPs with both operands in 16 bits or fewer, from 0 to 1.
+
+        Without floating-point matmuls it is 0.
+
+        Example:
+          >>> x = jnp.ones((8, 8))
+          >>> report = audit(lambda x, y: (x @ x, y @ y), x, x.astype(jnp.bfloat16))
+          >>> report.low_precision_share
+          0.5
+        """
+        narrow = (row.flops for row in self.matmuls if {row.lhs, row.rhs}.isdisjoint(_WIDE))
+        return sum(narrow) / max(self.flops, 1)
+
+    def flops_by(self, *fields: str) -> dict[tuple[str, ...], int]:
+        """Returns FLOPs by some fields of `MatmulRow`, largest first.
+
+        Args:
+          *fields: "module", "phase", "lhs", "rhs".
+
+        Example:
+          >>> report = audit(lambda x: x @ x, jnp.ones((8, 8)))
+          >>> report.flops_by("phase")
+          {('forward',): 1024}
+        """
+        sums: Counter[tuple[str, ...]] = Counter()
+        for row in self.matmuls:
+            sums[tuple(getattr(row, field) for field in fields)] += row.flops
+        return dict(sums.most_common())
+
+    def counts(self) -> dict[str, int]:
+        """Returns check id -> number of operations, arguments or rules with an error; sorted."""
+        sums: Counter[str] = Counter()
+        for finding in self.errors:
+            sums[finding.check] += finding.count
+        return dict(sorted(sums.items()))
+
+    # -- comparisons ------------------------------------------------------------------------
+
+    def check(
+        self,
+        fail_on: Iterable[str] | str | None = None,
+        *,
+        baseline: AuditReport | str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Raises an exception if the program has errors; for the tests of a project.
+
+        Args:
+          fail_on: checks that may not find anything, warnings included; None: no errors at all.
+          baseline: an earlier report, its JSON text, or a path that ends in `.json`. Only findings
+            fail that the baseline does not contain: those with another check, module or text of
+            the source line. Line numbers may differ.
+
+        Raises:
+          AuditFailedError: listing each finding with module, line and fix.
+          AuditError: if a check does not exist, if the baseline cannot be read, or if it was made
+            for another target.
+
+        Example:
+          >>> audit(lambda x: x @ x, jnp.ones((8, 8))).check(fail_on=["mixed_operands"])
+        """
+        checks = known_checks(fail_on)
+        failed = [f for f in self.findings if _fails(f, checks)]
+        if baseline is not None:
+            before = read_report(AuditReport, baseline)
+            self._check_target(before)
+            failed = _without(failed, (f for f in before.findings if _fails(f, checks)))
+        if failed:
+            more = ", which the baseline does not contain" if baseline is not None else ""
+            lines = [f"  {finding}" for finding in failed[:_MAX_LISTED]]
+            lines += [f"  and {len(failed) - _MAX_LISTED} more"] * (len(failed) > _MAX_LISTED)
+            raise AuditFailedError("\n".join([f"The audit found errors{more}:", *lines]))
+
+    def _check_target(self, baseline: AuditReport) -> None:
+        if baseline.target != self.target:
+            raise AuditError(
+                f"The baseline was made with target={baseline.target or None!r} and this report "
+                f"with target={self.target or None!r}, so that they have different findings. Use "
+                "the same target, or write a new baseline:\n"
+                "    pathlib.Path('audit.json').write_text(report.to_json())"
+            )
+
+    # -- views ------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        errors = ", ".join(f"{check}: {count}" for check, count in self.counts().items())
+        return f"<AuditReport of {self.equations} equations; {errors or 'ok'}>"
+
+    def _sections(self, full: bool) -> list[Section]:
+        return report_sections(self, full)
+
+
+def known_checks(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
+    """Returns the checks as a set; None for all errors.
+
+    Raises:
+      AuditError: naming a check that does not exist.
+    """
+    if fail_on is None:
+        return None
+    checks = frozenset([fail_on] if isinstance(fail_on, str) else fail_on)
+    for check in sorted(checks - set(CHECKS)):
+        raise AuditError(
+            f"fail_on={check!r} is not a check.{did_you_mean(check, CHECKS)} Allowed: "
+            f"{', '.join(CHECKS)}; for example report.check(fail_on=['fp32_matmul'])."
+        )
+    return checks
+
+
+def _fails(finding: Finding, checks: frozenset[str] | None) -> bool:
+    return finding.severity == ERROR if checks is None else finding.check in checks
+
+
+def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Returns the findings without equal ones among the others, each of which stands for one."""
+    known = Counter((finding.identity, finding.severity) for finding in others)
+    rest = []
+    for finding in findings:
+        key = finding.identity, finding.severity
+        if known[key]:
+            known[key] -= 1
+        else:
+            rest.append(finding)
+    return tuple(rest)
+
+
+# ---------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------
+
+# Rows of the table of errors in the short report.
+_MAX_ERRORS = 20
+_INDENT = "    "
+
+Groups = list[list[Finding]]
+
+
+def group_findings(findings: Iterable[Finding]) -> Groups:
+    """Groups the findings that share one row: their modules differ in numbers only."""
+    groups = grouped(findings, lambda f: (f.check, numberless(f.module), f.file, f.line, f.fix))
+    return list(groups.values())
+
+
+def error_sections(groups: Groups, full: bool) -> list[Section]:
+    """Returns the table of errors and the fixes.
+
+    Args:
+      groups: errors, one group for each row.
+      full: True for all rows; False for the first ones.
+    """
+    shown = groups if full else groups[:_MAX_ERRORS]
+    more = len(groups) - len(shown)
+    text = f"The first {len(shown)}; use --full to print {more} more." if more else ""
+    return finding_sections("Errors", shown, "Fixes", text)
+
+
+def warning_sections(findings: Iterable[Finding]) -> list[Section]:
+    """Returns the table of warnings, grouped by check and fix, and suggestions."""
+    groups = grouped(findings, lambda finding: (finding.check, finding.fix))
+    return finding_sections("Warnings", list(groups.values()), "Suggestions")
+
+
+def finding_sections(title: str, groups: Groups, fixes: str, text: str = "") -> list[Section]:
+    """Returns a numbered table of findings, and the fix of each.
+
+    Args:
+      title: of the table.
+      groups: findings, one group for each row.
+      fixes: title of the fixes.
+      text: a sentence above the table.
+    """
+    rows = tuple((str(n), *_row(group)) for n, group in enumerate(groups, start=1))
+    by_fix = grouped(range(len(groups)), lambda number: groups[number][0].fix)
+    remedies = tuple(
+        Fix(_fix_title(numbers, groups[numbers[0]][0].location), fix_parts(fix))
+        for fix, numbers in by_fix.items()
+        if fix
+    )
+    return [
+        Section(title, text, ("#", "check", "location", "finding"), rows),
+        Section(fixes, fixes=remedies),
+    ]
+
+
+def _row(group: list[Finding]) -> tuple[str, ...]:
+    first, count = group[0], sum(finding.count for finding in group)
+    modules = abbreviate(sorted({finding.module for finding in group}))
+    # The message of a finding about an argument contains its count.
+    times = f" ({counted(count, 'operation')})" if count > 1 and first.primitive else ""
+    lines = len({(finding.file, finding.line) for finding in group})
+    line = first.location + (f" and {counted(lines - 1, 'more line')}" if lines > 1 else "")
+    location = f"{modules}, {line}" if line else modules
+    return first.check, location, first.message + times
+
+
+def _fix_title(numbers: list[int], location: str) -> str:
+    """Returns `1 (model.py:12)`, or `1, 3` for the remedy of several rows."""
+    title = ", ".join(str(number + 1) for number in numbers)
+    return f"{title} ({location})" if location and len(numbers) == 1 else title
+
+
+def fix_parts(fix: str) -> tuple[tuple[bool, str], ...]:
+    """Splits a fix into sentences and code.
+
+    Lines of code are indented by four spaces, unless the whole fix is code.
+    """
+    if _is_code(fix):
+        return ((True, fix),)
+    parts: list[tuple[bool, list[str]]] = []
+    for line in fix.splitlines():
+        code = line.startswith(_INDENT) or (not line.strip() and bool(parts) and parts[-1][0])
+        if not parts or parts[-1][0] != code:
+            parts.append((code, []))
+        parts[-1][1].append(line)
+    return tuple(
+        (code, textwrap.dedent("\n".join(lines)).rstrip() if code else " ".join(lines))
+        for code, lines in parts
+    )
+
+
+def _is_code(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return bool(text.strip())
+
+
+def _kernel_of(row: GemmRow | AttentionRow) -> tuple[str, str, str]:
+    """Returns the dtypes of operands and result, and the kernel."""
+    if isinstance(row, AttentionRow):
+        return row.dtype, row.dtype, "fused attention"
+    return pair_text(row.lhs, row.rhs), row.out, row.kernel
+
+
+def compiled_matmuls(kernels: Iterable[GemmRow | AttentionRow]) -> Section:
+    """Returns the FLOPs of the GPU's kernels by dtype."""
+    groups = grouped(kernels, _kernel_of)
+    flops = Counter({key: sum(row.flops for row in group) for key, group in groups.items()})
+    rows = tuple(
+        (
+            *key,
+            counted(sum(row.count for row in groups[key]), "launch"),
+            flops_text(value),
+            share_text(value, flops.total()),
+        )
+        for key, value in flops.most_common()
+    )
+    columns = ("multiplied in", "result", "kernel", "count", "FLOPs", "share")
+    return Section("Matmuls in the compiled program", "", columns, rows)
+
+
+def compiled_lines(kernels: Iterable[GemmRow | AttentionRow]) -> Section:
+    """Returns the GPU's matmuls by module and source line."""
+    key_of = lambda row: (numberless(row.module), row.location, *_kernel_of(row))
+    rows = [
+        (
+            abbreviate(sorted({row.module for row in group})),
+            location,
+            dtypes,
+            kernel,
+            ", ".join(phase for phase in PHASES if phase in {row.phase for row in group}),
+            flops_text(sum(row.flops for row in group)),
+        )
+        for (_, location, dtypes, _, kernel), group in grouped(kernels, key_of).items()
+    ]
+    columns = ("module", "line", "multiplied in", "kernel", "passes", "FLOPs")
+    text = left_out_text(rows, "gemms")
+    return Section("Compiled matmuls by module", text, columns, tuple(rows[:MAX_ROWS]))
+
+
+def collectives(collectives: Iterable[CollectiveRow]) -> Section:
+    """Returns the arrays that devices send to one another."""
+    rows = [
+        (
+            row.operation,
+            row.dtype,
+            bytes_text(row.bytes),
+            counted(row.count, "array"),
+            row.content,
+            ", ".join(row.axes),
+            row.phase,
+            module_text(row.module),
+            row.location,
+        )
+        for row in collectives
+    ]
+    columns = ("collective", "dtype", "bytes", "count", "content", "axes", "pass", "module", "line")
+    text = left_out_text(rows, "collectives")
+    return Section("Collectives per device", text, columns, tuple(rows[:MAX_ROWS]))
+
+
+def memory(memory: MemoryRow | None) -> Section:
+    """Returns the memory of the program and the bytes that the optimizer update moves."""
+    if memory is None:
+        return Section("")
+    rows = [
+        ("arguments", bytes_text(memory.arguments)),
+        ("results", bytes_text(memory.outputs)),
+        ("results in donated arguments", bytes_text(memory.aliased)),
+        ("temporary buffers", bytes_text(memory.temporary)),
+    ]
+    if memory.update_bytes and memory.parameters:
+        moved = memory.update_bytes / memory.parameters
+        minimum = memory.update_floor / memory.parameters
+        text = f"{moved:.1f} bytes per parameter (minimum {minimum:.1f})"
+        rows.append(("memory traffic of the update", text))
+    return Section("Memory per device", "", ("quantity", "value"), tuple(rows))
+
+
+def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
+    """Returns the sections of a report; empty ones are omitted.
+
+    Args:
+      report: the report.
+      full: False for verdict, errors with their fixes, matmuls and memory; True for everything.
+    """
+    groups, kernels = group_findings(report.errors), (*report.gemms, *report.attention)
+    sections = [
+        _verdict(report, len(groups)),
+        *error_sections(groups, full),
+        _matmuls(report),
+        compiled_matmuls(kernels),
+        memory(report.memory),
+        *finding_sections("Speed", [[f] for f in report.findings if f.severity == NOTE], "Faster"),
+    ]
+    if full:
+        sections += [
+            *warning_sections(report.warnings),
+            _modules(report),
+            compiled_lines(kernels),
+            collectives(report.collectives),
+            Section("Notes", "", ("note",), tuple((note,) for note in report.notes)),
+        ]
+    else:
+        sections.append(_details(report))
+    return nonempty(sections)
+
+
+# ---------------------------------------------------------------------------
+# The traced program
+# ---------------------------------------------------------------------------
+
+
+def _verdict(report: AuditReport, errors: int) -> Section:
+    share = "The program has no floating-point matmuls."
+    if report.flops:
+        share = f"{share_text(report.low_precision_share)} of the matmul FLOPs"
+        share += f" ({flops_text(report.flops)}) run in 16 bits or FP8."
+    policies = f"the policy {report.policies}" if report.policies else "no policy"
+    size = f"{report.equations:,} operations, checked against {policies}"
+    if report.gpu:
+        # The name of a GPU that is not present on this machine ends with a remark in parentheses.
+        verb = "cross-compiled" if report.gpu.endswith(")") else "compiled"
+        size += f", {verb} for {report.gpu}"
+    verdict = counted(errors, "error") if errors else "ok"
+    if not errors and report.flops and not (report.low_precision_share or report.policies):
+        # A training whose recipe was forgotten would otherwise be approved.
+        verdict = "FP32 training" if ("backward",) in report.flops_by("phase") else "FP32"
+    mood = "bad" if errors else "good" if verdict == "ok" else "open"
+    return Section(f"Precision audit: {verdict}", f"{share} {size}.", mood=mood)
+
+
+def _details(report: AuditReport) -> Section:
+    """Returns the number of warnings, and the command that prints everything."""
+    counts = Counter(finding.check for finding in report.warnings)
+    text = ", ".join(f"{check}: {count}" for check, count in counts.items())
+    warnings = f"{counted(counts.total(), 'warning')} ({text}), " if counts else ""
+    return Section(
+        "Details",
+        f"Use --full or report.to_text(full=True) to print {warnings}modules, kernels and notes.",
+    )
+
+
+def _matmuls(report: AuditReport) -> Section:
+    phases = [phase for phase in PHASES if (phase,) in report.flops_by("phase")]
+    by_phase = report.flops_by("lhs", "rhs", "phase")
+    rows = tuple(
+        (
+            " x ".join(pair),
+            *(flops_text(by_phase.get((*pair, phase), 0)) for phase in phases),
+            flops_text(flops),
+            share_text(flops, report.flops),
+        )
+        for pair, flops in report.matmul_flops.items()
+    )
+    return Section("Matmuls by operand dtype", "", ("operands", *phases, "total", "share"), rows)
+
+
+def _modules(report: AuditReport) -> Section:
+    """Returns a row for each module with matmuls; modules that differ in a number share one."""
+    matmuls = grouped(report.matmuls, lambda row: row.module)
+    flops = report.flops_by("module")
+
+    def key_of(module: str) -> tuple[str, str]:
+        dtypes = {pair_text(row.lhs, row.rhs) for row in matmuls[module]}
+        return numberless(module), ", ".join(sorted(dtypes))
+
+    rows = []
+    for (_, operands), modules in grouped((module for (module,) in flops), key_of).items():
+        total = flops_text(sum(flops[module,] for module in modules))
+        rows.append((abbreviate(modules), total, operands))
+    text, columns = left_out_text(rows, "matmuls"), ("module", "FLOPs", "operands")
+    return Section("Matmuls by module", text, columns, tuple(rows[:MAX_ROWS]))

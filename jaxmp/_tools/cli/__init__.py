@@ -1,0 +1,11 @@
+"""The `jaxmp` command. It requires the extra `cli`."""
+
+from jaxmp._core._messages import missing_dependency
+
+try:
+    from jaxmp._tools.cli._app import main as main
+except ModuleNotFoundError as error:
+    package = str(error.name).partition(".")[0]
+    if package not in ("rich", "typer"):
+        raise
+    raise missing_dependency(package, "the jaxmp command", "cli") from None

@@ -1,0 +1,69 @@
+"""Assembles the commands, and prints errors."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import jax
+import typer
+from rich.console import Console
+
+import jaxmp
+from jaxmp._tools.cli._audit import audit, memory, plan, validate
+from jaxmp._tools.cli._checkpoint import checkpoint, locate
+from jaxmp._tools.cli._output import console, escape
+from jaxmp._tools.cli._show import doctor, recipes, show
+from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
+
+app = typer.Typer(
+    help="Mixed precision for JAX and Flax: recipes, and reports on models and training steps.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(recipes)
+app.command()(show)
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
+app.command()(memory)
+app.command()(plan)
+app.command()(validate)
+app.command()(doctor)
+app.command()(locate)
+app.add_typer(checkpoint, name="checkpoint")
+
+
+@app.callback(invoke_without_command=True)
+def _print_version(
+    version: Annotated[bool, typer.Option("--version", help="Print versions and exit.")] = False,
+) -> None:
+    if version:
+        python = platform.python_version()
+        console().print(f"jaxmp {jaxmp.__version__} (jax {jax.__version__}, Python {python})")
+        raise typer.Exit
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command. An error prints as one red message.
+
+    Args:
+      arguments: command-line arguments after `jaxmp`. None: those of the process.
+
+    Raises:
+      SystemExit: always. 0: success. 1: an audit or validation failed. 2: any other error. 3: no
+        candidate of a validation failed, and one differs from the reference without being worse.
+        130: Ctrl-C.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="jaxmp")
+    except JaxmpError as error:
+        Console(stderr=True, soft_wrap=True).print(escape(f"Error: {error}", "red"))
+        is_failure = isinstance(error, (AuditFailedError, ValidationFailedError))
+        raise SystemExit(1 if is_failure else 2) from None
+    except SystemExit as stop:
+        if stop.code == 130:  # Ctrl-C
+            print("Interrupted.", file=sys.stderr)
+        raise

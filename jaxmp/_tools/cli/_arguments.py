@@ -1,0 +1,129 @@
+"""Arguments that several commands share, and the user's functions that they name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+import jaxmp
+from jaxmp._core._messages import did_you_mean
+from jaxmp._policies._recipe import load_recipe
+from jaxmp._tools.cli._output import check_output
+from jaxmp.errors import JaxmpError
+
+T = TypeVar("T")
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        help="Name of a recipe, path ending in .toml, or policy string such as p=f32,c=bf16,o=f32."
+    ),
+]
+JsonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=check_output,
+        help="Write the result as JSON; - prints it instead of the text.",
+    ),
+]
+HtmlOption = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", callback=check_output, help="Write the report as an HTML page."),
+]
+# How a command line names a function of the user, as in `jaxmp audit my_package.train:make_step`.
+FUNCTION_HELP = "package.module:function, or file.py:function."
+
+
+def load_function(
+    name: str, example: str, returned: str, parameters: str = ""
+) -> Callable[..., Any]:
+    """Imports a function that is named on the command line.
+
+    Args:
+      name: `package.module:function` or `folder/file.py:function`. Modules are imported from the
+        current directory, and files from the directory that contains them.
+      example: a command line for error messages.
+      returned: what the function returns, as code, for error messages.
+      parameters: names of its parameters, for error messages.
+
+    Raises:
+      JaxmpError: if the function does not exist, or its module raises an error.
+    """
+    module_name, colon, function = name.partition(":")
+    if not colon or not module_name or not function.isidentifier():
+        raise JaxmpError(
+            f"{name!r} does not name a function. Write package.module:function or "
+            f"file.py:function, such as:\n    {example}"
+        )
+    folder = os.getcwd()
+    if module_name.endswith(".py"):
+        if not os.path.exists(module_name):
+            raise JaxmpError(
+                f"The file {module_name!r} does not exist in {folder}. Name a file relative to "
+                f"this directory, such as:\n    {example}"
+            )
+        folder, file = os.path.split(os.path.abspath(module_name))
+        module_name = file.removesuffix(".py")
+    sys.path.insert(0, folder)
+    module = call(f"importing {module_name!r}", lambda: importlib.import_module(module_name))
+    if not callable(getattr(module, function, None)):
+        defined = [key for key, value in vars(module).items() if callable(value)]
+        raise JaxmpError(
+            f"{module_name!r} does not define a function {function!r}."
+            f"{did_you_mean(function, defined)} It has the form:\n"
+            f"    def {function}({parameters}):\n        return {returned}"
+        )
+    return getattr(module, function)
+
+
+def call(description: str, function: Callable[[], T]) -> T:
+    """Calls the user's code, and converts its exceptions to errors of one message.
+
+    Args:
+      description: what is called, for the message, such as "importing 'my_package.train'".
+      function: the call.
+
+    Raises:
+      JaxmpError: with the exception's type, its text, and its line in the user's own file.
+    """
+    try:
+        return function()
+    except JaxmpError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"{description} raised {type(error).__name__}: {error}{_user_line(error)}"
+        raise JaxmpError(text) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """Returns the file and line of the last frame in the user's own code; "" if there is none."""
+    others = (os.path.dirname(jaxmp.__file__), "<", sys.prefix, sys.base_prefix)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+
+
+def make_step(name: str, recipe: str | None) -> tuple[Any, ...]:
+    """Calls the user's function, with the recipe if it takes one, and returns its result."""
+    example = "jaxmp audit my_package.train:make_step --recipe bf16"
+    make = load_function(name, example, "train_step, state, batch")
+    if recipe is not None and inspect.signature(make).parameters:
+        loaded = load_recipe(recipe)
+        result = call(f"{name}({recipe!r})", lambda: make(loaded))
+    else:
+        result = call(f"{name}()", make)
+    if not isinstance(result, (tuple, list)) or not result or not callable(result[0]):
+        raise JaxmpError(
+            f"{name} returned {type(result).__name__}, not a function and its arguments. Return "
+            "them:\n    return train_step, state, batch"
+        )
+    return tuple(result)

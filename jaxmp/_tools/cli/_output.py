@@ -1,0 +1,106 @@
+"""Tables, escaped text and files that the commands write."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxmp._tools.report._views import Report
+from jaxmp.errors import JaxmpError
+
+# Columns that are never wrapped.
+_WHOLE_COLUMNS = ("operation", "recipe", "policy", "loss scale")
+
+
+def console() -> Console:
+    """Returns a console for standard output. It does not color numbers or paths."""
+    return Console(highlight=False)
+
+
+def escape(text: str, style: str = "") -> Text:
+    """Returns text without markup, in which control characters are visible."""
+    plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return Text(plain, style=style)
+
+
+def make_table(*columns: str) -> Table:
+    """Returns an empty table with a header and without borders."""
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in _WHOLE_COLUMNS)
+    return table
+
+
+def write_json(file: str | None, value: object) -> bool:
+    """Writes the JSON result of a command, and returns True if it replaces the printed text.
+
+    Args:
+      file: the argument of `--json`: None, a path, or "-" for standard output.
+      value: JSON text, or an object of dicts, lists, strings and numbers.
+    """
+    if file is None:
+        return False
+    text = value if isinstance(value, str) else json.dumps(value, indent=1)
+    if file == "-":
+        print(text)
+        return True
+    write_file(file, text)
+    return False
+
+
+def write_report(report: Report, json: str | None, html: str | None, *, full: bool = False) -> None:
+    """Prints a report, and writes it to the files of `--json` and `--html`."""
+    if not write_json(json, report.to_json()):
+        # Code is not wrapped, so that it can be pasted.
+        console().print(report.to_rich(full=full), soft_wrap=True)
+    if html is not None:
+        write_file(html, report.to_html(full=full))
+
+
+def check_output(file: str | None) -> str | None:
+    """Checks that a file of an option can be written, before the work starts.
+
+    Args:
+      file: None, "-" for standard output, or a path.
+
+    Raises:
+      JaxmpError: if it is a directory, or its directory does not exist or is not writable.
+    """
+    if file in (None, "-"):
+        return file
+    path = os.path.realpath(file)
+    target = file if os.path.exists(file) else os.path.dirname(path)
+    if file and not os.path.islink(path) and not os.path.isdir(file) and os.access(target, os.W_OK):
+        return file
+    raise JaxmpError(
+        f"{file!r} cannot be written. Name a file in a directory that exists, and that this user"
+        " may write to."
+    )
+
+
+def write_file(file: str, text: str) -> None:
+    """Writes a file; a regular one is replaced atomically, through symbolic links.
+
+    Raises:
+      JaxmpError: if it cannot be written; an old file is then unchanged.
+    """
+    try:
+        if os.path.exists(file) and not os.path.isfile(file):
+            # A device or a FIFO; a FIFO that no process reads is an error.
+            descriptor = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "w", encoding="utf-8") as stream:
+                stream.write(text)
+            return
+        path = os.path.realpath(file)
+        partial = f"{path}.partial-{os.getpid()}"
+        with open(partial, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(partial, path)
+    except OSError as error:
+        raise JaxmpError(f"{file!r} cannot be written: {error.strerror}.") from None

@@ -1,0 +1,77 @@
+"""`jaxmp recipes`, `jaxmp show` and `jaxmp doctor`."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Annotated
+
+import typer
+
+from jaxmp._policies._op_table import CATEGORIES, OpTable
+from jaxmp._policies._policy import summarized
+from jaxmp._policies._recipe import list_recipes, load_recipe
+from jaxmp._tools.cli._arguments import JsonOption, RecipeArgument
+from jaxmp._tools.cli._output import console, escape, make_table, write_json
+from jaxmp._tools.doctor import doctor as describe
+
+
+def recipes(json: JsonOption = None) -> None:
+    """List the installed recipes."""
+    table = make_table("recipe", "policy", "loss scale", "summary")
+    rows: list[dict[str, str]] = []
+    for recipe in map(load_recipe, list_recipes()):
+        # `keep_inputs` is long; `jaxmp show` prints it.
+        policy, loss_scale = summarized(recipe.policies.default), recipe.loss_scale_data.kind
+        row = {"name": recipe.name, "policy": str(policy), "loss_scale": loss_scale}
+        rows.append(row | {"summary": recipe.summary})
+        # The three dtypes are on one line, and each other setting on a line below.
+        dtypes, others = row["policy"].split(",")[:3], row["policy"].split(",")[3:]
+        lines = "\n".join([",".join(dtypes), *others])
+        table.add_row(escape(recipe.name, "bold"), lines, loss_scale, escape(recipe.summary))
+    if not write_json(json, rows):
+        console().print(table)
+
+
+def show(
+    recipe: RecipeArgument,
+    ops: Annotated[
+        bool, typer.Option("--ops", help="Print the whole table of operations, with reasons.")
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Print all settings of a recipe as a recipe file, with the reasons of its rules."""
+    loaded = load_recipe(recipe)
+    # The keys of a recipe file.
+    settings = tomllib.loads(loaded.to_toml())
+    if ops:
+        settings["ops"] = {op.name: loaded.ops.category(op.name) for op in loaded.ops}
+    if write_json(json, settings):
+        return
+    if ops:
+        _print_ops(loaded.ops)
+    else:
+        # Lines are not wrapped, so that the text can be saved as a file.
+        console().print(escape(loaded.to_toml()), soft_wrap=True, end="")
+
+
+def _print_ops(ops: OpTable) -> None:
+    """Prints a table of the operations of each category."""
+    for category, meaning in CATEGORIES.items():
+        table = make_table("operation", "reason")
+        for name in ops.names(category):
+            op = ops.op(name)
+            changed = "" if op.category == category else f"changed from {op.category}: "
+            table.add_row(escape(name, "dim"), escape(f"{changed}{op.reason}"))
+        console().print(escape(f"{category}: {meaning}", "bold cyan"))
+        console().print(table)
+
+
+def doctor(json: JsonOption = None) -> None:
+    """Describe this machine, the recipe that fits it, and what is wrong with its installation."""
+    report = describe()
+    problems = [problem._asdict() for problem in report.problems]
+    values = report._asdict() | {"machine": report.machine._asdict(), "problems": problems}
+    if not write_json(json, values):
+        console().print(escape(str(report)))
+    if report.problems:
+        raise typer.Exit(1)

@@ -1,0 +1,321 @@
+"""Describes a machine: devices, versions, the recipe that fits, and installation problems."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+
+from jaxmp._core._capability import (
+    BFLOAT16_MATMULS,
+    FP8_MATMULS,
+    FUSED_ATTENTION,
+    MX_MATMULS,
+    Capability,
+    capability_text,
+)
+from jaxmp._core._compat import compute_capability, cudnn_version
+from jaxmp._core._targets import Target, find_target
+
+# Packages whose versions belong together or matter for precision.
+_PACKAGES = (
+    *("jaxmp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"),
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12"),
+    *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "libtpu"),
+)
+# Lowest driver and compute capability of each major version of CUDA: "Installing JAX" in JAX's
+# documentation.
+_DRIVERS = {12: 525, 13: 580}
+_CAPABILITIES: dict[int, Capability] = {12: (5, 2), 13: (7, 5)}
+
+
+class Machine(NamedTuple):
+    """Facts about a machine and the Python environment that runs there.
+
+    Args:
+      versions: package -> version, of the installed packages that JAX and jaxmp use.
+      devices: type of a device -> number of them that JAX sees, such as {"NVIDIA H200": 8}.
+      platform: "cpu", "gpu" or "tpu", the platform that JAX computes on.
+      capability: compute capability of the first NVIDIA GPU that JAX sees.
+      cudnn: version of cuDNN that JAX has loaded, such as 91200.
+      gpus: names of the NVIDIA GPUs that the driver reports.
+      driver: version of NVIDIA's driver, such as "580.65.06"; "" if there is none.
+      environment: the environment variables that influence JAX.
+      failure: message of JAX if it cannot use any device; "" otherwise.
+      libtpu: version of libtpu that the installed JAX requires, such as "0.0.50".
+    """
+
+    versions: Mapping[str, str]
+    devices: Mapping[str, int]
+    platform: str
+    capability: Capability | None = None
+    cudnn: int | None = None
+    gpus: tuple[str, ...] = ()
+    driver: str = ""
+    environment: Mapping[str, str] = {}
+    failure: str = ""
+    libtpu: str = ""
+
+    @property
+    def chip(self) -> Target | None:
+        """The chip that JAX uses, or a GPU that it does not use; None if the table has none."""
+        kinds = (*self.gpus, *self.devices) if self.platform == "cpu" else self.devices
+        return next(filter(None, map(find_target, kinds)), None)
+
+
+class Problem(NamedTuple):
+    """Problem of an installation, and the command that repairs it."""
+
+    message: str
+    command: str
+
+
+class MachineReport(NamedTuple):
+    """Result of `jaxmp.doctor`; `str(report)` is what the command `jaxmp doctor` prints.
+
+    Args:
+      machine: the facts about the machine.
+      target: its chip, as in `jaxmp.audit(target=...)`; "" if the table of chips has none.
+      recipe: name of the recipe that fits the device.
+      reason: the reason for this recipe.
+      features: feature -> "available", or the reason why it is not available.
+      problems: problems of the installation, most important first; empty if there are none.
+    """
+
+    machine: Machine
+    target: str
+    recipe: str
+    reason: str
+    features: Mapping[str, str]
+    problems: tuple[Problem, ...]
+
+    def __str__(self) -> str:
+        machine = self.machine
+        devices = ", ".join(f"{n} x {name}" for name, n in machine.devices.items()) or "none"
+        memory = machine.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+        rows = {"devices": devices, "python": platform.python_version(), **machine.versions}
+        if machine.driver:
+            rows |= {"NVIDIA driver": machine.driver}
+        if machine.platform == "gpu":
+            rows |= {"share of GPU memory that JAX allocates": memory}
+        if chip := machine.chip:
+            peaks = ", ".join(f"{dtype} {peak / 1e12:,.0f}" for dtype, peak in chip.peak.items())
+            text = f"{chip.memory / 1e9:.1f} GB at {chip.bandwidth / 1e9:,.0f} GB/s"
+            rows |= {f"target {chip.name!r}": f"{text}; TFLOP/s of dense matmuls: {peaks}"}
+        rows |= self.features
+        rows["recipe"] = f"{self.recipe}: {self.reason}"
+        lines = [f"{name}: {text}" for name, text in rows.items()]
+        lines += ["", "No problem was found." if not self.problems else "Problems:"]
+        for problem in self.problems:
+            lines += [f"- {problem.message} Run:", f"    {problem.command}"]
+        return "\n".join(lines)
+
+
+def doctor() -> MachineReport:
+    """Describes this machine, the recipe that fits it, and what is wrong with its installation.
+
+    It reads the devices that JAX sees, the versions of the installed packages, and NVIDIA's driver.
+
+    Returns:
+      The report; its `problems` are versions that do not belong together, a GPU that JAX does not
+      use, and a driver that is too old, each with a command.
+
+    Example:
+      >>> report = doctor()
+      >>> report.machine.platform in ("cpu", "gpu", "tpu")
+      True
+      >>> report.recipe in jaxmp.list_recipes()
+      True
+    """
+    return report_of(read_machine())
+
+
+def read_machine() -> Machine:
+    """Reads the facts about this machine."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    names: dict[str, int] = {}
+    failure = ""
+    try:
+        for device in jax.devices():
+            names[device.device_kind] = names.get(device.device_kind, 0) + 1
+        backend = jax.default_backend()
+    except RuntimeError as error:
+        backend, failure = "cpu", str(error).splitlines()[0]
+    gpus, driver = _nvidia()
+    required = (text for text in importlib.metadata.requires("jax") or () if "libtpu==" in text)
+    prefixes = ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+    return Machine(
+        versions,
+        names,
+        backend,
+        compute_capability() if backend == "gpu" else None,
+        cudnn_version() if backend == "gpu" else None,
+        gpus,
+        driver,
+        {name: text for name, text in os.environ.items() if name.startswith(prefixes)},
+        failure,
+        next((text.partition("==")[2].partition(".*")[0] for text in required), ""),
+    )
+
+
+@functools.cache
+def _nvidia() -> tuple[tuple[str, ...], str]:
+    """Returns the names of the GPUs and the version of the driver that `nvidia-smi` prints."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return (), ""
+    rows = [line.rpartition(",") for line in done.stdout.splitlines() if "," in line]
+    return tuple(name.strip() for name, _, _ in rows), rows[0][2].strip() if rows else ""
+
+
+def report_of(machine: Machine) -> MachineReport:
+    """Makes the report about a machine."""
+    recipe, reason = _recipe(machine)
+    # A problem of one group may cause those of the next.
+    problems = _driver_problems(machine) or _version_problems(machine) or _use_problems(machine)
+    target = machine.chip.name if machine.chip else ""
+    return MachineReport(machine, target, recipe, reason, _features(machine), tuple(problems))
+
+
+def _recipe(machine: Machine) -> tuple[str, str]:
+    """Returns the recipe for a device, and the reason for it."""
+    chip, capability = machine.chip, machine.capability
+    if chip is not None:
+        name, formats = chip.kind, chip.native
+    elif machine.platform == "cpu":
+        return "bf16", (
+            "you can check its programs on this machine; a CPU computes most 16-bit operations in "
+            "FP32, so that training is faster with `fp32`"
+        )
+    elif capability is None:
+        return "bf16", "the formats of this device are unknown"
+    else:
+        name = f"compute capability {capability_text(capability)}"
+        lowest = {"bfloat16": BFLOAT16_MATMULS, "float8_e4m3fn": FP8_MATMULS}
+        formats = tuple(dtype for dtype, first in lowest.items() if capability >= first)
+    if "bfloat16" not in formats:
+        return "fp16", f"{name} supports fast matmuls in float16, but not in bfloat16"
+    if "float8_e4m3fn" not in formats:
+        return "bf16", f"{name} supports fast matmuls in bfloat16, but not in FP8"
+    return "bf16", f"{name} supports fast matmuls in bfloat16, and in FP8 with the recipe `fp8`"
+
+
+def _features(machine: Machine) -> dict[str, str]:
+    """Returns kernel -> "available", or the reason why it is not available."""
+    attention, fp8, chip = "fused attention", "FP8 matmuls", machine.chip
+    if machine.platform == "tpu":
+        has_fp8 = chip is None or "float8_e4m3fn" in chip.native
+        units = "available" if has_fp8 else "no: the chip multiplies FP8 as it does bfloat16"
+        return {attention: "available", fp8: units}
+    if machine.platform != "gpu":
+        why = f"no: JAX computes on a {machine.platform.upper()}"
+        return {attention: why, fp8: why}
+    capability = chip.capability if chip else machine.capability
+    lowest = {attention: FUSED_ATTENTION, fp8: FP8_MATMULS, "MX matmuls": MX_MATMULS}
+    texts = {}
+    for name, first in lowest.items():
+        is_sufficient = capability is None or capability >= first
+        missing = f"no: it requires compute capability {capability_text(first)}"
+        texts[name] = "available" if is_sufficient else missing
+    if machine.cudnn is None:
+        texts[attention] = "no: JAX finds no cuDNN"
+    return texts
+
+
+def _cuda_versions(machine: Machine) -> list[int]:
+    return [n for n in _DRIVERS if f"jax-cuda{n}-plugin" in machine.versions]
+
+
+def _version_problems(machine: Machine) -> list[Problem]:
+    """Returns a problem for each package whose version does not fit the others."""
+    versions, problems = machine.versions, []
+    installed = _cuda_versions(machine)
+    if len(installed) > 1:
+        problems.append(
+            Problem(
+                "The plugins for CUDA 12 and for CUDA 13 are both installed.",
+                "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt",
+            )
+        )
+    capability = machine.chip.capability if machine.chip else machine.capability
+    jaxlib = versions.get("jaxlib", "")
+    for n in installed:
+        if capability and capability < _CAPABILITIES[n]:
+            message = f"CUDA {n} does not support compute capability {capability_text(capability)}."
+            problems.append(Problem(message, _other_cuda(n, min(_DRIVERS))))
+        for package in (f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt"):
+            version = versions.get(package, "not installed")
+            if version.split(".")[:3] != jaxlib.split(".")[:3]:
+                command = f'pip install --upgrade "jax[cuda{n}]=={versions["jax"]}"'
+                message = f"{package} is {version}, and jaxlib is {jaxlib}."
+                problems.append(Problem(message, command))
+    libtpu = versions.get("libtpu", "not installed")
+    if machine.platform == "tpu" and not f"{libtpu}.".startswith(f"{machine.libtpu}."):
+        message = f"libtpu is {libtpu}, and jax {versions['jax']} requires {machine.libtpu}."
+        problems.append(Problem(message, f'pip install "jax[tpu]=={versions["jax"]}"'))
+    return problems
+
+
+def _other_cuda(old: int, new: int) -> str:
+    packages = f"jax-cuda{old}-plugin jax-cuda{old}-pjrt"
+    return f'pip uninstall {packages}; pip install "jax[cuda{new}]"'
+
+
+def _newest_cuda(machine: Machine) -> int:
+    """Returns the newest version of CUDA that the driver supports; 0 for none."""
+    major = re.match(r"\d+", machine.driver)
+    return max(
+        (n for n, lowest in _DRIVERS.items() if major and int(major[0]) >= lowest), default=0
+    )
+
+
+def _driver_problems(machine: Machine) -> list[Problem]:
+    """Returns a problem if the driver is older than the installed CUDA requires."""
+    cuda = min(_cuda_versions(machine), default=min(_DRIVERS))
+    newest = _newest_cuda(machine)
+    if not machine.gpus or newest >= cuda:
+        return []
+    message = f"NVIDIA's driver {machine.driver} is too old for CUDA {cuda}, which requires "
+    message += f"version {_DRIVERS[cuda]} or newer. Install a newer driver"
+    if not newest:
+        return [Problem(f"{message}.", "nvidia-smi")]
+    text = f"{message}, or the plugin for CUDA {newest}."
+    return [Problem(text, _other_cuda(cuda, newest))]
+
+
+def _use_problems(machine: Machine) -> list[Problem]:
+    """Returns the problems because of which JAX does not use the GPU or its libraries."""
+    if machine.failure:
+        return [Problem(f"JAX finds no device: {machine.failure}", "unset JAX_PLATFORMS")]
+    if not machine.gpus:
+        return []
+    problems = []
+    install = f'pip install --upgrade "jax[cuda{_newest_cuda(machine)}]"'
+    if machine.platform != "gpu":
+        unused = f"JAX does not use the GPU ({machine.gpus[0]})"
+        if "cpu" in machine.environment.get("JAX_PLATFORMS", ""):
+            problems.append(Problem(f"{unused}: JAX_PLATFORMS is 'cpu'.", "unset JAX_PLATFORMS"))
+        elif _cuda_versions(machine):
+            problems.append(Problem(f"{unused}, although its plugin is installed.", install))
+        else:
+            problems.append(Problem(f"{unused}: its plugin is not installed.", install))
+    elif machine.cudnn is None:
+        problems.append(Problem("JAX finds no cuDNN.", install))
+    if re.search(r"cuda|cudnn", machine.environment.get("LD_LIBRARY_PATH", ""), re.IGNORECASE):
+        message = "LD_LIBRARY_PATH names a folder of CUDA, whose libraries replace those of JAX."
+        problems.append(Problem(message, "unset LD_LIBRARY_PATH"))
+    return problems

@@ -1,0 +1,12 @@
+"""Locates the first value of a training step that is not finite, and names its cause.
+
+Read the modules in this order:
+
+1. `_record` runs the step again and records which values are not finite.
+2. `_walk` follows these values from the results back to their origin.
+3. `_measure` measures the operands of an operation, and `_arguments` the arguments of the step.
+4. `_causes` names the cause, and `_fixes` writes the fix as code.
+"""
+
+from jaxmp._tools.nonfinite._locate import locate_nonfinite as locate_nonfinite
+from jaxmp._tools.nonfinite._report import NonfiniteReport as NonfiniteReport

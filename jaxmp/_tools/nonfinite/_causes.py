@@ -1,0 +1,356 @@
+"""Causes of values that are not finite, each from measured operands."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._core._compat import is_in_custom_vjp
+from jaxmp._programs._locations import module_of, root_of
+from jaxmp._tools.audit._checks import PendingFindings
+from jaxmp._tools.audit._expressions import expression_of
+from jaxmp._tools.audit._program import OpOccurrence
+from jaxmp._tools.nonfinite import _fixes
+from jaxmp._tools.nonfinite._arguments import (
+    FP8,
+    INPUT,
+    MOMENT,
+    PARAMETER,
+    ArgumentRow,
+    ScaleArgument,
+)
+from jaxmp._tools.nonfinite._measure import ArrayRow, Measured
+from jaxmp._tools.nonfinite._record import Region
+from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Variable, Walk
+
+_LOGS = frozenset({"log", "log1p", "log2"})
+_EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
+_ROOTS = frozenset({"sqrt", "rsqrt", "pow", "cbrt"})
+
+
+class Cause(NamedTuple):
+    """Cause that a measurement shows.
+
+    id: name of the cause, such as "division_by_zero"; "" if it is not known.
+    message: the measurement, in one or two sentences.
+    fix: the remedy: a sentence, and code in lines that are indented by four spaces.
+    expression: the expression of the user's code that the code replaces; "" for other code.
+    operation: the operation whose line is reported; None for that of the origin.
+    """
+
+    id: str
+    message: str
+    fix: str = ""
+    expression: str = ""
+    operation: Operation | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """Measurements of an origin.
+
+    Attributes:
+      walk: the walk that ended there.
+      origin: the origin, which is an operation.
+      source: operands and results of the operation that made the value.
+      shown: those of the operation that is reported.
+      overflows_in_fp32: True if the whole step in FP32 overflows too.
+      scale: the loss scale among the arguments.
+      passing_scale: the largest smaller power of two with which the step is finite; None if there
+        is none.
+      roots: scope paths of the program, which show the class of the root module.
+    """
+
+    walk: Walk
+    origin: Origin
+    source: Measured
+    shown: Measured
+    overflows_in_fp32: bool
+    scale: ScaleArgument | None
+    passing_scale: float | None
+    roots: dict[Any, None]
+
+    @property
+    def op(self) -> Operation:
+        assert isinstance(self.origin.source, Operation)
+        return self.origin.source
+
+    @property
+    def result(self) -> ArrayRow:
+        return self.source.results[0]
+
+    def value(self, operand: int) -> float:
+        """Returns the operand at the first index where the result is not finite; NaN if unknown."""
+        value = self.source.operands[operand].value
+        return np.nan if value is None else value
+
+    def made_by(self, operand: int, through: frozenset[str] = MOVES) -> set[str]:
+        """Returns the operation that computes an operand, and those before `through`."""
+        variable = Variable(self.op.region, self.op.at, self.op.equation.invars[operand])
+        return {op.name for op in self.walk.chain(variable, through)}
+
+    def expression(self, operation: Operation | None = None) -> ast.expr | None:
+        """Returns the user's expression that makes an operation."""
+        region, _, number = operation or self.op
+        return expression_of(_occurrence(region, number), PendingFindings(lambda _: False))
+
+    def cause(
+        self, name: str, message: str, sentence: str, code: str, operation: Operation | None = None
+    ) -> Cause:
+        """Returns a cause whose fix replaces the expression of an operation."""
+        old = self.expression(operation)
+        if not code or old is None:
+            return Cause(name, message, f"{sentence}.", "", operation)
+        return Cause(name, message, f"{sentence}:\n    {code}", ast.unparse(old), operation)
+
+
+def _occurrence(region: Region, number: int) -> OpOccurrence:
+    """Returns an equation of a region in the form in which the audit reads it."""
+    outer = None if region.outer is None else _occurrence(region.outer, region.key[-1][0])
+    equation, location = region.equations[number], region.locations[number]
+    return OpOccurrence(equation, location, 1, region.index, outer)
+
+
+def cause_of(evidence: Evidence) -> Cause:
+    """Returns the first cause that the measurements show."""
+    for check in _CHECKS:
+        cause = check(evidence)
+        if cause is not None:
+            return cause
+    rows = ", ".join(f"{row.dtype} {_range(row)}" for row in evidence.source.operands)
+    return Cause("", f"{evidence.op.name} returns values that are not finite for {rows}.")
+
+
+# ---------------------------------------------------------------------------
+# Domains of functions
+# ---------------------------------------------------------------------------
+
+
+def _where_gradient(e: Evidence) -> Cause | None:
+    shown = e.origin.operation
+    if not shown.is_backward:
+        return None
+    for row, var in zip(e.shown.operands, shown.equation.invars, strict=False):
+        for select in (
+            e.walk.chain(Variable(shown.region, shown.at, var), MOVES) if row.value == 0 else ()
+        ):
+            if select.name == "select_n" and select.is_backward:
+                inner = e.expression(shown)
+                code, is_whole = _fixes.double_where(e.expression(select), inner)
+                text = shown.name if inner is None else f"`{ast.unparse(inner)}`"
+                message = (
+                    f"The forward pass discards the result of {text} here, so its gradient is "
+                    "zero, and the derivative is infinite: zero times infinity is NaN."
+                )
+                sentence = "Replace the operand too where the branch is not used"
+                cause = e.cause("where_gradient", message, sentence, code, select)
+                expression = cause.expression if is_whole or inner is None else ast.unparse(inner)
+                return cause._replace(expression=expression)
+    return None
+
+
+def _masked_softmax(e: Evidence) -> Cause | None:
+    position = {"div": 1, "log": 0}.get(e.op.name)
+    of_sum = position is not None and {"reduce_sum", "exp"} <= e.made_by(position)
+    if not of_sum and not e.walk.is_masked_softmax(e.op):
+        return None
+    old = e.expression()
+    is_softmax = isinstance(old, ast.Call) and "softmax" in ast.unparse(old.func)
+    code = _fixes.at_least(old, "jnp.finfo(({array}).dtype).min") if is_softmax else ""
+    row = list(e.result.index[:-1] or e.result.index)
+    message = f"All logits of row {row} are -inf: the mask hides every element of this row."
+    sentence = "Bound the logits, so that such a row has equal weights"
+    return e.cause("masked_softmax", message, sentence, code)
+
+
+def _logarithm(e: Evidence) -> Cause | None:
+    if e.op.name not in _LOGS:
+        return None
+    x = e.value(0) + (e.op.name == "log1p")
+    return _of_log(e, x) if x <= 0 else None
+
+
+def _of_log(e: Evidence, x: float) -> Cause:
+    old, row = e.expression(), e.source.operands[0]
+    name = "log_of_negative" if x < 0 else "log_of_zero"
+    message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
+    code = _fixes.log_sigmoid(old) or _fixes.at_least(old, _fixes.TINY)
+    return e.cause(name, message, "Keep the operand positive", code)
+
+
+def _root(e: Evidence) -> Cause | None:
+    if e.op.name not in _ROOTS or not e.value(0) <= 0:
+        return None
+    x = e.value(0)
+    message = f"The root reads {x:g}; its operand is {_range(e.source.operands[0])}."
+    return _of_root(e, "root_of_negative" if x < 0 else "root_of_zero", message)
+
+
+def _of_root(e: Evidence, name: str, message: str) -> Cause:
+    old = e.expression()
+    is_inverse = isinstance(old, ast.Call) and "rsqrt" in ast.unparse(old.func)
+    bound = _fixes.EPS if is_inverse else _fixes.TINY
+    code = _fixes.norm(old) or _fixes.at_least(old, bound)
+    return e.cause(name, message, "Keep the operand positive", code)
+
+
+def _quotient(e: Evidence) -> Cause | None:
+    if e.op.name not in ("div", "rem", "integer_pow"):
+        return None
+    position = int(e.op.name != "integer_pow")
+    x, row = e.value(position), e.source.operands[position]
+    if x != 0 and not (np.isnan(x) and row.zero):
+        return None
+    made = e.made_by(position, MOVES | {"add", "sub"})
+    differentiated = e.op.region.locations[e.op.number].differentiated
+    old = e.expression()
+    if isinstance(old, ast.Call) and ast.unparse(old.func).rpartition(".")[2] in _LOGS:
+        return _of_log(e, 0.0)
+    if isinstance(old, ast.Call) and made & _ROOTS and differentiated:
+        return _of_root(e, "root_of_zero", "The root reads 0, where its derivative is infinite.")
+    if "sqrt" in made and not differentiated and e.walk.recorded.has_gradient:
+        message = (
+            "The optimizer divides by the root of a second moment that is zero, and its epsilon is "
+            "zero in this dtype."
+        )
+        fix = "Set an epsilon:\n    tx = optax.adam(learning_rate, eps=1e-8)"
+        return Cause("optimizer_epsilon", message, fix)
+    message = f"{row.zero:.1%} of the denominators are zero; they are {_range(row)}."
+    code = _fixes.divided(old)
+    if not code and is_in_custom_vjp(e.op.equation.source_info):
+        fix = (
+            "JAX records only the line that calls the custom_vjp function. In its rule, replace "
+            "such denominators:\n    denominator = jnp.where(denominator == 0, 1, denominator)"
+        )
+        return Cause("division_by_zero", message, fix)
+    return e.cause("division_by_zero", message, "Replace such denominators", code)
+
+
+def _exponential(e: Evidence) -> Cause | None:
+    if e.op.name not in _EXPONENTIALS or not np.isfinite(e.value(0)):
+        return None
+    dtype = e.result.dtype
+    bound = float(np.floor(np.log(float(jnp.finfo(dtype).max))))
+    message = (
+        f"The exponential reads up to {e.source.operands[0].high:g}; {bound:g} is the largest "
+        f"integer with a result in {dtype}."
+        f"{' The step overflows in FP32 too.' * e.overflows_in_fp32}"
+    )
+    code = _fixes.at_most(e.expression(), bound)
+    return e.cause("exp_overflow", message, "Bound the operand", code)
+
+
+# ---------------------------------------------------------------------------
+# Ranges of formats
+# ---------------------------------------------------------------------------
+
+
+def _loss_scale(e: Evidence) -> Cause | None:
+    if e.scale is None or e.passing_scale is None:
+        return None
+    message = (
+        f"The loss scale {e.scale.value:.9g} is too high for these gradients: with "
+        f"{e.passing_scale:.9g}, the step is finite."
+    )
+    kind = "DynamicLossScale" if e.scale.is_dynamic else "StaticLossScale"
+    sentence = "Start with this scale, before recipe.optimizer"
+    if e.scale.is_dynamic:
+        sentence += " (a dynamic scale also reaches it by itself, after some skipped steps)"
+    # All bits: a rounded number may be below the minimum scale.
+    code = f"recipe = recipe.replace(loss_scale=jaxmp.{kind}({e.passing_scale:.17g}))"
+    fix = f"{sentence}:\n    {code}"
+    return Cause("loss_scale", message, fix)
+
+
+def _diverged(e: Evidence) -> Cause | None:
+    if not e.overflows_in_fp32 or not e.walk.is_overflow(e.origin):
+        return None
+    message = (
+        f"{e.op.name} overflows {e.result.dtype}, and the same step in FP32 overflows too: the "
+        "precision is not the cause."
+    )
+    fix = (
+        "Restart from an earlier checkpoint with a smaller learning rate, or clip the gradients:\n"
+        "    tx = optax.chain(optax.clip_by_global_norm(1.0), tx)"
+    )
+    return Cause("diverged", message, fix)
+
+
+def _range_exceeded(e: Evidence) -> Cause | None:
+    wide = e.source.in_fp32
+    if not wide or wide[0].nonfinite or e.origin.from_infinite:
+        return None
+    dtype = e.result.dtype
+    largest = float(jnp.finfo(dtype).max)
+    size = max(abs(wide[0].low), abs(wide[0].high))
+    if size <= largest:
+        return None
+    message = (
+        f"The result reaches {size:g} in FP32, {size / largest:.3g} times the largest {dtype} "
+        f"number, {largest:g}."
+    )
+    module = module_of(e.op.region.locations[e.op.number].names, root_of(e.roots))
+    if not module or not _is_in_flax(e.op):
+        code = _fixes.in_fp32(e.expression())
+        return e.cause(f"{dtype}_range", message, "Compute the operation in FP32", code)
+    fix = (
+        "Compute this module in FP32, before recipe.wrap:\n"
+        f"    rules = [jaxmp.Rule({module!r}, 'c=f32,o=f32')]\n"
+        "    recipe = recipe.replace(policies=jaxmp.PolicyMap(recipe.policies, rules))"
+    )
+    return Cause(f"{dtype}_range", message, fix)
+
+
+def _is_in_flax(op: Operation) -> bool:
+    """Returns True for an operation in a layer of Flax, not in the user's own code."""
+    traceback = op.equation.source_info.traceback
+    files = [frame.file_name for frame in traceback.frames] if traceback is not None else []
+    outside = [file for file in files if "/jax/" not in file and "/jaxmp/" not in file]
+    return bool(outside) and "/flax/" in outside[0]
+
+
+def _range(row: ArrayRow) -> str:
+    return f"from {row.low:g} to {row.high:g}"
+
+
+_CHECKS: tuple[Callable[[Evidence], Cause | None], ...] = (
+    *(_where_gradient, _masked_softmax, _logarithm, _root, _quotient, _exponential),
+    *(_loss_scale, _diverged, _range_exceeded),
+)
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+_OF_ROLE = {
+    PARAMETER: "poisoned_parameter",
+    MOMENT: "poisoned_moment",
+    FP8: "fp8_scale",
+    INPUT: "bad_input",
+}
+
+
+def cause_of_argument(row: ArgumentRow) -> Cause:
+    """Returns the cause of an argument that is not finite."""
+    message = (
+        f"Before the step, elements of the {row.role} {row.name} are not finite ({row.count}); the "
+        f"first is {row.value:g} at {list(row.index)}."
+    )
+    root = row.name.partition("[")[0].partition(".")[0]
+    fix = (
+        "An earlier step wrote it. Restart from a checkpoint before that step:\n"
+        f"    {root} = checkpointer.restore({root})"
+    )
+    if row.role == INPUT:
+        where = f" (row {row.index[0]} of the batch)" if row.index else ""
+        fix = (
+            f"Remove such elements{where} from the data, or replace them:\n"
+            f"    {row.name} = jnp.where(jnp.isfinite({row.name}), {row.name}, 0)"
+        )
+    return Cause(_OF_ROLE[row.role], message, fix)

@@ -1,0 +1,195 @@
+"""Locates the first value of a training step that is not finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jaxmp._programs._jaxprs import FORWARD, Path, is_literal
+from jaxmp._programs._locations import Lines, module_of, root_of
+from jaxmp._tools.audit._trace import Traced, check_function, trace
+from jaxmp._tools.nonfinite._arguments import (
+    ScaleArgument,
+    bad_arguments,
+    scale_of,
+    unusable,
+    with_scale,
+)
+from jaxmp._tools.nonfinite._causes import Evidence, cause_of, cause_of_argument
+from jaxmp._tools.nonfinite._measure import measure
+from jaxmp._tools.nonfinite._record import Program, Recorder, WideRecorder
+from jaxmp._tools.nonfinite._report import NonfiniteReport
+from jaxmp._tools.nonfinite._walk import Argument, Operation, Variable, Walk
+
+
+def locate_nonfinite(step: Callable[..., Any], *args: Any, **kwargs: Any) -> NonfiniteReport:
+    """Runs a training step again, and reports the first value that is not finite, and its cause.
+
+    The step is traced as it is: jitted, with Linen or NNX, in a `shard_map` or on sharded arrays,
+    with microbatches. A second program, which has the operations of the step, records which of its
+    values are not finite, in each iteration of its loops and on each device of a `shard_map`. From
+    the results of the step, and from the gradients whose finiteness it checks, these values are
+    followed back to the operation that made the first of them. Values that a `where` discards
+    do not count, unless their gradient is not finite. A third program measures the operands of that
+    operation.
+
+    Call it with the arguments of the failed step. After a skipped step, the state that the step
+    returned has the same parameters and moments; a dynamic loss scale that was lowered since is
+    raised again, if the step is finite with the lower one.
+
+    Args:
+      step: a function of pytrees of arrays that computes gradients. It may be jitted; it is not
+        called, and its donated arguments are not deleted.
+      *args: its arguments. None of them may have been donated.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      The report. `reproduced` is False, with a `reason`, if the step is finite.
+
+    Raises:
+      AuditError: if `step` is not a function; if it, or a function that it calls, was jitted with
+        `compiler_options`.
+
+    Example:
+      >>> def loss_fn(w, x):
+      ...     return jnp.log(w * x).sum()
+      >>> report = locate_nonfinite(jax.grad(loss_fn), jnp.ones(2), jnp.array([1.0, 0.0]))
+      >>> report.cause, report.index
+      ('log_of_zero', (1,))
+    """
+    check_function(step, "locate_nonfinite")
+    traced = trace(step, args, kwargs)
+    reason = unusable(traced)
+    if reason:
+        return NonfiniteReport(reproduced=False, reason=reason)
+    return _Search(traced).report()
+
+
+class _Search:
+    """Search in one traced step."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced, self.scale = traced, scale_of(traced)
+        self.program = Program(Recorder(), traced.closed)
+
+    def report(self) -> NonfiniteReport:
+        arrays, scale = self.traced.arrays, self.scale
+        value = None if scale is None else scale.value
+        bad = bad_arguments(self.traced)
+        walk, roots = self._walk(arrays)
+        if not roots and scale is not None and scale.of_skipped is not None:
+            value = scale.of_skipped
+            scale = dataclasses.replace(scale, value=value)
+            arrays = with_scale(arrays, scale.number, value)
+            walk, roots = self._walk(arrays)
+        report = NonfiniteReport(
+            reproduced=bool(roots), loss_scale=value, arguments=tuple(bad.values())
+        )
+        if not roots:
+            return dataclasses.replace(report, reason=_reason(self.scale))
+        origin = walk.origin(roots, _unused_results(walk))
+        if origin is None:
+            message = (
+                "No recorded operation made the values: they come from a constant, or from a while "
+                "loop after its first 255 iterations."
+            )
+            return dataclasses.replace(report, message=message)
+        if isinstance(origin.source, Argument):
+            row = bad[origin.source.number]
+            cause = cause_of_argument(row)
+            report = dataclasses.replace(report, argument=row.name, index=row.index)
+        else:
+            source, shown = origin.source, origin.operation
+            made, measured = measure(self.traced.closed, arrays, [source, shown])
+            overflows = self._overflows_in_fp32(arrays)
+            passing = None if value is None else self._passing_scale(arrays, value)
+            names = self.program.recorder.locations.names
+            evidence = Evidence(walk, origin, made, measured, overflows, scale, passing, names)
+            cause = cause_of(evidence)
+            report = dataclasses.replace(
+                report, **_location(cause.operation or shown, shown, names)
+            )
+            index = next((row.index for row in measured.results if row.nonfinite), ())
+            report = dataclasses.replace(report, index=index, **vars(measured))
+        texts = {name: getattr(cause, name) for name in ("message", "fix", "expression")}
+        return dataclasses.replace(report, cause=cause.id, **texts)
+
+    def _walk(self, arrays: list[Any]) -> tuple[Walk, list[Variable]]:
+        walk = Walk(self.program(arrays))
+        return walk, _roots(walk)
+
+    def _overflows_in_fp32(self, arrays: list[Any]) -> bool:
+        """Returns True if the first origin of the step in FP32 is an overflow."""
+        walk = Walk(Program(WideRecorder(), self.traced.closed)(arrays))
+        origin = walk.origin(_roots(walk), _unused_results(walk))
+        return origin is not None and walk.is_overflow(origin)
+
+    def _passing_scale(self, arrays: list[Any], scale: float) -> float | None:
+        """Returns the largest power of two below a loss scale with which the step is finite."""
+        assert self.scale is not None
+        number = self.scale.number
+        passes = lambda n: not self._walk(with_scale(arrays, number, 2.0**n))[1]
+        low, high = (math.ceil(math.log2(n)) for n in (self.scale.minimum, scale))
+        if low >= high or not passes(low):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if passes(middle) else (low, middle)
+        return 2.0**low
+
+
+def _location(lined: Operation, shown: Operation, names: dict[Path, None]) -> dict[str, Any]:
+    """Returns the fields of a report on the location of an operation, and on another one's line."""
+    location = shown.region.locations[shown.number]
+    file, line = Lines().of(lined.enclosing)
+    repeats = [(region.kind == "shard_map", n) for region, n in shown.repeats()]
+    return {
+        "module": module_of(location.names, root_of(names)),
+        "primitive": shown.name,
+        "phase": location.phase,
+        "file": file,
+        "line": line,
+        "text": linecache.getline(file, line).strip() if file else "",
+        "iteration": tuple(n for is_device, n in repeats if not is_device),
+        "device": next((n for is_device, n in repeats if is_device), None),
+    }
+
+
+def _reason(scale: ScaleArgument | None) -> str:
+    tried = "" if scale is None else f" with loss scale {scale.value:.9g}"
+    if scale is not None and scale.of_skipped is not None:
+        tried += f" and with {scale.of_skipped:.9g}, that of the skipped step"
+    return (
+        f"The step is finite for these arguments{tried}. The values may come from another batch or "
+        "state, random numbers that are not among the arguments, a callback, or roundings that the "
+        "compiler left out."
+    )
+
+
+def _roots(walk: Walk) -> list[Variable]:
+    """Returns the results that are not finite, and gradients whose finiteness the step checks."""
+    root = walk.recorded.root
+    results = [Variable(root, (), var) for var in root.body.outvars if not is_literal(var)]
+    for region, equation, location in walk.recorded.equations():
+        is_check = equation.primitive.name == "is_finite" and not location.differentiated
+        if is_check and walk.recorded.has_gradient:
+            var = equation.invars[0]
+            results += [Variable(region, at, var) for at in walk.recorded.positions(region)]
+    return [result for result in results if walk.code(result)]
+
+
+def _unused_results(walk: Walk) -> list[Variable]:
+    """Returns values of the forward pass that are not finite and that no operation reads.
+
+    A loss that a step does not return is such a value.
+    """
+    unused = []
+    for region, equation, location in walk.recorded.equations():
+        if location.phase == FORWARD and location.differentiated:
+            free = [var for var in equation.outvars if var not in region.index.consumers]
+            for at in walk.recorded.positions(region) if free else ():
+                unused += [Variable(region, at, var) for var in free]
+    return [variable for variable in unused if walk.code(variable)]

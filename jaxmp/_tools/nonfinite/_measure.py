@@ -1,0 +1,169 @@
+"""Measures the operands and results of single operations of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._shardings import flattened
+from jaxmp._core._typing import Array
+from jaxmp._programs._bind import bind_in_fp32
+from jaxmp._programs._interpreter import Frame, vary_as_here
+from jaxmp._tools.nonfinite._record import Key, Program, Recorder
+from jaxmp._tools.nonfinite._walk import Operation
+
+Target = tuple[Key, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayRow:
+    """Elements of one operand or result.
+
+    Args:
+      dtype: its dtype.
+      shape: its shape, on one device of a `shard_map`.
+      low: smallest finite element; NaN if there is none.
+      high: largest finite element; NaN if there is none.
+      zero: share of elements that are zero.
+      subnormal: share of elements that are smaller than the smallest normal number.
+      near_largest: share of finite elements above half of the largest number of the dtype.
+      nonfinite: share of elements that are infinite or NaN.
+      index: index of the first element that is not finite; () if there is none, or for scalars.
+      value: element at the first index at which the result is not finite; None for other shapes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float
+    high: float
+    zero: float
+    subnormal: float
+    near_largest: float
+    nonfinite: float
+    index: tuple[int, ...] = ()
+    value: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Operands and results of one operation, and the results for FP32 operands."""
+
+    operands: tuple[ArrayRow, ...]
+    results: tuple[ArrayRow, ...]
+    in_fp32: tuple[ArrayRow, ...]
+
+
+class _Operands(Recorder):
+    """Recorder of the elements of some operations."""
+
+    def __init__(self, targets: Collection[Target]) -> None:
+        super().__init__()
+        self.types: dict[Target, Any] = dict.fromkeys(targets)
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        results = super().equation(equation, operands, frame)
+        target = frame.state and (frame.state[0].key, frame.index)
+        if target in self.types:
+            # Random keys and other extended dtypes have no elements.
+            groups = [operands, results, bind_in_fp32(equation, operands)]
+            groups = [[x for x in group if _is_number(x)] for group in groups]
+            position = _first(groups[1][0])
+            shape = np.shape(groups[1][0])
+            self.types[target] = [[(str(x.dtype), np.shape(x)) for x in each] for each in groups]
+            rows = [[_elements(x, shape, position) for x in group] for group in groups]
+            self.side[target] = vary_as_here(rows)
+        return results
+
+
+def _is_number(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return (dtype is not None and jnp.issubdtype(dtype, jnp.number)) or dtype == jnp.bool_
+
+
+def measure(closed: Any, arrays: list[Any], operations: list[Operation]) -> list[Measured]:
+    """Runs a program again and returns the elements of some of its operations."""
+    targets = [(op.region.key, op.number) for op in operations]
+    recorder = _Operands(targets)
+    side = jax.device_get(Program(recorder, closed, targets).side(arrays))
+    measured = []
+    for op, target in zip(operations, targets, strict=True):
+        rows = jax.tree.map(lambda x, at=op.at: x[at], side[target])
+        groups = zip(recorder.types[target], rows, strict=True)
+        measured.append(Measured(*(_rows(types, group) for types, group in groups)))
+    return measured
+
+
+def _rows(types: list[Any], group: list[Any]) -> tuple[ArrayRow, ...]:
+    rows = []
+    for (dtype, shape), (numbers, first, has_value) in zip(types, group, strict=True):
+        low, high, *shares, value = map(float, numbers)
+        low, high = (low, high) if low <= high else (np.nan, np.nan)
+        index = tuple(map(int, np.unravel_index(int(first), shape))) if shares[-1] else ()
+        fields = zip(("zero", "subnormal", "near_largest", "nonfinite"), shares, strict=True)
+        known = value if has_value else None
+        row = ArrayRow(
+            dtype=dtype, shape=shape, low=low, high=high, index=index, value=known, **dict(fields)
+        )
+        rows.append(row)
+    return tuple(rows)
+
+
+def _flat(x: Array) -> Array:
+    """Returns the elements of an array as a vector in FP32, without a sharded axis."""
+    x = lax.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+    return lax.convert_element_type(flattened(x), FLOAT32)
+
+
+def _first(x: Array) -> Array:
+    """Returns the index of the first element that is not finite, in the order of the elements."""
+    if x.size == 0:
+        return jnp.int32(0)
+    return lax.argmax(lax.bitwise_not(lax.is_finite(_flat(x))), 0, jnp.int32)
+
+
+def _elements(x: Array, shape: tuple[int, ...], position: Array) -> tuple[Array, Array, Array]:
+    """Returns range, shares and an element of an array, its first index, and a flag.
+
+    Args:
+      x: the array.
+      shape: shape of the result.
+      position: index of the element among those of an array of this shape.
+
+    Returns:
+      The flag is True if the array has the shape, or is a scalar, so that the element is known.
+    """
+    flat = _flat(x)
+    finite = lax.is_finite(flat)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    info = jnp.finfo(x.dtype if is_float else FLOAT32)
+    # The order of magnitudes is that of their bits. Floating-point operations of CPUs may take
+    # subnormal numbers for zero.
+    bits = lax.bitcast_convert_type(flat, jnp.int32)
+    bits = lax.bitwise_and(bits, lax.full_like(bits, 0x7FFFFFFF))
+    of = lambda value: lax.full_like(bits, np.float32(value).view(np.int32))
+    full = lambda value: lax.full_like(flat, value)
+    low = lax.reduce_min(lax.select(finite, flat, full(np.inf)), (0,))
+    high = lax.reduce_max(lax.select(finite, flat, full(-np.inf)), (0,))
+    is_zero = lax.eq(bits, of(0))
+    is_small = lax.bitwise_and(lax.bitwise_not(is_zero), lax.lt(bits, of(float(info.tiny))))
+    is_large = lax.bitwise_and(finite, lax.gt(bits, of(float(info.max) / 2)))
+    flags = is_zero, is_small, is_large, lax.bitwise_not(finite)
+    count = jnp.float32(max(flat.size, 1))
+    shares = [
+        lax.div(lax.reduce_sum(lax.convert_element_type(f, FLOAT32), (0,)), count) for f in flags
+    ]
+    has_value = x.size > 0 and np.shape(x) in (shape, ())
+    value = jnp.float32(0)
+    if has_value:
+        at = position if np.shape(x) == shape else 0
+        value = lax.dynamic_index_in_dim(flat, at, 0, keepdims=False)
+    numbers = [lax.reshape(v, (1,)) for v in vary_as_here([low, high, *shares, value])]
+    return lax.concatenate(numbers, 0), _first(x), jnp.array(has_value)

@@ -1,0 +1,132 @@
+"""Plans of a training step: recipes, batch sizes and remat on chips that need not be present."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmp._core._targets import Target, get_target
+from jaxmp._policies._load import RecipeLike
+from jaxmp._policies._recipe import Recipe, load_recipe
+from jaxmp._tools.hlo._compile import check_compiler
+from jaxmp._tools.plan._programs import Program, relative
+from jaxmp._tools.plan._report import PlanChoice as PlanChoice
+from jaxmp._tools.plan._report import PlanReport as PlanReport
+from jaxmp._tools.plan._report import PlanRow as PlanRow
+from jaxmp._tools.plan._report import choose
+from jaxmp._tools.report._progress import progress_bar
+from jaxmp.errors import AuditError
+
+_LARGEST = "largest"
+
+
+def plan(
+    make_step: Callable[..., Any],
+    *,
+    recipes: Sequence[RecipeLike],
+    targets: Sequence[str],
+    batches: Sequence[int] | str | None = None,
+    remat: Sequence[Any] | None = None,
+    cache: str | os.PathLike[str] | None = "~/.cache/jaxmp",
+    progress: bool | None = None,
+) -> PlanReport:
+    """Compiles a training step for recipes and chips, and recommends one for each chip.
+
+    No chip has to be present, and nothing is run. For each program, the report has the memory, the
+    FLOPs and bytes by kind, the kernels that were replaced, and a bound: the roofline of the
+    compiled kernels relative to that of `bf16` on the same chip. The bound ranks recipes; it does
+    not predict a time. `docs/choose.md` compares it with published measurements.
+
+    Args:
+      make_step: takes a recipe, and returns the train step and its arguments, which may be shapes.
+        With `batches` or `remat`, it also takes `batch_size` or `remat`.
+      recipes: recipes to compare. Bounds are relative to "bf16", or to the first of them.
+      targets: chips, such as "h100" or "v6e".
+      batches: batch sizes; "largest" to find the largest that fits, by compilation; None for the
+        step as it is.
+      remat: values of the argument `remat` to try.
+      cache: folder for compiled programs; None for none.
+      progress: True for a progress bar on standard error. None: if it is a terminal.
+
+    Returns:
+      The report, with `.rows` and `.choices`; it prints as a table.
+
+    Raises:
+      AuditError: if an argument is not valid, before anything is computed.
+      TargetError, RecipeError: if a chip or a recipe is not known.
+      MissingDependencyError: if XLA's compiler for a chip is not installed.
+
+    Example:
+      >>> def make_step(recipe):
+      ...     step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)
+      ...     return step, jnp.ones((8, 8)), jnp.ones((2, 8))
+      >>> plan(make_step, recipes=["fp16"], targets=["v100"]).choices[0].recipe
+      'fp16'
+    """
+    loaded, chips = _checked(
+        make_step, recipes=recipes, targets=targets, batches=batches, remat=remat
+    )
+    names = [recipe.name for recipe in loaded]
+    baseline = "bf16" if "bf16" in names else names[0]
+    is_search = batches == _LARGEST
+    sizes = [None] if batches is None or isinstance(batches, str) else list(batches)
+    programs = list(itertools.product(remat or [None], sizes, loaded))
+    folder = None if cache is None else Path(cache).expanduser()
+    rows: list[PlanRow] = []
+    choices = []
+    with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
+        for chip in chips:
+            measured = []
+            for form, size, recipe in programs:
+                on_program(f"{chip.name}, {recipe.name}")
+                program = Program(make_step, recipe, chip, form, folder)
+                measured.append(program.largest() if is_search else program.measure(size))
+                on_end()
+            own = relative(measured, baseline)
+            choices.append(choose(chip.name, baseline, own))
+            rows += own
+    return PlanReport(
+        function=getattr(make_step, "__name__", "the step"),
+        baseline=baseline,
+        rows=tuple(rows),
+        choices=tuple(choices),
+    )
+
+
+_EXAMPLE = "recipes=['bf16', 'fp8'], targets=['h100'], batches=[8, 16], or batches='largest'"
+
+
+def _checked(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Target]]:
+    if not callable(make_step):
+        raise AuditError(
+            f"plan received an object of type {type(make_step).__name__} instead of a function "
+            "that takes a recipe. Pass\n"
+            "    def make_step(recipe):\n        return train_step, state, batch"
+        )
+    parameters = inspect.signature(make_step).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name, values in lists.items():
+        if values is None and name in ("batches", "remat"):
+            continue
+        is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
+        if name == "batches":
+            sizes: list[Any] = list(values or ()) if is_list else [int(values == _LARGEST)]
+            is_list = all(isinstance(size, int) and size > 0 for size in sizes)
+        if not is_list:
+            raise AuditError(f"{name}={values!r} is not valid. Write {_EXAMPLE}.")
+        parameter = {"batches": "batch_size=8", "remat": "remat=False"}.get(name, "")
+        if parameter and not takes_all and parameter.partition("=")[0] not in parameters:
+            function = getattr(make_step, "__name__", "make_step")
+            raise AuditError(
+                f"{function} has no parameter for {name}={values!r}. Write\n"
+                f"    def {function}(recipe, {parameter}):"
+            )
+    chips = [get_target(name) for name in dict.fromkeys(lists["targets"])]
+    for chip in chips:
+        if not chip.uncompiled:
+            check_compiler(chip)
+    return list(dict.fromkeys(map(load_recipe, lists["recipes"]))), chips

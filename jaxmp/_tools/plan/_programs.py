@@ -1,0 +1,208 @@
+"""Programs of a plan: their compilation, its cache, and the search for the largest batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmp._core import _compat
+from jaxmp._core._targets import Target, default_target
+from jaxmp._policies._recipe import Recipe
+from jaxmp._tools.audit import AuditReport, audit_program
+from jaxmp._tools.audit._auditor import PolicyContext
+from jaxmp._tools.audit._make_report import lacking_format
+from jaxmp._tools.hlo._compile import compile_lowered
+from jaxmp._tools.memory import estimate_memory
+from jaxmp._tools.plan._bound import cost_of
+from jaxmp._tools.plan._report import PlanRow
+from jaxmp.errors import JaxmpError, TargetError
+
+# Findings of the audit about kernels that were replaced by slower ones.
+_FALLBACKS = ("unfused_attention", "not_fp8", "fp8_fallback", "fp32_gemm")
+# The search for the largest batch ends here, and starts here without a default of the function.
+_MAX_BATCH, _FIRST_BATCH = 2**20, 8
+# Programs after which the search no longer trusts that memory grows linearly.
+_LINEAR = 6
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+class Measured(NamedTuple):
+    """A row without its bound, and the roofline in seconds; None if it was not compiled."""
+
+    row: PlanRow
+    seconds: float | None = None
+
+
+class Program(NamedTuple):
+    """A recipe on a chip, with a value of the argument `remat` and the folder of the cache."""
+
+    make_step: Callable[..., Any]
+    recipe: Recipe
+    chip: Target
+    remat: Any
+    cache: Path | None
+
+    def measure(self, batch: int | None) -> Measured:
+        """Compiles the program for a batch size."""
+        options = {} if batch is None else {"batch_size": batch}
+        options |= {} if self.remat is None else {"remat": self.remat}
+        row = PlanRow(
+            recipe=self.recipe.name,
+            target=self.chip.name,
+            batch=batch,
+            remat=str(options.get("remat", "")),
+            usable=self.chip.usable,
+            lacking=lacking_format(self.chip, self.recipe),
+        )
+        try:
+            with _compat.unchecked_cuda(), default_target(self.chip.name):
+                step, *args = self._made(options)
+                measure = self._estimated if self.chip.uncompiled else self._compiled
+                return measure(row, step, tuple(args))
+        except JaxmpError as error:
+            problem = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+            need = re.search(r"does not fit .* requires ([\d.]+)([KMGT]?)", problem)
+            if need and isinstance(error, TargetError):
+                size = int(float(need[1]) * 2 ** _UNITS[need[2]])
+                return Measured(dataclasses.replace(row, fits=False, memory=size))
+            return Measured(dataclasses.replace(row, problem=problem))
+
+    def _made(self, options: dict[str, Any]) -> Sequence[Any]:
+        made = self.make_step(self.recipe, **options)
+        if isinstance(made, (tuple, list)) and made and callable(made[0]):
+            return made
+        raise TypeError(
+            f"the function of the plan returned {type(made).__name__}, not a step and its "
+            "arguments. Return them:\n    return train_step, state, batch"
+        )
+
+    def _estimated(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> Measured:
+        estimate = estimate_memory(step, *args, target=self.chip.name)
+        problem = f"{self.chip.uncompiled}; the memory is estimated"
+        known = {"fits": estimate.fits, "memory": estimate.total, "problem": problem}
+        return Measured(dataclasses.replace(row, **known))
+
+    def _compiled(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> Measured:
+        chip = self.chip
+        compiler = compile_lowered if self.cache is None else caching_compiler(self.cache, chip)
+        context = PolicyContext(self.recipe, chip.platform, repr(self.recipe.name))
+        report, compiled = audit_program(context, step, args, {}, chip.name, compiler)
+        assert compiled is not None and report.memory is not None
+        memory = report.memory
+        total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
+        cost = cost_of(compiled, report.attention)
+        known = {"memory": total, "fits": total <= chip.usable, "fallbacks": _fallbacks(report)}
+        known |= {"kernels": cost.kernels, "flops": cost.flops, "bytes": cost.bytes}
+        return Measured(dataclasses.replace(row, **known), cost.seconds)
+
+    def largest(self) -> Measured:
+        """Finds the largest batch that fits, by compiling batches around the limit.
+
+        It interpolates linearly between the programs next to the limit, and bisects if that does
+        not converge. The next batch does not fit; others may, because XLA computes arrays again in
+        programs that exceed the memory. If no batch fits, the result is that of one example.
+        """
+        default = inspect.signature(self.make_step).parameters.get("batch_size")
+        batch = getattr(default, "default", None)
+        batch = batch if isinstance(batch, int) else _FIRST_BATCH
+        low = high = None
+        measured, count = self.measure(batch), 1
+        while measured.row.fits is not None:
+            before = low or high
+            low, high = (measured, high) if measured.row.fits else (low, measured)
+            first, last = (each.row.batch or 0 if each else 0 for each in (low, high))
+            if (high and last - first == 1) or first >= _MAX_BATCH:
+                return low or measured
+            points = (low, high) if low and high else (before, measured)
+            guess = (first + last) // 2 if high else 2 * first
+            if before and count < _LINEAR:
+                guess = _interpolated(*(each.row for each in points if each), self.chip.usable)
+            batch = max(first + 1, min(guess, last - 1 if high else 4 * first))
+            measured, count = self.measure(batch), count + 1
+        return measured
+
+
+def _interpolated(first: PlanRow, second: PlanRow, limit: int) -> int:
+    """Returns the largest batch below a limit of memory that grows linearly from two programs."""
+    a, b = first.batch or 0, second.batch or 0
+    slope = (second.memory - first.memory) / (b - a)
+    return int(a + (limit - first.memory) / slope) if slope > 0 else 2 * max(a, b)
+
+
+def _fallbacks(report: AuditReport) -> tuple[str, ...]:
+    """Returns the findings about slower kernels, without repetitions in other layers."""
+    findings = (finding for finding in report.findings if finding.check in _FALLBACKS)
+    return tuple(dict.fromkeys(f"{f.module or 'the step'}: {f.message}" for f in findings))
+
+
+def relative(measured: list[Measured], baseline: str) -> list[PlanRow]:
+    """Returns rows with bounds per example, relative to the first compiled row of the baseline."""
+    own = [row.recipe == baseline for row, _ in measured]
+    each = [s and s / (row.batch or 1) for row, s in measured]
+    unit = next((s for s, is_base in zip(each, own, strict=True) if s and is_base), None)
+    unit = unit or next(filter(None, each), None)
+    return [
+        dataclasses.replace(row, bound=round(s / unit, 4) if s and unit else None)
+        for (row, _), s in zip(measured, each, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------------------
+# Cache
+# ---------------------------------------------------------------------------
+
+_COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+class StoredMemory(NamedTuple):
+    """The fields of `CompiledMemoryStats` that reports use, in bytes on each device."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+
+
+def caching_compiler(folder: Path, chip: Target) -> Callable[[Any, Any], tuple[str, Any]]:
+    """Returns a function that compiles a lowered program, or reads its result from a folder.
+
+    The key of a result is the text of the lowered program, the chip, and the versions and options
+    of the compilers. A file that cannot be read or written is ignored.
+    """
+
+    def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
+        settings = [repr(chip), options, *_versions(), *map(os.environ.get, _FLAGS)]
+        text = json.dumps(settings) + lowered.as_text()
+        file = folder / hashlib.sha256(text.encode()).hexdigest()
+        with contextlib.suppress(OSError, ValueError, zlib.error):
+            program, *sizes = json.loads(zlib.decompress(file.read_bytes()))
+            return program, StoredMemory(*sizes)
+        compiled = lowered.compile(compiler_options=options)
+        stats = compiled.memory_analysis()
+        memory = StoredMemory(*(getattr(stats, name) for name in StoredMemory._fields))
+        program = compiled.as_text() or ""
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = file.with_suffix(f".partial-{os.getpid()}")
+            partial.write_bytes(zlib.compress(json.dumps([program, *memory]).encode()))
+            partial.replace(file)
+        return program, memory
+
+    return compile_lowered
+
+
+def _versions() -> Iterator[str]:
+    for package in _COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield f"{package} {importlib.metadata.version(package)}"

@@ -1,0 +1,209 @@
+"""The plan of a training step as plain data and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from jaxmp._tools.report._section import Section, bytes_text
+from jaxmp._tools.report._views import Report
+from jaxmp.errors import AuditError
+
+# Smaller differences of two bounds are within the error of the roofline.
+MARGIN = 0.05
+_BOUND = (
+    "The bound is the least time that the kernels of the compiled program take for their FLOPs and"
+    " bytes, per example of the batch, relative to {} on the same chip: less is faster. Differences"
+    f" of {MARGIN:.0%} are within its error, and of 15% for layers narrower than 4,096."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One program: a recipe on a chip, with a batch size and a form of remat.
+
+    Args:
+      recipe: name of the recipe.
+      target: name of the chip.
+      batch: number of examples; None if the function has no such argument.
+      remat: argument of the function, as text; "" without one.
+      fits: True if the program fits into the usable memory; None if it is not known.
+      memory: bytes that the program requires on each device; 0 if they are not known.
+      usable: bytes of each device that JAX allocates.
+      bound: roofline of the program per example, relative to the first program of the plan's
+        baseline on this chip; None if the program was not compiled.
+      kernels: number of kernels that one step starts.
+      flops: dtype in which the chip multiplies, or "attention" -> FLOPs per device.
+      bytes: "matmuls", "attention", "collectives" or "other" kernels -> bytes that they access.
+      fallbacks: why kernels of the recipe's formats, or fused attention, are not used.
+      lacking: the format of the recipe that the chip does not multiply natively, and a recipe that
+        fits; "" if there is none.
+      problem: why the program was not compiled; "" if it was.
+    """
+
+    recipe: str
+    target: str
+    batch: int | None = None
+    remat: str = ""
+    fits: bool | None = None
+    memory: int = 0
+    usable: int = 0
+    bound: float | None = None
+    kernels: int = 0
+    flops: dict[str, int] = dataclasses.field(default_factory=dict)
+    bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()
+    lacking: str = ""
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanChoice:
+    """The recommended program for a chip.
+
+    Args:
+      target: name of the chip.
+      recipe: name of the recipe; "" if no program fits.
+      batch: number of examples; None without batch sizes.
+      remat: argument of the function, as text.
+      reason: one or more sentences.
+    """
+
+    target: str
+    recipe: str = ""
+    batch: int | None = None
+    remat: str = ""
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanReport(Report):
+    """Programs of a training step for several recipes and chips. Frozen; contains plain data.
+
+    `print(report)` shows the recommendation for each chip and a table of the programs.
+
+    Args:
+      function: name of the function that makes the step.
+      baseline: name of the recipe that bounds refer to.
+      rows: the programs.
+      choices: the recommendation for each chip.
+
+    Example:
+      >>> def make_step(recipe):
+      ...     step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)
+      ...     return step, jnp.ones((8, 8)), jnp.ones((2, 8))
+      >>> report = jaxmp.plan(make_step, recipes=["fp16"], targets=["v100"])
+      >>> report.rows[0].fits, report.choices[0].recipe
+      (True, 'fp16')
+    """
+
+    _subject = "plan"
+    _title = "Plan"
+    _command = "jaxmp plan my_package.train:make_step --json plan.json"
+    _error = AuditError
+    _schema: ClassVar = {"schema_version": 1}
+    _summary = ()
+
+    function: str = ""
+    baseline: str = ""
+    rows: tuple[PlanRow, ...] = ()
+    choices: tuple[PlanChoice, ...] = ()
+
+    def _sections(self, full: bool) -> list[Section]:
+        del full
+        choices = [(each.target, _name(each) or "none", each.reason) for each in self.choices]
+        programs = [
+            (
+                row.target,
+                _name(row),
+                {True: "yes", False: "no", None: ""}[row.fits],
+                bytes_text(row.memory) if row.memory else "",
+                _shares(row.bytes, bytes_text(sum(row.bytes.values()))),
+                _shares(row.flops),
+                "" if row.bound is None else f"{row.bound:.2f}",
+            )
+            for row in self.rows
+        ]
+        remarks = [(row.target, _name(row), text) for row in self.rows for text in _remarks(row)]
+        mood = "good" if all(each.recipe for each in self.choices) else "bad"
+        columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
+        of_choices = ("chip", "recommended", "reason")
+        return [
+            Section(f"Plan of {self.function}", "", of_choices, tuple(choices), mood=mood),
+            Section("Programs", _BOUND.format(self.baseline), columns, tuple(programs)),
+            Section("Remarks", "", ("chip", "program", "remark"), tuple(remarks)),
+        ]
+
+
+def _name(program: PlanRow | PlanChoice) -> str:
+    """Returns the recipe with batch and remat, such as "bf16, batch 8"."""
+    batch = f"batch {program.batch}" if program.batch else ""
+    remat = f"remat {program.remat}" if program.remat else ""
+    return ", ".join(filter(None, (program.recipe, batch, remat)))
+
+
+def _shares(counts: dict[str, int], total: str = "") -> str:
+    """Returns the shares of kinds, such as `62% bfloat16, 38% float8`, after the total."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{count / sum(counts.values()):.0%} {kind}" for kind, count in ordered)
+    return f"{total}: {shares}" if total and shares else shares
+
+
+def _remarks(row: PlanRow) -> list[str]:
+    problem = f"not compiled: {row.problem}" if row.problem else ""
+    return list(filter(None, (problem, *row.fallbacks, row.lacking)))
+
+
+# ---------------------------------------------------------------------------
+# Recommendations
+# ---------------------------------------------------------------------------
+
+
+def choose(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
+    """Returns the recommendation for a chip: the least bound, or the baseline within the margin."""
+    fitting = [row for row in rows if row.fits and not row.lacking]
+    if not fitting:
+        return PlanChoice(target=target, reason=_why_none(rows))
+    best = min(fitting, key=_value)
+    base = min((row for row in fitting if row.recipe == baseline), key=_value, default=best)
+    best = best if _value(best) < (1 - MARGIN) * _value(base) else base
+    reasons = [] if best.bound else ["The chip multiplies its formats, and the estimate fits."]
+    if best is not base:
+        ratio = f"{_value(best) / _value(base):.2f}"
+        reasons.append(f"Its bound is {ratio} of that of {_name(base)}: {_work(best, base)}.")
+    for recipe in dict.fromkeys(row.recipe for row in rows if row.recipe != best.recipe):
+        other = min((row for row in rows if row.recipe == recipe), key=_value)
+        reasons += [_comparison(other, best)] * (other is not base)
+    chosen = {name: getattr(best, name) for name in ("recipe", "batch", "remat")}
+    return PlanChoice(target=target, **chosen, reason=" ".join(reasons) or "It fits.")
+
+
+def _value(row: PlanRow) -> float:
+    return math.inf if row.bound is None else row.bound
+
+
+def _why_none(rows: list[PlanRow]) -> str:
+    known = [row for row in rows if row.memory and not row.lacking]
+    if not known:
+        return "The chip does not multiply the formats of these recipes."
+    least = min(known, key=lambda row: row.memory)
+    need, usable = bytes_text(least.memory), bytes_text(least.usable)
+    return f"Nothing fits: {_name(least)} requires {need} of {usable}."
+
+
+def _comparison(other: PlanRow, best: PlanRow) -> str:
+    """Returns why another recipe is not the recommended one."""
+    if other.bound is None or best.bound is None or not other.fits:
+        cannot = "does not fit" if other.fits is False else "was not compiled"
+        cannot = "computes in a format that the chip lacks" if other.lacking else cannot
+        return f"{_name(other)} {cannot}."
+    gain = f"less than {MARGIN:.0%}" if other.bound < best.bound else "nothing"
+    return f"{_name(other)} gains {gain}: {_work(other, best)}."
+
+
+def _work(row: PlanRow, base: PlanRow) -> str:
+    """Returns the bytes of two programs per example, and the formats of the first."""
+    own, others = (bytes_text(sum(each.bytes.values()) / (each.batch or 1)) for each in (row, base))
+    per = " per example" if row.batch else ""
+    return f"it moves {own}{per} instead of {others}, and computes {_shares(row.flops)}"

@@ -1,0 +1,178 @@
+"""Statistics of one tensor, as a small program that is traced once for each shape and dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from jaxmp._core._dtypes import FLOAT32, is_fp8
+from jaxmp._core._shardings import flattened
+from jaxmp._core._typing import Array, DTypeLike
+from jaxmp._programs._interpreter import vary_as_here
+
+FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+# Key of the format and the scale with which a program quantizes a tensor itself.
+ACTUAL = "actual"
+# Bits of an FP32 infinity, which are also the mask of the exponent.
+_EXPONENT, _MAGNITUDE, _FRACTION = 0x7F800000, 0x7FFFFFFF, 0x007FFFFF
+# Fraction bits from which a number of float16's largest exponent rounds to infinity: 65520 is
+# 2**15 times 1.9995.
+_ROUNDS_UP = 0x007FF000
+# Columns of `TensorStats.exponents`.
+POWERS, OTHERS, LAST = 0, 1, 2
+
+
+class Rounding(NamedTuple):
+    """Losses of a rounding to a format; all fields are float32 scalars.
+
+    Attributes:
+      underflow: share of the elements that become zero, of those that are finite and not zero.
+      overflow: share of the same elements that exceed the range of the format.
+      snr: signal-to-noise ratio in decibels; elements beyond the range saturate. Infinite without
+        an error.
+    """
+
+    underflow: Array
+    overflow: Array
+    snr: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TensorStats:
+    """Statistics of a tensor. Those in a loop have one more axis, of the length of the loop.
+
+    Attributes:
+      amax: largest magnitude of the finite elements.
+      rms: root mean square of the finite elements.
+      zero: share of the elements that are zero.
+      nonfinite: share of the elements that are infinite or NaN.
+      exponents: counts of elements by the 8 exponent bits of their FP32 value (rows), and by its
+        fraction (columns): zero, smaller, or at least that with which float16 rounds up.
+      formats: format -> losses of a rounding to it. FP8 formats have the scale of `amax`.
+    """
+
+    amax: Array
+    rms: Array
+    zero: Array
+    nonfinite: Array
+    exponents: Array
+    formats: dict[str, Rounding]
+
+
+@functools.cache
+def _range_of(name: str) -> tuple[int, int, float]:
+    """Returns FP32 bits that round to 0 at most and to a finite number at most, and the largest."""
+    info = ml_dtypes.finfo(name)
+    zero, largest = np.float32(float(info.smallest_subnormal) / 2), float(info.max)
+    below = float(np.nextafter(info.max, info.dtype.type(0)))
+    # A number halfway between two others rounds to the one with an even fraction.
+    tie = np.float32(largest + (largest - below) / 2)
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(float(tie.astype(info.dtype)))
+    return int(zero.view(np.uint32)), int(tie.view(np.uint32)) - (not is_finite), largest
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def measure(x: Array, factor: Array | None = None, dtype: DTypeLike | None = None) -> TensorStats:
+    """Measures a tensor.
+
+    Args:
+      x: array of any shape and float dtype. FP64 is rounded to FP32.
+      factor: reciprocal of the scale with which the program quantizes `x`, a scalar or
+        broadcastable to `x`.
+      dtype: the FP8 format of that quantization.
+    """
+    x, factor = vary_as_here((lax.convert_element_type(x, FLOAT32), factor))
+    bits = _bits(x)
+    counts = _exponents(bits)
+    is_finite = lax.lt(bits, np.uint32(_EXPONENT))
+    bits, x = (lax.select(is_finite, each, lax.full_like(each, 0)) for each in (bits, x))
+    amax_bits = lax.reduce_max(bits, range(x.ndim))
+    amax = lax.bitcast_convert_type(amax_bits, FLOAT32)
+    # Squares of small gradients underflow in FP32: `unit` is the power of two below `amax`.
+    exponent = lax.bitwise_and(amax_bits, np.uint32(_EXPONENT))
+    exponent = lax.clamp(np.uint32(1 << 23), exponent, np.uint32(253 << 23))
+    unit = lax.bitcast_convert_type(exponent, FLOAT32)
+    inverse = lax.bitcast_convert_type(lax.sub(np.uint32(254 << 23), exponent), FLOAT32)
+    size, unscaled = np.uint32(x.size), np.float32(1)
+    nonfinite, zero = _count(lax.bitwise_not(is_finite)), counts[0, POWERS]
+    # The count of zeros in `x`. LLVM may test bits for zero by a comparison of floats, for which
+    # subnormal numbers are zero on some processors; a histogram is exact.
+    zeros = lax.add(zero, nonfinite)
+    formats = {}
+    for name in FORMATS:
+        scaled = lax.mul(x, fp8_scale(amax, name)) if is_fp8(name) else x
+        formats[name] = _rounding(scaled, name, zeros, unscaled if is_fp8(name) else inverse)
+    if factor is not None:
+        scaled = lax.div(x, lax.broadcast_in_dim(factor, x.shape, range(factor.ndim)))
+        formats[ACTUAL] = _rounding(scaled, str(np.dtype(dtype)), zeros, unscaled)
+    mean = lax.div(_power(lax.mul(x, inverse)), _at_least_1(lax.sub(size, nonfinite)))
+    share = lambda count: lax.div(lax.convert_element_type(count, FLOAT32), np.float32(size or 1))
+    rms = lax.mul(lax.sqrt(mean), unit)
+    return TensorStats(amax, rms, share(zero), share(nonfinite), counts, formats)
+
+
+def _bits(x: Array) -> Array:
+    """Returns the bits of magnitudes: processors that flush subnormals compare them as zero."""
+    return lax.bitwise_and(lax.bitcast_convert_type(x, jnp.uint32), np.uint32(_MAGNITUDE))
+
+
+def _exponents(bits: Array) -> Array:
+    bits = lax.reshape(flattened(bits), (bits.size, 1))
+    fraction = lax.bitwise_and(bits, np.uint32(_FRACTION))
+    as_int = lambda x: lax.convert_element_type(x, jnp.int32)
+    is_other, is_last = lax.gt(fraction, np.uint32(0)), lax.ge(fraction, np.uint32(_ROUNDS_UP))
+    row = as_int(lax.shift_right_logical(bits, np.uint32(23)))
+    index = lax.add(lax.mul(row, np.int32(3)), lax.add(as_int(is_other), as_int(is_last)))
+    numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
+    none = vary_as_here(lax.full((256 * 3,), 0, jnp.uint32))
+    each = lax.full_like(lax.squeeze(bits, (1,)), 1)
+    return lax.reshape(lax.scatter_add(none, index, each, numbers), (256, 3))
+
+
+def _count(flags: Array) -> Array:
+    return lax.reduce_sum(lax.convert_element_type(flags, jnp.uint32), range(flags.ndim))
+
+
+def _at_least_1(count: Array) -> Array:
+    return lax.convert_element_type(lax.max(count, np.uint32(1)), FLOAT32)
+
+
+def _power(x: Array) -> Array:
+    return lax.reduce_sum(lax.mul(x, x), range(x.ndim))
+
+
+def fp8_scale(amax: Array, name: str) -> Array:
+    """Returns the largest power of two that maps `amax` into a format, as `CurrentScaling` does."""
+    largest, tiny = np.float32(_range_of(name)[2]), np.float32(np.finfo(np.float32).tiny)
+    ratio = lax.div(largest, lax.max(amax, tiny))
+    bits = lax.bitcast_convert_type(lax.min(ratio, np.float32(2.0**126)), jnp.uint32)
+    return lax.bitcast_convert_type(lax.bitwise_and(bits, np.uint32(_EXPONENT)), FLOAT32)
+
+
+def _rounding(x: Array, name: str, zeros: Array, inverse: Any) -> Rounding:
+    """Returns the losses of a rounding; squares times `inverse**2` do not underflow."""
+    bits, (zero, last, largest) = _bits(x), _range_of(name)
+    underflow = lax.sub(_count(lax.le(bits, np.uint32(zero))), zeros)
+    overflow = _count(lax.gt(bits, np.uint32(last)))
+    count = _at_least_1(lax.sub(np.uint32(x.size), zeros))
+    share = lambda part: lax.div(lax.convert_element_type(part, FLOAT32), count)
+    clipped = lax.clamp(np.float32(-largest), x, np.float32(largest))
+    # XLA may remove a pair of conversions, with bfloat16 even across a barrier.
+    if name == "bfloat16":
+        rounded = lax.reduce_precision(clipped, 8, 7)
+    else:
+        rounded = lax.optimization_barrier(lax.convert_element_type(clipped, np.dtype(name)))
+    error = lax.sub(lax.convert_element_type(rounded, FLOAT32), x)
+    signal, noise = (_power(lax.mul(each, inverse)) for each in (x, error))
+    snr = lax.mul(lax.log(lax.div(signal, noise)), np.float32(10 / np.log(10)))
+    snr = lax.select(lax.eq(noise, np.float32(0)), lax.full_like(snr, np.inf), snr)
+    return Rounding(share(underflow), share(overflow), snr)

@@ -1,0 +1,179 @@
+"""Runs a traced step again, and measures the tensors of its modules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._dtypes import is_fp8
+from jaxmp._core._typing import Array
+from jaxmp._programs._analysis import ModuleOutputs, used_inside
+from jaxmp._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._programs._jaxprs import (
+    BACKWARD,
+    FORWARD,
+    QUANTIZE,
+    RECOMPUTE,
+    Atom,
+    Path,
+    consumers,
+    equations,
+    inners,
+    is_literal,
+)
+from jaxmp._programs._operations import name_of
+from jaxmp._tools.stats._measure import TensorStats, measure
+
+GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
+_MATMULS = ("dot_general", "conv_general_dilated")
+# Kernels of Pallas and cuDNN, which no interpreter enters.
+_ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+_KERNELS = ("pallas_call", *_ATTENTION)
+
+
+class Key(NamedTuple):
+    """Key of a tensor.
+
+    kind: such as "gradients".
+    path: name scopes of its module.
+    label: its role in the module, or its type.
+    shape: its shape.
+    at: position in the program, which distinguishes tensors that are equal in the fields before.
+    """
+
+    kind: str
+    path: Path
+    label: str
+    shape: tuple[int, ...]
+    at: tuple[Any, ...]
+
+
+class _Outer(NamedTuple):
+    """State with which a jaxpr is run.
+
+    at: for each enclosing equation, its index and the identity of the jaxpr in it.
+    number: index of the innermost enclosing equation.
+    used: for each result, True if the forward pass uses it; None: all are used.
+    cotangents: for each argument, True if the backward pass made it.
+    wide: for each argument, True if an emulated step computes it in FP32.
+    """
+
+    at: tuple[Any, ...] = ()
+    number: int = 0
+    used: Sequence[bool] | None = None
+    cotangents: Sequence[bool] = ()
+    wide: Sequence[bool] = ()
+
+
+class _Inside:
+    """Run of one jaxpr."""
+
+    def __init__(self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, outer: _Outer) -> None:
+        body, _ = jaxpr_body(jaxpr)
+        self.at = (*outer.at, outer.number, id(body))
+        self.outputs = ModuleOutputs(jaxpr, place, outer.used)
+        self.cotangents: set[Atom] = set(itertools.compress(body.invars, outer.cotangents))
+        self.wide: set[Atom] = set(itertools.compress(body.invars, outer.wide))
+        self.gradients = _gradients(body, place)
+        # Variable -> its statistics.
+        self.measured: dict[Atom, TensorStats] = {}
+
+    def is_cotangent(self, var: Atom) -> bool:
+        """Returns True if the backward pass made a variable."""
+        return not is_literal(var) and var in self.cotangents
+
+    def is_wide(self, var: Atom) -> bool:
+        """Returns True if an emulated step computes a variable in FP32."""
+        return not is_literal(var) and var in self.wide
+
+
+def _gradients(body: Any, place: Place) -> set[Atom]:
+    """Returns the variables that the backward pass makes, and code outside of it reads."""
+    own = list(equations(body, inside=False))
+    phases = {id(each): place.of(each).phase for each in own} | {id(None): place.phase}
+    made = {var for each in own if phases[id(each)] == BACKWARD for var in each.outvars}
+    readers = consumers(body) if made else {}
+    is_outside = lambda reader: phases[id(reader)] == FORWARD
+    return {var for var in made if any(map(is_outside, readers.get(var, ())))}
+
+
+class Observer(Interpreter):
+    """Interpreter that measures tensors; its side results are their statistics by `Key`."""
+
+    has_side_results = True
+    drops_derivatives = True
+    measure: Callable[..., Any] = staticmethod(measure)
+    # For each result of the jaxpr that ended last, True if an emulated step computes it in FP32.
+    ended: Sequence[bool] = ()
+
+    def run(
+        self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
+    ) -> list[Any]:
+        inside = _Inside(jaxpr, place or Place(), state or _Outer())
+        results = super().run(jaxpr, args, place, inside)
+        self.ended = [inside.is_wide(var) for var in jaxpr_body(jaxpr)[0].outvars]
+        return results
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        inside, place, name = frame.state, frame.place.of(equation), equation.primitive.name
+        at = (*inside.at, frame.index)
+        role = name_of(equation).removeprefix(QUANTIZE) if QUANTIZE in name_of(equation) else ""
+        # A scan over layers moves the constants of its body to calls without operands.
+        if role and operands:
+            results = self.bound(equation, operands)
+            if place.phase != RECOMPUTE:
+                self._quantized(operands[0], results, Key(OPERANDS, place.scopes, role, (), at))
+            return results
+        if name in (*_MATMULS, *_KERNELS):
+            for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
+                label = ("lhs", "rhs")[n] if name in _MATMULS else f"operand_{n}"
+                label = label if place.phase == FORWARD else "output_grad"
+                # Operands of a matmul that is computed again are left out.
+                if place.phase == FORWARD or inside.is_cotangent(var):
+                    self._measure(inside, OPERANDS, (place.scopes, label), var, x, at)
+        results = self._entered(equation, operands, frame)
+        if place.phase == BACKWARD:
+            inside.cotangents.update(equation.outvars)
+        for var, x in zip(equation.outvars, results, strict=True):
+            for path in inside.outputs.last.get(var, ()):
+                self._measure(inside, ACTIVATIONS, (path, ""), var, x, at)
+            if var in inside.gradients:
+                self._measure(inside, GRADIENTS, (place.scopes, ""), var, x, at)
+        return results
+
+    def _entered(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        inside, place, flags, wide = frame.state, frame.place.of(equation), [], []
+        for inner in inners(equation)[-1:]:
+            for n, var in enumerate(inner.operands):
+                is_carry = place.phase == BACKWARD and n in inner.carried
+                flags.append(is_carry or inside.is_cotangent(var))
+                wide.append(inside.is_wide(var))
+        used = [var in inside.outputs.consumers for var in equation.outvars]
+        used = used_inside(equation, used) if place.phase == FORWARD else None
+        state = _Outer(inside.at, frame.index, used, flags, wide)
+        return self.enter(equation, operands, frame, state)
+
+    def _measure(self, inside: Any, kind: str, name: Any, var: Atom, x: Any, at: Any) -> None:
+        # FP8 operands have been measured before their quantization.
+        if is_literal(var) or not jnp.issubdtype(x.dtype, jnp.floating) or is_fp8(x.dtype):
+            return
+        if var not in inside.measured:
+            inside.measured[var] = self.measure(x)
+        self.side[Key(kind, name[0], name[1], x.shape, (*at, name[1]))] = inside.measured[var]
+
+    def _quantized(self, x: Array, results: list[Array], key: Key) -> None:
+        """Measures an operand with the scales of its FP8 copies, and these scales."""
+        for n, (values, factor) in enumerate(itertools.pairwise(results)):
+            if not is_fp8(values.dtype) or factor.dtype != jnp.float32:
+                continue
+            key = key._replace(at=(*key.at, n))
+            self.side[key._replace(kind=SCALES)] = self.measure(factor)
+            # The scales of blocks do not broadcast.
+            pairs = zip(factor.shape, x.shape, strict=False)
+            fits = factor.ndim in (0, x.ndim) and all(size in (1, full) for size, full in pairs)
+            self.side[key] = self.measure(x, factor, values.dtype) if fits else self.measure(x)

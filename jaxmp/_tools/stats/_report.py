@@ -1,0 +1,240 @@
+"""Report on the statistics of a step: losses in other formats, and the first loss scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from jaxmp._tools.report._section import Section, grouped, module_text, share_text
+from jaxmp._tools.report._views import Report
+from jaxmp._tools.stats._measure import LAST, POWERS, TensorStats
+from jaxmp._tools.stats._observe import GRADIENTS, OPERANDS
+from jaxmp.errors import JaxmpError
+
+# Largest share of the gradient that a suggested loss scale loses.
+MAX_LOST = 0.001
+# Powers of two of the compared scales: from the default `min_scale` of `DynamicLossScale`.
+_POWERS = range(-14, 25)
+# Factor between the gradients and the largest number of float16 that a suggestion leaves.
+_HEADROOM = 4
+_SMALLEST, _LARGEST = -25, 15  # exponents at the ends of float16's range
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorRow:
+    """Statistics of a tensor, over all iterations and devices.
+
+    Args:
+      kind: such as "gradients".
+      name: the module or the parameter.
+      amax: largest magnitude; of a gradient, without the loss scale.
+      rms: root mean square; of a gradient, without the loss scale.
+      zero: share of elements that are zero.
+      nonfinite: share of elements that are infinite or NaN.
+      formats: format -> (share of the elements other than zero that become zero, share of them
+        that exceed the range, signal-to-noise ratio in decibels), of a gradient with the loss
+        scale of the step. The format "actual" is the FP8 format of the program, with its scale.
+    """
+
+    kind: str
+    name: str
+    amax: float
+    rms: float
+    zero: float
+    nonfinite: float
+    formats: dict[str, tuple[float, float, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatsReport(Report):
+    """Comparison of formats and loss scales for a step. Frozen; contains plain data.
+
+    Args:
+      loss_scale: the loss scale for float16 to start with; None if each scale loses 0.1 % of the
+        gradients or more.
+      scales: the curve of the lost share against the scale: rows of (scale, share of the gradient
+        elements other than zero that becomes zero in float16, share that becomes infinite, with
+        which a step is skipped).
+      tensors: the tensors.
+      errors: format of `what_if` -> "gradients" or "activations" -> module -> relative error.
+
+    Example:
+      >>> stats = jaxmp.with_stats(jax.grad(lambda w: jnp.square(w).sum()))(jnp.ones(4))
+      >>> report = stats.report()
+      >>> report.loss_scale, report.to_dict() == type(report).from_json(report.to_json()).to_dict()
+      (1024.0, True)
+    """
+
+    _subject = "statistics"
+    _title = "Statistics of a training step"
+    _command = "pathlib.Path('statistics.json').write_text(stats.report().to_json())"
+    _error = JaxmpError
+    _schema: ClassVar = {"schema": "jaxmp.statistics", "schema_version": 1}
+    _summary = ()
+
+    loss_scale: float | None
+    scales: tuple[tuple[float, float, float], ...]
+    tensors: tuple[TensorRow, ...]
+    errors: dict[str, dict[str, dict[str, float]]] = dataclasses.field(default_factory=dict)
+
+    def _sections(self, full: bool) -> list[Section]:
+        lost = [row for row in self.scales if 0 < row[1] + row[2] < 1]
+        near = self.scales if full else lost or self.scales[:1]
+        scales = tuple((_power(x), *map(share_text, row)) for x, *row in near)
+        mood = "" if not self.scales else "bad" if self.loss_scale is None else "good"
+        sections = [
+            Section("Loss scale for float16", self._advice(), _SCALE_COLUMNS, scales, mood=mood),
+            *self._errors(full),
+            Section("Losses in each format", _LEGEND),
+        ]
+        for kind, rows in grouped(self.tensors, lambda row: row.kind).items():
+            rows.sort(key=lambda row: min(snr for *_, snr in row.formats.values()))
+            more = 0 if full else max(0, len(rows) - _ROWS)
+            text = f"report.tensors has {more} more." if more else ""
+            names = list(dict.fromkeys(name for row in rows for name in row.formats))
+            columns = ("", "largest", "rms", *(name.removeprefix("float8_") for name in names))
+            cells = tuple(_cells(row, names) for row in rows[: len(rows) - more])
+            sections.append(Section(kind.replace("_", " ").capitalize(), text, columns, cells))
+        return sections
+
+    def _errors(self, full: bool) -> list[Section]:
+        """Returns the errors of modules, the largest of gradients first."""
+        names = [(name, kind) for name, kinds in self.errors.items() for kind in sorted(kinds)]
+        columns = [self.errors[name][kind] for name, kind in names]
+        if not columns:
+            return []
+        largest: dict[str, float] = {}
+        for (_, kind), column in zip(names, columns, strict=True):
+            for module, error in column.items():
+                largest[module] = max(largest.get(module, 0), error * (kind == GRADIENTS))
+        modules = sorted(largest, key=lambda module: -largest[module])
+        share = lambda column, module: f"{column[module]:.2%}" if module in column else ""
+        cells = tuple(
+            (module_text(module), *(share(column, module) for column in columns))
+            for module in modules[: None if full else _ROWS]
+        )
+        labels = [f"{name} {'outputs' if kind != GRADIENTS else kind}" for name, kind in names]
+        return [Section("What if: errors of modules", _ERRORS, ("", *labels), cells)]
+
+    def _advice(self) -> str:
+        if not self.scales:
+            return "The step has no gradients that are not zero."
+        lost = {scale: underflow + overflow for scale, underflow, overflow in self.scales}
+        scale = self.loss_scale or min(lost, key=lambda scale: lost[scale])
+        share = f"{share_text(lost[scale])} of the gradient elements that are not zero"
+        if self.loss_scale is None:
+            return f"No scale loses less than 0.1%: {_power(scale)} loses {share}. Use bfloat16."
+        return f"jaxmp.DynamicLossScale({_power(scale)}) loses {share}."
+
+
+_SCALE_COLUMNS = ("scale", "becomes zero", "exceeds the range")
+_LEGEND = (
+    "Share of the elements other than zero that become zero or exceed the range, and the "
+    "signal-to-noise ratio in dB. FP8 formats have a scale for each tensor. The magnitudes of "
+    "gradients are without the loss scale of the step, and the roundings with it."
+)
+_ERRORS = (
+    "Norm of the difference that the format makes to the outputs and gradients of a module, over "
+    "their norm, in one step that was run again in this format."
+)
+# Rows of each table of the short report: those with the lowest signal-to-noise ratio.
+_ROWS = 8
+
+
+def _power(scale: float) -> str:
+    return f"2.0**{math.log2(scale):.0f}"
+
+
+def _cells(row: TensorRow, names: list[str]) -> tuple[str, ...]:
+    losses = {
+        name: f"{share_text(underflow + overflow)} {snr:.0f}"
+        for name, (underflow, overflow, snr) in row.formats.items()
+    }
+    numbers = f"{row.amax:.3g}", f"{row.rms:.3g}"
+    return (module_text(row.name), *numbers, *(losses.get(name, "") for name in names))
+
+
+# ---------------------------------------------------------------------------
+# From the arrays
+# ---------------------------------------------------------------------------
+
+
+def make_report(
+    tensors: Mapping[str, Mapping[str, TensorStats]], loss_scale: Any, errors: Any
+) -> StatsReport:
+    """Returns the report on the statistics of a step.
+
+    Args:
+      tensors: kind -> name -> statistics.
+      loss_scale: the scale of the gradients among them.
+      errors: format -> kind -> module -> error.
+    """
+    tensors, loss_scale, errors = jax.device_get((tensors, loss_scale, errors))
+    flat = [(kind, name, x) for kind, group in tensors.items() for name, x in group.items()]
+    # Code in a branch that was not taken has no elements.
+    scale, rows, counts = float(np.max(loss_scale)), [], np.zeros((256, 3))
+    for kind, name, x in flat:
+        is_scaled = kind == GRADIENTS or (kind == OPERANDS and ":output_grad" in name)
+        if x.exponents.any():
+            rows.append(_row(kind, name, x, scale if is_scaled else 1.0))
+        if is_scaled:
+            counts += x.exponents.reshape(-1, 256, 3).sum(0, dtype=np.float64)
+    scales = _scales(counts, round(math.log2(scale)))
+    errors = jax.tree.map(float, errors)
+    return StatsReport(loss_scale=_first(scales), scales=scales, tensors=tuple(rows), errors=errors)
+
+
+def _scales(counts: np.ndarray, shift: int) -> tuple[tuple[float, float, float], ...]:
+    """Returns the lost shares for each scale.
+
+    Args:
+      counts: elements by exponent and fraction, as in `TensorStats.exponents`.
+      shift: binary logarithm of the loss scale that they contain.
+    """
+    counts = counts[:255]
+    counts[0, POWERS] = 0
+    total, columns, rows = counts.sum(), np.arange(3), []
+    for power in _POWERS if total else ():
+        exponents = np.arange(255)[:, None] - 127 - shift + power
+        # Half of the smallest number rounds to zero, and 65520 to infinity.
+        zero = exponents + (columns != POWERS) <= _SMALLEST
+        over = exponents + (columns == LAST) > _LARGEST
+        shares = (float(counts[flags].sum() / total) for flags in (zero, over))
+        rows.append((2.0**power, *shares))
+    return tuple(rows)
+
+
+def _first(scales: tuple[tuple[float, float, float], ...]) -> float | None:
+    """Returns the largest scale with headroom that loses little, otherwise the smallest one."""
+    allowed = [scale for scale, underflow, over in scales if not over and underflow < MAX_LOST]
+    if not allowed:
+        return None
+    return max(allowed[0], allowed[-1] * 2.0 ** -(_HEADROOM if scales[-1][2] else 0))
+
+
+def _row(kind: str, name: str, stats: TensorStats, scale: float) -> TensorRow:
+    """Returns the row of a tensor; its magnitudes are divided by the loss scale in it."""
+    counts = np.asarray(stats.exponents, np.float64).reshape(-1, 256 * 3)
+    size, zero, bad = counts.sum(1), counts[:, POWERS], counts[:, 255 * 3 :].sum(1)
+    flat = lambda x: np.asarray(x, np.float64).reshape(-1)
+    mean = lambda x, weights: float((flat(x) * weights).sum() / max(weights.sum(), 1))
+    power, nonzero = flat(stats.rms) ** 2 * (size - bad), size - bad - zero
+    formats = {}
+    for label, each in stats.formats.items():
+        noise = np.where(power > 0, power * 10 ** (-flat(each.snr) / 10), 0).sum()
+        snr = 10 * math.log10(power.sum() / noise) if noise else math.inf
+        formats[label] = mean(each.underflow, nonzero), mean(each.overflow, nonzero), snr
+    return TensorRow(
+        kind=kind,
+        name=name,
+        amax=float(flat(stats.amax).max()) / scale,
+        rms=math.sqrt(power.sum() / max((size - bad).sum(), 1)) / scale,
+        zero=float(zero.sum() / max(size.sum(), 1)),
+        nonfinite=float(bad.sum() / max(size.sum(), 1)),
+        formats=formats,
+    )

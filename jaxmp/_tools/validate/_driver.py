@@ -1,0 +1,410 @@
+"""Runs a validation: trains reference and candidates, and assembles the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmp._core import _trees
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._typing import PyTree
+from jaxmp._policies._recipe import Recipe
+from jaxmp._tools.audit import AuditReport, audit
+from jaxmp._tools.report._progress import OnRun, OnStep
+from jaxmp._tools.report._section import abbreviate, counted
+from jaxmp._tools.validate._budget import Budget, choose_metrics, choose_training
+from jaxmp._tools.validate._compare import (
+    compare_figures,
+    compare_metrics,
+    compare_training,
+    overall,
+)
+from jaxmp._tools.validate._diagnose import Evidence, diagnose, find_origin
+from jaxmp._tools.validate._probe import Leaves, Measurements, Probe, leaves_of, make_probe
+from jaxmp._tools.validate._pure import PureRun, as_arrays, as_pure, check_same_params
+from jaxmp._tools.validate._report import ValidationReport
+from jaxmp._tools.validate._rows import (
+    DIFFERS,
+    FAIL,
+    INCONCLUSIVE,
+    CandidateResult,
+    Cause,
+    Comparison,
+    MetricChoice,
+    TrainingRecord,
+    TrainingRow,
+)
+from jaxmp._tools.validate._run import MakeRun
+from jaxmp._tools.validate._sections import figure_text
+from jaxmp._tools.validate._train import Hashes, Schedule, make_program, train
+from jaxmp._tools.validate._trials import Trial, repeat_step, step_to_repeat
+from jaxmp.errors import ValidationError
+
+_TEST = (
+    "The test is a paired t test over the seeds: a candidate passes if the upper bound of the "
+    "95 % interval of its mean difference is within the budget, and fails if the lower bound is "
+    "above. If the upper bound is below minus the budget, it differs. The interval assumes that "
+    "the differences are normal, or skewed as lognormal ones with sigma of at most 0.5."
+)
+_CORRECTED = (
+    " It is wider for {} candidates (Bonferroni): one of them passes wrongly with a probability of "
+    "at most 5 %."
+)
+# Share of seeds, one in so many, of the rare failures that the report mentions.
+_RARE = 10
+_UNSEEN = " A failure in one of {} seeds does not occur in {} with a probability of {:.0f} %."
+
+
+class Settings(NamedTuple):
+    """Arguments of a validation, checked."""
+
+    reference: tuple[str, Recipe]
+    candidates: Mapping[str, Recipe]
+    budgets: Mapping[str, Budget]
+    directions: Mapping[str, str]
+    seeds: tuple[int, ...]
+    schedule: Schedule
+
+    @property
+    def recipes(self) -> dict[str, Recipe]:
+        """The recipes by name, the reference first."""
+        return dict([self.reference]) | dict(self.candidates)
+
+
+class Reference(NamedTuple):
+    """Values of the reference that candidates are compared with.
+
+    Args:
+      initial: seed -> initial parameters.
+      steps: compared step -> parameters before it, and measurements.
+    """
+
+    initial: dict[int, Leaves]
+    steps: dict[int, tuple[Leaves, Probe]]
+
+
+class Trained(NamedTuple):
+    """Records, measurements and audit of one recipe."""
+
+    records: list[TrainingRecord]
+    measurements: Measurements
+    audit: AuditReport
+    # True if a parameter is stored in 16 bits and has no FP32 master.
+    lacks_masters: bool
+    # Repeats a compared step without roundings.
+    repeat: Callable[[int], Trial]
+
+
+def run_validation(
+    make_run: MakeRun, settings: Settings, on_run: OnRun, on_step: OnStep
+) -> ValidationReport:
+    """Trains all recipes and returns the report."""
+    results: dict[str, Trained] = {}
+    saved = Reference({}, {})
+    for name, recipe in settings.recipes.items():
+        results[name] = _train_recipe(name, recipe, make_run, settings, saved, on_run, on_step)
+        if name == settings.reference[0]:
+            _check_finite(results[name].records)
+    reference = results[settings.reference[0]]
+    for name in settings.candidates:
+        _check_data(reference.records, results[name].records)
+    trained = [record for name in settings.candidates for record in results[name].records]
+    budgets, count = list(settings.budgets.values()), len(settings.candidates)
+    metrics = choose_metrics(reference.records, trained, settings.directions, budgets)
+    training = choose_training(reference.records, trained, budgets)
+    shared = (settings, results, metrics, training)
+    candidates = [_compare(*shared, name) for name in settings.candidates]
+    others = [each.reason for each in (*metrics[1:], training) if each.scale == "absolute"]
+    reason = metrics[0].reason
+    reason = " ".join([reason, *(each for each in dict.fromkeys(others) if each not in reason)])
+    test, seeds = _TEST + (_CORRECTED.format(count) if count > 2 else ""), len(settings.seeds)
+    test += _UNSEEN.format(_RARE, counted(seeds, "run"), 100 * (1 - 1 / _RARE) ** seeds)
+    return ValidationReport(
+        reference=settings.reference[0],
+        seeds=settings.seeds,
+        steps=settings.schedule.steps,
+        eval_steps=settings.schedule.eval_steps,
+        compare_steps=settings.schedule.compare_steps,
+        metric=dataclasses.replace(metrics[0], reason=reason),
+        test=test,
+        candidates=tuple(candidates),
+        runs=tuple(record for trained in results.values() for record in trained.records),
+        notes=tuple(_notes(candidates, [metric.name for metric in metrics], reference.records[0])),
+    )
+
+
+def _check_finite(reference: Sequence[TrainingRecord]) -> None:
+    """Checks that the reference has losses to compare with.
+
+    Raises:
+      ValidationError: naming the first step of a run that did not end with finite values.
+    """
+    for record in reference:
+        last = {name: values[-1] for name, values in record.evaluations.items()}
+        if np.isfinite([record.losses[-1], *last.values()]).all():
+            continue
+        broken = np.flatnonzero(~np.isfinite(record.losses))
+        start = f", first at step {broken[0]}" if broken.size else ""
+        raise ValidationError(
+            f"The reference {record.name!r} ends with a training loss of {record.losses[-1]} and "
+            f"{last} on held-out data for seed {record.seed}{start}, so nothing can be compared "
+            "with it. Correct the run, for example by a smaller learning rate, and start again."
+        )
+
+
+def _notes(
+    candidates: Sequence[CandidateResult], metrics: Sequence[str], record: TrainingRecord
+) -> Iterator[str]:
+    """Yields the comparisons that were not made."""
+    others = [name for name in record.evaluations if name not in metrics]
+    if others:
+        yield f"No verdict uses {', '.join(others)}; declare metrics={{{others[0]!r}: 'max'}}."
+    if not any(candidate.gradients for candidate in candidates):
+        yield (
+            "Gradients were not compared, because the step does not return them: "
+            'return state, {"loss": loss, "grads": grads}.'
+        )
+    rows = [row for candidate in candidates for row in candidate.modules if row.module]
+    compared = {row.module for row in rows if row.activation_error is not None}
+    missing = list(dict.fromkeys(row.module for row in rows if row.module not in compared))
+    if missing:
+        yield (
+            f"The gradients of {abbreviate(missing)} were compared, and their outputs were not: "
+            "these modules have no name scope of their own in the forward pass, run in a branch "
+            "that was not taken, or run inside an operation that validate does not enter, such "
+            "as lax.platform_dependent."
+        )
+
+
+def _compare(
+    settings: Settings,
+    results: Mapping[str, Trained],
+    metrics: Sequence[MetricChoice],
+    scale: MetricChoice,
+    name: str,
+) -> CandidateResult:
+    """Compares a candidate with the reference, and diagnoses a failure.
+
+    Args:
+      settings: the arguments of the validation.
+      results: results of all recipes by name.
+      metrics: the metrics, the deciding one first.
+      scale: scale of the training loss.
+      name: the candidate.
+    """
+    reference, candidate = results[settings.reference[0]], results[name]
+    budget, records = settings.budgets[name], (reference.records, candidate.records)
+    count = len(settings.candidates)
+    checks, pairs, power = compare_metrics(*records, metrics, budget, scale, count)
+    training = compare_training(*records, scale)
+    steps = settings.schedule.steps * len(settings.seeds)
+    gradients = candidate.measurements.gradients
+    unit = scale.unit if scale.scale == "absolute" else 0.0
+    checks += compare_figures(gradients, training, budget, steps, unit)
+    decisive = overall(checks)
+    causes = ()
+    if decisive.verdict in (FAIL, DIFFERS):
+        causes = diagnose(_evidence(candidate, training, budget))
+    return CandidateResult(
+        name=name,
+        recipe=settings.candidates[name].name,
+        verdict=decisive.verdict,
+        headline=_headline(name, decisive, causes),
+        causes=causes,
+        checks=tuple(checks),
+        pairs=tuple(pairs),
+        power=power,
+        gradients=gradients,
+        modules=candidate.measurements.modules,
+        origin=find_origin(candidate.measurements.modules),
+        training=training,
+    )
+
+
+def _evidence(candidate: Trained, training: TrainingRow, budget: Budget) -> Evidence:
+    trial, note, rows = None, "", candidate.measurements.gradients
+    try:
+        trial = candidate.repeat(step_to_repeat(rows)) if rows else None
+    except (TypeError, ValueError, NotImplementedError) as error:
+        # A step that cannot be emulated does not invalidate the verdict.
+        note = f"The step was not repeated in FP32: {type(error).__name__}: {str(error)[:200]}"
+    return Evidence(
+        measurements=candidate.measurements,
+        audit=candidate.audit,
+        training=training,
+        lacks_masters=candidate.lacks_masters,
+        scale=min(min(record.loss_scales) for record in candidate.records),
+        gradient_budget=budget.gradient,
+        is_finite=bool(np.isfinite([r.losses[-1] for r in candidate.records]).all()),
+        trial=trial,
+        note=note,
+    )
+
+
+def _headline(name: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
+    figure = functools.partial(figure_text, scale=decisive.scale, sign=False)
+    budget = f"budget {figure(decisive.budget)}"
+    cause = f"{causes[0].summary}; " if causes else ""
+    if decisive.verdict == FAIL:
+        excess = decisive.value - decisive.budget
+        over = f", over it by {figure(excess)}" if np.isfinite(excess) else ""
+        return f"{name} FAILS: {cause}{decisive.text}, {budget}{over}"
+    if decisive.verdict == DIFFERS:
+        is_other = decisive.name == "loss_error"
+        reason = "another loss on the same parameters" if is_other else "better by more than that"
+        return f"{name} DIFFERS: {cause}{decisive.text}, {budget}, {reason}"
+    if decisive.verdict == INCONCLUSIVE:
+        return f"{name} is INCONCLUSIVE: {decisive.text}, {budget}; use more seeds"
+    return f"{name} passes: {decisive.text}, {budget}, margin {figure(decisive.margin)}"
+
+
+def _check_data(reference: Sequence[TrainingRecord], candidate: Sequence[TrainingRecord]) -> None:
+    """Checks that both have the same metrics, and were trained on the same batches in order."""
+    for first, second in zip(reference, candidate, strict=True):
+        if set(first.evaluations) != set(second.evaluations):
+            raise ValidationError(
+                f"evaluate of {second.name!r} returned the metrics {sorted(second.evaluations)}, "
+                f"and that of {first.name!r} {sorted(first.evaluations)}. Return the same metrics "
+                "for every recipe."
+            )
+        if first.data_checksum != second.data_checksum:
+            raise ValidationError(
+                f"{second.name!r} was trained on other batches than {first.name!r} for seed "
+                f"{first.seed}. Make the batches in make_run from the seed alone, such as with "
+                "np.random.default_rng(seed)."
+            )
+
+
+# ---------------------------------------------------------------------------
+# One recipe
+# ---------------------------------------------------------------------------
+
+
+def _train_recipe(
+    name: str,
+    recipe: Recipe,
+    make_run: MakeRun,
+    settings: Settings,
+    saved: Reference,
+    on_run: OnRun,
+    on_step: OnStep,
+) -> Trained:
+    """Trains all seeds of a recipe, one after another."""
+    seeds, schedule = settings.seeds, settings.schedule
+    is_reference = name == settings.reference[0]
+    run = lambda seed: as_pure(
+        make_run(recipe, seed), f"make_run({name!r}, {seed})", schedule.steps
+    )
+    first = run(seeds[0])
+    params = jax.eval_shape(first.params, first.arrays)
+    audited, objects = first.audited
+    report = audit(audited, *objects, first.first, recipe=recipe)
+    program, hashes = make_program(first), Hashes.of(first)
+    comparer = _Comparer(first, saved, is_reference)
+
+    def train_one(seed: int) -> TrainingRecord:
+        current = first if seed == seeds[0] else run(seed)
+        _check_initial(name, seed, current, saved, is_reference)
+        on_run(f"{name}, seed {seed}")
+        own, each = program, Hashes.of(current)
+        if each.step != hashes.step:
+            own = make_program(current)
+        elif not each.evaluation or each.evaluation != hashes.evaluation:
+            own = program.with_evaluation(current)
+        compared = comparer if seed == seeds[0] else _ignore
+        return train(name, seed, current, own, schedule, on_compare=compared, on_step=on_step)
+
+    def repeat(step: int) -> Trial:
+        current, (leaves, reference) = run(seeds[0]), saved.steps[step]
+        batch = as_arrays(next(itertools.islice(current.batches, step, None)))
+        return repeat_step(current, _with_leaves(current, leaves), batch, step, reference)
+
+    return Trained(
+        records=list(map(train_one, seeds)),
+        measurements=comparer.measurements,
+        audit=report,
+        lacks_masters=any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params)),
+        repeat=repeat,
+    )
+
+
+def _with_leaves(run: PureRun, leaves: Leaves, arrays: PyTree = None) -> PyTree:
+    """Returns a state, or the initial one, with parameters by path."""
+    arrays = run.arrays if arrays is None else arrays
+    params = run.params(arrays)
+    new = _trees.map_with_path(lambda path, _: leaves[_trees.parameter_path(path)], params)
+    return run.with_params(arrays, new)
+
+
+def _ignore(step: int, arrays: PyTree, batch: PyTree) -> None:
+    """Compares nothing: only the first seed is compared."""
+
+
+def _check_initial(
+    name: str, seed: int, run: PureRun, saved: Reference, is_reference: bool
+) -> None:
+    """Saves the initial parameters of the reference, or compares those of a candidate."""
+    params = run.params(run.arrays)
+    if is_reference:
+        saved.initial[seed] = leaves_of(params)
+        return
+    leaves = saved.initial[seed]
+    expected = _trees.map_with_path(lambda path, _: leaves.get(_trees.parameter_path(path)), params)
+    check_same_params(expected, params, name, seed)
+
+
+class _Comparer:
+    """Measures the steps to compare: saves those of the reference, compares those of others."""
+
+    def __init__(self, run: PureRun, saved: Reference, is_reference: bool) -> None:
+        self._run, self._saved, self._is_reference = run, saved, is_reference
+        self._probe = make_probe(run)
+        self.measurements = Measurements()
+
+    def __call__(self, step: int, arrays: PyTree, batch: PyTree) -> None:
+        if self._is_reference:
+            params = leaves_of(self._run.params(arrays))
+            self._saved.steps[step] = params, self._probe(arrays, batch)
+            return
+        leaves, reference = self._saved.steps[step]
+        candidate = self._probe(_with_leaves(self._run, leaves, arrays), batch)
+        self.measurements = self.measurements.add(step, reference, candidate)
+
+
+def make_schedule(
+    steps: int, eval_every: int | None, compare_steps: Sequence[int] | None
+) -> Schedule:
+    """Returns the steps of a run.
+
+    Args:
+      steps: number of training steps.
+      eval_every: steps between two evaluations; None: a tenth of the steps.
+      compare_steps: numbers of updates before a comparison; None: 0, a tenth, and all but one.
+
+    Raises:
+      ValidationError: if a number is not within the run.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValidationError(f"steps={steps!r} is not a positive integer, such as steps=500.")
+    every = max(1, steps // 10) if eval_every is None else eval_every
+    if not isinstance(every, int) or every < 1:
+        raise ValidationError(f"eval_every={eval_every!r} is not a positive integer.")
+    if compare_steps is not None and not isinstance(compare_steps, Sequence):
+        raise ValidationError(
+            f"compare_steps={compare_steps!r} is not a list. Pass numbers of updates, such as "
+            f"compare_steps=[0, {steps - 1}]."
+        )
+    compared = (0, steps // 10, steps - 1) if compare_steps is None else tuple(compare_steps)
+    for step in compared:
+        if not 0 <= step < steps:
+            raise ValidationError(
+                f"compare_steps={list(compared)}: {step} is not between 0 and {steps - 1}."
+            )
+    evaluated = itertools.chain(range(0, steps, every), (steps,))
+    return Schedule(steps, tuple(evaluated), tuple(sorted(set(compared))))

@@ -1,0 +1,512 @@
+"""Gradients and activations of a step on given parameters, and their differences.
+
+A module is a name scope of the forward pass. Its output is the result of the last operation in its
+scope that an operation outside of the scope reads in the forward pass. Modules in jitted functions,
+rematerialized regions, loops, branches and `shard_map` are included:
+
+- in a scan, the outputs of all iterations are joined; in a while loop, those of the last one count;
+- a branch that was not taken has no outputs, and neither has a loop without iterations;
+- in a `shard_map`, the outputs of all devices are joined.
+
+Modules in other operations that contain functions, such as `lax.custom_linear_solve`,
+`lax.platform_dependent` and callbacks, have no outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
+
+from jaxmp._core import _trees
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._programs._analysis import ModuleOutputs, used_inside
+from jaxmp._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._programs._jaxprs import FORWARD, Path
+from jaxmp._programs._locations import module_of, root_of
+from jaxmp._tools.validate._pure import PureRun
+from jaxmp._tools.validate._rows import GradientRow, ModuleRow, Pattern
+from jaxmp._tools.validate._run import check_grads
+from jaxmp._tools.validate._train import global_norm
+
+# Elements of an output that are returned: a regular subset, which suffices for its error.
+SAMPLES = 65536
+
+
+class Output(NamedTuple):
+    """Output of a module.
+
+    Args:
+      values: at most `SAMPLES` elements as a float32 vector; zeros if the module did not run.
+      is_computed: boolean scalar; False in a branch that was not taken.
+    """
+
+    values: Array
+    is_computed: Array
+
+
+Outputs = dict[Path, Output]
+
+
+def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outputs]]:
+    """Transforms `fn` so that it also returns the outputs of its modules.
+
+    Args:
+      fn: a function of pytrees of arrays that computes gradients.
+
+    Returns:
+      A function of the same arguments that returns `(result, outputs)`. `outputs` is a dict from
+      the name scopes of a module to its `Output`, in the order of the forward pass.
+
+    Example:
+      >>> def loss(w, x):
+      ...     with jax.named_scope("dense"):
+      ...         y = x @ w
+      ...     return y.sum()
+      >>> _, outputs = with_outputs(jax.grad(loss))(jnp.ones((2, 3)), jnp.ones((4, 2)))
+      >>> {scopes: output.values.shape for scopes, output in outputs.items()}
+      {('dense',): (12,)}
+    """
+
+    def observed(*args: PyTree) -> tuple[PyTree, Outputs]:
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        capture = _Capture()
+        results = capture.run(closed, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), results), capture.side
+
+    return observed
+
+
+class _Capture(Interpreter):
+    """Interpreter that gathers the outputs of modules, by the scopes of the module.
+
+    The state of a jaxpr has for each of its results True if the forward pass continues to use it.
+    The other results are residuals of the backward pass. None: all are used.
+    """
+
+    has_side_results = True
+    drops_derivatives = True
+
+    def run(
+        self, jaxpr: Jaxpr | ClosedJaxpr, args: Any, place: Place | None = None, state: Any = None
+    ) -> list[Any]:
+        return super().run(jaxpr, args, place, ModuleOutputs(jaxpr, place or Place(), state))
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        analysis = frame.state
+        if frame.place.of(equation).phase == FORWARD:
+            used = [var in analysis.consumers for var in equation.outvars]
+            results = self.enter(equation, operands, frame, used_inside(equation, used))
+        else:
+            results = self.bound(equation, operands)
+        for var, result in zip(equation.outvars, results, strict=True):
+            for path in analysis.last.get(var, ()):
+                self.side.pop(path, None)  # moves the module to its position in the forward pass
+                self.side[path] = Output(_sampled(result), jnp.array(True))
+        return results
+
+    def joined(self, value: Output) -> Output:
+        return Output(_sampled(value.values), jnp.any(value.is_computed))
+
+
+def _sampled(x: Array) -> Array:
+    """Returns at most `SAMPLES` elements at equal distances, as a float32 vector."""
+    if any(axis is not None for axis in jax.typeof(x).sharding.spec):
+        # Axes of an explicit mesh, over which JAX does not reshape.
+        x = jax.sharding.reshard(x, PartitionSpec())
+    stride = -(-x.size // SAMPLES)
+    sample = lax.reshape(x, (x.size,))[:: max(stride, 1)]
+    return lax.convert_element_type(sample, jnp.float32)
+
+
+# ---------------------------------------------------------------------------
+# Probes
+# ---------------------------------------------------------------------------
+
+
+# Path of a parameter, such as "block_0/dense:kernel" -> values on the host.
+Leaves = Mapping[str, np.ndarray]
+
+
+class Probe(NamedTuple):
+    """Measurements of one step on the host.
+
+    Args:
+      loss: loss of the batch.
+      grads: gradients by path; empty if the step does not return them.
+      outputs: a sample of the output of each module, in the order of the forward pass.
+      stalled: share of the parameters with a nonzero gradient that the update does not change.
+      update: norm of the difference that the step makes to all parameters.
+      updates: a sample of that difference, by path.
+      changes: a sample of the difference that it makes to other leaves of the state, by path.
+      params: the same sample of the parameters before the step.
+      dtypes: dtypes of these leaves; empty for a reference that was read from a file.
+    """
+
+    loss: float
+    grads: Leaves
+    outputs: Leaves
+    stalled: float
+    update: float
+    updates: Leaves
+    changes: Leaves
+    params: Leaves = MappingProxyType({})
+    dtypes: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """Differences of a candidate from the reference at all compared steps.
+
+    Args:
+      gradients: a row for each step.
+      modules: a row for each step and module.
+      patterns: differences of gradients, updates and states that have a known form.
+    """
+
+    gradients: tuple[GradientRow, ...] = ()
+    modules: tuple[ModuleRow, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
+
+    def add(self, step: int, reference: Probe, candidate: Probe) -> Measurements:
+        """Returns the measurements with those of another step."""
+        gradients, patterns = self.gradients, self.patterns
+        if reference.grads and candidate.grads:
+            row = gradient_row(step, reference, candidate)
+            gradients += (row,)
+            patterns += tuple(find_patterns(row, reference, candidate))
+        return Measurements(
+            gradients=gradients,
+            modules=self.modules + tuple(module_rows(step, reference, candidate)),
+            patterns=patterns,
+        )
+
+
+def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
+    """Returns a function of (arrays, batch) that measures one step, compiled once.
+
+    Args:
+      run: the run.
+    """
+
+    def measure(arrays: PyTree, batch: PyTree) -> PyTree:
+        (new, result), outputs = with_outputs(run.step)(arrays, batch)
+        paths[:] = outputs
+        before, after = run.params(arrays), run.params(new)
+        changes = _stalled(before, after, result.grads), _update_norm(before, after)
+        state, other = (
+            {k: x for k, x in run.state(y).items() if not _trees.is_key(x)} for y in (arrays, new)
+        )
+        samples = (
+            _samples(jax.tree.map(_difference, after, before)),
+            {path: _sampled(_difference(other[path], leaf)) for path, leaf in state.items()},
+            _samples(before),
+        )
+        dtypes.update({path: str(leaf.dtype) for path, leaf in state.items()})
+        return result, list(outputs.values()), changes, samples
+
+    paths: list[tuple[str, ...]] = []
+    dtypes: dict[str, str] = {}
+    compiled = jax.jit(measure)
+
+    def probe(arrays: PyTree, batch: PyTree) -> Probe:
+        result, outputs, (stalled, update), samples = jax.device_get(compiled(arrays, batch))
+        names = dict.fromkeys(path[:n] for path in paths for n in range(1, len(path) + 1))
+        root = root_of(names)
+        modules = [module_of(path, root) for path in paths]
+        return Probe(
+            loss=float(result.loss),
+            grads=leaves_of(result.grads),
+            outputs={
+                module: output.values
+                for module, output in zip(modules, outputs, strict=True)
+                if output.is_computed
+            },
+            stalled=float(stalled),
+            update=float(update),
+            updates=samples[0],
+            changes=samples[1],
+            params=samples[2],
+            dtypes=dict(dtypes),
+        )
+
+    return probe
+
+
+def leaves_of(tree: PyTree) -> dict[str, np.ndarray]:
+    """Returns the leaves of a tree of parameters by their paths, on the host."""
+    return {
+        _trees.parameter_path(path): np.asarray(leaf)
+        for path, leaf in _trees.leaves_with_path(tree)
+    }
+
+
+def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:
+    """Returns the share of elements with a nonzero gradient that a step leaves unchanged."""
+    if grads is None:
+        return jnp.float32(0)
+    check_grads(before, grads)
+    moving = lambda g: jnp.isfinite(g) & (g != jnp.zeros((), g.dtype))
+    trees = (before, after, grads)
+    leaves = list(zip(*map(jax.tree.leaves, trees), strict=True))
+    unchanged = sum(jnp.sum((p == q) & moving(g), dtype=jnp.float32) for p, q, g in leaves)
+    moved = sum(jnp.sum(moving(g), dtype=jnp.float32) for _, _, g in leaves)
+    return jnp.asarray(unchanged / jnp.maximum(moved, 1.0), jnp.float32)
+
+
+def _update_norm(before: PyTree, after: PyTree) -> Array:
+    """Returns the norm of the difference of two trees of parameters, in FP32."""
+    return global_norm(jax.tree.map(_difference, after, before))
+
+
+def _difference(x: Array, y: Array) -> Array:
+    return _stored(x) - _stored(y)
+
+
+def _stored(x: Array) -> Array:
+    """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
+    wide = x.astype(jnp.float32)
+    if not is_16bit(x.dtype):
+        return wide
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(wide, info.nexp, info.nmant)
+
+
+def _samples(tree: PyTree) -> dict[str, Array]:
+    """Returns a sample of each leaf of a tree of parameters, by path."""
+    leaves = _trees.leaves_with_path(tree)
+    return {_trees.parameter_path(path): _sampled(leaf) for path, leaf in leaves}
+
+
+# ---------------------------------------------------------------------------
+# Differences
+# ---------------------------------------------------------------------------
+
+
+def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
+    """Returns the difference of the gradients of all parameters at one step."""
+    x, y = (joined(probe.grads, reference.grads) for probe in (reference, candidate))
+    total = difference(x, y)
+    updates = (joined(probe.updates, reference.updates) for probe in (reference, candidate))
+    return GradientRow(
+        step=step,
+        error=total.error,
+        cosine=total.cosine,
+        norm=total.norm,
+        underflow=_underflow(x, y),
+        nonfinite=float(np.mean(~np.isfinite(y))) if y.size else 0.0,
+        stalled=candidate.stalled,
+        reference_stalled=reference.stalled,
+        update_ratio=candidate.update / reference.update if reference.update else float("nan"),
+        loss_error=abs(candidate.loss - reference.loss) / max(abs(reference.loss), 1e-30),
+        loss=reference.loss,
+        update_error=difference(*updates).error,
+    )
+
+
+def _underflow(reference: np.ndarray, candidate: np.ndarray) -> float:
+    """Returns the share of the reference's nonzero elements that are zero in the candidate."""
+    nonzero = reference != 0
+    return float(np.mean(candidate[nonzero] == 0)) if nonzero.any() else 0.0
+
+
+def module_rows(step: int, reference: Probe, candidate: Probe) -> list[ModuleRow]:
+    """Returns the differences of each module's gradients and output, in forward order."""
+    order = {module: position for position, module in enumerate(reference.outputs)}
+    own: dict[str, list[str]] = {}
+    for path in reference.grads:
+        own.setdefault(path.rpartition(":")[0], []).append(path)
+    rows = []
+    for module in dict.fromkeys([*order, *own]):
+        row = ModuleRow(module=module, step=step, order=order.get(module, -1))
+        rows.append(_module_row(row, own.get(module, []), reference, candidate))
+    return rows
+
+
+def _module_row(row: ModuleRow, paths: list[str], reference: Probe, candidate: Probe) -> ModuleRow:
+    values: dict[str, float] = {}
+    if paths:
+        x, y = (joined(probe.grads, paths) for probe in (reference, candidate))
+        values |= {"gradient_error": difference(x, y).error, "underflow": _underflow(x, y)}
+    output, other = reference.outputs.get(row.module), candidate.outputs.get(row.module)
+    if output is not None and other is not None and output.shape == other.shape:
+        values["activation_error"] = difference(output, other).error
+    return dataclasses.replace(row, **values)
+
+
+# ---------------------------------------------------------------------------
+# Forms of differences
+# ---------------------------------------------------------------------------
+
+
+# Error of an array that a form must leave unexplained at most, relative to what it explains.
+_REST = 0.1
+# Differences of updates below this are those of a healthy optimizer with its own state.
+_CHANGED = 0.05
+# Equal magnitudes, up to rounding; the smallest number and share of elements that are clipped.
+_SAME, _CLIPPED, _CLIPPED_SHARE = 1e-3, 8, 0.01
+# Share of the elements of a leaf that no longer change, if it is stored in fewer bits.
+_STALLED = 0.25
+# Part of a gradient's norm in a module whose gradient is zero.
+_FROZEN = 1e-3
+_SUBJECTS = {"gradient": "the gradients are", "update": "gradients agree, and the updates are"}
+_REASONS = {"gradient": "", "update": ", as with another learning rate"}
+
+
+def find_patterns(row: GradientRow, reference: Probe, candidate: Probe) -> Iterator[Pattern]:
+    """Yields the forms of the differences at one step.
+
+    Args:
+      row: comparison of the gradients.
+      reference: measurements of the reference.
+      candidate: measurements of the candidate.
+    """
+    if row.nonfinite:
+        return
+    grads = [joined(probe.grads, reference.grads) for probe in (reference, candidate)]
+    before, after = (joined(each.updates, reference.updates) for each in (reference, candidate))
+    if row.error > _CHANGED:
+        yield from _common(row.step, "gradient", grads[0], grads[1])
+        yield from _frozen(row, reference.grads, candidate.grads)
+    if not after.any():
+        return  # a skipped step changes nothing
+    if max(_CHANGED, 2 * row.error) < row.update_error < np.inf:
+        yield from _common(row.step, "update", before, after)
+        yield from _decayed(row, before, after, joined(candidate.params, reference.updates))
+    # Moments and averages of parameters that do not change do not change, either.
+    fixed = [path.replace(":", "/") for path, leaf in candidate.updates.items() if not leaf.any()]
+    moving = {
+        path: change
+        for path, change in reference.changes.items()
+        if not path.endswith(tuple(fixed))
+    }
+    yield from _unchanging(row, moving, candidate.changes, candidate.dtypes)
+
+
+def joined(leaves: Leaves, paths: Iterable[str]) -> np.ndarray:
+    """Returns the elements of some leaves as one FP64 vector."""
+    return np.concatenate([np.zeros(0), *(leaves[path].ravel() for path in paths)])
+
+
+def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pattern]:
+    """Finds a factor that all elements have in common, and elements that are clipped."""
+    factor = float(x @ y / (x @ x)) if x.any() else 0.0
+    error = difference(x, y).error
+    if y.any() and difference(factor * x, y).error < _REST * min(abs(factor - 1), 1):
+        yield Pattern(
+            step=step,
+            id=f"{stage}_factor",
+            text=(
+                f"{_SUBJECTS[stage]} {factor:.2g} times as large as in the reference, in the same "
+                f"direction{_REASONS[stage]}"
+            ),
+            error=min(error, 1.0),
+            factor=factor,
+        )
+        return
+    top = float(np.max(np.abs(y), initial=0.0))
+    is_clipped = (np.abs(y) >= (1 - _SAME) * top) & (np.abs(x) > (1 + _CHANGED) * top)
+    share = float(np.mean(is_clipped)) if y.size else 0.0
+    rest = difference(x[~is_clipped], y[~is_clipped]).error if not is_clipped.all() else 0.0
+    if top and is_clipped.sum() >= _CLIPPED and share >= _CLIPPED_SHARE and rest < _REST:
+        yield Pattern(
+            step=step,
+            id="clipping",
+            text=f"{100 * share:.3g} % of the elements of the {stage} are clipped to {top:.3g}",
+            error=min(error, 1.0),
+        )
+
+
+def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> Iterator[Pattern]:
+    """Finds modules whose gradient is zero, unless that of all modules is."""
+    modules: dict[str, list[str]] = {}
+    for path in reference:
+        modules.setdefault(path.rpartition(":")[0] or "(root)", []).append(path)
+    names = [
+        module
+        for module, paths in modules.items()
+        if not joined(candidate, paths).any()
+        and np.linalg.norm(joined(reference, paths)) > _FROZEN * row.norm
+    ]
+    if 0 < len(names) < len(modules):
+        text = f"the gradient of {', '.join(names)} is zero"
+        yield Pattern(step=row.step, id="zero_gradient", text=text, error=1.0)
+
+
+def _decayed(
+    row: GradientRow, x: np.ndarray, y: np.ndarray, params: np.ndarray
+) -> Iterator[Pattern]:
+    """Finds an update that differs by a multiple of the parameters."""
+    factor = float((y - x) @ params / (params @ params)) if params.any() else 0.0
+    if factor and difference(factor * params, y - x).error < 2 * _REST:
+        yield Pattern(
+            step=row.step,
+            id="weight_decay",
+            text=(
+                f"the update differs by {factor:.2g} times the parameters, as with another weight "
+                "decay"
+            ),
+            error=min(row.update_error, 1.0),
+        )
+
+
+def _unchanging(
+    row: GradientRow, reference: Leaves, candidate: Leaves, dtypes: Mapping[str, str]
+) -> Iterator[Pattern]:
+    """Finds the leaf of the state of which most elements do not change, as in the reference."""
+    shares: dict[str, float] = {}
+    for path, change in reference.items():
+        other, moves = candidate.get(path), change != 0
+        if other is not None and other.shape == change.shape and moves.any():
+            shares[path] = float(np.mean(other[moves] == 0))
+    limit = lambda path: _STALLED if dtypes[path] in ("bfloat16", "float16") else 1.0
+    shares = {path: share for path, share in shares.items() if share >= limit(path)}
+    if shares:
+        path = max(shares, key=lambda key: (shares[key], candidate[key].size))
+        part = "" if shares[path] == 1 else f" in {100 * shares[path]:.3g} % of its elements"
+        yield Pattern(
+            step=row.step,
+            id="state",
+            text=f"{path!r} ({dtypes[path]}) does not change{part}, as it does in the reference",
+            error=min(shares[path] + row.update_error / 2, 1.5),
+        )
+
+
+# ---------------------------------------------------------------------------
+# Differences of arrays
+# ---------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """Difference of two arrays: relative error, cosine and norm of the reference."""
+
+    error: float
+    cosine: float
+    norm: float
+
+
+def difference(reference: np.ndarray, candidate: np.ndarray) -> Difference:
+    """Returns |candidate - reference| / |reference|, their cosine, and |reference|, in FP64.
+
+    Example:
+      >>> difference(np.array([3.0, 4.0]), np.array([3.0, 4.5])).error
+      0.1
+    """
+    x, y = (np.asarray(a, np.float64).ravel() for a in (reference, candidate))
+    norm = float(np.linalg.norm(x))
+    if not np.isfinite(y).all():
+        return Difference(float("inf"), float("nan"), norm)
+    distance, other = float(np.linalg.norm(y - x)), float(np.linalg.norm(y))
+    if norm == 0:
+        return Difference(0.0 if distance == 0 else float("inf"), float(other == 0), norm)
+    cosine = float(x @ y / (norm * other)) if other else 0.0
+    return Difference(distance / norm, min(cosine, 1.0), norm)

@@ -1,0 +1,393 @@
+"""Adapter from a `TrainingRun` to functions of arrays, for pytree states and NNX objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jaxmp._core import _compat, _trees
+from jaxmp._core._typing import Array, PyTree
+from jaxmp._flax._nnx_optimizer import trained_model
+from jaxmp._gradients._loss_scale import LossScale
+from jaxmp._tools.validate._run import TrainingRun, check_run, check_state
+from jaxmp.errors import JaxmpError, ValidationError
+from jaxmp.optim import _find
+from jaxmp.optim._skip import SkipStats
+
+
+class StepResult(NamedTuple):
+    """Result of a training step: the loss, and the gradients if the step returns them."""
+
+    loss: Array
+    grads: PyTree | None
+
+
+class PureRun(NamedTuple):
+    """Training run whose state is a pytree of arrays. All functions can be traced.
+
+    Args:
+      arrays: the initial state.
+      step: (arrays, batch) -> (arrays, StepResult).
+      evaluate: arrays -> metrics.
+      params: arrays -> parameters, with FP32 masters where there are any.
+      with_params: (arrays, parameters) -> arrays, with the parameters cast to the storage dtypes.
+      scale: arrays -> loss scale as a float32 scalar; 1 without a loss scale.
+      skipped: arrays -> number of skipped steps as an int32 scalar.
+      state: arrays -> all other leaves by path, such as statistics, averages and moments.
+      first: the first batch, with JAX arrays as leaves.
+      batches: all batches; they can be read once.
+      audited: the function to audit and the objects that precede the batch in its arguments.
+    """
+
+    arrays: PyTree
+    step: Callable[[PyTree, PyTree], tuple[PyTree, StepResult]]
+    evaluate: Callable[[PyTree], dict[str, Array]]
+    params: Callable[[PyTree], PyTree]
+    with_params: Callable[[PyTree, PyTree], PyTree]
+    scale: Callable[[PyTree], Array]
+    skipped: Callable[[PyTree], Array]
+    state: Callable[[PyTree], dict[str, Array]]
+    first: PyTree
+    batches: Iterator[PyTree]
+    audited: tuple[Callable[..., PyTree], tuple[PyTree, ...]]
+
+
+def as_pure(run: object, name: str, steps: int) -> PureRun:
+    """Converts the result of `make_run`.
+
+    Args:
+      run: what `make_run` returned.
+      name: the call, for error messages.
+      steps: number of training steps.
+
+    Raises:
+      ValidationError: if it is not a `TrainingRun`, or is known to have fewer batches than steps.
+    """
+    run = check_run(run, name)
+    batches = iter(run.batches)
+    try:
+        first = next(batches)
+    except StopIteration:
+        raise ValidationError(
+            f"{name} returned no batches. Make a new list or generator of batches in each call, "
+            "such as batches=make_batches(seed)."
+        ) from None
+    if isinstance(run.batches, Sized) and len(run.batches) < steps:
+        raise too_few_batches(name, len(run.batches), steps)
+    stream = first, itertools.chain([first], batches)
+    nodes = run.state if isinstance(run.state, tuple) else ()
+    is_nnx = bool(nodes) and any(isinstance(node, nnx.Module) for node in nodes)
+    return _pure_nnx(run, *stream) if is_nnx else _pure_tree(run, *stream)
+
+
+def too_few_batches(name: str, count: int, steps: int) -> ValidationError:
+    """Returns the error for a run with fewer batches than steps."""
+    return ValidationError(
+        f"{name} has {count} batches, and validate trains for {steps} steps. Pass "
+        f"steps={count}, or more batches."
+    )
+
+
+def as_arrays(batch: PyTree) -> PyTree:
+    """Returns a batch with JAX arrays as leaves."""
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def _result(metrics: PyTree) -> StepResult:
+    """Returns loss and gradients from the metrics of a step.
+
+    Raises:
+      ValidationError: if there is no scalar loss.
+    """
+    values = metrics if isinstance(metrics, Mapping) else {"loss": metrics}
+    if "loss" not in values:
+        raise ValidationError(
+            f"The step returned the metrics {sorted(values)} without 'loss'. Return:\n"
+            '    return state, {"loss": loss, "grads": grads}'
+        )
+    return StepResult(_scalar(values["loss"], "step", "loss"), values.get("grads"))
+
+
+def _metrics(values: PyTree) -> dict[str, Array]:
+    """Returns the metrics of an evaluation as FP32 scalars by name.
+
+    Raises:
+      ValidationError: if there is none, or it is not a scalar.
+    """
+    named = values if isinstance(values, Mapping) else {"loss": values}
+    if not named:
+        raise ValidationError(
+            'evaluate returned no metrics. Return the held-out loss, or {"loss": loss}.'
+        )
+    return {str(name): _scalar(value, "evaluate", str(name)) for name, value in named.items()}
+
+
+def _scalar(value: object, function: str, name: str) -> Array:
+    """Returns a metric as an FP32 scalar.
+
+    Raises:
+      ValidationError: naming the function that returned it.
+    """
+    is_array = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
+    if is_array and jnp.shape(value) == ():
+        return jnp.asarray(value, jnp.float32)
+    actual = f"of shape {jnp.shape(value)}" if is_array else f"= {value!r}"
+    remedy = "Return its mean: jnp.mean(" if is_array else "Return a number, such as jnp.mean("
+    raise ValidationError(
+        f"{function} returned the metric {name!r} {actual}, which is not a scalar. {remedy}{name})."
+    )
+
+
+def _scale_of(tree: PyTree) -> Array:
+    scales = [node.scale_value for _, node in _find.find(tree, LossScale)]
+    return jnp.asarray(_compat.plain_array(scales[0]) if scales else 1, jnp.float32)
+
+
+def _skipped_of(tree: PyTree) -> Array:
+    counts = [node.total for _, node in _find.find(tree, SkipStats)]
+    return jnp.asarray(_compat.plain_array(counts[0]) if counts else 0, jnp.int32)
+
+
+# ---------------------------------------------------------------------------
+# Pytree states
+# ---------------------------------------------------------------------------
+
+
+def _pure_tree(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> PureRun:
+    state = run.state
+    if _stored(state) is None:
+        raise ValidationError(
+            f"The state of type {type(state).__name__} has no parameters that validate can read. "
+            "Use jaxmp.TrainState, a dict with the key 'params', a dataclass or NamedTuple with a "
+            "field 'params', or a tuple or dict with one train state, such as (state, ema)."
+        )
+
+    # The structure contains functions, such as `tx`, which differ between seeds.
+    leaves, structure = jax.tree.flatten(state)
+    opened = structure.unflatten
+
+    def step(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
+        out = run.step(opened(arrays), batch)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ValidationError(
+                f"step(state, batch) returned {type(out).__name__} instead of "
+                '(new_state, metrics). Return: return state, {"loss": loss, "grads": grads}'
+            )
+        result = _result(out[1])
+        check_state(opened(arrays), out[0])
+        return list(map(_strong, jax.tree.leaves(out[0]))), result._replace(
+            grads=_inner(result.grads)
+        )
+
+    return PureRun(
+        arrays=list(map(_strong, leaves)),
+        step=step,
+        evaluate=lambda arrays: _metrics(run.evaluate(opened(arrays))),
+        params=lambda arrays: _full_params(opened(arrays)),
+        with_params=lambda arrays, params: jax.tree.leaves(_replace_params(opened(arrays), params)),
+        scale=lambda arrays: _scale_of(getattr(opened(arrays), "opt_state", opened(arrays))),
+        skipped=lambda arrays: _skipped_of(opened(arrays)),
+        state=lambda arrays: _other_leaves(opened(arrays)),
+        first=as_arrays(first),
+        batches=batches,
+        audited=(run.step, (state,)),
+    )
+
+
+def _strong(leaf: PyTree) -> PyTree:
+    """Returns an array that is not weakly typed, as compiled steps require."""
+    array = jnp.asarray(leaf)
+    return lax.convert_element_type(array, array.dtype) if array.weak_type else array
+
+
+def _is_train_state(node: object) -> bool:
+    return hasattr(node, "params") and hasattr(node, "opt_state")
+
+
+def _owner(state: PyTree) -> PyTree:
+    """Returns the only train state in a tuple or dict, such as one with averages beside it."""
+    if isinstance(state, Mapping) and _trees.PARAMS in state:
+        return state
+    nodes = jax.tree.leaves(state, is_leaf=_is_train_state)
+    owners = [node for node in nodes if _is_train_state(node)]
+    return owners[0] if len(owners) == 1 else state
+
+
+def _stored(state: PyTree) -> PyTree | None:
+    """Returns the tree of parameters of a state; None if there is none."""
+    owner = _owner(state)
+    if isinstance(owner, Mapping):
+        return owner.get(_trees.PARAMS)
+    return getattr(owner, _trees.PARAMS, None)
+
+
+def _inner(tree: PyTree) -> PyTree:
+    """Returns the parameters of a dict of Flax collections; any other tree unchanged."""
+    return tree[_trees.PARAMS] if _trees.has_collections(tree) else tree
+
+
+def _other_leaves(state: PyTree) -> dict[str, Array]:
+    """Returns the leaves of a state besides its parameters, by path."""
+    params = set(map(id, jax.tree.leaves(_stored(state))))
+    leaves = _trees.leaves_with_path(state)
+    return {"/".join(path): leaf for path, leaf in leaves if id(leaf) not in params}
+
+
+def _full_params(state: PyTree) -> PyTree:
+    owner = _owner(state)
+    if _is_train_state(owner):
+        with contextlib.suppress(JaxmpError):
+            return _inner(_find.get_master_params(owner))
+    return _inner(_stored(state))
+
+
+def _replace_params(state: PyTree, params: PyTree) -> PyTree:
+    owner = _owner(state)
+    if owner is not state:
+        replace = lambda node: _replace_params(node, params) if node is owner else node
+        return jax.tree.map(replace, state, is_leaf=_is_train_state)
+    stored = _stored(state)
+    new = _cast_like(params, _inner(stored))
+    if _trees.has_collections(stored):
+        new = _with_item(stored, new)
+    if isinstance(state, Mapping):
+        return _with_item(state, new)
+    if hasattr(state, "_replace"):
+        return state._replace(params=new)
+    return dataclasses.replace(state, params=new)
+
+
+def _with_item(tree: Any, params: PyTree) -> PyTree:
+    return type(tree)({**tree, _trees.PARAMS: params})
+
+
+def _cast_like(params: PyTree, like: PyTree) -> PyTree:
+    return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), params, like)
+
+
+# ---------------------------------------------------------------------------
+# NNX
+# ---------------------------------------------------------------------------
+
+
+def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> PureRun:
+    nodes: tuple[Any, ...] = run.state
+    graphdef, state = nnx.split(nodes)
+    arrays = _trees.owned(nnx.as_pure(state))
+    number = _number_of_model(nodes)
+
+    def objects(arrays: PyTree) -> tuple[Any, ...]:
+        return nnx.merge(graphdef, arrays)
+
+    def step(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
+        live = objects(arrays)
+        result = _result(run.step(*live, batch))
+        new_graphdef, state = nnx.split(live)
+        if new_graphdef != graphdef:
+            raise ValidationError(
+                "The step adds, removes or changes attributes of its NNX objects, such as a sown "
+                "nnx.Intermediate. Remove them at the end of the step: "
+                "nnx.pop(model, nnx.Intermediate)."
+            )
+        new = nnx.as_pure(state)
+        check_state(arrays, new)
+        return new, result._replace(grads=_pure_grads(result.grads))
+
+    def with_params(arrays: PyTree, params: PyTree) -> PyTree:
+        live = objects(arrays)
+        model = live[number]
+        like = nnx.as_pure(nnx.state(model, nnx.Param))
+        nnx.update(model, _cast_like(params, like))
+        return nnx.as_pure(nnx.split(live)[1])
+
+    def params(arrays: PyTree) -> PyTree:
+        live = objects(arrays)
+        stored = nnx.as_pure(nnx.state(live[number], nnx.Param))
+        optimizers = [node for node in live if hasattr(node, "opt_state")]
+        if not optimizers:
+            return stored
+        return _find.replace_by_masters(stored, nnx.as_pure(optimizers[0].opt_state))
+
+    def state_of(arrays: PyTree) -> dict[str, Array]:
+        trees = {}
+        for index, node in enumerate(objects(arrays)):
+            kinds = (nnx.Not(nnx.Param),) if index == number else ()
+            values = node.opt_state if hasattr(node, "opt_state") else nnx.state(node, *kinds)
+            trees[f"{type(node).__name__}[{index}]"] = nnx.as_pure(values)
+        return _other_leaves({"params": {}, **trees})
+
+    return PureRun(
+        arrays=arrays,
+        step=step,
+        evaluate=lambda arrays: _metrics(run.evaluate(*objects(arrays))),
+        params=params,
+        with_params=with_params,
+        scale=lambda arrays: _scale_of(_opt_states(objects(arrays))),
+        skipped=lambda arrays: _skipped_of(_opt_states(objects(arrays))),
+        state=state_of,
+        first=as_arrays(first),
+        batches=batches,
+        audited=(run.step, nodes),
+    )
+
+
+def _number_of_model(nodes: tuple[Any, ...]) -> int:
+    """Returns the index of the model of an optimizer; otherwise of the first module."""
+    modules = [i for i, node in enumerate(nodes) if isinstance(node, nnx.Module)]
+    trained = [trained_model(node) for node in nodes]
+    return next((i for i in modules if any(nodes[i] is m for m in trained)), modules[0])
+
+
+def _opt_states(nodes: tuple[Any, ...]) -> PyTree:
+    return [nnx.as_pure(node.opt_state) for node in nodes if hasattr(node, "opt_state")]
+
+
+def _pure_grads(grads: PyTree) -> PyTree:
+    return None if grads is None else nnx.as_pure(nnx.state(grads, nnx.Param))
+
+
+# ---------------------------------------------------------------------------
+# Identity of runs
+# ---------------------------------------------------------------------------
+
+
+def checksum(tree: PyTree, start: int = 0) -> int:
+    """Returns a CRC-32 of all arrays of a tree, in their order."""
+    for leaf in jax.tree.leaves(tree):
+        array = np.asarray(jax.random.key_data(leaf) if _trees.is_key(leaf) else leaf)
+        start = zlib.crc32(np.ascontiguousarray(array).tobytes(), start)
+    return start
+
+
+def check_same_params(reference: PyTree, candidate: PyTree, name: str, seed: int) -> None:
+    """Checks that the initial parameters are those of the reference, up to their storage dtype.
+
+    Raises:
+      ValidationError: naming the first parameter that differs.
+    """
+    expected = _trees.leaves_with_path(reference)
+    actual = _trees.leaves_with_path(candidate)
+    if [path for path, _ in expected] != [path for path, _ in actual]:
+        raise ValidationError(
+            f"{name!r} has other parameters than the reference for seed {seed}: "
+            f"{len(actual)} leaves instead of {len(expected)}. make_run has to return the same "
+            "model for every recipe."
+        )
+    for (path, leaf), (_, other) in zip(expected, actual, strict=True):
+        cast = np.asarray(jnp.asarray(leaf, other.dtype))
+        if cast.tobytes() != np.asarray(other).tobytes():
+            raise ValidationError(
+                f"The initial parameter {_trees.parameter_path(path)!r} of {name!r} differs from "
+                f"the reference for seed {seed}. Initialize the parameters in FP32 from the seed "
+                "alone, such as model.init(jax.random.key(seed), x), before casting them."
+            )

@@ -1,0 +1,247 @@
+"""Training run that a user describes, and checks of it, with errors that show how to correct it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmp._core import _trees
+from jaxmp._core._typing import ArrayLike, PyTree
+from jaxmp._policies._recipe import Recipe
+from jaxmp.errors import ValidationError
+
+Metrics: TypeAlias = ArrayLike | Mapping[str, PyTree]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """Training run with one recipe and one seed, which `make_run(recipe, seed)` returns.
+
+    Every recipe has to get the same initial parameters and the same batches for the same seed, so
+    `make_run` makes both from the seed alone; `validate` compares checksums of both. `step` and
+    `evaluate` are traced by `jax.jit`. They may read the seed only through the state and the
+    batches; otherwise the step is compiled again for every seed.
+
+    Args:
+      state: initial train state: a pytree such as `jaxmp.TrainState`, or a tuple of NNX objects,
+        `(model, optimizer)`.
+      step: `step(state, batch)` returns `(new_state, metrics)`. With NNX objects,
+        `step(model, optimizer, batch)` updates them and returns `metrics`. The metrics are the
+        scalar loss, or a dict with `"loss"` and, if gradients are to be compared, `"grads"`: the
+        unscaled gradients that the optimizer receives.
+      batches: batches in the order of training, at least as many as there are steps.
+      evaluate: `evaluate(state)`, with NNX objects `evaluate(model, optimizer)`, returns the loss
+        on held-out data, or a dict of metrics such as `{"loss": ..., "accuracy": ...}`. It is
+        called eagerly if JAX cannot trace it.
+
+    Example:
+      >>> def make_run(recipe, seed):
+      ...     x = jax.random.normal(jax.random.key(seed), (9, 4, 2))
+      ...     model = nn.Dense(1)
+      ...     params = model.init(jax.random.key(seed), x[0])
+      ...     apply = recipe.wrap(model).apply
+      ...     tx = recipe.optimizer(optax.sgd(0.1))
+      ...     state = jaxmp.TrainState.create(apply_fn=apply, params=params, tx=tx)
+      ...     def loss_fn(params, x):
+      ...         return jnp.mean((apply(params, x)[:, 0] - x[:, 0]) ** 2)
+      ...     def step(state, x):
+      ...         loss, grads = state.value_and_grad(loss_fn)(x)
+      ...         return state.apply_gradients(grads=grads), {"loss": loss, "grads": grads}
+      ...     def evaluate(state):
+      ...         return loss_fn(state.params, x[-1])
+      ...     return jaxmp.TrainingRun(state=state, step=step, batches=x[:-1], evaluate=evaluate)
+      >>> run = make_run(jaxmp.load_recipe("bf16"), seed=0)
+      >>> _, metrics = run.step(run.state, run.batches[0])
+      >>> metrics["loss"].dtype
+      dtype('float32')
+    """
+
+    state: PyTree
+    step: Callable[..., PyTree]
+    batches: Iterable[PyTree]
+    evaluate: Callable[..., Metrics]
+
+
+# (recipe, seed) -> run.
+MakeRun: TypeAlias = Callable[[Recipe, int], TrainingRun]
+
+
+RETURNED = "return jaxmp.TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)"
+
+
+# ---------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------
+
+
+def check_model_arguments(
+    model: object, loss_fn: object, batches: object, optimizer: object, held_out: object
+) -> None:
+    """Checks the types of a model and of the arguments that come with it.
+
+    Raises:
+      ValidationError: naming the first argument of another type, and a correct one.
+    """
+    _check_model(model)
+    if not callable(loss_fn):
+        raise ValidationError(
+            f"loss_fn={loss_fn!r} is not a function. Pass loss_fn=lambda model, batch: ..."
+        )
+    if isinstance(batches, (Iterator, Mapping)) or not isinstance(batches, (Iterable, Callable)):
+        reason = "can be read only once" if isinstance(batches, Iterator) else "has no batches"
+        raise ValidationError(
+            f"batches is a {type(batches).__name__}, which {reason}: every recipe and seed reads "
+            "the batches from the start. Pass a list, batches=list(...), or a function from the "
+            "seed to the batches, batches=lambda seed: make_batches(seed)."
+        )
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValidationError(
+            f"optimizer={optimizer!r} is not an optax transformation. Pass one, such as "
+            "optimizer=optax.adamw(3e-4)."
+        )
+    if isinstance(held_out, Mapping) or not hasattr(held_out, "__len__"):
+        raise ValidationError(
+            f"held_out is a {type(held_out).__name__}, not a list of batches. Pass a list, such as "
+            "held_out=[batch]."
+        )
+    if not len(held_out):  # type: ignore[arg-type]
+        raise ValidationError("held_out is empty. Pass at least one batch: held_out=[batch].")
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    is_class = isinstance(model, type)
+    cls = model if is_class else type(model)
+    takes_rngs = is_class and "rngs" in inspect.signature(model.__init__).parameters
+    if (
+        takes_rngs
+        or issubclass(cls, nn.Module)
+        or isinstance(model, nnx.Module)
+        or not callable(model)
+    ):
+        raise ValidationError(
+            f"The model is {'the class' if is_class else 'of type'} {cls.__name__}. Pass a Linen "
+            "module, such as Net(), or a function from the seed to an NNX module, of which every "
+            "recipe and seed trains a new one: lambda seed: Net(rngs=nnx.Rngs(seed))."
+        )
+
+
+# ---------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------
+
+
+def check_run(run: object, name: str) -> TrainingRun:
+    """Returns what `make_run` returned, if it is a `TrainingRun` with functions and batches.
+
+    Args:
+      run: what it returned.
+      name: the call, for error messages.
+
+    Raises:
+      ValidationError: if it is not.
+    """
+    if not isinstance(run, TrainingRun):
+        raise ValidationError(
+            f"{name} returned {type(run).__name__} instead of a jaxmp.TrainingRun. Return one:\n"
+            f"    {RETURNED}"
+        )
+    for field, call in (("step", "step(state, batch)"), ("evaluate", "evaluate(state)")):
+        value = getattr(run, field)
+        if not callable(value):
+            raise ValidationError(
+                f"{name} returned a TrainingRun with {field}={value!r}, which is not a function. "
+                f"Pass a function that is called as {call}:\n    {RETURNED}"
+            )
+    if isinstance(run.batches, Mapping) or not isinstance(run.batches, Iterable):
+        raise ValidationError(
+            f"{name} returned a TrainingRun whose batches are of type "
+            f"{type(run.batches).__name__}. Pass a list, an array or a generator of batches."
+        )
+    return run
+
+
+def check_batch(first: PyTree, batch: PyTree, name: str, number: int) -> None:
+    """Checks that a batch has the shapes and dtypes of the first one, as compiled steps require.
+
+    Raises:
+      ValidationError: naming the first array that differs.
+    """
+    path = first_difference(first, batch)
+    if path is not None:
+        raise ValidationError(
+            f"Batch {number} of {name} differs from batch 0 in {path}. All batches need the same "
+            "structure, shapes and dtypes: leave out the last batch if it is smaller."
+        )
+
+
+def check_state(old: PyTree, new: PyTree) -> None:
+    """Checks that a step returns a state with the structure, shapes and dtypes of its argument.
+
+    Raises:
+      ValidationError: naming the first array that differs.
+    """
+    path = first_difference(old, new)
+    if path is None:
+        return
+    raise ValidationError(
+        f"The step returned another state than it received; they differ in {path}. Return a state "
+        "of the same type, with the same shapes and dtypes, such as "
+        "state.apply_gradients(grads=grads)."
+    )
+
+
+def check_grads(params: PyTree, grads: PyTree) -> None:
+    """Checks that gradients have the structure and the shapes of the parameters.
+
+    Raises:
+      ValidationError: naming the first gradient that differs.
+    """
+    wide = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)
+    path = first_difference(_as_dict(wide(params)), _as_dict(wide(grads)))
+    if path is not None:
+        raise ValidationError(
+            f"The gradients that the step returns differ from the parameters in {path}. Return "
+            'those of all parameters: return state, {"loss": loss, "grads": grads}'
+        )
+
+
+def _as_dict(tree: PyTree) -> dict[str, Any]:
+    return {"/".join(path): leaf for path, leaf in _trees.leaves_with_path(tree)}
+
+
+def first_difference(expected: PyTree, actual: PyTree) -> str | None:
+    """Returns the first difference of structure, shape or dtype; None if there is none.
+
+    Example:
+      >>> first_difference({"x": np.zeros(2)}, {"x": np.zeros(3)})
+      "'x': float32[3] instead of float32[2]"
+    """
+    if type(expected) is not type(actual):
+        return f"the type: {type(actual).__name__} instead of {type(expected).__name__}"
+    old, new = (dict(_trees.leaves_with_path(tree)) for tree in (expected, actual))
+    for path in [*old, *(path for path in new if path not in old)]:
+        name = repr("/".join(path)) if path else "the array"
+        if path not in new:
+            return f"{name}, which is missing"
+        if path not in old:
+            return f"{name}, which is new"
+        before, after = _array_text(old[path]), _array_text(new[path])
+        if before != after:
+            return f"{name}: {after} instead of {before}"
+    if jax.tree.structure(expected) != jax.tree.structure(actual):
+        return "a static field, such as a function that is made again in each step"
+    return None
+
+
+def _array_text(leaf: Any) -> str:
+    """Returns "float32[8,4]" for an array."""
+    return f"{jnp.result_type(leaf)}[{','.join(map(str, jnp.shape(leaf)))}]"
