@@ -28,6 +28,8 @@ class Context(NamedTuple):
     capability: tuple[int, int] | None = None
     # Name of the target chip, such as "h200"; "" if only its type is known.
     chip: str = ""
+    # Number of a version of the user's functions, so that each version is traced.
+    version: int = 0
 
 
 _context = jax.make_user_context(default_value=Context())

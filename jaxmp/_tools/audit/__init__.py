@@ -36,11 +36,11 @@ from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit._auditor import Auditor, PolicyContext
 from jaxmp._tools.audit._check_state import label_arguments
 from jaxmp._tools.audit._checks import CHECKS as CHECKS
-from jaxmp._tools.audit._make_report import make_report
+from jaxmp._tools.audit._make_report import make_report, with_trials
 from jaxmp._tools.audit._program import is_attention
 from jaxmp._tools.audit._report import AuditReport as AuditReport
 from jaxmp._tools.audit._rows import Finding as Finding
-from jaxmp._tools.audit._trace import check_function, trace
+from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.hlo._compile import Compiled, compile_for, compile_lowered
 from jaxmp.optim._find import check_plain_loop
 
@@ -50,6 +50,7 @@ def audit(
     *args: PyTree,
     recipe: RecipeLike | None = None,
     target: str | None = None,
+    try_fixes: bool = True,
     **kwargs: PyTree,
 ) -> AuditReport:
     """Reports the dtypes of a program's operations, and precision defects with their fixes.
@@ -74,6 +75,8 @@ def audit(
         `jit`, `shard_map` or constraint of the program names one, the program is compiled for as
         many GPUs, whatever the devices of the mesh are. None: the chip of
         `jaxmp.default_target`; without it, the program is not compiled.
+      try_fixes: True to trace the function again with the code of the fixes. Code that does not
+        remove its finding, or leads to another error, is not printed.
       **kwargs: keyword arguments of `fn`.
 
     Returns:
@@ -94,7 +97,7 @@ def audit(
       >>> [finding.check for finding in audit(attend, x, x, recipe="bf16").findings]
       ['softmax_16bit']
     """
-    return audit_call(fn, args, kwargs, recipe=recipe, target=target)
+    return audit_call(fn, args, kwargs, recipe=recipe, target=target, try_fixes=try_fixes)
 
 
 def audit_call(
@@ -104,6 +107,7 @@ def audit_call(
     *,
     recipe: RecipeLike | None,
     target: str | None,
+    try_fixes: bool = True,
 ) -> AuditReport:
     """Audits a function whose keyword arguments may have any name, such as `target`."""
     check_function(fn, "audit")
@@ -116,7 +120,8 @@ def audit_call(
     # JAX may start its backends at any step of an audit.
     with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
         device = _compat.target() if target is None else get_target(target).platform
-        return audit_program(PolicyContext(data, device, code), fn, args, kwargs, target)[0]
+        context = PolicyContext(data, device, code)
+        return audit_program(context, fn, args, kwargs, target, try_fixes=try_fixes)[0]
 
 
 def audit_program(
@@ -126,17 +131,33 @@ def audit_program(
     kwargs: dict[str, Any],
     target: str | None,
     compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
+    *,
+    try_fixes: bool = False,
 ) -> tuple[AuditReport, Compiled | None]:
     """Audits a function, and returns the report and the compiled program, if there is one."""
     with contextlib.nullcontext() if target is None else default_target(target):
         for arg in (*args, *kwargs.values()):
             check_plain_loop(arg)
-        traced = trace(fn, args, kwargs)
-    auditor = Auditor(context)
+        auditor, traced = _walked(context, fn, args, kwargs)
+        compiled = None
+        if target is not None and not get_target(target).uncompiled:
+            compiled = compile_for(target, traced, compiler)
+        report = make_report(auditor, traced, compiled, function=fn, target=target or "")
+        if try_fixes:
+            again = lambda: make_report(
+                *_walked(context, fn, args, kwargs), None, function=fn, target=""
+            )
+            roots = (fn, args, kwargs)
+            report = with_trials(report, auditor.findings.edits, roots, again)
+    return report, compiled
+
+
+def _walked(
+    context: PolicyContext, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Auditor, Traced]:
+    """Traces a function, and walks over its program."""
+    traced, auditor = trace(fn, args, kwargs), Auditor(context)
     label_arguments(auditor, traced)
     # Masks that attention makes for its own derivative are not the model's.
     auditor.run(Scope(traced.closed, stops=is_attention))
-    compiled = None
-    if target is not None and not get_target(target).uncompiled:
-        compiled = compile_for(target, traced, compiler)
-    return make_report(auditor, traced, compiled, function=fn, target=target or ""), compiled
+    return auditor, traced

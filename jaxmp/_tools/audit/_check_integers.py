@@ -14,8 +14,8 @@ from jaxmp._programs._operations import axes_of, count_of_keys, iota_length
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import counts_largest
 from jaxmp._tools.audit._checks import Check
-from jaxmp._tools.audit._expressions import expression_of, fix_operation, fix_origins, in_fp32
 from jaxmp._tools.audit._labels import ConditionalFinding, Fact, RoundedInput
+from jaxmp._tools.audit._origins import fix_expression, fix_operation, fix_origins
 from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 
 ROUNDED_INPUT = Check(
@@ -122,11 +122,8 @@ def check_integers(op: OpOccurrence, audit: Auditor) -> Integers | None:
         return integers
     up_to = "" if math.isinf(integers.bound) else f" up to {integers.bound:,.0f}"
     text = f"{integers.text}{up_to} are rounded to {dtype.name}"
-    code = in_fp32(expression_of(op, audit.findings))
-    default = (
-        "jnp.arange(length, dtype=jnp.float32)" if op.name == "iota" else "x.astype(jnp.float32)"
-    )
-    fix = f"Compute with FP32 positions and counts, and cast the results:\n    {code or default}"
+    sentence = "Compute with FP32 positions and counts, and cast the results"
+    fix = fix_expression(sentence, op, audit.findings)
     audit.add(ROUNDED_INTEGER, op, f"{text}: {limit + 1:,} becomes {limit:,}.", fix)
     return None
 
@@ -141,9 +138,9 @@ def label_index(op: OpOccurrence, audit: Auditor) -> RoundedIndex | None:
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
     message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
     findings = audit.findings
-    code = "" if findings.is_own_call(op.equation) else in_fp32(expression_of(op, findings))
-    fix = f"    {code}" if code else fix_origins(op, findings) or "    x = x.astype(jnp.float32)"
-    return RoundedIndex(op, message, f"Compute the indices in FP32:\n{fix}")
+    fix = fix_origins(op, findings) if findings.is_own_call(op.equation) else ""
+    fix = fix or fix_expression("Compute the indices in FP32", op, findings)
+    return RoundedIndex(op, message, fix or ROUNDED_INTEGER.fix)
 
 
 @ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")

@@ -12,8 +12,8 @@ from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal, module_
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import WARNING, Check
-from jaxmp._tools.audit._expressions import expression_of, fix_operation, in_fp32
 from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits, WideValue
+from jaxmp._tools.audit._origins import fix_expression, fix_operation
 from jaxmp._tools.audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._trace import Traced
 
@@ -132,9 +132,9 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
     if dtype is None:
         return None
     sub = op._replace(equation=difference)
-    code = in_fp32(expression_of(sub, audit.findings)) or "x.astype(jnp.float32) - y"
+    fix = fix_expression("Subtract in FP32", sub, audit.findings) or LOSS_16BIT.fix
     message = f"the differences of an L1 loss are rounded to {dtype.name}"
-    return RoundedDifference(sub, message, f"Subtract in FP32:\n    {code}")
+    return RoundedDifference(sub, message, fix)
 
 
 @LOSS_16BIT.on_operation("reduce_sum")
@@ -178,8 +178,8 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
         message = f"the logarithm of a {name} that is rounded to {dtype.name} at {where}."
         fix = f"Compute it from the FP32 input of the {name}:\n    {code}"
         if label.op.name == "convert_element_type":
-            own = in_fp32(expression_of(label.op, audit.findings))
-            fix = f"At {where}, do not round to 16 bits:\n    {own}" if own else fix
+            sentence = f"At {where}, do not round to 16 bits"
+            fix = fix_expression(sentence, label.op, audit.findings) or fix
         elif audit.findings.is_own_call(label.op.equation):
             own = fix_operation(label.op, audit.findings).replace("Compute", f"At {where}, compute")
             fix = own or fix

@@ -19,7 +19,6 @@ from jaxmp._programs._operations import arithmetic_of, loop_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import ERROR, WARNING, Check, PendingFinding, PendingFindings
 from jaxmp._tools.audit._dataflow import GRADIENT, From
-from jaxmp._tools.audit._expressions import expression_of, narrowed, with_operand
 from jaxmp._tools.audit._labels import (
     GATED,
     STREAM,
@@ -37,6 +36,8 @@ from jaxmp._tools.audit._program import (
     named,
 )
 from jaxmp._tools.audit._trace import Traced
+from jaxmp._tools.fixes._rewrite import narrowed, with_operand
+from jaxmp._tools.fixes._source import expression_of
 from jaxmp._tools.report._section import bytes_text
 
 IMPLICIT_PROMOTION = Check(
@@ -416,10 +417,11 @@ def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:
             return f"Cast the other operand:\n    w = w.astype(jnp.{source.name})"
         cast = op._replace(equation=maker)
         expression = expression_of(cast, audit.findings)
-        if isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute):
-            code, array = ast.unparse(expression), ast.unparse(expression.func.value)
+        node = None if expression is None else expression.node
+        if expression and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            code = f"{ast.unparse(node.func.value)}.astype(jnp.{source.name})"
             where = audit.findings.where(cast)
-            return f"At {where}, replace {code} by:\n    {array}.astype(jnp.{source.name})"
+            return f"At {where}, replace {expression.text} by:\n    {expression.replaced_by(code)}"
     return ""
 
 

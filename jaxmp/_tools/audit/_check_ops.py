@@ -24,11 +24,13 @@ from jaxmp._programs._operations import axes_of, loop_of, name_of, window_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import ERROR, WARNING, Check
 from jaxmp._tools.audit._dataflow import GRADIENT, Terms
-from jaxmp._tools.audit._expressions import expression_of, fix_operation, in_fp32, with_fp32_summand
 from jaxmp._tools.audit._labels import REDUCES, ConditionalFinding, RoundedInput
+from jaxmp._tools.audit._origins import fix_operation
 from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
+from jaxmp._tools.fixes._rewrite import in_fp32, with_fp32_summand
+from jaxmp._tools.fixes._source import expression_of
 
 # ---------------------------------------------------------------------------
 # Checks

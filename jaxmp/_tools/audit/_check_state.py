@@ -24,10 +24,11 @@ from jaxmp._tools.audit._dataflow import (
     Update,
     powers_of,
 )
-from jaxmp._tools.audit._expressions import expression_of, in_fp32
 from jaxmp._tools.audit._program import FLOATS, dtype_of
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced, argument_text
+from jaxmp._tools.fixes._rewrite import in_fp32
+from jaxmp._tools.fixes._source import expression_of
 from jaxmp.optim._rounding import StochasticRoundingState
 
 # ---------------------------------------------------------------------------

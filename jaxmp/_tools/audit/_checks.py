@@ -14,6 +14,7 @@ from jaxmp._tools.audit._rows import ERROR as ERROR
 from jaxmp._tools.audit._rows import NOTE as NOTE
 from jaxmp._tools.audit._rows import WARNING as WARNING
 from jaxmp._tools.audit._rows import Finding
+from jaxmp._tools.fixes._source import Edit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -138,6 +139,8 @@ class PendingFindings:
         self._is_after_gradient = is_after_gradient
         self._by_key: dict[tuple[object, ...], PendingFinding] = {}
         self.lines = Lines()
+        # Replacements of expressions that fixes may contain.
+        self.edits: list[Edit] = []
 
     def add(
         self,

@@ -29,9 +29,11 @@ from jaxmp._tools.audit._checks import CHECKS, ON_COMPILED, ON_PROGRAM, WARNING,
 from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._hlo_collectives import axis_names
 from jaxmp._tools.audit._hlo_stats import read_program
-from jaxmp._tools.audit._report import AuditReport
+from jaxmp._tools.audit._report import AuditReport, fix_parts
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
+from jaxmp._tools.fixes._source import Edit
+from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, edits_of, try_edits
 from jaxmp._tools.hlo._compile import Compiled
 
 
@@ -159,6 +161,46 @@ def make_report(
         notes=notes,
         **rows,
     )
+
+
+def with_trials(
+    report: AuditReport, edits: list[Edit], roots: Any, again: Callable[[], AuditReport]
+) -> AuditReport:
+    """Returns a report in which the code of fixes was tried.
+
+    Args:
+      report: the report.
+      edits: the expressions that fixes replace.
+      roots: the audited function and its arguments.
+      again: audits the function once more.
+    """
+    key = lambda f: (f.check, f.file, f.line)
+    errors = lambda report: {key(f) for f in report.findings if f.severity in SEVERITIES[:2]}
+    groups: dict[Any, list[Finding]] = {}
+    for finding in report.findings:
+        group = edits_of(finding.fix, finding.file, finding.line, edits)
+        groups.setdefault(group, []).append(finding)
+    tried = [group for group in groups if group is not None]
+    removed = [set(map(key, groups[group])) for group in tried]
+    states: dict[Any, str] = {None: NOT_TRIED}
+    if tried:
+        trials = try_edits(tried, roots, lambda: errors(again()), errors(report), removed)
+        states |= dict(zip(tried, trials, strict=True))
+    state = {id(f): states[group] for group, findings in groups.items() for f in findings}
+    findings = tuple(_with_trial(f, state[id(f)]) for f in report.findings)
+    return dataclasses.replace(report, findings=findings)
+
+
+def _with_trial(finding: Finding, state: str) -> Finding:
+    if not any(is_code for is_code, _ in fix_parts(finding.fix)):
+        return finding
+    if state != FAILS:
+        return dataclasses.replace(finding, trial=state)
+    words = (
+        "Cast the arrays that this line reads to FP32 before it, and its results back after it."
+        " jaxmp prints no code: what it tried does not remove the finding, or leads to another one."
+    )
+    return dataclasses.replace(finding, fix=words)
 
 
 def _target_notes(target: str, recipe: RecipeData | None) -> Iterator[str]:

@@ -60,6 +60,8 @@ class Finding(Located):
       message: the defect and its consequence.
       fix: the remedy: a sentence and its code in lines that are indented by four spaces, or one
         statement of code.
+      trial: "works" if the function was traced with the code of the fix and lost the finding;
+        "not tried" if that was not possible; "" for a fix without code.
       count: number of operations of the traced program that the finding covers, or of launches of
         the compiled program.
       flops: FLOPs of the matmuls among them in one step, including iterations of loops.
@@ -80,6 +82,7 @@ class Finding(Located):
     text: str = ""
     message: str = ""
     fix: str = ""
+    trial: str = ""
     count: int = 1
     flops: int = 0
 

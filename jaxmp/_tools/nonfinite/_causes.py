@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,9 +15,9 @@ import numpy as np
 from jaxmp._core._compat import is_in_custom_vjp
 from jaxmp._programs._locations import module_of, root_of
 from jaxmp._tools.audit._checks import PendingFindings
-from jaxmp._tools.audit._expressions import expression_of
 from jaxmp._tools.audit._program import OpOccurrence
-from jaxmp._tools.nonfinite import _fixes
+from jaxmp._tools.fixes import _rewrite
+from jaxmp._tools.fixes._source import Expression, expression_of
 from jaxmp._tools.nonfinite._arguments import (
     FP8,
     INPUT,
@@ -31,6 +33,20 @@ from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Variable, Wal
 _LOGS = frozenset({"log", "log1p", "log2"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "cbrt"})
+# `scale_by_*` of optax -> the optimizer with its epsilon as an argument.
+_OPTIMIZERS = {
+    "adam": "adam",
+    "amsgrad": "amsgrad",
+    "adamax": "adamax",
+    "belief": "adabelief",
+    "rms": "rmsprop",
+    "stddev": "rmsprop",
+    "rss": "adagrad",
+    "adan": "adan",
+    "novograd": "novograd",
+    "yogi": "yogi",
+    "radam": "radam",
+}
 
 
 class Cause(NamedTuple):
@@ -75,6 +91,11 @@ class Evidence:
     passing_scale: float | None
     roots: dict[Any, None]
 
+    @functools.cached_property
+    def findings(self) -> PendingFindings:
+        """Collects the edits of fixes."""
+        return PendingFindings(lambda _: False)
+
     @property
     def op(self) -> Operation:
         assert isinstance(self.origin.source, Operation)
@@ -94,10 +115,17 @@ class Evidence:
         variable = Variable(self.op.region, self.op.at, self.op.equation.invars[operand])
         return {op.name for op in self.walk.chain(variable, through)}
 
-    def expression(self, operation: Operation | None = None) -> ast.expr | None:
+    def expression(self, operation: Operation | None = None) -> Expression | None:
         """Returns the user's expression that makes an operation."""
         region, _, number = operation or self.op
-        return expression_of(_occurrence(region, number), PendingFindings(lambda _: False))
+        return expression_of(_occurrence(region, number), self.findings)
+
+    def is_in(self, package: str) -> bool:
+        """Returns True if a package, and not the user's own code, makes the operation."""
+        traceback = self.op.equation.source_info.traceback
+        files = [frame.file_name for frame in traceback.frames] if traceback is not None else []
+        outside = (file for file in files if "/jax/" not in file and "/jaxmp/" not in file)
+        return f"/{package}/" in next(outside, "")
 
     def cause(
         self, name: str, message: str, sentence: str, code: str, operation: Operation | None = None
@@ -106,7 +134,7 @@ class Evidence:
         old = self.expression(operation)
         if not code or old is None:
             return Cause(name, message, f"{sentence}.", "", operation)
-        return Cause(name, message, f"{sentence}:\n    {code}", ast.unparse(old), operation)
+        return Cause(name, message, f"{sentence}:\n    {code}", old.text, operation)
 
 
 def _occurrence(region: Region, number: int) -> OpOccurrence:
@@ -141,15 +169,15 @@ def _where_gradient(e: Evidence) -> Cause | None:
         ):
             if select.name == "select_n" and select.is_backward:
                 inner = e.expression(shown)
-                code, is_whole = _fixes.double_where(e.expression(select), inner)
-                text = shown.name if inner is None else f"`{ast.unparse(inner)}`"
+                code, is_whole = _rewrite.double_where(e.expression(select), inner)
+                text = shown.name if inner is None else f"`{inner.text}`"
                 message = (
                     f"The forward pass discards the result of {text} here, so its gradient is "
                     "zero, and the derivative is infinite: zero times infinity is NaN."
                 )
                 sentence = "Replace the operand too where the branch is not used"
                 cause = e.cause("where_gradient", message, sentence, code, select)
-                expression = cause.expression if is_whole or inner is None else ast.unparse(inner)
+                expression = cause.expression if is_whole or inner is None else inner.text
                 return cause._replace(expression=expression)
     return None
 
@@ -159,10 +187,12 @@ def _masked_softmax(e: Evidence) -> Cause | None:
     of_sum = position is not None and {"reduce_sum", "exp"} <= e.made_by(position)
     if not of_sum and not e.walk.is_masked_softmax(e.op):
         return None
-    old = e.expression()
-    is_softmax = isinstance(old, ast.Call) and "softmax" in ast.unparse(old.func)
-    code = _fixes.at_least(old, "jnp.finfo(({array}).dtype).min") if is_softmax else ""
     row = list(e.result.index[:-1] or e.result.index)
+    if e.value(0) > 0:
+        message = f"Logits of row {row} are inf: they are beyond the range of their dtype."
+        fix = "Compute the logits in FP32, or scale the queries before their matmul."
+        return Cause("float16_range", message, fix)
+    code = _rewrite.at_least(e.expression(), _rewrite.LOWEST, "softmax")
     message = f"All logits of row {row} are -inf: the mask hides every element of this row."
     sentence = "Bound the logits, so that such a row has equal weights"
     return e.cause("masked_softmax", message, sentence, code)
@@ -179,7 +209,7 @@ def _of_log(e: Evidence, x: float) -> Cause:
     old, row = e.expression(), e.source.operands[0]
     name = "log_of_negative" if x < 0 else "log_of_zero"
     message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
-    code = _fixes.log_sigmoid(old) or _fixes.at_least(old, _fixes.TINY)
+    code = _rewrite.log_sigmoid(old) or _rewrite.at_least(old, _rewrite.TINY, "log")
     return e.cause(name, message, "Keep the operand positive", code)
 
 
@@ -193,9 +223,9 @@ def _root(e: Evidence) -> Cause | None:
 
 def _of_root(e: Evidence, name: str, message: str) -> Cause:
     old = e.expression()
-    is_inverse = isinstance(old, ast.Call) and "rsqrt" in ast.unparse(old.func)
-    bound = _fixes.EPS if is_inverse else _fixes.TINY
-    code = _fixes.norm(old) or _fixes.at_least(old, bound)
+    is_inverse = old is not None and "rsqrt" in old.text.partition("(")[0]
+    bound = _rewrite.EPS if is_inverse else _rewrite.TINY
+    code = _rewrite.norm(old) or _rewrite.at_least(old, bound, "root")
     return e.cause(name, message, "Keep the operand positive", code)
 
 
@@ -209,19 +239,24 @@ def _quotient(e: Evidence) -> Cause | None:
     made = e.made_by(position, MOVES | {"add", "sub"})
     differentiated = e.op.region.locations[e.op.number].differentiated
     old = e.expression()
-    if isinstance(old, ast.Call) and ast.unparse(old.func).rpartition(".")[2] in _LOGS:
+    is_call = old is not None and isinstance(old.node, ast.Call)
+    if is_call and old.text.partition("(")[0].rpartition(".")[2] in _LOGS:
         return _of_log(e, 0.0)
-    if isinstance(old, ast.Call) and made & _ROOTS and differentiated:
+    if is_call and made & _ROOTS and differentiated:
         return _of_root(e, "root_of_zero", "The root reads 0, where its derivative is infinite.")
-    if "sqrt" in made and not differentiated and e.walk.recorded.has_gradient:
+    if "sqrt" in made and not differentiated and e.is_in("optax"):
+        # The smallest power of ten that is a normal number of the dtype.
+        least = 10.0 ** math.ceil(math.log10(float(jnp.finfo(row.dtype).tiny)))
         message = (
             "The optimizer divides by the root of a second moment that is zero, and its epsilon is "
             "zero in this dtype."
         )
-        fix = "Set an epsilon:\n    tx = optax.adam(learning_rate, eps=1e-8)"
+        name = _optimizer_of(e.op)
+        fix = f"Set an epsilon that is a normal number of {row.dtype}:\n"
+        fix += f"    tx = optax.{name}(learning_rate, eps={max(1e-8, least):g})"
         return Cause("optimizer_epsilon", message, fix)
     message = f"{row.zero:.1%} of the denominators are zero; they are {_range(row)}."
-    code = _fixes.divided(old)
+    code = _rewrite.divided(old)
     if not code and is_in_custom_vjp(e.op.equation.source_info):
         fix = (
             "JAX records only the line that calls the custom_vjp function. In its rule, replace "
@@ -229,6 +264,14 @@ def _quotient(e: Evidence) -> Cause | None:
         )
         return Cause("division_by_zero", message, fix)
     return e.cause("division_by_zero", message, "Replace such denominators", code)
+
+
+def _optimizer_of(op: Operation) -> str:
+    """Returns the optimizer of optax that contains an operation, such as "adam"."""
+    traceback = op.equation.source_info.traceback
+    names = [frame.function_name for frame in traceback.frames] if traceback is not None else []
+    scales = (name.partition(".")[0].removeprefix("scale_by_") for name in names)
+    return next((_OPTIMIZERS[name] for name in scales if name in _OPTIMIZERS), "adam")
 
 
 def _exponential(e: Evidence) -> Cause | None:
@@ -241,7 +284,7 @@ def _exponential(e: Evidence) -> Cause | None:
         f"integer with a result in {dtype}."
         f"{' The step overflows in FP32 too.' * e.overflows_in_fp32}"
     )
-    code = _fixes.at_most(e.expression(), bound)
+    code = _rewrite.at_most(e.expression(), bound, "exp")
     return e.cause("exp_overflow", message, "Bound the operand", code)
 
 
@@ -295,8 +338,8 @@ def _range_exceeded(e: Evidence) -> Cause | None:
         f"number, {largest:g}."
     )
     module = module_of(e.op.region.locations[e.op.number].names, root_of(e.roots))
-    if not module or not _is_in_flax(e.op):
-        code = _fixes.in_fp32(e.expression())
+    if not module or not e.is_in("flax"):
+        code = _rewrite.in_fp32(e.expression())
         return e.cause(f"{dtype}_range", message, "Compute the operation in FP32", code)
     fix = (
         "Compute this module in FP32, before recipe.wrap:\n"
@@ -304,14 +347,6 @@ def _range_exceeded(e: Evidence) -> Cause | None:
         "    recipe = recipe.replace(policies=jaxmp.PolicyMap(recipe.policies, rules))"
     )
     return Cause(f"{dtype}_range", message, fix)
-
-
-def _is_in_flax(op: Operation) -> bool:
-    """Returns True for an operation in a layer of Flax, not in the user's own code."""
-    traceback = op.equation.source_info.traceback
-    files = [frame.file_name for frame in traceback.frames] if traceback is not None else []
-    outside = [file for file in files if "/jax/" not in file and "/jaxmp/" not in file]
-    return bool(outside) and "/flax/" in outside[0]
 
 
 def _range(row: ArrayRow) -> str:

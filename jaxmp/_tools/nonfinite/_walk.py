@@ -232,12 +232,12 @@ class Walk:
             if isinstance(source, Argument) or not origin.from_infinite:
                 origins.append(origin)
                 continue
-            if self.is_masked_softmax(source):
-                origins.append(origin)
-                continue
             operands = [v for v, code in self.operands(source) if code == INFINITE]
             via = source if source.is_backward else origin.via
             deeper = self._ends(operands, follow_infinite=True, via=via)
+            # A mask is a constant, which may be cast; other infinite logits are an overflow.
+            if self.is_masked_softmax(source):
+                deeper = [o for o in deeper if self.is_overflow(o) and not _is_cast(o.source)]
             origins += [o for o in deeper if not o.from_infinite] or [origin]
         return origins
 
@@ -318,6 +318,10 @@ class Walk:
                 waiting += [
                     Variable(operation.region, operation.at, v) for v in operation.equation.invars
                 ]
+
+
+def _is_cast(source: Operation | Argument) -> bool:
+    return isinstance(source, Operation) and source.name == "convert_element_type"
 
 
 def _carried(region: Region) -> int:

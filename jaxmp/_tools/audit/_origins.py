@@ -1,0 +1,292 @@
+"""Fixes of operations in 16 bits: of the expression, and of those that round its operands."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxmp._core._dtypes import FLOAT32
+from jaxmp._programs._analysis import Body
+from jaxmp._programs._constructs import CALLS
+from jaxmp._programs._jaxprs import (
+    FORWARD,
+    Atom,
+    Equation,
+    equations,
+    inners,
+    is_literal,
+    phase_of,
+    scope_names,
+    sub_jaxprs,
+)
+from jaxmp._programs._locations import call_site
+from jaxmp._programs._matmuls import MATMULS
+from jaxmp._tools.audit._checks import PendingFindings
+from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
+from jaxmp._tools.fixes._rewrite import cast, function_of, in_fp32
+from jaxmp._tools.fixes._source import expression_of
+
+_MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
+# Operations that round each element of a 16-bit array.
+_ELEMENTWISE = _MOVES | named(
+    "add sub mul div neg exp exp2 log log1p expm1 logistic tanh pow integer_pow square sqrt rsqrt"
+    " max min clamp"
+)
+_LOGS = named("log log1p log2")
+# Functions whose results are probabilities, of which a difference cancels.
+_PROBABILITIES = ("softmax", "sigmoid")
+# If 16 bits enter at more lines, the fix casts the operand alone.
+_MAX_ORIGINS = 4
+
+
+def fix_operation(
+    op: OpOccurrence,
+    findings: PendingFindings,
+    back: str = "",
+    through: frozenset[str] = _ELEMENTWISE,
+) -> str:
+    """Returns the fix of an operation in 16 bits.
+
+    A cast of its operand does not help if the operand was rounded before. The fix then changes the
+    casts, the constants and the first operations of the elementwise computation.
+
+    Args:
+      op: the operation.
+      findings: for the lines of the source.
+      back: the dtype of the result; "" for FP32.
+      through: the primitives that compute the operand from what was rounded.
+
+    Returns:
+      Sentences and code, words alone if the function is not known, or "" without source code.
+    """
+    own = expression_of(op, findings)
+    if own is None or not in_fp32(own):
+        return in_words(op, findings)
+    back = "" if _is_widened(op) or _is_read_exactly(op, function_of(own)[0]) else back
+    lines, code = _at_origins(_rounded_by(op, through), op, in_fp32(own, back), findings)
+    if lines and back:
+        code = ast.unparse(cast(own.node, back))
+    code = own.replaced_by(code)
+    return "\n".join([*lines, *([f"Compute {op.name} in FP32:\n    {code}"] if code else [])])
+
+
+def fix_expression(
+    sentence: str, op: OpOccurrence, findings: PendingFindings, back: str = ""
+) -> str:
+    """Returns the fix that computes an expression in FP32, or that of `in_words`.
+
+    Args:
+      sentence: what the code does.
+      op: the operation of the expression.
+      findings: for the lines of the source.
+      back: the dtype of the result; "" for FP32.
+    """
+    code = in_fp32(expression_of(op, findings), back)
+    return f"{sentence}:\n    {code}" if code else in_words(op, findings)
+
+
+def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
+    """Returns the remedy of an operation whose function is not known; "" without source code."""
+    own = expression_of(op, findings)
+    if own is None:
+        return ""
+    called = own.node.func if isinstance(own.node, ast.Call) else own.node
+    half = next((v for v in op.equation.invars if half_of([v]) is not None), op.equation.invars[0])
+    operand = half.aval.str_short()
+    return (
+        f"At {findings.where(op)}, `{ast.unparse(called)}` computes {op.name} of {operand}. Cast"
+        " the arrays that it reads to FP32 before, and its floating-point results back after it."
+    )
+
+
+def fix_origins(op: OpOccurrence, findings: PendingFindings) -> str:
+    """Returns code for the lines at which an operand was rounded, or ""."""
+    return "\n".join(_at_origins(_rounded_by(op), op, "", findings)[0])
+
+
+def fix_before(
+    result: OpOccurrence, origins: list[OpOccurrence], findings: PendingFindings, back: str
+) -> str:
+    """Returns the fix that computes some operations in FP32, and rounds the result made of them.
+
+    Args:
+      result: the operation whose result is cast back, if the user's own code has it.
+      origins: the operations to compute in FP32.
+      findings: for the lines of the source.
+      back: the dtype of the result.
+
+    Returns:
+      Sentences and code, words alone if a function is not known, or "" without source code.
+    """
+    own = expression_of(result, findings) if findings.is_own_call(result.equation) else None
+    if own is not None and not in_fp32(own):
+        return in_words(result, findings)
+    is_widened = _is_widened(result)
+    code = "" if own is None else ast.unparse(own.node if is_widened else cast(own.node, back))
+    lines, changed = _at_origins(origins, result, code, findings)
+    if not lines and changed == code:
+        return in_words(origins[0], findings)
+    is_needed = own is not None and own.replaced_by(changed)
+    last = f"Compute {result.name} in FP32:\n    {changed}"
+    return "\n".join([*lines, *([last] if is_needed else [])])
+
+
+def _at_origins(
+    origins: list[OpOccurrence], op: OpOccurrence, code: str, findings: PendingFindings
+) -> tuple[list[str], str]:
+    """Returns the lines that compute operations in FP32, and `code` with those of its own line."""
+    lines: dict[str, str] = {}
+    for origin in origins if len(origins) <= _MAX_ORIGINS else ():
+        expression = expression_of(origin, findings)
+        changed = in_fp32(expression)
+        is_here = findings.line_of(origin) == findings.line_of(op)
+        if not changed or expression is None or (is_here and changed in code):
+            continue
+        if is_here and expression.text in code:
+            code = code.replace(expression.text, changed)
+        else:
+            where = findings.where(origin)
+            lines[changed] = f"At {where}, do not round to 16 bits:\n    {changed}"
+    code = code.replace(".astype(jnp.float32).astype(jnp.float32)", ".astype(jnp.float32)")
+    return list(lines.values()), code
+
+
+def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
+    """Returns True for a result that a logarithm reads, and for probabilities of a difference.
+
+    A cast of the result to 16 bits would round what these magnify.
+    """
+    exact = _LOGS | named("sub") if function.endswith(_PROBABILITIES) else _LOGS
+    site, waiting, names = call_site(op.equation), [(v, op) for v in op.equation.outvars], set()
+    seen: set[Atom] = set()
+    while waiting:
+        var, within = waiting.pop()
+        if var in seen:
+            continue
+        seen.add(var)
+        for reader, inside in _readers(var, within):
+            name = reader.primitive.name
+            is_own = call_site(reader) == site
+            if not is_own and _is_forward(reader):
+                names.add(name)
+            # A loss sums or averages what it reads.
+            if is_own or (name in _ELEMENTWISE - exact) or name in CALLS:
+                waiting += [(v, inside) for v in reader.outvars]
+    return bool(names & exact) and not names & MATMULS
+
+
+def _readers(var: Atom, op: OpOccurrence) -> Iterator[tuple[Equation, OpOccurrence]]:
+    """Yields the equations that read a variable, and those of a call's results."""
+    for reader in op.body.consumers.get(var, ()):
+        if reader is not None:
+            yield reader, op
+        elif op.outer is not None and op.outer.name in CALLS:
+            inner = inners(op.outer.equation)[-1]
+            for result, out in zip(inner.results, inner.jaxpr.outvars, strict=True):
+                if out is var and result is not None:
+                    yield from _readers(result, op.outer)
+
+
+def _is_widened(op: OpOccurrence) -> bool:
+    """Returns True if the forward pass only casts a result to FP32, or takes its sine.
+
+    Elementwise operations of the result and of Python numbers may come before, which then compute
+    in FP32 themselves. A cast of the result to 16 bits would only round it.
+    """
+    site, waiting = call_site(op.equation), list(op.equation.outvars)
+    seen = set(waiting)
+    meets_16_bits = is_cast = False
+    while waiting:
+        consumers = op.body.consumers.get(waiting.pop(), ())
+        if None in consumers:
+            return False
+        readers = [e for e in consumers if _is_forward(e) and call_site(e) != site]
+        if not readers:
+            return False
+        for reader in readers:
+            name = reader.primitive.name
+            is_wide = name == "convert_element_type" and dtype_of(reader.outvars[0]) == FLOAT32
+            is_cast |= is_wide
+            if is_wide or name in PERIODIC:
+                continue
+            if name not in _ELEMENTWISE:
+                return False
+            others = [v for v in reader.invars if not is_literal(v) and v not in seen]
+            meets_16_bits |= half_of(others) is not None
+            waiting += reader.outvars
+            seen.update(reader.outvars)
+    # A wide result would promote another 16-bit array before the cast.
+    return not (meets_16_bits and is_cast)
+
+
+def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> list[OpOccurrence]:
+    """Returns the operations by which 16 bits enter the elementwise computation of an operand."""
+    scopes = scope_names(str(op.equation.source_info.name_stack))
+    waiting = [(var, op) for var in _halves(op.equation)]
+    seen: set[Atom] = set()
+    origins = []
+    while waiting:
+        var, within = _through_calls(*waiting.pop())
+        maker = within.body.maker(var)
+        if maker is None or var in seen:
+            continue
+        seen.add(var)
+        if scope_names(str(maker.source_info.name_stack)) != scopes and within is op:
+            continue
+        inputs, name = _halves(maker), maker.primitive.name
+        is_cast = _is_rounding(maker)
+        is_made = not inputs and name in ("iota", "broadcast_in_dim")
+        is_entry = name not in _MOVES and not all(_is_computed(v, within.body) for v in inputs)
+        is_entry &= _is_elementwise(maker, through)
+        if is_cast or is_made or is_entry:
+            origins.append(within._replace(equation=maker))
+        if _is_elementwise(maker, through) and not is_cast:
+            waiting += [(v, within) for v in inputs]
+    return origins
+
+
+def _through_calls(var: Atom, op: OpOccurrence) -> tuple[Atom, OpOccurrence]:
+    """Returns the operand of a call such as `jnp.cumsum` in place of a parameter of its jaxpr."""
+    while op.outer is not None and op.outer.name in CALLS:
+        inner = inners(op.outer.equation)[0]
+        pairs = zip(inner.operands, inner.jaxpr.invars, strict=True)
+        operand = next((o for o, i in pairs if i is var), None)
+        if operand is None:
+            break
+        var, op = operand, op.outer
+    return var, op
+
+
+def _halves(equation: Equation) -> list[Atom]:
+    """Returns the 16-bit operands that are not literals."""
+    return [v for v in equation.invars if not is_literal(v) and half_of([v]) is not None]
+
+
+def _is_elementwise(equation: Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
+    """Returns True for an elementwise operation, and for a call such as that of a sigmoid."""
+    inside = [e for jaxpr in sub_jaxprs(equation) for e in equations(jaxpr)]
+    return all(e.primitive.name in names for e in inside or [equation])
+
+
+def _is_rounding(equation: Equation) -> bool:
+    """Returns True for a cast of FP32 numbers or of integers to fewer bits."""
+    is_cast = equation.primitive.name == "convert_element_type"
+    return is_cast and np.dtype(dtype_of(equation.invars[0])).itemsize == 4
+
+
+def _is_computed(var: Atom, body: Body) -> bool:
+    """Returns True for a 16-bit result of a cast, a constant or another elementwise operation."""
+    maker = body.maker(var)
+    while maker is not None and maker.primitive.name in _MOVES and not _is_rounding(maker):
+        if is_literal(maker.invars[0]):
+            return True
+        maker = body.maker(maker.invars[0])
+    if maker is None:
+        return False
+    return _is_rounding(maker) or maker.primitive.name == "iota" or _is_elementwise(maker)
+
+
+def _is_forward(equation: Equation) -> bool:
+    return phase_of(str(equation.source_info.name_stack)) == FORWARD

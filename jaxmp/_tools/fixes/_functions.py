@@ -1,0 +1,145 @@
+"""The functions that a fix may change, with the arguments that it casts.
+
+A function that is not in the table, such as one of the user's, is never changed: a fix then has
+words and no code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Function(NamedTuple):
+    """Function whose result depends on the dtype of its arrays.
+
+    arrays: positions of the arguments that are cast.
+    returns_arrays: False if the result has no dtype to restore: integers, indices, and tuples.
+    is_tree: True if these arguments are pytrees.
+    dtype: position of its `dtype`; None if it has none, and -1 if it is keyword-only.
+    """
+
+    arrays: tuple[int, ...] = (0,)
+    returns_arrays: bool = True
+    is_tree: bool = False
+    dtype: int | None = None
+
+
+# One array, of which each element or a sum is computed.
+_ARRAY = Function()
+_PAIR = Function((0, 1))
+_INDICES = Function(returns_arrays=False)
+
+_JAX_NN = (
+    "softmax log_softmax logsumexp logmeanexp sigmoid log_sigmoid softplus silu swish gelu elu celu"
+    " selu tanh mish squareplus standardize soft_sign sparse_plus log1mexp glu"
+)
+_LOSSES = (
+    "softmax_cross_entropy softmax_cross_entropy_with_integer_labels sigmoid_binary_cross_entropy"
+    " safe_softmax_cross_entropy poly_loss_cross_entropy sigmoid_focal_loss l2_loss squared_error"
+    " huber_loss log_cosh hinge_loss cosine_similarity cosine_distance kl_divergence"
+    " kl_divergence_with_log_targets convex_kl_divergence generalized_kl_divergence dice_loss"
+    " binary_dice_loss multiclass_generalized_dice_loss multiclass_hinge_loss ctc_loss ntxent"
+    " perceptron_loss multiclass_perceptron_loss sparsemax_loss multiclass_sparsemax_loss"
+    " ranking_softmax_loss smooth_labels triplet_margin_loss"
+)
+_LIKE = "zeros_like ones_like empty_like"
+_DENSITIES = ("norm", "uniform", "beta", "gamma", "t", "cauchy", "expon", "laplace", "logistic")
+_OF_DENSITIES = ("logpdf", "pdf", "logcdf", "cdf", "logsf", "sf")
+_RANDOM = "normal uniform gumbel exponential laplace logistic cauchy"
+
+# Module -> names of functions, separated by blanks -> their form.
+_TABLE: dict[str, dict[str, Function]] = {
+    "jax.numpy": {
+        "sum mean prod cumsum cumprod nansum nanmean nanprod nancumsum var std nanvar nanstd"
+        " average exp exp2 expm1 log log1p log2 log10 sqrt cbrt square sin cos tan sinh cosh tanh"
+        " arcsin arccos arctan arcsinh arccosh arctanh sinc median nanmedian quantile percentile"
+        " nanquantile ptp cov corrcoef cumulative_sum cumulative_prod trapezoid abs absolute"
+        " negative reciprocal max min amax amin clip diff gradient linalg.norm linalg.vector_norm"
+        " linalg.matrix_norm linalg.det linalg.trace trace": _ARRAY,
+        "power float_power logaddexp logaddexp2 hypot arctan2 add subtract multiply divide"
+        " true_divide matmul dot vdot inner outer tensordot maximum minimum remainder mod": _PAIR,
+        "argmax argmin argsort digitize count_nonzero searchsorted sign": _INDICES,
+        "einsum": Function((1, 2, 3)),
+        "interp where": Function((1,)),
+        "zeros ones empty asarray array": Function((), dtype=1),
+        f"full {_LIKE}": Function((), dtype=2),
+        "arange linspace eye identity logspace": Function((), dtype=-1),
+    },
+    "jax.nn": {_JAX_NN: _ARRAY},
+    "flax.linen": {_JAX_NN: _ARRAY},
+    "flax.nnx": {_JAX_NN: _ARRAY},
+    "jax.lax": {
+        "exp exp2 expm1 log log1p logistic sqrt rsqrt cbrt square sin cos tan tanh sinh cosh"
+        " integer_pow erf erfc erf_inv lgamma digamma cumsum cumprod cumlogsumexp reduce_sum"
+        " reduce_prod neg abs reciprocal": _ARRAY,
+        "pow add sub mul div max min atan2 rem": _PAIR,
+        "psum pmean psum_scatter": Function(is_tree=True),
+        "top_k approx_max_k argmax argmin sort": _INDICES,
+        "full": Function((), dtype=2),
+    },
+    "jax.scipy.special": {
+        "logsumexp erf erfc erfinv gammaln digamma xlogy xlog1py entr expit logit log_ndtr ndtr"
+        " ndtri rel_entr kl_div logsumexp log_softmax softmax gamma betaln i0 i0e i1 i1e": _ARRAY,
+    },
+    "jax.scipy.stats": {
+        " ".join(f"{name}.{function}" for name in _DENSITIES for function in _OF_DENSITIES): _ARRAY
+    },
+    "jax.random": {_RANDOM: Function((), dtype=2)},
+    "optax": {
+        _LOSSES: _ARRAY,
+        "safe_norm safe_root_mean_squares": _ARRAY,
+        "global_norm": Function(is_tree=True),
+    },
+    "optax.losses": {_LOSSES: _ARRAY},
+    "optax.tree": {"norm sum vdot": Function(is_tree=True)},
+}
+# Methods of arrays, which compute with the array before the dot.
+METHODS: Mapping[str, Function] = {
+    name: form
+    for names, form in {
+        "sum mean prod cumsum cumprod var std dot max min clip trace ptp": _ARRAY,
+        "argmax argmin argsort": _INDICES,
+    }.items()
+    for name in names.split()
+}
+FUNCTIONS: Mapping[str, Function] = {
+    f"{module}.{name}": form
+    for module, rows in _TABLE.items()
+    for names, form in rows.items()
+    for name in names.split()
+}
+# What an operation computes -> the functions that compute it of their first argument.
+DOMAINS: Mapping[str, frozenset[str]] = {
+    "log": frozenset({"log", "log1p", "log2", "log10"}),
+    "root": frozenset({"sqrt", "rsqrt", "cbrt", "power", "pow"}),
+    "exp": frozenset({"exp", "exp2", "expm1", "sinh", "cosh"}),
+    "softmax": frozenset({"softmax", "log_softmax"}),
+}
+# Constructors such as `jnp.float16(x)`.
+DTYPES = frozenset(f"jax.numpy.{name}" for name in ("float16", "bfloat16", "float32"))
+# Modules and names that are known although a file imports them in another way, as with `*`.
+COMMON_NAMES: Mapping[str, str] = {
+    "jax": "jax",
+    "jnp": "jax.numpy",
+    "lax": "jax.lax",
+    "nn": "jax.nn",
+    "nnx": "flax.nnx",
+    "jsp": "jax.scipy",
+    "optax": "optax",
+    "np": "numpy",
+}
+
+
+def parameters_of(name: str) -> list[str]:
+    """Returns the names of a function's parameters; none if it is not imported."""
+    module, _, attributes = name.partition(".")
+    value: Any = sys.modules.get(module)
+    for attribute in attributes.split("."):
+        value = getattr(value, attribute, None)
+    try:
+        return list(inspect.signature(value).parameters)
+    except (TypeError, ValueError):
+        return []

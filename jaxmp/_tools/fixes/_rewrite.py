@@ -1,0 +1,335 @@
+"""New code for an expression: other dtypes, and operands within the domain of a function.
+
+Each function returns the code and records the edit, or returns "" for an expression that it does
+not know how to change.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from jaxmp._tools.fixes._functions import (
+    DOMAINS,
+    DTYPES,
+    FUNCTIONS,
+    METHODS,
+    Function,
+    parameters_of,
+)
+from jaxmp._tools.fixes._source import Expression
+
+_WIDE = ast.Attribute(ast.Name("jnp"), "float32")
+# Bounds of an operand, as code in which `{array}` is the operand: the smallest one with a finite
+# result and derivative, and the one below which a softmax has no finite row.
+TINY, EPS = "jnp.finfo(({array}).dtype).tiny", "jnp.finfo(({array}).dtype).eps"
+LOWEST = "jnp.finfo(({array}).dtype).min"
+
+
+def function_of(expression: Expression) -> tuple[str, Function | None]:
+    """Returns the full name and the row of the table of the function that an expression calls."""
+    node = expression.node
+    if not isinstance(node, ast.Call):
+        return "", None
+    name = expression.name_of(node.func)
+    if not name and isinstance(node.func, ast.Attribute):
+        return node.func.attr, METHODS.get(node.func.attr)
+    return name, FUNCTIONS.get(name)
+
+
+# ---------------------------------------------------------------------------
+# Dtypes
+# ---------------------------------------------------------------------------
+
+
+def in_fp32(expression: Expression | None, back: str = "") -> str:
+    """Returns an expression that computes in FP32.
+
+    Args:
+      expression: a call or an operation, of which the first array is cast, or a cast or a
+        constant, whose dtype is replaced.
+      back: the dtype of the result; "" for FP32. Integers are not cast back.
+    """
+    changed = None if expression is None else _widened(expression)
+    if expression is None or changed is None:
+        return ""
+    row = function_of(expression)[1]
+    is_array = row is None or (row.returns_arrays and not row.is_tree)
+    return expression.replaced_by(cast(changed, back) if back and is_array else changed)
+
+
+def narrowed(expression: Expression | None, index: int, dtype: str) -> str:
+    """Returns an operation of two arrays with a cast of one; see `with_operand`."""
+    return with_operand(expression, index, f"_.astype(jnp.{dtype})")
+
+
+def with_operand(expression: Expression | None, index: int, code: str) -> str:
+    """Returns an operation of two arrays with other code for one.
+
+    Args:
+      expression: of the operation.
+      index: 0 for the first array, 1 for the second.
+      code: the new operand, in which `_` is the old one.
+    """
+    if expression is None:
+        return ""
+    changed = lambda operand: parsed(f"({ast.unparse(operand)})".join(code.split("_")))
+    node = expression.copy()
+    name, row = function_of(expression)
+    if isinstance(node, ast.BinOp):
+        side = "right" if index else "left"
+        setattr(node, side, changed(getattr(node, side)))
+    elif isinstance(node, ast.Subscript) and index == 0:
+        node.value = changed(node.value)
+    elif isinstance(node, ast.Call) and name == "jax.numpy.take" and index == 0:
+        node.args[0] = changed(node.args[0])
+    elif isinstance(node, ast.Call) and row is not None and row.arrays[:2] == (0, 1):
+        node.args[index] = changed(node.args[index])
+    else:
+        return ""
+    return expression.replaced_by(node)
+
+
+def with_fp32_summand(expression: Expression | None, index: int | None) -> str:
+    """Returns a sum with its constants, and one of its arrays, in FP32.
+
+    Args:
+      expression: of the sum.
+      index: 0 or 1 for the array to cast; None: none.
+    """
+    if expression is None:
+        return ""
+    node = _WideConstants(expression).visit(expression.copy())
+    if index is not None and isinstance(node, ast.BinOp):
+        side = "right" if index else "left"
+        setattr(node, side, cast(getattr(node, side)))
+    return expression.replaced_by(node)
+
+
+class _WideConstants(ast.NodeTransformer):
+    """Makes arrays of a number and a dtype in FP32, such as `jnp.asarray(0.9, c)`."""
+
+    def __init__(self, expression: Expression) -> None:
+        self.expression = expression
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        name = self.expression.name_of(node.func)
+        is_array = name in ("jax.numpy.asarray", "jax.numpy.array") and len(node.args) == 2
+        if is_array and isinstance(node.args[0], ast.Constant):
+            return ast.Call(node.func, [node.args[0], _WIDE], [])
+        return node
+
+
+def _widened(expression: Expression) -> ast.expr | None:
+    node = expression.copy()
+    if isinstance(node, ast.BinOp):
+        side = "right" if isinstance(node.left, ast.Constant) or expression.second else "left"
+        setattr(node, side, cast(getattr(node, side)))
+        return node
+    if isinstance(node, ast.UnaryOp):
+        return ast.UnaryOp(node.op, cast(node.operand))
+    if not isinstance(node, ast.Call):
+        return None
+    function = node.func
+    if isinstance(function, ast.Attribute) and function.attr == "astype":
+        return ast.Call(function, [_WIDE], [])
+    name, row = function_of(expression)
+    if name in DTYPES:
+        return ast.Call(_WIDE, node.args, node.keywords)
+    return None if row is None else _with_wide_arguments(node, name, row)
+
+
+def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr | None:
+    for keyword in node.keywords:
+        if keyword.arg == "dtype":
+            keyword.value = _WIDE
+            return node
+    if row.dtype is not None:
+        if 0 <= row.dtype < len(node.args):
+            node.args[row.dtype] = _WIDE
+        else:
+            node.keywords.append(ast.keyword("dtype", _WIDE))
+        return node
+    if name in METHODS and isinstance(node.func, ast.Attribute):
+        node.func.value = cast(node.func.value)
+        return node
+    wide = _cast_tree if row.is_tree else cast
+    names = parameters_of(name)
+    for position in row.arrays:
+        is_given = position < len(node.args)
+        for keyword in () if is_given else node.keywords:
+            if position < len(names) and keyword.arg == names[position]:
+                keyword.value = wide(keyword.value)
+                return node
+        if is_given and not isinstance(node.args[position], (ast.Constant, ast.Starred)):
+            node.args[position] = wide(node.args[position])
+            return node
+    return None
+
+
+def cast(array: ast.expr, dtype: str = "float32") -> ast.expr:
+    """Returns code for a cast of an array."""
+    function = array.func if isinstance(array, ast.Call) else None
+    if dtype == "float32" and isinstance(function, ast.Attribute) and function.attr == "astype":
+        # A wider cast of what is already rounded would not help.
+        return ast.Call(function, [_WIDE], [])
+    return ast.Call(ast.Attribute(array, "astype"), [parsed(f"jnp.{dtype}")], [])
+
+
+def _cast_tree(tree: ast.expr) -> ast.expr:
+    if isinstance(tree, ast.Call) and ast.unparse(tree.func) == "jax.tree.map":
+        return tree
+    return parsed(f"jax.tree.map(lambda x: x.astype(jnp.float32), {ast.unparse(tree)})")
+
+
+def with_split_copy(expression: Expression | None, spec: str, dtype: str, *, has_mesh: bool) -> str:
+    """Returns a sharding constraint of an array that has another sharding before.
+
+    Args:
+      expression: a call with an array and a sharding.
+      spec: code of the partition spec before.
+      dtype: to which the array is cast before; "" for its own.
+      has_mesh: True if there is a mesh for a spec alone; otherwise it is that of the sharding.
+    """
+    node = None if expression is None else expression.node
+    if expression is None or not isinstance(node, ast.Call) or len(node.args) != 2:
+        return ""
+    array, sharding = node.args
+    copy = cast(array, dtype) if dtype else array
+    mesh = ast.unparse(ast.Attribute(sharding, "mesh"))
+    split = spec if has_mesh else f"jax.sharding.NamedSharding({mesh}, {spec})"
+    before = ast.Call(node.func, [copy, parsed(split)], [])
+    return expression.replaced_by(ast.Call(node.func, [before, sharding], node.keywords))
+
+
+# ---------------------------------------------------------------------------
+# Domains
+# ---------------------------------------------------------------------------
+
+
+def at_least(expression: Expression | None, bound: str, domain: str) -> str:
+    """Returns a call or power with a lower bound of its first operand.
+
+    Args:
+      expression: the call.
+      bound: such as `TINY`.
+      domain: the functions that may be called, a key of `DOMAINS`.
+    """
+    if expression is not None and "log1p" in expression.text.partition("(")[0]:
+        bound = f"{EPS} - 1"
+    change = lambda text: f"jnp.maximum({text}, {bound.format(array=text)})"
+    return _bounded(expression, change, domain)
+
+
+def at_most(expression: Expression | None, bound: float, domain: str) -> str:
+    """Returns a call with an upper bound of its first operand; see `at_least`."""
+    return _bounded(expression, lambda text: f"jnp.minimum({text}, {bound:g})", domain)
+
+
+def divided(expression: Expression | None) -> str:
+    """Returns a quotient with 1 in place of denominators of zero.
+
+    If the denominator contains a root or a norm, these are kept positive instead: their derivative
+    is infinite at zero.
+    """
+    node = None if expression is None else expression.node
+    if expression is None or not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+        return ""
+    text = ast.unparse(node.right)
+    new = f"jnp.where({text} == 0, 1, {text})"
+    for call in ast.walk(node.right):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("sqrt", "norm", "std")):
+            inner = Expression(call, expression.place, [])
+            new = text.replace(ast.unparse(call), norm(inner) or at_least(inner, TINY, "root"))
+    return expression.replaced_by(ast.BinOp(node.left, node.op, parsed(new)))
+
+
+def norm(expression: Expression | None) -> str:
+    """Returns a norm or standard deviation whose gradient is finite at zero."""
+    node = None if expression is None else expression.node
+    if expression is None or not isinstance(node, ast.Call):
+        return ""
+    name = function_of(expression)[0].rpartition(".")[2]
+    if name == "std":
+        call = expression.copy()
+        call.func.attr = "var"
+        square, array = ast.unparse(call), ast.unparse(call)
+    elif name == "norm" and len(node.args) == 1:
+        if {k.arg for k in node.keywords} - {"axis", "keepdims"}:
+            return ""
+        array = ast.unparse(node.args[0])
+        more = "".join(f", {k.arg}={ast.unparse(k.value)}" for k in node.keywords)
+        square = f"jnp.sum(jnp.square({array}){more})"
+    else:
+        return ""
+    return expression.replaced_by(f"jnp.sqrt(jnp.maximum({square}, {TINY.format(array=array)}))")
+
+
+def double_where(where: Expression | None, inner: Expression | None) -> tuple[str, bool]:
+    """Returns a `where` whose unused branch has a finite gradient.
+
+    Args:
+      where: the call `jnp.where(condition, x, y)`.
+      inner: the call or quotient whose gradient is not finite, with an operand to replace.
+
+    Returns:
+      The code, and True if it replaces `where`; False if it replaces `inner`; "" if the
+      expressions have other forms.
+    """
+    node = None if where is None else where.node
+    if where is None or inner is None or not isinstance(node, ast.Call) or len(node.args) != 3:
+        return "", True
+    condition, *branches = map(ast.unparse, node.args)
+    old = inner.text
+    is_first = old in branches[0] and old not in branches[1]
+    safe = "jnp.where({c}, {x}, 1)" if is_first else "jnp.where({c}, 1, {x})"
+    make = lambda text: safe.format(c=condition, x=text)
+    if isinstance(inner.node, ast.BinOp) and isinstance(inner.node.op, ast.Div):
+        right = parsed(make(ast.unparse(inner.node.right)))
+        new = ast.unparse(ast.BinOp(inner.node.left, inner.node.op, right))
+    else:
+        new = _bounded(Expression(inner.node, inner.place, []), make)
+    if new and old in where.text:
+        return where.replaced_by(where.text.replace(old, new)), True
+    return inner.replaced_by(new), False
+
+
+def log_sigmoid(expression: Expression | None) -> str:
+    """Returns the logarithm of a sigmoid as one function."""
+    node = None if expression is None else expression.node
+    for call in node.args[:1] if isinstance(node, ast.Call) else ():
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("nn.sigmoid"):
+            assert expression is not None
+            return expression.replaced_by(f"jax.nn.log_sigmoid({ast.unparse(call.args[0])})")
+    return ""
+
+
+def _bounded(expression: Expression | None, change: Callable[[str], str], domain: str = "") -> str:
+    """Returns a call of a known function, or a power, with another first operand."""
+    if expression is None:
+        return ""
+    node, (name, row) = expression.copy(), function_of(expression)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and domain in ("root", ""):
+        node.left = parsed(change(ast.unparse(node.left)))
+        return expression.replaced_by(node)
+    if row is None or not isinstance(node, ast.Call):
+        return ""
+    # The logarithm of a density is that of its scale.
+    is_density = name.startswith("jax.scipy.stats.") and domain == "log"
+    for keyword in node.keywords if is_density else ():
+        if keyword.arg == "scale":
+            keyword.value = parsed(change(ast.unparse(keyword.value)))
+            return expression.replaced_by(node)
+    position = 2 if is_density else 0
+    if domain and not is_density and name.rpartition(".")[2] not in DOMAINS[domain]:
+        return ""
+    if position < len(node.args) and not isinstance(node.args[position], ast.Starred):
+        node.args[position] = parsed(change(ast.unparse(node.args[position])))
+        return expression.replaced_by(node)
+    return ""
+
+
+def parsed(text: str) -> ast.expr:
+    """Returns the syntax tree of an expression."""
+    return ast.parse(text, mode="eval").body

@@ -1,0 +1,154 @@
+"""The user's expression that makes an operation, and the edits that replace it."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import functools
+import itertools
+import linecache
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from jaxmp._programs._jaxprs import is_literal
+from jaxmp._tools.fixes._functions import COMMON_NAMES
+
+
+class Edit(NamedTuple):
+    """New code for an expression. Columns are bytes, as in code objects."""
+
+    file: str
+    line: int
+    end_line: int
+    start: int
+    end: int
+    # Old and new code, as `ast.unparse` writes it.
+    old: str
+    code: str
+
+    @property
+    def where(self) -> str:
+        """The line as reports print it, such as `model.py:12`."""
+        return f"{self.file.rpartition('/')[2]}:{self.line}"
+
+
+class Findings(Protocol):
+    """Collection of edits, and the files that belong to the user."""
+
+    lines: Any
+    edits: list[Edit]
+
+
+@dataclasses.dataclass(frozen=True)
+class Expression:
+    """An expression of the user's source.
+
+    Attributes:
+      node: its syntax tree.
+      place: (file, line, last line, first column, last column).
+      edits: receives the replacements.
+      second: True if the first operand is a number, so that the second one is the array.
+    """
+
+    node: ast.expr
+    place: tuple[str, int, int, int, int]
+    edits: list[Edit]
+    second: bool = False
+
+    @property
+    def text(self) -> str:
+        """The code."""
+        return ast.unparse(self.node)
+
+    def copy(self) -> Any:
+        """Returns a syntax tree that may be changed."""
+        return copy.deepcopy(self.node)
+
+    def replaced_by(self, new: ast.expr | str | None) -> str:
+        """Returns code for the expression, and records the edit; "" for no code or the same."""
+        code = new if isinstance(new, str) else "" if new is None else ast.unparse(new)
+        if not code or code == self.text:
+            return ""
+        edit = Edit(*self.place, self.text, code)
+        if edit not in self.edits:
+            self.edits.append(edit)
+        return code
+
+    def name_of(self, function: ast.expr) -> str:
+        """Returns the full name of a function that a library defines, such as `jax.numpy.sum`.
+
+        Returns:
+          "" for a function of the user's, and for a method.
+        """
+        root, *attributes = ast.unparse(function).split(".")
+        known = _imports("".join(linecache.getlines(self.place[0])))
+        module = known.get(root, COMMON_NAMES.get(root, ""))
+        return ".".join((module, *attributes)) if module else ""
+
+
+def expression_of(op: Any, findings: Findings) -> Expression | None:
+    """Returns the expression in the user's code whose call makes an operation.
+
+    Args:
+      op: an operation with its enclosing equations.
+      findings: for the files of the user, and for the edits.
+
+    Returns:
+      None without source code, or if an operation has no position in it.
+    """
+    for equation in (op.equation, *op.enclosing):
+        traceback = equation.source_info.traceback
+        frames = zip(*traceback.raw_frames(), strict=True) if traceback is not None else ()
+        for code, instruction in frames:
+            if findings.lines.is_own(code.co_filename):
+                positions = itertools.islice(code.co_positions(), instruction // 2, None)
+                place = (code.co_filename, *next(positions, (None,) * 4))
+                node = _parsed(*place)
+                second = len(op.equation.invars) > 1 and is_literal(op.equation.invars[0])
+                return node and Expression(node, place, findings.edits, second)
+    return None
+
+
+def _parsed(
+    file: str,
+    line: int | None,
+    end_line: int | None,
+    start: int | None,
+    end: int | None,
+) -> ast.expr | None:
+    if line is None or end_line is None or start is None or end is None:
+        return None
+    lines = [linecache.getline(file, n).encode() for n in range(line, end_line + 1)]
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    text = b"".join(lines).decode().strip()
+    try:
+        return ast.parse(f"({text})", mode="eval").body if text else None
+    except (SyntaxError, ValueError):
+        return None
+
+
+@functools.lru_cache(maxsize=16)
+def _imports(source: str) -> dict[str, str]:
+    """Returns the names that a file imports from libraries, with their full names.
+
+    A name that the file defines itself has the full name "".
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return {}
+    return dict(pair for node in ast.walk(tree) for pair in _names(node))
+
+
+def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Import):
+        for name in node.names:
+            root = name.name if name.asname else name.name.partition(".")[0]
+            yield name.asname or root, root
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        for name in node.names:
+            yield name.asname or name.name, f"{node.module}.{name.name}"
+    elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name, ""

@@ -1,0 +1,236 @@
+"""Runs the user's functions with the code of fixes, before it is printed.
+
+The text of a file with the new code is compiled, and its code objects replace those of the live
+functions for the duration of a trace. All lines keep their numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import linecache
+import sys
+import types
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._core import _compat
+from jaxmp._tools.fixes._source import Edit
+
+WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
+# Fixes that are tried one by one, if some of them fail together.
+_MOST_TRIALS = 5
+# Objects that are searched for functions.
+_MOST_OBJECTS = 50_000
+_VERSIONS = itertools.count(1)
+
+Edits = frozenset[Edit]
+
+
+def edits_of(fix: str, file: str, line: int, edits: Iterable[Edit]) -> Edits | None:
+    """Returns the edits that a printed fix describes.
+
+    Args:
+      fix: sentences and code; code is indented by four spaces.
+      file: of the finding.
+      line: of the finding.
+      edits: all edits that were proposed.
+
+    Returns:
+      None if some of the code is not an edit, such as a change of the optimizer.
+    """
+    code = {text.strip() for text in fix.splitlines() if text.startswith("    ")}
+    is_here = lambda edit: (edit.file, edit.line) == (file, line) or edit.where in fix
+    chosen = frozenset(edit for edit in edits if edit.code in code and is_here(edit))
+    return chosen if code and code <= {edit.code for edit in chosen} else None
+
+
+def try_edits(
+    groups: Sequence[Edits],
+    roots: Iterable[Any],
+    errors_with: Callable[[], set[Hashable]],
+    before: set[Hashable],
+    removed: Sequence[set[Hashable]],
+) -> list[str]:
+    """Returns for each group of edits "works", "fails" or "not tried".
+
+    A group works if the errors that it is for are gone, and no other error is new.
+
+    Args:
+      groups: the edits of each fix.
+      roots: objects from which the user's functions are reachable.
+      errors_with: traces the program, and returns its errors.
+      before: the errors without edits.
+      removed: the errors that each group must remove.
+    """
+    functions = _functions_of(roots, {edit.file for group in groups for edit in group})
+    states = [NOT_TRIED if not _reaches(functions, group) else "" for group in groups]
+
+    def trial(numbers: list[int]) -> set[Hashable] | None:
+        """Returns the errors with the edits of some groups; None if these do not run."""
+        edits = frozenset().union(*(groups[n] for n in numbers))
+        try:
+            with warnings.catch_warnings(), patched(functions, edits):
+                warnings.simplefilter("ignore")
+                return errors_with()
+        except Exception:
+            return None
+
+    def judge(numbers: list[int]) -> bool:
+        """Tries some groups together, and returns True if the result is conclusive."""
+        errors = trial(numbers)
+        if len(numbers) > 1 and (errors is None or errors - before):
+            return False
+        for n in numbers:
+            fails = errors is None or errors - before or errors & removed[n]
+            states[n] = FAILS if fails else WORKS
+        return True
+
+    waiting = [n for n, state in enumerate(states) if not state]
+    if waiting and not judge(waiting):
+        for n in waiting[:_MOST_TRIALS]:
+            judge([n])
+    return [state or NOT_TRIED for state in states]
+
+
+# ---------------------------------------------------------------------------
+# Functions
+# ---------------------------------------------------------------------------
+
+
+def _functions_of(roots: Iterable[Any], files: set[str]) -> list[types.FunctionType]:
+    """Returns the live functions of some files, at most once each."""
+    modules = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in files]
+    waiting: list[Any] = [*roots, *(value for m in modules for value in vars(m).values())]
+    seen: set[int] = set()
+    functions = []
+    while waiting and len(seen) < _MOST_OBJECTS:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, _ATOMS):
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType) and value.__code__.co_filename in files:
+            functions.append(value)
+            waiting += value.__globals__.values()
+        waiting += _parts(value)
+    return functions
+
+
+_ATOMS = (types.ModuleType, str, bytes, int, float, complex, type(None), np.ndarray, jax.Array)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yields the objects that an object stores."""
+    if isinstance(value, dict):
+        yield from list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from value
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield cell.cell_contents
+        yield from (value.__defaults__ or ()) + tuple((value.__kwdefaults__ or {}).values())
+    elif isinstance(value, property):
+        yield value.fget
+    for name in ("__wrapped__", "__func__", "__self__"):
+        with contextlib.suppress(Exception):
+            yield object.__getattribute__(value, name)
+    with contextlib.suppress(TypeError):
+        yield from list(vars(value).values())
+    if not isinstance(value, type):
+        yield type(value)
+    elif value.__module__.partition(".")[0] not in ("builtins", "jax", "numpy", "typing"):
+        yield from value.__mro__[1:]
+
+
+# ---------------------------------------------------------------------------
+# Code
+# ---------------------------------------------------------------------------
+
+
+def _reaches(functions: list[types.FunctionType], edits: Edits) -> bool:
+    """Returns True if some functions contain all edits."""
+    replaced = [(f, new) for f, new in _replacements(functions, edits) if f.__code__ != new]
+    lines = {(f.__code__.co_filename, n) for f, new in replaced for n in _lines(new)}
+    return all((edit.file, edit.line) in lines for edit in edits)
+
+
+@contextlib.contextmanager
+def patched(functions: list[types.FunctionType], edits: Edits) -> Iterator[None]:
+    """Replaces the code of functions in a block, and what is traced in it is traced again."""
+    before = [(function, function.__code__) for function in functions]
+    try:
+        for function, code in _replacements(functions, edits):
+            function.__code__ = code
+        with _compat.context(version=next(_VERSIONS)):
+            yield
+    finally:
+        for function, code in before:
+            function.__code__ = code
+
+
+def _replacements(
+    functions: list[types.FunctionType], edits: Edits
+) -> Iterator[tuple[types.FunctionType, types.CodeType]]:
+    for file in {edit.file for edit in edits}:
+        lines = linecache.getlines(file)
+        try:
+            old = list(_codes(compile("".join(lines), file, "exec", dont_inherit=True)))
+            text = _edited(lines, [edit for edit in edits if edit.file == file])
+            new = list(_codes(compile(text, file, "exec", dont_inherit=True)))
+        except (SyntaxError, ValueError):
+            continue
+        for function in functions:
+            if function.__code__.co_filename == file:
+                code = _counterpart(function.__code__, old, new)
+                if code is not None:
+                    yield function, code
+
+
+def _counterpart(
+    code: types.CodeType, old: list[types.CodeType], new: list[types.CodeType]
+) -> types.CodeType | None:
+    """Returns the code object in an edited file; None if the file is not that of the function."""
+    key = lambda c: (c.co_qualname, c.co_firstlineno, c.co_freevars, c.co_varnames[: c.co_argcount])
+    olds, news = ([c for c in codes if key(c) == key(code)] for codes in (old, new))
+    places = [list(c.co_positions()) for c in olds]
+    own = list(code.co_positions())
+    is_same = own in places and len(olds) == len(news)
+    return news[places.index(own)] if is_same else None
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes(const)
+
+
+def _lines(code: types.CodeType) -> set[int]:
+    return {line for c in _codes(code) for *_, line in c.co_lines() if line is not None}
+
+
+def _edited(lines: list[str], edits: list[Edit]) -> str:
+    """Returns a text in which edits replace their expressions; outer ones include inner ones."""
+    encoded = [line.encode() for line in lines]
+    position = lambda edit: (edit.line, edit.start, -edit.end_line, -edit.end)
+    end = (0, 0)
+    outer = []
+    for edit in sorted(edits, key=position):
+        if (edit.line, edit.start) >= end:
+            outer.append(edit)
+            end = edit.end_line, edit.end
+    for edit in reversed(outer):
+        first, last = edit.line - 1, edit.end_line - 1
+        # Line breaks keep the numbers of the lines below.
+        code = f"({edit.code}{chr(10) * (last - first)})".encode()
+        whole = encoded[first][: edit.start] + code + encoded[last][edit.end :]
+        encoded[first : last + 1] = whole.splitlines(keepends=True)
+    return b"".join(encoded).decode()
