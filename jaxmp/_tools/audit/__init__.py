@@ -116,7 +116,7 @@ def audit_call(
         get_target(target)
     data = None if recipe is None else as_recipe_data(recipe)
     name = recipe if isinstance(recipe, str) else "bf16" if recipe is None else ""
-    code = repr(name) if name else "recipe" if hasattr(recipe, "data") else "policies"
+    code = repr(name) if name else "recipe"
     # JAX may start its backends at any step of an audit.
     with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
         device = _compat.target() if target is None else get_target(target).platform

@@ -58,7 +58,7 @@ class PolicyContext:
         self.ops = OpTable() if recipe is None else recipe.ops
         # Type of device that the program is traced for.
         self.target = target
-        # The policies in the user's code: "'bf16'", "recipe" or "policies".
+        # The policies in the user's code: "'bf16'", or "recipe".
         self.text = text
         self._allowed: dict[Path, frozenset[Any]] = {}
 
@@ -90,10 +90,7 @@ class PolicyContext:
     @property
     def wrap_code(self) -> str:
         """Returns code that applies the policies to a model."""
-        if self.text == "policies":
-            return "model = jaxmp.load_recipe(policies).wrap(model)"
-        recipe = self.text if self.text == "recipe" else f"jaxmp.load_recipe({self.text})"
-        return f"model = {recipe}.wrap(model)"
+        return f"model = jaxmp.load_recipe({self.text}).wrap(model)"
 
     @property
     def autocast_code(self) -> str:

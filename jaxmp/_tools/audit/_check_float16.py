@@ -17,10 +17,12 @@ from jaxmp._tools.audit._check_ops import NORM_16BIT
 from jaxmp._tools.audit._checks import Check
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
-from jaxmp._tools.audit._origins import fix_before
+from jaxmp._tools.audit._origins import SUMS, fix_before, fix_expression, fix_operation
 from jaxmp._tools.audit._program import LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
+from jaxmp._tools.fixes._rewrite import with_finite_numbers
+from jaxmp._tools.fixes._source import expression_of
 
 FLOAT16_RANGE = Check(
     id="float16_range",
@@ -81,7 +83,9 @@ def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
         divisor = op.equation.invars[-1:] if op.name == "div" else op.equation.invars[:1]
         harm = f", and the {op.name} at {audit.findings.where(op)} is not finite for 0"
         for label in audit.flow.labels(LostEpsilon, *divisor):
-            label.fix = fix_before(op, [label.op], audit.findings, "float16") or label.fix
+            fix = fix_operation(op, audit.findings, "float16", SUMS) if op.name != "div" else ""
+            fix = fix or fix_before(op, [label.op], audit.findings, "float16")
+            label.fix = fix or label.fix
         audit.report(LostEpsilon, divisor, harm)
 
 
@@ -94,8 +98,9 @@ def check_constant(op: OpOccurrence, audit: Auditor) -> None:
         if value is not None and abs(value) > _LARGEST and not (is_cast and math.isinf(value)):
             limit = "min" if value < 0 else "max"
             message = "a constant beyond 65504 is infinite in float16: rows that are masked"
-            code = f"jnp.where(mask, logits, jnp.finfo(logits.dtype).{limit})"
-            fix = f"Use the largest finite number of the dtype:\n    {code}"
+            fix = f"Use jnp.finfo(logits.dtype).{limit} in place of the constant {value:g}."
+            code = with_finite_numbers(expression_of(op, audit.findings), "float16")
+            fix = f"Use the largest finite number of the dtype:\n    {code}" if code else fix
             audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
 
 
@@ -113,13 +118,14 @@ def _float16_operands(op: OpOccurrence) -> list[Atom]:
 @FLOAT16_RANGE.on_operation("mul", "square", "integer_pow")
 def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
     """Labels the square of a float16 value."""
-    del audit
     operands = _float16_operands(op)
     is_square = op.name != "integer_pow" or exponent_of(op.equation) > 1
     is_square &= len({id(var) for var in operands}) == 1
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
-    fix = "Square in FP32:\n    x = x.astype(jnp.float32)"
-    return Square(op, message, fix) if is_square else None
+    if not operands or not is_square:
+        return None
+    fix = fix_expression("Square in FP32", op, audit.findings) or FLOAT16_RANGE.fix
+    return Square(op, message, fix)
 
 
 @FLOAT16_RANGE.on_operation("reduce_sum")

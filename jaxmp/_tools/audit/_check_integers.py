@@ -15,8 +15,9 @@ from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import counts_largest
 from jaxmp._tools.audit._checks import Check
 from jaxmp._tools.audit._labels import ConditionalFinding, Fact, RoundedInput
-from jaxmp._tools.audit._origins import fix_expression, fix_operation, fix_origins
+from jaxmp._tools.audit._origins import fix_expression, fix_operation, fix_origins, fix_rounding
 from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
+from jaxmp._tools.fixes._source import expression_of
 
 ROUNDED_INPUT = Check(
     id="rounded_input",
@@ -34,11 +35,12 @@ def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
-        fix = _keep_input(source.name, dtype, op) or fix_operation(op, audit.findings, dtype)
+        fix = _keep_input(source.name, dtype, op, audit) or fix_rounding(op, audit.findings)
+        fix = fix or fix_operation(op, audit.findings, dtype)
         audit.add(ROUNDED_INPUT, op, message, fix)
 
 
-def _keep_input(name: str, dtype: str, op: OpOccurrence) -> str:
+def _keep_input(name: str, dtype: str, op: OpOccurrence, audit: Auditor) -> str:
     """Returns the rules that keep an argument in FP32 where a module computes its sine.
 
     Returns:
@@ -47,7 +49,8 @@ def _keep_input(name: str, dtype: str, op: OpOccurrence) -> str:
     if not op.location.names:
         return ""
     path = module_paths_of(op.location.names)[0]
-    parts = []
+    own, parts = expression_of(op, audit.findings), []
+    name = (own and own.argument) or name
     if name != "NAME":
         keep = f"    Rule('', keep_inputs=[{name!r}])"
         parts.append(f"Keep the argument by a rule with its name in the model's __call__:\n{keep}")
@@ -139,6 +142,8 @@ def label_index(op: OpOccurrence, audit: Auditor) -> RoundedIndex | None:
     message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
     findings = audit.findings
     fix = fix_origins(op, findings) if findings.is_own_call(op.equation) else ""
+    for label in audit.flow.labels(RoundedInput, operand):
+        fix = _keep_input(label.input.name, label.dtype, op, audit) or fix
     fix = fix or fix_expression("Compute the indices in FP32", op, findings)
     return RoundedIndex(op, message, fix or ROUNDED_INTEGER.fix)
 

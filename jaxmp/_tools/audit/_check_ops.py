@@ -25,7 +25,7 @@ from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import ERROR, WARNING, Check
 from jaxmp._tools.audit._dataflow import GRADIENT, Terms
 from jaxmp._tools.audit._labels import REDUCES, ConditionalFinding, RoundedInput
-from jaxmp._tools.audit._origins import fix_operation
+from jaxmp._tools.audit._origins import SUMS, fix_operation
 from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
@@ -202,13 +202,10 @@ def _contains_sum(equation: Equation) -> bool:
 def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
     message = f"{op.name} in {dtype.name}: the variance has {limit}."
-    fix = ""
-    if not audit.findings.is_own_call(op.equation):
-        code = in_fp32(expression_of(op, audit.findings), dtype.name)
-        fix = f"Compute the norm in FP32:\n    {code}" if code else ""
-        fix = audit.context.wrap_code if op.location.names else fix
-    default = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
-    audit.add(NORM_16BIT, op, message, fix or default)
+    fix = fix_operation(op, audit.findings, dtype.name, SUMS)
+    if op.location.names and not in_fp32(expression_of(op, audit.findings)):
+        fix = audit.context.wrap_code
+    audit.add(NORM_16BIT, op, message, fix)
 
 
 # ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from jaxmp._tools.audit._rows import ERROR as ERROR
 from jaxmp._tools.audit._rows import NOTE as NOTE
 from jaxmp._tools.audit._rows import WARNING as WARNING
 from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.fixes._source import Edit
+from jaxmp._tools.fixes._source import Edit, both
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -180,6 +180,8 @@ class PendingFindings:
                 message,
                 fix or check.fix,
             )
+        elif fix and fix not in finding.fix:
+            finding.fix = both(finding.fix, fix)
         finding.after_gradient += op.equation.outvars if is_after else ()
         finding.count += 1
         finding.flops += flops

@@ -33,7 +33,7 @@ from jaxmp._tools.audit._report import AuditReport, fix_parts
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._source import Edit
-from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, edits_of, try_edits
+from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, try_edits, unified
 from jaxmp._tools.hlo._compile import Compiled
 
 
@@ -178,17 +178,31 @@ def with_trials(
     errors = lambda report: {key(f) for f in report.findings if f.severity in SEVERITIES[:2]}
     groups: dict[Any, list[Finding]] = {}
     for finding in report.findings:
-        group = edits_of(finding.fix, finding.file, finding.line, edits)
-        groups.setdefault(group, []).append(finding)
+        fix, group = unified(finding.fix, finding.file, finding.line, edits)
+        groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
     tried = [group for group in groups if group is not None]
     removed = [set(map(key, groups[group])) for group in tried]
     states: dict[Any, str] = {None: NOT_TRIED}
     if tried:
         trials = try_edits(tried, roots, lambda: errors(again()), errors(report), removed)
         states |= dict(zip(tried, trials, strict=True))
-    state = {id(f): states[group] for group, findings in groups.items() for f in findings}
-    findings = tuple(_with_trial(f, state[id(f)]) for f in report.findings)
-    return dataclasses.replace(report, findings=findings)
+    findings = [
+        _with_trial(finding, states[group])
+        for group, members in groups.items()
+        for finding in (members if group is None else _joined(members))
+    ]
+    return dataclasses.replace(report, findings=tuple(sorted(findings, key=_sort_key)))
+
+
+def _joined(findings: list[Finding]) -> list[Finding]:
+    """Joins the findings of several checks that have the same fix."""
+    first = next((f for f in findings if f.severity == findings[0].severity), findings[0])
+    others = {f.check: f for f in findings if f.check != first.check}
+    more = "".join(
+        f" The same code removes {f.check} at {f.location}: {f.message}" for f in others.values()
+    )
+    same = [f for f in findings if f.check == first.check]
+    return [dataclasses.replace(f, message=f.message + more) for f in same]
 
 
 def _with_trial(finding: Finding, state: str) -> Finding:

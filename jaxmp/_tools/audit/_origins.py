@@ -35,6 +35,8 @@ _ELEMENTWISE = _MOVES | named(
     " max min clamp"
 )
 _LOGS = named("log log1p log2")
+# Operations of a norm: the sum of elementwise results.
+SUMS = _ELEMENTWISE | named("reduce_sum")
 # Functions whose results are probabilities, of which a difference cancels.
 _PROBABILITIES = ("softmax", "sigmoid")
 # If 16 bits enter at more lines, the fix casts the operand alone.
@@ -106,6 +108,22 @@ def fix_origins(op: OpOccurrence, findings: PendingFindings) -> str:
     return "\n".join(_at_origins(_rounded_by(op), op, "", findings)[0])
 
 
+def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
+    """Returns the fix of the casts to 16 bits from which an FP32 operand is computed, or ""."""
+    casts, waiting, seen = [], [(op.equation.invars[0], op)], set()
+    while waiting:
+        var, within = _through_calls(*waiting.pop())
+        maker = within.body.maker(var)
+        if maker is None or var in seen:
+            continue
+        seen.add(var)
+        if _is_rounding(maker) and half_of(maker.outvars) is not None:
+            casts.append(within._replace(equation=maker))
+        elif _is_elementwise(maker):
+            waiting += [(v, within) for v in maker.invars if not is_literal(v)]
+    return "\n".join(_at_origins(casts, op, "", findings)[0])
+
+
 def fix_before(
     result: OpOccurrence, origins: list[OpOccurrence], findings: PendingFindings, back: str
 ) -> str:
@@ -174,7 +192,7 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
             # A loss sums or averages what it reads.
             if is_own or (name in _ELEMENTWISE - exact) or name in CALLS:
                 waiting += [(v, inside) for v in reader.outvars]
-    return bool(names & exact) and not names & MATMULS
+    return bool(names & exact) and names.isdisjoint(MATMULS)
 
 
 def _readers(var: Atom, op: OpOccurrence) -> Iterator[tuple[Equation, OpOccurrence]]:

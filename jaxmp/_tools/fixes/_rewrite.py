@@ -7,7 +7,10 @@ not know how to change.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable
+
+import jax.numpy as jnp
 
 from jaxmp._tools.fixes._functions import (
     DOMAINS,
@@ -133,7 +136,9 @@ def _widened(expression: Expression) -> ast.expr | None:
         return None
     function = node.func
     if isinstance(function, ast.Attribute) and function.attr == "astype":
-        return ast.Call(function, [_WIDE], [])
+        # A cast to integers reads what was rounded before.
+        is_float = "int" not in ast.unparse(node)
+        return ast.Call(function, [_WIDE], []) if is_float else None
     name, row = function_of(expression)
     if name in DTYPES:
         return ast.Call(_WIDE, node.args, node.keywords)
@@ -166,6 +171,33 @@ def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr |
             node.args[position] = wide(node.args[position])
             return node
     return None
+
+
+def with_finite_numbers(expression: Expression | None, dtype: str) -> str:
+    """Returns an expression with the largest number of a dtype in place of larger constants."""
+    if expression is None:
+        return ""
+    node = _FiniteNumbers(dtype).visit(expression.copy())
+    return expression.replaced_by(node)
+
+
+class _FiniteNumbers(ast.NodeTransformer):
+    """Replaces numbers beyond the range of a dtype, with their sign."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype, self.largest = dtype, float(jnp.finfo(dtype).max)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        if isinstance(node.op, ast.USub) and self._is_large(node.operand):
+            return parsed(f"jnp.finfo(jnp.{self.dtype}).min")
+        return self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        return parsed(f"jnp.finfo(jnp.{self.dtype}).max") if self._is_large(node) else node
+
+    def _is_large(self, node: ast.expr) -> bool:
+        value = node.value if isinstance(node, ast.Constant) else None
+        return isinstance(value, (int, float)) and self.largest < value < math.inf
 
 
 def cast(array: ast.expr, dtype: str = "float32") -> ast.expr:

@@ -33,6 +33,10 @@ class Edit(NamedTuple):
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 
 
+# Lines of code of one fix.
+_MOST_CODES = 6
+
+
 class Findings(Protocol):
     """Collection of edits, and the files that belong to the user."""
 
@@ -55,6 +59,14 @@ class Expression:
     place: tuple[str, int, int, int, int]
     edits: list[Edit]
     second: bool = False
+    # Names of the parameters of the function that contains it.
+    parameters: tuple[str, ...] = ()
+
+    @property
+    def argument(self) -> str:
+        """The parameter of a module's `__call__` that the expression reads first; "" if none."""
+        names = (n.id for n in ast.walk(self.node) if isinstance(n, ast.Name))
+        return next((name for name in names if name in self.parameters), "")
 
     @property
     def text(self) -> str:
@@ -106,7 +118,8 @@ def expression_of(op: Any, findings: Findings) -> Expression | None:
                 place = (code.co_filename, *next(positions, (None,) * 4))
                 node = _parsed(*place)
                 second = len(op.equation.invars) > 1 and is_literal(op.equation.invars[0])
-                return node and Expression(node, place, findings.edits, second)
+                names = code.co_varnames[1 : code.co_argcount] if code.co_name == "__call__" else ()
+                return node and Expression(node, place, findings.edits, second, names)
     return None
 
 
@@ -152,3 +165,20 @@ def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield name.asname or name.name, f"{node.module}.{name.name}"
     elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         yield node.name, ""
+
+
+def both(first: str, second: str) -> str:
+    """Returns the fix of one line that contains two fixes, unless one of them contains the other.
+
+    Fixes of more expressions than a line may have are not added.
+    """
+    codes = [_code(fix) for fix in (first, second)]
+    if not codes[1] or all(any(new in old for old in codes[0]) for new in codes[1]):
+        return first
+    if all(any(old in new for new in codes[1]) for old in codes[0]):
+        return second
+    return f"{first}\n{second}" if len(codes[0]) < _MOST_CODES else first
+
+
+def _code(fix: str) -> list[str]:
+    return [line.strip() for line in fix.splitlines() if line.startswith("    ")]

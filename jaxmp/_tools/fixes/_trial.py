@@ -32,22 +32,35 @@ _VERSIONS = itertools.count(1)
 Edits = frozenset[Edit]
 
 
-def edits_of(fix: str, file: str, line: int, edits: Iterable[Edit]) -> Edits | None:
-    """Returns the edits that a printed fix describes.
+def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str, Edits | None]:
+    """Returns a printed fix and its edits, of which each expression has one for all findings.
+
+    If one finding needs an FP32 result, the fixes of the others do not cast it back.
 
     Args:
       fix: sentences and code; code is indented by four spaces.
       file: of the finding.
       line: of the finding.
-      edits: all edits that were proposed.
+      edits: the edits of all printed fixes.
 
     Returns:
-      None if some of the code is not an edit, such as a change of the optimizer.
+      The fix, and None if some of its code is not an edit, such as a change of the optimizer.
     """
     code = {text.strip() for text in fix.splitlines() if text.startswith("    ")}
     is_here = lambda edit: (edit.file, edit.line) == (file, line) or edit.where in fix
-    chosen = frozenset(edit for edit in edits if edit.code in code and is_here(edit))
-    return chosen if code and code <= {edit.code for edit in chosen} else None
+    chosen = [edit for edit in edits if edit.code in code and is_here(edit)]
+    if not code or not code <= {edit.code for edit in chosen}:
+        return fix, None
+    best = {
+        edit: min(
+            (e for e in edits if e[:5] == edit[:5] and edit.code.startswith(e.code)),
+            key=lambda e: len(e.code),
+        )
+        for edit in chosen
+    }
+    for edit, other in best.items():
+        fix = fix.replace(f"    {edit.code}", f"    {other.code}")
+    return fix, frozenset(best.values())
 
 
 def try_edits(
