@@ -257,10 +257,13 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
         is_cast = _is_rounding(maker)
         is_made = not inputs and name in ("iota", "broadcast_in_dim")
         is_entry = name not in _MOVES and not all(_is_computed(v, within.body) for v in inputs)
-        is_entry &= _is_elementwise(maker, through)
+        is_entry &= _is_elementwise(maker, through) and bool(inputs)
         if is_cast or is_made or is_entry:
             origins.append(within._replace(equation=maker))
-        if _is_elementwise(maker, through) and not is_cast:
+        if through is SUMS and _is_elementwise(maker, through):
+            # A sum that computes in FP32 reads squares in 16 bits.
+            waiting += [(v, within) for v in maker.invars if not is_literal(v)]
+        elif _is_elementwise(maker, through) and not is_cast:
             waiting += [(v, within) for v in inputs]
     return origins
 
