@@ -437,7 +437,7 @@ def masked_scores(d):
     return scaled(loss, d, inputs(d.wide), labels())
 
 
-@plant("float16_range", "x.astype(jnp.float32)", low=F16)
+@plant("float16_range", "weights.astype(jnp.float32) * weights", low=F16)
 def weight_penalty(d):
     def loss(p, x, y):
         weights = (3000 * p["v"]).astype(d.low).astype(d.spot)

@@ -41,6 +41,7 @@ from jaxmp._tools.audit._program import is_attention
 from jaxmp._tools.audit._report import AuditReport as AuditReport
 from jaxmp._tools.audit._rows import Finding as Finding
 from jaxmp._tools.audit._trace import Traced, check_function, trace
+from jaxmp._tools.fixes._source import Edit
 from jaxmp._tools.hlo._compile import Compiled, compile_for, compile_lowered
 from jaxmp.optim._find import check_plain_loop
 
@@ -135,6 +136,11 @@ def audit_program(
     try_fixes: bool = False,
 ) -> tuple[AuditReport, Compiled | None]:
     """Audits a function, and returns the report and the compiled program, if there is one."""
+
+    def again() -> tuple[AuditReport, list[Edit]]:
+        auditor, traced = _walked(context, fn, args, kwargs)
+        return make_report(auditor, traced, None, function=fn, target=""), auditor.findings.edits
+
     with contextlib.nullcontext() if target is None else default_target(target):
         for arg in (*args, *kwargs.values()):
             check_plain_loop(arg)
@@ -144,11 +150,7 @@ def audit_program(
             compiled = compile_for(target, traced, compiler)
         report = make_report(auditor, traced, compiled, function=fn, target=target or "")
         if try_fixes:
-            again = lambda: make_report(
-                *_walked(context, fn, args, kwargs), None, function=fn, target=""
-            )
-            roots = (fn, args, kwargs)
-            report = with_trials(report, auditor.findings.edits, roots, again)
+            report = with_trials(report, auditor.findings.edits, (fn, args, kwargs), again)
     return report, compiled
 
 

@@ -36,7 +36,7 @@ from jaxmp._tools.audit._program import (
     named,
 )
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._rewrite import narrowed, with_operand
+from jaxmp._tools.fixes._rewrite import cast, narrowed, with_operand
 from jaxmp._tools.fixes._source import expression_of
 from jaxmp._tools.report._section import bytes_text
 
@@ -415,13 +415,13 @@ def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:
             continue
         if call_site(maker) == call_site(op.equation):
             return f"Cast the other operand:\n    w = w.astype(jnp.{source.name})"
-        cast = op._replace(equation=maker)
-        expression = expression_of(cast, audit.findings)
+        site = op._replace(equation=maker)
+        expression = expression_of(site, audit.findings)
         node = None if expression is None else expression.node
         if expression and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            code = f"{ast.unparse(node.func.value)}.astype(jnp.{source.name})"
-            where = audit.findings.where(cast)
-            return f"At {where}, replace {expression.text} by:\n    {expression.replaced_by(code)}"
+            code = expression.replaced_by(cast(node.func.value, source.name))
+            where = audit.findings.where(site)
+            return f"At {where}, replace {expression.text} by:\n    {code}" if code else ""
     return ""
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from jaxmp._programs._jaxprs import Atom, Equation, Path
+from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, Path
 from jaxmp._programs._locations import Lines, call_site
 from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp._tools.audit._rows import ERROR as ERROR
@@ -180,7 +180,8 @@ class PendingFindings:
                 message,
                 fix or check.fix,
             )
-        elif fix and fix not in finding.fix:
+        elif fix and fix not in finding.fix and op.location.phase == FORWARD:
+            # Another expression of the line.
             finding.fix = both(finding.fix, fix)
         finding.after_gradient += op.equation.outvars if is_after else ()
         finding.count += 1

@@ -25,15 +25,22 @@ from jaxmp._programs._operations import loop_of, sharding_of_result
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
-from jaxmp._tools.audit._checks import CHECKS, ON_COMPILED, ON_PROGRAM, WARNING, PendingFinding
+from jaxmp._tools.audit._checks import (
+    CHECKS,
+    ERROR,
+    ON_COMPILED,
+    ON_PROGRAM,
+    WARNING,
+    PendingFinding,
+)
 from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._hlo_collectives import axis_names
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._report import AuditReport, fix_parts
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._source import Edit
-from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, try_edits, unified
+from jaxmp._tools.fixes._source import Edit, both
+from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, Problems, try_edits, unified
 from jaxmp._tools.hlo._compile import Compiled
 
 
@@ -164,7 +171,10 @@ def make_report(
 
 
 def with_trials(
-    report: AuditReport, edits: list[Edit], roots: Any, again: Callable[[], AuditReport]
+    report: AuditReport,
+    edits: list[Edit],
+    roots: Any,
+    again: Callable[[], tuple[AuditReport, list[Edit]]],
 ) -> AuditReport:
     """Returns a report in which the code of fixes was tried.
 
@@ -172,22 +182,29 @@ def with_trials(
       report: the report.
       edits: the expressions that fixes replace.
       roots: the audited function and its arguments.
-      again: audits the function once more.
+      again: audits the function once more, and returns the report and the edits.
     """
     key = lambda f: (f.check, f.file, f.line)
-    errors = lambda report: {key(f) for f in report.findings if f.severity in SEVERITIES[:2]}
     groups: dict[Any, list[Finding]] = {}
     for finding in report.findings:
         fix, group = unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
+
+    def problems() -> Problems:
+        report, edits = again()
+        found = [f for f in report.findings if f.severity in SEVERITIES[:2]]
+        # A new warning does not speak against a fix.
+        found = [f for f in found if f.severity == ERROR or key(f) in before]
+        return {key(f): unified(f.fix, f.file, f.line, edits) for f in found}
+
+    before = {key(f) for f in report.findings}
     tried = [group for group in groups if group is not None]
     removed = [set(map(key, groups[group])) for group in tried]
-    states: dict[Any, str] = {None: NOT_TRIED}
+    states: dict[Any, tuple[str, list[str]]] = {None: (NOT_TRIED, [])}
     if tried:
-        trials = try_edits(tried, roots, lambda: errors(again()), errors(report), removed)
-        states |= dict(zip(tried, trials, strict=True))
+        states |= zip(tried, try_edits(tried, roots, problems, before, removed), strict=True)
     findings = [
-        _with_trial(finding, states[group])
+        _with_trial(finding, *states[group])
         for group, members in groups.items()
         for finding in (members if group is None else _joined(members))
     ]
@@ -205,11 +222,12 @@ def _joined(findings: list[Finding]) -> list[Finding]:
     return [dataclasses.replace(f, message=f.message + more) for f in same]
 
 
-def _with_trial(finding: Finding, state: str) -> Finding:
+def _with_trial(finding: Finding, state: str, more: list[str]) -> Finding:
     if not any(is_code for is_code, _ in fix_parts(finding.fix)):
         return finding
     if state != FAILS:
-        return dataclasses.replace(finding, trial=state)
+        fix = functools.reduce(both, more, finding.fix)
+        return dataclasses.replace(finding, fix=fix, trial=state)
     words = (
         "Cast the arrays that this line reads to FP32 before it, and its results back after it."
         " jaxmp prints no code: what it tried does not remove the finding, or leads to another one."

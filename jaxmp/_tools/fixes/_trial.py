@@ -13,7 +13,7 @@ import linecache
 import sys
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,15 @@ from jaxmp._tools.fixes._source import Edit
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 # Fixes that are tried one by one, if some of them fail together.
 _MOST_TRIALS = 5
+# Fixes that follow from another one.
+_MOST_LAYERS = 3
 # Objects that are searched for functions.
 _MOST_OBJECTS = 50_000
 _VERSIONS = itertools.count(1)
 
 Edits = frozenset[Edit]
+# A problem of a program -> its fix and the edits, as `unified` returns them.
+Problems = Mapping[Hashable, tuple[str, Edits | None]]
 
 
 def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str, Edits | None]:
@@ -66,49 +70,60 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
 def try_edits(
     groups: Sequence[Edits],
     roots: Iterable[Any],
-    errors_with: Callable[[], set[Hashable]],
-    before: set[Hashable],
+    problems_with: Callable[[], Problems],
+    before: Collection[Hashable],
     removed: Sequence[set[Hashable]],
-) -> list[str]:
-    """Returns for each group of edits "works", "fails" or "not tried".
+) -> list[tuple[str, list[str]]]:
+    """Returns for each group of edits "works", "fails" or "not tried", and the fixes that follow.
 
-    A group works if the errors that it is for are gone, and no other error is new.
+    A group works if the problems that it is for are gone, and no other problem is new. If there is
+    another one, the edits of its fix are tried too.
 
     Args:
       groups: the edits of each fix.
       roots: objects from which the user's functions are reachable.
-      errors_with: traces the program, and returns its errors.
-      before: the errors without edits.
-      removed: the errors that each group must remove.
+      problems_with: traces the program, and returns its problems.
+      before: the problems without edits.
+      removed: the problems that each group must remove.
     """
     functions = _functions_of(roots, {edit.file for group in groups for edit in group})
-    states = [NOT_TRIED if not _reaches(functions, group) else "" for group in groups]
+    states = ["" if _reaches(functions, group) else NOT_TRIED for group in groups]
+    more: list[list[str]] = [[] for _ in groups]
 
-    def trial(numbers: list[int]) -> set[Hashable] | None:
-        """Returns the errors with the edits of some groups; None if these do not run."""
-        edits = frozenset().union(*(groups[n] for n in numbers))
+    def trial(*layers: Edits) -> Problems | None:
+        """Returns the problems with edits; None if the program does not run."""
         try:
-            with warnings.catch_warnings(), patched(functions, edits):
+            with warnings.catch_warnings(), patched(functions, layers):
                 warnings.simplefilter("ignore")
-                return errors_with()
+                return problems_with()
         except Exception:
             return None
 
-    def judge(numbers: list[int]) -> bool:
-        """Tries some groups together, and returns True if the result is conclusive."""
-        errors = trial(numbers)
-        if len(numbers) > 1 and (errors is None or errors - before):
-            return False
-        for n in numbers:
-            fails = errors is None or errors - before or errors & removed[n]
-            states[n] = FAILS if fails else WORKS
-        return True
+    def alone(n: int) -> str:
+        """Tries one group, with those of the fixes that follow."""
+        layers = [groups[n]]
+        for _ in range(_MOST_LAYERS):
+            problems = trial(*layers)
+            if problems is None or not removed[n].isdisjoint(problems):
+                return FAILS
+            new = [problem for key, problem in problems.items() if key not in before]
+            if not new:
+                return WORKS
+            if any(edits is None for _, edits in new):
+                return FAILS
+            layers.append(frozenset().union(*(edits for _, edits in new if edits)))
+            more[n] += [fix for fix, _ in new]
+        return FAILS
 
     waiting = [n for n, state in enumerate(states) if not state]
-    if waiting and not judge(waiting):
+    problems = trial(frozenset().union(*(groups[n] for n in waiting))) if waiting[1:] else None
+    if problems is not None and all(key in before for key in problems):
+        for n in waiting:
+            states[n] = WORKS if removed[n].isdisjoint(problems) else FAILS
+    else:
         for n in waiting[:_MOST_TRIALS]:
-            judge([n])
-    return [state or NOT_TRIED for state in states]
+            states[n] = alone(n)
+    return [(state or NOT_TRIED, fixes) for state, fixes in zip(states, more, strict=True)]
 
 
 # ---------------------------------------------------------------------------
@@ -170,34 +185,58 @@ def _parts(value: Any) -> Iterator[Any]:
 
 def _reaches(functions: list[types.FunctionType], edits: Edits) -> bool:
     """Returns True if some functions contain all edits."""
-    replaced = [(f, new) for f, new in _replacements(functions, edits) if f.__code__ != new]
+    texts = _texts([edits])
+    replaced = [(f, new) for f, new in _replacements(functions, texts) if f.__code__ != new]
     lines = {(f.__code__.co_filename, n) for f, new in replaced for n in _lines(new)}
     return all((edit.file, edit.line) in lines for edit in edits)
 
 
 @contextlib.contextmanager
-def patched(functions: list[types.FunctionType], edits: Edits) -> Iterator[None]:
-    """Replaces the code of functions in a block, and what is traced in it is traced again."""
-    before = [(function, function.__code__) for function in functions]
+def patched(functions: list[types.FunctionType], layers: Sequence[Edits]) -> Iterator[None]:
+    """Replaces the code of functions in a block, and what is traced in it is traced again.
+
+    Args:
+      functions: live functions.
+      layers: edits, each of the text that the one before makes.
+    """
+    codes = [(function, function.__code__) for function in functions]
+    texts = _texts(layers)
+    before = {file: linecache.cache.get(file) for file in texts}
     try:
-        for function, code in _replacements(functions, edits):
+        for function, code in _replacements(functions, texts):
             function.__code__ = code
+        for file, lines in texts.items():
+            linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
         with _compat.context(version=next(_VERSIONS)):
             yield
     finally:
-        for function, code in before:
+        for function, code in codes:
             function.__code__ = code
+        for file, entry in before.items():
+            linecache.cache.pop(file)
+            if entry is not None:
+                linecache.cache[file] = entry
+
+
+def _texts(layers: Sequence[Edits]) -> dict[str, list[str]]:
+    """Returns the lines of each edited file."""
+    texts = {edit.file: linecache.getlines(edit.file) for layer in layers for edit in layer}
+    for layer in layers:
+        for file, lines in texts.items():
+            edits = [edit for edit in layer if edit.file == file]
+            texts[file] = _edited(lines, edits).splitlines(keepends=True)
+    return texts
 
 
 def _replacements(
-    functions: list[types.FunctionType], edits: Edits
+    functions: list[types.FunctionType], texts: dict[str, list[str]]
 ) -> Iterator[tuple[types.FunctionType, types.CodeType]]:
-    for file in {edit.file for edit in edits}:
-        lines = linecache.getlines(file)
+    for file, lines in texts.items():
         try:
-            old = list(_codes(compile("".join(lines), file, "exec", dont_inherit=True)))
-            text = _edited(lines, [edit for edit in edits if edit.file == file])
-            new = list(_codes(compile(text, file, "exec", dont_inherit=True)))
+            old, new = (
+                list(_codes(compile("".join(text), file, "exec", dont_inherit=True)))
+                for text in (linecache.getlines(file), lines)
+            )
         except (SyntaxError, ValueError):
             continue
         for function in functions:
