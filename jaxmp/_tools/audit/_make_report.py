@@ -212,14 +212,15 @@ def with_trials(
 
 
 def _joined(findings: list[Finding]) -> list[Finding]:
-    """Joins the findings of several checks that have the same fix."""
-    first = next((f for f in findings if f.severity == findings[0].severity), findings[0])
-    others = {f.check: f for f in findings if f.check != first.check}
-    more = "".join(
+    """Joins the findings of several checks that have the same fix, except for those of matmuls."""
+    first = findings[0]
+    others = {f.check: f for f in findings if f.check != first.check and not f.flops}
+    kept = [f for f in findings if f.check not in others]
+    texts = (
         f" The same code removes {f.check} at {f.location}: {f.message}" for f in others.values()
     )
-    same = [f for f in findings if f.check == first.check]
-    return [dataclasses.replace(f, message=f.message + more) for f in same]
+    message = first.message + "".join(texts)
+    return [dataclasses.replace(first, message=message), *kept[1:]]
 
 
 def _with_trial(finding: Finding, state: str, more: list[str]) -> Finding:

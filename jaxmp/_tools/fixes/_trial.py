@@ -6,6 +6,7 @@ functions for the duration of a trace. All lines keep their numbers.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import itertools
@@ -104,11 +105,11 @@ def try_edits(
         layers = [groups[n]]
         for _ in range(_MOST_LAYERS):
             problems = trial(*layers)
-            if problems is None or not removed[n].isdisjoint(problems):
+            if problems is None:
                 return FAILS
             new = [problem for key, problem in problems.items() if key not in before]
             if not new:
-                return WORKS
+                return WORKS if removed[n].isdisjoint(problems) else FAILS
             if any(edits is None for _, edits in new):
                 return FAILS
             layers.append(frozenset().union(*(edits for _, edits in new if edits)))
@@ -184,11 +185,14 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _reaches(functions: list[types.FunctionType], edits: Edits) -> bool:
-    """Returns True if some functions contain all edits."""
-    texts = _texts([edits])
-    replaced = [(f, new) for f, new in _replacements(functions, texts) if f.__code__ != new]
-    lines = {(f.__code__.co_filename, n) for f, new in replaced for n in _lines(new)}
-    return all((edit.file, edit.line) in lines for edit in edits)
+    """Returns True if all functions with the lines of the edits can be replaced."""
+    replaced = {id(function) for function, _ in _replacements(functions, _texts([edits]))}
+    for edit in edits:
+        own = [f for f in functions if f.__code__.co_filename == edit.file]
+        own = [f for f in own if edit.line in _lines(f.__code__)]
+        if not own or not all(id(f) in replaced for f in own):
+            return False
+    return True
 
 
 @contextlib.contextmanager
@@ -221,24 +225,27 @@ def patched(functions: list[types.FunctionType], layers: Sequence[Edits]) -> Ite
 def _texts(layers: Sequence[Edits]) -> dict[str, list[str]]:
     """Returns the lines of each edited file."""
     texts = {edit.file: linecache.getlines(edit.file) for layer in layers for edit in layer}
-    for layer in layers:
-        for file, lines in texts.items():
+    for file, lines in texts.items():
+        free = {name for code in _compiled(file, lines) for name in code.co_freevars}
+        for layer in layers:
             edits = [edit for edit in layer if edit.file == file]
-            texts[file] = _edited(lines, edits).splitlines(keepends=True)
+            texts[file] = _edited(texts[file], edits, free).splitlines(keepends=True)
     return texts
+
+
+def _compiled(file: str, lines: list[str]) -> list[types.CodeType]:
+    """Returns the code objects of a file; none if it is not Python."""
+    try:
+        return list(_codes(compile("".join(lines), file, "exec", dont_inherit=True)))
+    except (SyntaxError, ValueError):
+        return []
 
 
 def _replacements(
     functions: list[types.FunctionType], texts: dict[str, list[str]]
 ) -> Iterator[tuple[types.FunctionType, types.CodeType]]:
     for file, lines in texts.items():
-        try:
-            old, new = (
-                list(_codes(compile("".join(text), file, "exec", dont_inherit=True)))
-                for text in (linecache.getlines(file), lines)
-            )
-        except (SyntaxError, ValueError):
-            continue
+        old, new = _compiled(file, linecache.getlines(file)), _compiled(file, lines)
         for function in functions:
             if function.__code__.co_filename == file:
                 code = _counterpart(function.__code__, old, new)
@@ -269,8 +276,18 @@ def _lines(code: types.CodeType) -> set[int]:
     return {line for c in _codes(code) for *_, line in c.co_lines() if line is not None}
 
 
-def _edited(lines: list[str], edits: list[Edit]) -> str:
-    """Returns a text in which edits replace their expressions; outer ones include inner ones."""
+def _names(code: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+
+
+def _edited(lines: list[str], edits: list[Edit], free: set[str]) -> str:
+    """Returns a text in which edits replace their expressions; outer ones include inner ones.
+
+    Args:
+      lines: of the file.
+      edits: the edits.
+      free: variables of closures.
+    """
     encoded = [line.encode() for line in lines]
     position = lambda edit: (edit.line, edit.start, -edit.end_line, -edit.end)
     end = (0, 0)
@@ -282,7 +299,10 @@ def _edited(lines: list[str], edits: list[Edit]) -> str:
     for edit in reversed(outer):
         first, last = edit.line - 1, edit.end_line - 1
         # Line breaks keep the numbers of the lines below.
-        code = f"({edit.code}{chr(10) * (last - first)})".encode()
+        # A function whose closure lost a variable could not replace the live one.
+        lost = sorted((_names(edit.old) & free) - _names(edit.code))
+        code = f"({edit.code}, {', '.join(lost)})[0]" if lost else f"({edit.code})"
+        code = f"({code}{chr(10) * (last - first)})".encode()
         whole = encoded[first][: edit.start] + code + encoded[last][edit.end :]
         encoded[first : last + 1] = whole.splitlines(keepends=True)
     return b"".join(encoded).decode()
