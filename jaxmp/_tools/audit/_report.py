@@ -310,7 +310,7 @@ def finding_sections(title: str, groups: Groups, fixes: str, text: str = "") -> 
     rows = tuple((str(n), *_row(group)) for n, group in enumerate(groups, start=1))
     by_fix = grouped(range(len(groups)), lambda number: groups[number][0].fix)
     remedies = tuple(
-        Fix(_fix_title(numbers, groups[numbers[0]][0].location), fix_parts(fix))
+        Fix(_fix_title(numbers, groups[numbers[0]][0]), fix_parts(fix))
         for fix, numbers in by_fix.items()
         if fix
     )
@@ -331,10 +331,12 @@ def _row(group: list[Finding]) -> tuple[str, ...]:
     return first.check, location, first.message + times
 
 
-def _fix_title(numbers: list[int], location: str) -> str:
+def _fix_title(numbers: list[int], finding: Finding) -> str:
     """Returns `1 (model.py:12)`, or `1, 3` for the remedy of several rows."""
     title = ", ".join(str(number + 1) for number in numbers)
-    return f"{title} ({location})" if location and len(numbers) == 1 else title
+    parts = [finding.location if len(numbers) == 1 else "", finding.trial.replace("works", "")]
+    more = ", ".join(filter(None, parts))
+    return f"{title} ({more})" if more else title
 
 
 def fix_parts(fix: str) -> tuple[tuple[bool, str], ...]:

@@ -53,6 +53,7 @@ class Options:
       target: GPU to compile for, or None.
       function: name of the function to audit; None for the train step with the most FLOPs.
       max_seconds: the script is stopped after this time.
+      try_fixes: as in `audit`.
     """
 
     result: str
@@ -60,6 +61,7 @@ class Options:
     target: str | None = None
     function: str | None = None
     max_seconds: float = 600.0
+    try_fixes: bool = True
 
 
 class ScriptAudit(NamedTuple):
@@ -223,6 +225,7 @@ class Watcher:
             chosen.call.kwargs,
             recipe=self.options.recipe,
             target=self.options.target,
+            try_fixes=self.options.try_fixes,
         )
         sentence = f"Function {chosen.call.name}"
         sentence += f" ({chosen.location})" * bool(chosen.location)

@@ -78,6 +78,10 @@ def audit(
         bool,
         typer.Option("--full", help="Print warnings, modules, kernels and notes too."),
     ] = False,
+    try_fixes: Annotated[
+        bool,
+        typer.Option("--try/--no-try", help="Trace the step with each fix before it is printed."),
+    ] = True,
     html: HtmlOption = None,
 ) -> None:
     """Print the dtypes in which a training step computes, and what is wrong with them."""
@@ -92,9 +96,9 @@ def audit(
     if script is None:
         if name is not None:
             raise JaxmpError("--function requires --script, such as --script train.py.")
-        report = _audit_function(_only_argument(arguments), recipe, target)
+        report = _audit_function(_only_argument(arguments), recipe, target, try_fixes)
     else:
-        options = {"recipe": recipe, "target": target, "function": name}
+        options = {"recipe": recipe, "target": target, "function": name, "try_fixes": try_fixes}
         result = _audit_script(script, arguments, max_seconds=max_seconds, **options)
         if json != "-":
             console().print(escape(result.sentence, "dim"), soft_wrap=True)
@@ -122,13 +126,17 @@ def _only_argument(arguments: list[str]) -> str:
     )
 
 
-def _audit_function(name: str, recipe: str | None, target: str | None) -> AuditReport:
+def _audit_function(
+    name: str, recipe: str | None, target: str | None, try_fixes: bool
+) -> AuditReport:
     loaded = None if recipe is None else load_recipe(recipe)
     with contextlib.nullcontext() if target is None else unchecked_cuda():
         step, *arguments = make_step(name, recipe)
         return call(
             f"the step of {name}",
-            lambda: jaxmp.audit(step, *arguments, recipe=loaded, target=target),
+            lambda: jaxmp.audit(
+                step, *arguments, recipe=loaded, target=target, try_fixes=try_fixes
+            ),
         )
 
 

@@ -17,7 +17,7 @@ from jaxmp._programs._locations import module_of, root_of
 from jaxmp._tools.audit._checks import PendingFindings
 from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp._tools.fixes import _rewrite
-from jaxmp._tools.fixes._source import Expression, expression_of
+from jaxmp._tools.fixes._source import Edit, Expression, expression_of
 from jaxmp._tools.nonfinite._arguments import (
     FP8,
     INPUT,
@@ -57,6 +57,7 @@ class Cause(NamedTuple):
     fix: the remedy: a sentence, and code in lines that are indented by four spaces.
     expression: the expression of the user's code that the code replaces; "" for other code.
     operation: the operation whose line is reported; None for that of the origin.
+    edits: the expressions that were replaced.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Cause(NamedTuple):
     fix: str = ""
     expression: str = ""
     operation: Operation | None = None
+    edits: tuple[Edit, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +136,8 @@ class Evidence:
         old = self.expression(operation)
         if not code or old is None:
             return Cause(name, message, f"{sentence}.", "", operation)
-        return Cause(name, message, f"{sentence}:\n    {code}", old.text, operation)
+        fix = f"{sentence}:\n    {code}"
+        return Cause(name, message, fix, old.text, operation, tuple(self.findings.edits))
 
 
 def _occurrence(region: Region, number: int) -> OpOccurrence:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxmp._programs._jaxprs import FORWARD, Path, is_literal
 from jaxmp._programs._locations import Lines, module_of, root_of
 from jaxmp._tools.audit._trace import Traced, check_function, trace
+from jaxmp._tools.fixes._source import Edit
+from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, Problems, try_edits, unified
 from jaxmp._tools.nonfinite._arguments import (
     ScaleArgument,
     bad_arguments,
@@ -25,7 +27,9 @@ from jaxmp._tools.nonfinite._report import NonfiniteReport
 from jaxmp._tools.nonfinite._walk import Argument, Operation, Variable, Walk
 
 
-def locate_nonfinite(step: Callable[..., Any], *args: Any, **kwargs: Any) -> NonfiniteReport:
+def locate_nonfinite(
+    step: Callable[..., Any], *args: Any, try_fixes: bool = True, **kwargs: Any
+) -> NonfiniteReport:
     """Runs a training step again, and reports the first value that is not finite, and its cause.
 
     The step is traced as it is: jitted, with Linen or NNX, in a `shard_map` or on sharded arrays,
@@ -44,6 +48,8 @@ def locate_nonfinite(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Non
       step: a function of pytrees of arrays that computes gradients. It may be jitted; it is not
         called, and its donated arguments are not deleted.
       *args: its arguments. None of them may have been donated.
+      try_fixes: True to run the step again with the code of the fix. Code with which it is not
+        finite at that place is not printed.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -65,7 +71,24 @@ def locate_nonfinite(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Non
     reason = unusable(traced)
     if reason:
         return NonfiniteReport(reproduced=False, reason=reason)
-    return _Search(traced).report()
+    search = _Search(traced)
+    report = search.report()
+    fix, edits = unified(report.fix, report.file, report.line, search.edits)
+    is_code = any(line.startswith("    ") for line in fix.splitlines())
+    places = set(search.places()) if try_fixes and edits is not None else set()
+    if not places or edits is None:
+        return dataclasses.replace(report, trial=NOT_TRIED * (try_fixes and is_code))
+
+    def problems() -> Problems:
+        # Other values that are not finite come after those of the fix.
+        after = places.intersection(_Search(trace(step, args, kwargs)).places())
+        return dict.fromkeys(after, ("", None))
+
+    ((state, _),) = try_edits([edits], (step, args, kwargs), problems, places, [places])
+    if state != FAILS:
+        return dataclasses.replace(report, trial=state)
+    # The sentence without its code.
+    return dataclasses.replace(report, fix=fix.partition(":\n")[0] + ".", expression="")
 
 
 class _Search:
@@ -74,6 +97,8 @@ class _Search:
     def __init__(self, traced: Traced) -> None:
         self.traced, self.scale = traced, scale_of(traced)
         self.program = Program(Recorder(), traced.closed)
+        # The expressions that the fix replaces.
+        self.edits: tuple[Edit, ...] = ()
 
     def report(self) -> NonfiniteReport:
         arrays, scale = self.traced.arrays, self.scale
@@ -109,6 +134,7 @@ class _Search:
             names = self.program.recorder.locations.names
             evidence = Evidence(walk, origin, made, measured, overflows, scale, passing, names)
             cause = cause_of(evidence)
+            self.edits = cause.edits
             report = dataclasses.replace(
                 report, **_location(cause.operation or shown, shown, names)
             )
@@ -116,6 +142,13 @@ class _Search:
             report = dataclasses.replace(report, index=index, **vars(measured))
         texts = {name: getattr(cause, name) for name in ("message", "fix", "expression")}
         return dataclasses.replace(report, cause=cause.id, **texts)
+
+    def places(self) -> Iterator[tuple[str, int]]:
+        """Yields the line of the first operation whose result is not finite, if there is one."""
+        walk, roots = self._walk(self.traced.arrays)
+        origin = walk.origin(roots, _unused_results(walk))
+        if origin is not None and isinstance(origin.source, Operation):
+            yield Lines().of(origin.operation.enclosing)
 
     def _walk(self, arrays: list[Any]) -> tuple[Walk, list[Variable]]:
         walk = Walk(self.program(arrays))

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import ClassVar
 
+from jaxmp._tools.fixes._trial import NOT_TRIED
 from jaxmp._tools.nonfinite._arguments import ArgumentRow
 from jaxmp._tools.nonfinite._measure import ArrayRow
 from jaxmp._tools.report._section import Fix, Section, share_text
@@ -27,6 +28,8 @@ class NonfiniteReport(Report):
       message: the measurement that shows the cause, in one or two sentences.
       fix: the remedy: a sentence, and its code in lines that are indented by four spaces.
       expression: the expression of the source line that this code replaces; "" for other code.
+      trial: "works" if the step was run with this code and is finite there, "not tried" if that was
+        not possible; "" without code.
       module: the module path; "" for the root and for code outside of modules.
       primitive: the operation, as a jaxpr prints it; "" for an argument.
       phase: "forward", "backward" or "recompute" (a forward operation that the backward pass runs
@@ -64,6 +67,7 @@ class NonfiniteReport(Report):
     message: str = ""
     fix: str = ""
     expression: str = ""
+    trial: str = ""
     module: str = ""
     primitive: str = ""
     phase: str = ""
@@ -93,7 +97,9 @@ class NonfiniteReport(Report):
         code = textwrap.dedent("\n".join(x for x in self.fix.splitlines() if x[:1] == " "))
         text = " ".join(x for x in self.fix.splitlines() if x[:1] != " ")
         parts = ((False, text), *(((True, code),) if code else ()))
-        fixes = (Fix("Fix", parts),) if self.fix else ()
+        fixes = (
+            (Fix("Fix" + f" ({NOT_TRIED})" * (self.trial == NOT_TRIED), parts),) if self.fix else ()
+        )
         cause = self.cause.replace("_", " ") or "cause not known"
         sections = [
             Section(f"Not finite: {self.argument or self._where()}", self.text, mood="bad"),
