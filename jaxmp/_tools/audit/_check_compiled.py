@@ -50,6 +50,7 @@ class CompiledProgram:
         XLA may remove a cast to FP8 and back, so that the compiled program does not contain it.
       fsdp_axes: the mesh axes that split both parameters and the rows of the batch.
       chip: the chip that it was compiled for.
+      nnx_count: the number of arguments, the first ones, that are objects of NNX.
     """
 
     rows: Compilation
@@ -57,6 +58,7 @@ class CompiledProgram:
     fp8: Mapping[tuple[str, str, str, int], str]
     fsdp_axes: frozenset[str]
     chip: Target
+    nnx_count: int = 0
 
 
 @FP32_GEMM.on_compiled
@@ -76,7 +78,11 @@ def check_donation(program: CompiledProgram, audit: Auditor) -> Iterator[Finding
     del audit
     if not program.rows.memory.aliased:
         message = "no argument is donated: the old and the new state are in memory together."
-        yield UNDONATED_STATE.finding(message)
+        numbers = ", ".join(map(str, range(program.nnx_count)))
+        numbers += "," * (program.nnx_count == 1)
+        # Without `nnx.jit`, the new state does not reach the objects.
+        fix = f"nnx.jit(train_step, donate_argnums=({numbers}))" if numbers else ""
+        yield UNDONATED_STATE.finding(message, fix)
 
 
 def requires_16_bits(audit: Auditor, module: str) -> bool:

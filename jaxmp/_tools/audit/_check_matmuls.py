@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_literal
+from jaxmp._programs._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_literal, module_paths_of
 from jaxmp._programs._locations import FULL_PRECISION, call_site
 from jaxmp._programs._matmuls import Matmul, multiple_of, padded
 from jaxmp._programs._operations import arithmetic_of, loop_of
@@ -139,8 +139,7 @@ def _label_promotion(
     elif any(_is_stream(var, operand, op, audit) for var in others):
         audit.flow.mark(result, STREAM)
         index = next(n for n, var in enumerate(reader.invars) if var is not result)
-        code = narrowed(expression_of(here, audit.findings), index, source)
-        fix = f"Cast the stream at its start:\n    {code or f'x = x.astype(jnp.{source})'}"
+        fix = _fix_wide("Cast the stream at its start", here, index, source, audit.findings)
         message = f"{message}: the residual stream or loop carry is {target} from its start."
         audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=WARNING)
     else:
@@ -169,8 +168,20 @@ def _fix_promotion(
             "Replace the array or NumPy number by a Python number, which does not promote:\n"
             f"    {with_operand(expression_of(op, findings), index, number) or number}"
         )
-    code = narrowed(expression_of(op, findings), index, source)
-    return f"Cast the wide operand:\n    {code or f'y = y.astype(jnp.{source})'}"
+    return _fix_wide("Cast the wide operand", op, index, source, findings)
+
+
+def _fix_wide(
+    sentence: str, op: OpOccurrence, index: int, dtype: str, findings: PendingFindings
+) -> str:
+    """Returns the fix that casts one operand, in words if its code is not known."""
+    own = expression_of(op, findings)
+    code = narrowed(own, index, dtype)
+    operand = op.equation.invars[index].aval.str_short()
+    if code:
+        return f"{sentence}:\n    {code}"
+    where = f" of `{own.text}`" if own is not None else ""
+    return f"{sentence}, {operand}, to {dtype}{where}."
 
 
 # ---------------------------------------------------------------------------
@@ -273,9 +284,9 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
     message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
-    index = dtypes.index(wide)
-    code = narrowed(expression_of(op, audit.findings), index, narrow.name)
-    fix = f"Cast the wide operand:\n    {code or f'y = y.astype(jnp.{narrow.name})'}"
+    index, sentence = dtypes.index(wide), "Cast the wide operand"
+    fix = _fix_wide(sentence, op, index, narrow.name, audit.findings)
+    code = "\n" in fix
     if op.location.phase != FORWARD:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
         # worth keeping, for a log-softmax in particular.
@@ -387,9 +398,10 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
     message += "; the code sets precision=HIGHEST." if is_highest else "."
     fix = promotion_fix(op, audit) or _fix_cast(op, audit)
     if op.location.names and not promotion_fix(op, audit):
-        module = op.location.names[-1].partition(".")[0]
+        path = module_paths_of(op.location.names)[0]
+        rule = f"**/{path.rpartition('/')[2]}" if path else ""
         fix = fix or f"Apply the policies:\n    {_policy_code(op, audit)}"
-        fix += f"\nOr keep the module in FP32 by a rule:\n    jaxmp.Rule('**/{module}', 'c=f32')"
+        fix += f"\nOr keep the module in FP32 by a rule:\n    jaxmp.Rule({rule!r}, 'c=f32')"
     severity = WARNING if is_highest else ERROR
     fix = fix or _policy_code(op, audit)
     _add(FP32_MATMUL, op, message, fix, flops, audit, severity)
@@ -414,7 +426,8 @@ def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:
         if not is_16bit(source) or not audit.findings.is_own_call(maker):
             continue
         if call_site(maker) == call_site(op.equation):
-            return f"Cast the other operand:\n    w = w.astype(jnp.{source.name})"
+            other = int(var is op.equation.invars[0])
+            return _fix_wide("Cast the other operand", op, other, source.name, audit.findings)
         site = op._replace(equation=maker)
         expression = expression_of(site, audit.findings)
         node = None if expression is None else expression.node
@@ -433,7 +446,10 @@ def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:
 @MISALIGNED_MATMUL.on_matmul
 def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
     """Reports innermost dimensions that are not multiples of 16 bytes."""
-    multiple = multiple_of(matmul.lhs) if matmul.lhs != FLOAT64 else 1
+    # A step that does not follow its policies yet is padded for their dtype.
+    allowed = audit.context.allowed_dtypes(op.location)
+    dtype = min((matmul.lhs, *allowed), key=lambda dtype: dtype.itemsize)
+    multiple = multiple_of(dtype) if matmul.lhs != FLOAT64 else 1
     sizes = {role: size for role, size in matmul.widths.items() if size % multiple}
     if not sizes:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Iterable, Iterator
 
@@ -411,8 +412,23 @@ def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Forw
     # A logarithm that is rounded again is reported where a loss sums it.
     back = "" if op.name in ("log", "log1p") and audit.findings.is_own_call(op.equation) else dtype
     fix = fix_operation(op, audit.findings, back and dtype.name)
-    fix = fix or f"Compute {op.name} in FP32:\n    x = x.astype(jnp.float32)"
+    fix = _keep_parameter(op, audit) or fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
     return _report_forward_use(ForwardUse(op, f"{op.name} in {dtype.name}", fix, ERROR), audit)
+
+
+def _keep_parameter(op: OpOccurrence, audit: Auditor) -> str:
+    """Returns the rule that keeps a parameter in FP32, which a policy rounds before the operation.
+
+    Returns:
+      "" if the line does not read a parameter, or if no policy casts it.
+    """
+    own = expression_of(op, audit.findings) if op.location.names else None
+    for call in ast.walk(own.node) if own is not None and audit.context.policies else ():
+        is_call = isinstance(call, ast.Call) and ast.unparse(call.func) == "self.param"
+        if is_call and call.args and isinstance(call.args[0], ast.Constant):
+            rule = f"jaxmp.Rule('**:{call.args[0].value}', 'c=f32')"
+            return f"Read the parameter in FP32, by a rule:\n    {rule}"
+    return ""
 
 
 @EXP_16BIT.on_operation(*REDUCES)

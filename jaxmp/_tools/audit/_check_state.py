@@ -78,6 +78,7 @@ _FIX_ROUNDED = (
     "    tx = jaxmp.load_recipe('{recipe}').replace(master='none').optimizer(tx)\n"
     "    tx = jaxmp.optim.stochastic_rounding(tx)"
 )
+_FIX_NNX = "loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)"
 _FIX_AVERAGE = (
     "Make the average in FP32, from the train state, the optimizer or the parameters:\n"
     "    ema = jaxmp.optim.fp32_copy(params)\n"
@@ -141,7 +142,7 @@ def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
             f"the dynamic loss scale at {location} is not applied to the loss, so small float16"
             " gradients underflow."
         )
-        yield UNUSED_LOSS_SCALE.finding(message)
+        yield UNUSED_LOSS_SCALE.finding(message, _FIX_NNX * bool(traced.nnx_count))
 
 
 def _optimizer_state_finding(
@@ -394,4 +395,6 @@ def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     message = "the backward pass multiplies in float16 without a loss scale: gradients below 6e-8"
     fix = "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
     fix = "" if any(step.in_optimizer) else fix
+    if traced.nnx_count:
+        fix = f"tx = jaxmp.load_recipe('fp16').optimizer(tx)\n{_FIX_NNX}"
     yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, file=file, line=line)

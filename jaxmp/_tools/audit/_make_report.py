@@ -150,7 +150,9 @@ def make_report(
             for (names, phase, line), dtype in auditor.fp8.items()
         }
         axes = _fsdp_axes(compiled, traced)
-        program = CompiledProgram(compilation, tuple(findings), fp8, axes, compiled.chip)
+        program = CompiledProgram(
+            compilation, tuple(findings), fp8, axes, compiled.chip, traced.nnx_count
+        )
         findings += [f for function in ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
         del rows["origins"]

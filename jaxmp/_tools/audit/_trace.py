@@ -50,6 +50,13 @@ class Traced:
         """The jaxpr without its constants."""
         return jaxpr_body(self.closed)[0]
 
+    @property
+    def nnx_count(self) -> int:
+        """The number of arguments that are objects of Flax NNX or of `jaxmp.nnx`."""
+        values = [*self.arguments[0], *self.arguments[1].values()]
+        names = [{cls.__module__ for cls in type(value).__mro__} for value in values]
+        return sum(any(n.startswith(("flax.nnx", "jaxmp.nnx")) for n in each) for each in names)
+
     def scales(self) -> list[tuple[str, Atom]]:
         """Returns (location among the arguments, variable) of each dynamic loss scale."""
         pairs = ((jtu.keystr(path), self.variables.get(n)) for path, n in _scales(self.arguments))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core._compat import is_in_custom_vjp
+from jaxmp._programs._jaxprs import is_literal
 from jaxmp._programs._locations import module_of, root_of
 from jaxmp._tools.audit._checks import PendingFindings
 from jaxmp._tools.audit._program import OpOccurrence
@@ -183,6 +184,17 @@ def _where_gradient(e: Evidence) -> Cause | None:
                 expression = cause.expression if is_whole or inner is None else inner.text
                 return cause._replace(expression=expression)
     return None
+
+
+def _constant(e: Evidence) -> Cause | None:
+    literals = [v.val for v in e.op.equation.invars if is_literal(v)]
+    dtype = e.result.dtype
+    if not any(np.ndim(x) == 0 and np.isinf(np.asarray(x, np.float32)) for x in literals):
+        return None
+    code = _rewrite.with_finite_numbers(e.expression(), dtype) if dtype == "float16" else ""
+    message = f"{e.op.name} reads a constant that is infinite in {dtype}."
+    sentence = "Use the largest number of the dtype in place of the constant"
+    return e.cause(f"{dtype}_range", message, sentence, code) if code else None
 
 
 def _masked_softmax(e: Evidence) -> Cause | None:
@@ -357,7 +369,7 @@ def _range(row: ArrayRow) -> str:
 
 
 _CHECKS: tuple[Callable[[Evidence], Cause | None], ...] = (
-    *(_where_gradient, _masked_softmax, _logarithm, _root, _quotient, _exponential),
+    *(_where_gradient, _constant, _masked_softmax, _logarithm, _root, _quotient, _exponential),
     *(_loss_scale, _diverged, _range_exceeded),
 )
 
