@@ -234,7 +234,10 @@ def _line_cause(evidence: Evidence, line: LineTrial, effect: str) -> Cause:
     finding = next(matching, None)
     module = line.module or "(root)"
     where = f"{module} ({origin.location})" if origin.location else module
-    text = f"{_COMPUTED[finding.check] if finding else 'an operation'} in {origin.dtype}"
+    computed = _COMPUTED[finding.check] if finding else "an operation"
+    if finding and finding.check == "accumulator_16bit" and "gradients" not in finding.message:
+        computed = "a value that the iterations of a loop update"
+    text = f"{computed} in {origin.dtype}"
     if origin.source:
         finding, verb = None, "are" if origin.source == "integers" else "is"
         text = f"{origin.source} {verb} rounded to {origin.dtype}"

@@ -1,0 +1,279 @@
+"""Pastes each fix that the audit prints into its program, and runs and audits the program again.
+
+    python benchmarks/fixes.py                        # the plants of audit_plants.py
+    python benchmarks/fixes.py my_programs/           # each file defines make() -> function, *args
+    python benchmarks/fixes.py --out benchmarks/results/fixes.json
+
+A file may set RECIPE, the policies that its function is audited against. Code below a sentence such
+as "At model.py:12, ..." replaces the most similar expression of that line, and other code that of
+the line of the finding. The table has a row for each error: whether its fix is code or words,
+whether the tool tried it, and for pasted code whether the program runs, has lost the finding and
+has no new error, and how far its results are from those of the original program in FP32, before
+and after. Statements such as `tx = ...` are counted but not pasted, because their place is not in
+the audited function.
+The exit status is 1 if printed code does not run, leaves its finding, or increases the error.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import numpy as np
+
+import audit_plants
+import jaxmp
+from jaxmp._programs._bind import bind_in_fp32, wide
+from jaxmp._programs._interpreter import Interpreter
+from result_file import parser_of, table, write_result
+
+_FOLDER = tempfile.TemporaryDirectory()
+_EXACT = {"xla_allow_excess_precision": False}
+# The error may grow by so much, relative to the results: fixes may round in another order.
+_ROUNDING = 1e-2
+_COLUMNS = ("program", "check", "line", "form", "trial", "runs", "removed", "before", "after")
+
+
+class Program(NamedTuple):
+    """Source of a function, and how to make it.
+
+    name: of the file or plant.
+    file: path of the source.
+    recipe: policies of the audit.
+    plant: name of a plant; "" for a file that defines `make`.
+    """
+
+    name: str
+    file: Path
+    recipe: str | None
+    plant: str = ""
+
+    def load(self, source: str) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the function and its arguments from a changed source."""
+        # The audit reads the file later.
+        file = Path(tempfile.mkdtemp(dir=_FOLDER.name)) / self.file.name
+        file.write_text(source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(f"{self.name}_changed", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if not self.plant:
+            fn, *args = module.make()
+            return fn, tuple(args)
+        plant = next(each for each in module.PLANTS if each.name == self.plant)
+        return plant.build(module.Dtypes(plant.low, plant.low, module.F32, False))
+
+
+def programs(folder: Path | None) -> list[Program]:
+    """Returns the programs of a folder, or the plants."""
+    if folder is None:
+        file = Path(audit_plants.__file__)
+        plants = [plant for plant in audit_plants.PLANTS if plant.target is None]
+        recipe = lambda plant: "bf16" if plant.low == audit_plants.BF16 else "fp16"
+        return [Program(plant.name, file, recipe(plant), plant.name) for plant in plants]
+    found = []
+    for file in sorted(folder.glob("*.py")):
+        source = file.read_text(encoding="utf-8")
+        recipe = re.search(r"^RECIPE = \"(\w+)\"", source, re.MULTILINE)
+        if "\ndef make(" in source:
+            found.append(Program(file.stem, file, recipe[1] if recipe else None))
+    return found
+
+
+def rows_of(program: Program) -> list[dict[str, Any]]:
+    """Returns a row for each error of a program."""
+    source = program.file.read_text(encoding="utf-8")
+    fn, args = program.load(source)
+    errors = jaxmp.audit(fn, *args, recipe=program.recipe).errors
+    return [row_of(program, source, finding, errors) for finding in errors]
+
+
+def row_of(program: Program, source: str, finding: Any, errors: Any) -> dict[str, Any]:
+    """Returns the row of one error."""
+    row = dict.fromkeys(_COLUMNS, "")
+    row |= {"program": program.name, "check": finding.check, "line": finding.line}
+    row["trial"] = finding.trial
+    codes = codes_of(finding)
+    changed = source
+    for line, code in codes:
+        changed = "" if not changed else pasted(changed, line, code)
+    is_code = "code" if changed else "statement"
+    row["form"] = is_code if codes else "statement" if is_python(finding.fix) else "words"
+    if row["form"] != "code":
+        return row
+    key = lambda f: (f.check, f.line)
+    try:
+        fn, args = program.load(source)
+        new, _ = program.load(changed)
+        exact, old, result = in_fp32(fn, args), values(fn, args), values(new, args)
+        after = jaxmp.audit(new, *args, recipe=program.recipe, try_fixes=False).errors
+    except Exception as error:
+        return row | {"runs": type(error).__name__}
+    is_left = key(finding) in set(map(key, after))
+    is_new = {f.check for f in after} - {f.check for f in errors}
+    removed = "left" if is_left else f"new {', '.join(is_new)}" if is_new else "yes"
+    before, error = distance(old, exact), distance(result, exact)
+    numbers = {"before": f"{before:.2g}", "after": f"{error:.2g}"}
+    return row | {"runs": "yes", "removed": removed} | numbers
+
+
+# ---------------------------------------------------------------------------
+# Paste
+# ---------------------------------------------------------------------------
+
+
+def codes_of(finding: Any) -> list[tuple[int, str]]:
+    """Returns (line, code) for each line of code of a fix."""
+    place, codes = finding.line, []
+    for text in finding.fix.splitlines():
+        named = re.match(r".*\bat [\w.]+:(\d+)[,:]", text, re.IGNORECASE)
+        if text.startswith("    "):
+            codes.append((place, text.strip()))
+        else:
+            place = int(named[1]) if named else finding.line
+    return codes
+
+
+def is_python(text: str) -> bool:
+    """Returns True for a fix that is one statement."""
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def pasted(source: str, number: int, code: str) -> str:
+    """Returns a source in which code replaces an expression of a line; "" for a statement."""
+    lines, new = source.splitlines(), bare(code)
+    if new is None:
+        return ""
+    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.expr)]
+    nodes = [n for n in nodes if n.lineno == n.end_lineno == number and not is_target(n)]
+    candidates = []
+    for node in nodes:
+        old = bare(ast.unparse(node))
+        if old is not None and function_of(old) == function_of(new):
+            texts = ast.unparse(old), ast.unparse(new)
+            candidates.append((difflib.SequenceMatcher(None, *texts).ratio(), -len(texts[0]), node))
+    ratio, _, node = max(candidates, key=lambda row: row[:2], default=(0.0, 0, None))
+    if node is None or ratio < 0.5:
+        return ""
+    line = lines[number - 1].encode()
+    line = line[: node.col_offset] + f"({code})".encode() + line[node.end_col_offset :]
+    lines[number - 1] = line.decode()
+    return "\n".join(lines) + "\n"
+
+
+def is_target(node: ast.expr) -> bool:
+    is_part = isinstance(node, (ast.Slice, ast.Starred))
+    return is_part or isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+def bare(code: str) -> Any:
+    """Returns the syntax tree of an expression without casts; None for a statement."""
+    try:
+        return Bare().visit(ast.parse(code, mode="eval").body)
+    except SyntaxError:
+        return None
+
+
+def function_of(node: ast.AST) -> str:
+    """Returns the function of a call, or the type of another expression."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else type(node).__name__
+
+
+class Bare(ast.NodeTransformer):
+    """Removes casts, so that an expression and its fix are similar."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        is_cast = isinstance(node.func, ast.Attribute) and node.func.attr == "astype"
+        return node.func.value if is_cast else node
+
+
+# ---------------------------------------------------------------------------
+# Values
+# ---------------------------------------------------------------------------
+
+
+class InFp32(Interpreter):
+    """Runs a program in which each value of 16 bits is FP32."""
+
+    def constant(self, array: Any) -> Any:
+        return wide(array)
+
+    def bound(self, equation: Any, operands: list[Any]) -> list[Any]:
+        return bind_in_fp32(equation, operands)
+
+
+def in_fp32(fn: Any, args: Any) -> list[np.ndarray]:
+    closed = jax.make_jaxpr(fn)(*args)
+    arrays = [wide(leaf) for leaf in jax.tree.leaves(args)]
+    return numbers(jax.jit(lambda arrays: InFp32().run(closed, arrays))(arrays))
+
+
+def values(fn: Any, args: Any) -> list[np.ndarray]:
+    return numbers(jax.jit(fn, compiler_options=_EXACT)(*args))
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    leaves = (np.asarray(leaf) for leaf in jax.tree.leaves(tree))
+    return [leaf.astype(np.float64) for leaf in leaves]
+
+
+def distance(results: list[np.ndarray], exact: list[np.ndarray]) -> float:
+    """Returns the largest error of a result, relative to its largest element."""
+    errors = [0.0]
+    for result, reference in zip(results, exact, strict=True):
+        if reference.size:
+            finite = np.isfinite(result).all() or not np.isfinite(reference).all()
+            size = np.abs(reference).max() or 1.0
+            errors.append(np.nanmax(np.abs(result - reference)) / size if finite else np.inf)
+    return float(max(errors))
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    """Returns True for printed code that does not work."""
+    if row["form"] != "code":
+        return False
+    if row["runs"] != "yes" or row["removed"] != "yes":
+        return True
+    return float(row["after"]) > float(row["before"]) * 1.1 + _ROUNDING
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", help="programs; the plants without it")
+    options = parser.parse_args()
+    rows = []
+    for program in programs(options.folder):
+        rows += rows_of(program)
+        print(program.name, "ok" if not any(map(is_wrong, rows)) else "", flush=True)
+    print(table(_COLUMNS, ([str(row[name]) for name in _COLUMNS] for row in rows)))
+    wrong = [row for row in rows if is_wrong(row)]
+    forms = Counter(row["form"] for row in rows)
+    not_tried = sum(row["form"] == "code" and row["trial"] == "not tried" for row in rows)
+    summary = (
+        f"{len(rows)} errors: {forms['code']} with code for the line, {forms['statement']} with a"
+        f" statement elsewhere, {forms['words']} in words; {not_tried} codes are not tried, and"
+        f" {len(wrong)} do not work."
+    )
+    print(summary)
+    write_result(options.out, summary=summary, rows=rows)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
