@@ -137,8 +137,8 @@ def audit_program(
 ) -> tuple[AuditReport, Compiled | None]:
     """Audits a function, and returns the report and the compiled program, if there is one."""
 
-    def again() -> tuple[AuditReport, list[Edit]]:
-        auditor, traced = _walked(context, fn, args, kwargs)
+    def again(has_fixes: bool) -> tuple[AuditReport, list[Edit]]:
+        auditor, traced = _walked(context, fn, args, kwargs, has_fixes=has_fixes)
         return make_report(auditor, traced, None, function=fn, target=""), auditor.findings.edits
 
     with contextlib.nullcontext() if target is None else default_target(target):
@@ -155,10 +155,16 @@ def audit_program(
 
 
 def _walked(
-    context: PolicyContext, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    context: PolicyContext,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    has_fixes: bool = True,
 ) -> tuple[Auditor, Traced]:
     """Traces a function, and walks over its program."""
     traced, auditor = trace(fn, args, kwargs), Auditor(context)
+    auditor.findings.reads_source = has_fixes
     label_arguments(auditor, traced)
     # Masks that attention makes for its own derivative are not the model's.
     auditor.run(Scope(traced.closed, stops=is_attention))

@@ -15,7 +15,13 @@ from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import counts_largest
 from jaxmp._tools.audit._checks import Check
 from jaxmp._tools.audit._labels import ConditionalFinding, Fact, RoundedInput
-from jaxmp._tools.audit._origins import fix_expression, fix_operation, fix_origins, fix_rounding
+from jaxmp._tools.audit._origins import (
+    fix_expression,
+    fix_operation,
+    fix_origins,
+    fix_rounding,
+    fix_sums,
+)
 from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.fixes._source import expression_of
 
@@ -237,4 +243,4 @@ def check_integer_matmul(op: OpOccurrence, audit: Auditor) -> None:
         lhs, rhs, result = (dtype.name for dtype in dtypes)
         largest = np.iinfo(dtypes[2]).max
         message = f"{op.name} of {lhs} and {rhs}: sums beyond {largest:,} wrap around in {result}."
-        audit.add(INT_OVERFLOW, op, message)
+        audit.add(INT_OVERFLOW, op, message, fix_sums("Sum in int32", op, "int32", audit.findings))

@@ -13,7 +13,7 @@ from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import WARNING, Check
 from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits, WideValue
-from jaxmp._tools.audit._origins import fix_expression, fix_operation
+from jaxmp._tools.audit._origins import fix_expression, fix_operation, fix_sums
 from jaxmp._tools.audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._trace import Traced
 
@@ -84,7 +84,8 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
         return None
     dtype, where = dtype_of(result).name, audit.findings.where(op)
     message = f"the loss is rounded to {dtype} when its terms are summed"
-    fix = f"Compute the loss in FP32: cast its inputs before {where}:\n    {LOSS_16BIT.fix}"
+    fix = fix_operation(op._replace(equation=total), audit.findings)
+    fix = fix or f"Compute the loss in FP32: cast its inputs before {where}:\n    {LOSS_16BIT.fix}"
     return RoundedLoss(op, message, fix)
 
 
@@ -223,7 +224,7 @@ def label_output(op: OpOccurrence, audit: Auditor) -> RoundedOutput | None:
     # The rule does not help where a policy returns FP32 already, but does not reach the layer.
     has_rule = context.policies is not None and context.resolve(names).wide_output is not None
     if not path or has_rule:
-        fix = "Return FP32 sums:\n    jnp.matmul(x, w, preferred_element_type=jnp.float32)"
+        fix = fix_sums("Return FP32 sums", matmul, "float32", audit.findings)
     message = f"the result is rounded to {source.name}, with steps of {_STEPS[source]} around 300"
     return RoundedOutput(matmul, message, fix)
 

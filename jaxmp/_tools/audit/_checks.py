@@ -141,6 +141,8 @@ class PendingFindings:
         self.lines = Lines()
         # Replacements of expressions that fixes may contain.
         self.edits: list[Edit] = []
+        # False if no fixes are required.
+        self.reads_source = True
 
     def add(
         self,

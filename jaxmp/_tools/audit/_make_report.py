@@ -176,7 +176,7 @@ def with_trials(
     report: AuditReport,
     edits: list[Edit],
     roots: Any,
-    again: Callable[[], tuple[AuditReport, list[Edit]]],
+    again: Callable[[bool], tuple[AuditReport, list[Edit]]],
 ) -> AuditReport:
     """Returns a report in which the code of fixes was tried.
 
@@ -184,7 +184,8 @@ def with_trials(
       report: the report.
       edits: the expressions that fixes replace.
       roots: the audited function and its arguments.
-      again: audits the function once more, and returns the report and the edits.
+      again: audits the function once more, with fixes if it gets True, and returns the report and
+        the edits.
     """
     key = lambda f: (f.check, f.file, f.line)
     groups: dict[Any, list[Finding]] = {}
@@ -192,8 +193,8 @@ def with_trials(
         fix, group = unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
 
-    def problems() -> Problems:
-        report, edits = again()
+    def problems(has_fixes: bool) -> Problems:
+        report, edits = again(has_fixes)
         found = [f for f in report.findings if f.severity in SEVERITIES[:2]]
         # A new warning does not speak against a fix.
         found = [f for f in found if f.severity == ERROR or key(f) in before]

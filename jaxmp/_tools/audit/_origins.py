@@ -25,7 +25,7 @@ from jaxmp._programs._locations import call_site
 from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._checks import PendingFindings
 from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
-from jaxmp._tools.fixes._rewrite import cast, function_of, in_fp32
+from jaxmp._tools.fixes._rewrite import cast, function_of, in_fp32, with_sums
 from jaxmp._tools.fixes._source import expression_of
 
 _MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
@@ -87,6 +87,17 @@ def fix_expression(
     """
     code = in_fp32(expression_of(op, findings), back)
     return f"{sentence}:\n    {code}" if code else in_words(op, findings)
+
+
+def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindings) -> str:
+    """Returns the fix of a matmul whose sums have another dtype."""
+    own = expression_of(op, findings)
+    default = f"jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
+    if own is None:
+        return f"{sentence}:\n    {default}"
+    code = with_sums(own, dtype)
+    words = f"{sentence}: set preferred_element_type=jnp.{dtype} in the matmul `{own.text}`."
+    return f"{sentence}:\n    {code}" if code else words
 
 
 def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
@@ -186,13 +197,15 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
         seen.add(var)
         for reader, inside in _readers(var, within):
             name = reader.primitive.name
+            if name in MATMULS:
+                return False
             is_own = call_site(reader) == site
             if not is_own and _is_forward(reader):
                 names.add(name)
             # A loss sums or averages what it reads.
             if is_own or (name in _ELEMENTWISE - exact) or name in CALLS:
                 waiting += [(v, inside) for v in reader.outvars]
-    return bool(names & exact) and names.isdisjoint(MATMULS)
+    return bool(names & exact)
 
 
 def _readers(var: Atom, op: OpOccurrence) -> Iterator[tuple[Equation, OpOccurrence]]:

@@ -118,6 +118,11 @@ DOMAINS: Mapping[str, frozenset[str]] = {
     "exp": frozenset({"exp", "exp2", "expm1", "sinh", "cosh"}),
     "softmax": frozenset({"softmax", "log_softmax"}),
 }
+# Functions with a `preferred_element_type`.
+MATMULS = frozenset(
+    f"jax.{name}"
+    for name in ("numpy.matmul", "numpy.dot", "numpy.einsum", "numpy.tensordot", "lax.dot_general")
+)
 # Constructors such as `jnp.float16(x)`.
 DTYPES = frozenset(f"jax.numpy.{name}" for name in ("float16", "bfloat16", "float32"))
 # Modules and names that are known although a file imports them in another way, as with `*`.

@@ -16,6 +16,7 @@ from jaxmp._tools.fixes._functions import (
     DOMAINS,
     DTYPES,
     FUNCTIONS,
+    MATMULS,
     METHODS,
     Function,
     parameters_of,
@@ -171,6 +172,17 @@ def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr |
             node.args[position] = wide(node.args[position])
             return node
     return None
+
+
+def with_sums(expression: Expression, dtype: str) -> str:
+    """Returns a matmul with another `preferred_element_type`."""
+    node = expression.copy()
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        node = ast.Call(parsed("jnp.matmul"), [node.left, node.right], [])
+    elif not isinstance(node, ast.Call) or function_of(expression)[0] not in MATMULS:
+        return ""
+    node.keywords.append(ast.keyword("preferred_element_type", parsed(f"jnp.{dtype}")))
+    return expression.replaced_by(node)
 
 
 def with_finite_numbers(expression: Expression | None, dtype: str) -> str:

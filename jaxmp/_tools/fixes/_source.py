@@ -42,6 +42,7 @@ class Findings(Protocol):
 
     lines: Any
     edits: list[Edit]
+    reads_source: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,8 @@ class Expression:
           "" for a function of the user's, and for a method.
         """
         root, *attributes = ast.unparse(function).split(".")
-        known = _imports("".join(linecache.getlines(self.place[0])))
+        lines = linecache.getlines(self.place[0])
+        known = _imports(self.place[0], len(lines))
         module = known.get(root, COMMON_NAMES.get(root, ""))
         return ".".join((module, *attributes)) if module else ""
 
@@ -109,7 +111,7 @@ def expression_of(op: Any, findings: Findings) -> Expression | None:
     Returns:
       None without source code, or if an operation has no position in it.
     """
-    for equation in (op.equation, *op.enclosing):
+    for equation in (op.equation, *op.enclosing) if findings.reads_source else ():
         traceback = equation.source_info.traceback
         frames = zip(*traceback.raw_frames(), strict=True) if traceback is not None else ()
         for code, instruction in frames:
@@ -143,13 +145,18 @@ def _parsed(
 
 
 @functools.lru_cache(maxsize=16)
-def _imports(source: str) -> dict[str, str]:
+def _imports(file: str, count: int) -> dict[str, str]:
     """Returns the names that a file imports from libraries, with their full names.
 
     A name that the file defines itself has the full name "".
+
+    Args:
+      file: path of the source.
+      count: number of its lines, so that another file of the same name is read again.
     """
+    del count
     try:
-        tree = ast.parse(source)
+        tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return {}
     return dict(pair for node in ast.walk(tree) for pair in _names(node))

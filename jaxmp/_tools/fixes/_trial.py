@@ -71,7 +71,7 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
 def try_edits(
     groups: Sequence[Edits],
     roots: Iterable[Any],
-    problems_with: Callable[[], Problems],
+    problems_with: Callable[[bool], Problems],
     before: Collection[Hashable],
     removed: Sequence[set[Hashable]],
 ) -> list[tuple[str, list[str]]]:
@@ -83,20 +83,20 @@ def try_edits(
     Args:
       groups: the edits of each fix.
       roots: objects from which the user's functions are reachable.
-      problems_with: traces the program, and returns its problems.
+      problems_with: traces the program, and returns its problems, with fixes if it gets True.
       before: the problems without edits.
       removed: the problems that each group must remove.
     """
     functions = _functions_of(roots, {edit.file for group in groups for edit in group})
-    states = ["" if _reaches(functions, group) else NOT_TRIED for group in groups]
+    states = ["" if is_reached else NOT_TRIED for is_reached in _reached(functions, groups)]
     more: list[list[str]] = [[] for _ in groups]
 
-    def trial(*layers: Edits) -> Problems | None:
+    def trial(*layers: Edits, has_fixes: bool = False) -> Problems | None:
         """Returns the problems with edits; None if the program does not run."""
         try:
             with warnings.catch_warnings(), patched(functions, layers):
                 warnings.simplefilter("ignore")
-                return problems_with()
+                return problems_with(has_fixes)
         except Exception:
             return None
 
@@ -104,7 +104,7 @@ def try_edits(
         """Tries one group, with those of the fixes that follow."""
         layers = [groups[n]]
         for _ in range(_MOST_LAYERS):
-            problems = trial(*layers)
+            problems = trial(*layers, has_fixes=True)
             if problems is None:
                 return FAILS
             new = [problem for key, problem in problems.items() if key not in before]
@@ -184,15 +184,19 @@ def _parts(value: Any) -> Iterator[Any]:
 # ---------------------------------------------------------------------------
 
 
-def _reaches(functions: list[types.FunctionType], edits: Edits) -> bool:
-    """Returns True if all functions with the lines of the edits can be replaced."""
-    replaced = {id(function) for function, _ in _replacements(functions, _texts([edits]))}
-    for edit in edits:
-        own = [f for f in functions if f.__code__.co_filename == edit.file]
-        own = [f for f in own if edit.line in _lines(f.__code__)]
-        if not own or not all(id(f) in replaced for f in own):
-            return False
-    return True
+def _reached(functions: list[types.FunctionType], groups: Sequence[Edits]) -> list[bool]:
+    """Returns for each group of edits whether all functions with their lines can be replaced."""
+    # (file, line) -> whether the functions with this line have the text of the file.
+    lines: dict[tuple[str, int], list[bool]] = {}
+    for file in {edit.file for group in groups for edit in group}:
+        codes = _compiled(file, linecache.getlines(file))
+        for function in functions:
+            code = function.__code__
+            if code.co_filename == file:
+                is_same = _counterpart(code, codes, codes) is not None
+                for line in _lines(code):
+                    lines.setdefault((file, line), []).append(is_same)
+    return [all(all(lines.get(e[:2], [False])) for e in group) for group in groups]
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def locate_nonfinite(
     if not places or edits is None:
         return dataclasses.replace(report, trial=NOT_TRIED * (try_fixes and is_code))
 
-    def problems() -> Problems:
+    def problems(_: bool) -> Problems:
         # Other values that are not finite come after those of the fix.
         after = places.intersection(_Search(trace(step, args, kwargs)).places())
         return dict.fromkeys(after, ("", None))
