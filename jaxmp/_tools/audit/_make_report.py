@@ -25,6 +25,7 @@ from jaxmp._programs._operations import loop_of, sharding_of_result
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
+from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import (
     CHECKS,
     ERROR,
@@ -216,6 +217,8 @@ def with_trials(
 
 def _joined(findings: list[Finding]) -> list[Finding]:
     """Joins the findings of several checks that have the same fix, except for those of matmuls."""
+    # That a result is a scalar is the least specific of them.
+    findings = sorted(findings, key=lambda f: f.check == LOSS_16BIT.id)
     first = findings[0]
     others = {f.check: f for f in findings if f.check != first.check and not f.flops}
     kept = [f for f in findings if f.check not in others]

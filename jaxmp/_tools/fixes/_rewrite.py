@@ -181,7 +181,9 @@ def with_sums(expression: Expression, dtype: str) -> str:
         node = ast.Call(parsed("jnp.matmul"), [node.left, node.right], [])
     elif not isinstance(node, ast.Call) or function_of(expression)[0] not in MATMULS:
         return ""
-    node.keywords.append(ast.keyword("preferred_element_type", parsed(f"jnp.{dtype}")))
+    name = "preferred_element_type"
+    node.keywords = [k for k in node.keywords if k.arg != name]
+    node.keywords.append(ast.keyword(name, parsed(f"jnp.{dtype}")))
     return expression.replaced_by(node)
 
 

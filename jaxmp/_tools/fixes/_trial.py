@@ -113,7 +113,7 @@ def try_edits(
             if any(edits is None for _, edits in new):
                 return FAILS
             layers.append(frozenset().union(*(edits for _, edits in new if edits)))
-            more[n] += [fix for fix, _ in new]
+            more[n] += [_plain(fix) for fix, _ in new]
         return FAILS
 
     waiting = [n for n, state in enumerate(states) if not state]
@@ -280,6 +280,24 @@ def _lines(code: types.CodeType) -> set[int]:
     return {line for c in _codes(code) for *_, line in c.co_lines() if line is not None}
 
 
+class _Plain(ast.NodeTransformer):
+    """Removes the variables that `_edited` keeps for a closure."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        self.generic_visit(node)
+        is_kept = isinstance(node.value, ast.Tuple) and ast.unparse(node.slice) == "False"
+        return node.value.elts[0] if is_kept else node
+
+
+def _plain(fix: str) -> str:
+    """Returns a fix of an edited text as one of the user's text."""
+    lines = fix.splitlines()
+    for n, line in enumerate(lines):
+        if line.startswith("    ") and "[False]" in line:
+            lines[n] = "    " + ast.unparse(_Plain().visit(ast.parse(line.strip())))
+    return "\n".join(lines)
+
+
 def _names(code: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
 
@@ -305,7 +323,7 @@ def _edited(lines: list[str], edits: list[Edit], free: set[str]) -> str:
         # Line breaks keep the numbers of the lines below.
         # A function whose closure lost a variable could not replace the live one.
         lost = sorted((_names(edit.old) & free) - _names(edit.code))
-        code = f"({edit.code}, {', '.join(lost)})[0]" if lost else f"({edit.code})"
+        code = f"({edit.code}, {', '.join(lost)})[False]" if lost else f"({edit.code})"
         code = f"({code}{chr(10) * (last - first)})".encode()
         whole = encoded[first][: edit.start] + code + encoded[last][edit.end :]
         encoded[first : last + 1] = whole.splitlines(keepends=True)
