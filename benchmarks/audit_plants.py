@@ -730,7 +730,7 @@ def rows_of_an_fp32_table(d):
     return step, (p | {"table": jnp.zeros((32, HIDDEN), d.wide)}, *batch)
 
 
-@plant("fp32_matmul", "audit_plants.py:", repeats=0)
+@plant("fp32_matmul", "weights.astype(jnp.bfloat16) @ rows.astype", repeats=0)
 def wide_weights_of_attention(d):
     def loss(p, x, y):
         rows = hidden(p, x, d.low)

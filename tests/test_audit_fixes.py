@@ -439,3 +439,41 @@ def test_the_fix_of_16_bit_state_of_fp32_parameters():
     scope = {"tx": optax.adam(1e-3), "params": params}
     exec(finding.fix.splitlines()[-1].strip(), scope)
     assert jaxmp.audit(step, params, scope["opt_state"], half()).ok
+
+
+CLOSURES = """
+import flax.linen as nn
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.exp(x)
+def make(dtype):
+    def inner(x):
+        return jnp.cumsum(x.astype(dtype), 0).astype(jnp.float32)
+    return lambda x: (Net().apply({}, x).astype(jnp.float32) + inner(x)).sum()
+loss_fn = make(bf)
+"""
+
+
+def test_fixes_are_tried_in_closures_and_methods(tmp_path):
+    errors = jaxmp.audit(loaded(HEAD + CLOSURES, tmp_path), half()).errors
+    assert {error.trial for error in errors} == {"works"}
+    assert {error.check for error in errors} == {"exp_16bit", "reduction_16bit"}
+
+
+def test_code_that_does_not_run_is_not_printed(tmp_path):
+    check = "def check(x):\n    assert x.dtype == bf\n    return x.astype(jnp.float32).sum()\n"
+    source = HEAD + check + "def loss_fn(x):\n    return check(jnp.log(x))\n"
+    loss_fn = loaded(source, tmp_path)
+    (finding,) = jaxmp.audit(loss_fn, half(), try_fixes=False).errors
+    assert "jnp.log(x.astype(jnp.float32))" in finding.fix and not finding.trial
+    (finding,) = jaxmp.audit(loss_fn, half()).errors
+    assert "\n" not in finding.fix and not finding.trial
+
+
+def test_a_function_that_is_not_known_has_words(tmp_path):
+    head = "import optax\ntx = optax.clip_by_global_norm(1.0)\n"
+    source = HEAD + head + "def loss_fn(x):\n    return tx.update(x, tx.init(x))[0].sum()\n"
+    errors = jaxmp.audit(loaded(source, tmp_path), half().astype(jnp.float16)).errors
+    words = [e.fix for e in errors if e.check == "norm_16bit"]
+    assert words and all("`tx.update`" in fix and "\n" not in fix for fix in words)

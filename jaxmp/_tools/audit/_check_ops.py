@@ -424,10 +424,11 @@ def _keep_parameter(op: OpOccurrence, audit: Auditor) -> str:
     """
     own = expression_of(op, audit.findings) if op.location.names else None
     for call in ast.walk(own.node) if own is not None and audit.context.policies else ():
-        is_call = isinstance(call, ast.Call) and ast.unparse(call.func) == "self.param"
-        if is_call and call.args and isinstance(call.args[0], ast.Constant):
-            rule = f"jaxmp.Rule('**:{call.args[0].value}', 'c=f32')"
-            return f"Read the parameter in FP32, by a rule:\n    {rule}"
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "self.param" and call.args:
+            name = call.args[0]
+            if isinstance(name, ast.Constant):
+                rule = f"jaxmp.Rule('**:{name.value}', 'c=f32')"
+                return f"Read the parameter in FP32, by a rule:\n    {rule}"
     return ""
 
 

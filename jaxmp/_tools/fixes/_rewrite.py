@@ -201,7 +201,7 @@ class _FiniteNumbers(ast.NodeTransformer):
     def __init__(self, dtype: str) -> None:
         self.dtype, self.largest = dtype, float(jnp.finfo(dtype).max)
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         if isinstance(node.op, ast.USub) and self._is_large(node.operand):
             return parsed(f"jnp.finfo(jnp.{self.dtype}).min")
         return self.generic_visit(node)

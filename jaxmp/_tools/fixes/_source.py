@@ -117,7 +117,7 @@ def expression_of(op: Any, findings: Findings) -> Expression | None:
         for code, instruction in frames:
             if findings.lines.is_own(code.co_filename):
                 positions = itertools.islice(code.co_positions(), instruction // 2, None)
-                place = (code.co_filename, *next(positions, (None,) * 4))
+                place: Any = (code.co_filename, *next(positions, (None,) * 4))
                 node = _parsed(*place)
                 second = len(op.equation.invars) > 1 and is_literal(op.equation.invars[0])
                 names = code.co_varnames[1 : code.co_argcount] if code.co_name == "__call__" else ()

@@ -73,7 +73,7 @@ def try_edits(
     roots: Iterable[Any],
     problems_with: Callable[[bool], Problems],
     before: Collection[Hashable],
-    removed: Sequence[set[Hashable]],
+    removed: Sequence[Collection[Hashable]],
 ) -> list[tuple[str, list[str]]]:
     """Returns for each group of edits "works", "fails" or "not tried", and the fixes that follow.
 
@@ -109,7 +109,7 @@ def try_edits(
                 return FAILS
             new = [problem for key, problem in problems.items() if key not in before]
             if not new:
-                return WORKS if removed[n].isdisjoint(problems) else FAILS
+                return WORKS if problems.keys().isdisjoint(removed[n]) else FAILS
             if any(edits is None for _, edits in new):
                 return FAILS
             layers.append(frozenset().union(*(edits for _, edits in new if edits)))
@@ -120,7 +120,7 @@ def try_edits(
     problems = trial(frozenset().union(*(groups[n] for n in waiting))) if waiting[1:] else None
     if problems is not None and all(key in before for key in problems):
         for n in waiting:
-            states[n] = WORKS if removed[n].isdisjoint(problems) else FAILS
+            states[n] = WORKS if problems.keys().isdisjoint(removed[n]) else FAILS
     else:
         for n in waiting[:_MOST_TRIALS]:
             states[n] = alone(n)
@@ -285,8 +285,8 @@ class _Plain(ast.NodeTransformer):
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)
-        is_kept = isinstance(node.value, ast.Tuple) and ast.unparse(node.slice) == "False"
-        return node.value.elts[0] if is_kept else node
+        is_kept = ast.unparse(node.slice) == "False"
+        return node.value.elts[0] if is_kept and isinstance(node.value, ast.Tuple) else node
 
 
 def _plain(fix: str) -> str:

@@ -255,7 +255,7 @@ def _quotient(e: Evidence) -> Cause | None:
     differentiated = e.op.region.locations[e.op.number].differentiated
     old = e.expression()
     is_call = old is not None and isinstance(old.node, ast.Call)
-    if is_call and old.text.partition("(")[0].rpartition(".")[2] in _LOGS:
+    if old is not None and is_call and old.text.partition("(")[0].rpartition(".")[2] in _LOGS:
         return _of_log(e, 0.0)
     if is_call and made & _ROOTS and differentiated:
         return _of_root(e, "root_of_zero", "The root reads 0, where its derivative is infinite.")
