@@ -101,7 +101,7 @@ def rows_of(program: Program) -> list[dict[str, Any]]:
 
 def row_of(program: Program, source: str, finding: Any, errors: Any) -> dict[str, Any]:
     """Returns the row of one error."""
-    row = dict.fromkeys(_COLUMNS, "")
+    row: dict[str, Any] = dict.fromkeys(_COLUMNS, "")
     row |= {"program": program.name, "check": finding.check, "line": finding.line}
     row["trial"] = finding.trial
     codes = codes_of(finding)
