@@ -26,7 +26,7 @@ from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._checks import PendingFindings
 from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.fixes._rewrite import cast, function_of, in_fp32, with_sums
-from jaxmp._tools.fixes._source import expression_of
+from jaxmp._tools.fixes._source import Expression, expression_of
 
 _MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
 # Operations that round each element of a 16-bit array.
@@ -166,7 +166,7 @@ def _at_origins(
     origins: list[OpOccurrence], op: OpOccurrence, code: str, findings: PendingFindings
 ) -> tuple[list[str], str]:
     """Returns the lines that compute operations in FP32, and `code` with those of its own line."""
-    lines: dict[str, str] = {}
+    parts: list[tuple[Expression, str]] = []
     for origin in origins if len(origins) <= _MAX_ORIGINS else ():
         expression = expression_of(origin, findings)
         changed = in_fp32(expression)
@@ -174,12 +174,27 @@ def _at_origins(
         if not changed or expression is None or (is_here and changed in code):
             continue
         if is_here and expression.text in code:
-            code = code.replace(expression.text, changed)
+            code = _once(code.replace(expression.text, changed))
+            continue
+        if (expression, changed) in parts:
+            continue
+        for n, (outer, text) in enumerate(parts):
+            if outer.place[:2] == expression.place[:2] and expression.text in text:
+                text = _once(text.replace(expression.text, changed))
+                parts[n] = outer, outer.replaced_by(text)
+                break
         else:
-            where = findings.where(origin)
-            lines[changed] = f"At {where}, do not round to 16 bits:\n    {changed}"
-    code = code.replace(".astype(jnp.float32).astype(jnp.float32)", ".astype(jnp.float32)")
-    return list(lines.values()), code
+            parts.append((expression, changed))
+    where = [findings.text_of(expression.place[:2]) for expression, _ in parts]
+    lines = dict.fromkeys(
+        f"At {place}, do not round to 16 bits:\n    {text}"
+        for place, (_, text) in zip(where, parts, strict=True)
+    )
+    return list(lines), code
+
+
+def _once(code: str) -> str:
+    return code.replace(".astype(jnp.float32).astype(jnp.float32)", ".astype(jnp.float32)")
 
 
 def _is_read_exactly(op: OpOccurrence, function: str) -> bool:

@@ -94,6 +94,8 @@ class Expression:
         Returns:
           "" for a function of the user's, and for a method.
         """
+        if not all(isinstance(n, (ast.Attribute, ast.Name, ast.Load)) for n in ast.walk(function)):
+            return ""
         root, *attributes = ast.unparse(function).split(".")
         lines = linecache.getlines(self.place[0])
         known = _imports(self.place[0], len(lines))
