@@ -250,6 +250,9 @@ def is_wrong(row: dict[str, Any]) -> bool:
         return False
     if row["runs"] != "yes" or row["removed"] != "yes":
         return True
+    # In FP32, the sums of integers wrap around as in the original program.
+    if row["check"] == "int_overflow":
+        return False
     return float(row["after"]) > float(row["before"]) * 1.1 + _ROUNDING
 
 

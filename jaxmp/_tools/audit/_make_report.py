@@ -189,8 +189,14 @@ def with_trials(
         the edits.
     """
     key = lambda f: (f.check, f.file, f.line)
-    groups: dict[Any, list[Finding]] = {}
+    # A check may report two expressions of one line.
+    lines: dict[Any, Finding] = {}
     for finding in report.findings:
+        place = key(finding), finding.severity, finding.module
+        first = lines.setdefault(place, finding)
+        lines[place] = dataclasses.replace(first, fix=both(first.fix, finding.fix))
+    groups: dict[Any, list[Finding]] = {}
+    for finding in lines.values() if edits else report.findings:
         fix, group = unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
 

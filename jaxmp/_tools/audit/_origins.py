@@ -176,7 +176,7 @@ def _at_origins(
         if is_here and expression.text in code:
             code = _once(code.replace(expression.text, changed))
             continue
-        if (expression, changed) in parts:
+        if any(expression.place == other.place for other, _ in parts):
             continue
         for n, (outer, text) in enumerate(parts):
             if outer.place[:2] == expression.place[:2] and expression.text in text:

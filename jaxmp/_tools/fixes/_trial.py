@@ -65,7 +65,23 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
     }
     for edit, other in best.items():
         fix = fix.replace(f"    {edit.code}", f"    {other.code}")
-    return fix, frozenset(best.values())
+    return _nested(fix, sorted(set(best.values()), key=lambda e: len(e.old), reverse=True))
+
+
+def _nested(fix: str, edits: list[Edit]) -> tuple[str, Edits]:
+    """Returns a fix and its edits, in which those inside of another expression are part of it."""
+    kept: list[Edit] = []
+    for edit in edits:
+        outer = next((e for e in kept if e.line == edit.line and edit.old in e.code), None)
+        if outer is None:
+            kept.append(edit)
+            continue
+        whole = outer._replace(code=outer.code.replace(edit.old, edit.code))
+        kept[kept.index(outer)] = whole
+        lines = fix.replace(f"    {outer.code}", f"    {whole.code}").splitlines()
+        inner = [n for n, line in enumerate(lines) if line == f"    {edit.code}"]
+        fix = "\n".join(x for n, x in enumerate(lines) if not {n, n + 1} & set(inner))
+    return fix, frozenset(kept)
 
 
 def try_edits(
