@@ -199,8 +199,9 @@ class Bare(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        is_cast = isinstance(node.func, ast.Attribute) and node.func.attr == "astype"
-        return node.func.value if is_cast else node
+        function = node.func
+        is_method = isinstance(function, ast.Attribute)
+        return function.value if is_method and function.attr == "astype" else node
 
 
 # ---------------------------------------------------------------------------
