@@ -17,13 +17,8 @@ from grids import EXPENSIVE, fast_cases
 from jaxmp._core import _compat
 from jaxmp._tools import cli
 from jaxmp._tools.audit._report import AuditReport
-from jaxmp._tools.audit._script import (
-    Options,
-    Watcher,
-    audit_script,
-    has_backward,
-    updates_state,
-)
+from jaxmp._tools.cli._jitted import has_backward, updates_state
+from jaxmp._tools.cli._script import Options, Watcher, run_script
 
 ROOT = Path(__file__).parents[1]
 
@@ -530,11 +525,14 @@ def watcher(monkeypatch):
 
     def finish(self):
         self.watching.__exit__(None, None, None)
-        raise FinishedError(self._fields(""))
+        raise FinishedError(self.result())
 
     monkeypatch.setattr(Watcher, "finish", finish)
     monkeypatch.setattr(threading.Timer, "start", lambda self: None)
-    return Watcher(Options(result="", recipe="bf16"))
+    # Other tests have left jitted steps in this process.
+    monkeypatch.setattr(Watcher, "_missed", lambda self: [])
+    settings = {"recipe": "bf16", "target": None}
+    return Watcher(Options(tool="audit", result="", settings=settings))
 
 
 @pytest.mark.parametrize("name", BOTH_FORMS)
@@ -550,7 +548,7 @@ def test_a_script_and_its_step_have_the_same_findings(name, tmp_path, watcher):
         jax.clear_caches()
         exec(code, second)
         report = jaxmp.audit(second["step"], *second["arguments"], recipe="bf16")
-    script = AuditReport.from_json(finished.value.args[0]["report"])
+    script = AuditReport.from_json(finished.value.args[0]["value"])
     assert script.findings == report.findings
     # Flax's layer computes its statistics in FP32.
     assert bool(report.findings) == (name != "layer_norm")
@@ -560,5 +558,5 @@ def test_a_script_and_its_step_have_the_same_findings(name, tmp_path, watcher):
 @EXPENSIVE
 def test_the_result_is_data(folder):
     (folder / "train.py").write_text(MODEL + "jax.jit(train_step)(first(), tx.init(first()), x)")
-    result = audit_script(["train.py"], recipe="bf16")
-    assert result.report.flops == 5 * MATMUL
+    result = run_script("audit", ["train.py"], recipe="bf16", target=None)
+    assert AuditReport.from_json(result.value).flops == 5 * MATMUL

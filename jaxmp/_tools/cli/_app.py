@@ -12,10 +12,8 @@ import typer
 from rich.console import Console
 
 import jaxmp
-from jaxmp._tools.cli._audit import audit, memory, plan, validate
-from jaxmp._tools.cli._checkpoint import checkpoint, locate
+from jaxmp._tools.cli import _show, _steps
 from jaxmp._tools.cli._output import console, escape
-from jaxmp._tools.cli._show import doctor, recipes, show
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(
@@ -25,15 +23,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(recipes)
-app.command()(show)
-app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
-app.command()(memory)
-app.command()(plan)
-app.command()(validate)
-app.command()(doctor)
-app.command()(locate)
-app.add_typer(checkpoint, name="checkpoint")
+for command in (_show.recipes, _show.show, _show.doctor, _steps.validate):
+    app.command()(command)
+for command in (_steps.audit, _steps.memory, _steps.plan, _steps.locate):
+    # With `--script`, other options are those of the script.
+    app.command(context_settings={"ignore_unknown_options": True})(command)
+app.add_typer(_show.checkpoint, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)

@@ -39,8 +39,53 @@ HtmlOption = Annotated[
     str | None,
     typer.Option(metavar="FILE", callback=check_output, help="Write the report as an HTML page."),
 ]
+ScriptOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Run a training script, and read the steps that it calls. -m MODULE runs a module.",
+    ),
+]
+NameOption = Annotated[
+    str | None,
+    typer.Option("--function", metavar="NAME", help="With --script: read only this function."),
+]
+SecondsOption = Annotated[float, typer.Option(help="With --script: maximum run time of it.")]
 # How a command line names a function of the user, as in `jaxmp audit my_package.train:make_step`.
 FUNCTION_HELP = "package.module:function, or file.py:function."
+StepArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FUNCTION | ARGUMENTS...",
+        help=f"{FUNCTION_HELP} It takes the recipe, or nothing, and returns the step and its"
+        " arguments, which may be shapes. With --script: the arguments of the script; those that"
+        " are also options of this command go after --.",
+    ),
+]
+
+
+def only_function(command: str, arguments: list[str] | None, name: str | None) -> str:
+    """Returns the name of the function, if it is the only argument of a command without a script.
+
+    Args:
+      command: the command.
+      arguments: its arguments.
+      name: the option `--function`, which is for scripts.
+
+    Raises:
+      JaxmpError: if there are other arguments, or none.
+    """
+    if name is not None:
+        raise JaxmpError("--function requires --script, such as --script train.py.")
+    arguments = arguments or []
+    option = next((a for a in arguments if a.startswith("-")), None)
+    if len(arguments) == 1 and option is None:
+        return arguments[0]
+    problem = f"unknown option {option}" if option else f"{len(arguments)} arguments instead of 1"
+    raise JaxmpError(
+        f"{problem}. Name a function that returns the step, or a script:\n"
+        f"    jaxmp {command} my_package.train:make_step\n    jaxmp {command} --script train.py"
+    )
 
 
 def load_function(
