@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -50,7 +51,17 @@ NameOption = Annotated[
     str | None,
     typer.Option("--function", metavar="NAME", help="With --script: read only this function."),
 ]
-SecondsOption = Annotated[float, typer.Option(help="With --script: maximum run time of it.")]
+
+
+def _check_seconds(seconds: float) -> float:
+    if not 0 < seconds < math.inf:
+        raise JaxmpError(f"--max-seconds {seconds} is not a positive number of seconds.")
+    return seconds
+
+
+SecondsOption = Annotated[
+    float, typer.Option(callback=_check_seconds, help="With --script: maximum run time of it.")
+]
 # How a command line names a function of the user, as in `jaxmp audit my_package.train:make_step`.
 FUNCTION_HELP = "package.module:function, or file.py:function."
 StepArgument = Annotated[

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -62,9 +61,6 @@ def _in_script(
     """
     from jaxmp._tools.cli import _script
 
-    if not 0 < options["max_seconds"] < math.inf:
-        seconds = options["max_seconds"]
-        raise JaxmpError(f"--max-seconds {seconds} is not a positive number of seconds.")
     for target in (options.get("target"), *(options.get("targets") or ())):
         if target is not None:
             _targets.get_target(target)
