@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp._tools.hlo._compile import GPUS
+from jaxmp._tools.audit._compile import GPUS
 from result_file import parser_of, write_result
 
 WAYS = ("auto", "blockwise", "xla")

@@ -31,7 +31,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmp import losses
 from jaxmp._core import _compat
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._tools.audit._compile import GPUS, describe
 from result_file import parser_of, write_result
 from workload_sizes import WORKLOADS
 

@@ -56,8 +56,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._core._compat import described_gpus
-from jaxmp._tools.hlo._compile import _WITHOUT_GPU as WITHOUT_GPU
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._tools.audit._compile import _WITHOUT_GPU as WITHOUT_GPU
+from jaxmp._tools.audit._compile import GPUS, describe
 from result_file import parser_of, table
 
 FRAMEWORKS = ("Linen", "NNX")

@@ -25,7 +25,7 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp._core._compat import described_gpus
 from jaxmp._programs._jaxprs import equations
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._tools.audit._compile import GPUS, describe
 
 ROWS, WIDTH = 64, 8
 

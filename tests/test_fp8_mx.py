@@ -15,7 +15,7 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp import PolicyMap, audit, autocast, fp8
 from jaxmp._core import _compat
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._tools.audit._compile import GPUS, describe
 from jaxmp.errors import CompositionError, RecipeError
 from jaxmp.fp8 import _explain
 from jaxmp.fp8._dims import make_dims

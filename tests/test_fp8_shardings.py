@@ -17,7 +17,7 @@ from jaxmp import fp8
 from jaxmp._core import _compat
 from jaxmp._core._compat import described_gpus
 from jaxmp._programs._jaxprs import equations
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._tools.audit._compile import GPUS, describe
 
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 LINEAR = (((2,), (0,)), ((), ()))
