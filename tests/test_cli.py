@@ -318,9 +318,13 @@ def test_without_the_extra_it_says_what_to_install(package):
 def test_the_command_and_the_module_are_one():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"jaxmp": "jaxmp.__main__:main"}
-    command = [sys.executable, "-m", "jaxmp", "--help"]
+    command = [sys.executable, "-X", "importtime", "-m", "jaxmp", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "show" in done.stdout
+    loaded = set(re.findall(r"\| +(\S+)$", done.stderr, re.MULTILINE))
+    assert "jaxmp._tools.cli._steps" in loaded
+    tools = {f"jaxmp._tools.{name}" for name in ("audit", "nonfinite", "plan", "validate")}
+    assert loaded.isdisjoint({"flax", "jaxmp._flax", *tools})
 
 
 # ---------------------------------------------------------------------------

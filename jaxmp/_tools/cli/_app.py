@@ -1,7 +1,5 @@
 """Assembles the commands, and prints errors."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Sequence

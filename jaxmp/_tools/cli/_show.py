@@ -1,7 +1,5 @@
 """`jaxmp recipes`, `show`, `doctor` and `checkpoint`, which show what is there."""
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 from pathlib import Path
@@ -121,12 +119,12 @@ def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = Non
         console().print(escape(f"Step {info.step} is intact: {len(info.leaves)} leaves.", "green"))
 
 
-def open_run(path: Path, step: int | None) -> tuple[Checkpointer, int | None]:
+def open_run(path: Path, step: int | None) -> "tuple[Checkpointer, int | None]":
     """Returns the checkpointer of a run and the step; `path` may be that of a step."""
     if step is None and path.name.isdigit() and (path / "state").is_dir():
         path, step = path.parent, int(path.name)
     return jaxmp.checkpoint.Checkpointer(path), step
 
 
-def _rows(info: CheckpointInfo, **more: object) -> dict[str, Any]:
+def _rows(info: "CheckpointInfo", **more: object) -> dict[str, Any]:
     return {**dataclasses.asdict(info), **more}

@@ -1,9 +1,8 @@
 """`jaxmp audit`, `memory`, `plan`, `validate` and `locate`.
 
-Each command imports the tool that it runs, so that the others do not load it.
+Each command imports the tool that it runs, so that the others do not load it. Annotations are not
+strings here, because typer would evaluate each of them at every start.
 """
-
-from __future__ import annotations
 
 import contextlib
 import inspect
@@ -129,7 +128,7 @@ def audit(
     report.check(checks, baseline=before)
 
 
-def _audited(name: str, recipe: str | None, target: str | None) -> AuditReport:
+def _audited(name: str, recipe: str | None, target: str | None) -> "AuditReport":
     loaded = None if recipe is None else _recipe.load_recipe(recipe)
     with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
         step, *arguments = make_step(name, recipe)
@@ -392,7 +391,7 @@ def locate(
 
 def _located(
     function: str, checkpoint: Path | None, step: int | None, batches: int
-) -> NonfiniteReport:
+) -> "NonfiniteReport":
     """Restores the arguments of a step, trains until it fails, and follows the values."""
     checkpointer = info = None
     if checkpoint is not None:
@@ -427,7 +426,7 @@ def _located(
     return call(f"the step of {function}", lambda: jaxmp.locate_nonfinite(train_step, state, *rest))
 
 
-def _count(info: CheckpointInfo, first: object) -> int | None:
+def _count(info: "CheckpointInfo", first: object) -> int | None:
     """Returns the number of arguments that a checkpoint has as a tuple; None if it has the first.
 
     The paths of a tuple begin with a number.
