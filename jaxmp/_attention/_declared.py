@@ -103,7 +103,7 @@ def sequence_lengths(mask: jax.Array | np.ndarray, declared: Declaration) -> tup
 # ---------------------------------------------------------------------------
 
 
-def first_difference(mask: np.ndarray, declared: Declaration) -> tuple[int, ...] | None:
+def first_mismatch(mask: np.ndarray, declared: Declaration) -> tuple[int, ...] | None:
     """Returns the first position (b, n, t, s) at which a mask contradicts its declaration, if any.
 
     Args:
@@ -151,7 +151,7 @@ def structure_of(mask: np.ndarray) -> Declaration | None:
             candidate = Declaration(name, window)
             if window is not None and candidate.is_causal != (window[1] == 0):
                 continue
-            if first_difference(mask, candidate) is None:
+            if first_mismatch(mask, candidate) is None:
                 return candidate
     return None
 
@@ -167,7 +167,7 @@ def check_known(mask: np.ndarray, declared: Declaration) -> None:
     Raises:
       AttentionError: with the layer, the declaration, the first difference and the fix.
     """
-    position = first_difference(mask, declared)
+    position = first_mismatch(mask, declared)
     if position is None:
         return
     batch, head, query, key = position

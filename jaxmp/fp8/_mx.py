@@ -38,7 +38,7 @@ class MXOperand(NamedTuple):
     exponents: jax.Array
 
 
-def check_device(scaling: MXScaling) -> None:
+def check_mx_device(scaling: MXScaling) -> None:
     """Raises on accelerators without MX matmuls, unless the scaling sets `emulate=True`.
 
     Raises:

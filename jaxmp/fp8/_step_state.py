@@ -68,7 +68,7 @@ def _rows(known: jax.Array) -> list[jax.Array]:
     return list(known)
 
 
-def begin_step(states: Sequence[State], partials: int) -> list[State]:
+def begin_states(states: Sequence[State], partials: int) -> list[State]:
     """Returns the active states of layers before a step.
 
     Args:
@@ -125,7 +125,7 @@ def _finished(new: State, old: State, is_used: jax.Array, latest: jax.Array) -> 
     return state
 
 
-def finish_step(gradients: Sequence[State], before: Sequence[State]) -> list[State]:
+def finish_states(gradients: Sequence[State], before: Sequence[State]) -> list[State]:
     """Returns the states of layers after a step.
 
     Args:

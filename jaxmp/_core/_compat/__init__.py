@@ -34,6 +34,6 @@ from jaxmp._core._compat._objects import gradient_trace as gradient_trace
 from jaxmp._core._compat._objects import plain_array as plain_array
 from jaxmp._core._compat._private import call_at_exit as call_at_exit
 from jaxmp._core._compat._watch_jit import JitCall as JitCall
-from jaxmp._core._compat._watch_jit import source_of as source_of
+from jaxmp._core._compat._watch_jit import python_function as python_function
 from jaxmp._core._compat._watch_jit import watch_jit as watch_jit
 from jaxmp._core._compat._watch_jit import watch_nnx as watch_nnx

@@ -89,7 +89,7 @@ def watch_jit(on_call: Callable[[JitCall], bool], *, run_all: bool = False) -> I
             _wrappers.call = None
             if call is None:
                 call = pjit._cpp_pjit(fun, info), args, kwargs
-            source = source_of(call[0] if call[0] is not None else fun)
+            source = python_function(call[0] if call[0] is not None else fun)
             name = getattr(source, "__name__", params["name"])
             is_chosen = on_call(JitCall(*call, name, source, jaxpr))
             if is_chosen and (run_all or not _has_keys(jaxpr)):
@@ -160,7 +160,7 @@ def _within(
         _wrappers.call = before
 
 
-def source_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
+def python_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Returns the Python function inside of wrappers; None if there is none."""
     for _ in range(16):
         inner = next(

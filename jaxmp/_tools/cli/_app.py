@@ -21,11 +21,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (_show.recipes, _show.show, _show.doctor, _steps.validate):
-    app.command()(command)
-for command in (_steps.audit, _steps.memory, _steps.plan, _steps.locate):
-    # With `--script`, other options are those of the script.
-    app.command(context_settings={"ignore_unknown_options": True})(command)
+app.command("recipes")(_show.show_recipes)
+app.command("show")(_show.show_recipe)
+app.command("doctor")(_show.show_doctor)
+app.command("validate")(_steps.run_validate)
+# With `--script`, other options are those of the script.
+_WITH_SCRIPT = {"ignore_unknown_options": True}
+app.command("audit", context_settings=_WITH_SCRIPT)(_steps.run_audit)
+app.command("memory", context_settings=_WITH_SCRIPT)(_steps.run_memory)
+app.command("plan", context_settings=_WITH_SCRIPT)(_steps.run_plan)
+app.command("locate", context_settings=_WITH_SCRIPT)(_steps.run_locate)
 app.add_typer(_show.checkpoint, name="checkpoint")
 
 

@@ -109,7 +109,7 @@ def defined_steps() -> dict[CodeType, str]:
     """
     jitted = [item for item in gc.get_objects() if type(item).__name__ in _JITTED]
     steps = {}
-    for function in map(_compat.source_of, jitted):
+    for function in map(_compat.python_function, jitted):
         file, line = _definition(function)
         if (
             file
@@ -131,7 +131,9 @@ def _names(function: FunctionType) -> set[str]:
         cells = zip(current.__code__.co_freevars, current.__closure__ or (), strict=True)
         scope = current.__globals__ | {name: _content(cell) for name, cell in cells}
         values = [scope[name] for name in names & scope.keys()]
-        called = {_compat.source_of(x) for x in values if callable(x) and not isinstance(x, type)}
+        called = {
+            _compat.python_function(x) for x in values if callable(x) and not isinstance(x, type)
+        }
         own = (x for x in called if isinstance(x, FunctionType) and _definition(x)[0])
         functions += [x for x in own if x not in functions]
     return names

@@ -41,7 +41,7 @@ from jaxmp.errors import AuditError, JaxmpError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class ScriptOptions:
     """Options of a run of a script.
 
     Args:
@@ -96,7 +96,7 @@ def run_script(
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        options = Options(
+        options = ScriptOptions(
             tool=tool,
             result=str(file),
             function=function,
@@ -140,7 +140,7 @@ _PATIENCE = 10
 class Watcher:
     """Collects the jitted functions of a script, and ends the process with a result."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ScriptOptions) -> None:
         self.options, self.process = options, os.getpid()
         self.watched: dict[int, Watched] = {}
         # The last two calls of steps with their arrays, for `locate`.
@@ -300,7 +300,7 @@ class Watcher:
             estimates = [jaxmp.estimate_memory(*_positional(w.call), **settings) for w in chosen]
             return max(estimates, key=lambda estimate: estimate.total).to_json()
         calls = [(w.call.function, w.call.args, w.call.kwargs) for w in chosen]
-        return joined([audit.audit_call(*call, **settings) for call in calls]).to_json()
+        return join_reports([audit.audit_call(*call, **settings) for call in calls]).to_json()
 
     def _check_recipes(self) -> None:
         names = list(dict.fromkeys(self.recipes))
@@ -338,7 +338,7 @@ def _positional(call: _compat.JitCall) -> tuple[Any, ...]:
     return run, call.args, call.kwargs
 
 
-def joined(reports: list[audit.AuditReport]) -> audit.AuditReport:
+def join_reports(reports: list[audit.AuditReport]) -> audit.AuditReport:
     """Returns one report for several functions; its memory is that of the largest one."""
     first = reports[0]
     if len(reports) == 1:
@@ -367,7 +367,7 @@ def _plan(call: _compat.JitCall, settings: dict[str, Any]) -> list[Any]:
     measured = []
     for name in settings["targets"]:
         chip = _targets.get_target(name)
-        program = _programs.Program(lambda _: _positional(call), recipe, chip, None, folder)
+        program = _programs.Candidate(lambda _: _positional(call), recipe, chip, None, folder)
         row, seconds = program.measure(None)
         measured.append([_plain.to_plain(dataclasses.asdict(row)), seconds])
     return measured

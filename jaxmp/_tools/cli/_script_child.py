@@ -76,7 +76,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                     callback()
 
 
-def main() -> None:
+def run_child() -> None:
     """Runs the script of the command line; the process exits after the result is written."""
     options, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     sys.path.append(options["jaxmp"])
@@ -84,7 +84,7 @@ def main() -> None:
 
     def watch() -> None:
         script = importlib.import_module("jaxmp._tools.cli._script")
-        watchers.append(script.Watcher(script.Options(**options["watch"])))
+        watchers.append(script.Watcher(script.ScriptOptions(**options["watch"])))
 
     def watch_nnx() -> None:
         importlib.import_module("jaxmp._core._compat").watch_nnx()
@@ -124,4 +124,4 @@ def _run(is_module: bool, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_child()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxmp.checkpoint._manifest import CheckpointInfo
 
 
-def recipes(json: JsonOption = None) -> None:
+def show_recipes(json: JsonOption = None) -> None:
     """List the installed recipes."""
     table = make_table("recipe", "policy", "loss scale", "summary")
     rows: list[dict[str, str]] = []
@@ -36,7 +36,7 @@ def recipes(json: JsonOption = None) -> None:
         console().print(table)
 
 
-def show(
+def show_recipe(
     recipe: RecipeArgument,
     ops: Annotated[
         bool, typer.Option("--ops", help="Print the whole table of operations, with reasons.")
@@ -70,7 +70,7 @@ def _print_ops(ops: OpTable) -> None:
         console().print(table)
 
 
-def doctor(json: JsonOption = None) -> None:
+def show_doctor(json: JsonOption = None) -> None:
     """Describe this machine, the recipe that fits it, and what is wrong with its installation."""
     report = jaxmp.doctor()
     problems = [problem._asdict() for problem in report.problems]

@@ -78,7 +78,7 @@ def _in_script(
 # ---------------------------------------------------------------------------
 
 
-def audit(
+def run_audit(
     function: StepArgument = None,
     recipe: Annotated[
         str | None,
@@ -138,7 +138,7 @@ def _audited(name: str, recipe: str | None, target: str | None) -> "AuditReport"
         )
 
 
-def memory(
+def run_memory(
     function: StepArgument = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe; the function receives it.")] = None,
     target: Annotated[
@@ -186,7 +186,7 @@ def memory(
 _PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
 
 
-def plan(
+def run_plan(
     targets: Annotated[
         str, typer.Option(help="Chips, separated by commas; they do not have to be present.")
     ],
@@ -245,7 +245,7 @@ def _planned(
     script: str, arguments: list[str], json: str | None, recipes: list[str], options: dict[str, Any]
 ) -> Any:
     """Returns the plan of a script, which runs once for each recipe."""
-    from jaxmp._tools.plan import Measured, PlanRow, check_plan, report_of
+    from jaxmp._tools.plan import Measured, PlanRow, check_plan, make_plan
 
     check_plan(lambda recipe: recipe, recipes=recipes, targets=options["targets"])
     measured: dict[str, list[Measured]] = {chip: [] for chip in options["targets"]}
@@ -253,7 +253,7 @@ def _planned(
         _, values = _in_script("plan", script, arguments, json, recipe=recipe, **options)
         for chip, (row, seconds) in zip(measured, values, strict=True):
             measured[chip].append(Measured(_plain.from_plain(PlanRow, row), seconds))
-    return report_of(script, measured)
+    return make_plan(script, measured)
 
 
 def _items(text: str) -> list[str]:
@@ -270,7 +270,7 @@ def _values(text: str | None) -> Any:
 _VALIDATE = "jaxmp validate run.py:make_run --recipes bf16,fp16 --steps 500"
 
 
-def validate(
+def run_validate(
     function: Annotated[
         str,
         typer.Argument(
@@ -340,7 +340,7 @@ def validate(
 # ---------------------------------------------------------------------------
 
 
-def locate(
+def run_locate(
     function: Annotated[
         list[str] | None,
         typer.Argument(

@@ -13,11 +13,11 @@ from jaxmp._core._targets import Target, get_target
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools.audit._compile import check_compiler
-from jaxmp._tools.plan._programs import Measured, Program, relative
+from jaxmp._tools.plan._programs import Candidate, Measured, relative
 from jaxmp._tools.plan._report import PlanChoice as PlanChoice
 from jaxmp._tools.plan._report import PlanReport as PlanReport
 from jaxmp._tools.plan._report import PlanRow as PlanRow
-from jaxmp._tools.plan._report import choose
+from jaxmp._tools.plan._report import recommend
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp.errors import AuditError
 
@@ -39,7 +39,7 @@ def plan(
     No chip has to be present, and nothing is run. For each program, the report has the memory, the
     FLOPs and bytes by kind, the kernels that were replaced, and a bound: the roofline of the
     compiled kernels relative to that of `bf16` on the same chip. The bound ranks recipes; it does
-    not predict a time. `docs/choose.md` compares it with published measurements.
+    not predict a time. `docs/recommend.md` compares it with published measurements.
 
     Args:
       make_step: takes a recipe, and returns the train step and its arguments, which may be shapes.
@@ -78,14 +78,14 @@ def plan(
     with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
         for chip, (form, size, recipe) in itertools.product(chips, programs):
             on_program(f"{chip.name}, {recipe.name}")
-            program = Program(make_step, recipe, chip, form, folder)
+            program = Candidate(make_step, recipe, chip, form, folder)
             result = program.largest() if is_search else program.measure(size)
             measured.setdefault(chip.name, []).append(result)
             on_end()
-    return report_of(getattr(make_step, "__name__", "the step"), measured)
+    return make_plan(getattr(make_step, "__name__", "the step"), measured)
 
 
-def report_of(function: str, measured: dict[str, list[Measured]]) -> PlanReport:
+def make_plan(function: str, measured: dict[str, list[Measured]]) -> PlanReport:
     """Returns the report on programs that were measured for each chip."""
     names = [row.recipe for row, _ in next(iter(measured.values()))]
     baseline = "bf16" if "bf16" in names else names[0]
@@ -94,7 +94,7 @@ def report_of(function: str, measured: dict[str, list[Measured]]) -> PlanReport:
         function=function,
         baseline=baseline,
         rows=tuple(itertools.chain.from_iterable(rows.values())),
-        choices=tuple(choose(chip, baseline, own) for chip, own in rows.items()),
+        choices=tuple(recommend(chip, baseline, own) for chip, own in rows.items()),
     )
 
 

@@ -160,7 +160,7 @@ def _remarks(row: PlanRow) -> list[str]:
 # ---------------------------------------------------------------------------
 
 
-def choose(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
+def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     """Returns the recommendation for a chip: the least bound, or the baseline within the margin."""
     fitting = [row for row in rows if row.fits and not row.lacking]
     if not fitting:
