@@ -535,7 +535,7 @@ def watch(monkeypatch):
         mine = lambda: {c: text for c, text in defined_steps().items() if own in text}
         monkeypatch.setattr(_script, "defined_steps", mine)
         monkeypatch.setattr(jaxmp, "load_recipe", jaxmp.load_recipe)
-        watcher = _script.Watcher(_script.ScriptOptions(tool=tool, result="", settings=settings))
+        watcher = _script.Watcher(tool=tool, settings=settings)
         # Scripts and optax expect this promotion.
         with jax.numpy_dtype_promotion("standard"), pytest.raises(FinishedError) as finished:
             exec(code, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -90,7 +91,8 @@ def choose_implementation(args: AttentionArguments, implementation: str) -> Atte
     Raises:
       AttentionError: if the named implementation cannot serve the call.
     """
-    blockers = tuple(_cudnn_blockers(args)) if math.prod(args.logits_shape) else ()
+    checks = _device_blockers(), _operand_blockers(args), _mask_blockers(args)
+    blockers = tuple(itertools.chain(*checks)) if math.prod(args.logits_shape) else ()
     chosen, reason = _choice(args, implementation, blockers)
     notes = tuple(_cudnn_notes(args)) if chosen == "cudnn" else ()
     return AttentionExplanation(
@@ -142,13 +144,6 @@ def log_once(choice: AttentionExplanation) -> None:
 # ---------------------------------------------------------------------------
 # cuDNN
 # ---------------------------------------------------------------------------
-
-
-def _cudnn_blockers(args: AttentionArguments) -> Iterator[Blocker]:
-    """Yields why `jax.nn.dot_product_attention(implementation="cudnn")` cannot serve a call."""
-    yield from _device_blockers()
-    yield from _operand_blockers(args)
-    yield from _mask_blockers(args)
 
 
 def _device_blockers() -> Iterator[Blocker]:

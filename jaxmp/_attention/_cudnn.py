@@ -80,17 +80,13 @@ def _tied(arrays: Arrays) -> Arrays:
     return _partitioned(arrays)
 
 
-def _tied_forward(arrays: Arrays) -> tuple[Arrays, None]:
-    return _partitioned(arrays), None
-
-
 def _tied_backward(_: None, gradients: dict[str, Any]) -> tuple[dict[str, Any]]:
     # Each gradient gets the sharding of its operand.
     floating = {name: g for name, g in gradients.items() if g.dtype != jax.dtypes.float0}
     return ({**gradients, **_partitioned(floating)},)
 
 
-_tied.defvjp(_tied_forward, _tied_backward)
+_tied.defvjp(lambda arrays: (_partitioned(arrays), None), _tied_backward)
 
 
 @custom_vmap
@@ -268,15 +264,10 @@ def _padded_in_training(settings: AttentionSettings, operands: Arrays) -> Any:
     return _kernel(settings, operands)
 
 
-def _forward_rule(settings: AttentionSettings, operands: Arrays) -> Any:
-    return jax.vjp(functools.partial(_padded_kernel, settings), operands)
-
-
-def _backward_rule(settings: AttentionSettings, pull: Any, d_out: Any) -> Any:
-    return pull(d_out)
-
-
-_padded_in_training.defvjp(_forward_rule, _backward_rule)
+_padded_in_training.defvjp(
+    lambda settings, operands: jax.vjp(functools.partial(_padded_kernel, settings), operands),
+    lambda settings, pull, d_out: pull(d_out),
+)
 
 
 def _padded_kernel(settings: AttentionSettings, operands: Arrays) -> Any:

@@ -174,7 +174,7 @@ def check_known(mask: np.ndarray, declared: Declaration) -> None:
     shown = bool(mask[position])
     does, declares = ("shows", "hides") if shown else ("hides", "shows")
     actual = structure_of(mask)
-    name = "" if actual is None else f" The mask is {_words(actual)}."
+    name = "" if actual is None else f" The mask is {str(actual).removeprefix('mask = ')}."
     raise AttentionError(
         f"{_layer(declared)} declares {declared}, and contradicts its mask: for query {query} "
         f"(sequence {batch}, head {head}) the mask {does} key {key}, which the declaration "
@@ -219,10 +219,6 @@ def rule_fix(path: str, actual: Declaration) -> str:
     rule, toml = declaration_code(actual, path)
     lines = "".join(f"\n    {line}" for line in toml)
     return f"Declare its structure by a rule, {rule}, or in the recipe file:{lines}"
-
-
-def _words(actual: Declaration) -> str:
-    return str(actual).removeprefix("mask = ")
 
 
 def _layer(declared: Declaration) -> str:

@@ -304,16 +304,13 @@ def _first(
 ) -> tuple[Any, Any]:
     """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
     if state is None or not isinstance(call.scaling, DelayedScaling):
-        stored = named_amax(AMAX(x)) if _can_save_amax(call, gemm, role) else None
+        # A policy of `jax.checkpoint` may save this amax.
+        is_saved = gemm == "fprop" and call.scaling.kind == "current"
+        has_amax = is_saved and call.format(gemm, role) is not None
+        stored = named_amax(AMAX(x)) if has_amax else None
         seen = stored, stored
         return _operand(call, gemm, role, x, dims, side, seen), seen
     return observed(call.scaling, call.format(gemm, role), x, of_operand(state, role), role)
-
-
-def _can_save_amax(call: DotCall, gemm: str, role: str) -> bool:
-    """Returns True if a policy of `jax.checkpoint` may save the amax of an operand."""
-    is_current = call.scaling.kind == "current"
-    return gemm == "fprop" and is_current and call.format(gemm, role) is not None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

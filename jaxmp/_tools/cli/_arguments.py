@@ -15,7 +15,6 @@ import typer
 
 import jaxmp
 from jaxmp._core._messages import did_you_mean
-from jaxmp._policies._recipe import load_recipe
 from jaxmp._tools.cli._output import check_output
 from jaxmp.errors import JaxmpError
 
@@ -168,18 +167,21 @@ def _user_line(error: BaseException) -> str:
     return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
 
 
-def make_step(name: str, recipe: str | None) -> tuple[Any, ...]:
-    """Calls the user's function, with the recipe if it takes one, and returns its result."""
-    example = "jaxmp audit my_package.train:make_step --recipe bf16"
+def make_step(name: str, example: str, *argument: object, least: int = 1) -> tuple[Any, ...]:
+    """Calls the user's function, with an argument if it takes one, and returns its result.
+
+    Args:
+      name: the function, as in `load_function`.
+      example: a command line for error messages.
+      *argument: a recipe, or the description of a checkpoint; none, to pass nothing.
+      least: smallest number of values that the function returns.
+    """
     make = load_function(name, example, "train_step, state, batch")
-    if recipe is not None and inspect.signature(make).parameters:
-        loaded = load_recipe(recipe)
-        result = call(f"{name}({recipe!r})", lambda: make(loaded))
-    else:
-        result = call(f"{name}()", make)
-    if not isinstance(result, (tuple, list)) or not result or not callable(result[0]):
+    argument = argument if inspect.signature(make).parameters else ()
+    made = call(f"{name}()", lambda: make(*argument))
+    if not isinstance(made, (tuple, list)) or len(made) < least or not callable(made[0]):
         raise JaxmpError(
-            f"{name} returned {type(result).__name__}, not a function and its arguments. Return "
+            f"{name} returned {type(made).__name__}, not a function and its arguments. Return "
             "them:\n    return train_step, state, batch"
         )
-    return tuple(result)
+    return tuple(made)

@@ -40,25 +40,6 @@ from jaxmp.errors import AuditError, JaxmpError
 # ---------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScriptOptions:
-    """Options of a run of a script.
-
-    Args:
-      tool: "audit", "memory", "plan" or "locate".
-      result: path of the result file.
-      function: name of the only function to read; None for the train steps.
-      max_seconds: the script is stopped after this time.
-      settings: of the tool.
-    """
-
-    tool: str
-    result: str
-    function: str | None = None
-    max_seconds: float = 600.0
-    settings: dict[str, Any]
-
-
 class ScriptResult(NamedTuple):
     """A sentence about the functions that the tool has read, and the result of the tool."""
 
@@ -78,11 +59,11 @@ def run_script(
     """Runs a script until its train steps are traced, and a tool on these.
 
     Args:
-      tool: as in `Options`.
+      tool: "audit", "memory", "plan" or "locate".
       arguments: path of the script, or name of a module, followed by the arguments of the script.
       module: True if the first argument is a module, as for `python -m`.
-      function: as in `Options`.
-      max_seconds: as in `Options`.
+      function: name of the only function to read; None for the train steps.
+      max_seconds: the script is stopped after this time.
       **settings: settings of the tool.
 
     Raises:
@@ -96,15 +77,10 @@ def run_script(
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        options = ScriptOptions(
-            tool=tool,
-            result=str(file),
-            function=function,
-            max_seconds=max_seconds,
-            settings=settings,
-        )
+        watch = {"tool": tool, "result": str(file), "function": function}
+        watch |= {"max_seconds": max_seconds, "settings": settings}
         package = str(Path(jaxmp.__file__).parents[1])
-        run = {"module": module, "jaxmp": package, "watch": dataclasses.asdict(options)}
+        run = {"module": module, "jaxmp": package, "watch": watch}
         child = Path(__file__).with_name("_script_child.py")
         command = [sys.executable, str(child), json.dumps(run), *arguments]
         status = _wait(command, bool(settings.get("target") or settings.get("targets")))
@@ -138,21 +114,35 @@ _PATIENCE = 10
 
 
 class Watcher:
-    """Collects the jitted functions of a script, and ends the process with a result."""
+    """Collects the jitted functions of a script, and ends the process with a result.
 
-    def __init__(self, options: ScriptOptions) -> None:
-        self.options, self.process = options, os.getpid()
+    Args:
+      result: path of the result file.
+      tool, function, max_seconds, settings: as in `run_script`.
+    """
+
+    def __init__(
+        self,
+        *,
+        tool: str,
+        result: str = "",
+        function: str | None = None,
+        max_seconds: float = 600.0,
+        settings: dict[str, Any],
+    ) -> None:
+        self.tool, self.file, self.function, self.settings = tool, Path(result), function, settings
+        self.process = os.getpid()
         self.watched: dict[int, Watched] = {}
         # The last two calls of steps with their arrays, for `locate`.
         self.calls: list[_compat.JitCall] = []
         self.recipes: list[str] = []
         self.lock = threading.RLock()
         self.is_busy = False
-        self.watching = _compat.watch_jit(self._on_call, run_all=options.tool == "locate")
+        self.watching = _compat.watch_jit(self._on_call, run_all=tool == "locate")
         self.watching.__enter__()
-        if options.tool == "plan":
+        if tool == "plan":
             jaxmp.load_recipe = self._load_recipe
-        timer = threading.Timer(options.max_seconds, self.finish)
+        timer = threading.Timer(max_seconds, self.finish)
         timer.daemon = True
         timer.start()
 
@@ -164,7 +154,7 @@ class Watcher:
     def _load_recipe(self, recipe: Any) -> Recipe:
         """Returns the planned recipe instead of the script's."""
         self.recipes.append(str(recipe))
-        return load_recipe(self.options.settings["recipe"])
+        return load_recipe(self.settings["recipe"])
 
     def _on_call(self, call: _compat.JitCall) -> bool:
         """Records a call; returns True if the function is not to be compiled and executed."""
@@ -175,14 +165,14 @@ class Watcher:
         if watched is None:
             watched = self.watched[id(call.jaxpr)] = Watched(call)
         watched.calls += 1
-        if self.options.tool == "locate":
+        if self.tool == "locate":
             return self._keep(watched, call)
         if self._is_enough(watched):
             self.finish()
         return watched.is_left_out
 
     def _is_enough(self, watched: Watched) -> bool:
-        name = self.options.function
+        name = self.function
         if name is not None and watched.call.name == name:
             return True
         if not watched.takes_gradients or watched.calls > _PATIENCE:
@@ -201,7 +191,7 @@ class Watcher:
 
     def _keep(self, watched: Watched, call: _compat.JitCall) -> bool:
         """Copies the arrays of a step, and ends the script if the step before it has failed."""
-        name = self.options.function
+        name = self.function
         if not watched.takes_gradients or name not in (None, call.name):
             return False
         with self._busy():
@@ -235,12 +225,10 @@ class Watcher:
                 result = {"error": str(failed)}
             except Exception as failed:
                 traceback.print_exc()
-                tool = self.options.tool
-                result = {"error": f"the {tool} raised {type(failed).__name__}: {failed}"}
-            file = Path(self.options.result)
-            partial = file.with_suffix(".partial")
+                result = {"error": f"the {self.tool} raised {type(failed).__name__}: {failed}"}
+            partial = self.file.with_suffix(".partial")
             partial.write_text(json.dumps(result), "utf-8")
-            partial.replace(file)
+            partial.replace(self.file)
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
@@ -261,42 +249,42 @@ class Watcher:
         chosen = self._chosen(watched)
         sentence = f"Function{'s' * (len(chosen) > 1)} {', '.join(map(str, chosen))}"
         sentence += ", which takes no gradients" * (not any(w.takes_gradients for w in chosen))
-        if missed := [] if self.options.function else self._missed():
+        if missed := [] if self.function else self._missed():
             sentence += f"; not reached: {', '.join(missed)}"
         sentence += f"; the script {error} after these" if error else ""
         names = {w.call.name for w in chosen}
         others = ", ".join(dict.fromkeys(w.call.name for w in watched if w.call.name not in names))
-        verb = {"audit": "audits", "locate": "follows"}.get(self.options.tool, "reads")
+        verb = {"audit": "audits", "locate": "follows"}.get(self.tool, "reads")
         sentence += f"; --function NAME {verb} another one: {others}" if others else ""
         return {"error": "", "sentence": sentence, "value": self._value(chosen)}
 
     def _chosen(self, watched: list[Watched]) -> list[Watched]:
         """Returns the requested function, the train steps, or the function with the most FLOPs."""
-        name = self.options.function
+        name = self.function
         if name is not None:
             named = [w for w in watched if w.call.name == name]
             if not named:
                 names = ", ".join(dict.fromkeys(w.call.name for w in watched))
                 raise AuditError(f"the script compiled no function {name!r}. It compiled {names}.")
             return named[:1]
-        if self.options.tool == "locate" and self.calls:
+        if self.tool == "locate" and self.calls:
             return [self.watched[id(self.calls[0].jaxpr)]]
         # A function that was traced for several shapes counts once.
         steps: dict[str, Watched] = {}
         for each in watched:
             steps |= {str(each): each} if each.is_step and str(each) not in steps else {}
-        if self.options.tool == "plan" or not steps:
+        if self.tool == "plan" or not steps:
             return watched[:1]
         return list(steps.values())
 
     def _value(self, chosen: list[Watched]) -> Any:
-        settings = self.options.settings
-        if self.options.tool == "locate":
+        settings = self.settings
+        if self.tool == "locate":
             return _locate(self.calls)
-        if self.options.tool == "plan":
+        if self.tool == "plan":
             self._check_recipes()
             return _plan(chosen[0].call, settings)
-        if self.options.tool == "memory":
+        if self.tool == "memory":
             estimates = [jaxmp.estimate_memory(*_positional(w.call), **settings) for w in chosen]
             return max(estimates, key=lambda estimate: estimate.total).to_json()
         calls = [(w.call.function, w.call.args, w.call.kwargs) for w in chosen]

@@ -84,7 +84,7 @@ def run_child() -> None:
 
     def watch() -> None:
         script = importlib.import_module("jaxmp._tools.cli._script")
-        watchers.append(script.Watcher(script.ScriptOptions(**options["watch"])))
+        watchers.append(script.Watcher(**options["watch"]))
 
     def watch_nnx() -> None:
         importlib.import_module("jaxmp._core._compat").watch_nnx()

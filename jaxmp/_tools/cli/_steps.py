@@ -5,7 +5,6 @@ strings here, because typer would evaluate each of them at every start.
 """
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -129,13 +128,12 @@ def run_audit(
 
 
 def _audited(name: str, recipe: str | None, target: str | None) -> "AuditReport":
-    loaded = None if recipe is None else _recipe.load_recipe(recipe)
+    loaded = [] if recipe is None else [_recipe.load_recipe(recipe)]
+    settings: dict[str, Any] = {"recipe": loaded[0] if loaded else None, "target": target}
     with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
-        step, *arguments = make_step(name, recipe)
-        return call(
-            f"the step of {name}",
-            lambda: jaxmp.audit(step, *arguments, recipe=loaded, target=target),
-        )
+        example = "jaxmp audit my_package.train:make_step --recipe bf16"
+        step, *arguments = make_step(name, example, *loaded)
+        return call(f"the step of {name}", lambda: jaxmp.audit(step, *arguments, **settings))
 
 
 def run_memory(
@@ -170,7 +168,9 @@ def run_memory(
     else:
         make = only_function("memory", function, name)
         with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
-            step, *arguments = make_step(make, recipe)
+            loaded = [] if recipe is None else [_recipe.load_recipe(recipe)]
+            example = "jaxmp memory my_package.train:make_step --recipe bf16"
+            step, *arguments = make_step(make, example, *loaded)
             estimate = call(
                 f"the step of {make}",
                 lambda: jaxmp.estimate_memory(step, *arguments, **settings),
@@ -398,15 +398,7 @@ def _located(
         checkpointer, step = open_run(checkpoint, step)
         info = checkpointer.describe(step)
     example = "jaxmp locate run.py:make_step --checkpoint checkpoints"
-    make = load_function(function, example, "train_step, state, batch", "info")
-    takes_info = bool(inspect.signature(make).parameters)
-    made = call(f"{function}()", lambda: make(info) if takes_info else make())
-    if not isinstance(made, (tuple, list)) or len(made) < 2 or not callable(made[0]):
-        raise JaxmpError(
-            f"{function} returned {type(made).__name__}, not a function and its arguments. Return "
-            "them:\n    return train_step, state, batch"
-        )
-    train_step, *arguments = made
+    train_step, *arguments = make_step(function, example, info, least=2)
     if checkpointer is not None and info is not None:
         count = _count(info, arguments[0])
         if count is None:
