@@ -1332,6 +1332,20 @@ MUTATIONS = [
         ("test_checkpoint.py::test_parameters_are_restored_without_the_rest",),
     ),
     Mutation(
+        "a script ends at the first of its steps",
+        "jaxmp/_tools/cli/_script.py",
+        "is_whole and not self._missed()",
+        "is_whole",
+        ("test_audit_script.py::test_every_step_that_is_called_is_audited_and_others_are_named",),
+    ),
+    Mutation(
+        "a script runs on after its step has failed",
+        "jaxmp/_tools/cli/_script.py",
+        "        if failed:\n            self.finish()\n",
+        "",
+        ("test_audit_script.py::test_a_script_runs_until_its_step_has_failed",),
+    ),
+    Mutation(
         "the audit of a script takes our frame for the caller",
         "jaxmp/_programs/_locations.py",
         "co_filename.startswith(_HIDDEN)",

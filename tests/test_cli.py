@@ -195,9 +195,7 @@ def commands(folder):
 
 
 def test_every_command_writes_json(run, folder, commands):
-    assert sorted(commands) == sorted(
-        command.callback.__name__ for command in app.registered_commands
-    )
+    assert sorted(commands) == sorted(command.name for command in app.registered_commands)
     for arguments in commands.values():
         code, text, error = run(*arguments)
         assert (code, error) == (0, "")

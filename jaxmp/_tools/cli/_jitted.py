@@ -102,22 +102,27 @@ def _place(source: Callable[..., Any] | None, jaxpr: Jaxpr | ClosedJaxpr) -> str
     return next((f"{Path(file).name}:{line}" for file, line in places if file), "")
 
 
-def defined_steps() -> dict[CodeType, str]:
+def defined_steps() -> dict[FunctionType, str]:
     """Returns the jitted functions of the user whose code takes gradients or updates parameters.
 
     The values are texts such as "update_actor (train.py:12)".
     """
     jitted = [item for item in gc.get_objects() if type(item).__name__ in _JITTED]
     steps = {}
-    for function in map(_compat.python_function, jitted):
+    for function in map(function_of, map(_compat.python_function, jitted)):
         file, line = _definition(function)
         if (
             file
             and isinstance(function, FunctionType)
             and not _OF_STEPS.isdisjoint(_names(function))
         ):
-            steps[function.__code__] = f"{function.__name__} ({Path(file).name}:{line})"
+            steps[function] = f"{function.__name__} ({Path(file).name}:{line})"
     return steps
+
+
+def function_of(source: Any) -> Any:
+    """Returns the function of a bound method, and any other function unchanged."""
+    return getattr(source, "__func__", source)
 
 
 def _names(function: FunctionType) -> set[str]:

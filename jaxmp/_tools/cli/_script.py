@@ -30,7 +30,7 @@ from jaxmp._core import _compat, _plain, _targets
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools import audit
 from jaxmp._tools.audit import _rows
-from jaxmp._tools.cli._jitted import Watched, defined_steps
+from jaxmp._tools.cli._jitted import Watched, defined_steps, function_of
 from jaxmp._tools.nonfinite import _arguments
 from jaxmp._tools.plan import _programs
 from jaxmp.errors import AuditError, JaxmpError
@@ -183,11 +183,11 @@ class Watcher:
     def _missed(self) -> list[str]:
         """Returns the steps that the script defines, and has not called."""
         every = self.watched.values()
-        codes = {getattr(w.call.source, "__code__", None) for w in every}
+        called = {function_of(w.call.source) for w in every}
         names = {w.call.name for w in every if w.call.source is None}
         names.update(*(w.inner for w in every))
-        steps = defined_steps().items()
-        return [text for code, text in steps if code not in codes and code.co_name not in names]
+        missed = defined_steps().items()
+        return [text for f, text in missed if f not in called and f.__name__ not in names]
 
     def _keep(self, watched: Watched, call: _compat.JitCall) -> bool:
         """Copies the arrays of a step, and ends the script if the step before it has failed."""
@@ -365,8 +365,5 @@ def _locate(calls: list[_compat.JitCall]) -> str:
     """Follows the last step, or the one before it, whose results the last one has received."""
     if not calls:
         raise AuditError("the script compiled no function that takes gradients.")
-    for call in calls:
-        report = jaxmp.locate_nonfinite(*_positional(call))
-        if report.reproduced:
-            break
-    return report.to_json()
+    reports = [jaxmp.locate_nonfinite(*_positional(call)) for call in calls]
+    return next((report for report in reports if report.reproduced), reports[-1]).to_json()
