@@ -308,8 +308,7 @@ def run_validate(
     a candidate differs: it is better than the reference by more than its budget, or computes
     another loss. Inconclusive candidates exit with 0.
     """
-    from jaxmp._tools.validate._report import find_regressions
-    from jaxmp._tools.validate._rows import DIFFERS, FAIL
+    from jaxmp._tools.validate._report import DIFFERS, FAIL, find_regressions
 
     directions = [item.partition("=") for item in metrics.split(",") if item]
     cls = jaxmp.typing.ValidationReport
