@@ -1,4 +1,4 @@
-"""`jaxmp recipes`, `show`, `doctor` and `checkpoint`, which show what is there."""
+"""`jaxmp recipes`, `show`, `doctor` and `checkpoint`: recipes, the machine, and saved states."""
 
 import dataclasses
 import tomllib

@@ -159,7 +159,7 @@ def run_memory(
     if script is not None:
         if recipe is not None:
             raise JaxmpError(
-                "--recipe is for functions: the script loads its own recipe. Compare recipes with:"
+                "--recipe is for functions: the script loads a recipe itself. Compare recipes with:"
                 f"\n    jaxmp plan --script {script} --recipes {recipe} --targets h200"
             )
         settings |= {"function": name, "max_seconds": max_seconds}
@@ -224,10 +224,10 @@ def run_plan(
         options = {"function": name, "max_seconds": max_seconds, "cache": folder, "targets": chips}
         report = _planned(script, function or [], json, _items(recipes), options)
     else:
-        given = only_function("plan", function, name)
-        make = load_function(given, _PLAN, "train_step, state, batch", "recipe")
+        path = only_function("plan", function, name)
+        make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
         report = call(
-            f"planning {given}",
+            f"planning {path}",
             lambda: jaxmp.plan(
                 make,
                 recipes=_items(recipes),
@@ -375,7 +375,7 @@ def run_locate(
     if script is not None:
         if checkpoint is not None:
             raise JaxmpError(
-                "--checkpoint is for functions: the script restores its own state. Write\n"
+                "--checkpoint is for functions: the script restores the state itself. Write\n"
                 f"    jaxmp locate --script {script}"
             )
         options = {"function": name, "max_seconds": max_seconds}
