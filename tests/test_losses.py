@@ -902,9 +902,9 @@ import json, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmp import losses
 from jaxmp._core import _compat
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._tools.hlo._compile import describe
 from jaxmp._tools.hlo import Program
-mesh = Mesh(np.array(_compat.described_gpus(describe(GPUS["h200"]), 8)), ("data",))
+mesh = Mesh(np.array(_compat.described_gpus(describe(get_target("h200")), 8)), ("data",))
 def shape(dtype, sizes, *spec):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 args = (shape(jnp.bfloat16, (1024, 64), "data"), shape(jnp.float32, (64, 4096)),
