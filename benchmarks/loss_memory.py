@@ -32,7 +32,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxmp import losses
 from jaxmp._core import _compat
 from jaxmp._core._targets import get_target, targets
-from jaxmp._tools.hlo._compile import describe
+from jaxmp._tools.audit._compile import describe
 from result_file import parser_of, write_result
 from workload_sizes import WORKLOADS
 

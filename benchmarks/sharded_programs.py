@@ -57,8 +57,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._targets import get_target
-from jaxmp._tools.hlo._compile import _WITHOUT_GPU as WITHOUT_GPU
-from jaxmp._tools.hlo._compile import describe
+from jaxmp._tools.audit._compile import _WITHOUT_GPU as WITHOUT_GPU
+from jaxmp._tools.audit._compile import describe
 from result_file import parser_of, table
 
 FRAMEWORKS = ("Linen", "NNX")

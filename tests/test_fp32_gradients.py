@@ -26,7 +26,7 @@ from grids import EXPENSIVE, fast_cases
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._targets import get_target
 from jaxmp._programs._jaxprs import equations
-from jaxmp._tools.hlo._compile import describe
+from jaxmp._tools.audit._compile import describe
 
 ROWS, WIDTH = 64, 8
 

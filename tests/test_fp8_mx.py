@@ -16,7 +16,7 @@ from grids import EXPENSIVE
 from jaxmp import PolicyMap, audit, autocast, fp8
 from jaxmp._core import _compat
 from jaxmp._core._targets import get_target
-from jaxmp._tools.hlo._compile import describe
+from jaxmp._tools.audit._compile import describe
 from jaxmp.errors import CompositionError, RecipeError
 from jaxmp.fp8 import _explain
 from jaxmp.fp8._dims import make_dims

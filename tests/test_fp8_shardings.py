@@ -18,7 +18,7 @@ from jaxmp._core import _compat
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._targets import get_target
 from jaxmp._programs._jaxprs import equations
-from jaxmp._tools.hlo._compile import describe
+from jaxmp._tools.audit._compile import describe
 
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 LINEAR = (((2,), (0,)), ((), ()))

@@ -12,10 +12,10 @@ import pytest
 import jaxmp
 from gpu_compiler import needs_compiler
 from jaxmp._core._targets import get_target
+from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.cli import main
 from jaxmp._tools.hlo import Program as Hlo
-from jaxmp._tools.hlo._compile import Compiled
 from jaxmp._tools.plan._bound import cost_of
 from jaxmp._tools.plan._programs import Measured, Program, relative
 from jaxmp._tools.plan._report import PlanRow, choose

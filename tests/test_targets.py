@@ -21,8 +21,8 @@ from grids import EXPENSIVE
 from jaxmp._core import _compat
 from jaxmp._core._capability import BFLOAT16_MATMULS, FP8_MATMULS, TF32_MATMULS
 from jaxmp._core._targets import find_target, get_target, targets
+from jaxmp._tools.audit._compile import _WITHOUT_GPU, compile_for, describe
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.hlo._compile import _WITHOUT_GPU, compile_for, describe
 from jaxmp.errors import RecipeWarning
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)

@@ -36,12 +36,12 @@ from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit._auditor import Auditor, PolicyContext
 from jaxmp._tools.audit._check_state import label_arguments
 from jaxmp._tools.audit._checks import CHECKS as CHECKS
+from jaxmp._tools.audit._compile import Compiled, compile_for, compile_lowered
 from jaxmp._tools.audit._make_report import make_report
 from jaxmp._tools.audit._program import is_attention
 from jaxmp._tools.audit._report import AuditReport as AuditReport
 from jaxmp._tools.audit._rows import Finding as Finding
 from jaxmp._tools.audit._trace import check_function, trace
-from jaxmp._tools.hlo._compile import Compiled, compile_for, compile_lowered
 from jaxmp.optim._find import check_plain_loop
 
 

@@ -26,13 +26,13 @@ from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
 from jaxmp._tools.audit._checks import CHECKS, ON_COMPILED, ON_PROGRAM, WARNING, PendingFinding
+from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._hlo_collectives import axis_names
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.hlo._compile import Compiled
 
 
 def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:

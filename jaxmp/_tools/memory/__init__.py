@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding
 from jaxmp._core import _compat
 from jaxmp._core._targets import Target, TargetLike, default_target, get_target, usable_share
 from jaxmp._core._typing import PyTree
+from jaxmp._tools.audit._compile import asked_by, compile_for
 from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._compile import asked_by, compile_for
 from jaxmp._tools.memory._liveness import Liveness, Value
 from jaxmp._tools.report._section import Section, bytes_text, share_text
 from jaxmp._tools.report._views import Report

@@ -12,7 +12,7 @@ from typing import Any
 from jaxmp._core._targets import Target, get_target
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
-from jaxmp._tools.hlo._compile import check_compiler
+from jaxmp._tools.audit._compile import check_compiler
 from jaxmp._tools.plan._programs import Program, relative
 from jaxmp._tools.plan._report import PlanChoice as PlanChoice
 from jaxmp._tools.plan._report import PlanReport as PlanReport

@@ -20,8 +20,8 @@ from jaxmp._core._targets import Target, default_target
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit import AuditReport, audit_program
 from jaxmp._tools.audit._auditor import PolicyContext
+from jaxmp._tools.audit._compile import compile_lowered
 from jaxmp._tools.audit._make_report import lacking_format
-from jaxmp._tools.hlo._compile import compile_lowered
 from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.plan._bound import cost_of
 from jaxmp._tools.plan._report import PlanRow
