@@ -60,7 +60,7 @@ MUTATIONS = [
     Mutation(
         "two chips of one compute capability share the programs of jit",
         "jaxmp/_core/_targets.py",
-        "capability=chip.capability, chip=name):",
+        "capability=chip.capability, chip=chip):",
         "capability=chip.capability):",
         ("test_targets.py::test_a_second_chip_does_not_reuse_the_program_of_the_first",),
     ),

@@ -98,7 +98,7 @@ class Target(NamedTuple):
 
 
 # Name of a chip, path of a TOML file, or a mapping of the keys of a chip.
-TargetLike: TypeAlias = "str | Path | Mapping[str, Any] | Target"
+TargetLike: TypeAlias = str | Path | Mapping[str, Any] | Target
 
 _FILE = Path(__file__).with_name("chips.toml")
 _FORMATS = {"half": ("bfloat16", "float16"), "fp8": ("float8_e4m3fn", "float8_e5m2")}
@@ -127,7 +127,8 @@ def _target(name: str, keys: Mapping[str, Any]) -> Target:
     """Makes a chip from the keys of its table."""
     rates = ((_FORMATS.get(key, (key,)), rate) for key, rate in keys["peak"].items())
     sizes, capability = keys.get("multiprocessors"), keys.get("capability")
-    options = {key: keys.get(key, default) for key, default in _OPTIONAL.items()}
+    options: dict[str, Any] = {key: keys.get(key, value) for key, value in _OPTIONAL.items()}
+    options["kinds"] = tuple(options["kinds"]) or (name,)
     return Target(
         name=name,
         memory=int(keys["memory"]),
@@ -137,7 +138,7 @@ def _target(name: str, keys: Mapping[str, Any]) -> Target:
         source=keys["source"],
         capability=(capability[0], capability[1]) if capability else None,
         multiprocessors=Multiprocessors(**sizes) if sizes else None,
-        **options | {"kinds": tuple(options["kinds"]) or (name,)},
+        **options,
     )
 
 
