@@ -156,7 +156,9 @@ def moment_dtype(
                 return leaf.astype(dtypes[number])
             return with_noise(leaf, _hash(seed, number, leaf.shape), dtype)
 
-        return updates, MomentState(optax.safe_increment(state.count), _map_moments(narrow, new))
+        return updates, MomentState(
+            jnp.asarray(optax.safe_increment(state.count)), _map_moments(narrow, new)
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
