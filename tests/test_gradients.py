@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,7 +123,7 @@ def test_one_nan_gradient_is_enough_for_the_guard(wrap, target):
 
     @jax.jit
     def step(state, x):
-        loss, grads = state.value_and_grad(fn)(x)
+        _, grads = state.value_and_grad(fn)(x)
         return state.apply_gradients(grads=grads), grads
 
     with _compat.context(target=target):
