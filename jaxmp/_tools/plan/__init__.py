@@ -127,7 +127,7 @@ def check_plan(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Targ
                 f"{function} has no parameter for {name}={values!r}. Write\n"
                 f"    def {function}(recipe, {parameter}):"
             )
-    chips = [get_target(name) for name in dict.fromkeys(lists["targets"])]
+    chips = list(dict.fromkeys(map(get_target, lists["targets"])))
     for chip in chips:
         if not chip.uncompiled:
             check_compiler(chip)
