@@ -247,8 +247,8 @@ def _planned(
     """Returns the plan of a script, which runs once for each recipe."""
     from jaxmp._tools.plan import Measured, PlanRow, check_plan, make_plan
 
-    check_plan(lambda recipe: recipe, recipes=recipes, targets=options["targets"])
-    measured: dict[str, list[Measured]] = {chip: [] for chip in options["targets"]}
+    _, chips = check_plan(lambda recipe: recipe, recipes=recipes, targets=options["targets"])
+    measured: dict[str, list[Measured]] = {chip.name: [] for chip in chips}
     for recipe in recipes:
         _, values = _in_script("plan", script, arguments, json, recipe=recipe, **options)
         for chip, (row, seconds) in zip(measured, values, strict=True):
