@@ -257,7 +257,7 @@ def _planned(
 
 
 def _items(text: str) -> list[str]:
-    return [item for item in text.split(",") if item]
+    return list(dict.fromkeys(item for item in text.split(",") if item))
 
 
 def _values(text: str | None) -> Any:
