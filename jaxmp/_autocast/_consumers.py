@@ -11,9 +11,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
-
-from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._compat import Jaxpr, JaxprEqn, Var, jaxpr_body
 from jaxmp._programs._analysis import Backward, Forward
 from jaxmp._programs._interpreter import Frame, Place
 from jaxmp._programs._jaxprs import array_aval, is_literal

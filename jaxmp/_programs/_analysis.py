@@ -2,10 +2,8 @@
 
 Use these instead of a loop over the equations of a jaxpr:
 
-* `equations(jaxpr)` of `_jaxprs` yields all equations at any depth, and `primitives(jaxpr)` returns
-  their names, for questions such as "does it contain a matmul?";
-* `visit(jaxpr, function)` shows the equations of one jaxpr, in their order, to a function that
-  decides itself which of the jaxprs inside it visits;
+* `equations(jaxpr)` of `_jaxprs` yields all equations, at any depth or of one jaxpr alone, and
+  `primitives(jaxpr)` returns their names, for questions such as "does it contain a matmul?";
 * `Body(jaxpr)` answers questions within one jaxpr: who makes a variable, who reads it, what it is
   computed from (`sources`), and what is computed from it (`dependents`);
 * a subclass of `Forward` computes a *fact* of each variable from those of the operands, and a
@@ -37,34 +35,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._programs._constructs import scan_of
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_body
+from jaxmp._programs._constructs import Inner, inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import (
-    FORWARD,
-    Atom,
-    Equation,
-    Inner,
-    Path,
-    consumers,
-    equations,
-    inners,
-    is_literal,
-)
+from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, Path, consumers, equations, is_literal
 from jaxmp._programs._locations import FULL_PRECISION
 
 
 def primitives(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:
     """Returns the names of all operations in a jaxpr at any depth."""
     return {equation.primitive.name for equation in equations(jaxpr)}
-
-
-def visit(jaxpr: Jaxpr | ClosedJaxpr, function: Callable[[Any], None]) -> None:
-    """Calls a function with each equation of a jaxpr, without those of the jaxprs inside."""
-    for equation in jaxpr_body(jaxpr)[0].eqns:
-        function(equation)
 
 
 class Body:
@@ -195,14 +176,14 @@ class Forward(Interpreter):
         """Returns the facts of the results of a construct; `nothing` for other equations."""
         known: dict[int, Any] = {}
         for inner in inners(equation):
-            facts = self._facts_inside(equation, inner, operands, frame.place.of(equation), state)
+            facts = self._facts_inside(inner, operands, frame.place.of(equation), state)
             for n, fact in enumerate(facts):
                 if inner.results[n] is not None:
                     known[n] = self.join(known[n], fact) if n in known else fact
         return [known.get(n, self.nothing) for n in range(len(equation.outvars))]
 
     def _facts_inside(
-        self, equation: JaxprEqn, inner: Inner, operands: list[Any], place: Place, state: Any
+        self, inner: Inner, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
         args = [self.nothing if n is None else operands[n] for n in inner.indices]
         args[inner.carried.stop :] = map(self.row, args[inner.carried.stop :])
@@ -214,7 +195,7 @@ class Forward(Interpreter):
             if new == args:
                 break
             args = new
-        return [args[n] for n in inner.carried] if _may_be_skipped(equation) else results
+        return [args[n] for n in inner.carried] if inner.may_be_skipped else results
 
 
 class Backward:
@@ -272,14 +253,14 @@ class Backward:
         """Returns the facts of the operands of a construct; `nothing` for other equations."""
         operands = [self.nothing] * len(equation.invars)
         for inner in inners(equation):
-            facts = self._facts_inside(equation, inner, results, frame.place.of(equation), state)
+            facts = self._facts_inside(inner, results, frame.place.of(equation), state)
             for n, fact in zip(inner.indices, facts, strict=True):
                 if n is not None:
                     operands[n] = self._joined(operands[n], fact)
         return operands
 
     def _facts_inside(
-        self, equation: JaxprEqn, inner: Inner, results: list[Any], place: Place, state: Any
+        self, inner: Inner, results: list[Any], place: Place, state: Any
     ) -> list[Any]:
         known = [self.nothing if var is None else results[n] for n, var in enumerate(inner.results)]
         while True:
@@ -290,7 +271,7 @@ class Backward:
             if new == known:
                 break
             known = new
-        if _may_be_skipped(equation):
+        if inner.may_be_skipped:
             args[inner.carried.start : inner.carried.stop] = known[: len(inner.carried)]
         return args
 
@@ -303,11 +284,6 @@ class Backward:
         for var, fact in zip(variables, new, strict=True):
             if not is_literal(var) and fact != self.nothing:
                 facts[var] = self._joined(facts.get(var, self.nothing), fact)
-
-
-def _may_be_skipped(equation: Equation) -> bool:
-    """Returns True for a loop of which the results may be the operands."""
-    return equation.primitive.name == "while"
 
 
 # ---------------------------------------------------------------------------
@@ -330,8 +306,7 @@ class ModuleOutputs:
 
 def used_inside(equation: JaxprEqn, used: list[bool]) -> list[bool]:
     """Returns which results of the jaxpr of an equation are used, for those of the equation."""
-    name = equation.primitive.name
-    carried = scan_of(equation).carry if name == "scan" else len(used) if name == "while" else 0
+    carried = sum(len(inner.carried) for inner in inners(equation))
     return [True] * carried + used[carried:]
 
 

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr
 from jaxmp._core._dtypes import bits
 from jaxmp._core._typing import DTypeLike
-from jaxmp._programs._jaxprs import Equation, equations, inners
+from jaxmp._programs._constructs import Form, form_of, inners
+from jaxmp._programs._jaxprs import Equation, equations
 from jaxmp._programs._operations import arithmetic_of, dot_of, name_of
 
 MATMULS = (
@@ -227,7 +228,7 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Counter[tuple[Any, Any]]:
         if matmuls or name == "pallas_call":
             continue
         inside = [_multiplied(count_flops(inner.jaxpr), inner.times) for inner in inners(equation)]
-        if name == "cond":
+        if form_of(equation) is Form.BRANCH:
             inside = [max(inside, key=Counter.total)]
         elif name_of(equation) == WIDENED_MATMUL:
             lhs, rhs = (var.aval.dtype for var in equation.invars[:2])

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core.primitives import convert_element_type_p
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import DTypeLike
@@ -98,7 +97,7 @@ def weakly_typed(value: Any) -> Any:
     """
     if not isinstance(value, jax.Array) or jax.config.jax_enable_x64:  # pyright: ignore
         return value
-    return convert_element_type_p.bind(value, new_dtype=FLOAT32, weak_type=True, sharding=None)
+    return lax.convert_element_type_p.bind(value, new_dtype=FLOAT32, weak_type=True, sharding=None)
 
 
 def strongly_typed(value: Any) -> Any:

@@ -8,9 +8,9 @@ from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jaxmp._core._compat._jaxprs import Primitive
 from jaxmp._core._compat._private import load_private
 from jaxmp.errors import RecipeWarning
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr
 
+from jaxmp._core._compat._jaxprs import ClosedJaxpr
 from jaxmp._core._compat._private import load_private
 from jaxmp.errors import JaxmpError
 

@@ -9,10 +9,9 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxmp._core._compat import jaxpr_body, target
+from jaxmp._core._compat import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._fp32._layout import (

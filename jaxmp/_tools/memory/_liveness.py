@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._programs._analysis import visit
-from jaxmp._programs._constructs import CONSTRUCTS, LOOPS, OPAQUE_CALLS, REMATS
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, inners, is_literal, phase_of
+from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, Inner, inners
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, equations, is_literal, phase_of
 from jaxmp._tools.audit._program import named
 
 # Operations whose result is the same array in memory. Matmuls read transposed operands.
@@ -23,8 +22,6 @@ _VIEWS = named(
     "copy expand_dims name reshape sharding_constraint squeeze stop_gradient transpose pvary"
     " pcast reshard bitcast_convert_type"
 )
-_BRANCHING = LOOPS | {"cond"}
-_CALLS = (CONSTRUCTS | OPAQUE_CALLS) - _BRANCHING
 # Kernels that compute their operands themselves.
 _REDUCTIONS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
 _MATMULS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul"))
@@ -130,11 +127,13 @@ class Liveness:
                 return new if is_literal(var) else values.setdefault(var, new)
             return values[var]
 
-        def add(equation: Any) -> None:
+        for equation in equations(jaxpr, inside=False):
             name, operands = equation.primitive.name, [read(var) for var in equation.invars]
             own = phase_of(str(equation.source_info.name_stack), phase)
-            if name in _CALLS and len(inside := inners(equation)) == 1:
-                if name in REMATS and own != FORWARD:
+            inside = inners(equation) if name in CONSTRUCTS | OPAQUE_CALLS else []
+            is_apart = any(inner.is_loop or inner.form is Form.BRANCH for inner in inside)
+            if len(inside) == 1 and not is_apart:
+                if inside[0].form is Form.REMAT and own != FORWARD:
                     # A barrier, so that the compiler does not use the values of the forward pass.
                     self._operations.append(_Operation("barrier", operands, [], own, Counter(), []))
                 results = self._add(inside[0].jaxpr, operands, own)
@@ -144,23 +143,19 @@ class Liveness:
                 results = operands
             else:
                 results = [self._value(var) for var in equation.outvars]
-                below = self._inside(equation, operands, own)
-                loop = inners(equation)[-1] if name in LOOPS else None
-                carried = [loop.indices[n] for n in loop.carried] if loop else []
+                below = self._inside(inside if is_apart else [], operands, own)
+                carried = [inner.indices[n] for inner in inside for n in inner.carried]
                 overwritten = [operands[n] for n in carried if n is not None]
                 self._operations.append(
                     _Operation(name, operands, results, own, below, overwritten)
                 )
             values.update(zip(equation.outvars, results, strict=True))
 
-        visit(jaxpr, add)
         return [read(var) for var in jaxpr.outvars]
 
-    def _inside(self, equation: Any, operands: list[Value], phase: str) -> Counter[str]:
-        if equation.primitive.name not in _BRANCHING:
-            return Counter()
+    def _inside(self, inside: list[Inner], operands: list[Value], phase: str) -> Counter[str]:
         peaks = []
-        for inner in inners(equation):
+        for inner in inside:
             weights = {
                 self._elements(var.aval)
                 for var, n in zip(inner.jaxpr.invars, inner.indices, strict=True)
@@ -174,7 +169,7 @@ class Liveness:
             ]
             below = Liveness(self._size_of, self._weights | weights)
             peaks.append(below.peak(inner.jaxpr, arguments, phase, self._logits or 1))
-        return max(peaks, key=Counter.total, default=Counter())
+        return max(peaks, key=Counter.total, default=Counter[str]())
 
     def _elements(self, aval: Any) -> int:
         return self._size_of(aval) // _itemsize(aval)

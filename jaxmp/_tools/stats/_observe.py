@@ -13,6 +13,7 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array
 from jaxmp._programs._analysis import ModuleOutputs, used_inside
+from jaxmp._programs._constructs import inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import (
     BACKWARD,
@@ -23,7 +24,6 @@ from jaxmp._programs._jaxprs import (
     Path,
     consumers,
     equations,
-    inners,
     is_literal,
 )
 from jaxmp._programs._operations import name_of
@@ -105,6 +105,7 @@ def _gradients(body: Any, place: Place) -> set[Atom]:
 class Observer(Interpreter):
     """Interpreter that measures tensors; its side results are their statistics by `Key`."""
 
+    consequence = "the tensors inside of it are not measured"
     has_side_results = True
     drops_derivatives = True
     measure: Callable[..., Any] = staticmethod(measure)
