@@ -73,7 +73,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a program that is lowered for several platforms is compared with the first alone",
-        "jaxmp/_core/_compat/_context.py",
+        "jaxmp/_core/_compat/__init__.py",
         "context.module_context.platforms or ()",
         "(context.module_context.platforms or ())[:1]",
         ("test_targets.py::test_exported_programs_are_for_the_chip",),

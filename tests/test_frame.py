@@ -22,7 +22,7 @@ from grids import EXPENSIVE, fast_cases
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"flax", "orbax", "matplotlib", "rich", "typer"}
-HEAVY |= {"jaxmp._tools", "jaxmp._tools.audit", "jaxmp.checkpoint"}
+HEAVY |= {"jax._src.pallas", "jaxmp._tools", "jaxmp._tools.audit", "jaxmp.checkpoint"}
 # They are imported when they are first used.
 LAZY = ("_attention", "_autocast", "_gradients._fp32", "_gradients._value_and_grad", "losses")
 HEAVY |= {f"jaxmp.{name}" for name in LAZY}

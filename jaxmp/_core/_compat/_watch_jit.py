@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from jaxmp._core._compat._jaxprs import ClosedJaxpr
-from jaxmp._core._compat._private import load_private
+from jaxmp._core._compat import ClosedJaxpr, load_private
 from jaxmp.errors import JaxmpError
 
 _core, _pjit = map(load_private, ("jax._src.core", "jax._src.pjit"))

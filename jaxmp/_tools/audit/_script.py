@@ -27,6 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jaxmp
 from jaxmp._core import _compat
+from jaxmp._core._compat import _watch_jit
 from jaxmp._core._typing import PyTree
 from jaxmp._programs._jaxprs import equations
 from jaxmp._programs._locations import Lines
@@ -131,7 +132,7 @@ _LARGE = 10**10
 class _Watched:
     """Jitted function with the shapes of one call."""
 
-    def __init__(self, call: _compat.JitCall) -> None:
+    def __init__(self, call: _watch_jit.JitCall) -> None:
         body = _compat.jaxpr_body(call.jaxpr)[0]
         self.location = _place(call.source, body)
         self.flops, self.takes_gradients = count_flops(body).total(), has_backward(body)
@@ -152,13 +153,13 @@ class Watcher:
         self.options, self.process = options, os.getpid()
         self.watched: dict[int, _Watched] = {}
         self.lock = threading.RLock()
-        self.watching = _compat.watch_jit(self._on_call)
+        self.watching = _watch_jit.watch_jit(self._on_call)
         self.watching.__enter__()
         timer = threading.Timer(options.max_seconds, self.finish)
         timer.daemon = True
         timer.start()
 
-    def _on_call(self, call: _compat.JitCall) -> bool:
+    def _on_call(self, call: _watch_jit.JitCall) -> bool:
         """Records a call; returns True if the function is not to be compiled and executed."""
         # The script may have forked a process, which has inherited this object.
         if os.getpid() != self.process:

@@ -86,7 +86,7 @@ def main() -> None:
         watchers.append(script.Watcher(script.Options(**options["watch"])))
 
     def watch_nnx() -> None:
-        importlib.import_module("jaxmp._core._compat").watch_nnx()
+        importlib.import_module("jaxmp._core._compat._watch_jit").watch_nnx()
 
     folder = os.path.dirname(os.path.abspath(arguments[0]))
     imports = _AfterImport(
