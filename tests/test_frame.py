@@ -85,7 +85,7 @@ def test_a_missing_package_names_an_extra_that_exists():
 # Parts of the engine of traced programs, which alone loop over equations.
 ENGINE = ("_programs/",)
 # Number of places that read the parameters of an equation outside of the engine.
-PARAMETER_READS = 12
+PARAMETER_READS = 3
 # Objects with `params` that are not equations.
 OWNERS = {"state", "run", "entry", "self", "candidate", "first", "inferred", "params", "_run"}
 

@@ -66,8 +66,10 @@ def call_at_exit(fn: Callable[[], object]) -> None:
 
 if not TYPE_CHECKING:
     # `jax.extend` loads Pallas.
-    source_info_util = load_private("jax._src.source_info_util")
-    _core = load_private("jax._src.core")
+    source_info_util, _core = (
+        load_private(f"jax._src.{name}") or importlib.import_module(f"jax.extend.{name}")
+        for name in ("source_info_util", "core")
+    )
     Jaxpr, JaxprEqn, Literal, Var = _core.Jaxpr, _core.JaxprEqn, _core.Literal, _core.Var
     Primitive, jaxpr_as_fun = _core.Primitive, _core.jaxpr_as_fun
     # JAX 0.12 has one class for both.
