@@ -786,7 +786,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the backward matmuls of a wide head run in FP32",
-        "jaxmp/_programs/_wide_dot.py",
+        "jaxmp/_programs/_matmuls.py",
         "[product(d_lhs, rhs)]",
         "[product(d_lhs.astype(dtype), rhs.astype(dtype), preferred_element_type=dtype)]",
         ("test_models.py::test_every_product_has_the_operands_that_the_rules_say",),

@@ -129,7 +129,7 @@ def test_the_engine_alone_loops_over_equations():
 
 
 def test_the_engine_alone_lists_calls():
-    names = {"closed_call", "eval_jaxpr", "remat2", "core_call"}
+    names = {"closed_call", "eval_jaxpr", "remat2", "core_call", "scan", "shard_map"}
     lists = {
         name
         for name, tree in outside_the_engine().items()

@@ -19,8 +19,7 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp._core import _compat
-from jaxmp._core._capability import BFLOAT16_MATMULS, FP8_MATMULS, TF32_MATMULS
-from jaxmp._core._targets import TARGETS, get_target
+from jaxmp._core._targets import BFLOAT16_MATMULS, FP8_MATMULS, TARGETS, TF32_MATMULS, get_target
 from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.hlo._compile import _WITHOUT_GPU, GPUS, compile_for, describe
 from jaxmp.errors import RecipeWarning

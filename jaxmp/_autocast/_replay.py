@@ -67,8 +67,8 @@ from jaxmp._programs._constructs import CONSTRUCTS, sub_jaxprs
 from jaxmp._programs._in_place import InPlace
 from jaxmp._programs._interpreter import Frame, Place
 from jaxmp._programs._jaxprs import Path, array_aval, equations, scope_names
+from jaxmp._programs._matmuls import wide_product, widened_product
 from jaxmp._programs._operations import Dot, arithmetic_of, dot_of
-from jaxmp._programs._wide_dot import wide_product, widened_product
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._explain import Fp8Explanation as Fp8Explanation
 from jaxmp.fp8._explain import decide_product, is_explained, note_unsupported

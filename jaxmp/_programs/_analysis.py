@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_body
 from jaxmp._programs._constructs import Inner, inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, Path, consumers, equations, is_literal
+from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, Path, equations, is_literal
 from jaxmp._programs._locations import FULL_PRECISION
 
 
@@ -61,7 +61,12 @@ class Body:
     @functools.cached_property
     def consumers(self) -> dict[Any, list[Any]]:
         """Variable -> the equations that read it, and None if the jaxpr returns it."""
-        return consumers(self.jaxpr)
+        consumers: dict[Any, list[Any]] = {}
+        read = [(var, each) for each in self.jaxpr.eqns for var in each.invars]
+        for var, reader in (*read, *((var, None) for var in self.jaxpr.outvars)):
+            if not is_literal(var):
+                consumers.setdefault(var, []).append(reader)
+        return consumers
 
     @functools.cached_property
     def producers(self) -> dict[Any, Any]:

@@ -53,7 +53,7 @@ def _of(*forms: Form) -> frozenset[str]:
 
 
 CALLS, REMATS, CUSTOM_DERIVATIVES = _of(Form.CALL), _of(Form.REMAT), _of(Form.DERIVATIVE)
-LOOPS = _of(Form.SCAN, Form.WHILE)
+LOOPS, BRANCHES = _of(Form.SCAN, Form.WHILE), _of(Form.BRANCH)
 CONSTRUCTS = _of(*Form)
 # Calls that no interpreter enters, because their jaxpr belongs together with a rule of their
 # author. An analysis can enter them.
@@ -319,11 +319,6 @@ class Inner(NamedTuple):
     carried: range
     times: int = 1
     step: int = 1
-
-    @property
-    def is_call(self) -> bool:
-        """True if the jaxpr runs once, for the operands of the equation."""
-        return self.form in (Form.CALL, Form.REMAT, Form.DERIVATIVE)
 
     @property
     def is_loop(self) -> bool:

@@ -107,20 +107,6 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr, *, inside: bool = True) -> Iterator[An
             yield from equations(inner)
 
 
-def consumers(jaxpr: Jaxpr | ClosedJaxpr) -> dict[Atom, list[Any]]:
-    """Returns variable -> its consumers: equations, and None if the jaxpr returns the variable."""
-    body = jaxpr_body(jaxpr)[0]
-    result: dict[Any, list[Any]] = {}
-    for equation in body.eqns:
-        for var in equation.invars:
-            if not is_literal(var):
-                result.setdefault(var, []).append(equation)
-    for var in body.outvars:
-        if not is_literal(var):
-            result.setdefault(var, []).append(None)
-    return result
-
-
 def without_unused(jaxpr: Jaxpr) -> Jaxpr:
     """Returns an open jaxpr without the equations that its results do not depend on."""
     used = {var for var in jaxpr.outvars if not is_literal(var)}

@@ -127,10 +127,10 @@ def _row(array: np.ndarray | None) -> np.ndarray | None:
 
 
 def _array(value: object) -> np.ndarray | None:
-    """Converts an array to NumPy; None for a shape, a tracer or a key."""
+    """Converts an array to NumPy; None for a shape, a tracer, a key, or a deleted array."""
     try:
         return np.asarray(value) if hasattr(value, "__array__") else None
-    except Exception:
+    except (TypeError, RuntimeError):
         return None
 
 
@@ -164,8 +164,8 @@ class _Node:
                 results = bind(self.equation, operands, **changes)
             many = isinstance(results, (list, tuple))
             return list(map(np.asarray, results if many else [results]))
-        except Exception:
-            # For example a PRNG key, which has no elements, or a callback to another machine.
+        except (TypeError, ValueError, RuntimeError):
+            # For example a PRNG key, which has no elements, or an operation that a CPU lacks.
             return []
 
 

@@ -43,8 +43,8 @@ from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import CALLS
 from jaxmp._programs._interpreter import Frame, Interpreter
 from jaxmp._programs._jaxprs import array_aval, equations, without_unused
+from jaxmp._programs._matmuls import wide_product, widened_product
 from jaxmp._programs._operations import arithmetic_of, dot_of
-from jaxmp._programs._wide_dot import wide_product, widened_product
 
 
 def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:

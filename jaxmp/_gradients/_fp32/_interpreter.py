@@ -47,7 +47,7 @@ from jaxmp._gradients._fp32._values import (
     results_of,
 )
 from jaxmp._programs._bind import bind
-from jaxmp._programs._constructs import CALLS, REMATS, Form, call_of, form_of, scan_of
+from jaxmp._programs._constructs import BRANCHES, CALLS, REMATS, Form, call_of, form_of, scan_of
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter
 from jaxmp._programs._operations import is_partial, new_dtype_of, sharding_of_result
 
@@ -70,7 +70,8 @@ _OF_ROWS = (
     | MATMULS
     | CALLS
     | REMATS
-    | {"cond", "convert_element_type", "name", "sharding_constraint"}
+    | BRANCHES
+    | {"convert_element_type", "name", "sharding_constraint"}
 )
 
 

@@ -21,10 +21,9 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jaxmp._core._capability import Capability
 from jaxmp._core._compat import current_mesh, described_gpus, described_tpus
 from jaxmp._core._messages import missing_dependency
-from jaxmp._core._targets import TARGETS, Target, get_target, is_target
+from jaxmp._core._targets import TARGETS, Capability, Target, get_target, is_target
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._jaxprs import equations, with_parameters
 from jaxmp._programs._locations import Lines

@@ -15,21 +15,22 @@ from typing import Any, NamedTuple, TypeAlias
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, Inner, inners
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, equations, is_literal, phase_of
-from jaxmp._tools.audit._program import named
 
 # Operations whose result is the same array in memory. Matmuls read transposed operands.
-_VIEWS = named(
-    "copy expand_dims name reshape sharding_constraint squeeze stop_gradient transpose pvary"
-    " pcast reshard bitcast_convert_type"
-)
+_VIEWS = frozenset(
+    {"copy", "expand_dims", "name", "pcast", "pvary", "reshape", "reshard", "squeeze"}
+) | {"bitcast_convert_type", "sharding_constraint", "stop_gradient", "transpose"}
 # Kernels that compute their operands themselves.
 _REDUCTIONS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
 _MATMULS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul"))
 # Operations that take longer to compute again than to read.
-_COSTLY = named("erf erfc erf_inv lgamma digamma")
-_LIBRARY = named(
-    "cholesky eigh fft lu qr sort svd top_k triangular_solve rng_bit_generator pallas_call"
-    " psum psum_invariant all_gather all_to_all reduce_scatter ppermute cond scan while"
+_COSTLY = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
+# Name of an operation for a loop or branches, whose jaxprs have their own memory.
+_APART = "apart"
+_LIBRARY = (
+    frozenset({"cholesky", "eigh", "fft", "lu", "qr", "sort", "svd", "top_k", "triangular_solve"})
+    | {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
+    | {"pallas_call", "rng_bit_generator", _APART}
 )
 
 
@@ -146,6 +147,7 @@ class Liveness:
                 below = self._inside(inside if is_apart else [], operands, own)
                 carried = [inner.indices[n] for inner in inside for n in inner.carried]
                 overwritten = [operands[n] for n in carried if n is not None]
+                name = _APART if is_apart else name
                 self._operations.append(
                     _Operation(name, operands, results, own, below, overwritten)
                 )
