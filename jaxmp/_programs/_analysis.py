@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -303,61 +303,43 @@ class ModuleOutputs:
         self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, used: Sequence[bool] | None
     ) -> None:
         body, _ = jaxpr_body(jaxpr)
+        located = [(each, *place.of(each)) for each in equations(body, inside=False)]
+        self._forward = [(each, path) for each, path, phase in located if phase == FORWARD]
+        read = [(var, path) for each, path in self._forward for var in each.invars]
         used = [True] * len(body.outvars) if used is None else used
-        places = [place.of(equation) for equation in equations(body, inside=False)]
-        self.consumers = _consumers(body, places, used)
-        self.last = _last_outputs(body, places, place.scopes, self.consumers)
+        returned = [(var, None) for var, is_used in zip(body.outvars, used, strict=True) if is_used]
+        # Variable -> scopes of its forward consumers; None if the jaxpr returns it.
+        self.consumers: dict[Atom, list[Path | None]] = {}
+        for var, path in (*read, *returned):
+            if not is_literal(var):
+                self.consumers.setdefault(var, []).append(path)
+        self.last = self._last_outputs(len(place.scopes))
+
+    def _last_outputs(self, outer: int) -> dict[Atom, list[Path]]:
+        """Returns variable -> paths of the modules of which it is the output.
+
+        Args:
+          outer: number of scopes of the equation that contains the jaxpr.
+        """
+        last: dict[Path, Atom] = {}
+        for equation, path in self._forward:
+            for var in filter(_is_activation, equation.outvars):
+                for length in range(outer + 1, len(path) + 1):
+                    module = path[:length]
+                    readers = self.consumers.get(var, ())
+                    if any(each is None or each[:length] != module for each in readers):
+                        last[module] = var
+        variables: dict[Atom, list[Path]] = {}
+        for module, var in sorted(last.items(), key=lambda item: -len(item[0])):
+            if FULL_PRECISION not in module:
+                variables.setdefault(var, []).append(module)
+        return variables
 
 
 def used_inside(equation: JaxprEqn, used: list[bool]) -> list[bool]:
     """Returns which results of the jaxpr of an equation are used, for those of the equation."""
     carried = sum(len(inner.carried) for inner in inners(equation))
     return [True] * carried + used[carried:]
-
-
-def _consumers(
-    body: Any, places: list[Place], used: Sequence[bool]
-) -> dict[Atom, list[Path | None]]:
-    """Returns variable -> scopes of its forward consumers; None if the jaxpr returns it."""
-    consumers: dict[Atom, list[Path | None]] = {}
-    for equation, (path, phase) in zip(equations(body, inside=False), places, strict=True):
-        if phase == FORWARD:
-            for var in equation.invars:
-                if not is_literal(var):
-                    consumers.setdefault(var, []).append(path)
-    for var, is_used in zip(body.outvars, used, strict=True):
-        if is_used and not is_literal(var):
-            consumers.setdefault(var, []).append(None)
-    return consumers
-
-
-def _last_outputs(
-    body: Any,
-    places: list[Place],
-    outer: Path,
-    consumers: Mapping[Atom, list[Path | None]],
-) -> dict[Atom, list[Path]]:
-    """Returns variable -> paths of the modules of which it is the output."""
-    last: dict[Path, Atom] = {}
-    for equation, (path, phase) in zip(equations(body, inside=False), places, strict=True):
-        if phase != FORWARD:
-            continue
-        for var in equation.outvars:
-            if var not in consumers or not _is_activation(var):
-                continue
-            for length in range(len(outer) + 1, len(path) + 1):
-                module = path[:length]
-                if any(_is_outside(each, module) for each in consumers[var]):
-                    last[module] = var
-    variables: dict[Atom, list[Path]] = {}
-    for module, var in sorted(last.items(), key=lambda item: -len(item[0])):
-        if FULL_PRECISION not in module:
-            variables.setdefault(var, []).append(module)
-    return variables
-
-
-def _is_outside(path: Path | None, module: Path) -> bool:
-    return path is None or path[: len(module)] != module
 
 
 def _is_activation(var: Atom) -> bool:
