@@ -72,7 +72,7 @@ class Consumers(Backward):
 
     def __init__(self, jaxpr: Jaxpr, category: Callable[[JaxprEqn], str]) -> None:
         made = _MadeInFp32(category)
-        self._wide = made.facts(jaxpr, [False] * len(jaxpr.invars))
+        self._wide = made.frame(jaxpr, [False] * len(jaxpr.invars)).values
         self._kinds = made.kinds
         self._read = self.facts(jaxpr, [_Read(True, True)] * len(jaxpr.outvars))
 

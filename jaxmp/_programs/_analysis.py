@@ -20,7 +20,7 @@ Example, the dtypes from which values were cast::
             return self.enter(equation, operands, frame)  # facts of the jaxprs inside
 
     results = Origins().run(jaxpr, [None] * len(jaxpr.invars))
-    facts = Origins().facts(jaxpr, [None] * len(jaxpr.invars))  # variable -> fact
+    facts = Origins().frame(jaxpr, [None] * len(jaxpr.invars)).values  # variable -> fact
 
 Such an analysis visits each equation once, and those in a loop several times. `frame.place` and
 `frame.state` are as in `Interpreter`: the scopes of the equation that contains the jaxpr, and
@@ -160,21 +160,6 @@ class Forward(Interpreter):
     def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [self.nothing] * len(equation.outvars)
 
-    def facts(
-        self,
-        jaxpr: Jaxpr | ClosedJaxpr,
-        args: Sequence[Any],
-        place: Place | None = None,
-        state: Any = None,
-    ) -> dict[Any, Any]:
-        """Returns variable -> fact for one jaxpr, without the jaxprs inside.
-
-        Args:
-          jaxpr, place, state: as in `Interpreter.run`.
-          args: the facts of its arguments.
-        """
-        return self.frame(jaxpr, args, place, state).values
-
     def enter(
         self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
     ) -> list[Any]:
@@ -303,8 +288,8 @@ class ModuleOutputs:
         self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, used: Sequence[bool] | None
     ) -> None:
         body, _ = jaxpr_body(jaxpr)
-        located = [(each, *place.of(each)) for each in equations(body, inside=False)]
-        self._forward = [(each, path) for each, path, phase in located if phase == FORWARD]
+        located = [(each, place.of(each)) for each in equations(body, inside=False)]
+        self._forward = [(each, at.scopes) for each, at in located if at.phase == FORWARD]
         read = [(var, path) for each, path in self._forward for var in each.invars]
         used = [True] * len(body.outvars) if used is None else used
         returned = [(var, None) for var, is_used in zip(body.outvars, used, strict=True) if is_used]

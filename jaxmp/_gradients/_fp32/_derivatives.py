@@ -289,26 +289,10 @@ def _is_saved(leaf: object) -> TypeGuard[Saved]:
 # ---------------------------------------------------------------------------
 
 # Operations that move the elements of their first operand, and compute nothing.
-MOVES = frozenset(
-    {
-        "all_gather",
-        "broadcast_in_dim",
-        "copy",
-        "dynamic_slice",
-        "expand_dims",
-        "gather",
-        "mesh_cast",
-        "pvary",
-        "reshape",
-        "reshard",
-        "rev",
-        "sharding_constraint",
-        "slice",
-        "split",
-        "squeeze",
-        "transpose",
-        "unstack",
-    }
+MOVES = (
+    frozenset({"broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "gather", "reshape"})
+    | {"rev", "slice", "split", "squeeze", "transpose", "unstack"}
+    | {"all_gather", "mesh_cast", "pvary", "reshard", "sharding_constraint"}
 )
 MATMULS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 # Operations that may follow the matmul of a weight gradient, such as the factor of a scale.

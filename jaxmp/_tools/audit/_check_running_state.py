@@ -55,7 +55,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
         if dtype_of(carry) in FLOATS_16BIT and not is_literal(result):
             carried = {var: False for var in carries} | {carry: _Linear()}
             args = [carried.get(var) for var in loop.jaxpr.invars]
-            linear = _Linearity().facts(loop.jaxpr, args).get(result)
+            linear = _Linearity().frame(loop.jaxpr, args).values.get(result)
             if linear and linear.addition is not None and linear.is_scaled:
                 _report_recurrence(op, carry, linear, loop, audit)
 
