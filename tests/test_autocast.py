@@ -663,9 +663,8 @@ def test_a_shared_function_runs_for_the_priorities_of_its_operands(order):
         low, narrow = (x @ w)[:, :4], x @ w[:, :4]
         return [product(each, low) for each in (jnp.exp(y), narrow)[::order]]
 
-    jaxpr = jax.make_jaxpr(autocast(fn, MIXED))(
-        jnp.ones((8, 32)), jnp.ones((4, 8)), jnp.ones((4, 4))
-    )
+    shapes = [jnp.ones((8, 32)), jnp.ones((4, 8)), jnp.ones((4, 4))]
+    jaxpr = jax.make_jaxpr(autocast(fn, "bf16"))(*shapes)
     dtypes = [each.outvars[0].aval.dtype for each in named(list(equations(jaxpr)), "mul")]
     assert dtypes == [F32, BF16][::order]
 

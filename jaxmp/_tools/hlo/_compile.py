@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.extend.core
@@ -28,8 +28,10 @@ from jaxmp._programs._analysis import Body
 from jaxmp._programs._jaxprs import equations, with_parameters
 from jaxmp._programs._locations import Lines
 from jaxmp._programs._operations import jit_of
-from jaxmp._tools.audit._trace import Traced
 from jaxmp.errors import AuditError, TargetError
+
+if TYPE_CHECKING:
+    from jaxmp._tools.audit._trace import Traced
 
 _DESCRIPTION = """
 gpu_device_info {{
