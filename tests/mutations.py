@@ -1238,8 +1238,8 @@ MUTATIONS = [
     Mutation(
         "weights that a function with its own derivative computes are activations",
         "jaxmp/_gradients/_fp32/_derivatives.py",
-        "    is_weight = are_weights(operands)\n",
-        "    is_weight = False\n",
+        "layouts, list(copies), are_weights(operands))",
+        "layouts, list(copies), False)",
         ("test_fp32_gradients.py::test_gradients_of_computed_weights_are_summed_in_fp32",),
     ),
     Mutation(
