@@ -292,13 +292,6 @@ def test_each_client_names_the_consequence(name, around):
     assert len(warned) == 1
 
 
-def test_the_audit_names_an_unknown_operation_in_its_first_lines():
-    report = jaxmp.audit(unknown_operation("jaxmp_test_unknown"), X)
-    first, second, third, *_ = str(report).splitlines()
-    assert first == "Precision audit: incomplete"
-    assert "jaxmp_test_unknown at test_programs.py" in f"{second} {third}"
-
-
 def test_the_documentation_names_every_construct():
     text = (Path(__file__).parents[1] / "docs" / "how-it-works.md").read_text("utf-8")
     assert [name for name in CONSTRUCTS if f"`{name}`" not in text] == []
