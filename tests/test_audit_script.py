@@ -15,7 +15,7 @@ import pytest
 import jaxmp
 import script_audits
 from grids import EXPENSIVE, fast_cases
-from jaxmp._core import _compat
+from jaxmp._core._compat import _watch_jit
 from jaxmp._tools import cli
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.cli import _script
@@ -464,7 +464,7 @@ def test_watching_sees_calls_of_untraced_code_and_leaves_jax_as_it_was():
     def inner(x):
         return x * 2
 
-    with _compat.watch_jit(see):
+    with _watch_jit.watch_jit(see):
         assert float(jax.jit(skipped)(3.0)) == 0
         assert float(jax.jit(lambda x: jax.jit(inner)(x) + 1)(3.0)) == 7
     names = [call.name for call in calls]

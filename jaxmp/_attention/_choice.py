@@ -14,16 +14,16 @@ from jax.sharding import AxisType
 
 from jaxmp._attention._arguments import AttentionArguments
 from jaxmp._attention._cudnn import padded_size
-from jaxmp._core._capability import (
+from jaxmp._core._compat import compute_capability, cudnn_version, target
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._messages import install_command
+from jaxmp._core._targets import (
     FUSED_ATTENTION,
     LARGE_ATTENTION_HEADS,
     capability_text,
     unsupported_gpu,
 )
-from jaxmp._core._compat import compute_capability, cudnn_version, target
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._explanation import ExplanationRow, Section
-from jaxmp._core._messages import install_command
 from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")

@@ -21,6 +21,7 @@ from jax import lax
 
 from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, equations, is_literal
 from jaxmp._programs._locations import Location, Locations, module_of, root_of
+from jaxmp._programs._operations import name_of
 from jaxmp._programs._static_values import Scope
 from jaxmp.errors import AttentionError
 
@@ -286,7 +287,7 @@ def declared_masks(program: Scope) -> list[tuple[Declaration, bool]]:
     def visit(scope: Scope, outer: Location) -> None:
         for equation in equations(scope.jaxpr, inside=False):
             location = locations.of(equation, outer)
-            declared = declaration_of(str(equation.params.get("name", "")))
+            declared = declaration_of(name_of(equation))
             mask = None if declared is None else mask_operand(equation)
             if mask is not None and location.phase == FORWARD:
                 masks[location.names] = declared, scope.value(mask)

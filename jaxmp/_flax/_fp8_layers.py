@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._programs._wide_dot import wide_product
+from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import make_dims
 from jaxmp.fp8._dot_general import dot_general

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr
 
-from jaxmp._core._compat._private import load_private
+from jaxmp._core._compat import ClosedJaxpr, load_private
 from jaxmp.errors import JaxmpError
 
 _core, _pjit = map(load_private, ("jax._src.core", "jax._src.pjit"))

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxmp._core import _compat
+from jaxmp._core._compat import _watch_jit
 from jaxmp._core._typing import PyTree
 from jaxmp._programs import _jaxprs, _matmuls, _operations
 from jaxmp._programs._locations import Lines
@@ -35,7 +36,7 @@ _JITTED = ("PjitFunction", "JitWrapped", "SimpleJitWrapped", "_JitWrapper")
 class Watched:
     """Jitted function with the shapes of one call."""
 
-    def __init__(self, call: _compat.JitCall) -> None:
+    def __init__(self, call: _watch_jit.JitCall) -> None:
         body = _compat.jaxpr_body(call.jaxpr)[0]
         self.location = _place(call.source, body)
         self.flops = _matmuls.count_flops(body).total()
@@ -109,7 +110,7 @@ def defined_steps() -> dict[FunctionType, str]:
     """
     jitted = [item for item in gc.get_objects() if type(item).__name__ in _JITTED]
     steps = {}
-    for function in map(function_of, map(_compat.python_function, jitted)):
+    for function in map(function_of, map(_watch_jit.python_function, jitted)):
         file, line = _definition(function)
         if (
             file
@@ -137,7 +138,7 @@ def _names(function: FunctionType) -> set[str]:
         scope = current.__globals__ | {name: _content(cell) for name, cell in cells}
         values = [scope[name] for name in names & scope.keys()]
         called = {
-            _compat.python_function(x) for x in values if callable(x) and not isinstance(x, type)
+            _watch_jit.python_function(x) for x in values if callable(x) and not isinstance(x, type)
         }
         own = (x for x in called if isinstance(x, FunctionType) and _definition(x)[0])
         functions += [x for x in own if x not in functions]

@@ -134,11 +134,11 @@ class Watcher:
         self.process = os.getpid()
         self.watched: dict[int, Watched] = {}
         # The last two calls of steps with their arrays, for `locate`.
-        self.calls: list[_compat.JitCall] = []
+        self.calls: list[_watch_jit.JitCall] = []
         self.recipes: list[str] = []
         self.lock = threading.RLock()
         self.is_busy = False
-        self.watching = _compat.watch_jit(self._on_call, run_all=tool == "locate")
+        self.watching = _watch_jit.watch_jit(self._on_call, run_all=tool == "locate")
         self.watching.__enter__()
         if tool == "plan":
             jaxmp.load_recipe = self._load_recipe
@@ -156,7 +156,7 @@ class Watcher:
         self.recipes.append(str(recipe))
         return load_recipe(self.settings["recipe"])
 
-    def _on_call(self, call: _compat.JitCall) -> bool:
+    def _on_call(self, call: _watch_jit.JitCall) -> bool:
         """Records a call; returns True if the function is not to be compiled and executed."""
         # The script may have forked a process, which has inherited this object.
         if os.getpid() != self.process or self.is_busy:
@@ -189,7 +189,7 @@ class Watcher:
         missed = defined_steps().items()
         return [text for f, text in missed if f not in called and f.__name__ not in names]
 
-    def _keep(self, watched: Watched, call: _compat.JitCall) -> bool:
+    def _keep(self, watched: Watched, call: _watch_jit.JitCall) -> bool:
         """Copies the arrays of a step, and ends the script if the step before it has failed."""
         name = self.function
         if not watched.takes_gradients or name not in (None, call.name):
@@ -314,7 +314,7 @@ def _copied(leaf: object) -> object:
 # ---------------------------------------------------------------------------
 
 
-def _positional(call: _compat.JitCall) -> tuple[Any, ...]:
+def _positional(call: _watch_jit.JitCall) -> tuple[Any, ...]:
     """Returns a function and its arguments; a tool may have keyword arguments of the same names."""
     if not call.kwargs:
         return call.function, *call.args
@@ -348,7 +348,7 @@ def join_reports(reports: list[audit.AuditReport]) -> audit.AuditReport:
     )
 
 
-def _plan(call: _compat.JitCall, settings: dict[str, Any]) -> list[Any]:
+def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> list[Any]:
     """Returns the row and the roofline of a step for each chip."""
     recipe, cache = load_recipe(settings["recipe"]), settings["cache"]
     folder = None if cache is None else Path(cache).expanduser()
@@ -361,7 +361,7 @@ def _plan(call: _compat.JitCall, settings: dict[str, Any]) -> list[Any]:
     return measured
 
 
-def _locate(calls: list[_compat.JitCall]) -> str:
+def _locate(calls: list[_watch_jit.JitCall]) -> str:
     """Follows the last step, or the one before it, whose results the last one has received."""
     if not calls:
         raise AuditError("the script compiled no function that takes gradients.")

@@ -87,7 +87,7 @@ def run_child() -> None:
         watchers.append(script.Watcher(**options["watch"]))
 
     def watch_nnx() -> None:
-        importlib.import_module("jaxmp._core._compat").watch_nnx()
+        importlib.import_module("jaxmp._core._compat._watch_jit").watch_nnx()
 
     folder = os.path.dirname(os.path.abspath(arguments[0]))
     imports = _AfterImport(
