@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 import jaxmp
 from jaxmp._core import _compat, _plain, _targets
+from jaxmp._core._compat import _watch_jit
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools import audit
 from jaxmp._tools.audit import _rows
