@@ -21,13 +21,14 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from jaxmp._autocast._explain import AutocastExplanation, Recorder
-from jaxmp._autocast._replay import Autocast, decisions, warn_if_unused
+from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._resolve import make_config, trace
 from jaxmp._gradients._hints import Mark, warn_if_dropped
 from jaxmp._policies._device import check_device, check_gradient
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs._locations import FULL_PRECISION
+from jaxmp.fp8._explain import decisions, warn_if_unused
 
 P = ParamSpec("P")
 R = TypeVar("R")

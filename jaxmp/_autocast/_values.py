@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -15,13 +17,14 @@ from jax import lax
 from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast._consumers import Consumers, Effect, Effects
+from jaxmp._autocast._consumers import Consumers
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._programs._jaxprs import AUTOCAST, array_aval
 from jaxmp._programs._matmuls import is_outer_product
-from jaxmp._programs._operations import arithmetic_of, dot_of
+from jaxmp._programs._operations import dot_of
+from jaxmp._programs._uses import Use
 
 
 class Priority(enum.IntEnum):
@@ -70,15 +73,30 @@ def _to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
 
 
 class Environment:
-    """State of one jaxpr: consumers and effects of its variables, and a cache of casts."""
+    """State of one jaxpr: categories, consumers and uses of its variables, and a cache of casts.
 
-    def __init__(self, consumers: Consumers, effects: Mapping[Any, Effect]) -> None:
+    Args:
+      category: equation -> its category in the op table.
+      consumers: consumers of its variables.
+      uses: variable -> its uses.
+    """
+
+    def __init__(
+        self,
+        category: Callable[[JaxprEqn], str],
+        consumers: Consumers,
+        uses: Mapping[Any, Use],
+    ) -> None:
         self.casts: dict[tuple[int, Any], Any] = {}
-        self.consumers, self._effects = consumers, effects
+        self.category, self.consumers, self._uses = category, consumers, uses
 
-    def effects_of(self, equation: JaxprEqn) -> Effects:
-        """Returns the effect of the rounding of each result of an equation."""
-        return tuple(self._effects.get(var, Effect.BOUNDED) for var in equation.outvars)
+    def uses_of(self, equation: JaxprEqn) -> tuple[Use, ...]:
+        """Returns the uses of each result of an equation."""
+        return tuple(self._uses.get(var, Use.NONE) for var in equation.outvars)
+
+    def use_of(self, equation: JaxprEqn) -> Use:
+        """Returns the uses of all results of an equation."""
+        return functools.reduce(operator.or_, self.uses_of(equation), Use.NONE)
 
     def cast(self, value: Value, dtype: DTypeLike) -> Array:
         """Returns the array of a value in `dtype`; values that are not castable are unchanged."""
@@ -117,7 +135,7 @@ def scalar_of(equation: JaxprEqn, values: list[Value]) -> np.ndarray | None:
 
     None if the operand's elements are not known to be equal, or the primitive is not listed.
     """
-    number = values[0].scalar
+    number = values[0].scalar if values else None
     if number is None or number.dtype != FLOAT32:
         return None
     function = _OF_SCALAR.get(equation.primitive.name)
@@ -153,7 +171,7 @@ def is_castable_aval(aval: AbstractValue) -> TypeGuard[ShapedArray]:
     return hasattr(aval, "dtype") and hasattr(aval, "shape") and is_castable(aval)
 
 
-def _widest(values: list[Value]) -> np.dtype:
+def widest(values: list[Value]) -> np.dtype:
     """Returns the common dtype of 16 and 32-bit values; FP32 for float16 with bfloat16."""
     dtypes = {np.dtype(value.dtype) for value in values}
     return dtypes.pop() if len(dtypes) == 1 else FLOAT32
@@ -174,7 +192,7 @@ def common_dtype(values: list[Value]) -> np.dtype:
     arrays = [value for value in computed if jnp.ndim(value.array) > 0]
     if not arrays and any(jnp.ndim(value.array) > 0 for value in floating):
         arrays = [value for value in floating if jnp.ndim(value.array) > 0]
-    return _widest(arrays or computed or floating)
+    return widest(arrays or computed or floating)
 
 
 # ---------------------------------------------------------------------------
@@ -206,26 +224,13 @@ def outputs_of(equation: JaxprEqn, values: Sequence[Value]) -> int | None:
     A matmul of two computed operands, such as that of attention, is not a layer. Of two arguments,
     a vector is the input.
     """
+    if not is_matmul(equation):
+        return None
     kernel = kernel_of(values)
     computed = [value.priority >= Priority.NARROW for value in values]
-    if computed[kernel] or not is_matmul(equation):
+    if computed[kernel]:
         return None
     dot = dot_of(equation)
     used = {*dot.contracted[kernel], *dot.batch[kernel]}
     free = [n for axis, n in enumerate(values[kernel].array.shape) if axis not in used]
     return math.prod(free) if free or any(computed) else None
-
-
-def why_as_recorded(equation: JaxprEqn, effect: Effect) -> str:
-    """Returns why a matmul keeps the dtypes in which it was recorded, or "" if it does not.
-
-    Args:
-      equation: a matmul.
-      effect: the effect of the rounding of its result.
-    """
-    if is_16bit(array_aval(equation.invars[0]).dtype):
-        return ""
-    options = arithmetic_of(equation)
-    if options is not None and options.is_highest:
-        return "its author asked for precision=HIGHEST"
-    return "a factorization or a solve reads its result" if effect is Effect.SOLVED else ""

@@ -76,7 +76,7 @@ class InPlace(Interpreter):
           operands: its operands.
           outer: state of the client for the jaxpr that contains the equation.
           place: location of the equation.
-          state: state of the client for the jaxprs; those of a while loop have none.
+          state: state of the client for the jaxprs; the test of a while loop has none.
         """
         name, operands, inside = equation.primitive.name, list(operands), inners(equation)
         if name == "shard_map":
@@ -90,7 +90,7 @@ class InPlace(Interpreter):
             args = [operands[n] for n in inner.indices if n is not None]
             # Results that must have their recorded types.
             fixed = len(inner.results) if name == "cond" else len(inner.carried)
-            own = None if name == "while" else state
+            own = None if name == "while" and inner is inside[0] else state
             new[id(inner.recorded)], notes = self.retraced(inner.recorded, args, place, own, fixed)
         arrays = list(map(self.array, operands))
         outs = bind(equation, arrays, **parameters_with(equation, new))

@@ -49,6 +49,8 @@ def _named(names: str) -> frozenset[str]:
 
 
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
+# Uses for which a value should not be rounded.
+SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED
 _ALL = ~Use.NONE
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
 # Operations that move or choose elements, and leave them as they are.
@@ -132,6 +134,8 @@ class Uses(Backward):
     def __init__(self) -> None:
         # Variables that were broadcast to their shape.
         self._broadcast: set[Any] = set()
+        # (id of a jaxpr, uses of its results, pass) -> (the jaxpr, the uses inside it).
+        self._known: dict[Any, tuple[Any, dict[Any, Use]]] = {}
 
     def join(self, first: Any, second: Any) -> Any:
         return first | second
@@ -144,12 +148,16 @@ class Uses(Backward):
         state: Any = None,
     ) -> dict[Any, Use]:
         """Returns variable -> uses for one jaxpr, without the jaxprs inside."""
-        for equation in jaxpr_body(jaxpr)[0].eqns:
-            if equation.primitive.name == "broadcast_in_dim":
-                operand, result = equation.invars[0], equation.outvars[0]
-                if operand.aval.size < result.aval.size:
-                    self._broadcast.add(result)
-        return super().facts(jaxpr, results, place, state)
+        body, place = jaxpr_body(jaxpr)[0], place or Place()
+        key = id(body), tuple(results), place.phase
+        if key not in self._known:
+            for equation in body.eqns:
+                if equation.primitive.name == "broadcast_in_dim":
+                    operand, result = equation.invars[0], equation.outvars[0]
+                    if operand.aval.size < result.aval.size:
+                        self._broadcast.add(result)
+            self._known[key] = body, super().facts(body, results, place, state)
+        return self._known[key][1]
 
     def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         name, count = equation.primitive.name, len(equation.invars)
@@ -165,7 +173,7 @@ class Uses(Backward):
         if name in _COMPARED:
             keys = count_of_keys(equation) if name == "sort" else count
             return [use | Use.ORDER] * keys + [use] * (count - keys)
-        if not _is_float(getattr(equation.outvars[0].aval, "dtype", None)):
+        if not any(_is_float(getattr(var.aval, "dtype", None)) for var in equation.outvars):
             return [Use.NONE] * count
         if name in MATMULS and not is_outer_product(equation):
             return [_of_factor(equation, n) for n in range(count)]

@@ -13,7 +13,6 @@ from jaxmp._attention import recorded_choices
 from jaxmp._attention._choice import AttentionExplanation
 from jaxmp._autocast import autocast, explain_operations
 from jaxmp._autocast._explain import AutocastExplanation
-from jaxmp._autocast._replay import Fp8Explanation, explanation_of, recorded
 from jaxmp._autocast._resolve import trace
 from jaxmp._core import _compat
 from jaxmp._core._explanation import Section, to_text
@@ -22,6 +21,7 @@ from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import ADAPTERS, adapter_name, load_recipe
 from jaxmp._policies._required import PolicyExplanation
 from jaxmp.errors import JaxmpError
+from jaxmp.fp8._explain import Fp8Explanation, explanation_of, recorded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,169 @@
+"""Decides the dtype in which an equation runs, and why.
+
+`decide` is the only place that knows it: the interpreter executes its decisions, and `explain`
+prints those of matmuls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jaxmp._autocast._consumers import ARITHMETIC, BOUNDED, is_identity
+from jaxmp._autocast._resolve import ScopePolicy
+from jaxmp._autocast._values import (
+    Environment,
+    Priority,
+    Value,
+    common_dtype,
+    is_castable_aval,
+    is_matmul,
+    outputs_of,
+    widest,
+)
+from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
+from jaxmp._policies._resolve import narrow_reason
+from jaxmp._programs._jaxprs import array_aval
+from jaxmp._programs._matmuls import is_outer_product
+from jaxmp._programs._operations import arithmetic_of, new_dtype_of
+from jaxmp._programs._uses import EXACT, SENSITIVE, Use
+
+# Use of a matmul's result -> why it is not rounded.
+_WHY_WIDE = {
+    Use.SOFTMAX: "a softmax reads it",
+    Use.ORDER: "a choice depends on it",
+    Use.LOSS: "a loss reads it",
+    Use.SOLVED: "a factorization or a solve reads it",
+    Use.MAGNIFIED: "a logarithm, root or quotient magnifies its rounding",
+    Use.RESULT: "the function returns it",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """Dtypes in which an equation runs.
+
+    Attributes:
+      dtype: dtype to which floating operands are cast; None: the one in which each arrives, or the
+        recorded one.
+      priority: promotion priority of the results.
+      reason: why.
+      result: dtype of the result of a matmul that is cast; None for other operations.
+      as_recorded: True if each operand is cast to the dtype in which it was traced.
+    """
+
+    dtype: np.dtype | None
+    priority: Priority
+    reason: str
+    result: np.dtype | None = None
+    as_recorded: bool = False
+
+
+def decide(
+    equation: JaxprEqn, values: list[Value], env: Environment, policy: ScopePolicy
+) -> Decision:
+    """Decides the dtype of an equation that contains no jaxprs which are entered.
+
+    Args:
+      equation: the equation.
+      values: its operands.
+      env: state of the jaxpr that contains it: categories and uses of its variables.
+      policy: the policy of its scopes.
+    """
+    name, category = equation.primitive.name, env.category(equation)
+    reason = f"the op table: {name} = {category!r}"
+    floating = [value for value in values if value.castable]
+    # Results of integer operations, such as a mask to multiply with, are weakly typed.
+    priority = max((value.priority for value in floating), default=Priority.CONSTANT)
+    weak, use = min(priority, Priority.NARROW), env.use_of(equation)
+    if not floating:
+        types = (getattr(var.aval, "dtype", None) for var in equation.invars)
+        return Decision(None, priority, f"{next(types, None)} is never cast")
+    if name == "convert_element_type":
+        # Also that of the author, or of a `jnp.sum` in 16 bits, if a later operation decides.
+        is_rounding = is_16bit(new_dtype_of(equation)) and use & (SENSITIVE & ~Use.RESULT)
+        if is_identity(equation) or (is_rounding and values[0].dtype == FLOAT32):
+            return Decision(None, weak if is_rounding else priority, reason)
+        return Decision(new_dtype_of(equation), Priority.COMPUTED, reason)
+    if category == "low":
+        return _of_matmul(equation, values, env, policy, use)
+    if category == "opaque":
+        return Decision(None, priority, reason, as_recorded=True)
+    if category == "fp32" or policy.is_fp32 or _leads_to_fp32(equation, env):
+        reason = reason if category == "fp32" else policy.reason
+        return Decision(FLOAT32, Priority.COMPUTED, reason)
+    if is_outer_product(equation):
+        reason = "an outer product, which sums nothing, keeps its wider operand"
+    if (
+        use & SENSITIVE
+        and priority is not Priority.CONSTANT
+        and (category == "widest" or name in BOUNDED)
+    ):
+        # Weakly typed, so that consumers that do not magnify the rounding compute in 16 bits.
+        variable = [value for value in floating if value.priority is not Priority.CONSTANT]
+        return Decision(widest(variable) if name in EXACT else FLOAT32, weak, reason)
+    if category == "widest":
+        return Decision(common_dtype(values), priority, reason)
+    return Decision(None, priority, reason)
+
+
+def _of_matmul(
+    equation: JaxprEqn, values: list[Value], env: Environment, policy: ScopePolicy, use: Use
+) -> Decision:
+    """Decides the dtypes of a matmul or convolution.
+
+    FP32 operands with `precision=HIGHEST`, or of a matmul whose result a solver reads, keep their
+    recorded dtypes. The dtype of the result is the first of these that applies:
+
+    1. the `preferred_element_type`, if it differs from the recorded dtypes of the operands;
+    2. FP32, if the recorded result is FP32 and only FP32 operations consume it;
+    3. FP32 with the priority `NARROW`, if a softmax, a choice, a loss, or an operation that
+       magnifies its rounding reads it, or if it is a linear layer with few outputs;
+    4. the output dtype of the deciding rule, if it is wider than the compute dtype;
+    5. the compute dtype.
+    """
+    recorded = [array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
+    options, dtype = arithmetic_of(equation), policy.dtype
+    if not is_16bit(recorded[0]):
+        why = "its author asked for precision=HIGHEST" if options and options.is_highest else ""
+        why = why or ("a factorization or a solve reads its result" if Use.SOLVED in use else "")
+        if why:
+            return Decision(None, Priority.COMPUTED, why, as_recorded=True)
+    preferred = None if options is None else options.result_dtype
+    narrow = narrow_reason(policy.policy, outputs_of(equation, values))
+    reason = policy.reason
+    if narrow and not policy.is_full_precision:
+        reason += f"; {narrow}"
+    if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
+        return Decision(dtype, Priority.COMPUTED, reason, preferred)
+    if is_16bit(dtype) and _is_fp32_only(equation, env, dtype):
+        return Decision(dtype, Priority.COMPUTED, reason, FLOAT32)
+    if policy.in_jvp_rule and all(map(is_16bit, recorded)):
+        # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
+        return Decision(dtype, Priority.COMPUTED, reason, dtype)
+    if is_16bit(dtype) and use & SENSITIVE and not narrow:
+        reason += f"; FP32 result: {next(why for u, why in _WHY_WIDE.items() if u in use)}"
+    if narrow or use & SENSITIVE:
+        return Decision(dtype, Priority.NARROW, reason, FLOAT32)
+    return Decision(dtype, Priority.COMPUTED, reason, policy.wide_output or dtype)
+
+
+def _is_fp32_only(equation: JaxprEqn, env: Environment, dtype: np.dtype) -> bool:
+    """Returns True if the recorded result is FP32 and only FP32 operations consume it.
+
+    Rounding it to 16 bits would lose precision without benefit. In float16, arithmetic may lie
+    in between, because a result beyond 65504 is infinite before a division makes it small.
+    """
+    var, consumers = equation.outvars[0], env.consumers
+    is_only = consumers.is_fp32_only(var)
+    if dtype == FLOAT16 and is_matmul(equation):
+        is_only = is_only or consumers.leads_to_fp32_only(var)
+    return array_aval(var).dtype == FLOAT32 and is_only
+
+
+def _leads_to_fp32(equation: JaxprEqn, env: Environment) -> bool:
+    """Returns True for arithmetic whose result would be cast up again by all its consumers."""
+    is_arithmetic = equation.primitive.name in ARITHMETIC
+    return is_arithmetic and env.consumers.leads_to_fp32_only(equation.outvars[0])

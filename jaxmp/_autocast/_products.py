@@ -1,0 +1,111 @@
+"""Runs a matmul in the dtypes of a decision: with a wide result, or in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jaxmp._autocast._decide import Decision
+from jaxmp._autocast._resolve import ScopePolicy, path_of
+from jaxmp._autocast._values import Value, is_matmul, kernel_of
+from jaxmp._core._compat import target
+from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._typing import Array, DTypeLike
+from jaxmp._policies._device import matmul_precision
+from jaxmp._programs._bind import bind
+from jaxmp._programs._jaxprs import Path, array_aval, equations, sub_jaxprs
+from jaxmp._programs._operations import arithmetic_of, dot_of
+from jaxmp._programs._wide_dot import wide_product, widened_product
+from jaxmp.fp8 import _explain as fp8_explain
+from jaxmp.fp8._dot_general import dot_general
+from jaxmp.fp8._scaling import Scaling
+
+
+def multiply(
+    equation: JaxprEqn,
+    arrays: list[Array],
+    decision: Decision,
+    policy: ScopePolicy,
+    in_fp8: Callable[..., Array] | None,
+) -> Array:
+    """Returns the result of a matmul or convolution.
+
+    Args:
+      equation: the equation.
+      arrays: its operands, in `decision.dtype`.
+      decision: its dtypes.
+      policy: the policy of its scopes.
+      in_fp8: the `fp8.dot_general` that replaces it; None: it runs in `decision.dtype`.
+    """
+    options, dtype, wide = arithmetic_of(equation), decision.dtype, decision.result
+    if options is None:
+        return bind(equation, arrays)
+    if in_fp8 is not None:
+        dot = tuple(dot_of(equation))
+        return in_fp8(*arrays, dot, options.precision, wide, out_sharding=options.out_sharding)
+    changes: dict[str, Any] = {"preferred_element_type": dtype}
+    precision = matmul_precision(policy.policy, None)
+    if not is_16bit(dtype) and options.precision is None and precision is not None:
+        changes["precision"] = (lax.Precision(precision),) * 2
+    if wide == dtype or len(arrays) != 2:
+        return bind(equation, arrays, **changes)
+    is_refused = wide == FLOAT32 and target() == "cpu" and _is_refused(equation)
+
+    def matmul(*operands: Array, preferred_element_type: DTypeLike = dtype) -> Array:
+        product = lambda *arrays, **dtypes: bind(equation, list(arrays), **dtypes)
+        if is_refused and preferred_element_type == FLOAT32:
+            return widened_product(product, *operands)
+        return product(*operands, preferred_element_type=preferred_element_type)
+
+    return wide_product(matmul, arrays[0], arrays[1], wide)
+
+
+def _is_refused(equation: JaxprEqn) -> bool:
+    """Returns True for `jax.vmap(lambda x: w @ x)(xs)`, and for sums over several dimensions.
+
+    XLA's CPU compiler refuses them in 16 bits with an FP32 result if it computes the transpose.
+    """
+    if not is_matmul(equation):
+        return False
+    (contracted, _), (batch, _) = dot_of(equation)
+    ranks = {array_aval(var).ndim for var in equation.invars}
+    return len(contracted) > 1 or (
+        not batch and ranks == {2} and dot_of(equation).contracted == ((1,), (1,))
+    )
+
+
+def fp8_product(
+    scaling: Scaling,
+    equation: JaxprEqn,
+    values: Sequence[Value],
+    policy: ScopePolicy,
+    scope_path: Path,
+    why: str,
+) -> Callable[..., Array] | None:
+    """Returns the `fp8.dot_general` that replaces a matmul; None if it does not run in FP8.
+
+    `why` is the reason why it stays in 16 bits or FP32, or "".
+    """
+    path = path_of(scope_path)
+    if not is_matmul(equation):
+        fp8_explain.note_unsupported(path, f"FP8 has no {equation.primitive.name}")
+        return None
+    kernel, shapes = kernel_of(values), (values[0].array.shape, values[1].array.shape)
+    why = why or policy.exclusion_reason
+    if not fp8_explain.decide_product(scaling, path, shapes, dot_of(equation), kernel, why):
+        return None
+    return dot_general(scaling, kernel="rhs" if kernel else "lhs")
+
+
+def explain_products_inside(
+    scaling: Scaling, equation: JaxprEqn, policy: ScopePolicy, scope_path: Path
+) -> None:
+    """Records for `explain` the matmuls of an equation that runs as its author wrote it."""
+    inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
+    path, why = path_of(scope_path), policy.exclusion_reason
+    for each in filter(is_matmul, (equation, *inside)):
+        lhs, rhs = (array_aval(var).shape for var in each.invars)
+        fp8_explain.decide_product(scaling, path, (lhs, rhs), dot_of(each), 1, why)
