@@ -32,11 +32,11 @@ from jaxmp._programs._uses import EXACT, SENSITIVE, Use
 
 # Use of a matmul's result -> why it is not rounded.
 _WHY_WIDE = {
-    Use.SOFTMAX: "a softmax reads it",
-    Use.ORDER: "a choice depends on it",
-    Use.LOSS: "a loss reads it",
-    Use.SOLVED: "a factorization or a solve reads it",
-    Use.MAGNIFIED: "a logarithm, root or quotient magnifies its rounding",
+    Use.SOFTMAX: "a softmax reads its result",
+    Use.ORDER: "a choice depends on its result",
+    Use.LOSS: "a loss reads its result",
+    Use.SOLVED: "a factorization or a solve reads its result",
+    Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies its rounding",
     Use.RESULT: "the function returns it",
 }
 
@@ -109,6 +109,12 @@ def decide(
     return Decision(None, priority, reason)
 
 
+def why_not_fp8(use: Use) -> str:
+    """Returns why a matmul whose result has these uses does not run in FP8; "" if it may."""
+    decisive = (why for u, why in _WHY_WIDE.items() if u in use & (Use.SOFTMAX | Use.ORDER))
+    return next(decisive, "")
+
+
 def _of_matmul(
     equation: JaxprEqn, values: list[Value], env: Environment, policy: ScopePolicy, use: Use
 ) -> Decision:
@@ -128,7 +134,7 @@ def _of_matmul(
     options, dtype = arithmetic_of(equation), policy.dtype
     if not is_16bit(recorded[0]):
         why = "its author asked for precision=HIGHEST" if options and options.is_highest else ""
-        why = why or ("a factorization or a solve reads its result" if Use.SOLVED in use else "")
+        why = why or (_WHY_WIDE[Use.SOLVED] if Use.SOLVED in use else "")
         if why:
             return Decision(None, Priority.COMPUTED, why, as_recorded=True)
     preferred = None if options is None else options.result_dtype

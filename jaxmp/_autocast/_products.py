@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast._decide import Decision
-from jaxmp._autocast._resolve import ScopePolicy, path_of
+from jaxmp._autocast._resolve import IN_CUSTOM_VJP, AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import Value, is_matmul, kernel_of
 from jaxmp._core._compat import target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
@@ -17,11 +17,10 @@ from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._policies._device import matmul_precision
 from jaxmp._programs._bind import bind
 from jaxmp._programs._jaxprs import Path, array_aval, equations, sub_jaxprs
-from jaxmp._programs._operations import arithmetic_of, dot_of
+from jaxmp._programs._operations import Dot, arithmetic_of, dot_of
 from jaxmp._programs._wide_dot import wide_product, widened_product
 from jaxmp.fp8 import _explain as fp8_explain
 from jaxmp.fp8._dot_general import dot_general
-from jaxmp.fp8._scaling import Scaling
 
 
 def multiply(
@@ -70,18 +69,15 @@ def _is_refused(equation: JaxprEqn) -> bool:
     """
     if not is_matmul(equation):
         return False
-    (contracted, _), (batch, _) = dot_of(equation)
-    ranks = {array_aval(var).ndim for var in equation.invars}
-    return len(contracted) > 1 or (
-        not batch and ranks == {2} and dot_of(equation).contracted == ((1,), (1,))
-    )
+    dot, rank = dot_of(equation), array_aval(equation.outvars[0]).ndim
+    is_of_vectors = dot == Dot(((1,), (1,)), ((), ())) and rank == 2
+    return is_of_vectors or len(dot.contracted[0]) > 1
 
 
 def fp8_product(
-    scaling: Scaling,
+    config: AutocastConfig,
     equation: JaxprEqn,
     values: Sequence[Value],
-    policy: ScopePolicy,
     scope_path: Path,
     why: str,
 ) -> Callable[..., Array] | None:
@@ -89,23 +85,35 @@ def fp8_product(
 
     `why` is the reason why it stays in 16 bits or FP32, or "".
     """
-    path = path_of(scope_path)
     if not is_matmul(equation):
-        fp8_explain.note_unsupported(path, f"FP8 has no {equation.primitive.name}")
+        if config.category(equation) == "low":
+            reason = f"FP8 has no {equation.primitive.name}"
+            fp8_explain.note_unsupported(path_of(scope_path), reason)
         return None
     kernel, shapes = kernel_of(values), (values[0].array.shape, values[1].array.shape)
-    why = why or policy.exclusion_reason
-    if not fp8_explain.decide_product(scaling, path, shapes, dot_of(equation), kernel, why):
+    if not _decide_fp8(config, equation, shapes, scope_path, kernel, why):
         return None
-    return dot_general(scaling, kernel="rhs" if kernel else "lhs")
+    assert config.scaling is not None
+    return dot_general(config.scaling, kernel="rhs" if kernel else "lhs")
 
 
-def explain_products_inside(
-    scaling: Scaling, equation: JaxprEqn, policy: ScopePolicy, scope_path: Path
-) -> None:
+def explain_products_inside(config: AutocastConfig, equation: JaxprEqn, scope_path: Path) -> None:
     """Records for `explain` the matmuls of an equation that runs as its author wrote it."""
     inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
-    path, why = path_of(scope_path), policy.exclusion_reason
     for each in filter(is_matmul, (equation, *inside)):
         lhs, rhs = (array_aval(var).shape for var in each.invars)
-        fp8_explain.decide_product(scaling, path, (lhs, rhs), dot_of(each), 1, why)
+        _decide_fp8(config, each, (lhs, rhs), (*scope_path, IN_CUSTOM_VJP), 1, "")
+
+
+def _decide_fp8(
+    config: AutocastConfig,
+    equation: JaxprEqn,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    scope_path: Path,
+    kernel: int,
+    why: str,
+) -> bool:
+    assert config.scaling is not None
+    why = why or config.scope_policy(scope_path).exclusion_reason
+    path, dot = path_of(scope_path), dot_of(equation)
+    return fp8_explain.decide_product(config.scaling, path, shapes, dot, kernel, why)

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxmp._autocast import _products
 from jaxmp._autocast._consumers import Consumers
-from jaxmp._autocast._decide import decide
+from jaxmp._autocast._decide import decide, why_not_fp8
 from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._resolve import (
     IN_CUSTOM_JVP,
@@ -173,12 +173,11 @@ class Autocast(InPlace):
         self, equation: JaxprEqn, values: list[Value], env: Environment, scope_path: Path
     ) -> list[Value]:
         """Runs one equation, located at the scopes `scope_path`, as `decide` decides."""
-        policy, scaling = self.config.scope_policy(scope_path), self.config.scaling
-        decision, in_fp8 = decide(equation, values, env, policy), None
-        is_low = self.category(equation) == "low" and decision.result is not None
-        if scaling is not None and policy.uses_fp8 and self.category(equation) == "low":
-            why = decision.reason if decision.as_recorded else ""
-            in_fp8 = _products.fp8_product(scaling, equation, values, policy, scope_path, why)
+        policy, in_fp8 = self.config.scope_policy(scope_path), None
+        decision = decide(equation, values, env, policy)
+        if policy.uses_fp8 and (decision.result or decision.as_recorded):
+            why = decision.reason if decision.as_recorded else why_not_fp8(env.use_of(equation))
+            in_fp8 = _products.fp8_product(self.config, equation, values, scope_path, why)
         if self.record is not None:
             self.record.equation(equation, scope_path, decision, policy, in_fp8)
         if equation.primitive.name == "convert_element_type" and decision.dtype is None:
@@ -192,7 +191,7 @@ class Autocast(InPlace):
             arrays = [value.array for value in values]
         else:
             arrays = [env.cast(value, decision.dtype) for value in values]
-        if is_low:
+        if decision.result is not None:
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
             out = bind(equation, arrays)
@@ -208,8 +207,8 @@ class Autocast(InPlace):
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
         policy = self.config.scope_policy((*scope_path, IN_CUSTOM_VJP))
-        if self.config.scaling is not None and policy.uses_fp8 and fp8_explain.is_explained():
-            _products.explain_products_inside(self.config.scaling, equation, policy, scope_path)
+        if policy.uses_fp8 and fp8_explain.is_explained():
+            _products.explain_products_inside(self.config, equation, scope_path)
         return wrap(equation, bind(equation, in_recorded_dtypes(equation, env, values)))
 
     # -- jaxprs inside equations ------------------------------------------------------------
