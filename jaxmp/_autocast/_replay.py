@@ -35,6 +35,7 @@ from jaxmp._autocast._values import (
     wrap,
 )
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast, is_castable
 from jaxmp._core._typing import Array
 from jaxmp._policies._resolve import resolve_policy
@@ -44,6 +45,8 @@ from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._in_place import InPlace
 from jaxmp._programs._interpreter import Frame, Place
 from jaxmp._programs._jaxprs import Path, equations, inners, phase_of, scope_names, sub_jaxprs
+from jaxmp._programs._operations import is_unique
+from jaxmp._programs._wide_dot import as_weak, gather_with_fp32_gradient
 from jaxmp.fp8 import _explain as fp8_explain
 
 
@@ -93,11 +96,13 @@ class Autocast(InPlace):
         used = _uses.wide_results(jaxpr) if named is None else ()
         outs = self.run(closed, [Value(arg, Priority.ARGUMENT) for arg in args], state=used)
         self.config.check_required(self.seen)
-        recorded = [var.aval for var in jaxpr.outvars]
-        return [
-            cast(jnp.asarray(out.array), named or aval.dtype) if out.castable else out.array
-            for out, aval in zip(outs, recorded, strict=True)
-        ]
+
+        def returned(out: Value, aval: Any) -> Array:
+            array = jnp.asarray(out.array) if out.castable else out.array
+            array = cast(array, named or aval.dtype) if out.castable else array
+            return as_weak(array) if aval.weak_type and array.dtype == aval.dtype else array
+
+        return [returned(out, var.aval) for out, var in zip(outs, jaxpr.outvars, strict=True)]
 
     def constant(self, array: Any) -> Value:
         return Value(array, Priority.ARGUMENT)
@@ -191,7 +196,10 @@ class Autocast(InPlace):
             arrays = [value.array for value in values]
         else:
             arrays = [env.cast(value, decision.dtype) for value in values]
-        if decision.result is not None:
+        is_narrow_gather = equation.primitive.name == "gather" and is_16bit(arrays[0].dtype)
+        if is_narrow_gather and not is_unique(equation):
+            out = gather_with_fp32_gradient(lambda *args: bind(equation, list(args)), *arrays)
+        elif decision.result is not None:
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
             out = bind(equation, arrays)

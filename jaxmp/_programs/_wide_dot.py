@@ -1,4 +1,4 @@
-"""Matmuls of 16-bit operands with a result in a wider dtype."""
+"""Operations on 16-bit operands whose results or gradients are in a wider dtype."""
 
 from __future__ import annotations
 
@@ -75,6 +75,29 @@ def widened_product(product: Callable[..., jax.Array], *operands: jax.Array) -> 
     return jax.jit(multiply)(*operands)
 
 
+def gather_with_fp32_gradient(
+    gather: Callable[..., jax.Array], operand: jax.Array, indices: jax.Array
+) -> jax.Array:
+    """Computes a gather from 16 bits whose gradient sums the entries of an index in FP32."""
+
+    @jax.custom_jvp
+    def gathered(operand: jax.Array, indices: jax.Array) -> jax.Array:
+        return gather(operand, indices)
+
+    def gathered_jvp(
+        primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array | SymbolicZero, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        (operand, indices), (d_operand, _) = primals, tangents
+        out = gather(operand, indices)
+        if isinstance(d_operand, SymbolicZero):
+            return out, lax.full_like(out, 0)
+        wide = gather(lax.convert_element_type(d_operand, FLOAT32), indices)
+        return out, lax.convert_element_type(wide, out.dtype)
+
+    gathered.defjvp(gathered_jvp, symbolic_zeros=True)
+    return gathered(operand, indices)
+
+
 # ---------------------------------------------------------------------------
 # Weakly typed results
 # ---------------------------------------------------------------------------
@@ -96,9 +119,14 @@ def weakly_typed(value: Any) -> Any:
       >>> (weakly_typed(jnp.ones(3)) + jnp.ones(3, jnp.bfloat16)).dtype
       dtype(bfloat16)
     """
-    if not isinstance(value, jax.Array) or jax.config.jax_enable_x64:  # pyright: ignore
-        return value
-    return convert_element_type_p.bind(value, new_dtype=FLOAT32, weak_type=True, sharding=None)
+    is_kept = not isinstance(value, jax.Array) or jax.config.jax_enable_x64  # pyright: ignore
+    return value if is_kept else as_weak(value)
+
+
+def as_weak(array: jax.Array) -> jax.Array:
+    """Returns an array with a weak type, and otherwise the same."""
+    params = {"new_dtype": array.dtype, "weak_type": True, "sharding": None}
+    return convert_element_type_p.bind(array, **params)
 
 
 def strongly_typed(value: Any) -> Any:
