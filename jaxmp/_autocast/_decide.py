@@ -27,7 +27,7 @@ from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
 from jaxmp._policies._resolve import narrow_reason
 from jaxmp._programs._jaxprs import array_aval
 from jaxmp._programs._matmuls import is_outer_product
-from jaxmp._programs._operations import arithmetic_of, new_dtype_of
+from jaxmp._programs._operations import arithmetic_of, is_unique, new_dtype_of
 from jaxmp._programs._uses import EXACT, SENSITIVE, Use
 
 # Use of a matmul's result -> why it is not rounded.
@@ -50,7 +50,7 @@ class Decision:
         recorded one.
       priority: promotion priority of the results.
       reason: why.
-      result: dtype of the result of a matmul that is cast; None for other operations.
+      result: dtype of the result of a matmul that is cast, and of a gather; None for other operations.
       as_recorded: True if each operand is cast to the dtype in which it was traced.
     """
 
@@ -104,6 +104,9 @@ def decide(
         # Weakly typed, so that consumers that do not magnify the rounding compute in 16 bits.
         variable = [value for value in floating if value.priority is not Priority.CONSTANT]
         return Decision(widest(variable) if name in EXACT else FLOAT32, weak, reason)
+    if name == "gather" and is_16bit(values[0].dtype) and not is_unique(equation):
+        # Its gradient sums all entries of an index. XLA fuses the casts with the gather.
+        return Decision(FLOAT32, priority, reason, values[0].dtype)
     if category == "widest":
         return Decision(common_dtype(values), priority, reason)
     return Decision(None, priority, reason)

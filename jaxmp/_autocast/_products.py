@@ -13,6 +13,7 @@ from jaxmp._autocast._resolve import IN_CUSTOM_VJP, AutocastConfig, ScopePolicy,
 from jaxmp._autocast._values import Value, is_matmul, kernel_of
 from jaxmp._core._compat import target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._trees import cast
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._policies._device import matmul_precision
 from jaxmp._programs._bind import bind
@@ -41,7 +42,8 @@ def multiply(
     """
     options, dtype, wide = arithmetic_of(equation), decision.dtype, decision.result
     if options is None:
-        return bind(equation, arrays)
+        out = bind(equation, arrays)
+        return out if wide == dtype else cast(out, wide)
     if in_fp8 is not None:
         dot = tuple(dot_of(equation))
         return in_fp8(*arrays, dot, options.precision, wide, out_sharding=options.out_sharding)

@@ -16,12 +16,12 @@ from jaxmp._autocast._consumers import Consumers
 from jaxmp._autocast._decide import decide, why_not_fp8
 from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._resolve import (
+    IN_BACKWARD,
     IN_CUSTOM_JVP,
     IN_CUSTOM_VJP,
     IN_JVP_RULE,
     AutocastConfig,
     ScopePolicy,
-    with_phase,
 )
 from jaxmp._autocast._values import (
     Environment,
@@ -35,7 +35,6 @@ from jaxmp._autocast._values import (
     wrap,
 )
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body
-from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast, is_castable
 from jaxmp._core._typing import Array
 from jaxmp._policies._resolve import resolve_policy
@@ -44,9 +43,8 @@ from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._in_place import InPlace
 from jaxmp._programs._interpreter import Frame, Place
-from jaxmp._programs._jaxprs import Path, equations, inners, phase_of, scope_names, sub_jaxprs
-from jaxmp._programs._operations import is_unique
-from jaxmp._programs._wide_dot import as_weak, gather_with_fp32_gradient
+from jaxmp._programs._jaxprs import BACKWARD, Path, equations, inners, scope_names, sub_jaxprs
+from jaxmp._programs._wide_dot import as_weak
 from jaxmp.fp8 import _explain as fp8_explain
 
 
@@ -121,22 +119,22 @@ class Autocast(InPlace):
 
         Args:
           jaxpr, args, place: as in `Interpreter.run`.
-          state: the uses of its results; None if they have none.
+          state: the uses of its first results; the others have none.
         """
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.consumers:
             self.consumers[id(body)] = body, Consumers(body, self.category)
-        used = self.uses.facts(body, state or (_uses.Use.NONE,) * len(body.outvars), place)
+        state = (*(state or ()), *(_uses.Use.NONE,) * len(body.outvars))[: len(body.outvars)]
+        used = self.uses.facts(body, state, place)
         env = Environment(self.category, self.consumers[id(body)][1], used)
         return super().run(jaxpr, args, place, env)
 
     def equation(self, equation: JaxprEqn, operands: list[Value], frame: Frame) -> list[Value]:
-        stack = str(equation.source_info.name_stack)
-        scope_path = frame.place.scopes + scope_names(stack)
-        if self.config.scaling is not None:
-            scope_path = with_phase(scope_path, stack)
+        place = frame.place.of(equation)
+        scope_path = place.scopes
         self.seen.add(scope_path)
-        place = Place(scope_path, phase_of(stack, frame.place.phase))
+        if place.phase == BACKWARD and self.config.scaling is not None:
+            scope_path = (*scope_path, IN_BACKWARD)
         if self.is_as_written(equation):
             return self.run_as_written(equation, frame.state, operands, scope_path)
         if equation.primitive.name in CONSTRUCTS:
@@ -180,7 +178,7 @@ class Autocast(InPlace):
         """Runs one equation, located at the scopes `scope_path`, as `decide` decides."""
         policy, in_fp8 = self.config.scope_policy(scope_path), None
         decision = decide(equation, values, env, policy)
-        if policy.uses_fp8 and (decision.result or decision.as_recorded):
+        if policy.uses_fp8 and (decision.as_recorded or decision.result is not None):
             why = decision.reason if decision.as_recorded else why_not_fp8(env.use_of(equation))
             in_fp8 = _products.fp8_product(self.config, equation, values, scope_path, why)
         if self.record is not None:
@@ -196,10 +194,7 @@ class Autocast(InPlace):
             arrays = [value.array for value in values]
         else:
             arrays = [env.cast(value, decision.dtype) for value in values]
-        is_narrow_gather = equation.primitive.name == "gather" and is_16bit(arrays[0].dtype)
-        if is_narrow_gather and not is_unique(equation):
-            out = gather_with_fp32_gradient(lambda *args: bind(equation, list(args)), *arrays)
-        elif decision.result is not None:
+        if decision.result is not None:
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
             out = bind(equation, arrays)

@@ -22,7 +22,7 @@ from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_module_dtypes, check_required
 from jaxmp._policies._resolve import matmul_scaling, resolve_first
 from jaxmp._programs._bind import SCATTERS
-from jaxmp._programs._jaxprs import BACKWARD, Path, Traced, module_paths_of, phase_of, sub_jaxprs
+from jaxmp._programs._jaxprs import Path, Traced, module_paths_of, sub_jaxprs
 from jaxmp._programs._jaxprs import trace as trace_function
 from jaxmp._programs._locations import FULL_PRECISION
 from jaxmp._programs._matmuls import is_outer_product
@@ -30,13 +30,13 @@ from jaxmp.errors import CompositionError, PolicyError, RuleError
 from jaxmp.fp8._scaling import Scaling
 
 # Scopes that mark equations. They are not part of module paths.
-_IN_BACKWARD = "jaxmp_backward"
+IN_BACKWARD = "jaxmp_backward"
 IN_CUSTOM_JVP = "jaxmp_custom_jvp"
 IN_CUSTOM_VJP = "jaxmp_custom_vjp"
 IN_JVP_RULE = "jaxmp_jvp_rule"
 # Mark -> why matmuls in such a scope do not run in FP8.
 _EXCLUSION_REASONS = {
-    _IN_BACKWARD: (
+    IN_BACKWARD: (
         "a matmul of the backward pass, in which the gradient and the other operand cannot be "
         "distinguished: write jax.grad(autocast(f)), not autocast(jax.grad(f))"
     ),
@@ -182,20 +182,6 @@ def _scaling_of(policies: PolicyMap) -> Scaling | None:
 
 def _without_marks(scope_path: Path) -> Path:
     return tuple(scope for scope in scope_path if scope not in _MARKS)
-
-
-def with_phase(scope_path: Path, stack: str) -> Path:
-    """Returns scopes with the backward-pass mark if a name stack is in a backward pass.
-
-    The mark is removed for equations that the backward pass recomputes.
-
-    Args:
-      scope_path: scopes of an equation; they have the mark if an enclosing equation has it.
-      stack: the equation's name stack.
-    """
-    outside = tuple(scope for scope in scope_path if scope != _IN_BACKWARD)
-    before = BACKWARD if outside != scope_path else ""
-    return (*outside, _IN_BACKWARD) if phase_of(stack, before) == BACKWARD else outside
 
 
 def path_of(scope_path: Path) -> str:

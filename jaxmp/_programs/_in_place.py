@@ -156,7 +156,8 @@ class InPlace(Interpreter):
         """Runs a `custom_jvp` function and its rule, both for the current types of their operands.
 
         Args:
-          equation, operands, place, state: as in `in_place`.
+          equation, operands, place, state: as in `in_place`. `run` receives the same state for the
+            rule, of which the tangents are further results.
           of_rule: location in which the rule runs.
         """
         function = custom_jvp_of(equation)
@@ -178,7 +179,9 @@ class InPlace(Interpreter):
                 self.noted(t, None) for t, zero in zip(tangents, zeros, strict=True) if not zero
             ]
             moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
-            outs = map(self.as_result, self.run(recorded, args, of_rule), [*out_avals, *moving])
+            outs = map(
+                self.as_result, self.run(recorded, args, of_rule, state), [*out_avals, *moving]
+            )
             arrays = list(map(self.array, outs))
             rest = iter(arrays[len(out_avals) :])
             tangents_out = [

@@ -110,10 +110,11 @@ def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> di
       >>> [bool(used.get(e.outvars[0], Use.NONE) & DECISIONS) for e in matmuls(jaxpr)]
       [True]
     """
-    analysis = _AtAnyDepth()
-    body, _ = jaxpr_body(jaxpr)
+    analysis, used, body = Uses(), {}, jaxpr_body(jaxpr)[0]
     analysis.facts(body, wide_results(body) if results is None else results)
-    return analysis.used
+    for _, facts in analysis.known.values():
+        used |= {var: use | used.get(var, Use.NONE) for var, use in facts.items()}
+    return used
 
 
 def wide_results(jaxpr: Jaxpr) -> tuple[Use, ...]:
@@ -135,7 +136,7 @@ class Uses(Backward):
         # Variables that were broadcast to their shape.
         self._broadcast: set[Any] = set()
         # (id of a jaxpr, uses of its results, pass) -> (the jaxpr, the uses inside it).
-        self._known: dict[Any, tuple[Any, dict[Any, Use]]] = {}
+        self.known: dict[Any, tuple[Any, dict[Any, Use]]] = {}
 
     def join(self, first: Any, second: Any) -> Any:
         return first | second
@@ -150,14 +151,14 @@ class Uses(Backward):
         """Returns variable -> uses for one jaxpr, without the jaxprs inside."""
         body, place = jaxpr_body(jaxpr)[0], place or Place()
         key = id(body), tuple(results), place.phase
-        if key not in self._known:
+        if key not in self.known:
             for equation in body.eqns:
                 if equation.primitive.name == "broadcast_in_dim":
                     operand, result = equation.invars[0], equation.outvars[0]
                     if operand.aval.size < result.aval.size:
                         self._broadcast.add(result)
-            self._known[key] = body, super().facts(body, results, place, state)
-        return self._known[key][1]
+            self.known[key] = body, super().facts(body, results, place, state)
+        return self.known[key][1]
 
     def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         name, count = equation.primitive.name, len(equation.invars)
@@ -209,20 +210,6 @@ class Uses(Backward):
     def _is_small(self, var: Any, equation: JaxprEqn) -> bool:
         is_broadcast = not is_literal(var) and var in self._broadcast
         return is_literal(var) or is_broadcast or var.aval.size < equation.outvars[0].aval.size
-
-
-class _AtAnyDepth(Uses):
-    """Uses of the variables of a jaxpr and of those inside, as `used`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used: dict[Any, Use] = {}
-
-    def facts(self, *args: Any, **kwargs: Any) -> dict[Any, Use]:
-        facts = super().facts(*args, **kwargs)
-        for var, use in facts.items():
-            self.used[var] = self.used.get(var, Use.NONE) | use
-        return facts
 
 
 def _of_factor(equation: JaxprEqn, n: int) -> Use:

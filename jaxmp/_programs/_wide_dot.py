@@ -1,4 +1,4 @@
-"""Operations on 16-bit operands whose results or gradients are in a wider dtype."""
+"""Matmuls of 16-bit operands with a result in a wider dtype."""
 
 from __future__ import annotations
 
@@ -73,29 +73,6 @@ def widened_product(product: Callable[..., jax.Array], *operands: jax.Array) -> 
 
     multiply.__name__ = WIDENED_MATMUL
     return jax.jit(multiply)(*operands)
-
-
-def gather_with_fp32_gradient(
-    gather: Callable[..., jax.Array], operand: jax.Array, indices: jax.Array
-) -> jax.Array:
-    """Computes a gather from 16 bits whose gradient sums the entries of an index in FP32."""
-
-    @jax.custom_jvp
-    def gathered(operand: jax.Array, indices: jax.Array) -> jax.Array:
-        return gather(operand, indices)
-
-    def gathered_jvp(
-        primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array | SymbolicZero, ...]
-    ) -> tuple[jax.Array, jax.Array]:
-        (operand, indices), (d_operand, _) = primals, tangents
-        out = gather(operand, indices)
-        if isinstance(d_operand, SymbolicZero):
-            return out, lax.full_like(out, 0)
-        wide = gather(lax.convert_element_type(d_operand, FLOAT32), indices)
-        return out, lax.convert_element_type(wide, out.dtype)
-
-    gathered.defjvp(gathered_jvp, symbolic_zeros=True)
-    return gathered(operand, indices)
 
 
 # ---------------------------------------------------------------------------
