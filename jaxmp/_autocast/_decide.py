@@ -50,7 +50,8 @@ class Decision:
         recorded one.
       priority: promotion priority of the results.
       reason: why.
-      result: dtype of the result of a matmul that is cast, and of a gather; None for other operations.
+      result: dtype of the result of a matmul that is cast, and of a gather from 16 bits; None for
+        other operations.
       as_recorded: True if each operand is cast to the dtype in which it was traced.
     """
 

@@ -51,7 +51,7 @@ def multiply(
     precision = matmul_precision(policy.policy, None)
     if not is_16bit(dtype) and options.precision is None and precision is not None:
         changes["precision"] = (lax.Precision(precision),) * 2
-    if wide == dtype or len(arrays) != 2:
+    if wide == dtype:
         return bind(equation, arrays, **changes)
     is_refused = wide == FLOAT32 and target() == "cpu" and _is_refused(equation)
 
@@ -61,7 +61,7 @@ def multiply(
             return widened_product(product, *operands)
         return product(*operands, preferred_element_type=preferred_element_type)
 
-    return wide_product(matmul, arrays[0], arrays[1], wide)
+    return wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
 
 
 def _is_refused(equation: JaxprEqn) -> bool:

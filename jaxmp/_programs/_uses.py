@@ -102,7 +102,7 @@ def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> di
 
     Args:
       jaxpr: the program.
-      results: uses of its results; None: `RESULT` for those in FP32 or wider.
+      results: uses of its results; None: those of `wide_results`.
 
     Example, the matmuls that should return FP32 sums:
       >>> jaxpr = jax.make_jaxpr(lambda x, w: jax.nn.log_softmax(x @ w))(x, w)
@@ -118,9 +118,10 @@ def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> di
 
 
 def wide_results(jaxpr: Jaxpr) -> tuple[Use, ...]:
-    """Returns `RESULT` for each result of a program in FP32 or wider."""
-    dtypes = (getattr(var.aval, "dtype", None) for var in jaxpr.outvars)
-    return tuple(Use.RESULT if _is_float(d) and d.itemsize > 2 else Use.NONE for d in dtypes)
+    """Returns `RESULT` for each result of a program in FP32 or wider, and for each scalar."""
+    avals: Any = [var.aval for var in jaxpr.outvars]
+    is_kept = lambda aval: _is_float(aval) and (aval.dtype.itemsize > 2 or aval.ndim == 0)
+    return tuple(Use.RESULT if is_kept(aval) else Use.NONE for aval in avals)
 
 
 class Uses(Backward):
@@ -174,7 +175,7 @@ class Uses(Backward):
         if name in _COMPARED:
             keys = count_of_keys(equation) if name == "sort" else count
             return [use | Use.ORDER] * keys + [use] * (count - keys)
-        if not any(_is_float(getattr(var.aval, "dtype", None)) for var in equation.outvars):
+        if not any(_is_float(var.aval) for var in equation.outvars):
             return [Use.NONE] * count
         if name in MATMULS and not is_outer_product(equation):
             return [_of_factor(equation, n) for n in range(count)]
@@ -234,5 +235,5 @@ def _of_summand(equation: JaxprEqn, use: Use, is_backward: Any) -> Use:
     return passed | Use.LOSS if is_loss and not is_backward() else passed
 
 
-def _is_float(dtype: Any) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+def _is_float(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)

@@ -16,7 +16,11 @@ from jaxmp._programs._matmuls import WIDENED_MATMUL
 
 
 def wide_product(
-    product: Callable[..., jax.Array], lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike
+    product: Callable[..., jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dtype: DTypeLike,
+    *sizes: jax.Array,
 ) -> jax.Array:
     """Computes a matmul with a wide result whose backward matmuls run in the operands' dtype.
 
@@ -29,6 +33,7 @@ def wide_product(
         as `lax.dot_general` with all its other arguments bound.
       lhs, rhs: operands of one floating dtype.
       dtype: the dtype of the result.
+      sizes: further operands of `product`, which have no gradient, such as sizes of groups.
 
     Returns:
       The result in `dtype`.
@@ -40,24 +45,24 @@ def wide_product(
     """
 
     @jax.custom_jvp
-    def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return product(lhs, rhs, preferred_element_type=dtype)
+    def multiply(lhs: jax.Array, rhs: jax.Array, *sizes: jax.Array) -> jax.Array:
+        return product(lhs, rhs, *sizes, preferred_element_type=dtype)
 
     def multiply_jvp(
-        primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array | SymbolicZero, ...]
+        primals: tuple[jax.Array, ...], tangents: tuple[jax.Array | SymbolicZero, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        lhs, rhs = primals
-        d_lhs, d_rhs = tangents
+        lhs, rhs, *sizes = primals
+        d_lhs, d_rhs, *_ = tangents
         # Does not call `multiply`: a remat policy that saves matmuls must see the primitive.
-        out = product(lhs, rhs, preferred_element_type=dtype)
-        terms = [] if isinstance(d_lhs, SymbolicZero) else [product(d_lhs, rhs)]
-        terms += [] if isinstance(d_rhs, SymbolicZero) else [product(lhs, d_rhs)]
+        out = product(lhs, rhs, *sizes, preferred_element_type=dtype)
+        terms = [] if isinstance(d_lhs, SymbolicZero) else [product(d_lhs, rhs, *sizes)]
+        terms += [] if isinstance(d_rhs, SymbolicZero) else [product(lhs, d_rhs, *sizes)]
         if not terms:
             return out, lax.full_like(out, 0)
         return out, lax.convert_element_type(sum(terms[1:], start=terms[0]), dtype)
 
     multiply.defjvp(multiply_jvp, symbolic_zeros=True)
-    return multiply(lhs, rhs)
+    return multiply(lhs, rhs, *sizes)
 
 
 def widened_product(product: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
