@@ -217,11 +217,17 @@ def test_results_stay_weakly_typed():
         assert value.weak_type and autocast(lambda x: x + 1, "bf16")(value).weak_type
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
-def test_sums_over_two_dimensions_run_on_a_cpu(recipe):
-    def loss(w, v):
-        net = lambda x: (jnp.tanh(x[None] @ w) @ v)[0, 0]
-        return jnp.mean(jax.vmap(net)(X) ** 2)
+@pytest.mark.parametrize("order", ["program", "transposed"])
+def test_xla_compiles_wide_results_on_a_cpu(order):
+    def net(w, v, x):
+        return (jnp.tanh(x[None] @ w) @ v)[0]
 
-    grads = jax.jit(autocast(jax.grad(loss, (0, 1)), recipe))(W, W[0][:, None])
-    assert relative_error(grads, jax.grad(loss, (0, 1))(W, W[0][:, None])) < 0.02
+    def loss(w, v):
+        z = jax.vmap(net, (None, None, 0))(w, v, X)
+        return jnp.mean((z.T if order == "transposed" else z) ** 2)
+
+    args = W, normal(7, 64, 4)
+    grads = jax.jit(autocast(jax.grad(loss, (0, 1)), "bf16"))(*args)
+    assert relative_error(grads, jax.grad(loss, (0, 1))(*args)) < 0.02
+    transposed = autocast(lambda x, w: jax.nn.log_softmax((x @ w).T, 0), "bf16")
+    assert jax.jit(transposed)(X, W).shape == (64, 8)

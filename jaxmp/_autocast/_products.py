@@ -12,13 +12,13 @@ from jaxmp._autocast._decide import Decision
 from jaxmp._autocast._resolve import IN_CUSTOM_VJP, AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import Value, is_matmul, kernel_of
 from jaxmp._core._compat import target
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._policies._device import matmul_precision
 from jaxmp._programs._bind import bind
 from jaxmp._programs._jaxprs import Path, array_aval, equations, sub_jaxprs
-from jaxmp._programs._operations import Dot, arithmetic_of, dot_of
+from jaxmp._programs._operations import arithmetic_of, dot_of
 from jaxmp._programs._wide_dot import wide_product, widened_product
 from jaxmp.fp8 import _explain as fp8_explain
 from jaxmp.fp8._dot_general import dot_general
@@ -53,27 +53,21 @@ def multiply(
         changes["precision"] = (lax.Precision(precision),) * 2
     if wide == dtype:
         return bind(equation, arrays, **changes)
-    is_refused = wide == FLOAT32 and target() == "cpu" and _is_refused(equation)
 
     def matmul(*operands: Array, preferred_element_type: DTypeLike = dtype) -> Array:
         product = lambda *arrays, **dtypes: bind(equation, list(arrays), **dtypes)
-        if is_refused and preferred_element_type == FLOAT32:
+        # XLA's CPU compiler has no kernel for all such gradients of weights.
+        if preferred_element_type != dtype and target() == "cpu" and _is_of_rows(equation):
             return widened_product(product, *operands)
         return product(*operands, preferred_element_type=preferred_element_type)
 
     return wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
 
 
-def _is_refused(equation: JaxprEqn) -> bool:
-    """Returns True for `jax.vmap(lambda x: w @ x)(xs)`, and for sums over several dimensions.
-
-    XLA's CPU compiler refuses them in 16 bits with an FP32 result if it computes the transpose.
-    """
-    if not is_matmul(equation):
-        return False
-    dot, rank = dot_of(equation), array_aval(equation.outvars[0]).ndim
-    is_of_vectors = dot == Dot(((1,), (1,)), ((), ())) and rank == 2
-    return is_of_vectors or len(dot.contracted[0]) > 1
+def _is_of_rows(equation: JaxprEqn) -> bool:
+    """Returns True for matmuls that sum over rows, as the gradient of a weight does."""
+    rows = dot_of(equation).contracted[0] if is_matmul(equation) else ()
+    return bool(rows) and array_aval(equation.invars[0]).ndim - 1 not in rows
 
 
 def fp8_product(

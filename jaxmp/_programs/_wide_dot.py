@@ -10,6 +10,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core.primitives import convert_element_type_p
 
+from jaxmp._core._compat import target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import DTypeLike
 from jaxmp._programs._matmuls import WIDENED_MATMUL
@@ -44,9 +45,14 @@ def wide_product(
       dtype('float32')
     """
 
+    def wide(*operands: jax.Array) -> jax.Array:
+        out = product(*operands, preferred_element_type=dtype)
+        # XLA's CPU compiler folds a transpose into the matmul, and has no kernel for the result.
+        return lax.optimization_barrier(out) if target() == "cpu" else out
+
     @jax.custom_jvp
-    def multiply(lhs: jax.Array, rhs: jax.Array, *sizes: jax.Array) -> jax.Array:
-        return product(lhs, rhs, *sizes, preferred_element_type=dtype)
+    def multiply(*operands: jax.Array) -> jax.Array:
+        return wide(*operands)
 
     def multiply_jvp(
         primals: tuple[jax.Array, ...], tangents: tuple[jax.Array | SymbolicZero, ...]
@@ -54,7 +60,7 @@ def wide_product(
         lhs, rhs, *sizes = primals
         d_lhs, d_rhs, *_ = tangents
         # Does not call `multiply`: a remat policy that saves matmuls must see the primitive.
-        out = product(lhs, rhs, *sizes, preferred_element_type=dtype)
+        out = wide(lhs, rhs, *sizes)
         terms = [] if isinstance(d_lhs, SymbolicZero) else [product(d_lhs, rhs, *sizes)]
         terms += [] if isinstance(d_rhs, SymbolicZero) else [product(lhs, d_rhs, *sizes)]
         if not terms:
