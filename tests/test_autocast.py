@@ -88,9 +88,9 @@ def test_the_call_of_a_traced_object_is_entered():
 
 
 def test_a_float16_product_on_the_way_to_a_mean_does_not_overflow():
-    fn = lambda w, x: ((x @ w) / 64).mean()
+    fn = lambda w, x: ((x @ w) / 64).mean(0)  # no loss
     args = jnp.full((64, 64), 64.0), jnp.full((4, 64), 64.0)
-    assert autocast(fn, "p=f32,c=f16,o=f32")(*args) == fn(*args) == 4096
+    assert set(autocast(fn, "p=f32,c=f16,o=f32")(*args).tolist()) == {4096.0}
 
 
 def test_a_softmax_is_in_fp32_throughout():
@@ -437,10 +437,11 @@ def test_scans_keep_the_dtypes_of_their_carry():
 def test_the_carry_of_a_scan_is_not_weakly_typed():
     def outside(w, x):
         total, _ = lax.scan(lambda c, row: (c + row.sum(), None), jnp.zeros(()), x)
-        return jnp.broadcast_to(total, (4, 8)) * 2 + x @ w
+        return (jnp.broadcast_to(total, (4, 8)) * 2 + x @ w) @ w
 
     def inside(w, x):
-        return lax.scan(lambda c, _: (c + 1, c * 2 + x @ w), jnp.zeros((4, 8)), None, length=2)[1]
+        step = lambda c, _: (c + 1, c * 2 + x @ w)
+        return lax.scan(step, jnp.zeros((4, 8)), None, length=2)[1] @ w
 
     for fn in (outside, inside):
         (add,) = named(trace(autocast(fn, MIXED), W, X), "add")[-1:]

@@ -120,6 +120,17 @@ def test_its_healthy_neighbours_stay_in_16_bits(fn):
     assert set(hidden) <= {(BF16, BF16)} and last == (BF16, F32)
 
 
+def test_a_decision_in_the_next_iteration():
+    def fn(x, w):
+        def step(carry, _):
+            x, z = carry
+            return (x + jax.nn.softmax(z)[:, :32], x @ w), None
+
+        return jnp.tanh(lax.scan(step, (x, x @ w), length=3)[0][0] @ w) @ w.T
+
+    assert results(autocast(fn, "bf16"), X, W)[:2] == [(BF16, F32)] * 2
+
+
 def test_the_gradient_of_attention_reads_no_decision():
     loss = lambda x, w: cross_entropy(jax.checkpoint(attention)(x, w) @ w)
     program = autocast(jax.grad(loss, 1), "bf16")
@@ -229,5 +240,7 @@ def test_xla_compiles_wide_results_on_a_cpu(order):
     args = W, normal(7, 64, 4)
     grads = jax.jit(autocast(jax.grad(loss, (0, 1)), "bf16"))(*args)
     assert relative_error(grads, jax.grad(loss, (0, 1))(*args)) < 0.02
+    vectors = autocast(lambda w, v: jax.vmap(lambda x: jnp.exp(v @ (w.T @ x)))(X), "bf16")
+    assert jax.jit(vectors)(W, W).shape == (8, 32)
     transposed = autocast(lambda x, w: jax.nn.log_softmax((x @ w).T, 0), "bf16")
     assert jax.jit(transposed)(X, W).shape == (64, 8)
