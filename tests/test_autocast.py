@@ -830,7 +830,8 @@ def log_error_ratios(build, traced):
         params = jax.tree.map(lambda leaf: fill(leaf, "params", random), like)
         runs = [(out, gradients) for gradients, (out, _) in (run(params) for run in compiled)]
         ours, level = (list(map(relative_error, run, runs[2])) for run in runs[:2])
-        assert min(ours) > 0
+        if not min(ours):
+            continue  # no unit is active, and the bias of the last layer is not rounded
         logs.append(np.log(ours) - np.log(level))
     return logs
 
