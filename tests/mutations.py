@@ -382,8 +382,8 @@ MUTATIONS = [
     Mutation(
         "a carried value is weakly typed in the body of a scan",
         "jaxmp/_autocast/_replay.py",
-        "return Value(to_aval(outer, value, var.aval))",
-        "return Value(to_aval(outer, value, var.aval), Priority.ARGUMENT)",
+        "return Value(outer.to_aval(value, var.aval))",
+        "return Value(outer.to_aval(value, var.aval), Priority.ARGUMENT)",
         ("test_autocast.py::test_the_carry_of_a_scan_is_not_weakly_typed",),
     ),
     Mutation(

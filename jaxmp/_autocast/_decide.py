@@ -7,29 +7,41 @@ prints those of matmuls.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.core import AbstractValue
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jaxmp._autocast._consumers import ARITHMETIC, BOUNDED, is_identity
 from jaxmp._autocast._resolve import ScopePolicy
 from jaxmp._autocast._values import (
-    Environment,
     Priority,
     Value,
     common_dtype,
     is_castable_aval,
     is_matmul,
     outputs_of,
+    to_16bit,
     widest,
 )
 from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
+from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._policies._resolve import narrow_reason
-from jaxmp._programs._jaxprs import array_aval
+from jaxmp._programs._analysis import Backward, Forward
+from jaxmp._programs._interpreter import Frame
+from jaxmp._programs._jaxprs import AUTOCAST, array_aval, is_literal
 from jaxmp._programs._matmuls import is_outer_product
 from jaxmp._programs._operations import arithmetic_of, is_unique, new_dtype_of
-from jaxmp._programs._uses import EXACT, SENSITIVE, Use
+from jaxmp._programs._uses import SENSITIVE, Use
 
+# Arithmetic on two operands, which rounds its result to the dtype of the result.
+ARITHMETIC = frozenset(("add", "add_any", "sub", "mul", "div", "rem", "atan2"))
+# Operations of the category "follow" that round their result; all others are exact.
+BOUNDED = frozenset(("tanh", "atan", "erf", "erfc", "logistic", "sqrt", "cbrt"))
 # Use of a matmul's result -> why it is not rounded.
 _WHY_WIDE = {
     Use.SOFTMAX: "a softmax reads its result",
@@ -39,6 +51,146 @@ _WHY_WIDE = {
     Use.MAGNIFIED: "a logarithm, a root or a quotient magnifies its rounding",
     Use.RESULT: "the function returns it",
 }
+
+
+def is_identity(equation: JaxprEqn) -> bool:
+    """Returns True for a conversion to the recorded dtype, as `jnp.mean` contains."""
+    is_conversion = equation.primitive.name == "convert_element_type"
+    return is_conversion and array_aval(equation.invars[0]).dtype == new_dtype_of(equation)
+
+
+# ---------------------------------------------------------------------------
+# Analyses of a jaxpr
+# ---------------------------------------------------------------------------
+
+
+class _MadeInFp32(Forward):
+    """For each variable, True for an array that is FP32 because an FP32 operation computes it.
+
+    They are the results of FP32 operations and, transitively, of "widest" and "follow" operations
+    with such an operand. Scalars are left out, since they do not promote arrays.
+    """
+
+    nothing = False
+
+    def __init__(self, category: Callable[[JaxprEqn], str]) -> None:
+        super().__init__()
+        self._category = category
+        self.kinds: list[str] = []
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        kind = "follow" if is_identity(equation) else self._category(equation)
+        self.kinds.append(kind)
+        is_made = kind == "fp32" or (kind in ("widest", "follow") and any(operands))
+        return [is_made and getattr(v.aval, "ndim", 0) > 0 for v in equation.outvars]
+
+
+class _Read(NamedTuple):
+    """Consumers of a variable.
+
+    otherwise: True if an operation reads it that is not an FP32 operation, or the caller.
+    otherwise_later: the same, but arithmetic and data movement count as FP32 operations if their
+      results reach only FP32 operations.
+    """
+
+    otherwise: bool
+    otherwise_later: bool
+
+
+class Consumers(Backward):
+    """Consumers of the variables of one jaxpr.
+
+    Args:
+      jaxpr: without its constants.
+      category: equation -> its category in the op table.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, category: Callable[[JaxprEqn], str]) -> None:
+        made = _MadeInFp32(category)
+        self._wide = made.facts(jaxpr, [False] * len(jaxpr.invars))
+        self._kinds = made.kinds
+        self._read = self.facts(jaxpr, [_Read(True, True)] * len(jaxpr.outvars))
+
+    def join(self, first: _Read, second: _Read) -> _Read:
+        return _Read(*map(any, zip(first, second, strict=True)))
+
+    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+        kind = self._kinds[frame.index]
+        later = kind == "fp32" or (
+            kind in ("widest", "follow")
+            and equation.primitive.name not in BOUNDED
+            and all(read is not None and not read.otherwise_later for read in results)
+        )
+        # "widest" casts its other operands to FP32 if one is FP32.
+        operands = (var for var in equation.invars if not is_literal(var))
+        later = later or (kind == "widest" and any(self._wide[var] for var in operands))
+        return [_Read(kind != "fp32", not later)] * len(equation.invars)
+
+    def is_fp32_only(self, var: Var) -> bool:
+        """Returns True for variables whose consumers are all FP32 operations."""
+        read = self._read.get(var)
+        return read is not None and not read.otherwise
+
+    def leads_to_fp32_only(self, var: Var) -> bool:
+        """Returns True for variables that reach only FP32 operations.
+
+        The path there may contain arithmetic and data movement.
+        """
+        read = self._read.get(var)
+        return read is not None and not read.otherwise_later
+
+
+class Environment:
+    """State of one jaxpr: categories, consumers and uses of its variables, and a cache of casts.
+
+    Args:
+      category: equation -> its category in the op table.
+      consumers: consumers of its variables.
+      uses: variable -> its uses.
+    """
+
+    def __init__(
+        self,
+        category: Callable[[JaxprEqn], str],
+        consumers: Consumers,
+        uses: Mapping[Any, Use],
+    ) -> None:
+        self.casts: dict[tuple[int, Any], Any] = {}
+        self.category, self.consumers, self._uses = category, consumers, uses
+
+    def uses_of(self, equation: JaxprEqn) -> tuple[Use, ...]:
+        """Returns the uses of each result of an equation."""
+        return tuple(self._uses.get(var, Use.NONE) for var in equation.outvars)
+
+    def use_of(self, equation: JaxprEqn) -> Use:
+        """Returns the uses of all results of an equation."""
+        return functools.reduce(operator.or_, self.uses_of(equation), Use.NONE)
+
+    def cast(self, value: Value, dtype: DTypeLike) -> Array:
+        """Returns the array of a value in `dtype`; values that are not castable are unchanged."""
+        if not value.castable or value.dtype == dtype:
+            return value.array
+        key = id(value.array), np.dtype(dtype)
+        if key not in self.casts:
+            # Storing the array prevents the reuse of its id. The scope marks the cast, so that an
+            # audit does not report it as implicit promotion.
+            with jax.named_scope(AUTOCAST):
+                self.casts[key] = value.array, to_16bit(value, dtype)
+        return self.casts[key][1]
+
+    def to_aval(self, value: Value, aval: AbstractValue) -> Array:
+        """Returns the array of a value in the dtype of `aval`, the recorded type."""
+        return self.cast(value, aval.dtype) if is_castable_aval(aval) else value.array
+
+    def recorded(self, equation: JaxprEqn, values: list[Value]) -> list[Array]:
+        """Returns the operands of an equation in the dtypes in which it was traced."""
+        pairs = zip(equation.invars, values, strict=True)
+        return [self.to_aval(value, var.aval) for var, value in pairs]
+
+
+# ---------------------------------------------------------------------------
+# Decisions
+# ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +256,7 @@ def decide(
     ):
         # Weakly typed, so that consumers that do not magnify the rounding compute in 16 bits.
         variable = [value for value in floating if value.priority is not Priority.CONSTANT]
-        return Decision(widest(variable) if name in EXACT else FLOAT32, weak, reason)
+        return Decision(FLOAT32 if name in ARITHMETIC | BOUNDED else widest(variable), weak, reason)
     if name == "gather" and is_16bit(values[0].dtype) and not is_unique(equation):
         # Its gradient sums all entries of an index. XLA fuses the casts with the gather.
         return Decision(FLOAT32, priority, reason, values[0].dtype)

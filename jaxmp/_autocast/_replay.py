@@ -12,8 +12,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxmp._autocast import _products
-from jaxmp._autocast._consumers import Consumers
-from jaxmp._autocast._decide import decide, why_not_fp8
+from jaxmp._autocast._decide import Consumers, Environment, decide, why_not_fp8
 from jaxmp._autocast._explain import IN_RULE, Recorder
 from jaxmp._autocast._resolve import (
     IN_BACKWARD,
@@ -24,13 +23,10 @@ from jaxmp._autocast._resolve import (
     ScopePolicy,
 )
 from jaxmp._autocast._values import (
-    Environment,
     Priority,
     Value,
-    in_recorded_dtypes,
     literal_value,
     scalar_of,
-    to_aval,
     with_dtype,
     wrap,
 )
@@ -189,7 +185,7 @@ class Autocast(InPlace):
                 return [dataclasses.replace(kept[0], priority=decision.priority)]
         if decision.as_recorded:
             self.check_known(equation)
-            arrays = in_recorded_dtypes(equation, env, values)
+            arrays = env.recorded(equation, values)
         elif decision.dtype is None or equation.primitive.name == "convert_element_type":
             arrays = [value.array for value in values]
         else:
@@ -212,7 +208,7 @@ class Autocast(InPlace):
         policy = self.config.scope_policy((*scope_path, IN_CUSTOM_VJP))
         if policy.uses_fp8 and fp8_explain.is_explained():
             _products.explain_products_inside(self.config, equation, scope_path)
-        return wrap(equation, bind(equation, in_recorded_dtypes(equation, env, values)))
+        return wrap(equation, bind(equation, env.recorded(equation, values)))
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
@@ -241,7 +237,7 @@ class Autocast(InPlace):
         return value.array
 
     def as_carry(self, value: Value, var: Any, outer: Environment) -> Value:
-        return Value(to_aval(outer, value, var.aval))
+        return Value(outer.to_aval(value, var.aval))
 
     def as_result(self, value: Value, aval: ShapedArray) -> Value:
         is_cast = is_castable(value.array)

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import AbstractValue, ShapedArray
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast._consumers import Consumers
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._programs._jaxprs import AUTOCAST, array_aval
+from jaxmp._programs._jaxprs import array_aval
 from jaxmp._programs._matmuls import is_outer_product
 from jaxmp._programs._operations import dot_of
-from jaxmp._programs._uses import Use
 
 
 class Priority(enum.IntEnum):
@@ -58,7 +53,7 @@ class Value:
         return is_castable(self.array)
 
 
-def _to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
+def to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
     """Casts a value; a finite constant stays finite in 16 bits.
 
     For example, the most negative FP32 number, which masks logits, is -inf in float16.
@@ -70,45 +65,6 @@ def _to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
         half = np.asarray(saturating_cast(value.scalar, dtype))
         return lax.full_like(array, half, dtype) if array.ndim else half
     return clamped_cast(array, dtype)
-
-
-class Environment:
-    """State of one jaxpr: categories, consumers and uses of its variables, and a cache of casts.
-
-    Args:
-      category: equation -> its category in the op table.
-      consumers: consumers of its variables.
-      uses: variable -> its uses.
-    """
-
-    def __init__(
-        self,
-        category: Callable[[JaxprEqn], str],
-        consumers: Consumers,
-        uses: Mapping[Any, Use],
-    ) -> None:
-        self.casts: dict[tuple[int, Any], Any] = {}
-        self.category, self.consumers, self._uses = category, consumers, uses
-
-    def uses_of(self, equation: JaxprEqn) -> tuple[Use, ...]:
-        """Returns the uses of each result of an equation."""
-        return tuple(self._uses.get(var, Use.NONE) for var in equation.outvars)
-
-    def use_of(self, equation: JaxprEqn) -> Use:
-        """Returns the uses of all results of an equation."""
-        return functools.reduce(operator.or_, self.uses_of(equation), Use.NONE)
-
-    def cast(self, value: Value, dtype: DTypeLike) -> Array:
-        """Returns the array of a value in `dtype`; values that are not castable are unchanged."""
-        if not value.castable or value.dtype == dtype:
-            return value.array
-        key = id(value.array), np.dtype(dtype)
-        if key not in self.casts:
-            # Storing the array prevents the reuse of its id. The scope marks the cast, so that an
-            # audit does not report it as implicit promotion.
-            with jax.named_scope(AUTOCAST):
-                self.casts[key] = value.array, _to_16bit(value, dtype)
-        return self.casts[key][1]
 
 
 def literal_value(var: Literal) -> Value:
@@ -148,17 +104,6 @@ def wrap(
     """Returns the results of an equation's primitive as values."""
     arrays = outs if equation.primitive.multiple_results else [outs]
     return [Value(array, priority) for array in arrays]
-
-
-def in_recorded_dtypes(equation: JaxprEqn, env: Environment, values: list[Value]) -> list[Array]:
-    """Returns the operands of an equation in the dtypes in which it was traced."""
-    pairs = zip(equation.invars, values, strict=True)
-    return [to_aval(env, value, var.aval) for var, value in pairs]
-
-
-def to_aval(env: Environment, value: Value, aval: AbstractValue) -> Array:
-    """Returns the array of a value in the dtype of `aval`, the recorded type."""
-    return env.cast(value, aval.dtype) if is_castable_aval(aval) else value.array
 
 
 def with_dtype(aval: ShapedArray, value: Value) -> ShapedArray:

@@ -51,20 +51,7 @@ def _named(names: str) -> frozenset[str]:
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 # Uses for which a value should not be rounded.
 SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED
-_ALL = ~Use.NONE
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
-# Operations that move or choose elements, and leave them as they are.
-EXACT = _named(
-    "convert_element_type reduce_precision copy copy_p neg max min clamp select_n reduce_max"
-    " reduce_min cummax cummin reduce_window_max reduce_window_min select_and_gather_add"
-    " transpose reshape broadcast_in_dim broadcast_to squeeze expand_dims rev tile slice"
-    " dynamic_slice dynamic_update_slice gather scatter scatter-min scatter-max split unstack"
-    " concatenate stack pad device_put sharding_constraint layout_constraint reshard relayout"
-    " shard_alike stop_gradient name optimization_barrier tie xla_metadata_value ppermute"
-    " all_to_all ragged_all_to_all pbroadcast pmax pmin all_gather all_gather_invariant"
-    " all_gather_reduced pvary preduced pcast psum psum_invariant unreduced_psum reduce_scatter"
-    " unreduced_reduce_scatter"
-)
 _SUMS = _named("reduce_sum cumsum reduce_window_sum scatter-add scatter-sub select_and_scatter_add")
 # Functions whose results are accurate if they were rounded, but not if their operands were.
 _FLAT = frozenset(("tanh", "atan", "erf", "erfc", "logistic"))
@@ -74,24 +61,26 @@ _SOLVERS = _named(
     " householder_product lu ormqr qr schur svd triangular_solve tridiagonal"
     " tridiagonal_solve"
 )
-# Operation -> the uses of its result that are uses of its operands.
-_PASSED: dict[str, Use] = {
-    **dict.fromkeys(_MAGNIFYING, DECISIONS | Use.SOLVED),
-    **dict.fromkeys(
-        _named("expm1 sin cos tan sinh cosh asinh pow digamma lgamma rem atan2"),
-        DECISIONS | Use.SOLVED,
-    ),
-    **dict.fromkeys(
-        _named("sqrt cbrt abs square integer_pow reduce_prod cumprod"),
-        DECISIONS | Use.SOLVED | Use.MAGNIFIED,
-    ),
-    **dict.fromkeys(_FLAT, DECISIONS | Use.SOLVED | Use.RESULT),
-    **dict.fromkeys(("exp", "exp2"), DECISIONS | Use.SOLVED),
-    **dict.fromkeys(("add", "sub", "add_any"), _ALL & ~Use.PRODUCT),
-    **dict.fromkeys(("mul", "div", *EXACT), _ALL),
+# Operations -> the uses of their results that are uses of their operands. Others pass all uses.
+_PASSED = {
+    name: passed
+    for names, passed in (
+        (_FLAT, DECISIONS | Use.SOLVED | Use.RESULT),
+        (_MAGNIFYING, DECISIONS | Use.SOLVED),
+        (
+            _named("exp exp2 expm1 sin cos tan sinh cosh asinh pow digamma lgamma erf_inv rem"),
+            DECISIONS | Use.SOLVED,
+        ),
+        (
+            _named("sqrt cbrt abs square integer_pow reduce_prod cumprod"),
+            DECISIONS | Use.SOLVED | Use.MAGNIFIED,
+        ),
+        (_named("add sub add_any"), ~Use.PRODUCT),
+    )
+    for name in names
 }
-# Operations with several operands, which a result of the program only passes to the larger one.
-_COMBINING = frozenset(("add", "sub", "add_any", "mul", "div", "dot_general"))
+# Operations of which a result of the program is only that of the larger operand.
+_COMBINING = _named("add sub add_any mul div dot_general")
 
 
 def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> dict[Any, Use]:
@@ -179,29 +168,29 @@ class Uses(Backward):
             return [Use.NONE] * count
         if name in MATMULS and not is_outer_product(equation):
             return [_of_factor(equation, n) for n in range(count)]
-        is_backward = lambda: (
-            phase_of(str(equation.source_info.name_stack), frame.place.phase) == BACKWARD
-        )
         if name in _SUMS:
-            return [_of_summand(equation, use, is_backward)] * count
-        used = [use & self._passed(equation, use, n) for n in range(count)]
+            used = [_of_summand(equation, use)] * count
+        else:
+            used = [use & self._passed(equation, use) for _ in range(count)]
         if name in ("exp", "exp2") and Use.SUMMED in use and Use.PRODUCT not in use:
-            used[0] |= Use.SOFTMAX
-        if name == "cumlogsumexp":
             used[0] |= Use.SOFTMAX
         if name in _MAGNIFYING or exponent_of(equation) < 0:
             used[0] |= Use.MAGNIFIED
         if name == "div":
-            used[1] = used[1] & (DECISIONS | Use.SOLVED | Use.MAGNIFIED) | Use.MAGNIFIED
-        # The gradient of a softmax multiplies it with other arrays; attention does not.
-        if name in ("mul", "dot_general") and Use.PRODUCT in use and is_backward():
-            used = [each & ~Use.PRODUCT for each in used]
+            used[1] = used[1] & (DECISIONS | Use.SOLVED) | Use.MAGNIFIED
+        # The gradient of a softmax multiplies it with other arrays, which attention does not, and
+        # the gradient of a bias is a sum, which is no loss.
+        hidden = Use.LOSS if name in _SUMS else Use.PRODUCT if name == "mul" else Use.NONE
+        if hidden and hidden in used[0]:
+            stack = str(equation.source_info.name_stack)
+            is_backward = phase_of(stack, frame.place.phase) == BACKWARD
+            used = [use & ~hidden for use in used] if is_backward else used
         return used
 
-    def _passed(self, equation: JaxprEqn, use: Use, n: int) -> Use:
-        """Returns the uses that the result of an equation passes to an operand, if it has them."""
+    def _passed(self, equation: JaxprEqn, use: Use) -> Use:
+        """Returns the uses that the result of an equation passes to its operands."""
         name = "mul" if is_outer_product(equation) else equation.primitive.name
-        passed = _PASSED.get(name, Use.NONE)
+        passed = _PASSED.get(name, ~Use.NONE)
         if name in ("exp", "exp2") and Use.PRODUCT in use:
             return passed & (Use.ORDER | Use.SOLVED)
         if name in _COMBINING and not any(self._is_small(v, equation) for v in equation.invars):
@@ -222,17 +211,15 @@ def _of_factor(equation: JaxprEqn, n: int) -> Use:
     return Use.SUMMED if used == equation.invars[other].aval.ndim else Use.PRODUCT
 
 
-def _of_summand(equation: JaxprEqn, use: Use, is_backward: Any) -> Use:
+def _of_summand(equation: JaxprEqn, use: Use) -> Use:
     """Returns the use of an operand of a sum.
 
-    A result of the program is a loss if the sum leaves only examples, the first dimension. A
-    gradient is not: that of a bias is a sum, too.
+    A result of the program is a loss if the sum leaves only examples, the first dimension.
     """
-    passed = Use.SUMMED | use & (Use.PRODUCT | Use.MAGNIFIED | Use.SOLVED)
     result = equation.outvars[0].aval
     is_reduced = result.ndim == 0 or (result.ndim == 1 and 0 not in axes_of(equation))
-    is_loss = Use.LOSS in use or (Use.RESULT in use and is_reduced)
-    return passed | Use.LOSS if is_loss and not is_backward() else passed
+    loss = Use.LOSS if Use.RESULT in use and is_reduced else Use.NONE
+    return Use.SUMMED | loss | use & (Use.LOSS | Use.PRODUCT | Use.MAGNIFIED | Use.SOLVED)
 
 
 def _is_float(aval: Any) -> bool:
