@@ -207,10 +207,10 @@ class Decision:
       as_recorded: True if each operand is cast to the dtype in which it was traced.
     """
 
-    dtype: np.dtype | None
+    dtype: Any
     priority: Priority
     reason: str
-    result: np.dtype | None = None
+    result: Any = None
     as_recorded: bool = False
 
 

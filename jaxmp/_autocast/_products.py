@@ -65,9 +65,9 @@ def multiply(
 
 
 def _is_of_rows(equation: JaxprEqn) -> bool:
-    """Returns True for matmuls that sum over rows, as the gradient of a weight does."""
+    """Returns True for the gradient of the weight of a layer, if its inputs have several rows."""
     rows = dot_of(equation).contracted[0] if is_matmul(equation) else ()
-    return bool(rows) and array_aval(equation.invars[0]).ndim - 1 not in rows
+    return len(rows) > 1 and array_aval(equation.invars[0]).ndim - 1 not in rows
 
 
 def fp8_product(

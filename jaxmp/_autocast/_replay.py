@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
+from jax import Array
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
@@ -26,22 +26,18 @@ from jaxmp._autocast._values import (
     Priority,
     Value,
     literal_value,
+    returned,
     scalar_of,
     with_dtype,
     wrap,
 )
 from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body
-from jaxmp._core._trees import cast, is_castable
-from jaxmp._core._typing import Array
-from jaxmp._policies._resolve import resolve_policy
 from jaxmp._programs import _uses
 from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._in_place import InPlace
 from jaxmp._programs._interpreter import Frame, Place
 from jaxmp._programs._jaxprs import BACKWARD, Path, equations, inners, scope_names, sub_jaxprs
-from jaxmp._programs._wide_dot import as_weak
-from jaxmp.fp8 import _explain as fp8_explain
 
 
 class Autocast(InPlace):
@@ -52,17 +48,22 @@ class Autocast(InPlace):
       in_custom_vjp: True if the whole function was traced inside a rule of a `custom_vjp`. Then the
         tracebacks of all its equations contain that rule, and do not identify inner rules.
       record: collects the decisions for an explanation; None to collect none.
+      lists_calls: True while `explain` lists the FP8 matmuls of each call of a function.
     """
 
     consequence = "it computes in the dtypes in which it was traced"
 
     def __init__(
-        self, config: AutocastConfig, in_custom_vjp: bool = False, record: Recorder | None = None
+        self,
+        config: AutocastConfig,
+        in_custom_vjp: bool = False,
+        record: Recorder | None = None,
+        lists_calls: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.in_custom_vjp = in_custom_vjp
-        self.record = record
+        self.record, self.lists_calls = record, lists_calls
         # Id of a jaxpr -> (the jaxpr, the consumers of its variables).
         self.consumers: dict[int, tuple[Any, Consumers]] = {}
         self.uses = _uses.Uses()
@@ -85,18 +86,12 @@ class Autocast(InPlace):
           RuleError: if a required rule matches no scope of the function.
         """
         jaxpr, _ = jaxpr_body(closed)
-        rule = resolve_policy(self.config.policies, "").rule
-        named = None if rule is None else rule.output_dtype
+        named = self.config.output_dtype
         used = _uses.wide_results(jaxpr) if named is None else ()
         outs = self.run(closed, [Value(arg, Priority.ARGUMENT) for arg in args], state=used)
         self.config.check_required(self.seen)
-
-        def returned(out: Value, aval: Any) -> Array:
-            array = jnp.asarray(out.array) if out.castable else out.array
-            array = cast(array, named or aval.dtype) if out.castable else array
-            return as_weak(array) if aval.weak_type and array.dtype == aval.dtype else array
-
-        return [returned(out, var.aval) for out, var in zip(outs, jaxpr.outvars, strict=True)]
+        pairs = zip(outs, [var.aval for var in jaxpr.outvars], strict=True)
+        return [returned(out, aval, named or getattr(aval, "dtype", None)) for out, aval in pairs]
 
     def constant(self, array: Any) -> Value:
         return Value(array, Priority.ARGUMENT)
@@ -206,7 +201,7 @@ class Autocast(InPlace):
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
         policy = self.config.scope_policy((*scope_path, IN_CUSTOM_VJP))
-        if policy.uses_fp8 and fp8_explain.is_explained():
+        if policy.uses_fp8 and self.lists_calls:
             _products.explain_products_inside(self.config, equation, scope_path)
         return wrap(equation, bind(equation, env.recorded(equation, values)))
 
@@ -216,9 +211,7 @@ class Autocast(InPlace):
         """Returns the policies of scopes, and uses of results, for which a jaxpr is traced."""
         # `Explanation.fp8` lists each location of a call, and `.autocast` counts each call, so
         # they do not share retraced jaxprs.
-        call = object() if self.record is not None else None
-        if call is None and fp8_explain.is_explained():
-            call = place
+        call = object() if self.record is not None else place if self.lists_calls else None
         return self.scope_policies(jaxpr, place.scopes), call, place.phase, state
 
     def aval(self, var: Any, value: Value) -> ShapedArray:
@@ -240,8 +233,7 @@ class Autocast(InPlace):
         return Value(outer.to_aval(value, var.aval))
 
     def as_result(self, value: Value, aval: ShapedArray) -> Value:
-        is_cast = is_castable(value.array)
-        return Value(cast(jnp.asarray(value.array), aval.dtype)) if is_cast else value
+        return Value(returned(value, None, aval.dtype)) if value.castable else value
 
     def scope_policies(
         self, jaxpr: Jaxpr | ClosedJaxpr, scope_path: Path

@@ -20,7 +20,7 @@ from jaxmp._policies._load import PolicyMap, RecipeLike, as_op_table, as_policy_
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_module_dtypes, check_required
-from jaxmp._policies._resolve import matmul_scaling, resolve_first
+from jaxmp._policies._resolve import matmul_scaling, resolve_first, resolve_policy
 from jaxmp._programs._bind import SCATTERS
 from jaxmp._programs._jaxprs import Path, Traced, module_paths_of, sub_jaxprs
 from jaxmp._programs._jaxprs import trace as trace_function
@@ -107,6 +107,12 @@ class AutocastConfig:
         self.by_path = bool(policies.rules)
         self._scope_policies: dict[Path, ScopePolicy] = {}
         self._categories: dict[str, str] = {}
+
+    @property
+    def output_dtype(self) -> Any:
+        """Output dtype of a rule for the root; None without one."""
+        rule = resolve_policy(self.policies, "").rule
+        return None if rule is None else rule.output_dtype
 
     def category(self, equation: JaxprEqn) -> str:
         """Returns the op-table category of an equation.

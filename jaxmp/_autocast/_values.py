@@ -20,6 +20,7 @@ from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._programs._jaxprs import array_aval
 from jaxmp._programs._matmuls import is_outer_product
 from jaxmp._programs._operations import dot_of
+from jaxmp._programs._wide_dot import as_weak
 
 
 class Priority(enum.IntEnum):
@@ -104,6 +105,13 @@ def wrap(
     """Returns the results of an equation's primitive as values."""
     arrays = outs if equation.primitive.multiple_results else [outs]
     return [Value(array, priority) for array in arrays]
+
+
+def returned(value: Value, aval: Any, dtype: Any) -> Array:
+    """Returns the array of a result in `dtype`, and with the weak type of `aval`."""
+    array = cast(jnp.asarray(value.array), dtype) if value.castable else value.array
+    is_weak = getattr(aval, "weak_type", False) and array.dtype == aval.dtype
+    return as_weak(array) if is_weak else array
 
 
 def with_dtype(aval: ShapedArray, value: Value) -> ShapedArray:

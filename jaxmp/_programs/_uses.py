@@ -18,7 +18,7 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
 from jaxmp._programs._interpreter import Frame, Place
-from jaxmp._programs._jaxprs import BACKWARD, is_literal, phase_of
+from jaxmp._programs._jaxprs import BACKWARD, array_aval, is_literal, phase_of
 from jaxmp._programs._matmuls import MATMULS, is_outer_product
 from jaxmp._programs._operations import axes_of, count_of_keys, dot_of, exponent_of
 
@@ -198,8 +198,8 @@ class Uses(Backward):
         return passed
 
     def _is_small(self, var: Any, equation: JaxprEqn) -> bool:
-        is_broadcast = not is_literal(var) and var in self._broadcast
-        return is_literal(var) or is_broadcast or var.aval.size < equation.outvars[0].aval.size
+        result: Any = equation.outvars[0].aval
+        return is_literal(var) or var in self._broadcast or var.aval.size < result.size
 
 
 def _of_factor(equation: JaxprEqn, n: int) -> Use:
@@ -208,7 +208,7 @@ def _of_factor(equation: JaxprEqn, n: int) -> Use:
         return Use.PRODUCT
     dot, other = dot_of(equation), 1 - n
     used = len(dot.contracted[other]) + len(dot.batch[other])
-    return Use.SUMMED if used == equation.invars[other].aval.ndim else Use.PRODUCT
+    return Use.SUMMED if used == array_aval(equation.invars[other]).ndim else Use.PRODUCT
 
 
 def _of_summand(equation: JaxprEqn, use: Use) -> Use:
@@ -216,7 +216,7 @@ def _of_summand(equation: JaxprEqn, use: Use) -> Use:
 
     A result of the program is a loss if the sum leaves only examples, the first dimension.
     """
-    result = equation.outvars[0].aval
+    result: Any = equation.outvars[0].aval
     is_reduced = result.ndim == 0 or (result.ndim == 1 and 0 not in axes_of(equation))
     loss = Use.LOSS if Use.RESULT in use and is_reduced else Use.NONE
     return Use.SUMMED | loss | use & (Use.LOSS | Use.PRODUCT | Use.MAGNIFIED | Use.SOLVED)
