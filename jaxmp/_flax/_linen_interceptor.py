@@ -19,6 +19,7 @@ from jaxmp._autocast._resolve import trace
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._trees import PARAMS, is_castable, leaves_with_path, parameter_path
 from jaxmp._core._typing import PyTree
+from jaxmp._flax import _decisions
 from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype, resolve_module
 from jaxmp._flax._linen_fields import LINEN_LAYERS, method_under_policy, prepare
 from jaxmp._flax._method_call import MethodCall
@@ -175,7 +176,7 @@ class PolicyInterceptor:
         if module.scope is None or is_foreign:
             return call(*args, **kwargs)
         path = self._relative(module.scope.path)
-        module_policy = self._module_policy(module, path)
+        module_policy = self._module_policy(module, path, method)
         keeps_dtype = self._keeps_dtype(module, module_policy, (args, kwargs))
         prepare(module, module_policy, keeps_dtype)
         if self.by_path:
@@ -247,14 +248,15 @@ class PolicyInterceptor:
         is_chosen = is_complex(dtype) or is_complex(getattr(module, "param_dtype", None))
         return is_chosen or keeps_dtype((operands, _params(module.scope)))
 
-    def _module_policy(self, module: nn.Module, path: Path) -> ModulePolicy:
+    def _module_policy(self, module: nn.Module, path: Path, method: str) -> ModulePolicy:
         cls = type(module)
-        outputs = LINEN_LAYERS.outputs(module)
-        key = (path, cls, outputs)
+        outputs, traits = LINEN_LAYERS.outputs(module), LINEN_LAYERS.traits(cls)
+        is_decision = _decisions.is_decision(traits, path, method)
+        key = (path, cls, outputs, is_decision)
         if key not in self.module_policies:
             _check_bridge(module, path)
             self.module_policies[key] = resolve_module(
-                self.root.policies, path, cls, LINEN_LAYERS.traits(cls), outputs
+                self.root.policies, path, cls, traits, outputs, is_decision=is_decision
             )
         return self.module_policies[key]
 

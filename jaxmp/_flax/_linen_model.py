@@ -8,7 +8,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
@@ -22,6 +22,7 @@ from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_interceptor
 from jaxmp._flax._casts import cast_outputs, resolve_module
 from jaxmp._flax._check_model import check_model
+from jaxmp._flax._decisions import decisions_of
 from jaxmp._flax._linen_fields import LINEN_LAYERS, author_fields
 from jaxmp._flax._linen_interceptor import (
     Path,
@@ -213,7 +214,8 @@ def _methods(cls: type[nn.Module]) -> list[str]:
 def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(cls, name))
     def method(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        with _entered(self, is_whole=name == "__call__"):
+        call = getattr(type(self), name), args, kwargs
+        with _entered(self, call, is_whole=name == "__call__"):
             # Users may assign another method to the class later.
             return getattr(cls, name)(self, *args, **kwargs)
 
@@ -221,8 +223,20 @@ def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
-    """Runs a block under the policies of `module`, unless they, or plain `init`, are active."""
+def _entered(
+    module: Any,
+    call: tuple[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]] | None = None,
+    *,
+    is_whole: bool = False,
+) -> Iterator[None]:
+    """Runs a block under the policies of `module`, unless they, or plain `init`, are active.
+
+    Args:
+      module: a bound module.
+      call: the call that the block is: function of the module, positional and keyword arguments;
+        None for another block.
+      is_whole: the block calls the whole model.
+    """
     if module.scope is None or isinstance(current_context().policies, Plain):
         yield
         return
@@ -234,13 +248,36 @@ def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
         key_scopes(module)
     mark = module.__dict__["_jaxmp_mark"]
     check_gradient(root.policies, lambda: module.variables.get("params", {}), mark)
+    decisions = None if call is None else _decisions_of(module, root, *call)
     interceptor, cls = PolicyInterceptor(root, module.scope), type(module)
     fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin)
-    with fp8 as rows, nn.intercept_methods(interceptor), context(policies=root):
+    under_policies = context(policies=root, decisions=decisions)
+    with fp8 as rows, nn.intercept_methods(interceptor), under_policies:
         yield
     cls._jaxmp_fp8 = rows if is_whole else ()
     if cls._jaxmp_suspects is None:
         cls._jaxmp_suspects = interceptor.many_suspects() or None
+
+
+def _decisions_of(
+    module: Any,
+    root: Root,
+    function: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> Hashable:
+    """Returns the labels of the values of a call that are not rounded."""
+
+    def run(state: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        variables, rngs = state
+        unbound, _ = module.unbind()
+        out, _ = nn.apply(function, unbound, mutable=True)(variables, *args, rngs=rngs, **kwargs)
+        return out
+
+    known = module.__dict__["_jaxmp_decisions"]
+    rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
+    state = module.variables, rngs
+    return decisions_of(known, root.policies, root.origin, function, run, state, args, kwargs)
 
 
 def _root_of(module: Any) -> Root:
@@ -262,7 +299,7 @@ def _method_of_apply(
 
     @functools.wraps(method)
     def run(bound: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        with _entered(bound):
+        with _entered(bound, (method, args, kwargs)):
             out = method(bound, *args, **kwargs)
         return _cast_to_output(bound, out) if _is_foreign(module, method) else out
 
@@ -326,7 +363,8 @@ def _submodule_with_policies(owner: Any, child: object) -> object:
     # Both share one dictionary, so a call of the wrapped module also changes the submodule.
     object.__setattr__(wrapped, "__dict__", child.__dict__)
     object.__setattr__(wrapped, "_jaxmp_root_path", root.path)
-    object.__setattr__(wrapped, "_jaxmp_mark", owner.__dict__["_jaxmp_mark"])
+    for name in ("_jaxmp_mark", "_jaxmp_decisions"):
+        object.__setattr__(wrapped, name, owner.__dict__[name])
     return wrapped
 
 
@@ -390,6 +428,7 @@ class _UnderPolicies(_Base):
         with context(policies=Plain()):
             super().__post_init__()
         object.__setattr__(self, "_jaxmp_mark", Mark())
+        object.__setattr__(self, "_jaxmp_decisions", {})
 
     def __reduce__(self) -> tuple[Any, ...]:
         cls: Any = type(self)
@@ -401,7 +440,7 @@ class _UnderPolicies(_Base):
         module: Any = self
         with context(policies=Plain()), _author_fields_in(module):
             copy = super().clone(**changes)
-        for name in {"_jaxmp_shardings", "_jaxmp_mark"} & self.__dict__.keys():
+        for name in {"_jaxmp_shardings", "_jaxmp_mark", "_jaxmp_decisions"} & self.__dict__.keys():
             object.__setattr__(copy, name, self.__dict__[name])
         if "_jaxmp_root_path" not in self.__dict__:
             return copy

@@ -28,6 +28,8 @@ class Context(NamedTuple):
     capability: tuple[int, int] | None = None
     # Name of the target chip, such as "h200"; "" if only its type is known.
     chip: str = ""
+    # Labels of the values of the running model that are not rounded; None outside of a model.
+    decisions: Hashable = None
 
 
 _context = jax.make_user_context(default_value=Context())
