@@ -1,9 +1,9 @@
 """Layers whose results a model compares or returns: their FP32 sums are not rounded to 16 bits.
 
 The first call of a model, with arguments of these shapes, is traced once more. In this trace each
-module labels its floating arguments and results by the primitive `name`. An analysis of the program
-follows values backward: from softmax, top-k and argmax, and from the results of the model, through
-casts, biases, scalings, soft-caps, masks, slices and reshapes, to the labels.
+module labels its floating arguments and results by the primitive `name`, and `Uses` finds the
+labels whose values reach a softmax, an order or a loss, or are the results of the model and have no
+other use. Layers return the FP32 sums of such results, and modules pass them on without a cast.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast._resolve import trace
 from jaxmp._core._compat import context, current_context
-from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import IsLeaf, computes_in_16_bits
 from jaxmp._flax._layer_table import CONV, LayerTraits
 from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._resolve import resolve_policy
-from jaxmp._programs._analysis import Backward
 from jaxmp._programs._constructs import scan_of
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._jaxprs import sub_jaxprs
+from jaxmp._programs._uses import Use, Uses, wide_results
 from jaxmp.fp8._explain import recorded
 
 # `Context.decisions` while a model is traced for its labels.
@@ -40,73 +37,35 @@ Decisions: TypeAlias = dict[Any, dict[str, str]]
 # Analysis
 # ---------------------------------------------------------------------------
 
-# What becomes of a value.
-_OUTPUT, _CHOICE, _MAXIMUM, _EXPONENTIAL = "output", "choice", "maximum", "exponential"
-# It is multiplied by another matrix; a construct fixes its dtype; anything else.
-_MATMUL, _FIXED, _OTHER = "matmul", "fixed", "other"
 
-# Primitives whose results are used as their operands are.
-_PASSING = frozenset(
-    "name stop_gradient convert_element_type reduce_precision reshape squeeze expand_dims transpose "
-    "slice rev copy broadcast_in_dim neg tanh add sub mul div max min select_n clamp concatenate pad gather "
-    "dynamic_slice optimization_barrier sharding_constraint mesh_cast scatter".split()
-)
-_ENDS = {
-    **dict.fromkeys(("argmax", "argmin", "top_k", "approx_top_k", "sort"), _CHOICE),
-    **dict.fromkeys(("dot_general", "ragged_dot_general"), _MATMUL),
-    **dict.fromkeys(("dynamic_update_slice", "while", "cond"), _FIXED),
-    "reduce_max": _MAXIMUM,
-}
-
-
-class _Uses(Backward):
-    """What becomes of each value of a model, as a set of the words above."""
-
-    nothing: frozenset[str] = frozenset()
+class _LabelUses(Uses):
+    """Uses of labeled values. Those of the carry of a loop, and of a branch, have a fixed dtype."""
 
     def __init__(self) -> None:
-        # Label -> what becomes of the values that have it.
-        self.labels: dict[str, frozenset[str]] = {}
+        super().__init__()
+        self.of_labels: dict[str, Use] = {}
 
-    def join(self, first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
-        return first | second
-
-    def equation(
-        self, equation: JaxprEqn, results: list[Any], frame: Frame
-    ) -> list[frozenset[str]]:
+    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         name = equation.primitive.name
-        uses = frozenset[str]().union(*results)
-        if name in _ENDS:
-            inside = self.enter(equation, [frozenset((_FIXED,))] * len(results), frame)
-            return [each or frozenset((_ENDS[name],)) for each in inside]
-        if not uses:
-            return [uses] * len(equation.invars)
         if name == "name":
             label = equation.params["name"]
-            self.labels[label] = self.labels.get(label, frozenset()) | uses
-        if name in _PASSING:
-            return [uses] * len(equation.invars)
-        if name == "exp":
-            # The probabilities of attention are multiplied by values; those of a router also choose.
-            is_attention = _MATMUL in uses and _CHOICE not in uses
-            return [frozenset((_OTHER if is_attention else _EXPONENTIAL,))]
-        if name == "scan":
-            carried = scan_of(equation).carry
-            results = [uses and uses | {_FIXED} for uses in results[:carried]] + results[carried:]
-        if sub_jaxprs(equation):
-            return self.enter(equation, results, frame)
-        return [frozenset((_OTHER,))] * len(equation.invars)
+            self.of_labels[label] = self.of_labels.get(label, Use.NONE) | results[0]
+        if name in ("scan", "while", "cond"):
+            fixed = scan_of(equation).carry if name == "scan" else len(results)
+            results = [Use.NONE] * fixed + results[fixed:]
+        return super().equation(equation, results, frame)
 
 
-def _reason(uses: frozenset[str]) -> str:
+def _reason(use: Use) -> str:
     """Returns why a value is not rounded; "" if it is."""
-    if _FIXED in uses:
-        return ""
-    if _CHOICE in uses:
-        return "its result is compared by argmax, top-k or sort"
-    if {_MAXIMUM, _EXPONENTIAL} <= uses:
-        return "its result enters a softmax"
-    return "its result is that of the model" if uses == {_OUTPUT} else ""
+    reasons = {
+        Use.ORDER: "argmax, top-k or a sort compares its results",
+        Use.SOFTMAX: "a softmax reads its results",
+        Use.LOSS: "a loss reads its results",
+    }
+    if use == Use.RESULT:
+        return "its results are those of the model"
+    return next((reasons[each] for each in reasons if each in use), "")
 
 
 # ---------------------------------------------------------------------------
@@ -190,7 +149,7 @@ def decisions_of(
     leaves, structure = jax.tree.flatten((args, kwargs))
     key = path, called.__qualname__, called.__code__, structure, *map(_described, leaves)
     if key not in known:
-        known[key] = _search(policies, path, fn, (state, *args), kwargs)
+        known[key] = _search(fn, (state, *args), kwargs)
     return frozenset(known[key])
 
 
@@ -202,11 +161,7 @@ def _described(leaf: Any) -> Hashable:
 
 
 def _search(
-    policies: PolicyMap,
-    path: tuple[str, ...],
-    fn: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
+    fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> dict[str, str]:
     """Traces a call of a model with labels."""
     try:
@@ -216,9 +171,8 @@ def _search(
     except Exception:
         # The call itself raises the same error, or it reads values of arrays outside of `jit`.
         return {}
-    is_rounded = is_16bit(resolve_policy(policies, path).output_dtype)
-    use = frozenset((_OTHER if is_rounded else _OUTPUT,))
-    uses = _Uses()
-    uses.run(traced.closed, [use] * len(traced.closed.jaxpr.outvars))
-    reasons = {label: _reason(each) for label, each in uses.labels.items()}
+    uses = _LabelUses()
+    jaxpr = traced.closed.jaxpr
+    uses.facts(jaxpr, wide_results(jaxpr))
+    reasons = {label: _reason(use) for label, use in uses.of_labels.items()}
     return {label: reason for label, reason in reasons.items() if reason}
