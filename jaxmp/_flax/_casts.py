@@ -182,17 +182,6 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
-def ignores_dtype(module_policy: ModulePolicy) -> bool:
-    """Returns True if a float32 result means that a module does not follow its 16-bit policy.
-
-    Norms, Flax's layers and modules with a wide output return float32 on purpose.
-    """
-    traits = module_policy.traits
-    has_wide_output = module_policy.resolved.wide_output is not None
-    expected = traits.is_norm or bool(traits.dtype) or has_wide_output
-    return is_16bit(module_policy.policy.compute_dtype) and not expected
-
-
 @functools.cache
 def computes_in_16_bits(policies: PolicyMap) -> bool:
     """Returns True if the default policy or a rule computes in 16 bits."""

@@ -22,7 +22,6 @@ from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_interceptor
 from jaxmp._flax._casts import cast_outputs, resolve_module
 from jaxmp._flax._check_model import check_model
-from jaxmp._flax._decisions import decisions_of
 from jaxmp._flax._linen_fields import LINEN_LAYERS, author_fields
 from jaxmp._flax._linen_interceptor import (
     Path,
@@ -36,8 +35,8 @@ from jaxmp._flax._linen_interceptor import (
     make_root,
     modules_in,
 )
+from jaxmp._flax._search import ModelSearch, low_precision_share
 from jaxmp._flax._shardings import constrain_variables
-from jaxmp._flax._share import fp8_decisions, low_precision_share, warn_if_low, warn_of_model
 from jaxmp._gradients._hints import Mark
 from jaxmp._policies._device import check_gradient
 from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map
@@ -183,10 +182,6 @@ def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Path) -> type
         "_jaxmp_class": cls,
         "_jaxmp_policies": policies,
         "_jaxmp_origin": origin,
-        # Modules that appear to ignore their policy, after a call with many; () when reported.
-        "_jaxmp_suspects": None,
-        # Decisions on the layers of a call of the whole model, until `apply` reports them.
-        "_jaxmp_fp8": (),
     }
     return type(cls.__name__, (_UnderPolicies, cls), members)
 
@@ -215,7 +210,7 @@ def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(cls, name))
     def method(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         call = getattr(type(self), name), args, kwargs
-        with _entered(self, call, is_whole=name == "__call__"):
+        with _entered(self, call):
             # Users may assign another method to the class later.
             return getattr(cls, name)(self, *args, **kwargs)
 
@@ -226,8 +221,6 @@ def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
 def _entered(
     module: Any,
     call: tuple[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]] | None = None,
-    *,
-    is_whole: bool = False,
 ) -> Iterator[None]:
     """Runs a block under the policies of `module`, unless they, or plain `init`, are active.
 
@@ -235,7 +228,6 @@ def _entered(
       module: a bound module.
       call: the call that the block is: function of the module, positional and keyword arguments;
         None for another block.
-      is_whole: the block calls the whole model.
     """
     if module.scope is None or isinstance(current_context().policies, Plain):
         yield
@@ -249,14 +241,9 @@ def _entered(
     mark = module.__dict__["_jaxmp_mark"]
     check_gradient(root.policies, lambda: module.variables.get("params", {}), mark)
     decisions = None if call is None else _decisions_of(module, root, *call)
-    interceptor, cls = PolicyInterceptor(root, module.scope), type(module)
-    fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin)
     under_policies = context(policies=root, decisions=decisions)
-    with fp8 as rows, nn.intercept_methods(interceptor), under_policies:
+    with nn.intercept_methods(PolicyInterceptor(root)), under_policies:
         yield
-    cls._jaxmp_fp8 = rows if is_whole else ()
-    if cls._jaxmp_suspects is None:
-        cls._jaxmp_suspects = interceptor.many_suspects() or None
 
 
 def _decisions_of(
@@ -268,16 +255,19 @@ def _decisions_of(
 ) -> Hashable:
     """Returns the labels of the values of a call that are not rounded."""
 
-    def run(state: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        variables, rngs = state
+    def run(arrays: PyTree) -> PyTree:
+        variables, rngs, args, kwargs = arrays
         unbound, _ = module.unbind()
-        out, _ = nn.apply(function, unbound, mutable=True)(variables, *args, rngs=rngs, **kwargs)
-        return out
+        call = nn.apply(function, unbound, mutable=True)
+        return call(variables, *args, rngs=rngs, **kwargs)[0]
 
-    known = module.__dict__["_jaxmp_decisions"]
-    rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
-    state = module.variables, rngs
-    return decisions_of(known, root.policies, root.origin, function, run, state, args, kwargs)
+    def prepare() -> tuple[Callable[[PyTree], PyTree], PyTree]:
+        rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
+        return run, (module.variables, rngs, args, kwargs)
+
+    key = type(module)._jaxmp_class, root.policies, root.origin
+    search = module.__dict__["_jaxmp_search"]
+    return search.of_call(key, function, (args, kwargs), prepare)
 
 
 def _root_of(module: Any) -> Root:
@@ -331,7 +321,6 @@ _FLAX_NAMES = frozenset(
         *dir(nn.Module),
         *("scope", "parent", "name", "_id", "_state", "_parent_ref"),
         *("_jaxmp_class", "_jaxmp_policies", "_jaxmp_origin", "_jaxmp_root_path"),
-        *("_jaxmp_suspects", "_jaxmp_fp8"),
     }
 )
 
@@ -363,7 +352,7 @@ def _submodule_with_policies(owner: Any, child: object) -> object:
     # Both share one dictionary, so a call of the wrapped module also changes the submodule.
     object.__setattr__(wrapped, "__dict__", child.__dict__)
     object.__setattr__(wrapped, "_jaxmp_root_path", root.path)
-    for name in ("_jaxmp_mark", "_jaxmp_decisions"):
+    for name in ("_jaxmp_mark", "_jaxmp_search"):
         object.__setattr__(wrapped, name, owner.__dict__[name])
     return wrapped
 
@@ -428,7 +417,7 @@ class _UnderPolicies(_Base):
         with context(policies=Plain()):
             super().__post_init__()
         object.__setattr__(self, "_jaxmp_mark", Mark())
-        object.__setattr__(self, "_jaxmp_decisions", {})
+        object.__setattr__(self, "_jaxmp_search", ModelSearch())
 
     def __reduce__(self) -> tuple[Any, ...]:
         cls: Any = type(self)
@@ -440,7 +429,7 @@ class _UnderPolicies(_Base):
         module: Any = self
         with context(policies=Plain()), _author_fields_in(module):
             copy = super().clone(**changes)
-        for name in {"_jaxmp_shardings", "_jaxmp_mark", "_jaxmp_decisions"} & self.__dict__.keys():
+        for name in {"_jaxmp_shardings", "_jaxmp_mark", "_jaxmp_search"} & self.__dict__.keys():
             object.__setattr__(copy, name, self.__dict__[name])
         if "_jaxmp_root_path" not in self.__dict__:
             return copy
@@ -461,13 +450,7 @@ class _UnderPolicies(_Base):
         variables = constrain_variables(variables, self.__dict__.get("_jaxmp_shardings", {}))
         call = functools.partial(super().apply, method=_method_of_apply(module, method))
         out = call(variables, *args, **kwargs)
-        wrapped: Any = type(self)
-        suspects, rows = wrapped._jaxmp_suspects, wrapped._jaxmp_fp8
-        if suspects:
-            wrapped._jaxmp_suspects = ()
-            warn_if_low(wrapped._jaxmp_class, suspects, 2, call, variables, *args, **kwargs)
-        key = wrapped._jaxmp_class, wrapped._jaxmp_policies
-        warn_of_model(key, rows, 2, (call, (variables, *args), kwargs))
+        self.__dict__["_jaxmp_search"].warn(2)
         return out
 
     def init_with_output(

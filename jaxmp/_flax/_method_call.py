@@ -24,17 +24,15 @@ import numpy as np
 from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp._core._trees import saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._flax import _decisions
+from jaxmp._flax import _search
 from jaxmp._flax._casts import (
     IsLeaf,
     ModulePolicy,
     cast_outputs,
     cast_tree,
-    ignores_dtype,
     split_carry,
     widen_outputs,
 )
-from jaxmp._flax._share import Suspect, matrix_elements, note_weights, returns_float32
 
 # ---------------------------------------------------------------------------
 # Calls
@@ -59,7 +57,6 @@ class MethodCall:
       module, module_policy, method: the module, its policy, and the name of the method.
       caller: the enclosing call if a module calls its own method; otherwise None.
       keeps_dtype: the operands require the dtype that the author of the model chose.
-      suspects: receives the module by its path if it appears to ignore the dtype of its policy.
       is_function: a transformation of Linen calls a function with the module.
       lifted: as in `split_carry`.
     """
@@ -69,7 +66,6 @@ class MethodCall:
     method: str
     caller: MethodCall | None
     keeps_dtype: bool
-    suspects: dict[str, Suspect]
     is_function: bool = False
     lifted: str = ""
 
@@ -111,9 +107,11 @@ class MethodCall:
     ) -> PyTree:
         """Calls the method with cast arguments, within `entered`, and casts its results."""
         module_policy, incoming, originals = self.module_policy, (args, kwargs), {}
+        _search.note_module(module_policy, self.method, is_forward=self.is_forward)
         if self.boundary is Boundary.OUTER:
-            args, kwargs = self._labeled("argument", incoming)
-            unrounded = self._unrounded("argument", (args, kwargs))
+            of_arguments = module_policy, self.method, _search.ARGUMENT
+            args, kwargs = _search.labeled(*of_arguments, incoming, self.is_leaf)
+            unrounded = _search.unrounded(*of_arguments, incoming, self.is_leaf)
             args, kwargs, originals = cast_inputs(
                 module_policy, self.method, args, kwargs, self.is_leaf, unrounded
             )
@@ -124,36 +122,19 @@ class MethodCall:
                 explain_mismatch(error, module_policy, "" if self.is_forward else self.method)
                 raise
             if self.at_boundary:
-                note_weights(module_policy, lambda: self.own_params(self.module))
+                _search.note_weights(module_policy, lambda: self.own_params(self.module))
         traits = module_policy.traits
         out, carry = split_carry(traits, self.module, self.method, out, incoming, self.lifted)
-        if self.boundary in (Boundary.OUTER, Boundary.METHOD) and ignores_dtype(module_policy):
-            self._suspect(out)
         if self.boundary is Boundary.OUTER:
-            unrounded = self._unrounded("result", out)
+            of_results = module_policy, self.method, _search.RESULT
+            unrounded = _search.unrounded(*of_results, out, self.is_leaf)
             out = cast_outputs(module_policy, out, self.is_leaf, unrounded)
-            out = self._labeled("result", out)
+            out = _search.labeled(*of_results, out, self.is_leaf)
         elif self.boundary is Boundary.AUTHOR and module_policy.resolved.casts_output:
             out = cast_outputs(module_policy, out, self.is_leaf)
         elif self.boundary is Boundary.METHOD:
             out = widen_outputs(module_policy, out, incoming, self.is_leaf)
         return carry(out)
-
-    def _labeled(self, kind: str, tree: PyTree) -> PyTree:
-        owner = _decisions.owner_of(self.module_policy.resolved.path, self.method, kind)
-        return _decisions.labeled(tree, owner, self.is_leaf)
-
-    def _unrounded(self, kind: str, tree: PyTree) -> frozenset[int]:
-        owner = _decisions.owner_of(self.module_policy.resolved.path, self.method, kind)
-        return _decisions.unrounded(tree, owner, self.is_leaf)
-
-    def _suspect(self, out: PyTree) -> None:
-        path = self.module_policy.resolved.path
-        elements = matrix_elements(self.own_params(self.module)) if returns_float32(out) else 0
-        if elements:
-            method = "" if self.at_boundary else self.method
-            name = self.module_policy.cls.__name__
-            self.suspects[path] = Suspect(path, name, elements, method)
 
 
 # ---------------------------------------------------------------------------

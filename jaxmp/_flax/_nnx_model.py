@@ -21,8 +21,8 @@ from jaxmp._flax._check_model import check_model
 from jaxmp._flax._nnx_cast_on_read import Path, author_class, bound_of, is_member
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_subclass import bind, unbind
+from jaxmp._flax._search import low_precision_share
 from jaxmp._flax._shardings import SPEC
-from jaxmp._flax._share import low_precision_share
 from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map
 from jaxmp._policies._required import (
     PolicyExplanation,
