@@ -35,7 +35,7 @@ from jaxmp._flax._linen_interceptor import (
     make_root,
     modules_in,
 )
-from jaxmp._flax._search import ModelSearch, low_precision_share
+from jaxmp._flax._search import ModelSearch, copied, low_precision_share
 from jaxmp._flax._shardings import constrain_variables
 from jaxmp._gradients._hints import Mark
 from jaxmp._policies._device import check_gradient
@@ -261,9 +261,11 @@ def _decisions_of(
         call = nn.apply(function, unbound, mutable=True)
         return call(variables, *args, rngs=rngs, **kwargs)[0]
 
-    def prepare() -> tuple[Callable[[PyTree], PyTree], PyTree]:
+    def prepare() -> tuple[Callable[[PyTree], PyTree], PyTree, int]:
         rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
-        return run, (module.variables, rngs, args, kwargs)
+        variables = module.variables
+        arrays = variables, rngs, *copied((args, kwargs))
+        return run, arrays, len(jax.tree.leaves(variables))
 
     key = type(module)._jaxmp_class, root.policies, root.origin
     search = module.__dict__["_jaxmp_search"]

@@ -177,11 +177,10 @@ def bind(module: nnx.Module, policies: PolicyMap, path: Path, *, is_decision: bo
       module: a module that belongs to the new model alone.
       policies: the policies of the model.
       path: path of the module in the model.
-      is_decision: as in `resolve_policy`.
     """
     cls = type(module)
     outputs = NNX_LAYERS.outputs(module)
-    module_policy = Bound(policies, path, cls, (), outputs, is_decision).module_policy
+    module_policy = Bound(policies, path, cls, (), outputs).module_policy
     traits = module_policy.traits
     check_attributes(module, traits, module_policy.resolved.path)
     changes = _changes(module, module_policy)
@@ -189,7 +188,7 @@ def bind(module: nnx.Module, policies: PolicyMap, path: Path, *, is_decision: bo
     for name, value in changes.items():
         object.__setattr__(module, name, value)
     set_fp8_state(module, traits, changes)
-    setattr(module, ATTRIBUTE, Bound(policies, path, cls, author, outputs, is_decision))
+    setattr(module, ATTRIBUTE, Bound(policies, path, cls, author, outputs))
     object.__setattr__(module, "__class__", wrapped_class(cls, cast_on_read(module, traits)))
 
 
@@ -320,15 +319,15 @@ def call_method(
 
 def _separated(
     module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> tuple[Callable[[PyTree], PyTree], PyTree]:
-    """Returns a function that calls a method of a copy of a module, and the arrays that it reads."""
-    graph, state = nnx.split((module, args, kwargs))
+) -> tuple[Callable[[PyTree], PyTree], PyTree, int]:
+    """Returns a function that calls a method of a copy of a module, as `ModelSearch` requires."""
+    graph, state = nnx.split((module, *_search.copied((args, kwargs))))
 
     def call(state: PyTree) -> PyTree:
         module, args, kwargs = nnx.merge(graph, state)
         return getattr(module, name)(*args, **kwargs)
 
-    return call, state
+    return call, state, len(jax.tree.leaves(nnx.state(module)))
 
 
 def _call(
@@ -351,7 +350,9 @@ def _call(
     is_decision = is_forward and _search.is_decision(policy.traits, bound.path, name)
     if is_decision and not (as_author or bound.is_decision):
         copy = _author_copy(bound, module)
-        bind(copy, bound.policies, bound.path, is_decision=True)
+        decision = Bound(bound.policies, bound.path, bound.cls, bound.author, bound.outputs, True)
+        vars(copy).update({**_changes(copy, decision.module_policy), ATTRIBUTE: decision})
+        object.__setattr__(copy, "__class__", type(module))
         return _call_copy(copy, module, name, *args, **kwargs)
     under_policy = _NnxCall(module, policy, name, caller, as_author)
     call = _replaced(under_policy, bound, call)

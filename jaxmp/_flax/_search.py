@@ -12,31 +12,35 @@ model of which no layer uses FP8.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import os
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxmp._autocast._resolve import is_traced_by_autocast
 from jaxmp._core._compat import context, current_context
-from jaxmp._core._dtypes import bits, is_16bit
+from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import IsLeaf, ModulePolicy, computes_in_16_bits
 from jaxmp._flax._layer_table import CONV, LayerTraits
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._resolve import resolve_first
 from jaxmp._programs import _jaxprs
+from jaxmp._programs._analysis import Forward
 from jaxmp._programs._constructs import scan_of
-from jaxmp._programs._interpreter import Frame, Place
+from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._locations import Lines
 from jaxmp._programs._matmuls import MATMULS, WIDENED_MATMUL, count_flops, matmul_of
 from jaxmp._programs._operations import name_of
-from jaxmp._programs._uses import Use, Uses, wide_results
+from jaxmp._programs._uses import EXACT, Use, Uses, wide_results
 from jaxmp.errors import RecipeWarning
 from jaxmp.fp8 import _explain
 
@@ -51,7 +55,7 @@ class Labeling:
     def __init__(self) -> None:
         # Path -> name of the class, and of the method if it is not a forward pass, otherwise "".
         self.modules: dict[str, tuple[str, str]] = {}
-        # Paths of linear layers.
+        # Labels of the results of linear layers.
         self.layers: set[str] = set()
 
 
@@ -71,7 +75,7 @@ class ModelSearch:
         key: tuple[type, PolicyMap, tuple[str, ...]],
         called: Any,
         arguments: PyTree,
-        prepare: Callable[[], tuple[Callable[..., PyTree], PyTree]],
+        prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, int]],
     ) -> Hashable:
         """Returns the labels of the values of a call of a model that are not rounded.
 
@@ -79,7 +83,8 @@ class ModelSearch:
           key: class, policies and path of the model. A part of a model has a path.
           called: its method.
           arguments: of the call.
-          prepare: returns a function that calls the model, and all arrays that it reads.
+          prepare: returns a function that calls the model, all arrays that it reads, and how many
+            of them are the first ones, which are variables of the model.
         """
         active, policies = current_context().decisions, key[1]
         is_low = policies.default.matmul == "fp8" or computes_in_16_bits(policies)
@@ -90,7 +95,7 @@ class ModelSearch:
         call = key[2], name, structure, *map(_described, leaves)
         if call not in self._labels:
             is_first, self._labels[call] = not self._labels, {}
-            self._search(call, key, *prepare(), is_first=is_first)
+            self._search(call, key, prepare, is_first=is_first)
         return frozenset(self._labels[call])
 
     def warn(self, stacklevel: int) -> None:
@@ -117,13 +122,13 @@ class ModelSearch:
         self,
         call: Hashable,
         key: tuple[type, PolicyMap, tuple[str, ...]],
-        fn: Callable[..., PyTree],
-        arrays: PyTree,
+        prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, int]],
         *,
         is_first: bool,
     ) -> None:
         labeling, is_cast = Labeling(), is_traced_by_autocast()
         try:
+            fn, arrays, count = prepare()
             search = context(decisions=labeling)
             with search, _explain.recorded() as fp8, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -138,11 +143,20 @@ class ModelSearch:
         in_fp8 = policies.default.matmul == "fp8"
         if in_fp8 and len(labeling.layers) == 1:  # It is a part of a model.
             reasons = {label: reason for label, reason in reasons.items() if reason != _OF_MODEL}
-        self._labels[call] = {label: reason for label, reason in reasons.items() if reason}
+        reasons = {label: reason for label, reason in reasons.items() if reason}
+        reached = _Reached(labeling.layers & reasons.keys())
+        reached.run(closed, [False] * len(closed.jaxpr.invars))
+        self._labels[call] = {label: reasons[label] for label in reached.labels & reasons.keys()}
         if is_first and not path:
-            low = "" if is_cast else _low_share(cls, policies, closed.jaxpr, labeling)
+            low = "" if is_cast else _low_share(cls, policies, closed, count, labeling)
             unused = _unused_fp8(cls, fp8.rows, self._labels[call], closed.jaxpr) if in_fp8 else ""
             self._messages += filter(None, (low, unused))
+
+
+def copied(arguments: PyTree) -> PyTree:
+    """Copies the arguments of a call that are not arrays, because the call may change them."""
+    is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else copy.deepcopy(leaf), arguments)
 
 
 def _described(leaf: Any) -> Hashable:
@@ -206,10 +220,11 @@ def is_decision(traits: LayerTraits, path: Sequence[str], method: str) -> bool:
     is_layer = bool(traits.kernel or traits.embedding) and traits.dot is not CONV
     if not decisions or not is_matmul or not is_layer:
         return False
+    label = f"{_owner(name, method, RESULT)}0"
     if isinstance(decisions, Labeling):
-        decisions.layers.add(name)
+        decisions.layers.add(label)
         return False
-    return f"{_owner(name, method, RESULT)}0" in decisions
+    return label in decisions
 
 
 def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -> None:
@@ -226,7 +241,7 @@ def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -
 
 
 class _LabelUses(Uses):
-    """Uses of labeled values. Those of the carry of a loop, and of a branch, have a fixed dtype."""
+    """Uses of labeled values, except where another array, such as a carry, fixes their dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,10 +252,37 @@ class _LabelUses(Uses):
         if name == "name":
             label = equation.params["name"]
             self.of_labels[label] = self.of_labels.get(label, Use.NONE) | results[0]
-        if name in ("scan", "while", "cond"):
+        if name in ("scan", "while", "cond", "dynamic_update_slice"):
             fixed = scan_of(equation).carry if name == "scan" else len(results)
             results = [Use.NONE] * fixed + results[fixed:]
         return super().equation(equation, results, frame)
+
+
+class _Reached(Forward):
+    """Finds the labels of values that are computed from the results of layers, without a matmul.
+
+    Args:
+      layers: labels of the results of the layers.
+    """
+
+    nothing = False
+
+    def __init__(self, layers: set[str]) -> None:
+        super().__init__()
+        self._layers, self.labels = layers, set[str]()
+
+    def join(self, first: bool, second: bool) -> bool:
+        return first or second
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        is_reached = any(operands)
+        if equation.primitive.name == "name":
+            label = equation.params["name"]
+            is_reached = is_reached or label in self._layers
+            self.labels |= {label} if is_reached else set()
+        if _jaxprs.sub_jaxprs(equation):
+            return self.enter(equation, operands, frame)
+        return [is_reached and equation.primitive.name not in MATMULS] * len(equation.outvars)
 
 
 _OF_MODEL = "its results are those of the model"
@@ -272,11 +314,11 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
     """
     args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
     with _explain.recorded():
-        return _share(_jaxprs.trace(fn, args, kwargs).closed.jaxpr)
+        return _share(_jaxprs.trace(fn, args, kwargs).closed)
 
 
-def _share(jaxpr: Jaxpr) -> float | None:
-    flops = count_flops(jaxpr)
+def _share(closed: ClosedJaxpr) -> float | None:
+    flops = count_flops(closed)
     low = sum(flops[pair] for pair in flops if all(bits(dtype) <= 16 for dtype in pair))
     return low / flops.total() if flops.total() else None
 
@@ -287,20 +329,51 @@ def _shape_of(leaf: object) -> object:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
-def _low_share(cls: type, policies: PolicyMap, jaxpr: Jaxpr, labeling: Labeling) -> str:
+class _WeightMatmuls(Forward):
+    """Finds the FP32 matmuls whose operand is a weight: an argument or constant, also if cast."""
+
+    nothing = False
+
+    def __init__(self, policies: PolicyMap) -> None:
+        super().__init__()
+        self._policies = policies
+        # Path -> FLOPs and an equation; first where the policy computes in 16 bits, then others.
+        self.found: tuple[dict[str, tuple[float, JaxprEqn]], ...] = {}, {}
+
+    def constant(self, array: Any) -> bool:
+        return np.ndim(array) > 1
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        name = equation.primitive.name
+        if name in MATMULS and any(operands):
+            matmul = matmul_of(equation)
+            if FLOAT32 in (matmul.lhs, matmul.rhs):
+                scopes = frame.place.of(equation).scopes
+                resolved = resolve_first(self._policies, _jaxprs.module_paths_of(scopes))
+                found = self.found[not is_16bit(resolved.policy.compute_dtype)]
+                found[resolved.path] = matmul.flops, equation
+            return [False]
+        if name in EXACT:
+            return [any(operands)] * len(equation.outvars)
+        is_converted = name_of(equation) == WIDENED_MATMUL
+        return [False] if is_converted else self.enter(equation, operands, frame)
+
+
+def _low_share(
+    cls: type, policies: PolicyMap, closed: ClosedJaxpr, count: int, labeling: Labeling
+) -> str:
     """Returns a warning of a model whose matmuls mostly ignore its 16-bit policy; "" for others."""
-    share = _share(jaxpr)
+    share = _share(closed)
     if share is None or share >= 0.5:
         return ""
-    ignored: dict[str, float] = {}
-    lines: dict[str, tuple[str, int]] = {}
-    for path, flops, equation in _wide_matmuls(jaxpr, policies, Place(), 1):
-        ignored[path] = ignored.get(path, 0) + flops
-        lines.setdefault(path, Lines().of([equation]))
-    if sum(ignored.values()) < 0.5 * count_flops(jaxpr).total():
-        return ""  # Rules choose FP32.
+    matmuls, arguments = _WeightMatmuls(policies), len(closed.jaxpr.invars)
+    matmuls.run(closed, [n < count for n in range(arguments)])
+    ignored, chosen = ({path: row[0] for path, row in found.items()} for found in matmuls.found)
+    if not ignored or sum(ignored.values()) < sum(chosen.values()):
+        return ""
     path = max(ignored, key=ignored.__getitem__)
     name, method = labeling.modules.get(path, (cls.__name__, ""))
+    file, line = Lines().of([matmuls.found[0][path][1]])
     if method:
         reason = (
             f"The method {method!r} of the module {path!r} multiplies by its own parameters, but "
@@ -309,30 +382,12 @@ def _low_share(cls: type, policies: PolicyMap, jaxpr: Jaxpr, labeling: Labeling)
         )
     else:
         reason = (
-            f"Matmuls of the module {path!r}, a {name} (line {lines[path][1]} of "
-            f"{lines[path][0]}), read float32 operands: it casts them, or it calls layers that are "
-            "not its attributes, such as those of a closure, which no rule reaches, and which Flax "
-            "NNX does not train. Apply the same recipe to each operation: loss_fn = "
-            "jaxmp.autocast(loss_fn, recipe)."
+            f"Matmuls of the module {path!r}, a {name} ({os.path.basename(file)}, line {line}), "
+            "read float32 operands: it casts them, or it calls layers that are not its attributes, "
+            "such as those of a closure, which policies do not reach and Flax NNX does not train. "
+            "Apply the same recipe to each operation: loss_fn = jaxmp.autocast(loss_fn, recipe)."
         )
     return f"{share:.0%} of the matmul FLOPs of {cls.__name__} run in 16 bits or fewer. {reason}"
-
-
-def _wide_matmuls(
-    jaxpr: Jaxpr, policies: PolicyMap, place: Place, times: int
-) -> Iterator[tuple[str, float, JaxprEqn]]:
-    """Yields path, FLOPs and equation of the FP32 matmuls whose policy computes in 16 bits."""
-    for equation in _jaxprs.equations(jaxpr, inside=False):
-        here = place.of(equation)
-        if equation.primitive.name in MATMULS:
-            matmul = matmul_of(equation)
-            resolved = resolve_first(policies, _jaxprs.module_paths_of(here.scopes))
-            is_wide = not matmul.is_integer and max(bits(matmul.lhs), bits(matmul.rhs)) > 16
-            if is_wide and is_16bit(resolved.policy.compute_dtype):
-                yield resolved.path, matmul.flops * times, equation
-        elif name_of(equation) != WIDENED_MATMUL and equation.primitive.name != "pallas_call":
-            for inner in _jaxprs.inners(equation):
-                yield from _wide_matmuls(inner.jaxpr, policies, here, times * inner.times)
 
 
 def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) -> None:
@@ -358,7 +413,7 @@ def _unused_fp8(cls: type, rows: list[Any], labels: dict[str, str], jaxpr: Jaxpr
     if not found or not all(row.exclusion_reason for row in found):
         return ""
     equations = list(_jaxprs.equations(jaxpr))
-    if MATMULS.isdisjoint(equation.primitive.name for equation in equations):
+    if set(MATMULS).isdisjoint(equation.primitive.name for equation in equations):
         return ""
     # A layer that was jitted before records no decision.
     casts = (str(equation.params.get("new_dtype")) for equation in equations)
