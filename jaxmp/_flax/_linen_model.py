@@ -121,7 +121,6 @@ def explain_model(
     policies, outputs = as_policy_map(recipe), {}
     paths = _linen_interceptor.module_paths(model, args, kwargs, None, outputs)
     check_required(policies, paths)
-    explanation = explain_modules(policies, paths, outputs)
     rngs = jax.random.key(0)
     wrapped: Any = apply_policy(model, policies)
     with warnings.catch_warnings():
@@ -133,6 +132,8 @@ def explain_model(
         variables = traced.results(shapes)
         call = functools.partial(wrapped.apply, rngs=rngs, mutable=DenyList("params"))
         share = low_precision_share(call, variables, *args, **kwargs)
+    decisions = wrapped.__dict__["_jaxmp_search"].reasons()
+    explanation = explain_modules(policies, paths, outputs, decisions)
     explanation = dataclasses.replace(explanation, low_precision_share=share)
     return explanation, call, (variables,)
 

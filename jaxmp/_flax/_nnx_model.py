@@ -219,10 +219,10 @@ def explain_model(
     check_required(policies, paths)
     modules = ((path, entry.module) for entry in find_modules(model) for path in entry.paths)
     outputs = {"/".join(path): NNX_LAYERS.outputs(module) for path, module in modules}
-    explanation = explain_modules(policies, paths, outputs)
     if not args and not kwargs:
-        return explanation, None, ()
-    definition, state = nnx.split(apply_policy(model, policies))
+        return explain_modules(policies, paths, outputs), None, ()
+    wrapped = apply_policy(model, policies)
+    definition, state = nnx.split(wrapped)
     # Nothing depends on the values of parameters, so they are not copied.
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
@@ -233,6 +233,8 @@ def explain_model(
         # The share itself is reported.
         warnings.simplefilter("ignore", RecipeWarning)
         share = low_precision_share(call, state, *args, **kwargs)
+    search = bound_of(wrapped).search  # pyright: ignore[reportOptionalMemberAccess]
+    explanation = explain_modules(policies, paths, outputs, search.reasons())
     explanation = dataclasses.replace(explanation, low_precision_share=share)
     return explanation, call, (state,)
 

@@ -65,6 +65,8 @@ class ModelSearch:
     def __init__(self) -> None:
         # Method, and shapes of its arguments -> labels of values -> why they are not rounded.
         self._labels: dict[Hashable, dict[str, str]] = {}
+        # Labels of the results of linear layers.
+        self._layers: set[str] = set()
         self._messages: list[str] = []
 
     def __reduce__(self) -> tuple[type[ModelSearch], tuple[()]]:
@@ -109,13 +111,12 @@ class ModelSearch:
             warnings.warn(message, RecipeWarning, stacklevel=stacklevel + 1)
 
     def reasons(self) -> dict[str, str]:
-        """Returns path -> why the results of the module are not rounded."""
+        """Returns path -> why the results of the layer are not rounded."""
         return {
-            path: reason
+            label.removeprefix(_PREFIX).rpartition(".")[0]: reason
             for labels in self._labels.values()
             for label, reason in labels.items()
-            for path, _, rest in [label.removeprefix(_PREFIX).partition(".")]
-            if rest.endswith(f" {RESULT} 0")
+            if label in self._layers
         }
 
     def _search(
@@ -144,6 +145,7 @@ class ModelSearch:
         if in_fp8 and len(labeling.layers) == 1:  # It is a part of a model.
             reasons = {label: reason for label, reason in reasons.items() if reason != _OF_MODEL}
         reasons = {label: reason for label, reason in reasons.items() if reason}
+        self._layers |= labeling.layers
         reached = _Reached(labeling.layers & reasons.keys())
         reached.run(closed, [False] * len(closed.jaxpr.invars))
         self._labels[call] = {label: reasons[label] for label in reached.labels & reasons.keys()}
@@ -374,6 +376,7 @@ def _low_share(
     path = max(ignored, key=ignored.__getitem__)
     name, method = labeling.modules.get(path, (cls.__name__, ""))
     file, line = Lines().of([matmuls.found[0][path][1]])
+    where = f"the module {path!r}" if path else "the model"
     if method:
         reason = (
             f"The method {method!r} of the module {path!r} multiplies by its own parameters, but "
@@ -382,7 +385,7 @@ def _low_share(
         )
     else:
         reason = (
-            f"Matmuls of the module {path!r}, a {name} ({os.path.basename(file)}, line {line}), "
+            f"Matmuls of {where}, a {name} ({os.path.basename(file)}, line {line}), "
             "read float32 operands: it casts them, or it calls layers that are not its attributes, "
             "such as those of a closure, which policies do not reach and Flax NNX does not train. "
             "Apply the same recipe to each operation: loss_fn = jaxmp.autocast(loss_fn, recipe)."

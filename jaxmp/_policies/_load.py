@@ -186,7 +186,26 @@ def as_recipe_data(recipe: RecipeLike) -> RecipeData:
     return _from_policies(PolicyMap(policy))
 
 
+# Names of other frameworks -> the framework, and the recipe that does the same.
+_FOREIGN_NAMES = {
+    "mixed_bfloat16": ("Keras", "bf16"),
+    "mixed_float16": ("Keras", "fp16"),
+    "bf16-mixed": ("Lightning", "bf16"),
+    "16-mixed": ("Lightning", "fp16"),
+    "bf16-true": ("Lightning", "bf16_params"),
+    "16-true": ("Lightning", "fp16_params"),
+    "32-true": ("Lightning", "fp32"),
+    "transformer-engine": ("Lightning", "fp8_delayed"),
+    "amp": ("PyTorch", "fp16"),
+    "o1": ("Apex", "fp16"),
+    "o2": ("Apex", "fp16_params"),
+}
+
+
 def _unknown_name(text: str) -> RecipeError:
+    if text.strip().lower() in _FOREIGN_NAMES:
+        framework, name = _FOREIGN_NAMES[text.strip().lower()]
+        raise RecipeError(f"{text!r} is a name of {framework}. Write load_recipe({name!r}).")
     problem = "is not a recipe or a policy" if text.strip() else "is an empty name"
     return RecipeError(
         f"{text!r} {problem}.{did_you_mean(text.strip().lower(), recipe_names())} Recipes: "

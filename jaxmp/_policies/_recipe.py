@@ -255,7 +255,9 @@ def _load_adapter(model: object) -> ModuleType:
         hint = ""
     raise JaxmpError(
         f"wrap({model!r}): {type(model).__name__} is not a Flax module.{hint} Pass an instance of "
-        "flax.linen.Module or flax.nnx.Module; for example recipe.wrap(nn.Dense(8))."
+        "flax.linen.Module or flax.nnx.Module; for example recipe.wrap(nn.Dense(8)). For models of "
+        "other packages, such as Equinox, cast operations: loss_fn = jaxmp.autocast(loss_fn, "
+        "recipe)."
     )
 
 
