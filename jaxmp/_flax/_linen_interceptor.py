@@ -241,7 +241,7 @@ class PolicyInterceptor:
     def _module_policy(self, module: nn.Module, path: Path, method: str) -> ModulePolicy:
         cls = type(module)
         outputs, traits = LINEN_LAYERS.outputs(module), LINEN_LAYERS.traits(cls)
-        is_decision = _search.is_decision(traits, path, method)
+        is_decision = _search.is_decision(traits, cls, path, method)
         key = (path, cls, outputs, is_decision)
         if key not in self.module_policies:
             _check_bridge(module, path)

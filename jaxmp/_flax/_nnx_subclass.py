@@ -347,7 +347,7 @@ def _call(
     is_forward = caller is None or not caller.is_forward
     is_forward = is_forward and policy.is_forward(name)
     as_author = is_forward and _keeps_dtype(module, bound, (args, kwargs))
-    is_decision = is_forward and _search.is_decision(policy.traits, bound.path, name)
+    is_decision = is_forward and _search.is_decision(policy.traits, bound.cls, bound.path, name)
     if is_decision and not (as_author or bound.is_decision):
         copy = _author_copy(bound, module)
         decision = Bound(bound.policies, bound.path, bound.cls, bound.author, bound.outputs, True)
@@ -380,7 +380,7 @@ def _check_containers(bound: Bound, module: nnx.Module) -> None:
     """Warns about modules that were added to a Python list or dict of a wrapped model."""
     for name, value in vars(module).items():
         if type(value) in (list, dict):
-            warn_of_unwrapped(bound, name, value, stacklevel=5)
+            warn_of_unwrapped(bound, name, value, stacklevel=6)
 
 
 def warn_of_unwrapped(bound: Bound, name: str, value: PyTree, stacklevel: int = 3) -> None:

@@ -17,7 +17,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import IsLeaf, ModulePolicy, computes_in_16_bits
 from jaxmp._flax._layer_table import CONV, LayerTraits
 from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._resolve import resolve_first
 from jaxmp._programs import _jaxprs
 from jaxmp._programs._analysis import Forward
 from jaxmp._programs._constructs import scan_of
@@ -49,12 +48,25 @@ from jaxmp.fp8 import _explain
 # ---------------------------------------------------------------------------
 
 
+class _Module(NamedTuple):
+    """Module that was called.
+
+    Attributes:
+      cls: name of its class.
+      method: the method, if it is not a forward pass; otherwise "".
+      is_low: True if its matmuls should read 16 bits.
+    """
+
+    cls: str
+    method: str
+    is_low: bool
+
+
 class Labeling:
     """`Context.decisions` while a model is traced with labels: the modules that were called."""
 
     def __init__(self) -> None:
-        # Path -> name of the class, and of the method if it is not a forward pass, otherwise "".
-        self.modules: dict[str, tuple[str, str]] = {}
+        self.modules: dict[str, _Module] = {}
         # Labels of the results of linear layers.
         self.layers: set[str] = set()
 
@@ -148,9 +160,14 @@ class ModelSearch:
         self._layers |= labeling.layers
         reached = _Reached(labeling.layers & reasons.keys())
         reached.run(closed, [False] * len(closed.jaxpr.invars))
-        self._labels[call] = {label: reasons[label] for label in reached.labels & reasons.keys()}
+        # Strict promotion refuses an operation of FP32 sums and a 16-bit array.
+        is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
+        if not (is_strict and reached.meets_16_bits):
+            self._labels[call] = {
+                label: reasons[label] for label in reached.labels & reasons.keys()
+            }
         if is_first and not path:
-            low = "" if is_cast else _low_share(cls, policies, closed, count, labeling)
+            low = "" if is_cast else _low_share(cls, closed, count, labeling)
             unused = _unused_fp8(cls, fp8.rows, self._labels[call], closed.jaxpr) if in_fp8 else ""
             self._messages += filter(None, (low, unused))
 
@@ -215,12 +232,18 @@ def unrounded(
     return frozenset(id(leaf) for n, leaf in leaves if f"{owner}{n}" in decisions)
 
 
-def is_decision(traits: LayerTraits, path: Sequence[str], method: str) -> bool:
-    """Returns True if a method of a module is the matmul of a layer with an unrounded result."""
+def is_decision(traits: LayerTraits, cls: type, path: Sequence[str], method: str) -> bool:
+    """Returns True if a method of a module is the matmul of a layer with an unrounded result.
+
+    A method that a user overrides in a subclass may multiply by the kernel itself.
+    """
     decisions, name = current_context().decisions, "/".join(path)
     is_matmul = method == ("attend" if traits.embedding else "__call__")
     is_layer = bool(traits.kernel or traits.embedding) and traits.dot is not CONV
     if not decisions or not is_matmul or not is_layer:
+        return False
+    author, owner = getattr(cls, "_jaxmp_class", cls), traits.registered or traits.layer
+    if getattr(author, method) is not getattr(owner, method, None):
         return False
     label = f"{_owner(name, method, RESULT)}0"
     if isinstance(decisions, Labeling):
@@ -233,8 +256,11 @@ def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -
     """Records a call of a module while a model is searched."""
     labeling = current_context().decisions
     if isinstance(labeling, Labeling):
-        row = module_policy.cls.__name__, "" if is_forward else method
-        labeling.modules[module_policy.resolved.path] = row
+        traits, dtype = module_policy.traits, module_policy.policy.compute_dtype
+        # Those of Flax's layers that do not are meant to be in FP32.
+        is_low = is_16bit(dtype) and not (traits.is_norm or traits.upcasts_params or traits.dtype)
+        module = _Module(module_policy.cls.__name__, "" if is_forward else method, is_low)
+        labeling.modules[module_policy.resolved.path] = module
 
 
 # ---------------------------------------------------------------------------
@@ -272,6 +298,8 @@ class _Reached(Forward):
     def __init__(self, layers: set[str]) -> None:
         super().__init__()
         self._layers, self.labels = layers, set[str]()
+        # True if such a value and a 16-bit array are operands of one operation.
+        self.meets_16_bits = False
 
     def join(self, first: bool, second: bool) -> bool:
         return first or second
@@ -284,6 +312,11 @@ class _Reached(Forward):
             self.labels |= {label} if is_reached else set()
         if _jaxprs.sub_jaxprs(equation):
             return self.enter(equation, operands, frame)
+        others = (
+            v.aval for v, reached in zip(equation.invars, operands, strict=True) if not reached
+        )
+        if any(operands) and any(is_16bit(getattr(aval, "dtype", None)) for aval in others):
+            self.meets_16_bits = equation.primitive.name != "dot_general" or self.meets_16_bits
         return [is_reached and equation.primitive.name not in MATMULS] * len(equation.outvars)
 
 
@@ -336,10 +369,10 @@ class _WeightMatmuls(Forward):
 
     nothing = False
 
-    def __init__(self, policies: PolicyMap) -> None:
+    def __init__(self, modules: dict[str, _Module]) -> None:
         super().__init__()
-        self._policies = policies
-        # Path -> FLOPs and an equation; first where the policy computes in 16 bits, then others.
+        self._modules = modules
+        # Path -> FLOPs and an equation; first of modules that should read 16 bits, then of others.
         self.found: tuple[dict[str, tuple[float, JaxprEqn]], ...] = {}, {}
 
     def constant(self, array: Any) -> bool:
@@ -350,31 +383,33 @@ class _WeightMatmuls(Forward):
         if name in MATMULS and any(operands):
             matmul = matmul_of(equation)
             if FLOAT32 in (matmul.lhs, matmul.rhs):
-                scopes = frame.place.of(equation).scopes
-                resolved = resolve_first(self._policies, _jaxprs.module_paths_of(scopes))
-                found = self.found[not is_16bit(resolved.policy.compute_dtype)]
-                found[resolved.path] = matmul.flops, equation
+                path = self._path(frame.place.of(equation).scopes)
+                self.found[not self._modules[path].is_low][path] = matmul.flops, equation
             return [False]
         if name in EXACT:
             return [any(operands)] * len(equation.outvars)
         is_converted = name_of(equation) == WIDENED_MATMUL
         return [False] if is_converted else self.enter(equation, operands, frame)
 
+    def _path(self, scopes: Sequence[str]) -> str:
+        """Returns the path of the innermost module of the scopes of an equation."""
+        inward = [scopes[:length] for length in range(len(scopes), -1, -1)]
+        paths = (path for each in inward for path in _jaxprs.module_paths_of(each))
+        return next((path for path in paths if path in self._modules), "")
 
-def _low_share(
-    cls: type, policies: PolicyMap, closed: ClosedJaxpr, count: int, labeling: Labeling
-) -> str:
+
+def _low_share(cls: type, closed: ClosedJaxpr, count: int, labeling: Labeling) -> str:
     """Returns a warning of a model whose matmuls mostly ignore its 16-bit policy; "" for others."""
     share = _share(closed)
     if share is None or share >= 0.5:
         return ""
-    matmuls, arguments = _WeightMatmuls(policies), len(closed.jaxpr.invars)
+    matmuls, arguments = _WeightMatmuls(labeling.modules), len(closed.jaxpr.invars)
     matmuls.run(closed, [n < count for n in range(arguments)])
     ignored, chosen = ({path: row[0] for path, row in found.items()} for found in matmuls.found)
     if not ignored or sum(ignored.values()) < sum(chosen.values()):
         return ""
     path = max(ignored, key=ignored.__getitem__)
-    name, method = labeling.modules.get(path, (cls.__name__, ""))
+    name, method, _ = labeling.modules[path]
     file, line = Lines().of([matmuls.found[0][path][1]])
     where = f"the module {path!r}" if path else "the model"
     if method:
