@@ -21,7 +21,7 @@ from flax import nnx
 
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
 from jaxmp._gradients._loss_scale import NoLossScale, StaticLossScale
-from jaxmp._policies import _fields, _load, _replace, _schema, _toml
+from jaxmp._policies import _load, _replace, _schema, _toml
 from jaxmp._policies._load import PolicyMap, as_policy_map
 from jaxmp._policies._op_table import CATEGORIES
 from jaxmp._policies._policy import Policy, get_policy, summarized
@@ -660,7 +660,7 @@ def test_a_file_names_no_python_object(write):
 def test_loading_a_file_takes_few_steps(write):
     """Before its redesign, the loader entered 41 functions. Only errors compute locations."""
     name = write('extends = "bf16"\n[optimizer]\nskip = "cond"')
-    loader = {module.__file__ for module in (_fields, _load, _replace, _schema, _toml)}
+    loader = {module.__file__ for module in (_load, _replace, _schema, _toml)}
     steps = set()
 
     def record(frame, event, _):

@@ -16,8 +16,8 @@ from jaxmp._core._trees import canonical, cast, is_castable, is_float, saturatin
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._flax._layer_table import LayerTraits, is_flax
 from jaxmp._policies._device import computes_in
-from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._load import PolicyMap
+from jaxmp._policies._patterns import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy
 from jaxmp._programs._wide_dot import is_weak_float32, strongly_typed, weakly_typed

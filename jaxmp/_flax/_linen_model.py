@@ -21,7 +21,6 @@ from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_interceptor
 from jaxmp._flax._casts import cast_outputs, resolve_module
-from jaxmp._flax._check_model import check_model
 from jaxmp._flax._linen_fields import LINEN_LAYERS, author_fields
 from jaxmp._flax._linen_interceptor import (
     Path,
@@ -36,7 +35,7 @@ from jaxmp._flax._linen_interceptor import (
     modules_in,
 )
 from jaxmp._flax._search import ModelSearch, copied, low_precision_share
-from jaxmp._flax._shardings import constrain_variables
+from jaxmp._flax._shardings import check_model, constrain_variables
 from jaxmp._gradients._hints import Mark
 from jaxmp._policies._device import check_gradient
 from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map

@@ -35,8 +35,7 @@ from jaxmp._flax._nnx_cast_on_read import (
     cast_on_read,
     is_member,
 )
-from jaxmp._flax._nnx_fp8 import set_fp8_state
-from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes
+from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes, set_fp8_state
 from jaxmp._policies._device import check_device, check_gradient, matmul_precision, precision_scope
 from jaxmp._policies._load import PolicyMap
 from jaxmp._programs._wide_dot import wide_product

@@ -15,16 +15,16 @@ import numpy as np
 
 from jaxmp._core._messages import did_you_mean
 from jaxmp._policies import _scaling_table, _toml
-from jaxmp._policies._fields import Setting
 from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, read_loss_scale
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy, PolicyLike, complete_policy, get_policy, summarized
-from jaxmp._policies._recipe_names import recipe_names, shipped
 from jaxmp._policies._required import check_module_dtypes, named_dtypes
-from jaxmp._policies._resolve import Policies, Scaling, checked_rules
+from jaxmp._policies._resolve import Policies, checked_rules
 from jaxmp._policies._rules import Rule
 from jaxmp._policies._schema import TABLES, Settings, fix_line, read_contents
+from jaxmp._policies._toml import Setting, recipe_names, shipped
 from jaxmp.errors import PolicyError, RecipeError
+from jaxmp.fp8._scaling import Scaling
 
 _FLOAT16 = np.dtype("float16")
 

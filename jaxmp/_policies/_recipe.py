@@ -14,10 +14,10 @@ from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._hints import warn_if_dropped
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp._policies._load import RecipeData, RecipeLike, as_recipe_data
-from jaxmp._policies._recipe_names import recipe_names
 from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
-from jaxmp._policies._resolve import Scaling
+from jaxmp._policies._toml import recipe_names
 from jaxmp.errors import JaxmpError, RecipeError
+from jaxmp.fp8._scaling import Scaling
 from jaxmp.optim._master import cast_params
 from jaxmp.optim._skip import mixed_precision
 

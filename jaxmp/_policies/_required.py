@@ -12,8 +12,7 @@ import numpy as np
 from jaxmp._core._dtypes import bits, is_16bit, short_name
 from jaxmp._core._explanation import ExplanationRow, Section
 from jaxmp._core._messages import nearest
-from jaxmp._policies._inputs import methods_of, own_inputs
-from jaxmp._policies._patterns import ModuleType, module_type_names
+from jaxmp._policies._patterns import ModuleType, methods_of, module_type_names, own_inputs
 from jaxmp._policies._policy import Policy, with_fields
 from jaxmp._policies._resolve import Policies, resolve_policy, typed_paths
 from jaxmp._policies._rules import Rule

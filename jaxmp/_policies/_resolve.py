@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
-from jaxmp._policies._inputs import own_inputs
-from jaxmp._policies._patterns import ModuleType, path_string
+from jaxmp._policies._patterns import ModuleType, own_inputs, path_string
 from jaxmp._policies._policy import Policy, summarized, with_fields
 from jaxmp._policies._rules import Rule, override, rule_text
 from jaxmp.errors import PolicyError, RuleError
-from jaxmp.fp8._scaling import Scaling as Scaling
-from jaxmp.fp8._scaling import as_scaling
+from jaxmp.fp8._scaling import Scaling, as_scaling
 
 # ---------------------------------------------------------------------------
 # Policy maps
