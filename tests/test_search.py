@@ -56,6 +56,15 @@ class Head(nn.Module):
         return Decoder(name="decoder")(x)
 
 
+class Hidden(nn.Module):
+    """Model that also returns a hidden state, which feeds its head."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH)(x)
+        return x, nn.Dense(CLASSES)(x)
+
+
 class Tied(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -122,7 +131,7 @@ class Merged:
 
 MODELS = {
     **{f"linen-{name}": linen(Head(name)) for name in ("", "remat", "scan")},
-    **{"linen-tied": linen(Tied()), "linen-routed": linen(Routed())},
+    **{f"linen-{cls.__name__}": linen(cls()) for cls in (Hidden, Tied, Routed)},
     **{f"nnx-{kind}": nnx_model(kind) for kind in ("head", "tied", "routed", "remat")},
 }
 
@@ -149,6 +158,12 @@ def test_decisions_keep_their_sums_and_their_neighbours_are_rounded(name):
     assert {row[1:3] for row in rows} == {("bfloat16", "bfloat16")}
     assert {row[3] for row in rows if row[0] == CLASSES} == {"float32"}
     assert {row[3] for row in rows if row[0] == WIDTH} == {"bfloat16"}
+
+
+def test_decisions_pass_through_modules():
+    model, variables = MODELS["linen-"](jaxmp.load_recipe("bf16"))
+    z = model.apply(variables, X)
+    assert jnp.any(z != z.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 @pytest.mark.parametrize("policy", ["o=bf16", "c=f32"])

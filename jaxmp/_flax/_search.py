@@ -315,9 +315,13 @@ class _Reached(Forward):
         others = (
             v.aval for v, reached in zip(equation.invars, operands, strict=True) if not reached
         )
-        if any(operands) and any(is_16bit(getattr(aval, "dtype", None)) for aval in others):
+        if any(operands) and any(_is_strong_16bit(aval) for aval in others):
             self.meets_16_bits = equation.primitive.name != "dot_general" or self.meets_16_bits
         return [is_reached and equation.primitive.name not in MATMULS] * len(equation.outvars)
+
+
+def _is_strong_16bit(aval: Any) -> bool:
+    return is_16bit(getattr(aval, "dtype", None)) and not aval.weak_type
 
 
 _OF_MODEL = "its results are those of the model"
