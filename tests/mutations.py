@@ -709,7 +709,6 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-    Mutation(
         "the call of a module by its own loss is not cast",
         "jaxmp/_flax/_method_call.py",
         "if self.is_function or (self.caller is not None and self.caller.is_forward):",

@@ -23,7 +23,8 @@ from jaxmp.nnx import Optimizer, OverwriteWithGradient, value_and_grad
 from relaxed import relaxed
 
 DELAYED = fp8.DelayedScaling(amax_history_len=3)
-POLICIES = PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", fp8=DELAYED)
+# Also the last layer of a model, because most models here are parts of one.
+POLICIES = PolicyMap("p=f32,c=bf16,o=f32", Rule("**", "matmul=fp8"), fp8=DELAYED)
 LEAVES = {f"fp8_{name}": leaf.shape for name, leaf in fp8.init_state(DELAYED).items()}
 STATE = "_overwrite_with_gradient"
 
