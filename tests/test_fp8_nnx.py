@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
-from jaxmp import PolicyMap, fp8, load_recipe
+from jaxmp import PolicyMap, Rule, fp8, load_recipe
 from jaxmp._flax._nnx_model import apply_policy
 from jaxmp.errors import CompositionError
 from jaxmp.nnx import Optimizer, OverwriteWithGradient, value_and_grad

@@ -159,7 +159,7 @@ class ModelSearch:
         reasons = {label: reason for label, reason in reasons.items() if reason}
         self._layers |= labeling.layers
         reached = _Reached(labeling.layers & reasons.keys())
-        reached.run(closed, [False] * len(closed.jaxpr.invars))
+        reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
         # Strict promotion refuses an operation of FP32 sums and a 16-bit array.
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
         if not (is_strict and reached.meets_16_bits):
@@ -286,6 +286,9 @@ class _LabelUses(Uses):
         return super().equation(equation, results, frame)
 
 
+_CONSTANT, _DATA, _REACHED = range(3)
+
+
 class _Reached(Forward):
     """Finds the labels of values that are computed from the results of layers, without a matmul.
 
@@ -293,7 +296,7 @@ class _Reached(Forward):
       layers: labels of the results of the layers.
     """
 
-    nothing = False
+    nothing = _DATA
 
     def __init__(self, layers: set[str]) -> None:
         super().__init__()
@@ -301,23 +304,26 @@ class _Reached(Forward):
         # True if such a value and a 16-bit array are operands of one operation.
         self.meets_16_bits = False
 
-    def join(self, first: bool, second: bool) -> bool:
-        return first or second
+    def constant(self, array: Any) -> int:
+        return _DATA if np.ndim(array) else _CONSTANT
+
+    def join(self, first: int, second: int) -> int:
+        return max(first, second)
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        is_reached = any(operands)
-        if equation.primitive.name == "name":
-            label = equation.params["name"]
-            is_reached = is_reached or label in self._layers
-            self.labels |= {label} if is_reached else set()
+        name, fact = equation.primitive.name, max(operands, default=_CONSTANT)
         if _jaxprs.sub_jaxprs(equation):
             return self.enter(equation, operands, frame)
-        others = (
-            v.aval for v, reached in zip(equation.invars, operands, strict=True) if not reached
-        )
-        if any(operands) and any(_is_strong_16bit(aval) for aval in others):
-            self.meets_16_bits = equation.primitive.name != "dot_general" or self.meets_16_bits
-        return [is_reached and equation.primitive.name not in MATMULS] * len(equation.outvars)
+        if name == "name":
+            label = equation.params["name"]
+            fact = _REACHED if label in self._layers else fact
+            self.labels |= {label} if fact == _REACHED else set()
+        elif name in MATMULS:
+            fact = _DATA
+        elif fact == _REACHED:
+            others = (equation.invars[n].aval for n, each in enumerate(operands) if each == _DATA)
+            self.meets_16_bits |= any(map(_is_strong_16bit, others))
+        return [fact] * len(equation.outvars)
 
 
 def _is_strong_16bit(aval: Any) -> bool:
