@@ -132,7 +132,7 @@ def test_another_policy_takes_it_away_and_the_same_one_keeps_it():
     assert again.fp8_input_amax is model.fp8_input_amax
     assert states(apply_policy(model, "bf16")) == states(apply_policy(model, "fp8")) == {}
     assert states(model)[""]["fp8_input_amax"] == 7
-    longer = PolicyMap(POLICIES.default, fp8=fp8.DelayedScaling(amax_history_len=5))
+    longer = PolicyMap(POLICIES, fp8=fp8.DelayedScaling(amax_history_len=5))
     assert states(apply_policy(model, longer))[""]["fp8_input_amax_history"].shape == (5,)
 
 

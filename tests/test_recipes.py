@@ -29,6 +29,7 @@ from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp._policies._resolve import resolve_policy
 from jaxmp._policies._rules import Rule
 from jaxmp._policies._schema import RULE, TABLES, TOP
+from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 from jaxmp.fp8._scaling import KINDS
 
@@ -836,9 +837,8 @@ def test_wrap_applies_the_policies(getkey, name):
     variables = wrapped.init(getkey(), x)
     assert variables["params"]["kernel"].dtype == jnp.float32
     assert wrapped.apply(variables, x).dtype == recipe.policies.default.output_dtype
-    dots = [
-        e for e in jax.make_jaxpr(wrapped.apply)(variables, x).eqns if "dot" in str(e.primitive)
-    ]
+    program = equations(jax.make_jaxpr(wrapped.apply)(variables, x))
+    dots = [e for e in program if e.primitive.name == "dot_general"]
     dtypes = {var.aval.dtype for eqn in dots for var in eqn.invars}
     assert dtypes == {recipe.policies.default.compute_dtype}
     assert model == nn.Dense(16)
@@ -856,7 +856,7 @@ def test_wrap_refuses_what_is_no_model(model, words):
     with pytest.raises(JaxmpError) as error:
         load_recipe("bf16").wrap(model)
     assert words in str(error.value)
-    fix = re.search(r"for example (recipe\.wrap\(.*\))\.$", str(error.value))[1]
+    fix = re.search(r"for example (recipe\.wrap\(.*\))\. For models", str(error.value))[1]
     assert isinstance(eval(fix, {"recipe": load_recipe("bf16"), "nn": nn}), nn.Module)
 
 

@@ -108,8 +108,10 @@ class ModelSearch:
         name = getattr(called, "__qualname__", ""), getattr(called, "__code__", called)
         call = key[2], name, structure, *map(_described, leaves)
         if call not in self._labels:
+            # Only a call of the whole model shows that no layer uses FP8; `explain` lists them.
+            is_whole = name[0].endswith("__call__") and not _explain.is_recording()
             is_first, self._labels[call] = not self._labels, {}
-            self._search(call, key, prepare, is_first=is_first)
+            self._search(call, key, prepare, is_first=is_first, is_whole=is_whole)
         return frozenset(self._labels[call])
 
     def warn(self, stacklevel: int) -> None:
@@ -138,6 +140,7 @@ class ModelSearch:
         prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, int]],
         *,
         is_first: bool,
+        is_whole: bool,
     ) -> None:
         labeling, is_cast = Labeling(), is_traced_by_autocast()
         try:
@@ -168,7 +171,11 @@ class ModelSearch:
             }
         if is_first and not path:
             low = "" if is_cast else _low_share(cls, closed, count, labeling)
-            unused = _unused_fp8(cls, fp8.rows, self._labels[call], closed.jaxpr) if in_fp8 else ""
+            unused = (
+                _unused_fp8(cls, fp8.rows, self._labels[call], closed.jaxpr)
+                if in_fp8 and is_whole
+                else ""
+            )
             self._messages += filter(None, (low, unused))
 
 
