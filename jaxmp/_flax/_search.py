@@ -28,6 +28,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._autocast._resolve import is_traced_by_autocast
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
+from jaxmp._core._trees import is_float
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import IsLeaf, ModulePolicy, computes_in_16_bits
 from jaxmp._flax._layer_table import CONV, LayerTraits
@@ -231,7 +232,7 @@ def unrounded(
     module_policy: ModulePolicy, method: str, kind: str, tree: PyTree, is_leaf: IsLeaf
 ) -> frozenset[int]:
     """Returns the ids of the arrays that are not rounded; arguments as in `labeled`."""
-    decisions = current_context().decisions
+    decisions: Any = current_context().decisions
     if not decisions or isinstance(decisions, Labeling):
         return frozenset()
     owner = _owner(module_policy.resolved.path, method, kind)
@@ -244,7 +245,8 @@ def is_decision(traits: LayerTraits, cls: type, path: Sequence[str], method: str
 
     A method that a user overrides in a subclass may multiply by the kernel itself.
     """
-    decisions, name = current_context().decisions, "/".join(path)
+    decisions: Any = current_context().decisions
+    name = "/".join(path)
     is_matmul = method == ("attend" if traits.embedding else "__call__")
     is_layer = bool(traits.kernel or traits.embedding) and traits.dot is not CONV
     if not decisions or not is_matmul or not is_layer:
@@ -334,7 +336,7 @@ class _Reached(Forward):
 
 
 def _is_strong_16bit(aval: Any) -> bool:
-    return is_16bit(getattr(aval, "dtype", None)) and not aval.weak_type
+    return is_float(aval) and is_16bit(aval.dtype) and not aval.weak_type
 
 
 _OF_MODEL = "its results are those of the model"
@@ -408,7 +410,7 @@ class _WeightMatmuls(Forward):
         is_converted = name_of(equation) == WIDENED_MATMUL
         return [False] if is_converted else self.enter(equation, operands, frame)
 
-    def _path(self, scopes: Sequence[str]) -> str:
+    def _path(self, scopes: _jaxprs.Path) -> str:
         """Returns the path of the innermost module of the scopes of an equation."""
         inward = [scopes[:length] for length in range(len(scopes), -1, -1)]
         paths = (path for each in inward for path in _jaxprs.module_paths_of(each))
