@@ -14,8 +14,8 @@ from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._hints import warn_if_dropped
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp._policies._load import RecipeData, RecipeLike, as_recipe_data
-from jaxmp._policies._recipe_names import recipe_names
 from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
+from jaxmp._policies._toml import recipe_names
 from jaxmp.errors import JaxmpError, RecipeError
 from jaxmp.fp8._scaling import Scaling
 from jaxmp.optim._master import cast_params
@@ -256,7 +256,9 @@ def _load_adapter(model: object) -> ModuleType:
         hint = ""
     raise JaxmpError(
         f"wrap({model!r}): {type(model).__name__} is not a Flax module.{hint} Pass an instance of "
-        "flax.linen.Module or flax.nnx.Module; for example recipe.wrap(nn.Dense(8))."
+        "flax.linen.Module or flax.nnx.Module; for example recipe.wrap(nn.Dense(8)). For models of "
+        "other packages, such as Equinox, cast operations: loss_fn = jaxmp.autocast(loss_fn, "
+        "recipe)."
     )
 
 

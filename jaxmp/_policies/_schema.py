@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from jaxmp._core._messages import did_you_mean
 from jaxmp._gradients._dynamic_loss_scale import PRESETS
 from jaxmp._policies import _scaling_table, _toml
-from jaxmp._policies._fields import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
 from jaxmp._policies._policy import (
     ATTENTION,
@@ -19,6 +18,7 @@ from jaxmp._policies._policy import (
     canonical_fields,
 )
 from jaxmp._policies._rules import Rule
+from jaxmp._policies._toml import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
 from jaxmp.errors import OpError, RecipeError, RuleError
 
 KINDS = ("auto", "none", "static", "dynamic")

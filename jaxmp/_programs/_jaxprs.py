@@ -153,11 +153,31 @@ def module_paths_of(names: Path) -> tuple[str, ...]:
     """Returns candidate module paths for scopes: without the first scope, and with it.
 
     The first scope is the class of the root in Flax; a function without a root module lacks
-    this scope. Flax adds the method to a name unless it is `__call__`, such as `embed.attend`; the
-    method is removed. Names with more dots, such as Equinox's `eqx.nn.Linear`, are unchanged.
+    this scope.
     """
-    plain = tuple(n.partition(".")[0] if n.count(".") == 1 else n for n in names)
+    plain = without_methods(names)
     return ("/".join(plain[1:]), "/".join(plain)) if plain else ("",)
+
+
+def without_methods(names: Path) -> Path:
+    """Returns the names of modules for scopes.
+
+    Flax adds the method to a name unless it is `__call__`, such as `embed.attend`. A module that
+    calls its own method, or a function by `nn.cond`, has two scopes: `odds/odds.<lambda>`. Names
+    with more dots, such as Equinox's `eqx.nn.Linear`, are unchanged.
+
+    Example:
+      >>> without_methods(("Net", "odds", "odds.helper", "dense"))
+      ('Net', 'odds', 'dense')
+    """
+    modules: list[str] = []
+    before = ""
+    for name in names:
+        own = name.partition(".")[0] if name.count(".") == 1 else name
+        if not (modules and modules[-1] == own and "." in before + name):
+            modules.append(own)
+        before = name
+    return tuple(modules)
 
 
 def with_parameters(

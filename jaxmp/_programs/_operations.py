@@ -180,3 +180,8 @@ def jit_of(equation: Any) -> Jit:
     params, count = equation.params, len(equation.invars)
     shardings = params.get("in_shardings") or (None,) * count
     return Jit(tuple(shardings), tuple(params.get("donated_invars") or (False,) * count))
+
+
+def label_of(equation: Any) -> str:
+    """Returns the label of an array, which `checkpoint_name` sets by the primitive `name`."""
+    return equation.params["name"]

@@ -179,22 +179,27 @@ _REGISTER = (
 _WIDEN = " For FP8 in narrow layers, write min_width = 0 in the table [fp8]."
 
 
-def warn_if_unused(subject: str, rows: list[LayerDecision], stacklevel: int) -> None:
-    """Warns if the decisions on a model or function, if any, exclude all matmuls from FP8."""
+def unused_text(subject: str, rows: list[LayerDecision]) -> str:
+    """Returns a warning if the decisions on a model or function, if any, exclude all matmuls."""
     if not rows or not all(row.exclusion_reason for row in rows):
-        return
+        return ""
     # A path may have several matmuls.
     reasons = {row.path or "(root)": row.exclusion_reason for row in rows}
     listed = [f"{path!r}: {why}" for path, why in list(reasons.items())[:3]]
     text = "; ".join(listed) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
     fix = _REGISTER if UNKNOWN_DOT in text else ""
     fix += _WIDEN if "narrow" in text or "min_width" in text else ""
-    warnings.warn(
+    return (
         f"The policies of {subject} set matmul = 'fp8', but none of its matmuls computes in FP8 "
-        f"({text}).{fix} The recipe 'bf16' computes the same as now.",
-        RecipeWarning,
-        stacklevel=stacklevel + 1,
+        f"({text}).{fix} The recipe 'bf16' computes the same as now."
     )
+
+
+def warn_if_unused(subject: str, rows: list[LayerDecision], stacklevel: int) -> None:
+    """Warns if the decisions on a function exclude all matmuls from FP8."""
+    text = unused_text(subject, rows)
+    if text:
+        warnings.warn(text, RecipeWarning, stacklevel=stacklevel + 1)
 
 
 def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:

@@ -277,6 +277,8 @@ class Context(NamedTuple):
     capability: tuple[int, int] | None = None
     # The target chip, a `Target`; None if only its type is known.
     chip: Any = None
+    # Labels of the values of the running model that are not rounded; None outside of a model.
+    decisions: Hashable = None
 
 
 _context = jax.make_user_context(default_value=Context())
