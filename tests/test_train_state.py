@@ -474,3 +474,27 @@ def test_frozen_parameters_in_fp32_are_reported_with_a_fix(abstract):
 def test_recipes_that_store_fp32_report_nothing(recipe):
     params, tx = frozen_and_trained(jaxmp.load_recipe(recipe))
     jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "bf16_params", PACKED])
+@pytest.mark.parametrize("dtype", ["float64", "longdouble", "float16"])
+def test_parameters_of_numpy_are_stored_and_trained_as_those_of_jax(dtype, recipe):
+    recipe = jaxmp.load_recipe(recipe)
+    params = {"w": np.linspace(-1.3, 1.7, 12, dtype=dtype).reshape(4, 3)}
+    batch = np.linspace(-1, 1, 8, dtype=dtype).reshape(2, 4)
+
+    def train(params, x):
+        tx = recipe.optimizer(optax.sgd(1e-3))
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        policy = recipe.policies.default
+        for _ in range(2):  # outside of `jit`, which casts NumPy arrays by itself
+            loss = lambda p, x: jnp.square(jnp.matmul(*policy.cast_to_compute((x, p["w"])))).sum()
+            _, grads = state.value_and_grad(lambda p, x: loss(p, x).astype(jnp.float32))(x)
+            state = state.apply_gradients(grads=grads)
+        return state
+
+    as_fp32 = lambda tree: jax.tree.map(lambda x: jnp.asarray(x.astype(np.float32)), tree)
+    expected = train(*as_fp32((params, batch)))
+    state = train(params, batch)
+    assert not changed(expected, state)
+    assert state.params["w"].dtype == recipe.policies.default.param_dtype

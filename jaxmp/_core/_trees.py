@@ -70,13 +70,21 @@ def leaves_with_path(tree: PyTree) -> list[tuple[Path, Any]]:
 
 
 def dtype_of(leaf: object) -> np.dtype | None:
-    """Returns the NumPy dtype of an array-like leaf; None for keys, strings, None and numbers."""
+    """Returns the dtype of an array-like leaf; None for keys, strings, None and numbers.
+
+    That of NumPy's floats is the one that JAX gives them: without x64, float64 is float32.
+    """
     dtype = getattr(leaf, "dtype", None)
     if isinstance(dtype, np.dtype):
-        return dtype
+        is_numpy = isinstance(leaf, (np.ndarray, np.generic)) and dtype.kind == "f"
+        return _canonical_float(dtype) if is_numpy else dtype
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     return np.dtype(dtype)
+
+
+def _canonical_float(dtype: np.dtype) -> np.dtype:
+    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=") if dtype.itemsize < 8 else FLOAT64)
 
 
 def is_castable(leaf: object) -> bool:
@@ -176,8 +184,8 @@ def _saturate_jvp(
 def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts the float16, bfloat16 and float32 arrays of `tree` to `dtype`.
 
-    Integers, bools, float64, complex numbers, PRNG keys, float0, FP8 arrays, strings, None and
-    Python numbers are returned unchanged.
+    Without x64, float64 arrays of NumPy are float32. Integers, bools, float64, complex numbers,
+    PRNG keys, float0, FP8 arrays, strings, None and Python numbers are returned unchanged.
 
     Args:
       tree: any pytree.

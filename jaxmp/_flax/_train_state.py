@@ -297,6 +297,8 @@ def _strong(leaf: PyTree) -> PyTree:
     """Converts weakly typed arrays, made from Python numbers, which would retrace step 2."""
     if isinstance(leaf, float):
         return jnp.asarray(leaf, jnp.float32)
+    if _trees.is_castable(leaf):  # also NumPy's float64
+        leaf = _trees.cast(leaf, _trees.dtype_of(leaf))
     weak = getattr(leaf, "weak_type", False)
     return jnp.asarray(leaf, dtype=leaf.dtype) if weak else leaf
 

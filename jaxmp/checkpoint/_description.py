@@ -309,7 +309,8 @@ def _describe_masters(
     flat, _ = jax.tree_util.tree_flatten_with_path(
         node.masters, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
     )
-    inside_of: dict[str, Path] = {}
+    names_in = lambda path: (layout.prefix + path.replace(":", "/").lstrip("/"),)
+    inside_of = {path: names_in(path) for path, _ in layout.storage}
     for key_path, _ in flat:
         inside = _trees.path_names(key_path)
         stripped = _trees.strip_collection(inside) if collections_ else inside

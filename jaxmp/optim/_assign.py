@@ -60,7 +60,7 @@ def unpack_parameters(state: PyTree, params: PyTree) -> PyTree:
 
     def unpack(node: MasterParamsState) -> MasterParamsState:
         leaves, treedef = jax.tree.flatten(params)
-        stored = treedef.flatten_up_to(node.masters)
+        stored = _master.entries_of(node.masters, treedef)
         full = [read_master(param, master) for param, master in zip(leaves, stored, strict=True)]
         return _unpacked(UnpackedParameters, node, treedef.unflatten(full))
 
@@ -99,7 +99,7 @@ def assign(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
             else:
                 written[path] = _trees.cast(full, dtype)
                 masters.append(full)
-        tree = jax.tree.structure(node.masters).unflatten(masters)
+        tree = node.layout.tree(jax.tree.structure(node.masters), masters)
         return MasterParamsState(tree, node.overflow, node.fits, node.inner_state, node.layout)
 
     state = map_master_states(pack, state)

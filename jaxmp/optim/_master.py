@@ -12,8 +12,8 @@ There are two forms of masters:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -92,10 +92,10 @@ def _high_bits(param: jax.Array) -> jax.Array:
 
 def to_storage(value: PyTree, dtype: DTypeLike, master: str) -> PyTree:
     """Casts one leaf to its storage dtype, with the rounding of the form of its master."""
-    if master == "packed" and np.dtype(dtype) == BFLOAT16 and value.dtype == FLOAT32:
+    if master == "packed" and np.dtype(dtype) == BFLOAT16 and _trees.dtype_of(value) == FLOAT32:
         if isinstance(value, jax.ShapeDtypeStruct):
             return value.update(dtype=dtype)
-        return pack(jnp.asarray(value))[0]
+        return pack(jnp.asarray(_trees.cast(value, FLOAT32)))[0]
     return _trees.cast(value, dtype)
 
 
@@ -136,9 +136,13 @@ MASTER_MODES = ("auto", "fp32", "packed", "none")
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Storage of each parameter, as static data inside the optimizer state."""
+    """Storage of each parameter, as static data inside the optimizer state.
+
+    `optax.tree.map_params` initializes an optimizer with a placeholder instead of parameters, and
+    compares this state with that of the user, whose layout the placeholder's then takes.
+    """
 
     # Policies that determine the storage dtypes; None: each leaf keeps its dtype.
     policies: PolicyMap | None
@@ -146,6 +150,32 @@ class Layout:
     master: str
     # (path, name of the storage dtype), in flattening order; the name is "" if no policy applies.
     storage: tuple[tuple[str, str], ...]
+    # Prefix of the names of parameters in the tree of the masters: "params/", or "".
+    prefix: str = ""
+    # True for that of a placeholder, until it is compared.
+    is_open: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout) or self._settings != other._settings:
+            return False
+        for layout, source in ((self, other), (other, self)):
+            if layout.is_open:
+                vars(layout).update(vars(source))
+        return (self.storage, self.prefix) == (other.storage, other.prefix)
+
+    def __hash__(self) -> int:
+        return hash((*self._settings, self.storage))
+
+    @property
+    def _settings(self) -> tuple[object, ...]:
+        return self.policies, self.master
+
+    def tree(self, treedef: jax.tree_util.PyTreeDef, entries: Sequence[Any]) -> PyTree:
+        """Returns `MasterParamsState.masters` with the entry of each parameter."""
+        policies = self.policies and (self.policies.default, *self.policies.rules)
+        dtypes = [BFLOAT16] if policies is None else [each.param_dtype for each in policies]
+        has_masters = self.master != "none" and any(d is not None and is_16bit(d) for d in dtypes)
+        return treedef.unflatten(entries) if has_masters else optax.MaskedNode()
 
     def dtype(self, index: int) -> np.dtype | None:
         """Returns the storage dtype of leaf `index`; None if no policy applies to it."""
@@ -175,7 +205,8 @@ class MasterParamsState:
 
     Attributes:
       masters: a tree like the parameters: float32 masters, or int16 remainders if they are packed,
-        and `optax.MaskedNode()` for parameters without a master.
+        and `optax.MaskedNode()` for parameters without a master. If the policies store none in 16
+        bits, one `optax.MaskedNode()`.
       overflow: int32 scalar: index in `layout.storage` of the first parameter whose new master was
         too large for its storage dtype in the last update; -1 if there is none. For bfloat16 it
         describes the masters before that update, if `unpack_masters` unpacked them.
@@ -189,6 +220,7 @@ class MasterParamsState:
     fits: jax.Array
     inner_state: PyTree
     layout: Layout = dataclasses.field(metadata={"static": True})
+    _has_all: ClassVar[bool] = False
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
         names = (self.layout.key, "overflow", "fits", "inner_state")
@@ -209,7 +241,7 @@ class MasterParamsState:
 
     def has_value(self, index: int) -> bool:
         """Returns True if `masters` has a value for parameter `index`."""
-        return self.layout.has_master(index)
+        return self._has_all or self.layout.has_master(index)
 
     def values(self) -> Iterator[tuple[int, str, Any]]:
         """Yields the index, path and value of each parameter that has a value in `masters`."""
@@ -240,8 +272,7 @@ class UnpackedParameters(UnpackedMasters):
     The update then writes all parameters in one pass, and the emitted updates are not needed.
     """
 
-    def has_value(self, index: int) -> bool:
-        return True
+    _has_all = True
 
 
 # ---------------------------------------------------------------------------
@@ -310,10 +341,11 @@ def master_params(
         _overwritten.check_is_absent(params)
         layout = _make_layout(params, policy_map, master)
         leaves, treedef = jax.tree.flatten(params)
-        masters = treedef.unflatten(
+        entries = [
             make_master(leaf, master) if layout.has_master(i) else optax.MaskedNode()
             for i, leaf in enumerate(leaves)
-        )
+        ]
+        masters = layout.tree(treedef, entries)
         full = _trees.cast_floating(params, FLOAT32)
         inner_state = _trees.owned(inner.init(full), (params, full, masters))
         none, fits = jnp.array(-1, jnp.int32), jnp.array(True)
@@ -334,7 +366,7 @@ def master_params(
             )
         params_flat, treedef = jax.tree.flatten(params)
         _check_storage(params_flat, state.layout)
-        masters_flat = treedef.flatten_up_to(state.masters)
+        masters_flat = entries_of(state.masters, treedef)
         is_unpacked = isinstance(state, UnpackedMasters)
         read = _read_unpacked if is_unpacked else read_master
         old = [read(p, m) for p, m in zip(params_flat, masters_flat, strict=True)]
@@ -352,9 +384,12 @@ def master_params(
         overflows = {i: over for i, (_, _, over) in enumerate(steps) if over is not None}
         of_float16 = {i: o for i, o in overflows.items() if state.layout.dtype(i) == FLOAT16}
         first = _first_index(overflows)
+        new_masters = treedef.unflatten(new for _, new, _ in steps)
+        if isinstance(state.masters, optax.MaskedNode):
+            new_masters = state.masters
         new_state = dataclasses.replace(
             state,
-            masters=treedef.unflatten(new for _, new, _ in steps),
+            masters=new_masters,
             overflow=lax.select(first >= 0, first, state.overflow) if is_unpacked else first,
             fits=_first_index(of_float16) < 0,
             inner_state=inner_state,
@@ -388,7 +423,7 @@ def add_update(param: Array | None, update: Array) -> Any:
     """Adds an update as `optax.apply_updates` does, and to 16-bit parameters in FP32."""
     if param is None or update.dtype == jax.dtypes.float0:
         return param
-    if _trees.is_castable(param) and param.dtype != FLOAT32:
+    if _trees.is_castable(param) and is_16bit(param.dtype):
         return (param.astype(FLOAT32) + update.astype(FLOAT32)).astype(param.dtype)
     return param + update.astype(param.dtype)
 
@@ -432,6 +467,13 @@ def follow(param: Array, rounded: Array, master: Array) -> jax.Array:
 def is_rounded(master: jax.Array, param: jax.Array) -> jax.Array:
     """Returns True if a parameter is the rounded FP32 master."""
     return jnp.array_equal(master.astype(param.dtype), param, equal_nan=True)
+
+
+def entries_of(masters: PyTree, treedef: jax.tree_util.PyTreeDef) -> list[Any]:
+    """Returns the entry of each parameter in `MasterParamsState.masters`."""
+    if isinstance(masters, optax.MaskedNode):
+        return [masters] * treedef.num_leaves
+    return treedef.flatten_up_to(masters)
 
 
 def _split_as(param: Array, master: Array) -> Array:
@@ -483,13 +525,16 @@ def _make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Lay
                 f"bfloat16: Rule({path!r}, 'p=bf16')."
             )
         storage.append((path, short_name(dtype)))
-    return Layout(policies, master, tuple(storage))
+    # The node without leaves that `optax.tree.map_params` passes.
+    is_open = type(params).__name__ == "_ParamsPlaceholder"
+    prefix = f"{_trees.PARAMS}/" if collections else ""
+    return Layout(policies, master, tuple(storage), prefix, is_open)
 
 
 def _check_storage(params: list[Any], layout: Layout) -> None:
     for index, leaf in enumerate(params):
         dtype = layout.dtype(index)
-        if dtype is not None and leaf.dtype != dtype:
+        if dtype is not None and _trees.dtype_of(leaf) != dtype:
             raise CompositionError(
                 f"Parameter {layout.storage[index][0]!r} is {leaf.dtype}, but its policy stores it "
                 f"in {dtype}. Cast once, after tx.init(params): params = recipe.cast_params(params)"
