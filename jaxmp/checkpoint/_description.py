@@ -35,6 +35,9 @@ _NOT_WRITTEN = frozenset(
 PARAMETER, MASTER, REMAINDER = "parameter", "master", "remainder"
 LOSS_SCALE, FP8, COUNTER, OTHER = "loss_scale", "fp8", "counter", ""
 
+# Kind of a loss scale that may be one of another library.
+FOREIGN = "foreign"
+
 PYTHON_NUMBERS = {f"Python {kind.__name__}": kind for kind in (bool, int, float, complex)}
 
 

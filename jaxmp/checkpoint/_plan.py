@@ -13,6 +13,7 @@ import numpy as np
 from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp.checkpoint._description import (
     COUNTER,
+    FOREIGN,
     FP8,
     LOSS_SCALE,
     MASTER,
@@ -298,7 +299,8 @@ class _Migration:
         source = self._scales.get(leaf.path)
         if source is not None:
             self._use(source)
-            return Action("copy", (source,))
+            is_same = self._stored[source].dtype == leaf.dtype
+            return Action("copy" if is_same else "cast", (source,))
         name = leaf.path.rpartition("/")[2]
         value = None if self._first_scale is None else self._first_scale.get(name)
         if name == "scale_value":
@@ -309,14 +311,16 @@ class _Migration:
     def _pair_scales(self) -> dict[str, str]:
         """Pairs the leaves of loss scales that have the same leaves on both sides."""
         before, after = _scales(self._source), _scales(self._target)
+        foreign = {scale.path for scale in self._source.scales if scale.kind == FOREIGN}
         others = {path: path for path in after}
         if len(before) == len(after) == 1:
             others = dict(zip(after, before, strict=True))
         return {
             f"{path}/{name}": f"{others[path]}/{name}"
             for path, names in after.items()
-            for name in names
-            if before.get(others[path]) == names
+            for name in before.get(others[path], ())
+            if before[others[path]] == names
+            or (others[path] in foreign and name in names and "good_steps" in names)
         }
 
     def _has_all_fp8(self) -> bool:

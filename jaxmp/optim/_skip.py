@@ -19,9 +19,9 @@ from jax import lax
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import AxisNames, PyTree
-from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
+from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
 from jaxmp._gradients._hints import Mark
-from jaxmp._gradients._loss_scale import LossScale, LossScaleLike, as_loss_scale
+from jaxmp._gradients._loss_scale import LossScale
 from jaxmp._policies._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
