@@ -490,7 +490,7 @@ class Checkpointer:
         source = manifest.description
         rows = differences(source, target)
         if not rows and (wanted is None or is_same_recipe(manifest.recipe_toml, wanted)):
-            return plan_copy(target)
+            return plan_copy(source, target)
         before = f"under the recipe {manifest.recipe.name!r}"
         after = f"the recipe {wanted.name!r}" if wanted is not None else "another precision"
         head = f"Step {manifest.step} was written {before} (master layout: {source.layout})"

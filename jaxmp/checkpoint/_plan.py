@@ -31,6 +31,7 @@ from jaxmp.errors import CheckpointError
 
 # First values of new counters; all others start at 0.
 _FIRST_VALUES = {"last_finite": True, "fits": True}
+_NEW_COUNTER = "stats/zero_gradients"
 _INDICES = ("overflow", "overflow_leaf", "nonfinite_leaf")
 
 
@@ -77,17 +78,28 @@ class Plan:
         return "\n".join(f"  {line}" for line in [*lines, f"{copied} leaves: copied bit for bit"])
 
 
-def plan_copy(target: Description) -> Plan:
+def plan_copy(source: Description, target: Description) -> Plan:
     """Returns the plan for a checkpoint of the same state."""
-    return Plan(tuple(Action("copy", (leaf.path,)) for leaf in target.leaves))
+    stored = source.by_path
+    return Plan(
+        tuple(
+            Action("copy", (leaf.path,)) if leaf.path in stored else Action("create", value=0)
+            for leaf in target.leaves
+        )
+    )
 
 
 def differences(source: Description, target: Description) -> list[str]:
-    """Lists the leaves that differ: path, and dtype and shape on both sides."""
+    """Lists the leaves that differ: path, and dtype and shape on both sides.
+
+    Counters that a former version of jaxmp did not have are no difference.
+    """
     stored, wanted = source.by_path, target.by_path
     rows = []
     for path in dict.fromkeys([*wanted, *stored]):
         before, after = stored.get(path), wanted.get(path)
+        if before is None and after and path.endswith(_NEW_COUNTER) and after.role == COUNTER:
+            continue
         if (
             before is None
             or after is None

@@ -21,7 +21,7 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
 from jaxmp._gradients._hints import Mark
-from jaxmp._gradients._loss_scale import LossScale
+from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp._policies._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
@@ -89,6 +89,8 @@ class SkipStats:
       nonfinite_leaf: int32, index of the first parameter whose gradient was not finite in the last
         step (or too large, see `skip_nonfinite`), in the gradients; -1 if there is none, or if it
         is unknown.
+      zero_gradients: int32, number of consecutive steps whose gradients were all zero; counted only
+        with a loss scale.
     """
 
     total: jax.Array
@@ -97,13 +99,14 @@ class SkipStats:
     last_finite: jax.Array
     overflow_leaf: jax.Array
     nonfinite_leaf: jax.Array
+    zero_gradients: jax.Array
 
     @classmethod
     def zero(cls, inner_state: PyTree = ()) -> SkipStats:
         """Returns the counters before the first step."""
         zero = lambda: jnp.zeros((), jnp.int32)
         first, none = overflow_leaf(inner_state), jnp.array(-1, jnp.int32)
-        return cls(zero(), zero(), zero(), jnp.array(True), first, none)
+        return cls(zero(), zero(), zero(), jnp.array(True), first, none, zero())
 
     def after(
         self,
@@ -111,6 +114,7 @@ class SkipStats:
         at_floor: jax.Array,
         overflow_leaf: jax.Array,
         nonfinite_leaf: jax.Array,
+        zero_gradients: jax.Array,
     ) -> SkipStats:
         """Returns the counters after another step."""
         zero = jnp.zeros((), jnp.int32)
@@ -124,6 +128,7 @@ class SkipStats:
             last_finite=applied,
             overflow_leaf=overflow_leaf,
             nonfinite_leaf=nonfinite_leaf,
+            zero_gradients=zero_gradients,
         )
 
 
@@ -294,6 +299,11 @@ def guard(
         nonfinite_leaf = state.stats.nonfinite_leaf
         if same_structure:
             nonfinite_leaf = lax.select(finite, jnp.full_like(first, -1), first)
+        zero_gradients = state.stats.zero_gradients
+        if not isinstance(state.loss_scale, NoLossScale):
+            is_zero = _trees.all_zero(grads, elementwise=branches)
+            is_zero = _compat.agree(is_zero, axes) if axes else is_zero
+            zero_gradients = lax.select(is_zero, zero_gradients + 1, jnp.int32(0))
         if state.settings.is_noted:
             noted = state.stats.last_finite
             finite = lax.bitwise_and(finite, _compat.agree(noted, axes) if axes else noted)
@@ -315,7 +325,9 @@ def guard(
         applied, emitted, inner_state, overflow = guarded_update(finite, do_update, reject)
         return emitted, SkipNonfiniteState(
             loss_scale=state.loss_scale.adjust(applied),
-            stats=state.stats.after(applied, state.loss_scale.at_floor, overflow, nonfinite_leaf),
+            stats=state.stats.after(
+                applied, state.loss_scale.at_floor, overflow, nonfinite_leaf, zero_gradients
+            ),
             inner_state=inner_state,
             settings=state.settings,
         )
