@@ -20,7 +20,7 @@ from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
-from jaxmp._gradients._hints import Mark
+from jaxmp._gradients._hints import Mark, is_in_loss, warn_user
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp._policies._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
@@ -262,8 +262,14 @@ def guard(
     inner = optax.with_extra_args_support(inner)
     axes = settings.axis_name
 
+    inside = Mark()
+
     def init_fn(params: PyTree) -> PyTree:
         _overwritten.check_is_absent(params)
+        if isinstance(initial_scale, DynamicLossScale) and not inside.is_checked:
+            inside.is_checked = is_in_loss(params)
+            if inside.is_checked:
+                warn_user(_INSIDE_LOSS)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
         scale = initial_scale.fresh().with_leaves(_mark=Mark(dtype))
         return SkipNonfiniteState(scale, SkipStats.zero(inner_state), inner_state, settings)
@@ -333,6 +339,15 @@ def guard(
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+_INSIDE_LOSS = (
+    "The state of an optimizer is created inside of a loss, so its loss scale starts anew in each "
+    "outer step, and the inner steps that overflow there are skipped each time. Scale the inner "
+    "gradients by the loss scale of the outer state, which decreases if they overflow, and update "
+    "by the optimizer without the recipe: grads = jaxmp.grad(inner_loss, loss_scale="
+    "state.loss_scale)(params); updates, inner_state = inner.update(grads, inner_state, params)."
+)
 
 
 def _check_mode(skip: str, loss_scale: LossScale) -> None:
