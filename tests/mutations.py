@@ -1282,6 +1282,13 @@ MUTATIONS = [
         ("test_hints.py::test_a_loss_that_is_scaled_by_hand_does_not_warn",),
     ),
     Mutation(
+        "the second derivative of a loss does not pass through 16-bit copies of weights",
+        "jaxmp/_gradients/_fp32/_values.py",
+        "    return Copy(_detached(low), array, layout)\n",
+        "    return Copy(jax.lax.stop_gradient(low), array, layout)\n",
+        ("test_gradients.py::test_gradients_in_a_loss_are_differentiated_again",),
+    ),
+    Mutation(
         "a recipe that was not applied is not said",
         "jaxmp/_gradients/_hints.py",
         "    if pairs and not any(bits(dtype) <= 16",
