@@ -498,3 +498,48 @@ def test_parameters_of_numpy_are_stored_and_trained_as_those_of_jax(dtype, recip
     state = train(params, batch)
     assert not changed(expected, state)
     assert state.params["w"].dtype == recipe.policies.default.param_dtype
+
+
+WRONG_CALLS = {
+    "create(recipe=)": (
+        lambda create, state, loss: create(recipe="bf16"),
+        r"no field 'recipe'.*tx=recipe\.optimizer\(tx\)",
+    ),
+    "create(loss_scale=)": (
+        lambda create, state, loss: create(loss_scale=8.0),
+        r"no field 'loss_scale'.*recipe\.replace\(loss_scale=loss_scale\)\.optimizer\(tx\)",
+    ),
+    "create(ema=)": (lambda create, state, loss: create(ema=0), r"class State.*: ema: Any"),
+    "create(tx=1e-3)": (
+        lambda create, state, loss: create(tx=1e-3),
+        r"0.001, a float, is not an optax.*recipe\.optimizer\(optax\.adam\(1e-3\)\)",
+    ),
+    "recipe.optimizer(optax.adam)": (
+        lambda create, state, loss: jaxmp.load_recipe("bf16").optimizer(optax.adam),
+        r"function adam, which was not called",
+    ),
+    "value_and_grad(params, batch)": (
+        lambda create, state, loss: state.value_and_grad(loss)(state.params, jnp.ones(2)),
+        r"Leave them out: state\.value_and_grad\(loss_fn\)\(batch\)",
+    ),
+    "value_and_grad(state, batch)": (
+        lambda create, state, loss: jaxmp.value_and_grad(loss)(state, jnp.ones(2)),
+        r"Argument 0 is a TrainState.*state\.value_and_grad\(loss_fn\)\(batch\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_calls_name_the_call_to_write(name):
+    call, message = WRONG_CALLS[name]
+    arguments = {"apply_fn": None, "params": {"w": jnp.ones(2)}, "tx": optax.sgd(0.1)}
+    create = lambda **changes: jaxmp.TrainState.create(**(arguments | changes))
+    with pytest.raises(jaxmp.errors.JaxmpError, match=message):
+        call(create, create(), lambda params, batch: params["w"] @ batch)
+
+
+def test_a_loss_may_take_the_parameters_of_the_state_as_data():
+    arguments = {"apply_fn": None, "params": {"w": jnp.ones(2)}, "tx": optax.sgd(0.1)}
+    state = jaxmp.TrainState.create(**arguments)
+    loss, _ = state.value_and_grad(lambda params, old: params["w"] @ old["w"])(state.params)
+    assert loss == 2

@@ -288,6 +288,11 @@ def _row_counts(arg: PyTree) -> set[int]:
 
 
 def _check_differentiable(index: int, arg: PyTree) -> None:
+    if hasattr(arg, "params") and hasattr(arg, "opt_state"):
+        raise JaxmpError(
+            f"Argument {index} is a {type(arg).__name__}, not a tree of parameters. Differentiate "
+            "its parameters, with its loss scale: state.value_and_grad(loss_fn)(batch)."
+        )
     params, _ = _overwritten.split(arg)
     for names, leaf in _trees.leaves_with_path(params):
         where = "".join(f"[{name!r}]" for name in names)

@@ -333,6 +333,7 @@ def master_params(
             f"Unknown master={master!r}. Allowed: {', '.join(map(repr, MASTER_MODES))}; "
             "for example master='auto'."
         )
+    check_inner(inner)
     master = "fp32" if master == "auto" else master
     policy_map = None if recipe is None else _load.as_policy_map(recipe)
     inner = optax.with_extra_args_support(inner)
@@ -417,6 +418,18 @@ def master_params(
         return emitted, remainder_to(new, assigned), over
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def check_inner(inner: object) -> None:
+    """Refuses an object that is not an optax transformation, such as a learning rate."""
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        what = f"{inner!r}, a {type(inner).__name__},"
+        if callable(inner):
+            what = f"The function {getattr(inner, '__name__', inner)}, which was not called,"
+        raise CompositionError(
+            f"{what} is not an optax transformation, such as that of "
+            "recipe.optimizer(optax.adam(1e-3))."
+        )
 
 
 def add_update(param: Array | None, update: Array) -> Any:

@@ -28,6 +28,7 @@ from jaxmp.fp8 import _overwritten
 from jaxmp.optim._master import (
     MasterParamsState,
     UnpackedParameters,
+    check_inner,
     map_master_states,
     master_params,
     master_states,
@@ -257,6 +258,7 @@ def guard(
       settings: the settings.
       dtype: the compute dtype of the recipe, if it has 16 bits; otherwise None.
     """
+    check_inner(inner)
     initial_scale = as_loss_scale(loss_scale)
     _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
