@@ -559,6 +559,26 @@ def test_a_leaf_that_is_no_array_is_named_with_the_way_to_split_it_off():
     jax.tree.map(np.testing.assert_array_equal, grads, expected[1])
 
 
+@pytest.mark.parametrize(
+    ("weight", "is_finite"),
+    [
+        (lambda w: jax.checkpoint(lambda w: w * 0.5)(w.astype(jnp.float16)), True),
+        (lambda w: jnp.tanh(w.astype(jnp.float16)), False),
+        (lambda w: jnp.tanh(w).astype(jnp.float16), True),  # as docs/loss-scaling.md advises
+    ],
+)
+def test_one_device_sums_float16_gradients_in_the_range_of_several(weight, is_finite):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, P("data"))
+    replicated = jax.sharding.NamedSharding(mesh, P())
+    x, w = jnp.ones((16, 8)), jnp.ones((8, 8))
+    loss = lambda w, x: (x.astype(jnp.float16) @ weight(w)).astype(jnp.float32).sum() * 2.0**15
+    grad = jax.jit(jaxmp.grad(loss))
+    one, two = grad(w, x), grad(*jax.device_put((w, x), (replicated, sharding)))
+    np.testing.assert_array_equal(one, two)
+    assert np.isfinite(one).all() == is_finite
+
+
 # ---------------------------------------------------------------------------
 # Gradients and loops inside a loss
 # ---------------------------------------------------------------------------

@@ -215,6 +215,26 @@ def test_optax_reads_and_sets_fields_of_the_inner_state():
     assert changed(state, new) == [".inner_state.inner_state.hyperparams['learning_rate']"]
 
 
+@pytest.mark.parametrize("recipe", ["bf16_params", "fp16_params"])
+def test_masters_of_parameters_that_were_drawn_in_16_bits_are_named(recipe):
+    recipe = jaxmp.load_recipe(recipe)
+    dtype = recipe.policies.default.param_dtype
+    init = recipe.optimizer(optax.sgd(0.1)).init
+    for draw in (jax.nn.initializers.lecun_normal(), jax.nn.initializers.uniform()):
+        kernel = lambda dtype, draw=draw: {
+            "dense": {"kernel": draw(jax.random.key(0), (128, 128), dtype)}
+        }
+        with pytest.warns(
+            jaxmp.errors.RecipeWarning, match=r"dense:kernel.*different values"
+        ) as warned:
+            init(kernel(dtype))
+        assert warned[0].filename == __file__
+        init(kernel(jnp.float32))  # the fix
+        init(recipe.cast_params(kernel(jnp.float32)))  # as the parameters of a trained model
+        jax.jit(init)(kernel(dtype))  # traced values are unknown
+    init({"scale": jnp.ones((128, 128), dtype)})
+
+
 def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
     params = {"a": {"w": jnp.full((2,), 60000.0)}, "b": jnp.ones(2)}
     for skip in ("cond", "select"):

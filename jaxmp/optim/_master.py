@@ -26,6 +26,7 @@ from jax.sharding import AxisType
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, canonical_dtype, is_16bit, short_name
 from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp._gradients._hints import warn_user
 from jaxmp._policies import _load
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._resolve import storage_dtype
@@ -315,7 +316,8 @@ def master_params(
         from zero; "none": no masters, but the inner transformation still computes in FP32.
 
     Returns:
-      An optax transformation; `init` accepts FP32 parameters, or 16-bit ones.
+      An optax transformation; `init` accepts FP32 parameters, or 16-bit ones, and warns of those
+      that were initialized in 16 bits, with few different values.
 
     Raises:
       CompositionError: for an unknown `master`, for "packed" with float16 parameters, and in
@@ -347,6 +349,7 @@ def master_params(
             for i, leaf in enumerate(leaves)
         ]
         masters = layout.tree(treedef, entries)
+        _warn_of_few_values(leaves, layout)
         full = _trees.cast_floating(params, FLOAT32)
         inner_state = _trees.owned(inner.init(full), (params, full, masters))
         none, fits = jnp.array(-1, jnp.int32), jnp.array(True)
@@ -418,6 +421,30 @@ def master_params(
         return emitted, remainder_to(new, assigned), over
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _warn_of_few_values(params: list[Any], layout: Layout) -> None:
+    """Warns of 16-bit parameters that were drawn in 16 bits, of which masters are made.
+
+    `jax.random` draws them from as many values as the format has mantissas. Numbers that were
+    rounded to 16 bits later, as those of a trained model, have many more.
+    """
+    for index, leaf in enumerate(params):
+        is_known = isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer)
+        if not (is_known and layout.has_master(index) and is_16bit(leaf.dtype)):
+            continue
+        most = 2 ** (jnp.finfo(leaf.dtype).nmant + 1)
+        if leaf.size < 8 * most or not getattr(leaf, "is_fully_addressable", True):
+            continue
+        sample = np.asarray(leaf.reshape(-1)[: 8 * most])
+        if 16 < (values := len(np.unique(sample))) <= most:
+            warn_user(
+                f"Parameter {layout.storage[index][0]!r} has {values} different values among "
+                f"{len(sample)} elements, as if it was initialized in {leaf.dtype}, and so have "
+                "its FP32 masters. Initialize in FP32, the default param_dtype of Flax's layers: "
+                "TrainState.create and recipe.cast_params cast parameters afterwards."
+            )
+            return
 
 
 def check_inner(inner: object) -> None:
