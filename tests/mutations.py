@@ -1340,7 +1340,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a process saves into a directory that another one has locked",
-        "jaxmp/checkpoint/_lock.py",
+        "jaxmp/checkpoint/_writer.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_UN | fcntl.LOCK_NB",
         ("test_checkpoint.py::test_the_lock_of_a_killed_process_is_replaced",),
