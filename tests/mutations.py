@@ -511,7 +511,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the layout of a placeholder stays empty",
-        "jaxmp/optim/_master.py",
+        "jaxmp/optim/_layout.py",
         "                vars(layout).update(vars(source))\n",
         "                return True\n",
         ("test_optim.py::test_optax_maps_over_the_states_that_are_like_the_parameters",),
@@ -649,7 +649,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the packed remainder has no sign",
-        "jaxmp/optim/_master.py",
+        "jaxmp/optim/_rounding.py",
         "jnp.where(is_zero, high, high + remainder.astype(jnp.int32))",
         "jnp.where(is_zero, high, high + jnp.abs(remainder.astype(jnp.int32)))",
         ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
@@ -663,7 +663,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a parameter with a packed master that is set to zero keeps its remainder",
-        "jaxmp/optim/_master.py",
+        "jaxmp/optim/_rounding.py",
         "jnp.where(is_zero, high, high + remainder.astype(jnp.int32))",
         "high + remainder.astype(jnp.int32)",
         ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
@@ -677,7 +677,7 @@ MUTATIONS = [
     ),
     Mutation(
         "packed parameters are truncated instead of rounded",
-        "jaxmp/optim/_master.py",
+        "jaxmp/optim/_rounding.py",
         "high = lax.shift_right_logical(bits + _HALF_ULP,",
         "high = lax.shift_right_logical(bits,",
         ("test_storage.py::test_packed_gives_back_every_edge_pattern",),

@@ -19,7 +19,7 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import optim
 from jaxmp.errors import CompositionError
-from jaxmp.optim._master import pack, unpack
+from jaxmp.optim._rounding import pack, unpack
 from relaxed import relaxed
 
 BF16 = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32")

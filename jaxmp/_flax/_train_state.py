@@ -24,7 +24,7 @@ from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim import _assign, _find, _master, _skip
+from jaxmp.optim import _assign, _find, _layout, _master, _skip
 from jaxmp.optim._apply import apply_update
 from jaxmp.optim._find import check_composition
 
@@ -258,7 +258,7 @@ def _replace(self: TrainState, **updates: Any) -> TrainState:
         new, overwritten = _overwritten.split(updates["params"])
         if _shapes(old) == _shapes(new):
             new = jax.tree.map(_beside, jax.tree.map(_strong, new), old)
-            if any(n.layout.master == "packed" for n in _master.master_states(self.opt_state)):
+            if any(n.layout.master == "packed" for n in _layout.master_states(self.opt_state)):
                 full = _find.replace_by_masters(old, self.opt_state)
                 new = jax.tree.map(_with_value, new, old, full)
             new, updates["opt_state"] = _assign.set_master_params(new, self.opt_state)
@@ -355,7 +355,7 @@ def _check_rules(opt_state: PyTree, params: PyTree) -> None:
         inside = _trees.rule_names(params, names)
         paths.add(_trees.parameter_path(inside))
         paths.update("/".join(inside[:i]) for i in range(len(inside)))
-    for node in _master.master_states(opt_state):
+    for node in _layout.master_states(opt_state):
         policies = node.layout.policies
         if policies is not None:
             rules = [
@@ -381,7 +381,7 @@ def _refuse_serialization(*_: object) -> NoReturn:
 for _cls in (
     _skip.SkipStats,
     _skip.SkipNonfiniteState,
-    _master.MasterParamsState,
+    _layout.MasterParamsState,
     NoLossScale,
     StaticLossScale,
     DynamicLossScale,

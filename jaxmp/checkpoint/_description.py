@@ -23,7 +23,8 @@ from jaxmp._gradients._loss_scale import LossScale
 from jaxmp.checkpoint import _nnx_nodes
 from jaxmp.errors import CheckpointError
 from jaxmp.fp8._overwritten import OVERWRITE
-from jaxmp.optim._master import MasterParamsState, is_rounded
+from jaxmp.optim._layout import MasterParamsState
+from jaxmp.optim._master import is_rounded
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
 # Dtypes of numbers that orbax does not write.

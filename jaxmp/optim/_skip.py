@@ -25,14 +25,13 @@ from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp._policies._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim._master import (
+from jaxmp.optim._layout import (
     MasterParamsState,
     UnpackedParameters,
-    check_inner,
     map_master_states,
-    master_params,
     master_states,
 )
+from jaxmp.optim._master import check_inner, master_params
 
 
 def can_overflow(state: PyTree) -> bool:

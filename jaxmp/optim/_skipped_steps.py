@@ -16,7 +16,7 @@ from jaxmp.errors import JaxmpError, MasterOverflowError, ScaleCollapsedError, S
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import warn_of_replaced
 from jaxmp.optim._find import check_plain_loop, find, is_variable, only
-from jaxmp.optim._master import master_states, path_of
+from jaxmp.optim._layout import master_states, path_of
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
 # Number of consecutive skipped steps after which a dynamic scale of 2**16 has fallen to 64.
