@@ -218,10 +218,11 @@ class TrainState(struct.PyTreeNode):
 
 
 # Arguments of other classes that belong to the optimizer here.
-_OF_OPTIMIZER = dict.fromkeys(("recipe", "policy", "precision"), "recipe.optimizer(tx)")
-_OF_OPTIMIZER |= dict.fromkeys(
-    ("loss_scale", "dynamic_scale"), "recipe.replace(loss_scale=loss_scale).optimizer(tx)"
-)
+_OF_OPTIMIZER: dict[str, str] = {
+    "recipe": "recipe.optimizer(tx)",
+    "loss_scale": "recipe.replace(loss_scale=loss_scale).optimizer(tx)",
+    "dynamic_scale": "recipe.replace(loss_scale=dynamic_scale).optimizer(tx)",
+}
 
 
 def _no_field(cls: type[TrainState], name: str) -> str:

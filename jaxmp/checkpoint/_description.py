@@ -314,7 +314,7 @@ def _describe_masters(
         node.masters, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
     )
     names_in = lambda path: (layout.prefix + path.replace(":", "/").lstrip("/"),)
-    inside_of = {path: names_in(path) for path, _ in layout.storage}
+    inside_of: dict[str, Path] = {path: names_in(path) for path, _ in layout.storage}
     for key_path, _ in flat:
         inside = _trees.path_names(key_path)
         stripped = _trees.strip_collection(inside) if collections_ else inside

@@ -54,7 +54,7 @@ class Layout:
     def _settings(self) -> tuple[object, ...]:
         return self.policies, self.master
 
-    def tree(self, treedef: jax.tree_util.PyTreeDef, entries: Sequence[Any]) -> PyTree:
+    def tree(self, treedef: Any, entries: Sequence[Any]) -> PyTree:
         """Returns `MasterParamsState.masters` with the entry of each parameter."""
         policies = self.policies and (self.policies.default, *self.policies.rules)
         dtypes = [BFLOAT16] if policies is None else [each.param_dtype for each in policies]
@@ -194,7 +194,7 @@ def path_of(names: _trees.Path, collections: bool) -> str:
     return _trees.parameter_path(_trees.strip_collection(names) if collections else names)
 
 
-def entries_of(masters: PyTree, treedef: jax.tree_util.PyTreeDef) -> list[Any]:
+def entries_of(masters: PyTree, treedef: Any) -> list[Any]:
     """Returns the entry of each parameter in `MasterParamsState.masters`."""
     if isinstance(masters, optax.MaskedNode):
         return [masters] * treedef.num_leaves
