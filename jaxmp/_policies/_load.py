@@ -21,10 +21,11 @@ from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy, PolicyLike, complete_policy, get_policy, summarized
 from jaxmp._policies._recipe_names import recipe_names, shipped
 from jaxmp._policies._required import check_module_dtypes, named_dtypes
-from jaxmp._policies._resolve import Policies, Scaling, checked_rules
+from jaxmp._policies._resolve import Policies, checked_rules
 from jaxmp._policies._rules import Rule
 from jaxmp._policies._schema import TABLES, Settings, fix_line, read_contents
 from jaxmp.errors import PolicyError, RecipeError
+from jaxmp.fp8._scaling import Scaling
 
 _FLOAT16 = np.dtype("float16")
 
@@ -85,6 +86,8 @@ class RecipeData:
     master: str = "auto"
     # How a step with a non-finite gradient is skipped: "auto", "select", "cond" or "none".
     skip: str = "auto"
+    # Dtype in which the optimizer's moments are stored.
+    moment_dtype: str = "float32"
     # Dtypes of the sums of gradients over microbatches and over the devices of an `axis_name`.
     accumulate_dtype: str = "float32"
     reduce_dtype: str = "float32"

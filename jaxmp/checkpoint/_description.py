@@ -25,6 +25,7 @@ from jaxmp.errors import CheckpointError
 from jaxmp.fp8._overwritten import OVERWRITE
 from jaxmp.optim._layout import MasterParamsState
 from jaxmp.optim._master import is_rounded
+from jaxmp.optim._moments import MOMENT_COUNT
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
 # Dtypes of numbers that orbax does not write.
@@ -240,6 +241,7 @@ def _describe(
         for names, _ in _nodes(typed, MasterParamsState)
         for field in ("overflow", "fits")
     ]
+    counters += [path for path in paths if path.rpartition("/")[2] == MOMENT_COUNT]
     roles |= {path: COUNTER for path in paths for prefix in counters if is_below(path, prefix)}
     for row in masters:
         role = REMAINDER if row.layout == "packed" else MASTER

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp._core import _compat
-from jaxmp._core._trees import is_inexact
+from jaxmp._core._trees import all_finite, is_inexact
 from jaxmp._core._typing import PyTree
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
 from jaxmp._gradients._loss_scale import StaticLossScale
@@ -169,6 +169,11 @@ def last_step_was_skipped(tree: PyTree) -> bool:
     states = [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
     flags = [_compat.plain_array(state.stats.last_finite) for state in states]
     return any(not np.all(jax.device_get(flag)) for flag in flags)
+
+
+def has_failed(tree: PyTree) -> bool:
+    """Returns True for arrays of a step that are not finite, or the counters of a skipped step."""
+    return last_step_was_skipped(tree) or not bool(all_finite(tree))
 
 
 def with_scale(arrays: list[Any], number: int, value: float) -> list[Any]:

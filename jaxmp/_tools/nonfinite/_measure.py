@@ -64,6 +64,8 @@ class Measured:
 class _Operands(Recorder):
     """Recorder of the elements of some operations."""
 
+    consequence = ""
+
     def __init__(self, targets: Collection[Target]) -> None:
         super().__init__()
         self.types: dict[Target, Any] = dict.fromkeys(targets)

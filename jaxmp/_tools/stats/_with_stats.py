@@ -25,7 +25,7 @@ from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._jaxprs import BACKWARD, Path
 from jaxmp._programs._locations import module_of, root_of
-from jaxmp._programs._operations import dot_of
+from jaxmp._programs._operations import axes_of, dot_of
 from jaxmp._tools.audit._trace import Traced, check_function, is_array, trace
 from jaxmp._tools.nonfinite._arguments import (
     FP8,
@@ -60,6 +60,8 @@ class Emulation(Observer):
       scale: the loss scale of the backward pass in float16.
     """
 
+    consequence = ""
+
     def __init__(self, name: str, scale: Any) -> None:
         super().__init__()
         self.name, self.scale = name, scale
@@ -83,7 +85,7 @@ class Emulation(Observer):
         is_backward = place.phase == BACKWARD
         is_wide = any(map(inside.is_wide, equation.invars)) and primitive != "add_any"
         flags = [inside.is_cotangent(var) for var in equation.invars]
-        is_batch_sum = primitive == "reduce_sum" and 0 in equation.params["axes"]
+        is_batch_sum = primitive == "reduce_sum" and 0 in axes_of(equation)
         if is_backward and is_batch_sum and not is_wide and place.scopes not in self._fp32_modules:
             # A sum over the batch, as of a bias, accumulates in the format.
             (result,) = self.bound(equation, [self._narrow(operands[0], True)])
