@@ -464,6 +464,7 @@ def mixed_precision(
       >>> float(get_loss_scale(tx.init(jnp.ones(2))).scale_value)
       65536.0
     """
+    check_inner(inner)
     data = as_recipe_data(recipe)
     if isinstance(loss_scale, str):
         if loss_scale != "auto":
