@@ -548,6 +548,34 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "steps whose gradients are all zero are not counted in a row",
+        "jaxmp/optim/_skip.py",
+        "lax.select(is_zero, zero_gradients + 1, jnp.int32(0))",
+        "lax.select(is_zero, jnp.int32(1), jnp.int32(0))",
+        ("test_skipped_steps.py::test_gradients_that_are_all_zero_are_counted_and_named",),
+    ),
+    Mutation(
+        "the layout of a placeholder stays empty",
+        "jaxmp/optim/_layout.py",
+        "                vars(layout).update(vars(source))\n",
+        "                return True\n",
+        ("test_optim.py::test_optax_maps_over_the_states_that_are_like_the_parameters",),
+    ),
+    Mutation(
+        "a scale of Flax grows one step too early",
+        "jaxmp/_gradients/_dynamic_loss_scale.py",
+        "growth_interval=value.growth_interval + 1,",
+        "growth_interval=value.growth_interval,",
+        ("test_loss_scale.py::test_a_scale_of_jmp_or_flax_continues_with_the_same_values",),
+    ),
+    Mutation(
+        "parameters of NumPy in float64 stay as they are",
+        "jaxmp/_core/_trees.py",
+        "return _canonical_float(dtype) if is_numpy else dtype",
+        "return dtype",
+        ("test_policy.py::test_casts_convert_arrays_and_numbers_of_numpy",),
+    ),
+    Mutation(
         "a train state applies steps whose overflow a transformation hides",
         "jaxmp/optim/_skip.py",
         "        if state.settings.is_noted:\n",
@@ -666,7 +694,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the packed remainder has no sign",
-        "jaxmp/optim/_master.py",
+        "jaxmp/optim/_rounding.py",
         "jnp.where(is_zero, high, high + remainder.astype(jnp.int32))",
         "jnp.where(is_zero, high, high + jnp.abs(remainder.astype(jnp.int32)))",
         ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
@@ -680,7 +708,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a parameter with a packed master that is set to zero keeps its remainder",
-        "jaxmp/optim/_master.py",
+        "jaxmp/optim/_rounding.py",
         "jnp.where(is_zero, high, high + remainder.astype(jnp.int32))",
         "high + remainder.astype(jnp.int32)",
         ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
@@ -694,7 +722,7 @@ MUTATIONS = [
     ),
     Mutation(
         "packed parameters are truncated instead of rounded",
-        "jaxmp/optim/_master.py",
+        "jaxmp/optim/_rounding.py",
         "high = lax.shift_right_logical(bits + _HALF_ULP,",
         "high = lax.shift_right_logical(bits,",
         ("test_storage.py::test_packed_gives_back_every_edge_pattern",),
@@ -1327,6 +1355,13 @@ MUTATIONS = [
         ("test_hints.py::test_a_loss_that_is_scaled_by_hand_does_not_warn",),
     ),
     Mutation(
+        "the second derivative of a loss does not pass through 16-bit copies of weights",
+        "jaxmp/_gradients/_fp32/_values.py",
+        "    return Copy(_detached(low), array, layout)\n",
+        "    return Copy(jax.lax.stop_gradient(low), array, layout)\n",
+        ("test_gradients.py::test_gradients_in_a_loss_are_differentiated_again",),
+    ),
+    Mutation(
         "a recipe that was not applied is not said",
         "jaxmp/_gradients/_hints.py",
         "    if pairs and not any(bits(dtype) <= 16",
@@ -1378,7 +1413,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a process saves into a directory that another one has locked",
-        "jaxmp/checkpoint/_lock.py",
+        "jaxmp/checkpoint/_writer.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_UN | fcntl.LOCK_NB",
         ("test_checkpoint.py::test_the_lock_of_a_killed_process_is_replaced",),

@@ -160,6 +160,13 @@ def test_second_derivatives_are_refused(recipe):
             derive()
 
 
+def test_forward_mode_is_refused():
+    x, w = normal(0, 32, 32), normal(1, 32, 16)
+    for derive in (jax.jacfwd, lambda f: lambda w: jax.jvp(f, (w,), (w,))):
+        with pytest.raises(CompositionError, match=r"no derivative in forward mode.*jax\.grad"):
+            derive(lambda w: linear(fp8.CurrentScaling(), x, w).sum())(w)
+
+
 def test_a_high_precision_wgrad_is_exact():
     recipe = fp8.CurrentScaling(wgrad="high")
     x, w, g = normal(0, 64, 32), normal(1, 32, 48), normal(2, 64, 48)

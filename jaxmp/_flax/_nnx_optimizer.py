@@ -180,7 +180,7 @@ class Optimizer(nnx.Optimizer):
                 if write.is_restorable
             ]
 
-    def update(self, model: nnx.Module, grads: PyTree, /, **extra_args: PyTree) -> PyTree:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update(self, model: nnx.Module, grads: PyTree = None, /, **extra_args: PyTree) -> PyTree:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Applies one optimizer step to `model`, or skips it.
 
         A skipped step restores the values that the last call of this optimizer's `value_and_grad`
@@ -195,6 +195,11 @@ class Optimizer(nnx.Optimizer):
         Returns:
           The updates: the new parameters minus the old ones.
         """
+        if grads is None:
+            raise JaxmpError(
+                "update requires the model and the gradients, unlike nnx.ModelAndOptimizer: "
+                "optimizer.update(model, grads)."
+            )
         self._warn_of_wide(model)
         params = nnx.as_pure(nnx.state(model, trained(self.wrt)))
         overwritten = nnx.as_pure(nnx.state(grads, OverwriteWithGradient))

@@ -14,6 +14,7 @@ import numpy as np
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import sum_dtype
 from jaxmp._core._typing import AxisNames, DTypeLike, PyTree
+from jaxmp._gradients._dynamic_loss_scale import LossScaleLike, as_loss_scale
 from jaxmp._gradients._evaluate import (
     Options,
     accumulate,
@@ -23,7 +24,6 @@ from jaxmp._gradients._evaluate import (
     vary_args,
 )
 from jaxmp._gradients._fp32 import is_on_several_devices
-from jaxmp._gradients._loss_scale import LossScaleLike, as_loss_scale
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 
@@ -293,6 +293,11 @@ def _row_counts(arg: PyTree) -> set[int]:
 
 
 def _check_differentiable(index: int, arg: PyTree) -> None:
+    if hasattr(arg, "params") and hasattr(arg, "opt_state"):
+        raise JaxmpError(
+            f"Argument {index} is a {type(arg).__name__}, not a tree of parameters. Differentiate "
+            "its parameters, with its loss scale: state.value_and_grad(loss_fn)(batch)."
+        )
     params, _ = _overwritten.split(arg)
     for names, leaf in _trees.leaves_with_path(params):
         where = "".join(f"[{name!r}]" for name in names)

@@ -10,14 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
-from jaxmp._gradients._loss_scale import (
-    LossScale,
-    LossScaleLike,
-    NoLossScale,
-    StaticLossScale,
-    as_loss_scale,
-)
+from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
+from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp._policies import _toml
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 from jaxmp._core._dtypes import canonical_dtype
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import DTypeLike
-from jaxmp._gradients._loss_scale import LossScaleLike
+from jaxmp._gradients._dynamic_loss_scale import LossScaleLike
 from jaxmp._policies._load import (
     D,
     PolicyMap,

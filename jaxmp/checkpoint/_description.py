@@ -23,7 +23,8 @@ from jaxmp._gradients._loss_scale import LossScale
 from jaxmp.checkpoint import _nnx_nodes
 from jaxmp.errors import CheckpointError
 from jaxmp.fp8._overwritten import OVERWRITE
-from jaxmp.optim._master import MasterParamsState, is_rounded
+from jaxmp.optim._layout import MasterParamsState
+from jaxmp.optim._master import is_rounded
 from jaxmp.optim._moments import MOMENT_COUNT
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
@@ -35,6 +36,9 @@ _NOT_WRITTEN = frozenset(
 # Roles of leaves.
 PARAMETER, MASTER, REMAINDER = "parameter", "master", "remainder"
 LOSS_SCALE, FP8, COUNTER, OTHER = "loss_scale", "fp8", "counter", ""
+
+# Kind of a loss scale that may be one of another library.
+FOREIGN = "foreign"
 
 PYTHON_NUMBERS = {f"Python {kind.__name__}": kind for kind in (bool, int, float, complex)}
 
@@ -311,7 +315,8 @@ def _describe_masters(
     flat, _ = jax.tree_util.tree_flatten_with_path(
         node.masters, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
     )
-    inside_of: dict[str, Path] = {}
+    names_in = lambda path: (layout.prefix + path.replace(":", "/").lstrip("/"),)
+    inside_of: dict[str, Path] = {path: names_in(path) for path, _ in layout.storage}
     for key_path, _ in flat:
         inside = _trees.path_names(key_path)
         stripped = _trees.strip_collection(inside) if collections_ else inside

@@ -145,7 +145,17 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
             product = lambda lhs, rhs: _product(on_auto, lhs, rhs, None)
             run: Any = jax.sharding.auto_axes(product, out_sharding=call.shardings.result)
             return run(lhs, rhs)
-        return _product(call, lhs, rhs, None if state is None else dict(state))
+        try:
+            return _product(call, lhs, rhs, None if state is None else dict(state))
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise CompositionError(
+                f"fp8.dot_general ({type(scaling).__name__}) has no derivative in forward mode "
+                "(jax.jvp, jax.jacfwd), because a backward pass quantizes its gradients. Use "
+                "jax.grad, jax.vjp or jax.jacrev, or a policy without "
+                'matmul = "fp8", such as the recipe "bf16".'
+            ) from None
 
     return fp8_dot_general
 

@@ -18,7 +18,7 @@ from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import unpack_masters
-from jaxmp.optim._master import MasterParamsState, master_states
+from jaxmp.optim._layout import MasterParamsState, master_states
 from jaxmp.optim._skip import SkipNonfiniteState, as_axes
 
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding of 16-bit parameters, as an alternative to masters."""
+"""Rounding of 16-bit parameters: packed with a remainder, or stochastic instead of masters."""
 
 from __future__ import annotations
 
@@ -14,6 +14,68 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp.errors import CompositionError
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+_HALF_ULP = np.uint32(0x8000)
+_QUIET_NAN = np.uint32(0x7FC00000)
+
+# Finite FP32 values of at least this magnitude become infinite by the cast: the largest finite
+# value plus half a unit in its last place (65504 + 16 for float16).
+OVERFLOW_THRESHOLD = {
+    np.dtype(np.float16): np.float32(65520.0),
+    BFLOAT16: np.array(0x7F7F8000, np.uint32).view(np.float32)[()],
+}
+
+
+def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits FP32 values into bfloat16, with ties away from zero, and an int16 remainder.
+
+    Args:
+      master: float32 array of any shape.
+
+    Returns:
+      bfloat16 and int16 arrays of the same shape, from which `unpack` restores finite and infinite
+      values exactly, except subnormal ones below 2**-134, which become zero. A NaN becomes the
+      quiet NaN.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.uint32)
+    bits = lax.select(jnp.isnan(master), jnp.full_like(bits, _QUIET_NAN), bits)
+    high = lax.shift_right_logical(bits + _HALF_ULP, jnp.full_like(bits, 16)).astype(jnp.uint16)
+    low = bits.astype(jnp.uint16)
+    return (
+        lax.bitcast_convert_type(high, jnp.bfloat16),
+        lax.bitcast_convert_type(low, jnp.int16),
+    )
+
+
+def unpack(param: jax.Array, remainder: jax.Array) -> jax.Array:
+    """Returns the FP32 value of a bfloat16 parameter and its int16 remainder.
+
+    A zero has no remainder, so that a parameter which the user sets to zero is zero.
+    """
+    high = _high_bits(param)
+    is_zero = (high & 0x7FFFFFFF) == 0
+    full = jnp.where(is_zero, high, high + remainder.astype(jnp.int32))
+    return lax.bitcast_convert_type(full, jnp.float32)
+
+
+def remainder_to(master: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns the int16 remainder with which `param` is closest to `master`.
+
+    It is exact if `param` is `pack(master)[0]`, and otherwise clipped.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.int32)
+    return jnp.clip(bits - _high_bits(param), -(2**15), 2**15 - 1).astype(jnp.int16)
+
+
+def _high_bits(param: jax.Array) -> jax.Array:
+    high = lax.bitcast_convert_type(param, jnp.int16).astype(jnp.int32)
+    return lax.shift_left(high, jnp.full_like(high, 16))
+
+
+# ---------------------------------------------------------------------------
+# Stochastic rounding
+# ---------------------------------------------------------------------------
 
 
 class StochasticRoundingState(NamedTuple):
