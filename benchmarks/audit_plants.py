@@ -128,8 +128,14 @@ def hidden(p: Any, x: jax.Array, low: Any) -> jax.Array:
     return jax.nn.relu(x.astype(low) @ p["w"].astype(low))
 
 
+def head(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiplies in the dtype of `x`, and returns sums of at least FP32."""
+    wide = jnp.promote_types(x.dtype, F32)
+    return jnp.matmul(x, w.astype(x.dtype), preferred_element_type=wide)
+
+
 def forward(p: Any, x: jax.Array, low: Any) -> jax.Array:
-    return hidden(p, x, low) @ p["v"].astype(low)
+    return head(hidden(p, x, low), p["v"])
 
 
 def cross_entropy(logits: jax.Array, y: jax.Array, wide: Any) -> jax.Array:
@@ -418,7 +424,7 @@ def lost_epsilon(d):
         rows = hidden(p, x, d.low).astype(d.spot)
         largest = jnp.abs(rows).max(-1, keepdims=True)
         rows = rows / (largest + 1e-9)  # planted
-        return cross_entropy(rows.astype(d.low) @ p["v"].astype(d.low), y, d.wide)
+        return cross_entropy(head(rows.astype(d.low), p["v"]), y, d.wide)
 
     return scaled(loss, d, inputs(d.wide).at[0].set(0), labels())
 
@@ -432,7 +438,7 @@ def masked_scores(d):
         value = jnp.finfo(scores.dtype).min if d.fixed else -1e9
         scores = jnp.where(mask, scores, value)  # planted
         weights = jax.nn.softmax(scores.astype(d.wide)).astype(d.low)
-        return cross_entropy((weights @ rows) @ p["v"].astype(d.low), y, d.wide)
+        return cross_entropy(head(weights @ rows, p["v"]), y, d.wide)
 
     return scaled(loss, d, inputs(d.wide), labels())
 
@@ -456,7 +462,7 @@ def unscaled_queries(d):
         scores = jnp.einsum("qd,kd->qk", queries, rows)  # planted
         scores = scores if d.fixed else scores * scale
         weights = jax.nn.softmax(scores.astype(d.wide)).astype(d.low)
-        return cross_entropy((weights @ rows) @ p["v"].astype(d.low), y, d.wide)
+        return cross_entropy(head(weights @ rows, p["v"]), y, d.wide)
 
     return scaled(loss, d, 3 * inputs(d.wide), labels())
 
@@ -652,7 +658,7 @@ def log_of_a_softmax(d):
 @plant("log_of_rounded", "jax.nn.sigmoid(logits.astype(jnp.float32))")
 def log_of_a_gate(d):
     def loss(p, x):
-        logits = 6 * hidden(p, x, d.low)
+        logits = 6 * forward(p, x, d.low).astype(d.low)
         if d.fixed:
             return -jax.nn.log_sigmoid(-logits.astype(d.wide)).mean()
         gates = jax.nn.sigmoid(logits)
@@ -724,7 +730,7 @@ def rows_of_an_fp32_table(d):
     def loss(p, tokens, y):
         table = p["table"].astype(d.low) if d.fixed else p["table"]
         rows = table[tokens].astype(d.low)  # planted
-        return cross_entropy(rows @ p["v"].astype(d.low), y, d.wide)
+        return cross_entropy(head(rows, p["v"]), y, d.wide)
 
     step, (p, *batch) = trained(loss, d, jnp.arange(1024) % 32, labels(1024))
     return step, (p | {"table": jnp.zeros((32, HIDDEN), d.wide)}, *batch)
@@ -740,7 +746,7 @@ def wide_weights_of_attention(d):
             mixed = weights.astype(d.low) @ rows
         else:
             mixed = (weights @ rows.astype(d.wide)).astype(d.low)  # planted
-        return cross_entropy(mixed @ p["v"].astype(d.low), y, d.wide)
+        return cross_entropy(head(mixed, p["v"]), y, d.wide)
 
     return trained(loss, d, inputs(d.wide), labels())
 
@@ -857,7 +863,8 @@ def audit_problem(case: Plant) -> str:
     if not any(case.fix in f.fix for f in hits):
         return f"another fix: {hits[0].fix!r}"
     report = audited(case, fixed)
-    left = [f.check for f in report.findings if f.severity == "error" or f.check == case.check]
+    of_case = case.check, case.severity
+    left = [f.check for f in report.findings if of_case == (f.check, f.severity) or f in report.errors]
     return f"after the fix: {', '.join(left)}" if left else ""
 
 

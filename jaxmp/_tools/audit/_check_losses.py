@@ -1,20 +1,35 @@
-"""Checks of losses: rounded terms and results, and logarithms of rounded probabilities."""
+"""Checks of losses and decisions: rounded logits, terms and results, and logarithms of rounded
+probabilities.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterable
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp import losses
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal, module_paths_of
+from jaxmp._programs._locations import call_site
+from jaxmp._programs._operations import count_of_keys
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
-from jaxmp._tools.audit._checks import WARNING, Check
+from jaxmp._tools.audit._checks import Check
 from jaxmp._tools.audit._expressions import expression_of, fix_operation, in_fp32
-from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits, WideValue
-from jaxmp._tools.audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
+from jaxmp._tools.audit._labels import WAS_16_BITS, ConditionalFinding, Fact, Logits
+from jaxmp._tools.audit._program import (
+    LAYOUT,
+    OpOccurrence,
+    dtype_of,
+    half_of,
+    is_attention,
+    named,
+)
 from jaxmp._tools.audit._trace import Traced
 
 LOG_OF_ROUNDED = Check(
@@ -186,64 +201,183 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
         audit.add(LOG_OF_ROUNDED, op, message, fix)
 
 
+# ---------------------------------------------------------------------------
+# Decisions
+# ---------------------------------------------------------------------------
+
+
 ROUNDED_OUTPUT = Check(
     id="rounded_output",
-    severity=WARNING,
-    explanation="A model rounds the result of a matmul to 16 bits and returns it, and the loss"
-    " subtracts it from other values: a return of 300 has steps of 2 in bfloat16, which the"
-    " difference inherits.",
-    fix="jaxmp.Rule('head', 'o=f32')",
+    explanation="A matmul rounds its result to 16 bits, and a log-softmax, a log-sum-exp, a softmax,"
+    " a top-k, an argmax or a loss reads it, in FP32 or not: the logits of a head or of a router, or"
+    " a return of 300 with steps of 2 in bfloat16. Not for a softmax that a matmul reads, as in"
+    " attention.",
+    fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
 )
 
+_CHOICES = named("top_k approx_top_k argmax argmin sort")
+_COPIES = _MOVES | named(
+    "dynamic_slice split unstack concatenate stack pad rev sharding_constraint pvary pcast"
+    " optimization_barrier all_gather psum psum_invariant max min clamp neg reduce_max reduce_min"
+)
 # Dtype -> the distance between its numbers from 256 to 512.
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
 
-class RoundedOutput(ConditionalFinding, WideValue):
-    """Label of a matmul's result that was rounded to 16 bits and cast to FP32.
-
-    It is harmful if an operation outside of the model subtracts it from another value.
-    """
+class RoundedOutput(ConditionalFinding):
+    """Label of a matmul's 16-bit result, and of logits that are made of it."""
 
     check = ROUNDED_OUTPUT
-    survives = LAYOUT | named("slice gather dynamic_slice select_n split concatenate mul div add")
+    survives = _COPIES | named("sub tanh")
+    # True if another matmul reads a softmax of the result.
+    is_attention = False
 
 
-@ROUNDED_OUTPUT.on_operation("convert_element_type")
-def label_output(op: OpOccurrence, audit: Auditor) -> RoundedOutput | None:
-    """Labels a 16-bit result that is cast to FP32."""
-    source, labels = dtype_of(op.equation.invars[0]), audit.flow.of(op.equation.invars[0])
-    matmul = next((x.op for x in labels if isinstance(x, Logits) and not x.normalized), None)
-    is_cast = source in _STEPS and dtype_of(op.equation.outvars[0]) == FLOAT32
-    if matmul is None or not is_cast or op.location.phase != FORWARD:
-        return None
-    names, context = matmul.location.names, audit.context
-    path = module_paths_of(names)[0]
-    fix = f"Return the FP32 sums of this layer:\n    jaxmp.Rule({path!r}, 'o=f32')"
+@dataclasses.dataclass(frozen=True)
+class _Derived(Fact):
+    """Label of a value that was computed from the 16-bit result of a matmul."""
+
+    output: RoundedOutput
+
+
+class _Exponential(_Derived):
+    survives = _COPIES
+
+
+class _Sum(_Derived):
+    """Label of a sum of exponentials."""
+
+    survives = _COPIES | named("add mul")
+
+
+class _Share(_Derived):
+    """Label of a softmax, of a sigmoid, and of an expectation over a softmax."""
+
+    survives = _COPIES | named("reduce_sum sub")
+
+
+class _LossTerm(_Derived):
+    """Label of differences and softpluses, of which a loss may be the sum."""
+
+    survives = _ELEMENTWISE | _COPIES | named("pow tanh logistic log")
+
+
+@ROUNDED_OUTPUT.on_result("dot_general", "conv_general_dilated", "ragged_dot_general")
+def label_output(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels a 16-bit result of 16-bit operands."""
+    (result,), labels = op.equation.outvars, audit.flow.labels(_Derived, *op.equation.invars[:2])
+    for label in labels:
+        label.output.is_attention |= op.name == "dot_general"
+    dtype = half_of(op.equation.invars[:2]) and half_of([result])
+    is_model = op.location.phase == FORWARD and not any(map(is_attention, op.enclosing))
+    if dtype is None or not is_model or _is_own_loss(op):
+        return
+    message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
+    audit.flow.mark(result, RoundedOutput(op, message, _fix_output(op, audit)))
+
+
+def _is_own_loss(op: OpOccurrence) -> bool:
+    """Returns True inside of jaxmp's losses, whose `logits_dtype` the user states."""
+    site = call_site(op.equation)
+    return site is not None and site[0].co_filename.startswith(str(Path(losses.__file__).parent))
+
+
+def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
+    context, path = audit.context, module_paths_of(op.location.names)[0]
+    fix = f"Return the FP32 sums, and multiply their gradients in 16 bits:\n    {ROUNDED_OUTPUT.fix}"
+    fix += f"\n    {context.loss_code}"
     # The rule does not help where a policy returns FP32 already, but does not reach the layer.
-    has_rule = context.policies is not None and context.resolve(names).wide_output is not None
+    has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
     if not path or has_rule:
-        fix = "Return FP32 sums:\n    jnp.matmul(x, w, preferred_element_type=jnp.float32)"
-    message = f"the result is rounded to {source.name}, with steps of {_STEPS[source]} around 300"
-    return RoundedOutput(matmul, message, fix)
+        return fix
+    rule = f"Return the FP32 sums of this layer:\n    jaxmp.Rule({path!r}, 'o=f32')"
+    return f"{rule}\nIn a model that no recipe wraps: {fix[0].lower()}{fix[1:]}"
 
 
-@ROUNDED_OUTPUT.on_operation("sub")
-def check_difference(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports a rounded result that is subtracted outside of the model that returned it."""
-    lhs, rhs = op.equation.invars
-    for var, other in ((lhs, rhs), (rhs, lhs)):
-        for label in audit.flow.labels(RoundedOutput, var) if op.location.phase == FORWARD else ():
-            root = label.op.location.names[:1]
-            is_inside = bool(root) and op.location.names[:1] == root
-            is_constant = is_literal(other) or audit.known.value(other) is not None
-            if not (is_constant or is_inside or _depends(other, label, op, audit)):
-                harm = f"; it leaves the model and is subtracted at {audit.findings.where(op)}"
-                label.report(harm, audit.findings)
+@ROUNDED_OUTPUT.on_result("mul", "div", "add", "add_any")
+def follow_scaling(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels logits that are scaled, masked or biased, and exponentials that are normalized."""
+    pairs = [op.equation.invars, op.equation.invars[::-1]][: 1 if op.name == "div" else 2]
+    for var, other in pairs if op.location.phase == FORWARD else ():
+        is_scaling = _is_scaling(other, op, audit)
+        for label in audit.flow.of(var):
+            if isinstance(label, _Exponential) and op.name in ("mul", "div"):
+                label = _Share(label.output)
+            if is_scaling and isinstance(label, (RoundedOutput, _Exponential, _Share)):
+                audit.flow.mark(op.equation.outvars[0], label)
 
 
-def _depends(var: Atom, label: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
+def _is_scaling(other: Atom, op: OpOccurrence, audit: Auditor) -> bool:
+    """Returns True for a bias, a factor or a mask, and False for a gate or a residual stream."""
+    source = op.body.source_of(other, LAYOUT)
+    if is_literal(source) or dtype_of(source) == bool:
+        return True
+    is_wide = dtype_of(other) == FLOAT32 and WAS_16_BITS not in audit.flow.of(other)
+    return is_wide or source.aval.size < op.equation.outvars[0].aval.size
+
+
+@ROUNDED_OUTPUT.on_result("exp", "exp2", "logistic", "reduce_sum", "scatter-add", "log1p", "sub")
+def follow_operations(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels the operations of which a softmax and a loss consist, in FP32."""
+    (result,) = op.equation.outvars
+    if op.location.phase != FORWARD or dtype_of(result) != FLOAT32:
+        return
+    for var in op.equation.invars:
+        for label in audit.flow.of(var):
+            new = None
+            if op.name == "sub":
+                new = _difference(label, var, op, audit)
+            elif isinstance(label, _Exponential):
+                new = {"log1p": _LossTerm}.get(op.name, _Sum)(label.output)
+            elif isinstance(label, RoundedOutput) and op.name in ("exp", "exp2", "logistic"):
+                new = (_Share if op.name == "logistic" else _Exponential)(label)
+            if new is not None:
+                audit.flow.mark(result, new)
+
+
+def _difference(label: object, var: Atom, op: OpOccurrence, audit: Auditor) -> _LossTerm | None:
+    """Returns the label of a difference of a rounded result and of another value."""
+    output = label.output if isinstance(label, _Share) else label
+    others = [x for x in op.equation.invars if x is not var]
+    is_constant = any(is_literal(x) or audit.known.value(x) is not None for x in others)
+    if not isinstance(output, RoundedOutput) or is_constant:
+        return None
+    return None if any(_depends(x, output, op, audit) for x in others) else _LossTerm(output)
+
+
+def _depends(var: Atom, output: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for a value that is computed from the same result, such as its mean."""
     labels = audit.flow.of_all(op.body.sources([var]))
-    made = (x.op.equation for x in labels if isinstance(x, (RoundedOutput, Logits)))
-    return any(equation is label.op.equation for equation in made)
+    made = (x.output if isinstance(x, _Derived) else x for x in labels)
+    same = [x.op.equation for x in made if isinstance(x, (RoundedOutput, Logits))]
+    return any(equation is output.op.equation for equation in same)
+
+
+@ROUNDED_OUTPUT.on_operation("log", "log1p", "reduce_sum", *_CHOICES)
+def check_decision(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a rounded result that a decision reads."""
+    is_sum = op.name == "reduce_sum" and op.equation.outvars[0].aval.size == 1
+    classes, verb = (_Sum, _Share), "a log-softmax or log-sum-exp reads it"
+    if op.name in _CHOICES:
+        classes, verb = (RoundedOutput, _Share), f"{op.name} chooses by it"
+    elif op.name == "reduce_sum":
+        classes, verb = (_LossTerm,) if is_sum else (), "a loss sums a function of it"
+    operands = op.equation.invars[: count_of_keys(op.equation)]
+    if op.location.phase == FORWARD:
+        _report_outputs(operands, classes, f"; {verb} at {audit.findings.where(op)}", audit)
+
+
+@ROUNDED_OUTPUT.on_program
+def report_softmax(audit: Auditor, traced: Traced) -> None:
+    """Reports rounded results of which the program returns a softmax."""
+    _report_outputs(traced.jaxpr.outvars, (_Share,), "; the program returns its softmax", audit)
+
+
+def _report_outputs(
+    variables: Iterable[Atom], classes: tuple[type, ...], harm: str, audit: Auditor
+) -> None:
+    labels = [x for x in audit.flow.of_all(variables) if isinstance(x, classes)]
+    outputs = {x.output if isinstance(x, _Derived) else x for x in labels}
+    for output in sorted(outputs, key=lambda output: output.number):
+        if not output.is_attention:
+            output.report(harm, audit.findings)

@@ -244,7 +244,7 @@ OFF_POLICY_MATMUL = Check(
 MIXED_OPERANDS = Check(
     id="mixed_operands",
     explanation="The operands of a matmul or convolution have two dtypes, so it runs in the wider"
-    " one.",
+    " one. A warning in the backward pass of a matmul with an FP32 result, which loses only time.",
     fix="y = y.astype(x.dtype)",
 )
 MISALIGNED_MATMUL = Check(
@@ -277,7 +277,7 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
     fix = f"Cast the wide operand:\n    {code or f'y = y.astype(jnp.{narrow.name})'}"
     if op.location.phase != FORWARD:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
-        # worth keeping, for a log-softmax in particular.
+        # worth keeping, for a log-softmax in particular, so that only time is lost.
         fix = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits:\n"
         fix += f"    {audit.context.loss_code}"
     elif code:
@@ -285,7 +285,8 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
         key = op.location.names, audit.findings.line_of(op)
         audit.promotion_fixes.setdefault(key, fix)
     fix = promotion_fix(op, audit) or fix
-    _add(MIXED_OPERANDS, op, message, fix, flops, audit)
+    severity = "" if op.location.phase == FORWARD else WARNING
+    _add(MIXED_OPERANDS, op, message, fix, flops, audit, severity)
 
 
 @FP32_MATMUL.on_matmul
