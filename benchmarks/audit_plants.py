@@ -1,4 +1,4 @@
-"""Plants 43 defects in small training steps and audits them, and 20 healthy steps.
+"""Plants 63 defects in small training steps and audits them, and 20 healthy steps.
 
     python benchmarks/audit_plants.py
     python benchmarks/audit_plants.py --out benchmarks/results/audit_plants.json
@@ -8,6 +8,7 @@ part of the fix that must be printed. The same function with that fix applied mu
 and have no other error, and its results must be closer to FP64 (for the defects that cost time
 alone, this is not measured). The programs run as they are written, without XLA's excess precision.
 Plants with a target are compiled for it by XLA's GPU compiler: pip install -e ".[aot]".
+Twenty of the plants are those of `audit_decisions.py`.
 The healthy steps of `audit_healthy.py` must have no error but those that are listed there as true.
 The exit status is 1 if a plant is missed, a fix does not work, or an error is false.
 """
@@ -864,7 +865,9 @@ def audit_problem(case: Plant) -> str:
         return f"another fix: {hits[0].fix!r}"
     report = audited(case, fixed)
     of_case = case.check, case.severity
-    left = [f.check for f in report.findings if of_case == (f.check, f.severity) or f in report.errors]
+    left = [
+        f.check for f in report.findings if of_case == (f.check, f.severity) or f in report.errors
+    ]
     return f"after the fix: {', '.join(left)}" if left else ""
 
 
@@ -891,7 +894,8 @@ def audits_of_healthy_steps() -> dict[str, dict[str, list[str]]]:
 
 
 def main(out: Path | None = None) -> int:
-    plants = {case.name: audit_problem(case) or error_problem(case) or "ok" for case in PLANTS}
+    cases = importlib.import_module("audit_decisions").all_plants()
+    plants = {case.name: audit_problem(case) or error_problem(case) or "ok" for case in cases}
     healthy = audits_of_healthy_steps()
     for name, result in plants.items():
         print(f"{name:32} {result}")
