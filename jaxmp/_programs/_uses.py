@@ -1,0 +1,243 @@
+"""Uses of values: which of them decide something, so that their rounding changes a result.
+
+A matmul whose result reaches a softmax, a choice or a loss should return its FP32 sums: a rounded
+logit of 9 is off by up to 3 %, and so is its probability. A logarithm or a root magnifies a
+rounding, and a Cholesky factor of a rounded Gram matrix is NaN.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from jaxmp._core._compat import jaxpr_body
+from jaxmp._programs._analysis import Backward
+from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS
+from jaxmp._programs._interpreter import Frame, Place
+from jaxmp._programs._jaxprs import BACKWARD, is_literal, phase_of
+from jaxmp._programs._matmuls import MATMULS, is_outer_product
+from jaxmp._programs._operations import axes_of, count_of_keys, dot_of, exponent_of
+
+
+class Use(enum.IntFlag):
+    """Uses of a value in a program, directly or through operations that keep its rounding error."""
+
+    NONE = 0
+    # The program returns it, except for what was rounded on its way: sums with other arrays.
+    RESULT = enum.auto()
+    # A scalar result sums it.
+    LOSS = enum.auto()
+    # A top-k, an argmax or a sort compares it.
+    ORDER = enum.auto()
+    # A softmax, log-softmax or logsumexp, but not one that weights the rows of a matmul: attention.
+    SOFTMAX = enum.auto()
+    # A logarithm, a root or a quotient follows, which is infinite at 0 or at 1.
+    MAGNIFIED = enum.auto()
+    # A factorization or a solve follows, whose error is that of the matrix times its condition.
+    SOLVED = enum.auto()
+    # A sum, and a matmul with several columns, read it: an exponential with both is attention.
+    SUMMED = enum.auto()
+    PRODUCT = enum.auto()
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
+_ALL = ~Use.NONE
+_COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
+# Operations that move or choose elements, and leave them as they are.
+EXACT = _named(
+    "convert_element_type reduce_precision copy copy_p neg max min clamp select_n reduce_max"
+    " reduce_min cummax cummin reduce_window_max reduce_window_min select_and_gather_add"
+    " transpose reshape broadcast_in_dim broadcast_to squeeze expand_dims rev tile slice"
+    " dynamic_slice dynamic_update_slice gather scatter scatter-min scatter-max split unstack"
+    " concatenate stack pad device_put sharding_constraint layout_constraint reshard relayout"
+    " shard_alike stop_gradient name optimization_barrier tie xla_metadata_value ppermute"
+    " all_to_all ragged_all_to_all pbroadcast pmax pmin all_gather all_gather_invariant"
+    " all_gather_reduced pvary preduced pcast psum psum_invariant unreduced_psum reduce_scatter"
+    " unreduced_reduce_scatter"
+)
+_SUMS = _named("reduce_sum cumsum reduce_window_sum scatter-add scatter-sub select_and_scatter_add")
+# Functions whose results are accurate if they were rounded, but not if their operands were.
+_FLAT = frozenset(("tanh", "atan", "erf", "erfc", "logistic"))
+_MAGNIFYING = _named("log log1p log2 sqrt rsqrt cbrt erf_inv acos asin acosh atanh")
+_SOLVERS = _named(
+    "cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg"
+    " householder_product lu ormqr qr schur svd triangular_solve tridiagonal"
+    " tridiagonal_solve"
+)
+# Operation -> the uses of its result that are uses of its operands.
+_PASSED: dict[str, Use] = {
+    **dict.fromkeys(_MAGNIFYING, DECISIONS | Use.SOLVED),
+    **dict.fromkeys(
+        _named("expm1 sin cos tan sinh cosh asinh pow digamma lgamma rem atan2"),
+        DECISIONS | Use.SOLVED,
+    ),
+    **dict.fromkeys(
+        _named("sqrt cbrt abs square integer_pow reduce_prod cumprod"),
+        DECISIONS | Use.SOLVED | Use.MAGNIFIED,
+    ),
+    **dict.fromkeys(_FLAT, DECISIONS | Use.SOLVED | Use.RESULT),
+    **dict.fromkeys(("exp", "exp2"), DECISIONS | Use.SOLVED),
+    **dict.fromkeys(("add", "sub", "add_any"), _ALL & ~Use.PRODUCT),
+    **dict.fromkeys(("mul", "div", *EXACT), _ALL),
+}
+# Operations with several operands, which a result of the program only passes to the larger one.
+_COMBINING = frozenset(("add", "sub", "add_any", "mul", "div", "dot_general"))
+
+
+def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> dict[Any, Use]:
+    """Returns the uses of the variables of a program, and of the jaxprs inside at any depth.
+
+    Variables without a use are left out. A variable of a function that is called several times has
+    the uses of all calls.
+
+    Args:
+      jaxpr: the program.
+      results: uses of its results; None: `RESULT` for those in FP32 or wider.
+
+    Example, the matmuls that should return FP32 sums:
+      >>> jaxpr = jax.make_jaxpr(lambda x, w: jax.nn.log_softmax(x @ w))(x, w)
+      >>> used = uses(jaxpr)
+      >>> [bool(used.get(e.outvars[0], Use.NONE) & DECISIONS) for e in matmuls(jaxpr)]
+      [True]
+    """
+    analysis = _AtAnyDepth()
+    body, _ = jaxpr_body(jaxpr)
+    analysis.facts(body, wide_results(body) if results is None else results)
+    return analysis.used
+
+
+def wide_results(jaxpr: Jaxpr) -> tuple[Use, ...]:
+    """Returns `RESULT` for each result of a program in FP32 or wider."""
+    dtypes = (getattr(var.aval, "dtype", None) for var in jaxpr.outvars)
+    return tuple(Use.RESULT if _is_float(d) and d.itemsize > 2 else Use.NONE for d in dtypes)
+
+
+class Uses(Backward):
+    """Uses of the variables of one jaxpr, for those of its results; see `Use`.
+
+    A factor, bias or mask passes all uses but `RESULT`, which only reaches the last layer, and not
+    the whole residual stream: it stops at sums and products of two arrays of the same size.
+    """
+
+    nothing = Use.NONE
+
+    def __init__(self) -> None:
+        # Variables that were broadcast to their shape.
+        self._broadcast: set[Any] = set()
+
+    def join(self, first: Any, second: Any) -> Any:
+        return first | second
+
+    def facts(
+        self,
+        jaxpr: Jaxpr | ClosedJaxpr,
+        results: Sequence[Any],
+        place: Place | None = None,
+        state: Any = None,
+    ) -> dict[Any, Use]:
+        """Returns variable -> uses for one jaxpr, without the jaxprs inside."""
+        for equation in jaxpr_body(jaxpr)[0].eqns:
+            if equation.primitive.name == "broadcast_in_dim":
+                operand, result = equation.invars[0], equation.outvars[0]
+                if operand.aval.size < result.aval.size:
+                    self._broadcast.add(result)
+        return super().facts(jaxpr, results, place, state)
+
+    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+        name, count = equation.primitive.name, len(equation.invars)
+        if name in CONSTRUCTS or name in OPAQUE_CALLS:
+            return self.enter(equation, results, frame)
+        if name in _SOLVERS:
+            return [Use.SOLVED] * count
+        if name == "optimization_barrier":
+            return results
+        use = Use.NONE
+        for each in results:
+            use |= each
+        if name in _COMPARED:
+            keys = count_of_keys(equation) if name == "sort" else count
+            return [use | Use.ORDER] * keys + [use] * (count - keys)
+        if not _is_float(getattr(equation.outvars[0].aval, "dtype", None)):
+            return [Use.NONE] * count
+        if name in MATMULS and not is_outer_product(equation):
+            return [_of_factor(equation, n) for n in range(count)]
+        is_backward = lambda: (
+            phase_of(str(equation.source_info.name_stack), frame.place.phase) == BACKWARD
+        )
+        if name in _SUMS:
+            return [_of_summand(equation, use, is_backward)] * count
+        used = [use & self._passed(equation, use, n) for n in range(count)]
+        if name in ("exp", "exp2") and Use.SUMMED in use and Use.PRODUCT not in use:
+            used[0] |= Use.SOFTMAX
+        if name == "cumlogsumexp":
+            used[0] |= Use.SOFTMAX
+        if name in _MAGNIFYING or exponent_of(equation) < 0:
+            used[0] |= Use.MAGNIFIED
+        if name == "div":
+            used[1] = used[1] & (DECISIONS | Use.SOLVED | Use.MAGNIFIED) | Use.MAGNIFIED
+        # The gradient of a softmax multiplies it with other arrays; attention does not.
+        if name in ("mul", "dot_general") and Use.PRODUCT in use and is_backward():
+            used = [each & ~Use.PRODUCT for each in used]
+        return used
+
+    def _passed(self, equation: JaxprEqn, use: Use, n: int) -> Use:
+        """Returns the uses that the result of an equation passes to an operand, if it has them."""
+        name = "mul" if is_outer_product(equation) else equation.primitive.name
+        passed = _PASSED.get(name, Use.NONE)
+        if name in ("exp", "exp2") and Use.PRODUCT in use:
+            return passed & (Use.ORDER | Use.SOLVED)
+        if name in _COMBINING and not any(self._is_small(v, equation) for v in equation.invars):
+            return passed & ~Use.RESULT
+        return passed
+
+    def _is_small(self, var: Any, equation: JaxprEqn) -> bool:
+        is_broadcast = not is_literal(var) and var in self._broadcast
+        return is_literal(var) or is_broadcast or var.aval.size < equation.outvars[0].aval.size
+
+
+class _AtAnyDepth(Uses):
+    """Uses of the variables of a jaxpr and of those inside, as `used`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: dict[Any, Use] = {}
+
+    def facts(self, *args: Any, **kwargs: Any) -> dict[Any, Use]:
+        facts = super().facts(*args, **kwargs)
+        for var, use in facts.items():
+            self.used[var] = self.used.get(var, Use.NONE) | use
+        return facts
+
+
+def _of_factor(equation: JaxprEqn, n: int) -> Use:
+    """Returns the use of an operand of a matmul: a product, or a sum with fixed weights."""
+    if equation.primitive.name != "dot_general":
+        return Use.PRODUCT
+    dot, other = dot_of(equation), 1 - n
+    used = len(dot.contracted[other]) + len(dot.batch[other])
+    return Use.SUMMED if used == equation.invars[other].aval.ndim else Use.PRODUCT
+
+
+def _of_summand(equation: JaxprEqn, use: Use, is_backward: Any) -> Use:
+    """Returns the use of an operand of a sum.
+
+    A result of the program is a loss if the sum leaves only examples, the first dimension. A
+    gradient is not: that of a bias is a sum, too.
+    """
+    passed = Use.SUMMED | use & (Use.PRODUCT | Use.MAGNIFIED | Use.SOLVED)
+    result = equation.outvars[0].aval
+    is_reduced = result.ndim == 0 or (result.ndim == 1 and 0 not in axes_of(equation))
+    is_loss = Use.LOSS in use or (Use.RESULT in use and is_reduced)
+    return passed | Use.LOSS if is_loss and not is_backward() else passed
+
+
+def _is_float(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
