@@ -1,6 +1,6 @@
-"""Plants 20 rounded decisions for `audit_plants.py`, and seven healthy neighbors that round their results.
+"""Plants 20 rounded decisions for `audit_plants.py`, and six healthy neighbors.
 
-The result of a 16-bit matmul is rounded before a loss, a log-softmax, a top-k or an argmax reads it.
+The result of a 16-bit matmul is rounded before a loss, log-softmax, top-k or argmax reads it.
 Each repair returns the FP32 sums of the same matmul.
 """
 
@@ -37,7 +37,7 @@ from audit_plants import (
     trained,
 )
 
-# The operands of these matmuls were rounded before, or XLA's CPU compiler itself skips the rounding,
+# The operands of these matmuls were rounded before, or XLA's CPU compiler skips the rounding,
 # so that only the audit shows a difference.
 decision = functools.partial(plant, "rounded_output", "preferred_element_type", repeats=0)
 # These matmuls read numbers of 16 bits, so that the repair makes the results exact.
@@ -68,10 +68,6 @@ def stepped(loss: Any, p: Any, *batch: Any) -> Any:
     return step, (p, *batch)
 
 
-def scores_of(d: Any, rows: Any, w: Any) -> jax.Array:
-    return jnp.matmul(rows.astype(d.low), w.astype(d.low), preferred_element_type=d.spot)
-
-
 # ---------------------------------------------------------------------------
 # Language models and classifiers
 # ---------------------------------------------------------------------------
@@ -84,10 +80,8 @@ def linen_language_model(d):
         def __call__(self, tokens):
             x = nn.Embed(CLASSES, WIDTH, dtype=d.low)(tokens)
             x = nn.relu(nn.Dense(HIDDEN, dtype=d.low)(x))
-            dot = dot_of(d)
-            return nn.Dense(CLASSES, False, dtype=d.low, dot_general=dot, name="vocabulary")(
-                x
-            )  # planted
+            output = nn.Dense(CLASSES, False, d.low, dot_general=dot_of(d), name="vocabulary")
+            return output(x)  # planted
 
     model, tokens = Model(), labels()
     variables = model.init(jax.random.key(0), tokens)
@@ -97,11 +91,9 @@ def linen_language_model(d):
 @decision()
 def tied_embedding(d):
     def loss(p, tokens):
-        x = p["table"].astype(d.low)[tokens]
-        x = jnp.tanh(x)
-        logits = jnp.einsum(
-            "td,vd->tv", x, p["table"].astype(d.low), preferred_element_type=d.spot
-        )  # planted
+        table = p["table"].astype(d.low)
+        x = jnp.tanh(table[tokens])
+        logits = jnp.einsum("td,vd->tv", x, table, preferred_element_type=d.spot)  # planted
         logits = 30 * jnp.tanh(logits.astype(d.wide) / 30)
         return cross_entropy(logits, tokens, d.wide)
 
@@ -141,10 +133,8 @@ def linen_in_a_scan_with_remat(d):
         def __call__(self, x, _):
             x = nn.relu(nn.Dense(WIDTH, dtype=d.low)(x))
             # A head after each layer, as for deep supervision.
-            dot = dot_of(d)
-            return x, nn.Dense(CLASSES, False, dtype=d.low, dot_general=dot, name="probe")(
-                x
-            )  # planted
+            probe = nn.Dense(CLASSES, False, d.low, dot_general=dot_of(d), name="probe")
+            return x, probe(x)  # planted
 
     class Model(nn.Module):
         @nn.compact
@@ -166,9 +156,8 @@ def equinox_classifier(d):
 
         def __call__(self, x):
             x = jax.nn.relu(self.first(x.astype(d.low)))
-            return jnp.matmul(
-                self.weight.astype(d.low), x, preferred_element_type=d.spot
-            )  # planted
+            weight = self.weight.astype(d.low)
+            return jnp.matmul(weight, x, preferred_element_type=d.spot)  # planted
 
     first = eqx.nn.Linear(WIDTH, HIDDEN, key=jax.random.key(0), dtype=d.low)
     model = Model(first, numbers(d.wide, 1, CLASSES, HIDDEN, scale=0.1))
@@ -200,9 +189,8 @@ def chunks_of_rows(d):
     def loss(p, x, y):
         def chunk(total, batch):
             rows, targets = batch
-            scores = jnp.matmul(
-                rows.astype(d.low), p.astype(d.low), preferred_element_type=d.spot
-            )  # planted
+            left, right = rows.astype(d.low), p.astype(d.low)
+            scores = jnp.matmul(left, right, preferred_element_type=d.spot)  # planted
             scores = scores.astype(d.wide)
             chosen = jnp.take_along_axis(scores, targets[:, None], 1)[:, 0]
             return total + (jax.nn.logsumexp(scores, -1) - chosen).sum(), None
@@ -226,7 +214,7 @@ def loss_with_its_own_derivative(d):
         return -jnp.take_along_axis(log_p, y[:, None], 1).mean(), (w, x, y, log_p)
 
     def backward(saved, cotangent):
-        w, x, y, log_p = saved
+        _, x, y, log_p = saved
         error = (jnp.exp(log_p) - jax.nn.one_hot(y, CLASSES)) * cotangent / ROWS
         return (x.T.astype(d.low) @ error.astype(d.low)).astype(d.wide), None, None
 
@@ -239,9 +227,8 @@ def loss_with_its_own_derivative(d):
 @exact()
 def two_towers(d):
     def loss(p, images, texts):
-        scores = jnp.matmul(
-            images.astype(d.low), texts.T.astype(d.low), preferred_element_type=d.spot
-        )  # planted
+        left, right = images.astype(d.low), texts.T.astype(d.low)
+        scores = jnp.matmul(left, right, preferred_element_type=d.spot)  # planted
         scores = scores.astype(d.wide) * jnp.exp(p["temperature"])
         y = jnp.arange(ROWS)
         return cross_entropy(scores, y, d.wide) + cross_entropy(scores.T, y, d.wide)
@@ -253,9 +240,8 @@ def two_towers(d):
 @exact()
 def binary_labels(d):
     def loss(p, x, y):
-        scores = jnp.matmul(
-            x.astype(d.low), p.astype(d.low), preferred_element_type=d.spot
-        )  # planted
+        left, right = x.astype(d.low), p.astype(d.low)
+        scores = jnp.matmul(left, right, preferred_element_type=d.spot)  # planted
         return optax.sigmoid_binary_cross_entropy(scores.astype(d.wide), y).mean()
 
     batch = numbers(d.wide, 1, ROWS, WIDTH), jnp.eye(ROWS, CLASSES, dtype=d.wide)
@@ -284,9 +270,8 @@ def router_with_sigmoids(d):
     class Router(nn.Module):
         @nn.compact
         def __call__(self, x):
-            scores = nn.Dense(8, False, dtype=d.low, dot_general=dot_of(d), name="picker")(
-                x
-            )  # planted
+            picker = nn.Dense(8, False, d.low, dot_general=dot_of(d), name="picker")
+            scores = picker(x)  # planted
             balance = self.param("balance", nn.initializers.zeros, (8,), d.wide)
             scores = jax.nn.sigmoid(scores.astype(d.wide))
             _, experts = lax.top_k(scores + balance, 2)
@@ -300,9 +285,8 @@ def router_with_sigmoids(d):
 @decision()
 def nearest_code(d):
     def nearest(codes, x):
-        overlap = jnp.matmul(
-            x.astype(d.low), codes.T.astype(d.low), preferred_element_type=d.spot
-        )  # planted
+        left, right = x.astype(d.low), codes.T.astype(d.low)
+        overlap = jnp.matmul(left, right, preferred_element_type=d.spot)  # planted
         distance = (codes**2).sum(-1) - 2 * overlap.astype(d.wide)
         return distance.argmin(-1).astype(d.wide)
 
@@ -337,9 +321,8 @@ def sparse_attention_by_hand(d):
 @decision()
 def pointers(d):
     def loss(queries, keys, y):
-        match = jnp.matmul(
-            queries.astype(d.low), keys.T.astype(d.low), preferred_element_type=d.spot
-        )  # planted
+        left, right = queries.astype(d.low), keys.T.astype(d.low)
+        match = jnp.matmul(left, right, preferred_element_type=d.spot)  # planted
         pointed = jax.nn.softmax(match.astype(d.wide) * WIDTH**-0.5)
         return -jnp.log(jnp.take_along_axis(pointed, y[:, None], 1) + 1e-9).mean()
 
@@ -409,9 +392,8 @@ def clipped_policy(d):
 @exact()
 def critic(d):
     def loss(w, x, returns):
-        values = jnp.matmul(
-            x.astype(d.low), w.astype(d.low), preferred_element_type=d.spot
-        )  # planted
+        left, right = x.astype(d.low), w.astype(d.low)
+        values = jnp.matmul(left, right, preferred_element_type=d.spot)  # planted
         return jnp.mean((values[:, 0].astype(d.wide) - returns) ** 2)
 
     x = numbers(d.wide, 1, ROWS, WIDTH)
@@ -433,11 +415,6 @@ def attention(q: Any, k: Any, v: Any, w: Any) -> jax.Array:
 def gate(x: Any, _: Any, v: Any, w: Any) -> jax.Array:
     gates = jax.nn.sigmoid((x @ w).astype(F32))
     return jnp.mean((v @ w).astype(F32) * gates)
-
-
-def softmax_gate(x: Any, _: Any, v: Any, w: Any) -> jax.Array:
-    gates = jax.nn.softmax((x @ w).astype(F32))
-    return jnp.mean(((v @ w) * gates.astype(BF16)).astype(F32))
 
 
 def softplus_step(x: Any, _: Any, v: Any, w: Any) -> jax.Array:
@@ -463,7 +440,6 @@ def average_of_activations(x: Any, _: Any, v: Any, w: Any) -> jax.Array:
 NEIGHBORS = (
     attention,
     gate,
-    softmax_gate,
     softplus_step,
     argmax_of_a_mask,
     residual_stream,

@@ -35,6 +35,7 @@ from audit_plants import (
     labels,
     parameters,
     sgd,
+    wide_dot,
 )
 
 # Name -> checks whose errors are true.
@@ -45,10 +46,6 @@ TRUE_ERRORS = {
 # Name -> (function that returns a step and its arguments, policies).
 STEPS: dict[str, tuple[Callable[[], Any], str]] = {}
 X, Y = inputs(F32), labels()
-
-
-def wide_dot(*operands: Any, preferred_element_type: Any = None, **options: Any) -> jax.Array:
-    return lax.dot_general(*operands, preferred_element_type=F32, **options)
 
 
 # Arguments of a layer that returns the FP32 sums of its matmul.

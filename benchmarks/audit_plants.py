@@ -135,6 +135,12 @@ def head(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.matmul(x, w.astype(x.dtype), preferred_element_type=wide)
 
 
+def wide_dot(x: jax.Array, *args: Any, preferred_element_type: Any = None, **options: Any) -> Any:
+    """Multiplies for a layer, and returns sums of at least FP32."""
+    wide = jnp.promote_types(x.dtype, F32)
+    return lax.dot_general(x, *args, preferred_element_type=wide, **options)
+
+
 def forward(p: Any, x: jax.Array, low: Any) -> jax.Array:
     return head(hidden(p, x, low), p["v"])
 
@@ -210,7 +216,7 @@ def fp32_teacher(d):
         def __init__(self, dtype, hidden_dtype, rngs):
             self.first = nnx.Linear(WIDTH, HIDDEN, dtype=dtype, rngs=rngs)
             self.second = nnx.Linear(HIDDEN, HIDDEN, dtype=hidden_dtype, rngs=rngs)
-            self.third = nnx.Linear(HIDDEN, CLASSES, dtype=dtype, rngs=rngs)
+            self.third = nnx.Linear(HIDDEN, CLASSES, dtype=dtype, dot_general=wide_dot, rngs=rngs)
 
         def __call__(self, x):
             return self.third(nnx.relu(self.second(nnx.relu(self.first(x)))))  # planted
@@ -864,10 +870,8 @@ def audit_problem(case: Plant) -> str:
     if not any(case.fix in f.fix for f in hits):
         return f"another fix: {hits[0].fix!r}"
     report = audited(case, fixed)
-    of_case = case.check, case.severity
-    left = [
-        f.check for f in report.findings if of_case == (f.check, f.severity) or f in report.errors
-    ]
+    of_case = [f for f in report.warnings if (f.check, f.severity) == (case.check, case.severity)]
+    left = [f.check for f in (*report.errors, *of_case)]
     return f"after the fix: {', '.join(left)}" if left else ""
 
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import audit_decisions
 import audit_healthy
-from audit_plants import BF16, F16, F32, PLANTS, audit_problem, error_of, error_problem
+from audit_plants import BF16, F16, F32, audit_problem, error_of, error_problem
 from gpu_compiler import has_compiler
 from grids import fast_cases
 from jaxmp import audit
@@ -21,6 +22,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 def loss(w, x, dtype=BF16):
     return jnp.mean((x.astype(dtype) @ w.astype(dtype)).astype(F32) ** 2)
+
+
+PLANTS = audit_decisions.all_plants()
 
 
 def checks(fn, *args, **options):
@@ -44,6 +48,9 @@ FAST = (
     "absolute_errors",
     "log_of_a_gate",
     "decayed_copies",
+    "chunks_of_rows",
+    "router_with_noise",
+    "critic",
 )
 
 
@@ -74,6 +81,11 @@ def test_a_healthy_step_has_no_false_error(name):
     fn, args = build()
     errors = {finding.check for finding in audit(fn, *args, recipe=recipe).errors}
     assert errors == set(audit_healthy.TRUE_ERRORS.get(name, ()))
+
+
+@pytest.mark.parametrize("fn", audit_decisions.NEIGHBORS)
+def test_a_result_that_decides_nothing_may_be_rounded(fn):
+    assert audit(fn, *audit_decisions.OPERANDS, recipe="bf16").ok
 
 
 # ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE, OPAQUE_CALLS
 from jaxmp._programs._jaxprs import (
     BACKWARD,
     FORWARD,
+    Atom,
     Equation,
     Inner,
     Path,
@@ -35,6 +36,7 @@ from jaxmp._programs._matmuls import (
     matmul_of,
 )
 from jaxmp._programs._static_values import Scope
+from jaxmp._programs._uses import Use, uses
 from jaxmp._tools.audit._checks import (
     ON_16_BITS,
     ON_MATMUL,
@@ -138,6 +140,7 @@ class Auditor:
         # For checks: reports an operation.
         self.add = self.findings.add
         self.flow = Flow(context.ops)
+        self._uses: dict[Any, Use] = {}
         # The jaxpr that is being walked, in which checks look up constants.
         self.known: Scope
         self.equations = 0
@@ -165,6 +168,10 @@ class Auditor:
 
     # -- for checks -------------------------------------------------------------------------
 
+    def use_of(self, var: Atom) -> Use:
+        """Returns what a value is used for in the whole program."""
+        return self._uses.get(var, Use.NONE)
+
     def report(self, cls: type[ConditionalFinding], variables: Iterable[Any], harm: str) -> None:
         """Reports conditional findings about values that have a harmful consequence.
 
@@ -189,6 +196,8 @@ class Auditor:
           times: number of its executions; 0 for a branch that is not counted.
           outer: the operation that contains it.
         """
+        if outer is None:
+            self._uses = uses(scope.jaxpr)
         self.known, body = scope, Body(scope.jaxpr)
         above = Location() if outer is None else outer.location
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,14 +13,14 @@ import numpy as np
 
 from jaxmp import losses
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal, module_paths_of
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, module_paths_of
 from jaxmp._programs._locations import call_site
-from jaxmp._programs._operations import count_of_keys
+from jaxmp._programs._uses import EXACT, Use
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import Check
 from jaxmp._tools.audit._expressions import expression_of, fix_operation, in_fp32
-from jaxmp._tools.audit._labels import WAS_16_BITS, ConditionalFinding, Fact, Logits
+from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits
 from jaxmp._tools.audit._program import (
     LAYOUT,
     OpOccurrence,
@@ -208,72 +207,47 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
 
 ROUNDED_OUTPUT = Check(
     id="rounded_output",
-    explanation="A matmul rounds its result to 16 bits, and a log-softmax, a log-sum-exp, a softmax,"
-    " a top-k, an argmax or a loss reads it, in FP32 or not: the logits of a head or of a router, or"
-    " a return of 300 with steps of 2 in bfloat16. Not for a softmax that a matmul reads, as in"
-    " attention.",
+    explanation="A matmul rounds its result to 16 bits, and a log-softmax, log-sum-exp, softmax,"
+    " top-k, argmax or difference of a loss is computed from it, in FP32 or not: the logits of a"
+    " head or of a router, or a return of 300, which has steps of 2 in bfloat16. Not the softmax of"
+    " attention, which a matmul reads.",
     fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
 )
 
-_CHOICES = named("top_k approx_top_k argmax argmin sort")
-_COPIES = _MOVES | named(
-    "dynamic_slice split unstack concatenate stack pad rev sharding_constraint pvary pcast"
-    " optimization_barrier all_gather psum psum_invariant max min clamp neg reduce_max reduce_min"
-)
 # Dtype -> the distance between its numbers from 256 to 512.
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
 
 class RoundedOutput(ConditionalFinding):
-    """Label of a matmul's 16-bit result, and of logits that are made of it."""
+    """Label of a matmul's 16-bit result, and of values with its rounding error."""
 
     check = ROUNDED_OUTPUT
-    survives = _COPIES | named("sub tanh")
-    # True if another matmul reads a softmax of the result.
-    is_attention = False
+    survives = EXACT | LAYOUT | named("add mul div tanh")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Derived(Fact):
-    """Label of a value that was computed from the 16-bit result of a matmul."""
+class _Difference(Fact):
+    """Label of a function of the difference of a rounded result and of another value."""
 
     output: RoundedOutput
-
-
-class _Exponential(_Derived):
-    survives = _COPIES
-
-
-class _Sum(_Derived):
-    """Label of a sum of exponentials."""
-
-    survives = _COPIES | named("add mul")
-
-
-class _Share(_Derived):
-    """Label of a softmax, of a sigmoid, and of an expectation over a softmax."""
-
-    survives = _COPIES | named("reduce_sum sub")
-
-
-class _LossTerm(_Derived):
-    """Label of differences and softpluses, of which a loss may be the sum."""
-
-    survives = _ELEMENTWISE | _COPIES | named("pow tanh logistic log")
+    survives = _ELEMENTWISE | RoundedOutput.survives | named("pow logistic log")
 
 
 @ROUNDED_OUTPUT.on_result("dot_general", "conv_general_dilated", "ragged_dot_general")
 def label_output(op: OpOccurrence, audit: Auditor) -> None:
-    """Labels a 16-bit result of 16-bit operands."""
-    (result,), labels = op.equation.outvars, audit.flow.labels(_Derived, *op.equation.invars[:2])
-    for label in labels:
-        label.output.is_attention |= op.name == "dot_general"
+    """Labels a 16-bit result, and reports it if a softmax or a choice is computed from it."""
+    (result,) = op.equation.outvars
     dtype = half_of(op.equation.invars[:2]) and half_of([result])
     is_model = op.location.phase == FORWARD and not any(map(is_attention, op.enclosing))
     if dtype is None or not is_model or _is_own_loss(op):
         return
     message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
-    audit.flow.mark(result, RoundedOutput(op, message, _fix_output(op, audit)))
+    output, use = RoundedOutput(op, message, _fix_output(op, audit)), audit.use_of(result)
+    audit.flow.mark(result, output)
+    if Use.SOFTMAX in use:
+        output.report("; a softmax, log-softmax or log-sum-exp is computed from it", audit.findings)
+    elif Use.ORDER in use:
+        output.report("; a top-k, argmax or sort compares it", audit.findings)
 
 
 def _is_own_loss(op: OpOccurrence) -> bool:
@@ -284,100 +258,36 @@ def _is_own_loss(op: OpOccurrence) -> bool:
 
 def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
     context, path = audit.context, module_paths_of(op.location.names)[0]
-    fix = f"Return the FP32 sums, and multiply their gradients in 16 bits:\n    {ROUNDED_OUTPUT.fix}"
-    fix += f"\n    {context.loss_code}"
+    code = f"    {ROUNDED_OUTPUT.fix}\n    {context.loss_code}"
     # The rule does not help where a policy returns FP32 already, but does not reach the layer.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
     if not path or has_rule:
-        return fix
+        return f"Return the FP32 sums, and multiply their gradients in 16 bits:\n{code}"
     rule = f"Return the FP32 sums of this layer:\n    jaxmp.Rule({path!r}, 'o=f32')"
-    return f"{rule}\nIn a model that no recipe wraps: {fix[0].lower()}{fix[1:]}"
+    return f"{rule}\nIn a model that no recipe wraps:\n{code}"
 
 
-@ROUNDED_OUTPUT.on_result("mul", "div", "add", "add_any")
-def follow_scaling(op: OpOccurrence, audit: Auditor) -> None:
-    """Labels logits that are scaled, masked or biased, and exponentials that are normalized."""
-    pairs = [op.equation.invars, op.equation.invars[::-1]][: 1 if op.name == "div" else 2]
-    for var, other in pairs if op.location.phase == FORWARD else ():
-        is_scaling = _is_scaling(other, op, audit)
-        for label in audit.flow.of(var):
-            if isinstance(label, _Exponential) and op.name in ("mul", "div"):
-                label = _Share(label.output)
-            if is_scaling and isinstance(label, (RoundedOutput, _Exponential, _Share)):
-                audit.flow.mark(op.equation.outvars[0], label)
-
-
-def _is_scaling(other: Atom, op: OpOccurrence, audit: Auditor) -> bool:
-    """Returns True for a bias, a factor or a mask, and False for a gate or a residual stream."""
-    source = op.body.source_of(other, LAYOUT)
-    if is_literal(source) or dtype_of(source) == bool:
-        return True
-    is_wide = dtype_of(other) == FLOAT32 and WAS_16_BITS not in audit.flow.of(other)
-    return is_wide or source.aval.size < op.equation.outvars[0].aval.size
-
-
-@ROUNDED_OUTPUT.on_result("exp", "exp2", "logistic", "reduce_sum", "scatter-add", "log1p", "sub")
-def follow_operations(op: OpOccurrence, audit: Auditor) -> None:
-    """Labels the operations of which a softmax and a loss consist, in FP32."""
-    (result,) = op.equation.outvars
-    if op.location.phase != FORWARD or dtype_of(result) != FLOAT32:
-        return
-    for var in op.equation.invars:
-        for label in audit.flow.of(var):
-            new = None
-            if op.name == "sub":
-                new = _difference(label, var, op, audit)
-            elif isinstance(label, _Exponential):
-                new = {"log1p": _LossTerm}.get(op.name, _Sum)(label.output)
-            elif isinstance(label, RoundedOutput) and op.name in ("exp", "exp2", "logistic"):
-                new = (_Share if op.name == "logistic" else _Exponential)(label)
-            if new is not None:
-                audit.flow.mark(result, new)
-
-
-def _difference(label: object, var: Atom, op: OpOccurrence, audit: Auditor) -> _LossTerm | None:
-    """Returns the label of a difference of a rounded result and of another value."""
-    output = label.output if isinstance(label, _Share) else label
-    others = [x for x in op.equation.invars if x is not var]
-    is_constant = any(is_literal(x) or audit.known.value(x) is not None for x in others)
-    if not isinstance(output, RoundedOutput) or is_constant:
-        return None
-    return None if any(_depends(x, output, op, audit) for x in others) else _LossTerm(output)
+@ROUNDED_OUTPUT.on_result("sub")
+def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels the difference of a rounded result and of a value that does not depend on it."""
+    lhs, rhs = op.equation.invars
+    for var, other in ((lhs, rhs), (rhs, lhs)) if op.location.phase == FORWARD else ():
+        for output in audit.flow.labels(RoundedOutput, var):
+            if not _depends(other, output, op, audit):
+                audit.flow.mark(op.equation.outvars[0], _Difference(output))
 
 
 def _depends(var: Atom, output: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for a value that is computed from the same result, such as its mean."""
     labels = audit.flow.of_all(op.body.sources([var]))
-    made = (x.output if isinstance(x, _Derived) else x for x in labels)
-    same = [x.op.equation for x in made if isinstance(x, (RoundedOutput, Logits))]
-    return any(equation is output.op.equation for equation in same)
+    made = (x.op.equation for x in labels if isinstance(x, (RoundedOutput, Logits)))
+    return any(equation is output.op.equation for equation in made)
 
 
-@ROUNDED_OUTPUT.on_operation("log", "log1p", "reduce_sum", *_CHOICES)
-def check_decision(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports a rounded result that a decision reads."""
-    is_sum = op.name == "reduce_sum" and op.equation.outvars[0].aval.size == 1
-    classes, verb = (_Sum, _Share), "a log-softmax or log-sum-exp reads it"
-    if op.name in _CHOICES:
-        classes, verb = (RoundedOutput, _Share), f"{op.name} chooses by it"
-    elif op.name == "reduce_sum":
-        classes, verb = (_LossTerm,) if is_sum else (), "a loss sums a function of it"
-    operands = op.equation.invars[: count_of_keys(op.equation)]
-    if op.location.phase == FORWARD:
-        _report_outputs(operands, classes, f"; {verb} at {audit.findings.where(op)}", audit)
-
-
-@ROUNDED_OUTPUT.on_program
-def report_softmax(audit: Auditor, traced: Traced) -> None:
-    """Reports rounded results of which the program returns a softmax."""
-    _report_outputs(traced.jaxpr.outvars, (_Share,), "; the program returns its softmax", audit)
-
-
-def _report_outputs(
-    variables: Iterable[Atom], classes: tuple[type, ...], harm: str, audit: Auditor
-) -> None:
-    labels = [x for x in audit.flow.of_all(variables) if isinstance(x, classes)]
-    outputs = {x.output if isinstance(x, _Derived) else x for x in labels}
-    for output in sorted(outputs, key=lambda output: output.number):
-        if not output.is_attention:
-            output.report(harm, audit.findings)
+@ROUNDED_OUTPUT.on_operation("reduce_sum")
+def check_differences(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a rounded result if a loss is a sum of its differences."""
+    if op.location.phase == FORWARD and op.equation.outvars[0].aval.size == 1:
+        for label in audit.flow.labels(_Difference, *op.equation.invars):
+            harm = f"; the loss at {audit.findings.where(op)} subtracts it from other values"
+            label.output.report(harm, audit.findings)
