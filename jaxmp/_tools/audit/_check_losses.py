@@ -59,9 +59,9 @@ class RoundedTerm(ConditionalFinding):
 
 
 class RoundedDifference(RoundedTerm):
-    """Label of the absolute value of a 16-bit difference, which a softplus passes to `exp`."""
+    """Label of a function of a 16-bit difference, which a softplus passes to `exp`."""
 
-    survives = LAYOUT | named("add mul div")
+    survives = LAYOUT | named("add sub mul div min max clamp select_n square integer_pow sqrt")
 
 
 class LogProbability(Fact):
@@ -135,9 +135,11 @@ def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     return RoundedTerm(op, message, fix)
 
 
-@LOSS_16BIT.on_operation("abs")
+@LOSS_16BIT.on_operation("abs", "square", "integer_pow", "mul")
 def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | None:
-    """Labels the absolute values of 16-bit differences, as in an L1 loss."""
+    """Labels absolute values and squares of 16-bit differences."""
+    if op.name == "mul" and op.equation.invars[0] is not op.equation.invars[1]:
+        return None
     difference = op.body.maker_through(op.equation.invars[0], LAYOUT)
     is_loss = op.location.phase == FORWARD and op.location.differentiated
     if not is_loss or difference is None or difference.primitive.name != "sub":
@@ -147,7 +149,7 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
         return None
     sub = op._replace(equation=difference)
     code = in_fp32(expression_of(sub, audit.findings)) or "x.astype(jnp.float32) - y"
-    message = f"the differences of an L1 loss are rounded to {dtype.name}"
+    message = f"the differences of a loss are rounded to {dtype.name}"
     return RoundedDifference(sub, message, f"Subtract in FP32:\n    {code}")
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core._dtypes import FLOATS_16BIT
+from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._jaxprs import (
     BACKWARD,
@@ -24,7 +24,13 @@ from jaxmp._programs._operations import axes_of, loop_of, name_of, window_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import ERROR, WARNING, Check
 from jaxmp._tools.audit._dataflow import GRADIENT, Terms
-from jaxmp._tools.audit._expressions import expression_of, fix_operation, in_fp32, with_fp32_summand
+from jaxmp._tools.audit._expressions import (
+    expression_of,
+    fix_operation,
+    fix_origins,
+    in_fp32,
+    with_fp32_summand,
+)
 from jaxmp._tools.audit._labels import REDUCES, ConditionalFinding, RoundedInput
 from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._rows import Finding
@@ -42,7 +48,7 @@ SOFTMAX_16BIT = Check(
 )
 LOSS_16BIT = Check(
     id="loss_16bit",
-    explanation="A log-softmax, a log-sum-exp, the differences of an L1 loss or a scalar result of"
+    explanation="A log-softmax, a log-sum-exp, the differences of a loss or a scalar result of"
     " the program are computed in 16 bits.",
     fix="logits = logits.astype(jnp.float32)",
     includes_optimizer=True,
@@ -79,6 +85,7 @@ ACCUMULATOR_16BIT = Check(
 
 _NEAR = LAYOUT | named("mul div add sub select_n")
 _SUMS = named("reduce_sum cumsum")
+_SQUARES = named("square integer_pow")
 _REDUCTIONS = _SUMS | named(
     "reduce_prod cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub scatter-mul"
 )
@@ -93,6 +100,10 @@ _FEW_TERMS = 8
 # Estimated error from which a sum of a backward pass is reported. That of a bias over a batch has
 # less, and the rounding of its terms is of the same size.
 _NOTABLE = 0.05
+
+# Operations that read a part of an array, and that write one.
+_TAKES = LAYOUT | named("gather dynamic_slice slice")
+_PUTS = LAYOUT | named("scatter dynamic_update_slice")
 
 FIX_ACCUMULATOR = (
     "Start from zeros in FP32, and add in FP32:\n"
@@ -186,9 +197,44 @@ def check_root(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the square root of a mean, by which a norm divides."""
     dtype = half_of(op.equation.invars)
     if dtype is not None and op.location.phase != BACKWARD:
-        makers = _made_of(op.equation.invars[0], op.body, _NEAR)
-        if any(map(_contains_sum, makers)):
+        if is_sum(op):
             _report_norm(op, dtype, audit)
+
+
+class OnePass(ConditionalFinding):
+    """Label of a 16-bit difference of a mean of squares and of a squared mean."""
+
+    check, survives = NORM_16BIT, _NEAR | named("max")
+
+
+@NORM_16BIT.on_operation("sub")
+def label_variance(op: OpOccurrence, audit: Auditor) -> OnePass | None:
+    """Labels a variance in one pass if a part of it was rounded after it was summed."""
+    if op.location.phase != FORWARD:
+        return None
+    lhs, rhs = (list(_made_of(var, op.body, _NEAR | _SQUARES)) for var in op.equation.invars)
+    is_one_pass = any(e.primitive.name in _SQUARES for e in rhs)
+    is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
+    dtype = half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
+    if not is_one_pass or dtype is None:
+        return None
+    message = f"a variance is the difference of two means that are rounded to {dtype.name}"
+    default = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
+    return OnePass(op, message, fix_origins(op, audit.findings) or default)
+
+
+@NORM_16BIT.on_operation("sqrt", "rsqrt")
+def report_variance(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports the root of a rounded variance."""
+    harm = f", whose root is computed at {audit.findings.where(op)}"
+    audit.report(
+        OnePass, op.equation.invars if dtype_of(op.equation.outvars[0]) == FLOAT32 else (), harm
+    )
+
+
+def is_sum(op: OpOccurrence) -> bool:
+    """Returns True if an operation reads a sum or a mean."""
+    return any(map(_contains_sum, _made_of(op.equation.invars[0], op.body, _NEAR)))
 
 
 def _contains_sum(equation: Equation) -> bool:
@@ -249,7 +295,7 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     body = Body(loop.body)
     for before, after in zip(loop.incoming, loop.outgoing, strict=True):
         if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
-            makers = _made_of(after, body, LAYOUT)
+            makers = _made_of(after, body, _PUTS)
             addition = next((e for e in makers if _adds_to(e, before, body)), None)
             if addition is not None:
                 _report_carry(op, before, addition, audit)
@@ -366,16 +412,41 @@ def _is_after_gradient(op: OpOccurrence) -> bool:
 
 
 def _adds_to(addition: Equation, before: Atom, loop: Body) -> bool:
-    """Returns True for a sum of a carry of a loop and a value that does not depend on it."""
-    if addition.primitive.name not in ("add", "add_any", "sub"):
+    """Returns True for a sum of a carry of a loop and a value that does not depend on it.
+
+    The carry may be a part of an array, or have been added to before.
+    """
+    name = addition.primitive.name
+    if name not in ("add", "add_any", "sub", "scatter-add", "scatter-sub"):
         return False
-    casts = named("convert_element_type")
-    sides = [loop.source_of(var, casts) for var in addition.invars]
-    positions = [n for n, side in enumerate(sides) if side is before]
-    if not positions:
-        return False
-    other = addition.invars[1 - positions[0]]
-    return is_literal(other) or other not in loop.dependents([before])
+    # A scatter has the operands array, indices and updates.
+    carry, other = addition.invars[0], addition.invars[-1]
+    pairs = [(carry, other)] if name.startswith("scatter") else [(carry, other), (other, carry)]
+    dependents = loop.dependents([before])
+    return any(
+        _is_running(var, before, loop) and (is_literal(term) or term not in dependents)
+        for var, term in pairs
+    )
+
+
+def _is_running(var: Atom, before: Atom, loop: Body) -> bool:
+    source = loop.source_of(var, _TAKES)
+    maker = loop.maker(source)
+    return source is before or (maker is not None and _adds_to(maker, before, loop))
+
+
+@ACCUMULATOR_16BIT.on_operation("add")
+def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports `lax.associative_scan` with sums in 16 bits, which has no equation of its own."""
+    dtype = half_of(op.equation.outvars)
+    if dtype is None or op.location.phase != FORWARD:
+        return
+    traceback = op.equation.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    if any(frame.function_name == "associative_scan" for frame in frames):
+        message = f"an associative scan adds in {dtype.name}, in which a factor of 0.999 is 1."
+        fix = "Scan in FP32, and cast the results:\n    x = x.astype(jnp.float32)"
+        audit.add(ACCUMULATOR_16BIT, op, message, fix)
 
 
 # ---------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def _linear_after(equation: Equation, facts: list[Any]) -> _Linear | Literal[Fal
     is_first = facts[0] is not None
     if name in _KEEPS:
         return False if name == "select_n" and is_first else linear
-    if name in _SUMS:
+    if name in _SUMS or name == "scatter-add":
         is_scaled = len(rows) > 1 or linear.is_scaled
         return _Linear(linear.factor if len(rows) == 1 else None, is_scaled, equation)
     if len(rows) == 1 and (name == "mul" or (name == "div" and is_first)):

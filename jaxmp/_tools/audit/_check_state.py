@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core._dtypes import FLOATS_16BIT, is_16bit
+from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_16bit
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_integers import STEPS
 from jaxmp._tools.audit._check_ops import ACCUMULATOR_16BIT
@@ -25,7 +25,7 @@ from jaxmp._tools.audit._dataflow import (
     powers_of,
 )
 from jaxmp._tools.audit._expressions import expression_of, in_fp32
-from jaxmp._tools.audit._program import FLOATS, dtype_of
+from jaxmp._tools.audit._program import FLOATS, dtype_of, half_of
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced, argument_text
 from jaxmp.optim._rounding import StochasticRoundingState
@@ -55,7 +55,8 @@ MISSING_LOSS_SCALE = Check(
 MISSING_MASTER = Check(
     id="missing_master",
     explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
-    ' what rounding loses. A warning under a recipe with `master = "none"`.',
+    " what rounding loses, or it rounds FP32 parameters itself."
+    ' A warning under a recipe with `master = "none"`.',
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
     includes_optimizer=True,
 )
@@ -96,11 +97,14 @@ def label_arguments(audit: Auditor, traced: Traced) -> None:
     """Labels the arguments before the walk, so that updates of them are known."""
     for label, var in traced.inputs():
         audit.flow.mark(var, label)
+    # Under `vmap`, a loss scale is an array.
+    scales = {var for _, var in traced.scales()}
     for number, var in traced.variables.items():
         if dtype_of(var) in FLOATS:
             audit.flow.mark(var, From(number, PLUS))
             if var.aval.size == 1:
                 audit.flow.mark(var, SCALAR)
+            if var.aval.size == 1 or var in scales:
                 audit.flow.mark(var, Power(number, 1.0))
         elif jnp.issubdtype(dtype_of(var), jnp.integer) and var.aval.size == 1:
             audit.flow.mark(var, STEPS)
@@ -227,7 +231,7 @@ class _Step:
 
         Args:
           returned: key paths of the results. In a program that trains nothing, only scalars and
-            arguments that are returned under their own keys are state.
+            arguments that are returned under their own keys, and averages, are state.
         """
         updates = {n: row[0] for n, row in self.updates.items() if is_16bit(self.dtypes[n])}
         return {
@@ -237,7 +241,7 @@ class _Step:
             and (
                 not (update.has_gradient or self.is_average(update))
                 if self.is_training
-                else self.avals[n].size == 1 or self.names[n] in returned
+                else self.avals[n].size == 1 or self.names[n] in returned or update.is_average
             )
         }
 
@@ -348,6 +352,24 @@ def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     )
     text = "are updated without FP32 masters: updates below {least} of a value are rounded away"
     yield from step.findings(MISSING_MASTER, updates, text, fix, severity)
+
+
+@MISSING_MASTER.on_program
+def check_rounded_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports FP32 parameters whose new values the step rounds to 16 bits."""
+    step = step_of(audit, traced)
+    for var in traced.jaxpr.outvars:
+        labels = audit.flow.labels(Update, var) if dtype_of(var) == FLOAT32 else ()
+        numbers = {x.number for x in labels if x.number in step.updates and x.has_gradient}
+        maker = traced.maker_of(var) if numbers and var.aval.size > 1 else None
+        sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
+        dtype = half_of([*sources, *(x.op.equation.outvars[0] for x in labels)])
+        if maker is not None and dtype is not None and not step.in_optimizer[min(numbers)]:
+            file, line = audit.findings.line_of(maker)
+            message = f"the step rounds {step.locations[min(numbers)]} to {dtype.name}, although it"
+            message += " is FP32: updates below {least} of a value are rounded away."
+            fix = "Add the updates in FP32:\n    params = optax.apply_updates(params, updates)"
+            yield MISSING_MASTER.finding(_fill(message, dtype.name), fix, file=file, line=line)
 
 
 @ACCUMULATOR_16BIT.on_program

@@ -47,11 +47,19 @@ class Update:
     """Label of a sum of an argument and of other values."""
 
     def __init__(
-        self, number: int, factor: str, op: OpOccurrence, others: frozenset[int], has_gradient: bool
+        self,
+        number: int,
+        factor: str,
+        op: OpOccurrence,
+        others: frozenset[int],
+        has_gradient: bool,
+        is_average: bool,
     ) -> None:
         self.number, self.factor, self.op = number, factor, op
         # The other arguments that are summands.
         self.others, self.has_gradient = others, has_gradient
+        # True if it has most of the weight, and another argument a small one.
+        self.is_average = is_average
 
 
 _LABELS = (From, Scalar, Terms, Update)
@@ -160,7 +168,10 @@ def _updates(
         others = frozenset(numbers - {summand.number})
         is_updated = summand.factor in _UPDATED and summand.number not in replaced
         if is_updated:
-            updates.add(Update(summand.number, summand.factor, op, others, has_gradient))
+            small = any(x.factor == SMALL and x.number in others for x in summands)
+            is_average = summand.factor == LARGE and small
+            update = summand.number, summand.factor, op, others, has_gradient, is_average
+            updates.add(Update(*update))
     return updates
 
 
