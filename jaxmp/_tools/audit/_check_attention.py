@@ -24,7 +24,7 @@ from jaxmp._programs._matmuls import count_flops, matmul_of
 from jaxmp._programs._operations import dot_of, name_of
 from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._checks import WARNING, Check
+from jaxmp._tools.audit._checks import NOTE, WARNING, Check
 from jaxmp._tools.audit._labels import Logits
 from jaxmp._tools.audit._program import OpOccurrence, is_attention
 from jaxmp._tools.audit._trace import Traced
@@ -32,7 +32,7 @@ from jaxmp._tools.report._section import bytes_text
 
 UNFUSED_ATTENTION = Check(
     id="unfused_attention",
-    severity=WARNING,
+    severity=NOTE,
     explanation="Attention does not run as a fused kernel: it is written as two matmuls and a"
     " softmax, or jaxmp's attention cannot use a fused kernel, for the reason in the message.",
     fix="jax.nn.dot_product_attention(query, key, value, implementation='cudnn')",

@@ -14,7 +14,7 @@ from jaxmp._programs._matmuls import Matmul
 from jaxmp._programs._operations import dot_of, name_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL
-from jaxmp._tools.audit._checks import WARNING, Check
+from jaxmp._tools.audit._checks import NOTE, WARNING, Check
 from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp.fp8._explain import explain_exclusion
@@ -29,7 +29,7 @@ FP32_GEMM = Check(
 )
 UNDONATED_STATE = Check(
     id="undonated_state",
-    severity=WARNING,
+    severity=NOTE,
     explanation="No argument is donated, so the old and the new state are in memory at the same"
     " time.",
     fix="jax.jit(train_step, donate_argnums=0)",

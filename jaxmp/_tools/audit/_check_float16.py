@@ -117,7 +117,7 @@ def _float16_operands(op: OpOccurrence) -> list[Atom]:
 def check_formats(op: OpOccurrence, audit: Auditor) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
     (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
-    source = half_of([operand])
+    source = half_of([op.body.source_of(operand, named("convert_element_type"))])
     if source is None or not is_16bit(dtype) or source == dtype or op.location.phase == BACKWARD:
         return None
     audit.report(OtherFormat, [operand], f", and back at {audit.findings.where(op)}")

@@ -87,7 +87,7 @@ def label_complement(op: OpOccurrence, audit: Auditor) -> None:
             audit.flow.mark(op.equation.outvars[0], _Complement(label))
 
 
-@ROUNDED_INPUT.on_operation("sqrt", "rsqrt", "log")
+@ROUNDED_INPUT.on_operation("sqrt", "rsqrt", "log", "pow")
 def check_complement(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a root or logarithm of 1 minus a rounded array, which cancels near 1."""
     for label in audit.flow.labels(_Complement, *op.equation.invars):

@@ -16,8 +16,9 @@ from jaxmp._programs._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_litera
 from jaxmp._programs._locations import FULL_PRECISION, call_site
 from jaxmp._programs._matmuls import Matmul, multiple_of, padded
 from jaxmp._programs._operations import arithmetic_of, loop_of
+from jaxmp._programs._uses import Use
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._checks import ERROR, WARNING, Check, PendingFinding, PendingFindings
+from jaxmp._tools.audit._checks import ERROR, NOTE, WARNING, Check, PendingFinding, PendingFindings
 from jaxmp._tools.audit._dataflow import GRADIENT, From
 from jaxmp._tools.audit._expressions import expression_of, narrowed, with_operand
 from jaxmp._tools.audit._labels import (
@@ -244,14 +245,14 @@ OFF_POLICY_MATMUL = Check(
 MIXED_OPERANDS = Check(
     id="mixed_operands",
     explanation="The operands of a matmul or convolution have two dtypes, so it runs in the wider"
-    " one. A warning in the backward pass of a matmul with an FP32 result, which loses only time.",
+    " one. A note of speed in the backward pass of a matmul with an FP32 result.",
     fix="y = y.astype(x.dtype)",
 )
 MISALIGNED_MATMUL = Check(
     id="misaligned_matmul",
+    severity=NOTE,
     explanation="A dimension of a matmul is not a multiple of 16 bytes (8 elements in 16 bits, 4 in"
-    " FP32, 16 in FP8). A warning if padding costs more than a quarter, or if the matmul has less"
-    " than 1 % of all FLOPs.",
+    " FP32, 16 in FP8). An error if its padding costs 25 % of all FLOPs or more.",
     fix="width = -(-width // 8) * 8",
 )
 
@@ -268,7 +269,8 @@ _MOVES = named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
 def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
-    if dtypes[0] == dtypes[1] or is_internal_matmul(op, matmul) or not FLOATS & set(dtypes):
+    is_float = bool(FLOATS & set(dtypes))
+    if dtypes[0] == dtypes[1] or not is_float or _is_fp32_by_design(op, matmul, audit):
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
     message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
@@ -285,20 +287,48 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
         key = op.location.names, audit.findings.line_of(op)
         audit.promotion_fixes.setdefault(key, fix)
     fix = promotion_fix(op, audit) or fix
-    severity = "" if op.location.phase == FORWARD else WARNING
+    severity = "" if op.location.phase == FORWARD else NOTE
     _add(MIXED_OPERANDS, op, message, fix, flops, audit, severity)
 
 
 @FP32_MATMUL.on_matmul
 def check_fp32(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
     """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
-    if not (matmul.lhs == matmul.rhs == FLOAT32) or is_internal_matmul(op, matmul):
+    if not (matmul.lhs == matmul.rhs == FLOAT32) or _is_fp32_by_design(op, matmul, audit):
         return
     allowed = audit.context.allowed_dtypes(op.location)
-    if not allowed:
+    if _is_router(op, audit):
+        where = audit.findings.where(op)
+        audit.notes[f"the FP32 matmul at {where} chooses experts or classes"] = None
+    elif not allowed:
         _check_upcast(op, flops, audit)
     elif FLOAT32 not in allowed:
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
+
+
+class _Solved(NamedTuple):
+    """Scopes and line of a matmul whose result is factorized, and of its gradients."""
+
+    names: Path
+    line: tuple[str, int]
+
+
+def _is_fp32_by_design(op: OpOccurrence, matmul: Matmul, audit: Auditor) -> bool:
+    """Returns True for matmuls of attention, and of a matrix that is factorized or solved.
+
+    Autocast computes the latter in FP32, because its condition multiplies each rounding error.
+    """
+    key = _Solved(op.location.names, audit.findings.line_of(op))
+    if Use.SOLVED in audit.use_of(op.equation.outvars[0]):
+        audit.collected[_Solved].append(key)
+    return is_internal_matmul(op, matmul) or key in audit.collected[_Solved]
+
+
+def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
+    """Returns True for scores that a top-k or argmax compares, of fewer classes than features."""
+    operand, (result,) = op.equation.invars[0], op.equation.outvars
+    is_narrow = result.aval.size < operand.aval.size
+    return op.location.phase == FORWARD and is_narrow and Use.ORDER in audit.use_of(result)
 
 
 @OFF_POLICY_MATMUL.on_matmul
@@ -438,21 +468,21 @@ def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) ->
         return
     paddings = {role: padded(size, multiple) for role, size in sizes.items()}
     text = ", ".join(f"{role} = {size} (pad to {paddings[role]})" for role, size in sizes.items())
-    cost = max(paddings[role] / size for role, size in sizes.items()) - 1
-    is_worthwhile = any(paddings[role] <= 1.25 * size for role, size in sizes.items())
+    cost = math.prod(paddings[role] / size for role, size in sizes.items()) - 1
     plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
     message = f"{text} {plural} of {multiple}; padding costs {cost:.1%}."
     widths = sorted(set(paddings.values()))
     fix = "Round the width of the layer or argument up:" + "".join(
         f"\n    width = {n}" for n in widths
     )
-    severity = ERROR if is_worthwhile else WARNING
-    audit.add(MISALIGNED_MATMUL, op, message, fix, severity=severity, flops=flops)
+    # It is an error if the padding of all such matmuls costs a quarter of the program or more.
+    finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
+    finding.add_harm(round(cost * flops))
 
 
 WIDE_GATHER = Check(
     id="wide_gather",
-    severity=WARNING,
+    severity=NOTE,
     explanation="More rows of an FP32 table are looked up than it has, and they are cast to 16 bits"
     " afterwards. To cast the table first moves fewer bytes.",
     fix="x = table.astype(jnp.bfloat16)[tokens]",

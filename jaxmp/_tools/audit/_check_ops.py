@@ -196,9 +196,8 @@ def check_inverse_root(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Non
 def check_root(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the square root of a mean, by which a norm divides."""
     dtype = half_of(op.equation.invars)
-    if dtype is not None and op.location.phase != BACKWARD:
-        if is_sum(op):
-            _report_norm(op, dtype, audit)
+    if dtype is not None and op.location.phase != BACKWARD and is_sum(op):
+        _report_norm(op, dtype, audit)
 
 
 class OnePass(ConditionalFinding):
@@ -213,7 +212,7 @@ def label_variance(op: OpOccurrence, audit: Auditor) -> OnePass | None:
     if op.location.phase != FORWARD:
         return None
     lhs, rhs = (list(_made_of(var, op.body, _NEAR | _SQUARES)) for var in op.equation.invars)
-    is_one_pass = any(e.primitive.name in _SQUARES for e in rhs)
+    is_one_pass = any(map(_is_square, rhs))
     is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
     dtype = half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
     if not is_one_pass or dtype is None:
@@ -223,7 +222,12 @@ def label_variance(op: OpOccurrence, audit: Auditor) -> OnePass | None:
     return OnePass(op, message, fix_origins(op, audit.findings) or default)
 
 
-@NORM_16BIT.on_operation("sqrt", "rsqrt")
+def _is_square(equation: Equation) -> bool:
+    name, operands = equation.primitive.name, equation.invars
+    return name in _SQUARES or (name == "mul" and operands[0] is operands[1])
+
+
+@NORM_16BIT.on_operation("sqrt", "rsqrt", "pow")
 def report_variance(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the root of a rounded variance."""
     harm = f", whose root is computed at {audit.findings.where(op)}"

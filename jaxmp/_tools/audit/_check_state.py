@@ -364,6 +364,8 @@ def check_rounded_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
         maker = traced.maker_of(var) if numbers and var.aval.size > 1 else None
         sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
         dtype = half_of([*sources, *(x.op.equation.outvars[0] for x in labels)])
+        if maker is not None and maker.name == "reduce_precision":
+            dtype = np.dtype(jnp.bfloat16)
         if maker is not None and dtype is not None and not step.in_optimizer[min(numbers)]:
             file, line = audit.findings.line_of(maker)
             message = f"the step rounds {step.locations[min(numbers)]} to {dtype.name}, although it"

@@ -169,7 +169,8 @@ def _updates(
         is_updated = summand.factor in _UPDATED and summand.number not in replaced
         if is_updated:
             small = any(x.factor == SMALL and x.number in others for x in summands)
-            is_average = summand.factor == LARGE and small
+            # A factor of 0.999 is 1 in bfloat16.
+            is_average = summand.factor in (LARGE, PLUS) and small
             update = summand.number, summand.factor, op, others, has_gradient, is_average
             updates.add(Update(*update))
     return updates

@@ -180,11 +180,13 @@ class AuditReport(Report):
         fail_on: Iterable[str] | str | None = None,
         *,
         baseline: AuditReport | str | os.PathLike[str] | None = None,
+        speed: bool = False,
     ) -> None:
         """Raises an exception if the program has errors; for the tests of a project.
 
         Args:
           fail_on: checks that may not find anything, warnings included; None: no errors at all.
+          speed: True to fail on notes of speed, too.
           baseline: an earlier report, its JSON text, or a path that ends in `.json`. Only findings
             fail that the baseline does not contain: those with another check, module or text of
             the source line. Line numbers may differ.
@@ -198,11 +200,11 @@ class AuditReport(Report):
           >>> audit(lambda x: x @ x, jnp.ones((8, 8))).check(fail_on=["mixed_operands"])
         """
         checks = known_checks(fail_on)
-        failed = [f for f in self.findings if _fails(f, checks)]
+        failed = [f for f in self.findings if _fails(f, checks, speed)]
         if baseline is not None:
             before = read_report(AuditReport, baseline)
             self._check_target(before)
-            failed = _without(failed, (f for f in before.findings if _fails(f, checks)))
+            failed = _without(failed, (f for f in before.findings if _fails(f, checks, speed)))
         if failed:
             more = ", which the baseline does not contain" if baseline is not None else ""
             lines = [f"  {finding}" for finding in failed[:_MAX_LISTED]]
@@ -245,8 +247,9 @@ def known_checks(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
     return checks
 
 
-def _fails(finding: Finding, checks: frozenset[str] | None) -> bool:
-    return finding.severity == ERROR if checks is None else finding.check in checks
+def _fails(finding: Finding, checks: frozenset[str] | None, speed: bool) -> bool:
+    is_failure = finding.severity == ERROR if checks is None else finding.check in checks
+    return is_failure or (speed and finding.severity == NOTE)
 
 
 def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:
