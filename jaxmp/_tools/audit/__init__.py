@@ -40,7 +40,7 @@ from jaxmp._tools.audit._make_report import make_report
 from jaxmp._tools.audit._program import is_attention
 from jaxmp._tools.audit._report import AuditReport as AuditReport
 from jaxmp._tools.audit._rows import Finding as Finding
-from jaxmp._tools.audit._trace import check_function, trace
+from jaxmp._tools.audit._trace import check_arguments, check_function, trace
 from jaxmp._tools.hlo._compile import Compiled, compile_for, compile_lowered
 from jaxmp.optim._find import check_plain_loop
 
@@ -80,7 +80,7 @@ def audit(
       The report, with `.findings`, `.matmul_flops` and `.ok`; it prints as a table.
 
     Raises:
-      AuditError: if `fn` is not a function, or changes an NNX object that is not among its
+      AuditError: if `fn` is not a function or does not take the arguments, or changes an NNX object that is not among its
         arguments, or if XLA cannot compile the program.
       CompositionError: as `jaxmp.get_loss_scale`, for an optimizer state among the arguments.
       TargetError: if `target` is not a known chip, or the program does not fit a TPU.
@@ -94,6 +94,8 @@ def audit(
       >>> [finding.check for finding in audit(attend, x, x, recipe="bf16").findings]
       ['softmax_16bit']
     """
+    check_function(fn, "audit")
+    check_arguments(fn, args, kwargs)
     return audit_call(fn, args, kwargs, recipe=recipe, target=target)
 
 

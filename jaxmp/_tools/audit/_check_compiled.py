@@ -15,9 +15,10 @@ from jaxmp._programs._operations import dot_of, name_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL
 from jaxmp._tools.audit._checks import NOTE, WARNING, Check
+from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
-from jaxmp.fp8._explain import explain_exclusion
+from jaxmp.fp8._explain import FORMS, explain_exclusion, form_of
 from jaxmp.fp8._scaling import CurrentScaling
 
 FP32_GEMM = Check(
@@ -104,7 +105,7 @@ NOT_FP8 = Check(
     severity=WARNING,
     explanation="A linear layer multiplies in 16 bits where the policies require FP8, because its"
     " dimensions are not multiples of 16, because it is too narrow for a gain, or because FP8 is"
-    " not applied to it.",
+    " not applied to it, as to convolutions, `ragged_dot` and stacked kernels.",
     fix="jaxmp.Rule('**/head', 'matmul=default')",
 )
 FP8_FALLBACK = Check(
@@ -119,15 +120,20 @@ FP8_FALLBACK = Check(
 @NOT_FP8.on_matmul
 def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
-    operands = op.equation.invars[:2]
-    if op.name != "dot_general" or op.location.phase != FORWARD:
+    operands, is_low = op.equation.invars[:2], is_16bit(matmul.lhs) and is_16bit(matmul.rhs)
+    if op.location.phase != FORWARD or not is_low or not audit.context.requires_fp8(op.location):
         return
-    (_, contracted), (_, batch), *_ = dot_of(op.equation)
-    # Batched matmuls belong to attention or to stacked kernels, not to linear layers.
-    if batch or not (is_16bit(matmul.lhs) and is_16bit(matmul.rhs)):
+    assert audit.context.policies is not None
+    form, why = form_of(op.equation)
+    if form:
+        # The batched matmuls of attention have no kernel.
+        if form != FORMS["dot_general"][0] or audit.flow.labels(From, *operands):
+            message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
+            audit.add(NOT_FP8, op, message, _exclude(op), flops=flops)
         return
-    if audit.context.policies is None or not audit.context.requires_fp8(op.location):
+    if op.name != "dot_general":
         return
+    _, contracted = dot_of(op.equation).contracted
     shape = operands[1].aval.shape
     inputs = math.prod(shape[axis] for axis in contracted)
     sizes = inputs, math.prod(shape) // max(inputs, 1)
@@ -135,13 +141,16 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
     reason = explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
     message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
     message += reason or "the matmul is not that of a Flax layer, or the layer sets its own"
-    module = "/".join(op.location.names[-1:]) or "module"
-    fix = "Exclude the module by a rule:\n"
-    fix += f"    jaxmp.Rule('**/{module}', 'matmul=default')"
+    fix = _exclude(op)
     if "narrow" in reason or "min_width" in reason:
         toml = "    [fp8]\n    min_width = 0"
         fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
     audit.add(NOT_FP8, op, f"{message}.", fix, flops=flops)
+
+
+def _exclude(op: OpOccurrence) -> str:
+    module = "/".join(op.location.names[-1:]) or "module"
+    return f"Exclude the module by a rule:\n    jaxmp.Rule('**/{module}', 'matmul=default')"
 
 
 # A note and not a warning, because there is nothing to correct.

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_literal
+from jaxmp._programs._jaxprs import AUTOCAST, FORWARD, Atom, Equation, Path, is_literal
 from jaxmp._programs._locations import FULL_PRECISION, call_site
 from jaxmp._programs._matmuls import Matmul, multiple_of, padded
 from jaxmp._programs._operations import arithmetic_of, loop_of

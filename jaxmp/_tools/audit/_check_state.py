@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_16bit
+from jaxmp._core._dtypes import FLOAT16, FLOAT32, FLOATS_16BIT, is_16bit
+from jaxmp._programs._jaxprs import BACKWARD
+from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_integers import STEPS
 from jaxmp._tools.audit._check_ops import ACCUMULATOR_16BIT
@@ -22,10 +25,11 @@ from jaxmp._tools.audit._dataflow import (
     From,
     Power,
     Update,
+    is_scale,
     powers_of,
 )
 from jaxmp._tools.audit._expressions import expression_of, in_fp32
-from jaxmp._tools.audit._program import FLOATS, dtype_of, half_of
+from jaxmp._tools.audit._program import FLOATS, OpOccurrence, dtype_of, half_of
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced, argument_text
 from jaxmp.optim._rounding import StochasticRoundingState
@@ -48,7 +52,9 @@ UNUSED_LOSS_SCALE = Check(
 )
 MISSING_LOSS_SCALE = Check(
     id="missing_loss_scale",
-    explanation="The backward pass of a training step multiplies in float16 without a loss scale.",
+    explanation="The backward pass of a training step multiplies in float16 without a loss scale. A"
+    " warning for a gradient inside of a loss, such as a penalty or forces, whose scale is not that"
+    " of the training.",
     fix="tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
     "loss, grads = state.value_and_grad(loss_fn)(batch)",
 )
@@ -418,3 +424,38 @@ def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     fix = "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
     fix = "" if any(step.in_optimizer) else fix
     yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, file=file, line=line)
+
+
+class _InnerGradient(NamedTuple):
+    """Operation of a backward pass that is itself differentiated."""
+
+    op: OpOccurrence
+    is_scaled: bool
+
+
+@MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *MATMULS)
+def collect_inner_gradients(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
+    is_scaled = op.name not in MATMULS and any(
+        is_scale(op, var, audit.flow.of) for var in op.equation.invars
+    )
+    is_float16 = op.name in MATMULS and FLOAT16 in map(dtype_of, op.equation.invars)
+    if (is_scaled or is_float16) and op.location.phase == BACKWARD:
+        chain = reversed([op.equation, *op.enclosing])
+        stack = "/".join(str(equation.source_info.name_stack) for equation in chain)
+        # The outer derivative is the first part of a name stack.
+        if 0 <= stack.find("jvp(") < stack.find("transpose("):
+            audit.collected[_InnerGradient].append(_InnerGradient(op, is_scaled))
+
+
+@MISSING_LOSS_SCALE.on_program
+def check_inner_gradients(audit: Auditor, traced: Traced) -> None:
+    """Reports gradients inside of a loss, to which no loss scale is applied."""
+    del traced
+    inner = audit.collected[_InnerGradient]
+    if inner and not any(row.is_scaled for row in inner):
+        message = "a gradient inside of the loss is computed in float16 without a loss scale of its"
+        message += " own: elements below 6e-8 become zero."
+        fix = "Scale the inner gradient, too, or compute it in FP32:\n"
+        fix += "    grads = jaxmp.grad(fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(x)"
+        audit.add(MISSING_LOSS_SCALE, inner[0].op, message, fix, severity=WARNING)

@@ -487,7 +487,9 @@ def _verdict(report: AuditReport, errors: int) -> Section:
     share = "The program has no floating-point matmuls."
     if report.flops:
         share = f"{share_text(report.low_precision_share)} of the matmul FLOPs"
-        share += f" ({flops_text(report.flops)}) run in 16 bits or FP8."
+        share += f" ({flops_text(report.flops)}) run in 16 bits or FP8"
+        fp8 = sum(flops for pair, flops in report.matmul_flops.items() if "float8" in pair[0])
+        share += f", {share_text(fp8, report.flops)} in FP8." if fp8 else "."
     policies = f"the policy {report.policies}" if report.policies else "no policy"
     size = f"{report.equations:,} operations, checked against {policies}"
     if report.gpu:

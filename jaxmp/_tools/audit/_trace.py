@@ -135,6 +135,26 @@ def check_function(fn: object, name: str) -> None:
         )
 
 
+def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Checks that a function takes the arguments, before it is called.
+
+    Raises:
+      AuditError: with the call to write.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise AuditError(
+            f"audit passes its arguments on to the function, which does not take them: {error}. The"
+            " recipe and the chip are recipe= and target=:\n"
+            "    jaxmp.audit(train_step, state, batch, recipe='bf16', target='h200')"
+        ) from error
+
+
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Traces a function for arguments of these shapes and dtypes; nothing is computed.
 
