@@ -80,8 +80,8 @@ def audit(
       The report, with `.findings`, `.matmul_flops` and `.ok`; it prints as a table.
 
     Raises:
-      AuditError: if `fn` is not a function or does not take the arguments, or changes an NNX object that is not among its
-        arguments, or if XLA cannot compile the program.
+      AuditError: if `fn` is not a function or does not take the arguments, or changes an NNX object
+        that is not among its arguments, or if XLA cannot compile the program.
       CompositionError: as `jaxmp.get_loss_scale`, for an optimizer state among the arguments.
       TargetError: if `target` is not a known chip, or the program does not fit a TPU.
       MissingDependencyError: if neither the chip nor XLA's compiler for it is installed.
