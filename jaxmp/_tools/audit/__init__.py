@@ -20,13 +20,11 @@ from jaxmp._tools.audit import _check_ops as _check_ops
 from jaxmp._tools.audit import _check_float16 as _check_float16
 from jaxmp._tools.audit import _check_integers as _check_integers
 from jaxmp._tools.audit import _check_losses as _check_losses
-from jaxmp._tools.audit import _check_attention as _check_attention
 from jaxmp._tools.audit import _check_state as _check_state
-from jaxmp._tools.audit import _check_running_state as _check_running_state
+from jaxmp._tools.audit import _check_sums as _check_sums
 from jaxmp._tools.audit import _check_compiled as _check_compiled
 from jaxmp._tools.audit import _check_sharding as _check_sharding
 from jaxmp._tools.audit import _check_speed as _check_speed
-from jaxmp._tools.audit import _check_rules as _check_rules
 
 # isort: on
 from jaxmp._core import _compat
@@ -36,8 +34,8 @@ from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit._auditor import Auditor, PolicyContext
 from jaxmp._tools.audit._check_state import label_arguments
 from jaxmp._tools.audit._checks import CHECKS as CHECKS
+from jaxmp._tools.audit._checks import is_attention
 from jaxmp._tools.audit._make_report import make_report
-from jaxmp._tools.audit._program import is_attention
 from jaxmp._tools.audit._report import AuditReport as AuditReport
 from jaxmp._tools.audit._rows import Finding as Finding
 from jaxmp._tools.audit._trace import check_arguments, check_function, trace

@@ -38,15 +38,19 @@ from jaxmp._programs._matmuls import (
 from jaxmp._programs._static_values import Scope
 from jaxmp._programs._uses import Use, uses
 from jaxmp._tools.audit._checks import (
+    FLOATS,
     ON_16_BITS,
     ON_MATMUL,
     ON_OPERATION,
     ON_RESULT,
+    OpOccurrence,
     PendingFindings,
+    dtype_of,
+    half_of,
+    named,
 )
 from jaxmp._tools.audit._dataflow import GRADIENT
 from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
-from jaxmp._tools.audit._program import FLOATS, OpOccurrence, dtype_of, half_of, named
 
 
 class PolicyContext:

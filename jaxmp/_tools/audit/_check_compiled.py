@@ -1,4 +1,4 @@
-"""Checks of a program compiled for a GPU, and of matmuls in FP8."""
+"""Checks of a program compiled for a GPU, of matmuls in FP8, and of rules without a module."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import math
 from collections.abc import Iterator, Mapping
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._targets import Target
+from jaxmp._policies._rules import Rule, rule_text
 from jaxmp._programs._jaxprs import FORWARD, QUANTIZE
-from jaxmp._programs._locations import Location
+from jaxmp._programs._locations import FULL_PRECISION, Location, module_of
 from jaxmp._programs._matmuls import Matmul
 from jaxmp._programs._operations import dot_of, name_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL
-from jaxmp._tools.audit._checks import NOTE, WARNING, Check
+from jaxmp._tools.audit._checks import NOTE, WARNING, Check, OpOccurrence
 from jaxmp._tools.audit._dataflow import From
-from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
+from jaxmp._tools.audit._trace import Traced
 from jaxmp.fp8._explain import FORMS, explain_exclusion, form_of
 from jaxmp.fp8._scaling import CurrentScaling
 
@@ -179,3 +181,34 @@ def check_fallback(program: CompiledProgram, audit: Auditor) -> Iterator[Finding
         if dtype and not is_fp8:
             message = f"operands are rounded to {dtype} and multiplied in {row.lhs} x {row.rhs}."
             yield finding(FP8_FALLBACK, row, message)
+
+
+UNUSED_RULE = Check(
+    id="unused_rule",
+    explanation="A required rule decides for no module of the program.",
+    fix="jaxmp.Rule('decoder/**', 'c=f32', required=False)",
+)
+
+
+@UNUSED_RULE.on_program
+def check_rules(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports required rules without a module."""
+    del traced
+    policies = audit.context.policies
+    if policies is None:
+        return
+    modules: dict[str, None] = {}
+    decisive: set[Rule | None] = set()
+    for names in audit.locations.names:
+        if FULL_PRECISION not in names:
+            modules[module_of(names, audit.root)] = None
+            decisive.add(audit.context.resolve(names).rule)
+    # A program contains no module types and parameters.
+    for rule in dict.fromkeys(policies.rules):
+        is_checked = rule.required and rule.module_type is None and not rule.addresses_parameter
+        if is_checked and rule not in decisive:
+            text = rule_text(rule, with_reason=False)
+            message = f"the required rule {text} decides for no module of this program."
+            fix = f"Correct the path, or allow it to match nothing:\n    jaxmp.{rule!r}"
+            hint = did_you_mean(str(rule.path), filter(None, modules))
+            yield UNUSED_RULE.finding(message + hint, f"{fix[:-1]}, required=False)")

@@ -15,11 +15,10 @@ from jaxmp._programs._operations import exponent_of
 from jaxmp._programs._uses import EXACT
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import NORM_16BIT
-from jaxmp._tools.audit._checks import Check
+from jaxmp._tools.audit._checks import LAYOUT, Check, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update, powers_of
 from jaxmp._tools.audit._expressions import fix_before
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
-from jaxmp._tools.audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 

@@ -13,7 +13,15 @@ from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal, module_
 from jaxmp._programs._operations import axes_of, count_of_keys, iota_length
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import counts_largest
-from jaxmp._tools.audit._checks import Check
+from jaxmp._tools.audit._checks import (
+    LAYOUT,
+    PERIODIC,
+    Check,
+    OpOccurrence,
+    dtype_of,
+    half_of,
+    named,
+)
 from jaxmp._tools.audit._expressions import expression_of, fix_origins, in_fp32
 from jaxmp._tools.audit._labels import (
     WAS_16_BITS,
@@ -22,7 +30,6 @@ from jaxmp._tools.audit._labels import (
     FloatInput,
     RoundedInput,
 )
-from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 
 ROUNDED_INPUT = Check(
     id="rounded_input",

@@ -18,17 +18,17 @@ from jaxmp._programs._locations import call_site
 from jaxmp._programs._uses import EXACT, Use
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
-from jaxmp._tools.audit._checks import Check
-from jaxmp._tools.audit._expressions import expression_of, fix_operation, in_fp32
-from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits
-from jaxmp._tools.audit._program import (
+from jaxmp._tools.audit._checks import (
     LAYOUT,
+    Check,
     OpOccurrence,
     dtype_of,
     half_of,
     is_attention,
     named,
 )
+from jaxmp._tools.audit._expressions import expression_of, fix_operation, in_fp32
+from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits
 from jaxmp._tools.audit._trace import Traced
 
 LOG_OF_ROUNDED = Check(

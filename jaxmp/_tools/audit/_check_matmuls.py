@@ -18,24 +18,27 @@ from jaxmp._programs._matmuls import Matmul, multiple_of, padded
 from jaxmp._programs._operations import arithmetic_of, loop_of
 from jaxmp._programs._uses import Use
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._checks import ERROR, NOTE, WARNING, Check, PendingFinding, PendingFindings
-from jaxmp._tools.audit._dataflow import GRADIENT, From
+from jaxmp._tools.audit._checks import (
+    ERROR,
+    FLOATS,
+    NOTE,
+    WARNING,
+    Check,
+    OpOccurrence,
+    PendingFinding,
+    PendingFindings,
+    dtype_of,
+    is_internal_matmul,
+    named,
+)
+from jaxmp._tools.audit._dataflow import GRADIENT
 from jaxmp._tools.audit._expressions import expression_of, narrowed, with_operand
 from jaxmp._tools.audit._labels import (
     GATED,
     STREAM,
     WAS_16_BITS,
     ConditionalFinding,
-    Fact,
     WideValue,
-)
-from jaxmp._tools.audit._program import (
-    FLOATS,
-    LAYOUT,
-    OpOccurrence,
-    dtype_of,
-    is_internal_matmul,
-    named,
 )
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.report._section import bytes_text
@@ -478,54 +481,3 @@ def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) ->
     # It is an error if the padding of all such matmuls costs a quarter of the program or more.
     finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
     finding.add_harm(round(cost * flops))
-
-
-WIDE_GATHER = Check(
-    id="wide_gather",
-    severity=NOTE,
-    explanation="More rows of an FP32 table are looked up than it has, and they are cast to 16 bits"
-    " afterwards. To cast the table first moves fewer bytes.",
-    fix="x = table.astype(jnp.bfloat16)[tokens]",
-)
-
-
-class Rows(Fact):
-    """Label of the rows that were looked up in an FP32 parameter."""
-
-    survives = LAYOUT | named("select_n")
-
-    def __init__(self, op: OpOccurrence) -> None:
-        self.op = op
-
-
-@WIDE_GATHER.on_operation("gather")
-def label_rows(op: OpOccurrence, audit: Auditor) -> Rows | None:
-    """Labels rows of an FP32 argument."""
-    table = op.equation.invars[0]
-    is_argument = bool(audit.flow.labels(From, table))
-    is_lookup = dtype_of(table) == FLOAT32 and is_argument and op.location.differentiated
-    return Rows(op) if is_lookup and op.location.phase == FORWARD else None
-
-
-@WIDE_GATHER.on_operation("convert_element_type")
-def check_cast(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports looked-up rows that are cast to 16 bits, if to cast the table moves fewer bytes."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
-    dtype = dtype_of(result)
-    if not is_16bit(dtype):
-        return
-    for label in audit.flow.labels(Rows, operand):
-        table = label.op.equation.invars[0].aval
-        # The lookup reads and writes FP32 or 16 bits; the cast reads FP32 and writes 16 bits.
-        after = 14 * math.prod(result.aval.shape)
-        before = 6 * math.prod(table.shape) + 4 * math.prod(result.aval.shape)
-        if before < after:
-            message = (
-                f"the lookup moves {bytes_text(after)} in FP32 and casts the rows to {dtype.name};"
-                f" to cast the table first moves {bytes_text(before)}."
-            )
-            code = f"x = table.astype(jnp.{dtype.name})[tokens]"
-            if not audit.findings.is_own_call(label.op.equation):
-                code = f"dtype=jnp.{dtype.name}"
-            fix = f"Cast the table before the lookup:\n    {code}"
-            audit.add(WIDE_GATHER, label.op, message, fix)

@@ -17,7 +17,7 @@ from jaxmp._programs._operations import is_in_mesh, loop_of, mesh_axes_of, shard
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
 from jaxmp._tools.audit._check_ops import is_sum
-from jaxmp._tools.audit._checks import ERROR, WARNING, Check
+from jaxmp._tools.audit._checks import ERROR, WARNING, Check, OpOccurrence, dtype_of, half_of
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update
 from jaxmp._tools.audit._expressions import expression_of, fix_origins, with_split_copy
 from jaxmp._tools.audit._hlo_collectives import (
@@ -28,7 +28,6 @@ from jaxmp._tools.audit._hlo_collectives import (
     axis_names,
 )
 from jaxmp._tools.audit._labels import Reduction16Bit
-from jaxmp._tools.audit._program import OpOccurrence, dtype_of, half_of
 from jaxmp._tools.audit._rows import CollectiveRow, Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.report._section import bytes_text

@@ -16,7 +16,15 @@ from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_integers import STEPS
 from jaxmp._tools.audit._check_ops import ACCUMULATOR_16BIT
-from jaxmp._tools.audit._checks import ERROR, WARNING, Check
+from jaxmp._tools.audit._checks import (
+    ERROR,
+    FLOATS,
+    WARNING,
+    Check,
+    OpOccurrence,
+    dtype_of,
+    half_of,
+)
 from jaxmp._tools.audit._dataflow import (
     LARGE,
     PLUS,
@@ -29,7 +37,6 @@ from jaxmp._tools.audit._dataflow import (
     powers_of,
 )
 from jaxmp._tools.audit._expressions import expression_of, in_fp32
-from jaxmp._tools.audit._program import FLOATS, OpOccurrence, dtype_of, half_of
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced, argument_text
 from jaxmp.optim._rounding import StochasticRoundingState

@@ -11,7 +11,7 @@ import numpy as np
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, is_literal
 from jaxmp._programs._operations import exponent_of
-from jaxmp._tools.audit._program import OpOccurrence, dtype_of, named
+from jaxmp._tools.audit._checks import OpOccurrence, dtype_of, named
 
 # Label of a value of a backward pass, and of values computed from it.
 GRADIENT = "computed from gradients"

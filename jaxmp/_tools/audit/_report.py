@@ -22,6 +22,10 @@ from jaxmp._tools.audit._rows import (
     GemmRow,
     MatmulRow,
     MemoryRow,
+    collectives,
+    compiled_lines,
+    compiled_matmuls,
+    memory,
 )
 from jaxmp._tools.report._section import (
     MAX_ROWS,
@@ -29,12 +33,10 @@ from jaxmp._tools.report._section import (
     Fix,
     Section,
     abbreviate,
-    bytes_text,
     counted,
     flops_text,
     grouped,
     left_out_text,
-    module_text,
     nonempty,
     numberless,
     pair_text,
@@ -301,6 +303,12 @@ def warning_sections(findings: Iterable[Finding]) -> list[Section]:
     return finding_sections("Warnings", list(groups.values()), "Suggestions")
 
 
+def notes_of_speed(report: AuditReport) -> Groups:
+    """Returns the notes of speed, grouped by check and fix."""
+    notes = (finding for finding in report.findings if finding.severity == NOTE)
+    return list(grouped(notes, lambda finding: (finding.check, finding.fix)).values())
+
+
 def finding_sections(title: str, groups: Groups, fixes: str, text: str = "") -> list[Section]:
     """Returns a numbered table of findings, and the fix of each.
 
@@ -367,88 +375,6 @@ def _is_code(text: str) -> bool:
     return bool(text.strip())
 
 
-def _kernel_of(row: GemmRow | AttentionRow) -> tuple[str, str, str]:
-    """Returns the dtypes of operands and result, and the kernel."""
-    if isinstance(row, AttentionRow):
-        return row.dtype, row.dtype, "fused attention"
-    return pair_text(row.lhs, row.rhs), row.out, row.kernel
-
-
-def compiled_matmuls(kernels: Iterable[GemmRow | AttentionRow]) -> Section:
-    """Returns the FLOPs of the GPU's kernels by dtype."""
-    groups = grouped(kernels, _kernel_of)
-    flops = Counter({key: sum(row.flops for row in group) for key, group in groups.items()})
-    rows = tuple(
-        (
-            *key,
-            counted(sum(row.count for row in groups[key]), "launch"),
-            flops_text(value),
-            share_text(value, flops.total()),
-        )
-        for key, value in flops.most_common()
-    )
-    columns = ("multiplied in", "result", "kernel", "count", "FLOPs", "share")
-    return Section("Matmuls in the compiled program", "", columns, rows)
-
-
-def compiled_lines(kernels: Iterable[GemmRow | AttentionRow]) -> Section:
-    """Returns the GPU's matmuls by module and source line."""
-    key_of = lambda row: (numberless(row.module), row.location, *_kernel_of(row))
-    rows = [
-        (
-            abbreviate(sorted({row.module for row in group})),
-            location,
-            dtypes,
-            kernel,
-            ", ".join(phase for phase in PHASES if phase in {row.phase for row in group}),
-            flops_text(sum(row.flops for row in group)),
-        )
-        for (_, location, dtypes, _, kernel), group in grouped(kernels, key_of).items()
-    ]
-    columns = ("module", "line", "multiplied in", "kernel", "passes", "FLOPs")
-    text = left_out_text(rows, "gemms")
-    return Section("Compiled matmuls by module", text, columns, tuple(rows[:MAX_ROWS]))
-
-
-def collectives(collectives: Iterable[CollectiveRow]) -> Section:
-    """Returns the arrays that devices send to one another."""
-    rows = [
-        (
-            row.operation,
-            row.dtype,
-            bytes_text(row.bytes),
-            counted(row.count, "array"),
-            row.content,
-            ", ".join(row.axes),
-            row.phase,
-            module_text(row.module),
-            row.location,
-        )
-        for row in collectives
-    ]
-    columns = ("collective", "dtype", "bytes", "count", "content", "axes", "pass", "module", "line")
-    text = left_out_text(rows, "collectives")
-    return Section("Collectives per device", text, columns, tuple(rows[:MAX_ROWS]))
-
-
-def memory(memory: MemoryRow | None) -> Section:
-    """Returns the memory of the program and the bytes that the optimizer update moves."""
-    if memory is None:
-        return Section("")
-    rows = [
-        ("arguments", bytes_text(memory.arguments)),
-        ("results", bytes_text(memory.outputs)),
-        ("results in donated arguments", bytes_text(memory.aliased)),
-        ("temporary buffers", bytes_text(memory.temporary)),
-    ]
-    if memory.update_bytes and memory.parameters:
-        moved = memory.update_bytes / memory.parameters
-        minimum = memory.update_floor / memory.parameters
-        text = f"{moved:.1f} bytes per parameter (minimum {minimum:.1f})"
-        rows.append(("memory traffic of the update", text))
-    return Section("Memory per device", "", ("quantity", "value"), tuple(rows))
-
-
 def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
     """Returns the sections of a report; empty ones are omitted.
 
@@ -463,7 +389,7 @@ def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
         _matmuls(report),
         compiled_matmuls(kernels),
         memory(report.memory),
-        *finding_sections("Speed", [[f] for f in report.findings if f.severity == NOTE], "Faster"),
+        *finding_sections("Speed", notes_of_speed(report), "Faster"),
     ]
     if full:
         sections += [

@@ -19,8 +19,8 @@ from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._jaxprs import Atom, inners
 from jaxmp._programs._locations import Location
+from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._labels import FloatInput
-from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp.errors import AuditError
 
 _KeyPath = tuple[Any, ...]

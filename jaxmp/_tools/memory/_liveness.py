@@ -16,7 +16,7 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._programs._analysis import visit
 from jaxmp._programs._constructs import CONSTRUCTS, LOOPS, OPAQUE_CALLS, REMATS
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, inners, is_literal, phase_of
-from jaxmp._tools.audit._program import named
+from jaxmp._tools.audit._checks import named
 
 # Operations whose result is the same array in memory. Matmuls read transposed operands.
 _VIEWS = named(
