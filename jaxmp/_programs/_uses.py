@@ -49,6 +49,8 @@ def _named(names: str) -> frozenset[str]:
 
 
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
+# Uses for which a value should not be rounded.
+SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED
 _ALL = ~Use.NONE
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
 # Operations that move or choose elements, and leave them as they are.
@@ -100,7 +102,7 @@ def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> di
 
     Args:
       jaxpr: the program.
-      results: uses of its results; None: `RESULT` for those in FP32 or wider.
+      results: uses of its results; None: those of `wide_results`.
 
     Example, the matmuls that should return FP32 sums:
       >>> jaxpr = jax.make_jaxpr(lambda x, w: jax.nn.log_softmax(x @ w))(x, w)
@@ -108,16 +110,18 @@ def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> di
       >>> [bool(used.get(e.outvars[0], Use.NONE) & DECISIONS) for e in matmuls(jaxpr)]
       [True]
     """
-    analysis = _AtAnyDepth()
-    body, _ = jaxpr_body(jaxpr)
+    analysis, used, body = Uses(), {}, jaxpr_body(jaxpr)[0]
     analysis.facts(body, wide_results(body) if results is None else results)
-    return analysis.used
+    for _, facts in analysis.known.values():
+        used |= {var: use | used.get(var, Use.NONE) for var, use in facts.items()}
+    return used
 
 
 def wide_results(jaxpr: Jaxpr) -> tuple[Use, ...]:
-    """Returns `RESULT` for each result of a program in FP32 or wider."""
-    dtypes = (getattr(var.aval, "dtype", None) for var in jaxpr.outvars)
-    return tuple(Use.RESULT if _is_float(d) and d.itemsize > 2 else Use.NONE for d in dtypes)
+    """Returns `RESULT` for each result of a program in FP32 or wider, and for each scalar."""
+    avals: Any = [var.aval for var in jaxpr.outvars]
+    is_kept = lambda aval: _is_float(aval) and (aval.dtype.itemsize > 2 or aval.ndim == 0)
+    return tuple(Use.RESULT if is_kept(aval) else Use.NONE for aval in avals)
 
 
 class Uses(Backward):
@@ -132,6 +136,8 @@ class Uses(Backward):
     def __init__(self) -> None:
         # Variables that were broadcast to their shape.
         self._broadcast: set[Any] = set()
+        # (id of a jaxpr, uses of its results, pass) -> (the jaxpr, the uses inside it).
+        self.known: dict[Any, tuple[Any, dict[Any, Use]]] = {}
 
     def join(self, first: Any, second: Any) -> Any:
         return first | second
@@ -144,12 +150,16 @@ class Uses(Backward):
         state: Any = None,
     ) -> dict[Any, Use]:
         """Returns variable -> uses for one jaxpr, without the jaxprs inside."""
-        for equation in jaxpr_body(jaxpr)[0].eqns:
-            if equation.primitive.name == "broadcast_in_dim":
-                operand, result = equation.invars[0], equation.outvars[0]
-                if operand.aval.size < result.aval.size:
-                    self._broadcast.add(result)
-        return super().facts(jaxpr, results, place, state)
+        body, place = jaxpr_body(jaxpr)[0], place or Place()
+        key = id(body), tuple(results), place.phase
+        if key not in self.known:
+            for equation in body.eqns:
+                if equation.primitive.name == "broadcast_in_dim":
+                    operand, result = equation.invars[0], equation.outvars[0]
+                    if operand.aval.size < result.aval.size:
+                        self._broadcast.add(result)
+            self.known[key] = body, super().facts(body, results, place, state)
+        return self.known[key][1]
 
     def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         name, count = equation.primitive.name, len(equation.invars)
@@ -165,7 +175,7 @@ class Uses(Backward):
         if name in _COMPARED:
             keys = count_of_keys(equation) if name == "sort" else count
             return [use | Use.ORDER] * keys + [use] * (count - keys)
-        if not _is_float(getattr(equation.outvars[0].aval, "dtype", None)):
+        if not any(_is_float(var.aval) for var in equation.outvars):
             return [Use.NONE] * count
         if name in MATMULS and not is_outer_product(equation):
             return [_of_factor(equation, n) for n in range(count)]
@@ -203,20 +213,6 @@ class Uses(Backward):
         return is_literal(var) or is_broadcast or var.aval.size < equation.outvars[0].aval.size
 
 
-class _AtAnyDepth(Uses):
-    """Uses of the variables of a jaxpr and of those inside, as `used`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used: dict[Any, Use] = {}
-
-    def facts(self, *args: Any, **kwargs: Any) -> dict[Any, Use]:
-        facts = super().facts(*args, **kwargs)
-        for var, use in facts.items():
-            self.used[var] = self.used.get(var, Use.NONE) | use
-        return facts
-
-
 def _of_factor(equation: JaxprEqn, n: int) -> Use:
     """Returns the use of an operand of a matmul: a product, or a sum with fixed weights."""
     if equation.primitive.name != "dot_general":
@@ -239,5 +235,5 @@ def _of_summand(equation: JaxprEqn, use: Use, is_backward: Any) -> Use:
     return passed | Use.LOSS if is_loss and not is_backward() else passed
 
 
-def _is_float(dtype: Any) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+def _is_float(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
