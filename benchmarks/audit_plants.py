@@ -732,7 +732,7 @@ def parameters_without_masters(d):
 # ---------------------------------------------------------------------------
 
 
-@plant("wide_gather", "table.astype(jnp.bfloat16)[tokens]", repeats=0, severity="warning")
+@plant("wide_gather", "table.astype(jnp.bfloat16)[tokens]", repeats=0, severity="note")
 def rows_of_an_fp32_table(d):
     def loss(p, tokens, y):
         table = p["table"].astype(d.low) if d.fixed else p["table"]
@@ -870,7 +870,7 @@ def audit_problem(case: Plant) -> str:
     if not any(case.fix in f.fix for f in hits):
         return f"another fix: {hits[0].fix!r}"
     report = audited(case, fixed)
-    of_case = [f for f in report.warnings if (f.check, f.severity) == (case.check, case.severity)]
+    of_case = [f for f in report.findings if (f.check, f.severity) == (case.check, case.severity)]
     left = [f.check for f in (*report.errors, *of_case)]
     return f"after the fix: {', '.join(left)}" if left else ""
 

@@ -255,7 +255,7 @@ MISALIGNED_MATMUL = Check(
     id="misaligned_matmul",
     severity=NOTE,
     explanation="A dimension of a matmul is not a multiple of 16 bytes (8 elements in 16 bits, 4 in"
-    " FP32, 16 in FP8). An error if its padding costs 25 % of all FLOPs or more.",
+    " FP32, 16 in FP8). An error if the padding of larger dimensions costs 25 % of all FLOPs or more.",
     fix="width = -(-width // 8) * 8",
 )
 
@@ -478,6 +478,7 @@ def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) ->
     fix = "Round the width of the layer or argument up:" + "".join(
         f"\n    width = {n}" for n in widths
     )
-    # It is an error if the padding of all such matmuls costs a quarter of the program or more.
     finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
-    finding.add_harm(round(cost * flops))
+    # Smaller sizes, such as three channels or one output, are those of the data.
+    waste = math.prod(paddings[role] / n for role, n in sizes.items() if n > multiple) - 1
+    finding.add_harm(round(waste * flops))
