@@ -22,7 +22,7 @@ from jaxmp._tools.audit._checks import (
     half_of,
     named,
 )
-from jaxmp._tools.audit._expressions import expression_of, fix_origins, in_fp32
+from jaxmp._tools.audit._expressions import expression_of, fix_operation, fix_origins, in_fp32
 from jaxmp._tools.audit._labels import (
     WAS_16_BITS,
     ConditionalFinding,
@@ -47,11 +47,14 @@ def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
-        rounded = audit.flow.labels(RoundedValue, *operands)
-        fix = _keep_input(source.name, dtype, op) or next((x.fix for x in rounded), "")
+        rounded = [x.fix for x in audit.flow.labels(RoundedValue, *operands)]
+        fix = _keep_input(source.name, dtype, op) or fix_operation(op, audit.findings, dtype)
+        fix = fix if op.location.names or not rounded else rounded[0]
         audit.add(ROUNDED_INPUT, op, message, fix)
         return
-    audit.report(RoundedValue, operands, f", and its {op.name} is computed")
+    audit.report(
+        RoundedValue, operands, f", and its {op.name} is computed at {audit.findings.where(op)}"
+    )
 
 
 class RoundedValue(ConditionalFinding):

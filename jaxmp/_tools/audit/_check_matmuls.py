@@ -255,7 +255,7 @@ MISALIGNED_MATMUL = Check(
     id="misaligned_matmul",
     severity=NOTE,
     explanation="A dimension of a matmul is not a multiple of 16 bytes (8 elements in 16 bits, 4 in"
-    " FP32, 16 in FP8). An error if the padding of larger dimensions costs 25 % of all FLOPs or more.",
+    " FP32, 16 in FP8). An error if the padding of larger dimensions costs a quarter of all FLOPs.",
     fix="width = -(-width // 8) * 8",
 )
 
