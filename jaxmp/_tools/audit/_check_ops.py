@@ -82,12 +82,13 @@ EXP_16BIT = Check(
 ACCUMULATOR_16BIT = Check(
     id="accumulator_16bit",
     explanation="Gradients are accumulated in 16 bits over microbatches or steps, parameters are"
-    " averaged, or other state is updated in 16 bits: counters, metrics, running statistics and"
-    " decayed sums of loops.",
+    " averaged, or other state is updated in 16 bits: counters, metrics, running statistics,"
+    " decayed sums of loops and associative scans.",
     fix="total = jnp.zeros(p.shape, jnp.float32)\ntotal = total + grads.astype(jnp.float32)",
     includes_optimizer=True,
 )
 
+_FIX_NORM = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
 _NEAR = LAYOUT | named("mul div add sub select_n")
 _SUMS = named("reduce_sum cumsum")
 _SQUARES = named("square integer_pow")
@@ -202,8 +203,7 @@ def label_variance(op: OpOccurrence, audit: Auditor) -> OnePass | None:
     if not is_one_pass or dtype is None:
         return None
     message = f"a variance is the difference of two means that are rounded to {dtype.name}"
-    default = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
-    return OnePass(op, message, fix_origins(op, audit.findings) or default)
+    return OnePass(op, message, fix_origins(op, audit.findings) or _FIX_NORM)
 
 
 def _is_square(equation: Equation) -> bool:
@@ -239,8 +239,7 @@ def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
         code = in_fp32(expression_of(op, audit.findings), dtype.name)
         fix = f"Compute the norm in FP32:\n    {code}" if code else ""
         fix = audit.context.wrap_code if op.location.names else fix
-    default = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
-    audit.add(NORM_16BIT, op, message, fix or default)
+    audit.add(NORM_16BIT, op, message, fix or _FIX_NORM)
 
 
 # ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -43,23 +44,18 @@ class Terms(NamedTuple):
     number: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Update:
     """Label of a sum of an argument and of other values."""
 
-    def __init__(
-        self,
-        number: int,
-        factor: str,
-        op: OpOccurrence,
-        others: frozenset[int],
-        has_gradient: bool,
-        is_average: bool,
-    ) -> None:
-        self.number, self.factor, self.op = number, factor, op
-        # The other arguments that are summands.
-        self.others, self.has_gradient = others, has_gradient
-        # True if it has most of the weight, and another argument a small one.
-        self.is_average = is_average
+    number: int
+    factor: str
+    op: OpOccurrence
+    # The other arguments that are summands.
+    others: frozenset[int]
+    has_gradient: bool
+    # True if it has most of the weight, and another argument a small one.
+    is_average: bool
 
 
 _LABELS = (From, Scalar, Terms, Update)
@@ -171,8 +167,8 @@ def _updates(
             small = any(x.factor == SMALL and x.number in others for x in summands)
             # A factor of 0.999 is 1 in bfloat16.
             is_average = summand.factor in (LARGE, PLUS) and small
-            update = summand.number, summand.factor, op, others, has_gradient, is_average
-            updates.add(Update(*update))
+            row = summand.number, summand.factor, op, others, has_gradient, is_average
+            updates.add(Update(*row))
     return updates
 
 
