@@ -216,6 +216,7 @@ ROUNDED_OUTPUT = Check(
     fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
 )
 
+_KEEPS_ERROR = EXACT | LAYOUT | named("add mul div tanh")
 # Dtype -> the distance between its numbers from 256 to 512.
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
@@ -223,8 +224,7 @@ _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 class RoundedOutput(ConditionalFinding):
     """Label of a matmul's 16-bit result, and of values with its rounding error."""
 
-    check = ROUNDED_OUTPUT
-    survives = EXACT | LAYOUT | named("add mul div tanh")
+    check, survives = ROUNDED_OUTPUT, _KEEPS_ERROR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +232,7 @@ class _Difference(Fact):
     """Label of a function of the difference of a rounded result and of another value."""
 
     output: RoundedOutput
-    survives = _ELEMENTWISE | RoundedOutput.survives | named("pow logistic log")
+    survives = _ELEMENTWISE | _KEEPS_ERROR | named("pow logistic log")
 
 
 @ROUNDED_OUTPUT.on_result("dot_general", "conv_general_dilated", "ragged_dot_general")
