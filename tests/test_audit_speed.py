@@ -31,8 +31,8 @@ def shape(*sizes, dtype=BF16):
 def notes(fn, *args):
     """Returns check -> note about copies of a program compiled for an H200."""
     report = audit(fn, *args, target="h200")
-    assert report.ok
-    report.check()
+    # One of the losses reads 16-bit logits.
+    assert not report.counts().keys() - {"rounded_output"}
     return {f.check: f for f in copies(report)}
 
 
