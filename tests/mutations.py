@@ -332,8 +332,8 @@ MUTATIONS = [
     Mutation(
         "the audit reports a result from which its own mean is subtracted",
         "jaxmp/_tools/audit/_check_losses.py",
-        " or _depends(other, label, op, audit)",
-        "",
+        "not _depends(other, output, op, audit)",
+        "True",
         ("test_fp32_outputs.py::test_differences_of_one_result_are_not_reported",),
     ),
     # Traced programs.
@@ -1079,6 +1079,22 @@ MUTATIONS = [
     ),
     # Audit.
     Mutation(
+        "the audit is silent about rounded logits of a softmax",
+        "jaxmp/_tools/audit/_check_losses.py",
+        "if Use.SOFTMAX in use",
+        "if False",
+        (
+            "test_audit_plants.py::test_a_planted_defect_is_found_at_its_line_and_its_fix_removes_it",
+        ),
+    ),
+    Mutation(
+        "a sum into a part of a carry is not found",
+        "jaxmp/_tools/audit/_check_sums.py",
+        "pairs = [(carry, other)] if name",
+        "pairs = [] if name",
+        ("test_audit_plants.py::test_defects_in_parts_of_programs",),
+    ),
+    Mutation(
         "the audit is silent about a softmax in 16 bits",
         "jaxmp/_tools/audit/_check_ops.py",
         '    if _role_of_exponential(op) == "softmax":\n        is_own',
@@ -1118,7 +1134,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the audit takes the gates of a recurrent layer for a decayed sum",
-        "jaxmp/_tools/audit/_check_running_state.py",
+        "jaxmp/_tools/audit/_check_sums.py",
         "    if not all(rows):\n        return False\n",
         "    rows = [row or _Linear() for row in rows]\n",
         ("test_audit_plants.py::test_linear_recurrences",),
@@ -1160,14 +1176,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the audit estimates a loop as if it added in chunks",
-        "jaxmp/_tools/audit/_check_ops.py",
+        "jaxmp/_tools/audit/_check_sums.py",
         "    if not in_chunks:\n",
         "    if False:\n",
         ("test_audit.py::test_the_estimate_of_a_sum_holds",),
     ),
     Mutation(
         "the gradient of a lookup is estimated by the number of indices",
-        "jaxmp/_tools/audit/_check_ops.py",
+        "jaxmp/_tools/audit/_check_sums.py",
         "        return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))",
         "        return updates",
         ("test_audit.py::test_the_gradient_of_a_lookup_depends_on_the_rows_of_the_table",),

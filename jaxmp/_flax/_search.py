@@ -39,7 +39,7 @@ from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._locations import Lines
 from jaxmp._programs._matmuls import MATMULS, WIDENED_MATMUL, count_flops, matmul_of
 from jaxmp._programs._operations import label_of, name_of
-from jaxmp._programs._uses import Use, Uses, wide_results
+from jaxmp._programs._uses import EXACT, Use, Uses, wide_results
 from jaxmp.errors import RecipeWarning
 from jaxmp.fp8 import _explain
 
@@ -295,41 +295,6 @@ class _LabelUses(Uses):
         return super().equation(equation, results, frame)
 
 
-# Operations that move or choose elements of a parameter, or cast them.
-_MOVES = frozenset(
-    [
-        "convert_element_type",
-        "reduce_precision",
-        "copy",
-        "neg",
-        "transpose",
-        "reshape",
-        "broadcast_in_dim",
-        "squeeze",
-        "expand_dims",
-        "rev",
-        "slice",
-        "dynamic_slice",
-        "gather",
-        "concatenate",
-        "stack",
-        "pad",
-        "split",
-        "unstack",
-        "tile",
-        "name",
-        "device_put",
-        "sharding_constraint",
-        "layout_constraint",
-        "reshard",
-        "stop_gradient",
-        "select_n",
-        "optimization_barrier",
-        "all_gather",
-        "pvary",
-        "pcast",
-    ]
-)
 _CONSTANT, _DATA, _REACHED = range(3)
 
 
@@ -440,7 +405,7 @@ class _WeightMatmuls(Forward):
                 path = self._path(frame.place.of(equation).scopes)
                 self.found[not self._modules[path].is_low][path] = matmul.flops, equation
             return [False]
-        if name in _MOVES:
+        if name in EXACT:
             return [any(operands)] * len(equation.outvars)
         is_converted = name_of(equation) == WIDENED_MATMUL
         return [False] if is_converted else self.enter(equation, operands, frame)

@@ -51,6 +51,18 @@ DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 # Uses for which a value should not be rounded.
 SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
+# Operations that move or choose elements, and leave them as they are.
+EXACT = _named(
+    "convert_element_type reduce_precision copy copy_p neg max min clamp select_n reduce_max"
+    " reduce_min cummax cummin reduce_window_max reduce_window_min select_and_gather_add"
+    " transpose reshape broadcast_in_dim broadcast_to squeeze expand_dims rev tile slice"
+    " dynamic_slice dynamic_update_slice gather scatter scatter-min scatter-max split unstack"
+    " concatenate stack pad device_put sharding_constraint layout_constraint reshard relayout"
+    " shard_alike stop_gradient name optimization_barrier tie xla_metadata_value ppermute"
+    " all_to_all ragged_all_to_all pbroadcast pmax pmin all_gather all_gather_invariant"
+    " all_gather_reduced pvary preduced pcast psum psum_invariant unreduced_psum reduce_scatter"
+    " unreduced_reduce_scatter"
+)
 _SUMS = _named("reduce_sum cumsum reduce_window_sum scatter-add scatter-sub select_and_scatter_add")
 # Functions whose results are accurate if they were rounded, but not if their operands were.
 _FLAT = frozenset(("tanh", "atan", "erf", "erfc", "logistic"))

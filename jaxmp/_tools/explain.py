@@ -152,11 +152,11 @@ def explain(
                 operations = explain_operations(fn, loaded, args, kwargs)
                 run = autocast(fn, loaded)
             with recorded(is_full=True) as record, recorded_choices() as attention:
-                trace(run, (*first, *args), kwargs)
+                traced, _ = trace(run, (*first, *args), kwargs)
         return Explanation(
             policies=policies,
             autocast=operations,
-            fp8=explanation_of(record),
+            fp8=explanation_of(record, traced.closed),
             attention=tuple(attention),
         )
 

@@ -20,13 +20,11 @@ from jaxmp._tools.audit import _check_ops as _check_ops
 from jaxmp._tools.audit import _check_float16 as _check_float16
 from jaxmp._tools.audit import _check_integers as _check_integers
 from jaxmp._tools.audit import _check_losses as _check_losses
-from jaxmp._tools.audit import _check_attention as _check_attention
 from jaxmp._tools.audit import _check_state as _check_state
-from jaxmp._tools.audit import _check_running_state as _check_running_state
+from jaxmp._tools.audit import _check_sums as _check_sums
 from jaxmp._tools.audit import _check_compiled as _check_compiled
 from jaxmp._tools.audit import _check_sharding as _check_sharding
 from jaxmp._tools.audit import _check_speed as _check_speed
-from jaxmp._tools.audit import _check_rules as _check_rules
 
 # isort: on
 from jaxmp._core import _compat
@@ -36,12 +34,12 @@ from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit._auditor import Auditor, PolicyContext
 from jaxmp._tools.audit._check_state import label_arguments
 from jaxmp._tools.audit._checks import CHECKS as CHECKS
+from jaxmp._tools.audit._checks import is_attention
 from jaxmp._tools.audit._compile import Compiled, compile_for, compile_lowered
 from jaxmp._tools.audit._make_report import make_report
-from jaxmp._tools.audit._program import is_attention
 from jaxmp._tools.audit._report import AuditReport as AuditReport
 from jaxmp._tools.audit._rows import Finding as Finding
-from jaxmp._tools.audit._trace import check_function, trace
+from jaxmp._tools.audit._trace import check_arguments, check_function, trace
 from jaxmp.optim._find import check_plain_loop
 
 
@@ -80,8 +78,8 @@ def audit(
       The report, with `.findings`, `.matmul_flops` and `.ok`; it prints as a table.
 
     Raises:
-      AuditError: if `fn` is not a function, or changes an NNX object that is not among its
-        arguments, or if XLA cannot compile the program.
+      AuditError: if `fn` is not a function or does not take the arguments, or changes an NNX object
+        that is not among its arguments, or if XLA cannot compile the program.
       CompositionError: as `jaxmp.get_loss_scale`, for an optimizer state among the arguments.
       TargetError: if `target` is not a known chip, or the program does not fit a TPU.
       MissingDependencyError: if neither the chip nor XLA's compiler for it is installed.
@@ -94,6 +92,8 @@ def audit(
       >>> [finding.check for finding in audit(attend, x, x, recipe="bf16").findings]
       ['softmax_16bit']
     """
+    check_function(fn, "audit")
+    check_arguments(fn, args, kwargs)
     return audit_call(fn, args, kwargs, recipe=recipe, target=target)
 
 

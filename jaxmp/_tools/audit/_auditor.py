@@ -20,9 +20,16 @@ from jaxmp._programs._constructs import (
     form_of,
     inners,
     is_unknown,
+)
+from jaxmp._programs._jaxprs import (
+    BACKWARD,
+    FORWARD,
+    Atom,
+    Path,
+    equations,
+    module_paths_of,
     sub_jaxprs,
 )
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Path, equations, module_paths_of
 from jaxmp._programs._locations import FULL_PRECISION, Location, Locations, root_of
 from jaxmp._programs._matmuls import (
     MATMULS,
@@ -34,16 +41,21 @@ from jaxmp._programs._matmuls import (
     matmul_of,
 )
 from jaxmp._programs._static_values import Scope
+from jaxmp._programs._uses import Use, uses
 from jaxmp._tools.audit._checks import (
+    FLOATS,
     ON_16_BITS,
     ON_MATMUL,
     ON_OPERATION,
     ON_RESULT,
+    OpOccurrence,
     PendingFindings,
+    dtype_of,
+    half_of,
+    named,
 )
 from jaxmp._tools.audit._dataflow import GRADIENT
 from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
-from jaxmp._tools.audit._program import FLOATS, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._rows import NOT_COUNTED, NOT_INSPECTED
 
 
@@ -138,6 +150,7 @@ class Auditor:
         # For checks: reports an operation.
         self.add = self.findings.add
         self.flow = Flow(context.ops)
+        self._uses: dict[Any, Use] = {}
         # The jaxpr that is being walked, in which checks look up constants.
         self.known: Scope
         self.equations = 0
@@ -165,6 +178,10 @@ class Auditor:
 
     # -- for checks -------------------------------------------------------------------------
 
+    def use_of(self, var: Atom) -> Use:
+        """Returns what a value is used for in the whole program."""
+        return self._uses.get(var, Use.NONE)
+
     def report(self, cls: type[ConditionalFinding], variables: Iterable[Any], harm: str) -> None:
         """Reports conditional findings about values that have a harmful consequence.
 
@@ -189,6 +206,8 @@ class Auditor:
           times: number of its executions; 0 for a branch that is not counted.
           outer: the operation that contains it.
         """
+        if outer is None:
+            self._uses = uses(scope.jaxpr)
         self.known, body = scope, Body(scope.jaxpr)
         above = Location() if outer is None else outer.location
         for equation in equations(scope.jaxpr, inside=False):

@@ -17,7 +17,8 @@ from jaxmp._programs._matmuls import MATMULS
 from jaxmp._programs._operations import is_in_mesh, mesh_axes_of, sharding_of_result
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
-from jaxmp._tools.audit._checks import ERROR, WARNING, Check
+from jaxmp._tools.audit._check_ops import is_sum
+from jaxmp._tools.audit._checks import ERROR, WARNING, Check, OpOccurrence, dtype_of, half_of
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update
 from jaxmp._tools.audit._expressions import expression_of, fix_origins, with_split_copy
 from jaxmp._tools.audit._hlo_collectives import (
@@ -28,7 +29,6 @@ from jaxmp._tools.audit._hlo_collectives import (
     axis_names,
 )
 from jaxmp._tools.audit._labels import Reduction16Bit
-from jaxmp._tools.audit._program import OpOccurrence, dtype_of, half_of
 from jaxmp._tools.audit._rows import CollectiveRow, Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.report._section import bytes_text
@@ -36,7 +36,7 @@ from jaxmp._tools.report._section import bytes_text
 ALL_REDUCE_16BIT = Check(
     id="all_reduce_16bit",
     explanation="Gradients of parameters are summed over devices in 16 bits where the recipe"
-    " requires FP32. A warning without policies.",
+    " requires FP32 (a warning without policies), or statistics of the batch are averaged.",
     fix="grads = jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), 'data')",
     needs_target="under `jit` with shardings; not for `shard_map` and `pmap`",
     includes_optimizer=True,
@@ -92,6 +92,11 @@ def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
     dtype = dtype_of(op.equation.invars[0]).name
     names = mesh_axes_of(op.equation)
     name = repr(names[0]) if len(names) == 1 else repr(names)
+    if op.location.phase == FORWARD and not reduction.is_gradient and is_sum(op):
+        message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
+        fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
+        audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op, audit.findings) or fix)
+        return
     if not reduction.is_gradient or reduction.is_activation:
         audit.notes[sum_note(dtype)] = None
         return

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core._dtypes import FLOATS_16BIT, is_16bit
+from jaxmp._core._dtypes import FLOAT16, FLOAT32, FLOATS_16BIT, is_16bit
+from jaxmp._programs._jaxprs import BACKWARD
+from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_integers import STEPS
 from jaxmp._tools.audit._check_ops import ACCUMULATOR_16BIT
-from jaxmp._tools.audit._checks import ERROR, WARNING, Check
+from jaxmp._tools.audit._checks import (
+    ERROR,
+    FLOATS,
+    WARNING,
+    Check,
+    OpOccurrence,
+    dtype_of,
+    half_of,
+)
 from jaxmp._tools.audit._dataflow import (
     LARGE,
     PLUS,
@@ -22,10 +33,10 @@ from jaxmp._tools.audit._dataflow import (
     From,
     Power,
     Update,
+    is_scale,
     powers_of,
 )
 from jaxmp._tools.audit._expressions import expression_of, in_fp32
-from jaxmp._tools.audit._program import FLOATS, dtype_of
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced, argument_text
 from jaxmp.optim._moments import MomentState
@@ -49,14 +60,17 @@ UNUSED_LOSS_SCALE = Check(
 )
 MISSING_LOSS_SCALE = Check(
     id="missing_loss_scale",
-    explanation="The backward pass of a training step multiplies in float16 without a loss scale.",
+    explanation="The backward pass of a training step multiplies in float16 without a loss scale. A"
+    " warning for a gradient inside of a loss, such as a penalty or forces, whose scale is not that"
+    " of the training.",
     fix="tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
     "loss, grads = state.value_and_grad(loss_fn)(batch)",
 )
 MISSING_MASTER = Check(
     id="missing_master",
     explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
-    ' what rounding loses. A warning under a recipe with `master = "none"`.',
+    " what rounding loses, or it rounds FP32 parameters itself."
+    ' A warning under a recipe with `master = "none"`.',
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
     includes_optimizer=True,
 )
@@ -97,11 +111,14 @@ def label_arguments(audit: Auditor, traced: Traced) -> None:
     """Labels the arguments before the walk, so that updates of them are known."""
     for label, var in traced.inputs():
         audit.flow.mark(var, label)
+    # Under `vmap`, a loss scale is an array.
+    scales = {var for _, var in traced.scales()}
     for number, var in traced.variables.items():
         if dtype_of(var) in FLOATS:
             audit.flow.mark(var, From(number, PLUS))
             if var.aval.size == 1:
                 audit.flow.mark(var, SCALAR)
+            if var.aval.size == 1 or var in scales:
                 audit.flow.mark(var, Power(number, 1.0))
         elif jnp.issubdtype(dtype_of(var), jnp.integer) and var.aval.size == 1:
             audit.flow.mark(var, STEPS)
@@ -240,7 +257,7 @@ class _Step:
 
         Args:
           returned: key paths of the results. In a program that trains nothing, only scalars and
-            arguments that are returned under their own keys are state.
+            arguments that are returned under their own keys, and averages, are state.
         """
         updates = {n: row[0] for n, row in self.updates.items() if is_16bit(self.dtypes[n])}
         return {
@@ -250,7 +267,7 @@ class _Step:
             and (
                 not (update.has_gradient or self.is_average(update))
                 if self.is_training
-                else self.avals[n].size == 1 or self.names[n] in returned
+                else self.avals[n].size == 1 or self.names[n] in returned or update.is_average
             )
         }
 
@@ -363,6 +380,26 @@ def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     yield from step.findings(MISSING_MASTER, updates, text, fix, severity)
 
 
+@MISSING_MASTER.on_program
+def check_rounded_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports FP32 parameters whose new values the step rounds to 16 bits."""
+    step = step_of(audit, traced)
+    for var in traced.jaxpr.outvars:
+        labels = audit.flow.labels(Update, var) if dtype_of(var) == FLOAT32 else ()
+        numbers = {x.number for x in labels if x.number in step.updates and x.has_gradient}
+        maker = traced.maker_of(var) if numbers and var.aval.size > 1 else None
+        sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
+        dtype = half_of([*sources, *(x.op.equation.outvars[0] for x in labels)])
+        if maker is not None and maker.name == "reduce_precision":
+            dtype = np.dtype(jnp.bfloat16)
+        if maker is not None and dtype is not None and not step.in_optimizer[min(numbers)]:
+            file, line = audit.findings.line_of(maker)
+            message = f"the step rounds {step.locations[min(numbers)]} to {dtype.name}, although it"
+            message += " is FP32: updates below {least} of a value are rounded away."
+            fix = "Add the updates in FP32:\n    params = optax.apply_updates(params, updates)"
+            yield MISSING_MASTER.finding(_fill(message, dtype.name), fix, file=file, line=line)
+
+
 @ACCUMULATOR_16BIT.on_program
 def check_accumulators(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit sums of gradients and averages of parameters over steps."""
@@ -407,3 +444,38 @@ def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     fix = "grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(params)"
     fix = "" if any(step.in_optimizer) else fix
     yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, file=file, line=line)
+
+
+class _InnerGradient(NamedTuple):
+    """Operation of a backward pass that is itself differentiated."""
+
+    op: OpOccurrence
+    is_scaled: bool
+
+
+@MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *MATMULS)
+def collect_inner_gradients(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
+    is_scaled = op.name not in MATMULS and any(
+        is_scale(op, var, audit.flow.of) for var in op.equation.invars
+    )
+    is_float16 = op.name in MATMULS and FLOAT16 in map(dtype_of, op.equation.invars)
+    if (is_scaled or is_float16) and op.location.phase == BACKWARD:
+        chain = reversed([op.equation, *op.enclosing])
+        stack = "/".join(str(equation.source_info.name_stack) for equation in chain)
+        # The outer derivative is the first part of a name stack.
+        if 0 <= stack.find("jvp(") < stack.find("transpose("):
+            audit.collected[_InnerGradient].append(_InnerGradient(op, is_scaled))
+
+
+@MISSING_LOSS_SCALE.on_program
+def check_inner_gradients(audit: Auditor, traced: Traced) -> None:
+    """Reports gradients inside of a loss, to which no loss scale is applied."""
+    del traced
+    inner = audit.collected[_InnerGradient]
+    if inner and not any(row.is_scaled for row in inner):
+        message = "a gradient inside of the loss is computed in float16 without a loss scale of its"
+        message += " own: elements below 6e-8 become zero."
+        fix = "Scale the inner gradient, too, or compute it in FP32:\n"
+        fix += "    grads = jaxmp.grad(fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(x)"
+        audit.add(MISSING_LOSS_SCALE, inner[0].op, message, fix, severity=WARNING)

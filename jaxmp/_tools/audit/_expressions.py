@@ -21,8 +21,15 @@ from jaxmp._programs._jaxprs import (
     scope_names,
 )
 from jaxmp._programs._locations import call_site
-from jaxmp._tools.audit._checks import PendingFindings
-from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
+from jaxmp._tools.audit._checks import (
+    LAYOUT,
+    PERIODIC,
+    OpOccurrence,
+    PendingFindings,
+    dtype_of,
+    half_of,
+    named,
+)
 
 _MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
 # Operations that round each element of a 16-bit array.

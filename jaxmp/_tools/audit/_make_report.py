@@ -25,7 +25,14 @@ from jaxmp._programs._operations import sharding_of_result
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
-from jaxmp._tools.audit._checks import CHECKS, ON_COMPILED, ON_PROGRAM, WARNING, PendingFinding
+from jaxmp._tools.audit._checks import (
+    CHECKS,
+    ERROR,
+    ON_COMPILED,
+    ON_PROGRAM,
+    WARNING,
+    PendingFinding,
+)
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._hlo_collectives import axis_names
@@ -103,9 +110,11 @@ def _note_matmuls(auditor: Auditor, sources: set[Any]) -> None:
 _EMULATED = (
     "FP8 matmuls are emulated on a CPU: operands are rounded to FP8 and multiplied in a wider dtype"
 )
-# Findings about less than this share of all FLOPs are warnings: a misaligned matmul, all FP32
-# matmuls together, and a promotion that makes only such matmuls wide.
+# Findings about less than this share of all FLOPs are warnings: all FP32 matmuls together, and a
+# promotion that makes only such matmuls wide.
 _SMALL_SHARE = 0.01
+# Padding that costs at least this share of all FLOPs is an error.
+_LARGE_SHARE = 0.25
 
 
 def make_report(
@@ -240,8 +249,12 @@ def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
     are_few = fp32_flops < _SMALL_SHARE * total
     merged: dict[Any, Finding] = {}
     for item in pending:
-        is_minor = _is_minor(item, total) or (item.check is FP32_MATMUL and are_few)
-        finding = _final_finding(item, auditor.root, is_minor)
+        severity = item.severity
+        if item.check is MISALIGNED_MATMUL and item.harmed_flops >= _LARGE_SHARE * total:
+            severity = ERROR
+        elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
+            severity = WARNING
+        finding = _final_finding(item, auditor.root, severity)
         key = finding.check, finding.severity, finding.module, finding.file, finding.line
         if key in merged:
             count, flops = merged[key].count + finding.count, merged[key].flops + finding.flops
@@ -251,19 +264,16 @@ def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
 
 
 def _is_minor(finding: PendingFinding, total: int) -> bool:
-    """Returns True if a finding concerns a small share of all FLOPs."""
-    is_promotion = finding.check is IMPLICIT_PROMOTION
-    if not is_promotion and finding.check is not MISALIGNED_MATMUL:
-        return False
-    flops = finding.harmed_flops if is_promotion else finding.flops
-    return 0 < flops < _SMALL_SHARE * total and not finding.has_other_harm
+    """Returns True for a promotion that concerns a small share of all FLOPs."""
+    is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total and not finding.has_other_harm
+    return finding.check is IMPLICIT_PROMOTION and is_small
 
 
-def _final_finding(finding: PendingFinding, root: Path, is_minor: bool) -> Finding:
+def _final_finding(finding: PendingFinding, root: Path, severity: str) -> Finding:
     file, line = finding.line
     return Finding(
         check=finding.check.id,
-        severity=WARNING if is_minor else finding.severity,
+        severity=severity,
         module=module_of(finding.names, root),
         primitive=finding.primitive,
         file=file,

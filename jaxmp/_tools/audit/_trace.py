@@ -20,8 +20,8 @@ from jaxmp._programs._analysis import Body
 from jaxmp._programs._constructs import inners
 from jaxmp._programs._jaxprs import Atom
 from jaxmp._programs._locations import Location
+from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._labels import FloatInput
-from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp.errors import AuditError
 
 _KeyPath = tuple[Any, ...]
@@ -134,6 +134,26 @@ def check_function(fn: object, name: str) -> None:
             f"{name} received an object of type {type(fn).__name__}, which cannot be traced. Pass"
             f" the function, and its arguments separately:\n    jaxmp.{name}(train_step{arguments}"
         )
+
+
+def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Checks that a function takes the arguments, before it is called.
+
+    Raises:
+      AuditError: with the call to write.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise AuditError(
+            f"audit passes its arguments on to the function, which does not take them: {error}. The"
+            " recipe and the chip are recipe= and target=:\n"
+            "    jaxmp.audit(train_step, state, batch, recipe='bf16', target='h200')"
+        ) from error
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:

@@ -12,9 +12,8 @@ import numpy as np
 
 from jaxmp._core._compat import is_in_custom_vjp
 from jaxmp._programs._locations import module_of, root_of
-from jaxmp._tools.audit._checks import PendingFindings
+from jaxmp._tools.audit._checks import OpOccurrence, PendingFindings
 from jaxmp._tools.audit._expressions import expression_of
-from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp._tools.nonfinite import _fixes
 from jaxmp._tools.nonfinite._arguments import (
     FP8,
