@@ -16,17 +16,11 @@ from jaxmp._tools.audit._checks import PendingFindings
 from jaxmp._tools.audit._expressions import expression_of
 from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp._tools.nonfinite import _fixes
-from jaxmp._tools.nonfinite._arguments import (
-    FP8,
-    INPUT,
-    MOMENT,
-    PARAMETER,
-    ArgumentRow,
-    ScaleArgument,
-)
+from jaxmp._tools.nonfinite._arguments import ROLES, ArgumentRow, ScaleArgument
 from jaxmp._tools.nonfinite._measure import ArrayRow, Measured
 from jaxmp._tools.nonfinite._record import Region
 from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Variable, Walk
+from jaxmp.optim._roles import COUNTER, FP8, INPUT, LOSS_SCALE, MOMENT
 
 _LOGS = frozenset({"log", "log1p", "log2"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
@@ -328,11 +322,11 @@ _CHECKS: tuple[Callable[[Evidence], Cause | None], ...] = (
 # Arguments
 # ---------------------------------------------------------------------------
 
+# The other arguments are parameters, or copies of them.
 _OF_ROLE = {
-    PARAMETER: "poisoned_parameter",
-    MOMENT: "poisoned_moment",
-    FP8: "fp8_scale",
-    INPUT: "bad_input",
+    **dict.fromkeys((ROLES[MOMENT], ROLES[COUNTER], ROLES[LOSS_SCALE]), "poisoned_moment"),
+    ROLES[FP8]: "fp8_scale",
+    ROLES[INPUT]: "bad_input",
 }
 
 
@@ -347,10 +341,10 @@ def cause_of_argument(row: ArgumentRow) -> Cause:
         "An earlier step wrote it. Restart from a checkpoint before that step:\n"
         f"    {root} = checkpointer.restore({root})"
     )
-    if row.role == INPUT:
+    if row.role == ROLES[INPUT]:
         where = f" (row {row.index[0]} of the batch)" if row.index else ""
         fix = (
             f"Remove such elements{where} from the data, or replace them:\n"
             f"    {row.name} = jnp.where(jnp.isfinite({row.name}), {row.name}, 0)"
         )
-    return Cause(_OF_ROLE[row.role], message, fix)
+    return Cause(_OF_ROLE.get(row.role, "poisoned_parameter"), message, fix)

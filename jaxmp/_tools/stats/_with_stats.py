@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -27,18 +26,11 @@ from jaxmp._programs._jaxprs import BACKWARD, Path
 from jaxmp._programs._locations import module_of, root_of
 from jaxmp._programs._operations import dot_of
 from jaxmp._tools.audit._trace import Traced, check_function, is_array, trace
-from jaxmp._tools.nonfinite._arguments import (
-    FP8,
-    MASTERS,
-    PARAMETER,
-    names_of,
-    roles_of,
-    scale_and_number,
-)
 from jaxmp._tools.stats._measure import TensorStats, fp8_scale, measure
 from jaxmp._tools.stats._observe import ACTIVATIONS, GRADIENTS, SCALES, Key, Observer
 from jaxmp._tools.stats._report import StatsReport, make_report
 from jaxmp.errors import AuditError
+from jaxmp.optim._roles import AVERAGE, FP8, MASTER, PARAMETER, STATISTICS
 
 EMULATED = FLOAT16, FLOAT8 = "float16", "float8"
 # Elements of a tensor that are compared, at most.
@@ -244,21 +236,22 @@ def with_stats(
             f"with_stats received what_if={what_if!r}. Pass a sequence of formats, of "
             f"{', '.join(map(repr, EMULATED))}: what_if=[{EMULATED[0]!r}]."
         )
-    programs: dict[Any, tuple[Callable[..., Any], ...]] = {}
+    programs: dict[Any, tuple[list[int], Callable[..., Any], Callable[..., Any]]] = {}
 
     def measured(*args: Any, **kwargs: Any) -> TrainingStats:
         leaves, structure = jax.tree.flatten((args, kwargs))
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
         types = [jax.typeof(leaf) if is_array(leaf) else leaf for leaf in leaves]
         key = structure, tuple(types)
         if key not in programs:
             shapes, names = structure.unflatten(types)
             # XLA must not leave out roundings.
             options: dict[str, Any] = {"xla_allow_excess_precision": False}
-            program = _Program(trace(step, shapes, names))
+            traced = trace(step, shapes, names)
+            program = _Program(traced)
             samples = jax.jit(program.samples, static_argnums=1, compiler_options=options)
-            programs[key] = jax.jit(program, compiler_options=options), samples
-        program, samples = programs[key]
+            programs[key] = traced.positions, jax.jit(program, compiler_options=options), samples
+        positions, program, samples = programs[key]
+        arrays = [leaves[n] for n in positions]
         stats = program(arrays)
         if what_if:
             scale = (stats.report().loss_scale or stats.loss_scale) / stats.loss_scale
@@ -274,8 +267,7 @@ class _Program:
     """Statistics of a traced step, as a function of the arrays among its arguments."""
 
     def __init__(self, traced: Traced) -> None:
-        self.traced, self.names, self.roles = traced, names_of(traced), roles_of(traced)
-        _, self.scale = scale_and_number(traced)
+        self.traced, self.names, self.roles = traced, traced.texts(), traced.roles()
 
     def __call__(self, arrays: list[Any]) -> TrainingStats:
         observer = Observer()
@@ -288,10 +280,9 @@ class _Program:
             suffix = f"#{counts[kind, name]}" if counts[kind, name] > 1 else ""
             rows.setdefault(kind, {})[name + suffix] = stats
 
-        for kind, role in (("parameters", PARAMETER), (SCALES, FP8)):
-            for number, array in enumerate(arrays):
-                if self.roles[number] == role and jnp.issubdtype(array.dtype, jnp.floating):
-                    add(kind, self.names[number], measure(array))
+        for kind, numbers in (("parameters", self._parameters()), (SCALES, self._of_role(FP8))):
+            for number in numbers:
+                add(kind, self.names[number], measure(arrays[number]))
         for key, module, stats in self._by_module(observer):
             if key.kind == GRADIENTS:
                 add(GRADIENTS, self._parameter(key, module), stats)
@@ -301,7 +292,7 @@ class _Program:
             old = lax.convert_element_type(arrays[number], jnp.float32)
             update = lax.sub(lax.convert_element_type(new, jnp.float32), old)
             add("updates", self.names[number], measure(update))
-        scale = 1.0 if self.scale is None else arrays[self.scale]
+        scale = next((arrays[number] for number in self.traced.scales()), 1.0)
         return TrainingStats(rows, jnp.asarray(scale, jnp.float32))
 
     def samples(self, arrays: list[Any], name: str, scale: Array) -> Samples:
@@ -318,20 +309,30 @@ class _Program:
         """Yields (key, module, measurement) of each tensor that an observer measured."""
         paths = [key.path for key in observer.side]
         root = root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
-        of_fp8 = self._shapes(FP8) - self._shapes(PARAMETER)
+        of_fp8, of_parameters = (
+            {self.traced.arrays[n].shape for n in numbers}
+            for numbers in (self._of_role(FP8), self._parameters())
+        )
         for key, measured in observer.side.items():
-            if key.kind != GRADIENTS or key.shape not in of_fp8:
+            if key.kind != GRADIENTS or key.shape not in of_fp8 - of_parameters:
                 yield key, module_of(key.path, root), measured
 
-    def _shapes(self, role: str) -> set[tuple[int, ...]]:
-        pairs = zip(self.traced.arrays, self.roles, strict=True)
-        return {array.shape for array, each in pairs if each == role}
+    def _of_role(self, *roles: str) -> list[int]:
+        """Returns the numbers of the floating-point arrays with one of these roles."""
+        return [
+            n
+            for n, array in enumerate(self.traced.arrays)
+            if self.roles[n] in roles and jnp.issubdtype(array.dtype, jnp.floating)
+        ]
+
+    def _parameters(self) -> list[int]:
+        return self._of_role(PARAMETER, MASTER, AVERAGE, STATISTICS)
 
     def _parameter(self, key: Key, module: str) -> str:
         """Returns the parameter of a gradient; its module and shape if they fit several ones."""
-        rows = zip(self.names, self.traced.arrays, self.roles, strict=True)
-        fitting = [n for n, array, role in rows if role == PARAMETER and array.shape == key.shape]
-        fitting = [name for name in fitting if not MASTERS.search(name)]
+        arrays = self.traced.arrays
+        numbers = [n for n in self._of_role(PARAMETER) if arrays[n].shape == key.shape]
+        fitting = [self.names[n] for n in numbers]
         parts = [part for part in module.split("/") if part]
         named = [n for n in fitting if all(re.search(rf"\b{re.escape(p)}\b", n) for p in parts)]
         unique = named if len(named) == 1 else fitting
@@ -340,17 +341,16 @@ class _Program:
     def _updated(self, results: list[Any]) -> list[tuple[int, Any]]:
         """Returns (number of a parameter, its new value); none without an optimizer's state."""
         traced = self.traced
-        if not any(traced.optimizer_leaves()):
+        if not any(traced.in_optimizer()):
             return []
-        leaves = jtu.tree_flatten_with_path(traced.arguments)[0]
         paths = [path for path, _ in traced.results]
-        new = {jtu.keystr(path[1:]): results[n] for n, path in reversed([*enumerate(paths)])}
-        new |= {jtu.keystr(path): results[n] for n, path in enumerate(paths)}
+        new = {path[1:]: results[n] for n, path in reversed([*enumerate(paths)])}
+        new |= {path: results[n] for n, path in enumerate(paths)}
         written = dict(zip(traced.written, results[len(paths) :], strict=True))
         pairs = []
-        for number, leaf in enumerate(traced.variables):
-            value = written.get(leaf, new.get(jtu.keystr(leaves[leaf][0][2:])))
-            fits = value is not None and value.shape == traced.arrays[number].shape
-            if fits and self.roles[number] == PARAMETER:
+        for number in self._parameters():
+            leaf = traced.leaves[number]
+            value = written.get(number, new.get(leaf.path[2:]))
+            if value is not None and value.shape == leaf.value.shape:
                 pairs.append((number, value))
         return pairs
