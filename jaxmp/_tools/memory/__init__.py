@@ -21,10 +21,15 @@ from jaxmp._tools.memory._liveness import Liveness, Value
 from jaxmp._tools.report._section import Section, bytes_text, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError, TargetError
-from jaxmp.optim._roles import FP8, INPUT, MASTER, REMAINDER
+from jaxmp.optim._roles import AVERAGE, FP8, MASTER, PARAMETER, REMAINDER, STATISTICS
 
 STATE = ("parameters", "masters", "moments", "FP8 state", "inputs")
-_KINDS = {MASTER: STATE[1], REMAINDER: STATE[1], FP8: STATE[3], INPUT: STATE[4]}
+_MASTERS = (MASTER, REMAINDER)
+_KINDS = {
+    **dict.fromkeys((PARAMETER, AVERAGE, STATISTICS), "parameters"),
+    **dict.fromkeys(_MASTERS, "masters"),
+    FP8: "FP8 state",
+}
 TEMPORARY = ("working copies", "gradients", "activations", "logits")
 KINDS = (*STATE, *TEMPORARY, "results")
 # The share of a GPU's memory that JAX allocates when it starts.
@@ -269,7 +274,8 @@ def _kinds_of_arguments(traced: Traced) -> list[str]:
     """Returns the kind of each array among the arguments."""
     pairs = zip(traced.leaves, traced.roles(), strict=True)
     return [
-        _KINDS.get(role, "moments" if leaf.in_optimizer else "parameters") for leaf, role in pairs
+        "moments" if leaf.in_optimizer and role not in _MASTERS else _KINDS.get(role, "inputs")
+        for leaf, role in pairs
     ]
 
 

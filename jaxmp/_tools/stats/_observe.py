@@ -30,7 +30,7 @@ from jaxmp._programs._operations import name_of
 from jaxmp._tools.stats._measure import TensorStats, measure
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
-_MATMULS = ("dot_general", "conv_general_dilated")
+MATMULS = ("dot_general", "conv_general_dilated")
 # Kernels of Pallas and cuDNN, which no interpreter enters.
 _ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
 _KERNELS = ("pallas_call", *_ATTENTION)
@@ -60,14 +60,12 @@ class _Outer(NamedTuple):
     number: index of the innermost enclosing equation.
     used: for each result, True if the forward pass uses it; None: all are used.
     cotangents: for each argument, True if the backward pass made it.
-    wide: for each argument, True if an emulated step computes it in FP32.
     """
 
     at: tuple[Any, ...] = ()
     number: int = 0
     used: Sequence[bool] | None = None
     cotangents: Sequence[bool] = ()
-    wide: Sequence[bool] = ()
 
 
 class _Inside:
@@ -78,7 +76,6 @@ class _Inside:
         self.at = (*outer.at, outer.number, id(body))
         self.outputs = ModuleOutputs(jaxpr, place, outer.used)
         self.cotangents: set[Atom] = set(itertools.compress(body.invars, outer.cotangents))
-        self.wide: set[Atom] = set(itertools.compress(body.invars, outer.wide))
         self.gradients = _gradients(body, place)
         # Variable -> its statistics.
         self.measured: dict[Atom, TensorStats] = {}
@@ -86,10 +83,6 @@ class _Inside:
     def is_cotangent(self, var: Atom) -> bool:
         """Returns True if the backward pass made a variable."""
         return not is_literal(var) and var in self.cotangents
-
-    def is_wide(self, var: Atom) -> bool:
-        """Returns True if an emulated step computes a variable in FP32."""
-        return not is_literal(var) and var in self.wide
 
 
 def _gradients(body: Any, place: Place) -> set[Atom]:
@@ -108,55 +101,51 @@ class Observer(Interpreter):
     has_side_results = True
     drops_derivatives = True
     measure: Callable[..., Any] = staticmethod(measure)
-    # For each result of the jaxpr that ended last, True if an emulated step computes it in FP32.
-    ended: Sequence[bool] = ()
+    # True for a client that reads only the outputs of modules.
+    only_outputs = False
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
     ) -> list[Any]:
         inside = _Inside(jaxpr, place or Place(), state or _Outer())
-        results = super().run(jaxpr, args, place, inside)
-        self.ended = [inside.is_wide(var) for var in jaxpr_body(jaxpr)[0].outvars]
-        return results
+        return super().run(jaxpr, args, place, inside)
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         inside, place, name = frame.state, frame.place.of(equation), equation.primitive.name
         at = (*inside.at, frame.index)
+        if self.only_outputs and place.phase != FORWARD:
+            return self.bound(equation, operands)
         role = name_of(equation).removeprefix(QUANTIZE) if QUANTIZE in name_of(equation) else ""
         # A scan over layers moves the constants of its body to calls without operands.
-        if role and operands:
+        if role and operands and not self.only_outputs:
             results = self.bound(equation, operands)
             if place.phase != RECOMPUTE:
                 self._quantized(operands[0], results, Key(OPERANDS, place.scopes, role, (), at))
             return results
-        if name in (*_MATMULS, *_KERNELS):
+        if name in (*MATMULS, *_KERNELS) and not self.only_outputs:
             for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
-                label = ("lhs", "rhs")[n] if name in _MATMULS else f"operand_{n}"
+                label = ("lhs", "rhs")[n] if name in MATMULS else f"operand_{n}"
                 label = label if place.phase == FORWARD else "output_grad"
                 # Operands of a matmul that is computed again are left out.
                 if place.phase == FORWARD or inside.is_cotangent(var):
                     self._measure(inside, OPERANDS, (place.scopes, label), var, x, at)
-        results = self._entered(equation, operands, frame)
+        flags = []
+        for inner in inners(equation)[-1:]:
+            for n, var in enumerate(inner.operands):
+                is_carry = place.phase == BACKWARD and n in inner.carried
+                flags.append(is_carry or inside.is_cotangent(var))
+        used = [var in inside.outputs.consumers for var in equation.outvars]
+        used = used_inside(equation, used) if place.phase == FORWARD else None
+        state = _Outer(inside.at, frame.index, used, flags)
+        results = self.enter(equation, operands, frame, state)
         if place.phase == BACKWARD:
             inside.cotangents.update(equation.outvars)
         for var, x in zip(equation.outvars, results, strict=True):
             for path in inside.outputs.last.get(var, ()):
                 self._measure(inside, ACTIVATIONS, (path, ""), var, x, at)
-            if var in inside.gradients:
+            if var in inside.gradients and not self.only_outputs:
                 self._measure(inside, GRADIENTS, (place.scopes, ""), var, x, at)
         return results
-
-    def _entered(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        inside, place, flags, wide = frame.state, frame.place.of(equation), [], []
-        for inner in inners(equation)[-1:]:
-            for n, var in enumerate(inner.operands):
-                is_carry = place.phase == BACKWARD and n in inner.carried
-                flags.append(is_carry or inside.is_cotangent(var))
-                wide.append(inside.is_wide(var))
-        used = [var in inside.outputs.consumers for var in equation.outvars]
-        used = used_inside(equation, used) if place.phase == FORWARD else None
-        state = _Outer(inside.at, frame.index, used, flags, wide)
-        return self.enter(equation, operands, frame, state)
 
     def _measure(self, inside: Any, kind: str, name: Any, var: Atom, x: Any, at: Any) -> None:
         # FP8 operands have been measured before their quantization.
