@@ -20,7 +20,8 @@ class NonfiniteReport(Report):
     """Origin of values of a training step that are not finite. Frozen; contains plain data.
 
     Args:
-      reproduced: True if the step has results that are not finite for these arguments.
+      reproduced: True if the step has results that are not finite for these arguments, or if
+        all its gradients are zero and a value in the loss is not finite.
       reason: why the step was not reproduced; "" if it was.
       cause: id of the cause, such as "division_by_zero"; `docs/debugging.md` lists them. "" if no
         measurement shows a cause.

@@ -22,7 +22,7 @@ from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Path
 from jaxmp._programs._operations import dot_of
-from jaxmp._tools.stats._measure import fp8_scale, stored
+from jaxmp._tools.stats._measure import clipped, fp8_scale, rounded
 from jaxmp._tools.stats._observe import MATMULS, Observer
 
 EMULATED = FLOAT16, FLOAT8 = "float16", "float8"
@@ -64,6 +64,7 @@ class Emulation(Interpreter):
     def __init__(self, name: str, scale: Any) -> None:
         super().__init__()
         self.name, self.scale = name, scale
+        self._dtype = jnp.dtype(np.float16 if name == FLOAT16 else jnp.bfloat16)
         # Scopes with FP32 results, such as norms, which also sum their gradients in FP32.
         self._fp32_modules: set[Path] = set()
 
@@ -112,7 +113,8 @@ class Emulation(Interpreter):
         if is_backward and is_batch_sum and not is_wide and place.scopes not in self._fp32_modules:
             # A sum over the batch, as of a bias, accumulates in the format.
             (result,) = self.bound(equation, [self._narrow(arrays[0], True)])
-            return [_Value(self._wide(result, True), True)]
+            wide = lax.convert_element_type(result, FLOAT32)
+            return [_Value(lax.div(wide, self._scale(True)), True)]
         flags = [x.is_cotangent for x in operands]
         if is_matmul:
             # Parameters, inputs and cotangents may come from outside of the module, in FP32.
@@ -136,18 +138,14 @@ class Emulation(Interpreter):
         return self.scale if is_backward and self.name == FLOAT16 else np.float32(1)
 
     def _narrow(self, x: Array, is_backward: bool) -> Array:
-        dtype = np.float16 if self.name == FLOAT16 else jnp.bfloat16
-        return stored(lax.mul(x, self._scale(is_backward)), dtype)
-
-    def _wide(self, x: Array, is_backward: bool) -> Array:
-        return lax.div(lax.convert_element_type(x, FLOAT32), self._scale(is_backward))
+        x = clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
+        return lax.optimization_barrier(lax.convert_element_type(x, self._dtype))
 
     def _rounded(self, x: Any, is_backward: bool) -> Any:
         if not _is_fp32(x):
             return x
-        if self.name == FLOAT8:
-            return lax.reduce_precision(x, 8, 7)
-        return self._wide(self._narrow(x, is_backward), is_backward)
+        x = clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
+        return lax.div(rounded(x, self._dtype), self._scale(is_backward))
 
 
 def _as_values(results: Sequence[Any], is_cotangent: bool) -> list[_Value]:
@@ -163,7 +161,7 @@ def _is_fp32(x: Any) -> bool:
 def _fp8(x: Array, is_cotangent: bool) -> Array:
     name = "float8_e5m2" if is_cotangent else "float8_e4m3fn"
     scale = fp8_scale(lax.reduce_max(lax.abs(x), range(x.ndim)), name)
-    return lax.div(lax.convert_element_type(stored(lax.mul(x, scale), name), FLOAT32), scale)
+    return lax.div(rounded(clipped(lax.mul(x, scale), name), name), scale)
 
 
 # ---------------------------------------------------------------------------

@@ -76,7 +76,8 @@ class _Inside:
         self.at = (*outer.at, outer.number, id(body))
         self.outputs = ModuleOutputs(jaxpr, place, outer.used)
         self.cotangents: set[Atom] = set(itertools.compress(body.invars, outer.cotangents))
-        self.gradients = _gradients(body, place)
+        phases = [place.of(each).phase for each in equations(body, inside=False)]
+        self.gradients = gradients_of(body, phases, place.phase)
         # Variable -> its statistics.
         self.measured: dict[Atom, TensorStats] = {}
 
@@ -85,13 +86,19 @@ class _Inside:
         return not is_literal(var) and var in self.cotangents
 
 
-def _gradients(body: Any, place: Place) -> set[Atom]:
-    """Returns the variables that the backward pass makes, and code outside of it reads."""
+def gradients_of(body: Any, phases: Sequence[str], outer: str) -> set[Atom]:
+    """Returns the variables that the backward pass makes, and code outside of it reads.
+
+    Args:
+      body: a jaxpr.
+      phases: the phase of each of its equations.
+      outer: the phase of the equation that contains it.
+    """
     own = list(equations(body, inside=False))
-    phases = {id(each): place.of(each).phase for each in own} | {id(None): place.phase}
-    made = {var for each in own if phases[id(each)] == BACKWARD for var in each.outvars}
+    phase_of = dict(zip(map(id, own), phases, strict=True)) | {id(None): outer}
+    made = {var for each in own if phase_of[id(each)] == BACKWARD for var in each.outvars}
     readers = consumers(body) if made else {}
-    is_outside = lambda reader: phases[id(reader)] == FORWARD
+    is_outside = lambda reader: phase_of[id(reader)] == FORWARD
     return {var for var in made if any(map(is_outside, readers.get(var, ())))}
 
 

@@ -36,6 +36,7 @@ from jaxmp._tools.validate._rows import GradientRow, ModuleRow, Pattern
 from jaxmp._tools.validate._run import check_grads
 from jaxmp._tools.validate._train import global_norm
 
+
 class Output(NamedTuple):
     """Output of a module.
 
