@@ -24,6 +24,12 @@ AVERAGE, STATISTICS, INPUT = "average", "batch statistics", "input"
 LOSS_SCALE, FP8, COUNTER, OTHER = "loss_scale", "fp8", "counter", ""
 
 KeyPath = tuple[Any, ...]
+# Collections of Flax, which are also fields of train states.
+_COLLECTIONS = {
+    _overwritten.OVERWRITE: FP8,
+    _trees.PARAMS: PARAMETER,
+    "batch_stats": STATISTICS,
+}
 
 
 class Leaf(NamedTuple):
@@ -114,9 +120,7 @@ def _role_of_field(node: object, name: str) -> str:
     if isinstance(node, optax.EmaState) and name == "ema":
         return AVERAGE
     if isinstance(node, Mapping):
-        collections = {"batch_stats": STATISTICS, _trees.PARAMS: PARAMETER}
-        is_fp8 = name == _overwritten.OVERWRITE or name in _overwritten.state_names(node)
-        return FP8 if is_fp8 else collections.get(name, OTHER)
+        is_fp8 = name in _overwritten.state_names(node)
+        return FP8 if is_fp8 else _COLLECTIONS.get(name, OTHER)
     is_train_state = any(cls.__qualname__ == "TrainState" for cls in type(node).__mro__)
-    fields = {_trees.PARAMS: PARAMETER, "batch_stats": STATISTICS, "step": COUNTER}
-    return fields.get(name, OTHER) if is_train_state else OTHER
+    return _COLLECTIONS.get(name, OTHER) if is_train_state else OTHER
