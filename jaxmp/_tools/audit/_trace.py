@@ -119,25 +119,27 @@ class Traced:
     def may_be_weights(self) -> list[bool]:
         """Returns for each array whether it may be a parameter, or belong to an optimizer's state.
 
-        A step returns its parameters, or gradients of the same shapes. If no argument has the shape
-        of a result, each of them may be a parameter.
+        A step returns or writes its parameters, or gradients of the same shapes. If no argument has
+        the shape of a result, each of them may be a parameter.
         """
         shapes = {aval.shape for _, aval in self.results if aval.size > 1}
         flags = [
-            leaf.value.shape in shapes or leaf.in_optimizer or leaf.role == PARAMETER
-            for leaf in self.leaves
+            leaf.value.shape in shapes
+            or leaf.in_optimizer
+            or leaf.role == PARAMETER
+            or number in self.written
+            for number, leaf in enumerate(self.leaves)
         ]
         return flags if any(flags) else [True] * len(flags)
 
     def roles(self) -> list[str]:
         """Returns the role of each array; one that no class or collection owns is a parameter if
-        it may be one, or if the function writes it, and otherwise an input.
+        it may be one, and otherwise an input.
         """
-        flags = [flag or n in self.written for n, flag in enumerate(self.may_be_weights())]
         is_float = lambda array: jnp.issubdtype(array.dtype, jnp.inexact)
         return [
             leaf.role or (PARAMETER if flag and is_float(leaf.value) else INPUT)
-            for leaf, flag in zip(self.leaves, flags, strict=True)
+            for leaf, flag in zip(self.leaves, self.may_be_weights(), strict=True)
         ]
 
     def maker_of(self, result: Atom) -> OpOccurrence | None:
