@@ -204,7 +204,7 @@ MUTATIONS = [
     ),
     Mutation(
         "statistics: gradients in float16 have no loss scale",
-        "jaxmp/_tools/stats/_with_stats.py",
+        "jaxmp/_tools/stats/_emulate.py",
         "self.scale if is_backward and self.name == FLOAT16 else",
         "",
         ("test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it",),
@@ -212,8 +212,8 @@ MUTATIONS = [
     Mutation(
         "statistics: operands of kernels are not measured",
         "jaxmp/_tools/stats/_observe.py",
-        "(*_MATMULS, *_KERNELS)",
-        "_MATMULS",
+        "(*MATMULS, *_KERNELS)",
+        "MATMULS",
         ("test_statistics.py::test_operands_of_kernels_are_measured",),
     ),
     Mutation(
@@ -222,6 +222,20 @@ MUTATIONS = [
         "if place.phase == FORWARD or inside.is_cotangent(var):",
         "if place.phase != BACKWARD or inside.is_cotangent(var):",
         ("test_statistics.py::test_a_scan_has_a_row_for_each_layer",),
+    ),
+    Mutation(
+        "roles: a parameter named like the state of FP8 layers is taken for it",
+        "jaxmp/optim/_roles.py",
+        "        is_fp8 = name in _overwritten.state_names(node)\n",
+        "        is_fp8 = name.startswith(_overwritten.PREFIX)\n",
+        ("test_roles.py::test_names_of_parameters_do_not_determine_their_role",),
+    ),
+    Mutation(
+        "locate: gradients that are all zero count as healthy",
+        "jaxmp/_tools/nonfinite/_record.py",
+        "        return codes == {ZERO}\n",
+        "        return False\n",
+        ("test_nonfinite.py::test_a_step_whose_gradients_are_all_zero_is_named",),
     ),
     Mutation(
         "locate: a run in FP32 does not change the cause",
@@ -233,8 +247,8 @@ MUTATIONS = [
     Mutation(
         "locate: traces of jitted functions keep the lines of the located step",
         "jaxmp/_tools/nonfinite/_record.py",
-        "codes = lax.select(chosen, codes, lax.full_like(codes, FINITE))",
-        "codes = jnp.where(chosen, codes, jnp.int8(FINITE))",
+        "codes = lax.select(chosen, codes, lax.full_like(codes, ZERO))",
+        "codes = jnp.where(chosen, codes, jnp.int8(ZERO))",
         ("test_nonfinite.py::test_locating_leaves_the_lines_of_other_programs",),
     ),
     Mutation(
@@ -1435,7 +1449,7 @@ MUTATIONS = [
     Mutation(
         "emulated operations do not round",
         "jaxmp/_tools/validate/_trials.py",
-        "    return jnp.where(mode == ROUNDED, rounded, ",
+        "    return jnp.where(mode == ROUNDED, rounded(x, dtype), ",
         "    return jnp.where(mode == ROUNDED, x, ",
         ("test_validate_trials.py::test_emulated_roundings_are_those_of_the_step",),
     ),
