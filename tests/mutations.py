@@ -162,14 +162,14 @@ MUTATIONS = [
     ),
     Mutation(
         "locate: a loss scale below the minimum is suggested",
-        "jaxmp/_tools/nonfinite/_arguments.py",
+        "jaxmp/_tools/nonfinite/_measure.py",
         "minimum = max(minimum or 0.0, _SMALLEST_SCALE)",
         "minimum = _SMALLEST_SCALE",
         ("test_nonfinite.py::test_no_scale_below_the_minimum_is_suggested",),
     ),
     Mutation(
         "locate: the loss scale of a skipped step is that of the state",
-        "jaxmp/_tools/nonfinite/_arguments.py",
+        "jaxmp/_tools/nonfinite/_measure.py",
         "skipped = value / factor",
         "skipped = value",
         ("test_nonfinite.py::test_a_skipped_step_is_reproduced_from_the_returned_state",),
@@ -1411,14 +1411,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a candidate passes if its mean is within the budget, whatever the interval",
-        "jaxmp/_tools/validate/_statistics.py",
+        "jaxmp/_tools/validate/_compare.py",
         "    is_inside = high <= budget and (",
         "    is_inside = interval.mean <= budget and (",
         ("test_validate.py::test_power_agrees_with_simulation",),
     ),
     Mutation(
         "an outlier passes",
-        "jaxmp/_tools/validate/_statistics.py",
+        "jaxmp/_tools/validate/_compare.py",
         "    return interval.outlier > OUTLIER_SHARE * budget\n",
         "    return False\n",
         ("test_validate.py::test_an_outlier_from_four_seeds_on_does_not_pass",),

@@ -17,7 +17,7 @@ import jaxmp
 from jaxmp._core._trees import all_finite
 from jaxmp._tools.cli._arguments import FUNCTION_HELP, HtmlOption, JsonOption, call, load_function
 from jaxmp._tools.cli._output import console, escape, make_table, write_json, write_report
-from jaxmp._tools.nonfinite._arguments import last_step_was_skipped
+from jaxmp._tools.nonfinite._measure import last_step_was_skipped
 from jaxmp.errors import JaxmpError
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from jaxmp._tools.audit._checks import PendingFindings
 from jaxmp._tools.audit._expressions import expression_of
 from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp._tools.nonfinite import _fixes
-from jaxmp._tools.nonfinite._arguments import ROLES, ArgumentRow, ScaleArgument
-from jaxmp._tools.nonfinite._measure import ArrayRow, Measured
+from jaxmp._tools.nonfinite._measure import ROLES, ArgumentRow, ArrayRow, Measured, ScaleArgument
 from jaxmp._tools.nonfinite._record import Region
 from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Variable, Walk
 from jaxmp.optim._roles import COUNTER, FP8, INPUT, LOSS_SCALE, MOMENT

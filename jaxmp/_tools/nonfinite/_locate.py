@@ -11,15 +11,15 @@ from typing import Any
 from jaxmp._programs._jaxprs import FORWARD, Path, is_literal
 from jaxmp._programs._locations import Lines, module_of, root_of
 from jaxmp._tools.audit._trace import Traced, check_function, trace
-from jaxmp._tools.nonfinite._arguments import (
+from jaxmp._tools.nonfinite._causes import Evidence, cause_of, cause_of_argument
+from jaxmp._tools.nonfinite._measure import (
     ScaleArgument,
     bad_arguments,
+    measure,
     scale_of,
     unusable,
     with_scale,
 )
-from jaxmp._tools.nonfinite._causes import Evidence, cause_of, cause_of_argument
-from jaxmp._tools.nonfinite._measure import measure
 from jaxmp._tools.nonfinite._record import Program, Recorder, WideRecorder
 from jaxmp._tools.nonfinite._report import NonfiniteReport
 from jaxmp._tools.nonfinite._walk import Argument, Operation, Variable, Walk

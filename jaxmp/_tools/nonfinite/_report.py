@@ -8,8 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import ClassVar
 
-from jaxmp._tools.nonfinite._arguments import ArgumentRow
-from jaxmp._tools.nonfinite._measure import ArrayRow
+from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow
 from jaxmp._tools.report._section import Fix, Section, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import JaxmpError
