@@ -23,15 +23,7 @@ from jaxmp._programs._locations import Location
 from jaxmp._tools.audit._labels import FloatInput
 from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp.errors import AuditError
-from jaxmp.optim._roles import (
-    INPUT,
-    LOSS_SCALE,
-    OTHER,
-    PARAMETER,
-    KeyPath,
-    Leaf,
-    leaves_with_roles,
-)
+from jaxmp.optim import _roles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +32,13 @@ class Traced:
 
     closed: ClosedJaxpr
     # The arrays among the arguments or their shapes, one for each input variable.
-    leaves: list[Leaf]
+    leaves: list[_roles.Leaf]
     # Their positions among all leaves of the arguments.
     positions: list[int]
     # (positional arguments, keyword arguments).
     arguments: PyTree
     # (key path, abstract array) of each result.
-    results: list[tuple[KeyPath, Any]]
+    results: list[tuple[_roles.KeyPath, Any]]
     # Names of the function's positional parameters; empty if they are not known.
     names: list[str]
     # Numbers of the arguments that the function writes; their new values are further results of
@@ -85,7 +77,7 @@ class Traced:
         return [
             number
             for number, leaf in enumerate(self.leaves)
-            if leaf.role == LOSS_SCALE and leaf.field.startswith("scale")
+            if leaf.role == _roles.LOSS_SCALE and leaf.field.startswith("scale")
         ]
 
     def dynamic_scales(self) -> list[tuple[str, Atom]]:
@@ -103,7 +95,7 @@ class Traced:
         outside = {path for path, _ in nodes}
         inputs = []
         for leaf, var in zip(self.leaves, self.variables, strict=True):
-            is_input = leaf.path in outside and leaf.role == OTHER
+            is_input = leaf.path in outside and leaf.role == _roles.OTHER
             if is_input and dtype_of(leaf.value) == FLOAT32:
                 # The first key distinguishes positional from keyword arguments.
                 keys = list(map(_key, leaf.path[1:]))
@@ -126,7 +118,7 @@ class Traced:
         flags = [
             leaf.value.shape in shapes
             or leaf.in_optimizer
-            or leaf.role == PARAMETER
+            or leaf.role == _roles.PARAMETER
             or number in self.written
             for number, leaf in enumerate(self.leaves)
         ]
@@ -138,7 +130,7 @@ class Traced:
         """
         is_float = lambda array: jnp.issubdtype(array.dtype, jnp.inexact)
         return [
-            leaf.role or (PARAMETER if flag and is_float(leaf.value) else INPUT)
+            leaf.role or (_roles.PARAMETER if flag and is_float(leaf.value) else _roles.INPUT)
             for leaf, flag in zip(self.leaves, self.may_be_weights(), strict=True)
         ]
 
@@ -185,7 +177,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
       AuditError: if `fn`, or a function that it calls, was jitted with `compiler_options`, or
         changes an NNX object that is not among its arguments.
     """
-    leaves = leaves_with_roles((args, kwargs))
+    leaves = _roles.leaves_with_roles((args, kwargs))
     numbers = [n for n, leaf in enumerate(leaves) if _is_number_of_state(fn, leaf)]
     try:
         if numbers:
@@ -210,7 +202,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         ) from error
 
 
-def _is_number_of_state(fn: Callable[..., Any], leaf: Leaf) -> bool:
+def _is_number_of_state(fn: Callable[..., Any], leaf: _roles.Leaf) -> bool:
     """Returns True for a Python number that is an array inside of the function, or after one step.
 
     These are all arguments of a jitted function, counters such as `step=0` of a first train state,
@@ -219,14 +211,18 @@ def _is_number_of_state(fn: Callable[..., Any], leaf: Leaf) -> bool:
     if not isinstance(leaf.value, (bool, int, float, complex)):
         return False
     is_count = type(leaf.value) is int and len(leaf.path) > 2
-    return isinstance(fn, jax.stages.Wrapped) or is_count or leaf.role not in (OTHER, PARAMETER)
+    return (
+        isinstance(fn, jax.stages.Wrapped)
+        or is_count
+        or leaf.role not in (_roles.OTHER, _roles.PARAMETER)
+    )
 
 
 def _trace(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    leaves: list[Leaf],
+    leaves: list[_roles.Leaf],
     numbers: list[int],
 ) -> Traced:
     """Traces a function for the arrays among its arguments, and for some numbers among them."""
@@ -237,7 +233,7 @@ def _trace(
         leaf if is_array(leaf.value) else leaf._replace(value=jnp.asarray(leaf.value))
         for leaf in (leaves[n] for n in positions)
     ]
-    results: list[tuple[KeyPath, Any]] = []
+    results: list[tuple[_roles.KeyPath, Any]] = []
     written: list[int] = []
 
     def run(*arrays: jax.Array) -> list[jax.Array]:

@@ -16,10 +16,9 @@ from jaxmp._tools.audit._checks import PendingFindings
 from jaxmp._tools.audit._expressions import expression_of
 from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp._tools.nonfinite import _fixes
-from jaxmp._tools.nonfinite._measure import ROLES, ArgumentRow, ArrayRow, Measured, ScaleArgument
+from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow, Measured, ScaleArgument
 from jaxmp._tools.nonfinite._record import Region
 from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Variable, Walk
-from jaxmp.optim._roles import COUNTER, FP8, INPUT, LOSS_SCALE, MOMENT
 
 _LOGS = frozenset({"log", "log1p", "log2"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
@@ -323,9 +322,9 @@ _CHECKS: tuple[Callable[[Evidence], Cause | None], ...] = (
 
 # The other arguments are parameters, or copies of them.
 _OF_ROLE = {
-    **dict.fromkeys((ROLES[MOMENT], ROLES[COUNTER], ROLES[LOSS_SCALE]), "poisoned_moment"),
-    ROLES[FP8]: "fp8_scale",
-    ROLES[INPUT]: "bad_input",
+    **dict.fromkeys(("moment", "counter", "loss scale"), "poisoned_moment"),
+    "FP8 state": "fp8_scale",
+    "input": "bad_input",
 }
 
 
@@ -340,7 +339,7 @@ def cause_of_argument(row: ArgumentRow) -> Cause:
         "An earlier step wrote it. Restart from a checkpoint before that step:\n"
         f"    {root} = checkpointer.restore({root})"
     )
-    if row.role == ROLES[INPUT]:
+    if row.role == "input":
         where = f" (row {row.index[0]} of the batch)" if row.index else ""
         fix = (
             f"Remove such elements{where} from the data, or replace them:\n"

@@ -22,27 +22,13 @@ from jaxmp._programs._interpreter import Frame, vary_as_here
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.nonfinite._record import Key, Program, Recorder
 from jaxmp._tools.nonfinite._walk import Operation
-from jaxmp.optim._roles import (
-    AVERAGE,
-    COUNTER,
-    FP8,
-    INPUT,
-    LOSS_SCALE,
-    MASTER,
-    MOMENT,
-    PARAMETER,
-    REMAINDER,
-    STATISTICS,
-)
+from jaxmp.optim import _roles
 from jaxmp.optim._skip import SkipNonfiniteState
 
 # Smallest scale that a fix suggests: the default `min_scale` of `DynamicLossScale`.
 _SMALLEST_SCALE = 2.0**-14
-# Role of an argument -> its name in reports.
-ROLES = {
-    role: role
-    for role in (PARAMETER, MASTER, REMAINDER, MOMENT, AVERAGE, STATISTICS, COUNTER, INPUT)
-} | {FP8: "FP8 state", LOSS_SCALE: "loss scale"}
+# Names of roles in reports that differ from them.
+_ROLES = {_roles.FP8: "FP8 state", _roles.LOSS_SCALE: "loss scale"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +64,7 @@ def bad_arguments(traced: Traced) -> dict[int, ArgumentRow]:
         value = float(np.real(values[index]))
         rows[number] = ArgumentRow(
             name=names[number],
-            role=ROLES[roles[number]],
+            role=_ROLES.get(roles[number], roles[number]),
             index=index,
             value=value,
             count=len(bad),

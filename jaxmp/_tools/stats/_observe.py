@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxmp._programs._jaxprs import (
     inners,
     is_literal,
 )
+from jaxmp._programs._locations import module_of, root_of
 from jaxmp._programs._operations import name_of
 from jaxmp._tools.stats._measure import TensorStats, measure
 
@@ -51,6 +52,13 @@ class Key(NamedTuple):
     label: str
     shape: tuple[int, ...]
     at: tuple[Any, ...]
+
+
+def modules_of(paths: Iterable[Path]) -> Iterator[str]:
+    """Yields the path of the module of each tensor, for their name scopes."""
+    paths = list(paths)
+    root = root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
+    return (module_of(path, root) for path in paths)
 
 
 class _Outer(NamedTuple):

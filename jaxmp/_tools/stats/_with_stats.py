@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._core._typing import Array
-from jaxmp._programs._locations import module_of, root_of
 from jaxmp._tools.audit._trace import Traced, check_function, is_array, trace
 from jaxmp._tools.stats._emulate import EMULATED, Emulation, Sampler, Samples, errors_of
 from jaxmp._tools.stats._measure import TensorStats, measure
-from jaxmp._tools.stats._observe import ACTIVATIONS, GRADIENTS, SCALES, Key, Observer
+from jaxmp._tools.stats._observe import ACTIVATIONS, GRADIENTS, SCALES, Key, Observer, modules_of
 from jaxmp._tools.stats._report import StatsReport, make_report
 from jaxmp.errors import AuditError
 from jaxmp.optim._roles import AVERAGE, FP8, MASTER, PARAMETER, STATISTICS
@@ -185,15 +184,14 @@ class _Program:
 
     def _by_module(self, observer: Observer) -> Iterator[tuple[Key, str, Any]]:
         """Yields (key, module, measurement) of each tensor that an observer measured."""
-        paths = [key.path for key in observer.side]
-        root = root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
         of_fp8, of_parameters = (
             {self.traced.arrays[n].shape for n in numbers}
             for numbers in (self._of_role(FP8), self._parameters())
         )
-        for key, measured in observer.side.items():
+        modules = modules_of(key.path for key in observer.side)
+        for (key, measured), module in zip(observer.side.items(), modules, strict=True):
             if key.kind != GRADIENTS or key.shape not in of_fp8 - of_parameters:
-                yield key, module_of(key.path, root), measured
+                yield key, module, measured
 
     def _of_role(self, *roles: str) -> list[int]:
         """Returns the numbers of the floating-point arrays with one of these roles."""

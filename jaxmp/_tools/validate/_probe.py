@@ -29,8 +29,7 @@ from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs._jaxprs import Path
-from jaxmp._programs._locations import module_of, root_of
-from jaxmp._tools.stats._observe import Observer
+from jaxmp._tools.stats._observe import Observer, modules_of
 from jaxmp._tools.validate._pure import PureRun
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow, Pattern
 from jaxmp._tools.validate._run import check_grads
@@ -197,15 +196,12 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
 
     def probe(arrays: PyTree, batch: PyTree) -> Probe:
         result, outputs, (stalled, update), samples = jax.device_get(compiled(arrays, batch))
-        names = dict.fromkeys(path[:n] for path in paths for n in range(1, len(path) + 1))
-        root = root_of(names)
-        modules = [module_of(path, root) for path in paths]
         return Probe(
             loss=float(result.loss),
             grads=leaves_of(result.grads),
             outputs={
                 module: output.values
-                for module, output in zip(modules, outputs, strict=True)
+                for module, output in zip(modules_of(paths), outputs, strict=True)
                 if output.is_computed
             },
             stalled=float(stalled),
