@@ -42,7 +42,7 @@ import plan_llama
 import train_step
 import workload_sizes
 from gpu_record import archived
-from jaxmp._core._targets import TARGETS, get_target
+from jaxmp._core._targets import get_target, targets
 from jaxmp._tools.plan._programs import Program
 from result_file import write_result
 
@@ -121,7 +121,7 @@ def check_pairs(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool
     for work in WORKLOADS:
         recipes = ["bf16", *(pair.recipe for pair in work.pairs)]
         chip = get_target("h100")._replace(bandwidth=work.bandwidth)
-        with mock.patch.dict(TARGETS, h100=chip):
+        with mock.patch.dict(targets(), h100=chip):
             report = jaxmp.plan(
                 work.make_step, recipes=recipes, targets=["h100"], cache=options.cache
             )

@@ -60,7 +60,7 @@ MUTATIONS = [
     Mutation(
         "two chips of one compute capability share the programs of jit",
         "jaxmp/_core/_targets.py",
-        "capability=chip.capability, chip=name):",
+        "capability=chip.capability, chip=chip):",
         "capability=chip.capability):",
         ("test_targets.py::test_a_second_chip_does_not_reuse_the_program_of_the_first",),
     ),
@@ -671,8 +671,8 @@ MUTATIONS = [
     Mutation(
         "stochastic rounding always rounds towards zero",
         "jaxmp/optim/_rounding.py",
-        "    cut = (bits + noise) & ~",
-        "    cut = (bits + noise * np.uint32(0)) & ~",
+        "(bits + (noise & dropped))",
+        "(bits + (noise & dropped) * np.uint32(0))",
         ("test_optim.py::test_stochastic_rounding_is_unbiased_and_lands_on_neighbours",),
     ),
     Mutation(
@@ -952,6 +952,20 @@ MUTATIONS = [
         "jnp.where(jnp.abs(value) <= largest, rounded, value)",
         "jnp.where(jnp.isfinite(value), rounded, value)",
         ("test_optim.py::test_stochastic_rounding_overflows_where_rounding_to_nearest_does",),
+    ),
+    Mutation(
+        "second moments in bfloat16 are rounded to nearest",
+        "jaxmp/optim/_moments.py",
+        "if rounding == NEAREST or",
+        "if rounding or",
+        ("test_moments.py::test_second_moments_neither_stall_nor_drift",),
+    ),
+    Mutation(
+        "the random bits of moments do not depend on the array",
+        "jaxmp/optim/_moments.py",
+        "(number + 1) * 0x9E3779B9",
+        "0x9E3779B9",
+        ("test_moments.py::test_the_random_bits_are_uniform_and_uncorrelated",),
     ),
     # Losses.
     Mutation(

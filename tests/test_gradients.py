@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,6 +104,34 @@ def test_a_bad_loss_with_finite_gradients_poisons_the_gradients(loss_scale, bad,
             loss, grads = run(params, jnp.float32(bad))
         assert not np.isfinite(loss)
         assert all(np.all(np.isnan(g)) for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("wrap", ["none", "chain", "partition"])
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_one_nan_gradient_is_enough_for_the_guard(wrap, target):
+    """The smallest parameter, whose gradient becomes NaN, may be frozen by the optimizer."""
+    recipe = jaxmp.load_recipe("bf16")
+    tx = recipe.optimizer(optax.sgd(0.1))
+    if wrap == "chain":
+        tx = optax.chain(optax.clip(1.0), tx)
+    if wrap == "partition":
+        frozen = {"trained": tx, "frozen": optax.set_to_zero()}
+        tx = optax.partition(frozen, {"w": "trained", "b": "frozen"})
+    params = {"w": jnp.ones((3, 2)), "b": jnp.float32(0.0)}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    fn = lambda p, x: jnp.sum(p["w"] * 2.0) + p["b"] + jax.lax.stop_gradient(x)
+
+    @jax.jit
+    def step(state, x):
+        _, grads = state.value_and_grad(fn)(x)
+        return state.apply_gradients(grads=grads), grads
+
+    with _compat.context(target=target):
+        skipped, grads = step(state, jnp.float32(np.inf))
+        applied, _ = step(skipped, jnp.float32(1.0))
+    assert np.isnan(grads["b"]) and np.isnan(grads["w"]).any() == (target == "cpu")
+    jax.tree.map(np.testing.assert_array_equal, skipped.params, params)
+    assert int(skipped.step) == 0 and int(applied.step) == 1
 
 
 @pytest.mark.parametrize("loss_scale", [None, 2.0**8])

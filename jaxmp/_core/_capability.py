@@ -39,7 +39,7 @@ def unsupported_gpu(first: Capability) -> str:
     context = _compat.current_context()
     is_local = context.target is None
     name = jax.local_devices(backend="gpu")[0].device_kind if is_local else "the target GPU"
-    name = f"the GPU {context.chip!r}" if context.chip else name
+    name = f"the GPU {context.chip.name!r}" if context.chip else name
     return f"{name} (compute capability {capability_text(capability)})"
 
 

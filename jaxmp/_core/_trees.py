@@ -27,8 +27,22 @@ _AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruc
 _BOX_FIELDS = frozenset({"value", "raw_value"})
 
 
+class HiddenKey:
+    """Key of the content of a state, which adds no name to paths."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HiddenKey)
+
+    def __hash__(self) -> int:
+        return hash(HiddenKey)
+
+    def __str__(self) -> str:
+        return ""
+
+
 def path_names(key_path: tuple[Any, ...]) -> Path:
     """Converts a JAX key path to names, without the field that a box adds at the end."""
+    key_path = tuple(key for key in key_path if not isinstance(key, HiddenKey))
     names = [_key_name(key) for key in key_path]
     while (
         len(names) > 1

@@ -85,6 +85,8 @@ class RecipeData:
     master: str = "auto"
     # How a step with a non-finite gradient is skipped: "auto", "select", "cond" or "none".
     skip: str = "auto"
+    # Dtype in which the optimizer's moments are stored.
+    moment_dtype: str = "float32"
     # Dtypes of the sums of gradients over microbatches and over the devices of an `axis_name`.
     accumulate_dtype: str = "float32"
     reduce_dtype: str = "float32"

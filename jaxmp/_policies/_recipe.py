@@ -47,6 +47,7 @@ class Recipe(RecipeData):
       loss_scale_data: the loss scale, as strings and numbers.
       master: form of the FP32 masters of 16-bit parameters: see `jaxmp.optim.master_params`.
       skip: form in which non-finite steps are skipped: "auto", "select", "cond" or "none".
+      moment_dtype: name of the dtype of the optimizer's moments: see `jaxmp.optim.moment_dtype`.
       accumulate_dtype: name of the dtype in which gradients are summed over microbatches.
       reduce_dtype: name of the dtype in which gradients are summed over devices.
       regather: True if split weights are gathered again in the backward pass, instead of kept.
@@ -165,8 +166,8 @@ class Recipe(RecipeData):
             number, a dict with the keys of the [loss_scale] table, "auto" or "none"), `ops` (a
             dict, merged into the recipe's table, or an `OpTable` that replaces it), `fp8` (a
             scaling of `jaxmp.fp8`, or its name), `implementation`, `mask` and `window` (the keys of
-            [attention]), `master`, `skip`, `accumulate_dtype`, `reduce_dtype`, `regather`,
-            `widen_params`, `name`, `summary`.
+            [attention]), `master`, `skip`, `moment_dtype`, `accumulate_dtype`, `reduce_dtype`,
+            `regather`, `widen_params`, `name`, `summary`.
 
         Returns:
           A new recipe. A loss scale that "auto" has chosen is chosen again for new policies.

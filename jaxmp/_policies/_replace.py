@@ -49,6 +49,7 @@ class RecipeChanges(TypedDict, total=False):
     window: int | Sequence[int] | None
     master: str | None
     skip: str | None
+    moment_dtype: str | None
     accumulate_dtype: DTypeLike | None
     reduce_dtype: DTypeLike | None
     regather: bool | None
@@ -165,7 +166,7 @@ def recipe_text(data: RecipeData) -> str:
         _block(_HEAD, {"name": data.name, "summary": data.summary}),
         _block("[policy]", default),
         _block("[loss_scale]", _loss_scale(data.loss_scale_data)),
-        _block("[optimizer]", {"master": data.master, "skip": data.skip}),
+        _block("[optimizer]", {key: getattr(data, key) for key in TABLES["optimizer"]}),
         _block("[attention]", attention),
         *([] if scaling is None else [_block(f"[{TABLE}]", scaling_settings(scaling))]),
         _block("[gradients]", gradients),

@@ -24,6 +24,7 @@ from jaxmp.errors import OpError, RecipeError, RuleError
 KINDS = ("auto", "none", "static", "dynamic")
 MASTERS = ("auto", "fp32", "packed", "none")
 SKIPS = ("auto", "select", "cond", "none")
+MOMENT_DTYPES = ("float32", "bfloat16")
 
 # ---------------------------------------------------------------------------
 # Tables
@@ -117,7 +118,11 @@ TABLES = {
         "preset": choice(*PRESETS),
         **DYNAMIC,
     },
-    "optimizer": {"master": choice(*MASTERS), "skip": choice(*SKIPS)},
+    "optimizer": {
+        "master": choice(*MASTERS),
+        "skip": choice(*SKIPS),
+        "moment_dtype": choice(*MOMENT_DTYPES),
+    },
     "attention": _ATTENTION,
     _scaling_table.TABLE: _scaling_table.FIELDS,
     "gradients": {

@@ -224,6 +224,8 @@ def _features(machine: Machine) -> dict[str, str]:
     if machine.platform != "gpu":
         why = f"no: JAX computes on a {machine.platform.upper()}"
         return {attention: why, fp8: why}
+    if chip is not None and chip.capability is None:
+        return dict.fromkeys((attention, fp8), "no: jaxmp knows the kernels of NVIDIA's GPUs only")
     capability = chip.capability if chip else machine.capability
     lowest = {attention: FUSED_ATTENTION, fp8: FP8_MATMULS, "MX matmuls": MX_MATMULS}
     texts = {}

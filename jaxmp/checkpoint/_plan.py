@@ -265,7 +265,7 @@ class _Migration:
             return Action("create", value=-1)
         path = self._find(leaf.path)
         if path is None and leaf.role == COUNTER:
-            self._note("counter of skipped steps: created")
+            self._note("counter of steps: created")
             return Action("create", value=_FIRST_VALUES.get(name, 0))
         if path is None:
             raise self._refusal(leaf, "the checkpoint has no such leaf")

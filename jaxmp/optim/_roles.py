@@ -17,6 +17,7 @@ from jaxmp._core._typing import PyTree
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._master import MasterParamsState
+from jaxmp.optim._moments import MOMENT_COUNT, MomentState
 from jaxmp.optim._skip import SkipStats
 
 PARAMETER, MASTER, REMAINDER, MOMENT = "parameter", "master", "remainder", "moment"
@@ -53,7 +54,7 @@ class Leaf(NamedTuple):
     @property
     def field(self) -> str:
         """The field of the owner that contains the leaf."""
-        return _trees.path_names(self.below[:1])[0] if self.below else ""
+        return "/".join(_trees.path_names(self.below[:1]))
 
 
 def leaves_with_roles(tree: PyTree) -> list[Leaf]:
@@ -72,7 +73,7 @@ def _leaves(above: Leaf) -> Iterator[Leaf]:
 
 
 def _child(above: Leaf, keys: KeyPath, child: Any) -> Leaf:
-    name = _trees.path_names(keys)[0]
+    name = "/".join(_trees.path_names(keys))
     is_owner = _is_optimizer_state(child) or is_loss_scale(child)
     # Flax's train states and NNX optimizers, and the states of users.
     is_field = isinstance(keys[0], jtu.GetAttrKey) and name in ("opt_state", "optimizer_state")
@@ -117,6 +118,8 @@ def _role_of_field(node: object, name: str) -> str:
     if isinstance(node, MasterParamsState) and name != "inner_state":
         of_masters = REMAINDER if node.layout.master == "packed" else MASTER
         return of_masters if name == node.layout.key else COUNTER
+    if isinstance(node, MomentState) and name == MOMENT_COUNT:
+        return COUNTER
     if isinstance(node, optax.EmaState) and name == "ema":
         return AVERAGE
     if isinstance(node, Mapping):

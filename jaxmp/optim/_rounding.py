@@ -109,16 +109,22 @@ def round_stochastically(key: jax.Array, value: jax.Array, dtype: DTypeLike) -> 
     neighbor, and are infinite from 65,520 on. Magnitudes below 2**-14, the smallest normal number
     of float16, are rounded on its subnormal grid of 2**-24.
     """
-    bits = lax.bitcast_convert_type(value, jnp.uint32)
-    # Bits of the FP32 significand (23) that the format drops: 16 for bfloat16, 13 for float16.
-    dropped = 23 - jnp.finfo(dtype).nmant
-    noise = jax.random.bits(key, value.shape, jnp.uint32) & np.uint32(2**dropped - 1)
-    cut = (bits + noise) & ~np.uint32(2**dropped - 1)
-    rounded = lax.bitcast_convert_type(cut, jnp.float32)
+    noise = jax.random.bits(key, value.shape, jnp.uint32)
+    rounded = with_noise(value, noise, dtype)
     if np.dtype(dtype) == np.float16:
         grid = np.float32(2.0**-24)
         uniform = jax.random.uniform(key, value.shape, jnp.float32)
         subnormal = jnp.copysign(jnp.floor(value / grid + uniform) * grid, value)
-        rounded = jnp.where(jnp.abs(value) < np.float32(2.0**-14), subnormal, rounded)
+        is_subnormal = jnp.abs(value) < np.float32(2.0**-14)
+        rounded = jnp.where(is_subnormal, subnormal.astype(dtype), rounded)
+    return rounded
+
+
+def with_noise(value: jax.Array, noise: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rounds float32 `value` with uniform random uint32: adds them below the last bit, and cuts."""
+    bits = lax.bitcast_convert_type(value, jnp.uint32)
+    # Bits of the FP32 significand (23) that the format drops: 16 for bfloat16, 13 for float16.
+    dropped = np.uint32(2 ** (23 - jnp.finfo(dtype).nmant) - 1)
+    rounded = lax.bitcast_convert_type((bits + (noise & dropped)) & ~dropped, jnp.float32)
     largest = np.float32(jnp.finfo(dtype).max)
     return jnp.where(jnp.abs(value) <= largest, rounded, value).astype(dtype)

@@ -32,6 +32,7 @@ from jaxmp.optim._master import (
     master_params,
     master_states,
 )
+from jaxmp.optim._moments import moment_dtype
 
 
 def can_overflow(state: PyTree) -> bool:
@@ -443,6 +444,7 @@ def mixed_precision(
                 "scale; for example loss_scale=jaxmp.DynamicLossScale()."
             )
         loss_scale = data.loss_scale_data.build()
+    inner = moment_dtype(inner, data.moment_dtype)
     masters = master_params(inner, recipe=data.policies, master=master)
     gradients = GradientSettings(
         data.accumulate_dtype, data.reduce_dtype, data.regather, data.widen_params

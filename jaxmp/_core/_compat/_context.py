@@ -26,8 +26,8 @@ class Context(NamedTuple):
     target: str | None = None
     # Compute capability of the target GPU, such as (9, 0). None: that of the local GPU.
     capability: tuple[int, int] | None = None
-    # Name of the target chip, such as "h200"; "" if only its type is known.
-    chip: str = ""
+    # The target chip, a `Target`; None if only its type is known.
+    chip: Any = None
 
 
 _context = jax.make_user_context(default_value=Context())
@@ -52,7 +52,7 @@ def target() -> str:
 
 def platform_of(backend: str) -> str:
     """Returns the type of the devices of a backend: "cpu", "gpu" or "tpu"."""
-    return {"cuda": "gpu", "rocm": "gpu"}.get(backend, backend)
+    return {"cuda": "gpu"}.get(backend, backend)
 
 
 def current_mesh() -> Any:

@@ -30,18 +30,18 @@ from jaxmp._tools.audit import _check_rules as _check_rules
 
 # isort: on
 from jaxmp._core import _compat
-from jaxmp._core._targets import default_target, get_target
+from jaxmp._core._targets import Target, TargetLike, default_target, get_target
 from jaxmp._policies._load import as_recipe_data
 from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit._auditor import Auditor, PolicyContext
 from jaxmp._tools.audit._check_state import label_arguments
 from jaxmp._tools.audit._checks import CHECKS as CHECKS
+from jaxmp._tools.audit._compile import Compiled, compile_for, compile_lowered
 from jaxmp._tools.audit._make_report import make_report
 from jaxmp._tools.audit._program import is_attention
 from jaxmp._tools.audit._report import AuditReport as AuditReport
 from jaxmp._tools.audit._rows import Finding as Finding
 from jaxmp._tools.audit._trace import check_function, trace
-from jaxmp._tools.hlo._compile import Compiled, compile_for, compile_lowered
 from jaxmp.optim._find import check_plain_loop
 
 
@@ -49,7 +49,7 @@ def audit(
     fn: Callable[..., Any],
     *args: PyTree,
     recipe: RecipeLike | None = None,
-    target: str | None = None,
+    target: TargetLike | None = None,
     **kwargs: PyTree,
 ) -> AuditReport:
     """Reports the dtypes of a program's operations, and precision defects with their fixes.
@@ -65,11 +65,11 @@ def audit(
         `Policy`, a `PolicyMap` or a `Recipe`. None: an FP32 matmul is an error if an operand was
         cast up from 16 bits. A program contains no module types, so a dtype that a rule by type
         requires is allowed in every module.
-      target: a chip, such as "h200" or "v6e", to compile the program for it, too: "t4", "a100-40",
-        "a100" (80 GB), "rtx3090", "l4", "l40s", "rtx4090", "h100", "h200", "b200", or one of
-        Google's TPUs "v5e", "v5p", "v6e" and "tpu7x" (a device is one core). It does not
-        have to be present (the extras `aot` and `tpu-aot` of jaxmp). For "v100" and "cpu" the
-        program is only traced, and a note has the reason. The report then has `.gemms`,
+      target: a chip, such as "h200" or "v6e", to compile the program for it, too; docs/choose.md
+        lists them. A mapping or a TOML file describes another one: {"like": "h100", "memory":
+        96e9}. It does not have to be present (the extras `aot` and `tpu-aot` of jaxmp). For
+        "v100", "cpu" and the chips of other vendors the program is only traced, and a note has
+        the reason. The report then has `.gemms`,
         `.attention`, `.collectives` and `.memory`. If the arguments are sharded over a mesh, or a
         `jit`, `shard_map` or constraint of the program names one, the program is compiled for as
         many GPUs, whatever the devices of the mesh are. None: the chip of
@@ -103,20 +103,18 @@ def audit_call(
     kwargs: dict[str, Any],
     *,
     recipe: RecipeLike | None,
-    target: str | None,
+    target: TargetLike | None,
 ) -> AuditReport:
     """Audits a function whose keyword arguments may have any name, such as `target`."""
     check_function(fn, "audit")
-    target = target or _compat.current_context().chip or None
-    if target is not None:
-        get_target(target)
+    chip = _compat.current_context().chip if target is None else get_target(target)
     data = None if recipe is None else as_recipe_data(recipe)
     name = recipe if isinstance(recipe, str) else "bf16" if recipe is None else ""
     code = repr(name) if name else "recipe" if hasattr(recipe, "data") else "policies"
     # JAX may start its backends at any step of an audit.
-    with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
-        device = _compat.target() if target is None else get_target(target).platform
-        return audit_program(PolicyContext(data, device, code), fn, args, kwargs, target)[0]
+    with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
+        device = _compat.target() if chip is None else chip.platform
+        return audit_program(PolicyContext(data, device, code), fn, args, kwargs, chip)[0]
 
 
 def audit_program(
@@ -124,11 +122,11 @@ def audit_program(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    target: str | None,
+    chip: Target | None,
     compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
 ) -> tuple[AuditReport, Compiled | None]:
     """Audits a function, and returns the report and the compiled program, if there is one."""
-    with contextlib.nullcontext() if target is None else default_target(target):
+    with contextlib.nullcontext() if chip is None else default_target(chip):
         for arg in (*args, *kwargs.values()):
             check_plain_loop(arg)
         traced = trace(fn, args, kwargs)
@@ -137,6 +135,6 @@ def audit_program(
     # Masks that attention makes for its own derivative are not the model's.
     auditor.run(Scope(traced.closed, stops=is_attention))
     compiled = None
-    if target is not None and not get_target(target).uncompiled:
-        compiled = compile_for(target, traced, compiler)
-    return make_report(auditor, traced, compiled, function=fn, target=target or ""), compiled
+    if chip is not None and not chip.uncompiled:
+        compiled = compile_for(chip, traced, compiler)
+    return make_report(auditor, traced, compiled, function=fn, chip=chip), compiled

@@ -27,6 +27,7 @@ from jaxmp._tools.audit._expressions import expression_of, in_fp32
 from jaxmp._tools.audit._program import FLOATS, dtype_of
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
+from jaxmp.optim._moments import MomentState
 from jaxmp.optim._roles import AVERAGE, REMAINDER
 from jaxmp.optim._rounding import StochasticRoundingState
 
@@ -117,13 +118,14 @@ def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     step = step_of(audit, traced)
     # (whether optax averages with them, dtype) -> numbers of the leaves.
     states: dict[tuple[bool, str], list[int]] = {}
+    kept = _moments_by_choice(traced)
     for number, aval in step.avals.items():
-        if step.in_optimizer[number] and aval.dtype in FLOATS_16BIT:
+        if step.in_optimizer[number] and aval.dtype in FLOATS_16BIT and number not in kept:
             is_average = step.leaves[number].role == AVERAGE
             states.setdefault((is_average, aval.dtype.name), []).append(number)
     for (is_average, dtype), numbers in states.items():
         yield _optimizer_state_finding(dtype, numbers, is_average, step, traced)
-    if not states:
+    if not states and not kept:
         yield from _check_moments(step)
 
 
@@ -167,6 +169,17 @@ def _optimizer_state_finding(
         line=line,
         count=len(numbers),
     )
+
+
+def _moments_by_choice(traced: Traced) -> set[int]:
+    """Returns the numbers of the arguments that `moment_dtype` stores in 16 bits."""
+    first, positions = 0, set[int]()
+    is_chosen = lambda node: isinstance(node, MomentState)
+    for node in jtu.tree_leaves(traced.arguments, is_leaf=is_chosen):
+        size = len(jtu.tree_leaves(node))
+        positions |= set(range(first, first + size)) if is_chosen(node) else set()
+        first += size
+    return {n for n, position in enumerate(traced.positions) if position in positions}
 
 
 def _is_rounded(node: object) -> bool:

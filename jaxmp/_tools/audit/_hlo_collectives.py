@@ -249,7 +249,7 @@ def mesh_axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, .
       mesh: axis -> size, in the order of the devices.
     """
     sizes = tuple(mesh.values())
-    groups = _groups(instruction, math.prod(sizes))
+    groups = groups_of(instruction, math.prod(sizes))
     if groups is None or groups.size == 0:
         return ()
     coordinates = np.unravel_index(groups, sizes)
@@ -263,7 +263,7 @@ def axis_names(spec: Sequence[object]) -> set[str]:
     return {name for entry in entries for name in entry if isinstance(name, str)}
 
 
-def _groups(instruction: Instruction, devices: int) -> np.ndarray | None:
+def groups_of(instruction: Instruction, devices: int) -> np.ndarray | None:
     """Returns the groups of devices that send arrays to one another, each in a row."""
     text = instruction.rest
     match = _NAMED.search(text)

@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._targets import Target, get_target
+from jaxmp._core._targets import Target
 from jaxmp._policies._load import RecipeData
 from jaxmp._policies._policy import summarized
 from jaxmp._policies._resolve import matmul_scaling
@@ -26,13 +26,13 @@ from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
 from jaxmp._tools.audit._checks import CHECKS, ON_COMPILED, ON_PROGRAM, WARNING, PendingFinding
+from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._hlo_collectives import axis_names
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.hlo._compile import Compiled
 
 
 def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
@@ -114,7 +114,7 @@ def make_report(
     compiled: Compiled | None,
     *,
     function: Callable[..., Any],
-    target: str,
+    chip: Target | None,
 ) -> AuditReport:
     """Returns the report.
 
@@ -123,7 +123,7 @@ def make_report(
       traced: the program.
       compiled: the program compiled for a GPU, if there is one.
       function: the audited function.
-      target: the GPU that `audit` received; "" without one.
+      chip: the chip that `audit` received.
     """
     of_program = [f for function in ON_PROGRAM for f in function(auditor, traced) or ()]
     findings = [*_final_findings(auditor, traced), *of_program]
@@ -146,11 +146,11 @@ def make_report(
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
         del rows["origins"]
     recipe, definition = auditor.context.recipe, _definition(function)
-    notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(target, recipe))
+    notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(chip, recipe))
     findings = [_with_line(finding, definition) for finding in findings]
     return AuditReport(
         function=getattr(function, "__name__", type(function).__name__),
-        target=target,
+        target="" if chip is None else chip.name,
         recipe="" if recipe is None else recipe.name,
         findings=tuple(sorted(findings, key=_sort_key)),
         matmuls=merged(_matmul_rows(auditor), "flops", "count"),
@@ -161,13 +161,12 @@ def make_report(
     )
 
 
-def _target_notes(target: str, recipe: RecipeData | None) -> Iterator[str]:
+def _target_notes(chip: Target | None, recipe: RecipeData | None) -> Iterator[str]:
     """Yields why a program was not compiled, and the recipe that fits the chip."""
-    if not target:
+    if chip is None:
         return
-    chip = get_target(target)
     if chip.uncompiled:
-        yield f"the program was not compiled for {target!r}: {chip.uncompiled}"
+        yield f"the program was not compiled for {chip.name!r}: {chip.uncompiled}"
     lacking = "" if recipe is None else lacking_format(chip, recipe)
     if lacking:
         yield lacking

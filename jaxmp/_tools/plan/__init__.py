@@ -12,7 +12,7 @@ from typing import Any
 from jaxmp._core._targets import Target, get_target
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
-from jaxmp._tools.hlo._compile import check_compiler
+from jaxmp._tools.audit._compile import check_compiler
 from jaxmp._tools.plan._programs import Program, relative
 from jaxmp._tools.plan._report import PlanChoice as PlanChoice
 from jaxmp._tools.plan._report import PlanReport as PlanReport
@@ -125,7 +125,7 @@ def _checked(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Target
                 f"{function} has no parameter for {name}={values!r}. Write\n"
                 f"    def {function}(recipe, {parameter}):"
             )
-    chips = [get_target(name) for name in dict.fromkeys(lists["targets"])]
+    chips = list(dict.fromkeys(map(get_target, lists["targets"])))
     for chip in chips:
         if not chip.uncompiled:
             check_compiler(chip)
