@@ -43,7 +43,7 @@ import train_step
 import workload_sizes
 from gpu_record import archived
 from jaxmp._core._targets import get_target, targets
-from jaxmp._tools.plan._programs import Program
+from jaxmp._tools.plan._programs import Candidate
 from result_file import write_result
 
 # ---------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def check_batches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bo
     """Returns the largest batch of the search and of exhaustive compilation, for two programs."""
     rows: list[dict[str, Any]] = []
     for make_step, recipe, chip in SEARCHES:
-        program = Program(
+        program = Candidate(
             make_step, jaxmp.load_recipe(recipe), get_target(chip), None, options.cache
         )
         largest = program.largest().row.batch

@@ -933,6 +933,8 @@ def test_an_unknown_operation_with_a_jaxpr_is_not_inspected():
     (note,) = report.notes
     assert "inside of jaxmp_test_unknown" in note and "not inspected" in note
     assert report.ok and HERE.name in note
+    verdict, first, second, *_ = str(report).splitlines()
+    assert verdict.endswith("incomplete") and "jaxmp_test_unknown" in first + second
 
 
 def test_flops_inside_shard_map_are_those_of_all_devices():

@@ -655,6 +655,20 @@ def test_inner_jits_are_shared():
     assert functions(autocast(fn, MIXED)) <= functions(fn) + 1
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_shared_function_runs_for_the_priorities_of_its_operands(order):
+    product = jax.jit(lambda a, b: a * b, inline=False)
+
+    def fn(w, x, y):
+        low, narrow = (x @ w)[:, :4], x @ w[:, :4]
+        return [product(each, low) for each in (jnp.exp(y), narrow)[::order]]
+
+    shapes = [jnp.ones((8, 32)), jnp.ones((4, 8)), jnp.ones((4, 4))]
+    jaxpr = jax.make_jaxpr(autocast(fn, "bf16"))(*shapes)
+    dtypes = [each.outvars[0].aval.dtype for each in named(list(equations(jaxpr)), "mul")]
+    assert dtypes == [F32, BF16][::order]
+
+
 @jax.jit
 def layer(w, x):
     with jax.named_scope("up"):

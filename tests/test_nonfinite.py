@@ -464,6 +464,13 @@ def test_an_origin_that_is_not_recorded_is_not_invented():
     assert "a while loop after its first 255 iterations" in report.message
 
 
+def test_the_iteration_of_a_reversed_scan_is_found():
+    cell = lambda carry, row: (jnp.exp(carry * row), None)
+    fn = lambda rows: lax.scan(cell, jnp.float32(1), rows, reverse=True)[0]
+    report = jaxmp.locate_nonfinite(fn, jnp.array([1.0, 1.0, 1.0, 200.0, 1.0]))
+    assert (report.primitive, report.iteration) == ("exp", (3,))
+
+
 def test_an_opaque_kernel_is_named():
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...] / (x_ref[...] - 1.0)

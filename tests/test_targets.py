@@ -19,8 +19,14 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp._core import _compat
-from jaxmp._core._capability import BFLOAT16_MATMULS, FP8_MATMULS, TF32_MATMULS
-from jaxmp._core._targets import find_target, get_target, targets
+from jaxmp._core._targets import (
+    BFLOAT16_MATMULS,
+    FP8_MATMULS,
+    TF32_MATMULS,
+    find_target,
+    get_target,
+    targets,
+)
 from jaxmp._tools.audit._compile import _WITHOUT_GPU, compile_for, describe
 from jaxmp._tools.audit._trace import trace
 from jaxmp.errors import RecipeWarning

@@ -11,9 +11,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
-
-from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._compat import Jaxpr, JaxprEqn, Var, jaxpr_body
 from jaxmp._programs._analysis import Backward, Forward
 from jaxmp._programs._interpreter import Frame, Place
 from jaxmp._programs._jaxprs import array_aval, is_literal
@@ -74,7 +72,7 @@ class Consumers(Backward):
 
     def __init__(self, jaxpr: Jaxpr, category: Callable[[JaxprEqn], str]) -> None:
         made = _MadeInFp32(category)
-        self._wide = made.facts(jaxpr, [False] * len(jaxpr.invars))
+        self._wide = made.frame(jaxpr, [False] * len(jaxpr.invars)).values
         self._kinds = made.kinds
         self._read = self.facts(jaxpr, [_Read(True, True)] * len(jaxpr.outvars))
 

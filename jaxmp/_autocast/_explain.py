@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast._consumers import Effect
 from jaxmp._autocast._resolve import AutocastConfig, path_of
@@ -21,11 +20,13 @@ from jaxmp._autocast._values import (
     outputs_of,
     why_as_recorded,
 )
+from jaxmp._core._compat import JaxprEqn
 from jaxmp._core._dtypes import FLOAT32, bits
 from jaxmp._core._explanation import ExplanationRow, Section
 from jaxmp._core._typing import Array
 from jaxmp._policies._resolve import narrow_reason
-from jaxmp._programs._jaxprs import FORWARD, Path, array_aval, equations, inners, phase_of
+from jaxmp._programs._constructs import Form, form_of, inners
+from jaxmp._programs._jaxprs import FORWARD, Path, array_aval, equations, phase_of
 from jaxmp._programs._locations import Lines
 from jaxmp._programs._matmuls import MATMULS, is_outer_product, matmul_of
 
@@ -144,10 +145,10 @@ class Recorder:
     def inside(self, equation: JaxprEqn) -> Iterator[None]:
         """Records the matmuls of this block as part of `equation`."""
         before = self._enclosing, self._times, self._phase
-        name = equation.primitive.name
-        if name == "while":
+        form = form_of(equation)
+        if form is Form.WHILE:
             self._notes["a loop that ends by a test is counted once"] = None
-        if name == "cond":
+        if form is Form.BRANCH:
             self._notes["all branches of a condition are counted"] = None
         self._enclosing = (equation, *self._enclosing)
         self._times *= max((inner.times for inner in inners(equation)), default=1)

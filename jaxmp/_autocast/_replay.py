@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxmp._autocast._consumers import (
     ARITHMETIC,
@@ -48,7 +47,15 @@ from jaxmp._autocast._values import (
     with_dtype,
     wrap,
 )
-from jaxmp._core._compat import is_in_custom_vjp, jaxpr_body, target
+from jaxmp._core._compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    is_in_custom_vjp,
+    jaxpr_body,
+    target,
+)
 from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
 from jaxmp._core._trees import cast, is_castable
 from jaxmp._core._typing import Array, DTypeLike
@@ -56,12 +63,12 @@ from jaxmp._policies._device import matmul_precision
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._resolve import narrow_reason, resolve_policy
 from jaxmp._programs._bind import bind
-from jaxmp._programs._constructs import CONSTRUCTS
+from jaxmp._programs._constructs import CONSTRUCTS, sub_jaxprs
 from jaxmp._programs._in_place import InPlace
 from jaxmp._programs._interpreter import Frame, Place
-from jaxmp._programs._jaxprs import Path, array_aval, equations, scope_names, sub_jaxprs
+from jaxmp._programs._jaxprs import Path, array_aval, equations, scope_names
+from jaxmp._programs._matmuls import wide_product, widened_product
 from jaxmp._programs._operations import Dot, arithmetic_of, dot_of
-from jaxmp._programs._wide_dot import wide_product, widened_product
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._explain import Fp8Explanation as Fp8Explanation
 from jaxmp.fp8._explain import decide_product, is_explained, note_unsupported

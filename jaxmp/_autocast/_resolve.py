@@ -11,22 +11,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
 
-from jaxmp._core._compat import is_in_custom_vjp
+from jaxmp._core._compat import JaxprEqn, is_in_custom_vjp, source_info_util
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._policies._load import PolicyMap, RecipeLike, as_op_table, as_policy_map
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_module_dtypes, check_required
-from jaxmp._policies._resolve import ResolvedPolicy, Scaling, matmul_scaling, resolve_first
+from jaxmp._policies._resolve import ResolvedPolicy, matmul_scaling, resolve_first
 from jaxmp._programs._bind import SCATTERS
-from jaxmp._programs._jaxprs import BACKWARD, Path, Traced, module_paths_of, phase_of, sub_jaxprs
+from jaxmp._programs._constructs import sub_jaxprs
+from jaxmp._programs._jaxprs import BACKWARD, Path, Traced, module_paths_of, phase_of
 from jaxmp._programs._jaxprs import trace as trace_function
 from jaxmp._programs._locations import FULL_PRECISION
 from jaxmp._programs._matmuls import is_outer_product
 from jaxmp.errors import CompositionError, PolicyError, RuleError
+from jaxmp.fp8._scaling import Scaling
 
 # Scopes that mark equations. They are not part of module paths.
 _IN_BACKWARD = "jaxmp_backward"

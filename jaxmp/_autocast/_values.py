@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import AbstractValue, ShapedArray
-from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast._consumers import Consumers, Effect, Effects
+from jaxmp._core._compat import JaxprEqn, Literal
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike

@@ -20,7 +20,7 @@ from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy
-from jaxmp._programs._wide_dot import is_weak_float32, strongly_typed, weakly_typed
+from jaxmp._programs._matmuls import is_weak_float32, strongly_typed, weakly_typed
 
 # ---------------------------------------------------------------------------
 # Policies of modules

@@ -18,10 +18,11 @@ from jax import lax
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._programs._wide_dot import wide_product
+from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import make_dims
-from jaxmp.fp8._dot_general import dot_general, einsum, plan_einsum
+from jaxmp.fp8._dot_general import dot_general
+from jaxmp.fp8._einsum import einsum, plan_einsum
 from jaxmp.fp8._explain import UNKNOWN_DOT as UNKNOWN_DOT
 from jaxmp.fp8._explain import decide
 from jaxmp.fp8._explain import decisions as decisions

@@ -39,7 +39,7 @@ from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes
 from jaxmp._flax._share import Suspect, are_many, fp8_decisions, warn_if_low, warn_of_model
 from jaxmp._policies._device import check_device, check_gradient, matmul_precision, precision_scope
 from jaxmp._policies._load import PolicyMap
-from jaxmp._programs._wide_dot import wide_product
+from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import RecipeWarning
 
 # ---------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from jaxmp._flax._layer_table import CONV
 from jaxmp._policies._load import PolicyMap
 from jaxmp._programs._jaxprs import equations, trace
 from jaxmp._programs._matmuls import MATMULS, count_flops
+from jaxmp._programs._operations import new_dtype_of
 from jaxmp.errors import RecipeWarning
 from jaxmp.fp8._explain import recorded
 
@@ -198,6 +199,7 @@ def _multiplies_without_fp8(fn: Callable[..., Any], args: PyTree, kwargs: Any) -
     with contextlib.suppress(Exception):
         traced = list(equations(trace(fn, args, kwargs).closed))
         names = {equation.primitive.name for equation in traced}
-        casts = (str(equation.params.get("new_dtype")) for equation in traced)
-        return not names.isdisjoint(MATMULS) and not any("float8" in dtype for dtype in casts)
+        casts = (e for e in traced if e.primitive.name == "convert_element_type")
+        to_fp8 = any("float8" in str(new_dtype_of(cast)) for cast in casts)
+        return not names.isdisjoint(MATMULS) and not to_fp8
     return True

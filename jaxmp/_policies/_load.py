@@ -21,10 +21,11 @@ from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy, PolicyLike, complete_policy, get_policy, summarized
 from jaxmp._policies._recipe_names import recipe_names, shipped
 from jaxmp._policies._required import check_module_dtypes, named_dtypes
-from jaxmp._policies._resolve import Policies, Scaling, checked_rules
+from jaxmp._policies._resolve import Policies, checked_rules
 from jaxmp._policies._rules import Rule
 from jaxmp._policies._schema import TABLES, Settings, fix_line, read_contents
 from jaxmp.errors import PolicyError, RecipeError
+from jaxmp.fp8._scaling import Scaling
 
 _FLOAT16 = np.dtype("float16")
 

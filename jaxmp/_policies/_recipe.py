@@ -16,8 +16,8 @@ from jaxmp._gradients._loss_scale import LossScale
 from jaxmp._policies._load import RecipeData, RecipeLike, as_recipe_data
 from jaxmp._policies._recipe_names import recipe_names
 from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
-from jaxmp._policies._resolve import Scaling
 from jaxmp.errors import JaxmpError, RecipeError
+from jaxmp.fp8._scaling import Scaling
 from jaxmp.optim._master import cast_params
 from jaxmp.optim._skip import mixed_precision
 

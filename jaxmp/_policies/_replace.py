@@ -22,10 +22,11 @@ from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, los
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import ATTENTION_FIELDS, FIELD_NAMES, Policy, canonical_fields
 from jaxmp._policies._rules import Rule
-from jaxmp._policies._scaling_table import TABLE, ScalingLike, replace_scaling, scaling_settings
+from jaxmp._policies._scaling_table import TABLE, replace_scaling, scaling_settings
 from jaxmp._policies._schema import TABLES, TOP
 from jaxmp._policies._toml import literal
 from jaxmp.errors import PolicyError, RecipeError
+from jaxmp.fp8._scaling import ScalingLike
 
 # Settings of `replace` whose values are checked as in a file.
 _REPLACEABLE = {

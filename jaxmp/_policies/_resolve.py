@@ -18,8 +18,7 @@ from jaxmp._policies._patterns import ModuleType, path_string
 from jaxmp._policies._policy import Policy, summarized, with_fields
 from jaxmp._policies._rules import Rule, override, rule_text
 from jaxmp.errors import PolicyError, RuleError
-from jaxmp.fp8._scaling import Scaling as Scaling
-from jaxmp.fp8._scaling import as_scaling
+from jaxmp.fp8._scaling import Scaling, as_scaling
 
 # ---------------------------------------------------------------------------
 # Policy maps

@@ -24,17 +24,8 @@ from jaxmp._programs._jaxprs import (
 
 # Packages whose frames do not belong to the user's code.
 _LIBRARIES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "jaxmp",
-    "chex",
-    "equinox",
-    "haliax",
-    "jaxtyping",
-    "typer",
-    "click",
+    *("jax", "jaxlib", "flax", "optax", "jaxmp", "chex", "equinox", "haliax", "jaxtyping"),
+    *("typer", "click"),
 )
 
 

@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 import jax
 
-from jaxmp._core._capability import (
+from jaxmp._core._compat import compute_capability, cudnn_version
+from jaxmp._core._targets import (
     BFLOAT16_MATMULS,
     FP8_MATMULS,
     FUSED_ATTENTION,
     MX_MATMULS,
     Capability,
+    Target,
     capability_text,
+    find_target,
 )
-from jaxmp._core._compat import compute_capability, cudnn_version
-from jaxmp._core._targets import Target, find_target
 
 # Packages whose versions belong together or matter for precision.
 _PACKAGES = (

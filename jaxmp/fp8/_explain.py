@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 from jaxmp._core import _compat
-from jaxmp._core._capability import FP8_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._targets import FP8_MATMULS, capability_text, unsupported_gpu
 from jaxmp._programs._operations import Dot
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._scaling import MX_BLOCK, Scaling

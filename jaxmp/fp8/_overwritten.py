@@ -28,9 +28,7 @@ from jaxmp._core._trees import PARAMS, leaves_with_path, select_leaf
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._state import NAMES, PREFIX, USES, State, is_active, to_float32, to_fm32
-from jaxmp.fp8._step_state import PARTIALS, can_begin
-from jaxmp.fp8._step_state import begin_step as begin_states
-from jaxmp.fp8._step_state import finish_step as finish_states
+from jaxmp.fp8._step_state import PARTIALS, begin_states, can_begin, finish_states
 
 # Flax's name of the collection.
 OVERWRITE = "_overwrite_with_gradient"

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 
+from jaxmp._core._compat import JaxprEqn
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array
 from jaxmp._gradients._fp32._layout import Layout, gathered

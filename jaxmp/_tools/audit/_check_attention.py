@@ -18,7 +18,8 @@ from jaxmp._attention._declared import (
 from jaxmp._attention._layer import layer_attention
 from jaxmp._core._compat import is_within
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._programs._jaxprs import FORWARD, Equation, inners
+from jaxmp._programs._constructs import inners
+from jaxmp._programs._jaxprs import FORWARD, Equation
 from jaxmp._programs._locations import module_of
 from jaxmp._programs._matmuls import count_flops, matmul_of
 from jaxmp._programs._operations import dot_of, name_of

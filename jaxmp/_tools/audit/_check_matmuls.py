@@ -12,10 +12,11 @@ import numpy as np
 
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
 from jaxmp._programs._analysis import Body
+from jaxmp._programs._constructs import loop_of
 from jaxmp._programs._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_literal
 from jaxmp._programs._locations import FULL_PRECISION, call_site
 from jaxmp._programs._matmuls import Matmul, multiple_of, padded
-from jaxmp._programs._operations import arithmetic_of, loop_of
+from jaxmp._programs._operations import arithmetic_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import ERROR, WARNING, Check, PendingFinding, PendingFindings
 from jaxmp._tools.audit._dataflow import GRADIENT, From

@@ -11,16 +11,9 @@ import numpy as np
 
 from jaxmp._core._dtypes import FLOATS_16BIT
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import (
-    BACKWARD,
-    FORWARD,
-    Atom,
-    Equation,
-    equations,
-    is_literal,
-    sub_jaxprs,
-)
-from jaxmp._programs._operations import axes_of, loop_of, name_of, window_of
+from jaxmp._programs._constructs import LOOPS, loop_of, sub_jaxprs
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, equations, is_literal
+from jaxmp._programs._operations import axes_of, name_of, window_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import ERROR, WARNING, Check
 from jaxmp._tools.audit._dataflow import GRADIENT, Terms
@@ -238,7 +231,7 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
         audit.add(REDUCTION_16BIT, op, message, fix, severity=WARNING)
 
 
-@REDUCTION_16BIT.on_result("scan", "while")
+@REDUCTION_16BIT.on_result(*LOOPS)
 def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
 
@@ -246,7 +239,7 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     """
     loop = loop_of(op.equation)
     assert loop is not None
-    body = Body(loop.body)
+    body = Body(loop.jaxpr)
     for before, after in zip(loop.incoming, loop.outgoing, strict=True):
         if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
             makers = _made_of(after, body, LAYOUT)
@@ -302,7 +295,7 @@ def _report_carry(op: OpOccurrence, carry: Atom, addition: Equation, audit: Audi
     dtype, loop = dtype_of(carry), loop_of(op.equation)
     assert loop is not None
     length = loop.length
-    inner = op._replace(equation=addition, body=Body(loop.body), outer=op)
+    inner = op._replace(equation=addition, body=Body(loop.jaxpr), outer=op)
     fix = fix_carry(op, carry, inner, audit)
     if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."

@@ -10,9 +10,10 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_16bit
 from jaxmp._programs._analysis import Body, Forward
+from jaxmp._programs._constructs import LOOPS, Inner, loop_of
 from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, is_literal
-from jaxmp._programs._operations import Loop, loop_of, name_of
+from jaxmp._programs._operations import name_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import ACCUMULATOR_16BIT, fix_carry
 from jaxmp._tools.audit._check_state import MISSING_MASTER, step_of
@@ -38,7 +39,7 @@ class _Linear(NamedTuple):
     addition: Equation | None = None
 
 
-@ACCUMULATOR_16BIT.on_result("scan", "while")
+@ACCUMULATOR_16BIT.on_result(*LOOPS)
 def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a 16-bit carry that is scaled and added to in each step.
 
@@ -53,8 +54,8 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     for carry, result in pairs if op.location.phase == FORWARD else ():
         if dtype_of(carry) in FLOATS_16BIT and not is_literal(result):
             carried = {var: False for var in carries} | {carry: _Linear()}
-            args = [carried.get(var) for var in loop.body.invars]
-            linear = _Linearity().facts(loop.body, args).get(result)
+            args = [carried.get(var) for var in loop.jaxpr.invars]
+            linear = _Linearity().frame(loop.jaxpr, args).values.get(result)
             if linear and linear.addition is not None and linear.is_scaled:
                 _report_recurrence(op, carry, linear, loop, audit)
 
@@ -91,7 +92,7 @@ def _linear_after(equation: Equation, facts: list[Any]) -> _Linear | Literal[Fal
 
 
 def _report_recurrence(
-    op: OpOccurrence, carry: Atom, linear: _Linear, loop: Loop, audit: Auditor
+    op: OpOccurrence, carry: Atom, linear: _Linear, loop: Inner, audit: Auditor
 ) -> None:
     dtype, length, factor = dtype_of(carry).name, loop.length, linear.factor
     terms = length or 2**31
@@ -103,7 +104,7 @@ def _report_recurrence(
     decay = "" if factor is None else f" with the factor {factor:.4g}"
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
     assert linear.addition is not None
-    inner = op._replace(equation=linear.addition, body=Body(loop.body), outer=op)
+    inner = op._replace(equation=linear.addition, body=Body(loop.jaxpr), outer=op)
     fix = "Start from zeros in FP32, and cast the results after the loop:\n"
     fix += f"    carry = jnp.zeros(shape, jnp.float32)\n    results = results.astype(jnp.{dtype})"
     fix = fix_carry(op, carry, inner, audit) or fix

@@ -9,10 +9,11 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import is_16bit
+from jaxmp._programs._constructs import LOOPS, loop_of
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, equations, phase_of
 from jaxmp._programs._locations import module_of
 from jaxmp._programs._matmuls import MATMULS
-from jaxmp._programs._operations import is_in_mesh, loop_of, mesh_axes_of, sharding_of_result
+from jaxmp._programs._operations import is_in_mesh, mesh_axes_of, sharding_of_result
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
 from jaxmp._tools.audit._checks import ERROR, WARNING, Check
@@ -368,14 +369,14 @@ class _MicrobatchLoop(NamedTuple):
     length: int | None
 
 
-@REDUCTION_PER_MICROBATCH.on_result("scan", "while")
+@REDUCTION_PER_MICROBATCH.on_result(*LOOPS)
 def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
     if op.location.differentiated or op.location.phase != FORWARD:
         return
     loop = loop_of(op.equation)
     assert loop is not None
-    body = loop.body
+    body = loop.jaxpr
     if audit.flow.labels(Update, *body.outvars):
         return
     stacks = (str(equation.source_info.name_stack) for equation in equations(body))

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.extend.core
@@ -21,16 +21,17 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jaxmp._core._capability import Capability
 from jaxmp._core._compat import current_mesh, described_gpus, described_tpus
 from jaxmp._core._messages import missing_dependency
-from jaxmp._core._targets import Target, TargetLike, get_target
+from jaxmp._core._targets import Capability, Target, TargetLike, get_target
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._jaxprs import equations, with_parameters
 from jaxmp._programs._locations import Lines
 from jaxmp._programs._operations import jit_of
-from jaxmp._tools.audit._trace import Traced
 from jaxmp.errors import AuditError, TargetError
+
+if TYPE_CHECKING:
+    from jaxmp._tools.audit._trace import Traced
 
 _DESCRIPTION = """
 gpu_device_info {{

@@ -10,17 +10,15 @@ import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._constructs import CALLS
+from jaxmp._programs._constructs import CALLS, inners, sub_jaxprs
 from jaxmp._programs._jaxprs import (
     FORWARD,
     Atom,
     Equation,
     equations,
-    inners,
     is_literal,
     phase_of,
     scope_names,
-    sub_jaxprs,
 )
 from jaxmp._programs._locations import call_site
 from jaxmp._tools.audit._checks import PendingFindings

@@ -17,11 +17,11 @@ from jaxmp._policies._load import RecipeData
 from jaxmp._policies._policy import summarized
 from jaxmp._policies._resolve import matmul_scaling
 from jaxmp._programs._analysis import Backward, Forward
-from jaxmp._programs._constructs import CALLS
+from jaxmp._programs._constructs import CALLS, Form, form_of, inners, loop_of
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._jaxprs import Path, inners
+from jaxmp._programs._jaxprs import Path
 from jaxmp._programs._locations import module_of
-from jaxmp._programs._operations import loop_of, sharding_of_result
+from jaxmp._programs._operations import sharding_of_result
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
@@ -83,7 +83,7 @@ class _Sources(Backward):
         is_loop = loop_of(equation) is not None
         operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
         # The index of a branch.
-        return [True, *operands[1:]] if equation.primitive.name == "cond" else operands
+        return [True, *operands[1:]] if form_of(equation) is Form.BRANCH else operands
 
     def join(self, first: bool, second: bool) -> bool:
         return first or second

@@ -16,6 +16,8 @@ from jaxmp import __version__
 from jaxmp._core._messages import did_you_mean
 from jaxmp._tools.audit._checks import CHECKS, ERROR, NOTE, WARNING
 from jaxmp._tools.audit._rows import (
+    NOT_COUNTED,
+    NOT_INSPECTED,
     AttentionRow,
     CollectiveRow,
     Finding,
@@ -485,13 +487,17 @@ def _verdict(report: AuditReport, errors: int) -> Section:
     if report.flops:
         share = f"{share_text(report.low_precision_share)} of the matmul FLOPs"
         share += f" ({flops_text(report.flops)}) run in 16 bits or FP8."
+    unseen = [note for note in report.notes if note.endswith(NOT_INSPECTED)]
+    uncounted = [note for note in report.notes if note.endswith(NOT_COUNTED) and not report.flops]
+    if unseen or uncounted:
+        share = f"{share[:-1]}; {'; '.join((unseen or uncounted)[:2])}."
     policies = f"the policy {report.policies}" if report.policies else "no policy"
     size = f"{report.equations:,} operations, checked against {policies}"
     if report.gpu:
         # The name of a GPU that is not present on this machine ends with a remark in parentheses.
         verb = "cross-compiled" if report.gpu.endswith(")") else "compiled"
         size += f", {verb} for {report.gpu}"
-    verdict = counted(errors, "error") if errors else "ok"
+    verdict = counted(errors, "error") if errors else "incomplete" if unseen else "ok"
     if not errors and report.flops and not (report.low_precision_share or report.policies):
         # A training whose recipe was forgotten would otherwise be approved.
         verdict = "FP32 training" if ("backward",) in report.flops_by("phase") else "FP32"

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+# Ends of notes about an operation.
+NOT_INSPECTED, NOT_COUNTED = "are not inspected", "are not counted"
 SEVERITIES = ERROR, WARNING, NOTE = "error", "warning", "note"
 
 Row = TypeVar("Row", bound=Any)

@@ -18,7 +18,8 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import dtype_of
 from jaxmp._core._typing import PyTree
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import Atom, inners
+from jaxmp._programs._constructs import inners
+from jaxmp._programs._jaxprs import Atom
 from jaxmp._programs._locations import Location
 from jaxmp._tools.audit._labels import FloatInput
 from jaxmp._tools.audit._program import OpOccurrence

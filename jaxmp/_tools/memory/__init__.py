@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding
 from jaxmp._core import _compat
 from jaxmp._core._targets import Target, TargetLike, default_target, get_target, usable_share
 from jaxmp._core._typing import PyTree
+from jaxmp._programs._constructs import unknown_constructs
+from jaxmp._programs._interpreter import warn_of_unknown
 from jaxmp._tools.audit._compile import asked_by, compile_for
 from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.hlo import Program
@@ -222,6 +224,8 @@ def estimate_memory(
                 memory.temp_size_in_bytes,
                 dict(kinds),
             )
+    for name, equation in unknown_constructs(traced.closed).items():
+        warn_of_unknown(name, equation, "the memory of the operations inside is not counted")
     return _estimate(traced, getattr(fn, "__name__", ""), chip, compiled)
 
 

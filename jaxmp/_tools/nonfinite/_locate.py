@@ -155,7 +155,7 @@ def _location(lined: Operation, shown: Operation, names: dict[Path, None]) -> di
     """Returns the fields of a report on the location of an operation, and on another one's line."""
     location = shown.region.locations[shown.number]
     file, line = Lines().of(lined.enclosing)
-    repeats = [(region.kind == "shard_map", n) for region, n in shown.repeats()]
+    repeats = [(region.is_on_devices, n) for region, n in shown.repeats()]
     return {
         "module": module_of(location.names, root_of(names)),
         "primitive": shown.name,

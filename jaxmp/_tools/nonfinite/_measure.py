@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._shardings import flattened
-from jaxmp._core._trees import is_inexact
+from jaxmp._core._trees import all_finite, is_inexact
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs._bind import bind_in_fp32
 from jaxmp._programs._interpreter import Frame, vary_as_here
@@ -127,6 +127,11 @@ def last_step_was_skipped(tree: PyTree) -> bool:
     return any(not np.all(jax.device_get(flag)) for flag in flags)
 
 
+def has_failed(tree: PyTree) -> bool:
+    """Returns True for arrays of a step that are not finite, or the counters of a skipped step."""
+    return last_step_was_skipped(tree) or not bool(all_finite(tree))
+
+
 def with_scale(arrays: list[Any], number: int, value: float) -> list[Any]:
     """Returns the arguments with another loss scale."""
     changed = list(arrays)
@@ -177,6 +182,8 @@ class Measured:
 
 class _Operands(Recorder):
     """Recorder of the elements of some operations."""
+
+    consequence = ""
 
     def __init__(self, targets: Collection[Target]) -> None:
         super().__init__()

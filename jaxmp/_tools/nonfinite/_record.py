@@ -8,6 +8,7 @@ a loop, and for each device of a `shard_map`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxmp._core._trees import is_float
 from jaxmp._core._typing import Array
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._bind import bind_in_fp32, wide
-from jaxmp._programs._constructs import scan_of, shard_map_of
+from jaxmp._programs._constructs import Form, Inner, inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place, vary_as_here
 from jaxmp._programs._jaxprs import FORWARD, Atom, equations, is_literal
 from jaxmp._programs._locations import Location, Locations
@@ -31,9 +32,6 @@ from jaxmp._tools.stats._observe import gradients_of
 ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
 # Iterations of a while loop that are recorded: the first ones and the last.
 ITERATIONS = 256
-# Equations with a leading axis in their side results.
-REPEATED = frozenset({"scan", "while", "shard_map"})
-
 Key = tuple[tuple[int, int], ...]
 
 
@@ -80,10 +78,21 @@ class Region:
         """The enclosing equations, innermost first."""
         return () if self.outer is None else (self.equation, *self.outer.enclosing)
 
+    @functools.cached_property
+    def inner(self) -> Inner | None:
+        """The jaxpr with the variables of its equation; None for the whole program."""
+        inside = () if self.outer is None else inners(self.equation)
+        return next((inner for inner in inside if inner.jaxpr is self.body), None)
+
     @property
-    def kind(self) -> str:
-        """Name of the equation that runs the jaxpr; "" for the whole program."""
-        return "" if self.equation is None else self.equation.primitive.name
+    def is_repeated(self) -> bool:
+        """True if side results of the jaxpr have an axis, for iterations or devices."""
+        return self.inner is not None and (self.inner.is_loop or self.is_on_devices)
+
+    @property
+    def is_on_devices(self) -> bool:
+        """True for the jaxpr of a `shard_map`."""
+        return self.inner is not None and self.inner.form is Form.SHARDS
 
     @property
     def chain(self) -> list[Region]:
@@ -92,11 +101,8 @@ class Region:
 
     def count(self) -> int:
         """Returns the length of the axis that the equation adds; 1 if it adds none."""
-        if self.kind == "scan":
-            return scan_of(self.equation).options["length"]
-        if self.kind == "shard_map":
-            return shard_map_of(self.equation).devices
-        return ITERATIONS if self.kind == "while" else 1
+        length = 1 if self.inner is None else self.inner.length
+        return ITERATIONS if length is None else length
 
 
 class Recorder(Interpreter):
@@ -108,6 +114,7 @@ class Recorder(Interpreter):
       regions: the regions, known after the program was traced.
     """
 
+    consequence = "a value that is not finite is followed to it, and not to the operations inside"
     has_side_results = True
     drops_derivatives = True
     stacked_iterations = ITERATIONS
@@ -162,6 +169,8 @@ class Recorder(Interpreter):
 
 class WideRecorder(Recorder):
     """Recorder of a run in which each value of 16 bits or in FP8 is FP32."""
+
+    consequence = ""
 
     def constant(self, array: Any) -> Any:
         return wide(array)

@@ -43,7 +43,7 @@ class Measured(NamedTuple):
     seconds: float | None = None
 
 
-class Program(NamedTuple):
+class Candidate(NamedTuple):
     """A recipe on a chip, with a value of the argument `remat` and the folder of the cache."""
 
     make_step: Callable[..., Any]

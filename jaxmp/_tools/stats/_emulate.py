@@ -21,7 +21,7 @@ from jaxmp._programs._bind import runs_in_fp32
 from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Path
-from jaxmp._programs._operations import dot_of
+from jaxmp._programs._operations import axes_of, dot_of
 from jaxmp._tools.stats._measure import clipped, fp8_scale, rounded
 from jaxmp._tools.stats._observe import MATMULS, Observer
 
@@ -109,7 +109,7 @@ class Emulation(Interpreter):
             used = used_inside(equation, used) if place.phase == FORWARD else None
             return _as_values(self.enter(equation, operands, frame, used), is_backward)
         is_wide = any(x.is_wide for x in operands) and name != "add_any"
-        is_batch_sum = name == "reduce_sum" and 0 in equation.params["axes"]
+        is_batch_sum = name == "reduce_sum" and 0 in axes_of(equation)
         if is_backward and is_batch_sum and not is_wide and place.scopes not in self._fp32_modules:
             # A sum over the batch, as of a bias, accumulates in the format.
             (result,) = self.bound(equation, [self._narrow(arrays[0], True)])

@@ -12,7 +12,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array
-from jaxmp._programs._analysis import ModuleOutputs, used_inside
+from jaxmp._programs._analysis import Body, ModuleOutputs, used_inside
+from jaxmp._programs._constructs import inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import (
     BACKWARD,
@@ -21,9 +22,7 @@ from jaxmp._programs._jaxprs import (
     RECOMPUTE,
     Atom,
     Path,
-    consumers,
     equations,
-    inners,
     is_literal,
 )
 from jaxmp._programs._locations import module_of, root_of
@@ -105,7 +104,7 @@ def gradients_of(body: Any, phases: Sequence[str], outer: str) -> set[Atom]:
     own = list(equations(body, inside=False))
     phase_of = dict(zip(map(id, own), phases, strict=True)) | {id(None): outer}
     made = {var for each in own if phase_of[id(each)] == BACKWARD for var in each.outvars}
-    readers = consumers(body) if made else {}
+    readers = Body(body).consumers if made else {}
     is_outside = lambda reader: phase_of[id(reader)] == FORWARD
     return {var for var in made if any(map(is_outside, readers.get(var, ())))}
 
@@ -113,6 +112,7 @@ def gradients_of(body: Any, phases: Sequence[str], outer: str) -> set[Atom]:
 class Observer(Interpreter):
     """Interpreter that measures tensors; its side results are their statistics by `Key`."""
 
+    consequence = "the tensors inside of it are not measured"
     has_side_results = True
     drops_derivatives = True
     measure: Callable[..., Any] = staticmethod(measure)

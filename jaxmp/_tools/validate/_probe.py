@@ -87,6 +87,7 @@ def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outpu
 class _Outputs(Observer):
     """Observer that samples the outputs of modules."""
 
+    consequence = "the outputs of the modules inside of it are not compared"
     only_outputs = True
 
     def measure(self, x: Array, *_: Any) -> Output:

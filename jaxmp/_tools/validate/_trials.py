@@ -28,7 +28,7 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs._bind import bind_in_fp32, is_narrow, runs_in_fp32, wide
-from jaxmp._programs._constructs import CONSTRUCTS
+from jaxmp._programs._constructs import CONSTRUCTS, Form, form_of
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import Equation, is_literal
 from jaxmp._programs._locations import Lines, Location, Locations, module_of, root_of
@@ -92,6 +92,7 @@ class RoundedLines(Interpreter):
     `origins` are the lines in the order of the program, known after the step was traced.
     """
 
+    consequence = "the roundings inside of it are not emulated"
     # The step contains its backward pass.
     drops_derivatives = True
 
@@ -159,7 +160,7 @@ class RoundedLines(Interpreter):
             state.named.update(dict.fromkeys(equation.outvars, max(labels)))
         if name in CONSTRUCTS or not runs_in_fp32(equation):
             # The first operand of a branch is its index.
-            inside = inside._replace(labels=tuple(labels[name == "cond" :]))
+            inside = inside._replace(labels=tuple(labels[form_of(equation) is Form.BRANCH :]))
             return self.enter(equation, operands, frame, inside)
         return self._rounded(equation, bind_in_fp32(equation, operands), inside, labels)
 
