@@ -25,7 +25,7 @@ from jaxmp import audit
 from jaxmp._core._targets import get_target, targets
 from jaxmp._tools import cli
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.hlo import _compile
+from jaxmp._tools.audit import _compile
 from relaxed import relaxed
 from train_lm import make_step, prepare_nnx
 

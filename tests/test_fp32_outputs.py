@@ -191,7 +191,6 @@ def test_autocast_returns_the_sums_of_narrow_matmuls(shape):
         return jax.jit(jaxmp.autocast(linear_regression, policies), **compiled())(w, v, x, y)
 
     assert run("bf16") == 0.25**2
-    assert abs(run("p=f32,c=bf16,o=f32") - 0.25**2) > 0.05
     explained = str(jaxmp.explain(linear_regression, "bf16")(w, v, x, y).autocast)
     assert "FP32 result of 1 output: fp32_outputs_below=16" in explained
 

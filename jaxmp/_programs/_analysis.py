@@ -249,9 +249,16 @@ class Backward:
                     operands[n] = self._joined(operands[n], fact)
         return operands
 
-    def _facts_inside(
-        self, inner: Inner, results: list[Any], place: Place, state: Any
+    def facts_of_results(
+        self, inner: Inner, results: Sequence[Any], place: Place, state: Any = None
     ) -> list[Any]:
+        """Returns the facts of the results of a jaxpr inside, for those of its equation."""
+        return self._settled(inner, results, place, state)[0]
+
+    def _settled(
+        self, inner: Inner, results: Sequence[Any], place: Place, state: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the facts of the results and arguments of a jaxpr inside."""
         known = [self.nothing if var is None else results[n] for n, var in enumerate(inner.results)]
         while True:
             args = self.run(inner.jaxpr, known, place, state)
@@ -259,8 +266,13 @@ class Backward:
             for n, argument in enumerate(inner.carried):
                 new[n] = self._joined(known[n], args[argument])
             if new == known:
-                break
+                return known, args
             known = new
+
+    def _facts_inside(
+        self, inner: Inner, results: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        known, args = self._settled(inner, results, place, state)
         if inner.may_be_skipped:
             args[inner.carried.start : inner.carried.stop] = known[: len(inner.carried)]
         return args

@@ -78,7 +78,7 @@ class InPlace(Interpreter):
           operands: its operands.
           outer: state of the client for the jaxpr that contains the equation.
           place: location of the equation.
-          state: state of the client for the jaxprs; those of a while loop have none.
+          state: state of the client for the jaxprs; the test of a while loop has none.
         """
         form, operands, inside = form_of(equation), list(operands), inners(equation)
         if form is Form.SHARDS:
@@ -92,7 +92,7 @@ class InPlace(Interpreter):
             args = [operands[n] for n in inner.indices if n is not None]
             # Results that must have their recorded types.
             fixed = len(inner.results) if form is Form.BRANCH else len(inner.carried)
-            own = None if form is Form.WHILE else state
+            own = None if form is Form.WHILE and inner is inside[0] else state
             new[id(inner.recorded)], notes = self.retraced(inner.recorded, args, place, own, fixed)
         arrays = list(map(self.array, operands))
         outs = bind(equation, arrays, **parameters_with(equation, new))
@@ -158,7 +158,8 @@ class InPlace(Interpreter):
         """Runs a `custom_jvp` function and its rule, both for the current types of their operands.
 
         Args:
-          equation, operands, place, state: as in `in_place`.
+          equation, operands, place, state: as in `in_place`. `run` receives the same state for the
+            rule, of which the tangents are further results.
           of_rule: location in which the rule runs.
         """
         function = custom_jvp_of(equation)
@@ -180,7 +181,9 @@ class InPlace(Interpreter):
                 self.noted(t, None) for t, zero in zip(tangents, zeros, strict=True) if not zero
             ]
             moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
-            outs = map(self.as_result, self.run(recorded, args, of_rule), [*out_avals, *moving])
+            outs = map(
+                self.as_result, self.run(recorded, args, of_rule, state), [*out_avals, *moving]
+            )
             arrays = list(map(self.array, outs))
             rest = iter(arrays[len(out_avals) :])
             tangents_out = [

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, target
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._core._typing import DTypeLike
 from jaxmp._programs._constructs import Form, form_of, inners
@@ -261,7 +261,11 @@ def padded(size: int, multiple: int) -> int:
 
 
 def wide_product(
-    product: Callable[..., jax.Array], lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike
+    product: Callable[..., jax.Array],
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dtype: DTypeLike,
+    *sizes: jax.Array,
 ) -> jax.Array:
     """Computes a matmul with a wide result whose backward matmuls run in the operands' dtype.
 
@@ -274,6 +278,7 @@ def wide_product(
         as `lax.dot_general` with all its other arguments bound.
       lhs, rhs: operands of one floating dtype.
       dtype: the dtype of the result.
+      sizes: further operands of `product`, which have no gradient, such as sizes of groups.
 
     Returns:
       The result in `dtype`.
@@ -284,25 +289,30 @@ def wide_product(
       dtype('float32')
     """
 
+    def wide(*operands: jax.Array) -> jax.Array:
+        out = product(*operands, preferred_element_type=dtype)
+        # XLA's CPU compiler folds a transpose into the matmul, and has no kernel for the result.
+        return lax.optimization_barrier(out) if target() == "cpu" else out
+
     @jax.custom_jvp
-    def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return product(lhs, rhs, preferred_element_type=dtype)
+    def multiply(*operands: jax.Array) -> jax.Array:
+        return wide(*operands)
 
     def multiply_jvp(
-        primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array | SymbolicZero, ...]
+        primals: tuple[jax.Array, ...], tangents: tuple[jax.Array | SymbolicZero, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        lhs, rhs = primals
-        d_lhs, d_rhs = tangents
+        lhs, rhs, *sizes = primals
+        d_lhs, d_rhs, *_ = tangents
         # Does not call `multiply`: a remat policy that saves matmuls must see the primitive.
-        out = product(lhs, rhs, preferred_element_type=dtype)
-        terms = [] if isinstance(d_lhs, SymbolicZero) else [product(d_lhs, rhs)]
-        terms += [] if isinstance(d_rhs, SymbolicZero) else [product(lhs, d_rhs)]
+        out = wide(lhs, rhs, *sizes)
+        terms = [] if isinstance(d_lhs, SymbolicZero) else [product(d_lhs, rhs, *sizes)]
+        terms += [] if isinstance(d_rhs, SymbolicZero) else [product(lhs, d_rhs, *sizes)]
         if not terms:
             return out, lax.full_like(out, 0)
         return out, lax.convert_element_type(sum(terms[1:], start=terms[0]), dtype)
 
     multiply.defjvp(multiply_jvp, symbolic_zeros=True)
-    return multiply(lhs, rhs)
+    return multiply(lhs, rhs, *sizes)
 
 
 def widened_product(product: Callable[..., jax.Array], *operands: jax.Array) -> jax.Array:
@@ -341,9 +351,14 @@ def weakly_typed(value: Any) -> Any:
       >>> (weakly_typed(jnp.ones(3)) + jnp.ones(3, jnp.bfloat16)).dtype
       dtype(bfloat16)
     """
-    if not isinstance(value, jax.Array) or jax.config.jax_enable_x64:  # pyright: ignore
-        return value
-    return lax.convert_element_type_p.bind(value, new_dtype=FLOAT32, weak_type=True, sharding=None)
+    is_kept = not isinstance(value, jax.Array) or jax.config.jax_enable_x64  # pyright: ignore
+    return value if is_kept else as_weak(value)
+
+
+def as_weak(array: jax.Array) -> jax.Array:
+    """Returns an array with a weak type, and otherwise the same."""
+    params = {"new_dtype": array.dtype, "weak_type": True, "sharding": None}
+    return lax.convert_element_type_p.bind(array, **params)
 
 
 def strongly_typed(value: Any) -> Any:

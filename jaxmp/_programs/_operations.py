@@ -126,6 +126,11 @@ def count_of_keys(equation: Any) -> int:
     return equation.params.get("num_keys", 1)
 
 
+def is_unique(equation: Any) -> bool:
+    """Returns True for a gather or scatter that reads or writes each entry at most once."""
+    return equation.params["unique_indices"]
+
+
 def axes_of(equation: Any) -> tuple[int, ...]:
     """Returns the dimensions of the operand that a reduction or cumulation combines; else ()."""
     axis = equation.params.get("axes", equation.params.get("axis", ()))
