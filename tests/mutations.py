@@ -233,7 +233,7 @@ MUTATIONS = [
     Mutation(
         "roles: a parameter named like the state of FP8 layers is taken for it",
         "jaxmp/optim/_roles.py",
-        "        is_fp8 = name in _overwritten.state_names(node)\n",
+        "        is_fp8 = name in _overwritten.names_of_state(node)\n",
         "        is_fp8 = name.startswith(_overwritten.PREFIX)\n",
         ("test_roles.py::test_names_of_parameters_do_not_determine_their_role",),
     ),
@@ -1522,7 +1522,7 @@ MUTATIONS = [
     Mutation(
         "emulated operations do not round",
         "jaxmp/_tools/validate/_trials.py",
-        "    return jnp.where(mode == ROUNDED, rounded(x, dtype), ",
+        "    return jnp.where(mode == ROUNDED, rounded_to(x, dtype), ",
         "    return jnp.where(mode == ROUNDED, x, ",
         ("test_validate_trials.py::test_emulated_roundings_are_those_of_the_step",),
     ),

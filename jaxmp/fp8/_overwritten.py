@@ -55,7 +55,7 @@ def split(tree: PyTree) -> tuple[PyTree, PyTree]:
     return tree, None
 
 
-def state_names(node: Mapping[str, Any]) -> frozenset[str]:
+def names_of_state(node: Mapping[str, Any]) -> frozenset[str]:
     """Returns the names in a mapping of the leaves of a layer's state; empty if it has none."""
     prefixed = frozenset(PREFIX + name for name in NAMES)
     return next((names for names in (_LEAVES, prefixed) if node.keys() >= names), frozenset())

@@ -33,7 +33,7 @@ _COLLECTIONS = {
 }
 
 
-class Leaf(NamedTuple):
+class StateLeaf(NamedTuple):
     """A leaf, or a node above it, of a training state.
 
     path: its key path.
@@ -57,12 +57,12 @@ class Leaf(NamedTuple):
         return "/".join(_trees.path_names(self.below[:1]))
 
 
-def leaves_with_roles(tree: PyTree) -> list[Leaf]:
+def leaves_with_roles(tree: PyTree) -> list[StateLeaf]:
     """Returns the leaves of a state with their roles, in flattening order."""
-    return list(_leaves(Leaf((), tree)))
+    return list(_leaves(StateLeaf((), tree)))
 
 
-def _leaves(above: Leaf) -> Iterator[Leaf]:
+def _leaves(above: StateLeaf) -> Iterator[StateLeaf]:
     is_below = lambda node: node is not above.value
     for keys, child in jtu.tree_flatten_with_path(above.value, is_leaf=is_below)[0]:
         if keys:
@@ -72,7 +72,7 @@ def _leaves(above: Leaf) -> Iterator[Leaf]:
             yield above._replace(role=above.role or default)
 
 
-def _child(above: Leaf, keys: KeyPath, child: Any) -> Leaf:
+def _child(above: StateLeaf, keys: KeyPath, child: Any) -> StateLeaf:
     name = "/".join(_trees.path_names(keys))
     is_owner = _is_optimizer_state(child) or is_loss_scale(child)
     # Flax's train states and NNX optimizers, and the states of users.
@@ -84,7 +84,7 @@ def _child(above: Leaf, keys: KeyPath, child: Any) -> Leaf:
         role = OTHER if in_optimizer and role == PARAMETER else role
     owner = child if is_owner else above.owner
     below = () if is_owner or owner is None else (*above.below, *keys)
-    return Leaf((*above.path, *keys), child, role, in_optimizer, owner, below)
+    return StateLeaf((*above.path, *keys), child, role, in_optimizer, owner, below)
 
 
 def is_loss_scale(node: object) -> bool:
@@ -123,7 +123,7 @@ def _role_of_field(node: object, name: str) -> str:
     if isinstance(node, optax.EmaState) and name == "ema":
         return AVERAGE
     if isinstance(node, Mapping):
-        is_fp8 = name in _overwritten.state_names(node)
+        is_fp8 = name in _overwritten.names_of_state(node)
         return FP8 if is_fp8 else _COLLECTIONS.get(name, OTHER)
     is_train_state = any(cls.__qualname__ == "TrainState" for cls in type(node).__mro__)
     return _COLLECTIONS.get(name, OTHER) if is_train_state else OTHER

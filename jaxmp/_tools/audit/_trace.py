@@ -33,7 +33,7 @@ class Traced:
 
     closed: ClosedJaxpr
     # The arrays among the arguments or their shapes, one for each input variable.
-    leaves: list[_roles.Leaf]
+    leaves: list[_roles.StateLeaf]
     # Their positions among all leaves of the arguments.
     positions: list[int]
     # (positional arguments, keyword arguments).
@@ -203,7 +203,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         ) from error
 
 
-def _is_number_of_state(fn: Callable[..., Any], leaf: _roles.Leaf) -> bool:
+def _is_number_of_state(fn: Callable[..., Any], leaf: _roles.StateLeaf) -> bool:
     """Returns True for a Python number that is an array inside of the function, or after one step.
 
     These are all arguments of a jitted function, counters such as `step=0` of a first train state,
@@ -223,7 +223,7 @@ def _trace(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    leaves: list[_roles.Leaf],
+    leaves: list[_roles.StateLeaf],
     numbers: list[int],
 ) -> Traced:
     """Traces a function for the arrays among its arguments, and for some numbers among them."""

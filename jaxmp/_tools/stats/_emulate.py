@@ -22,7 +22,7 @@ from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Path
 from jaxmp._programs._operations import axes_of, dot_of
-from jaxmp._tools.stats._measure import clipped, fp8_scale, rounded
+from jaxmp._tools.stats._measure import clipped, fp8_scale, rounded_to
 from jaxmp._tools.stats._observe import MATMULS, Observer
 
 EMULATED = FLOAT16, FLOAT8 = "float16", "float8"
@@ -145,7 +145,7 @@ class Emulation(Interpreter):
         if not _is_fp32(x):
             return x
         x = clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
-        return lax.div(rounded(x, self._dtype), self._scale(is_backward))
+        return lax.div(rounded_to(x, self._dtype), self._scale(is_backward))
 
 
 def _as_values(results: Sequence[Any], is_cotangent: bool) -> list[_Value]:
@@ -161,7 +161,7 @@ def _is_fp32(x: Any) -> bool:
 def _fp8(x: Array, is_cotangent: bool) -> Array:
     name = "float8_e5m2" if is_cotangent else "float8_e4m3fn"
     scale = fp8_scale(lax.reduce_max(lax.abs(x), range(x.ndim)), name)
-    return lax.div(rounded(clipped(lax.mul(x, scale), name), name), scale)
+    return lax.div(rounded_to(clipped(lax.mul(x, scale), name), name), scale)
 
 
 # ---------------------------------------------------------------------------

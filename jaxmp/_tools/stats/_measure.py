@@ -164,7 +164,7 @@ def clipped(x: Array, dtype: Any) -> Array:
     return lax.clamp(-largest, x, largest)
 
 
-def rounded(x: Array, dtype: Any) -> Array:
+def rounded_to(x: Array, dtype: Any) -> Array:
     """Returns FP32 values rounded to a format; XLA may remove a plain pair of conversions."""
     info = jnp.finfo(dtype)
     if info.nexp == 8:
@@ -181,7 +181,7 @@ def _rounding(x: Array, name: str, zeros: Array, inverse: Any) -> Rounding:
     overflow = _count(lax.gt(bits, np.uint32(last)))
     count = _at_least_1(lax.sub(np.uint32(x.size), zeros))
     share = lambda part: lax.div(lax.convert_element_type(part, FLOAT32), count)
-    error = lax.sub(rounded(clipped(x, name), name), x)
+    error = lax.sub(rounded_to(clipped(x, name), name), x)
     signal, noise = (_power(lax.mul(each, inverse)) for each in (x, error))
     snr = lax.mul(lax.log(lax.div(signal, noise)), np.float32(10 / np.log(10)))
     snr = lax.select(lax.eq(noise, np.float32(0)), lax.full_like(snr, np.inf), snr)

@@ -32,7 +32,7 @@ from jaxmp._programs._constructs import CONSTRUCTS, Form, form_of
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import Equation, is_literal
 from jaxmp._programs._locations import Lines, Location, Locations, module_of, root_of
-from jaxmp._tools.stats._measure import rounded
+from jaxmp._tools.stats._measure import rounded_to
 from jaxmp._tools.validate._probe import Probe, gradient_row, make_probe, module_rows
 from jaxmp._tools.validate._pure import PureRun, StepResult
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow
@@ -207,7 +207,7 @@ class RoundedLines(Interpreter):
 def _as_format(x: Array, dtype: np.dtype, mode: Array) -> Array:
     """Returns FP32 values rounded to a format, as far as the mode demands."""
     wide = lax.reduce_precision(x, 8, jnp.finfo(dtype).nmant)
-    return jnp.where(mode == ROUNDED, rounded(x, dtype), jnp.where(mode == WIDE_RANGE, wide, x))
+    return jnp.where(mode == ROUNDED, rounded_to(x, dtype), jnp.where(mode == WIDE_RANGE, wide, x))
 
 
 # ---------------------------------------------------------------------------
