@@ -169,14 +169,14 @@ MUTATIONS = [
     ),
     Mutation(
         "locate: a loss scale below the minimum is suggested",
-        "jaxmp/_tools/nonfinite/_arguments.py",
+        "jaxmp/_tools/nonfinite/_measure.py",
         "minimum = max(minimum or 0.0, _SMALLEST_SCALE)",
         "minimum = _SMALLEST_SCALE",
         ("test_nonfinite.py::test_no_scale_below_the_minimum_is_suggested",),
     ),
     Mutation(
         "locate: the loss scale of a skipped step is that of the state",
-        "jaxmp/_tools/nonfinite/_arguments.py",
+        "jaxmp/_tools/nonfinite/_measure.py",
         "skipped = value / factor",
         "skipped = value",
         ("test_nonfinite.py::test_a_skipped_step_is_reproduced_from_the_returned_state",),
@@ -211,7 +211,7 @@ MUTATIONS = [
     ),
     Mutation(
         "statistics: gradients in float16 have no loss scale",
-        "jaxmp/_tools/stats/_with_stats.py",
+        "jaxmp/_tools/stats/_emulate.py",
         "self.scale if is_backward and self.name == FLOAT16 else",
         "",
         ("test_statistics.py::test_the_errors_of_a_format_are_those_of_a_step_in_it",),
@@ -219,8 +219,8 @@ MUTATIONS = [
     Mutation(
         "statistics: operands of kernels are not measured",
         "jaxmp/_tools/stats/_observe.py",
-        "(*_MATMULS, *_KERNELS)",
-        "_MATMULS",
+        "(*MATMULS, *_KERNELS)",
+        "MATMULS",
         ("test_statistics.py::test_operands_of_kernels_are_measured",),
     ),
     Mutation(
@@ -229,6 +229,20 @@ MUTATIONS = [
         "if place.phase == FORWARD or inside.is_cotangent(var):",
         "if place.phase != BACKWARD or inside.is_cotangent(var):",
         ("test_statistics.py::test_a_scan_has_a_row_for_each_layer",),
+    ),
+    Mutation(
+        "roles: a parameter named like the state of FP8 layers is taken for it",
+        "jaxmp/optim/_roles.py",
+        "        is_fp8 = name in _overwritten.names_of_state(node)\n",
+        "        is_fp8 = name.startswith(_overwritten.PREFIX)\n",
+        ("test_roles.py::test_names_of_parameters_do_not_determine_their_role",),
+    ),
+    Mutation(
+        "locate: gradients that are all zero count as healthy",
+        "jaxmp/_tools/nonfinite/_record.py",
+        "        return codes == {ZERO}\n",
+        "        return False\n",
+        ("test_nonfinite.py::test_a_step_whose_gradients_are_all_zero_is_named",),
     ),
     Mutation(
         "locate: a run in FP32 does not change the cause",
@@ -240,8 +254,8 @@ MUTATIONS = [
     Mutation(
         "locate: traces of jitted functions keep the lines of the located step",
         "jaxmp/_tools/nonfinite/_record.py",
-        "codes = lax.select(chosen, codes, lax.full_like(codes, FINITE))",
-        "codes = jnp.where(chosen, codes, jnp.int8(FINITE))",
+        "codes = lax.select(chosen, codes, lax.full_like(codes, ZERO))",
+        "codes = jnp.where(chosen, codes, jnp.int8(ZERO))",
         ("test_nonfinite.py::test_locating_leaves_the_lines_of_other_programs",),
     ),
     Mutation(
@@ -1535,14 +1549,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a candidate passes if its mean is within the budget, whatever the interval",
-        "jaxmp/_tools/validate/_statistics.py",
+        "jaxmp/_tools/validate/_compare.py",
         "    is_inside = high <= budget and (",
         "    is_inside = interval.mean <= budget and (",
         ("test_validate.py::test_power_agrees_with_simulation",),
     ),
     Mutation(
         "an outlier passes",
-        "jaxmp/_tools/validate/_statistics.py",
+        "jaxmp/_tools/validate/_compare.py",
         "    return interval.outlier > OUTLIER_SHARE * budget\n",
         "    return False\n",
         ("test_validate.py::test_an_outlier_from_four_seeds_on_does_not_pass",),
@@ -1573,7 +1587,7 @@ MUTATIONS = [
     Mutation(
         "emulated operations do not round",
         "jaxmp/_tools/validate/_trials.py",
-        "    return jnp.where(mode == ROUNDED, rounded, ",
+        "    return jnp.where(mode == ROUNDED, rounded_to(x, dtype), ",
         "    return jnp.where(mode == ROUNDED, x, ",
         ("test_validate_trials.py::test_emulated_roundings_are_those_of_the_step",),
     ),

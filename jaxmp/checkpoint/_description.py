@@ -22,20 +22,16 @@ from jaxmp._core._typing import PyTree
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp.checkpoint import _nnx_nodes
 from jaxmp.errors import CheckpointError
-from jaxmp.fp8._overwritten import OVERWRITE
+from jaxmp.optim import _roles
 from jaxmp.optim._layout import MasterParamsState
 from jaxmp.optim._master import is_rounded
-from jaxmp.optim._moments import MOMENT_COUNT
-from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
+from jaxmp.optim._roles import COUNTER, FP8, MASTER, OTHER, PARAMETER, REMAINDER
+from jaxmp.optim._skip import SkipNonfiniteState
 
 # Dtypes of numbers that orbax does not write.
 _NOT_WRITTEN = frozenset(
     {"uint2", "uint4", np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name}
 )
-
-# Roles of leaves.
-PARAMETER, MASTER, REMAINDER = "parameter", "master", "remainder"
-LOSS_SCALE, FP8, COUNTER, OTHER = "loss_scale", "fp8", "counter", ""
 
 # Kind of a loss scale that may be one of another library.
 FOREIGN = "foreign"
@@ -182,12 +178,15 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
 
     # The state with the classes of jaxmp's optimizer states.
     typed = with_nodes(_nnx_nodes.optimizer_states)
-    overwritten = {
-        names + path for names, node in nodes for path in _nnx_nodes.overwritten_paths(node)
+    roles = {
+        join(_trees.path_names(leaf.path)): leaf.role
+        for tree in (with_nodes(_nnx_nodes.variables), typed)
+        for leaf in _roles.leaves_with_roles(tree)
+        if leaf.role in (FP8, COUNTER) or isinstance(leaf.owner, LossScale)
     }
     values = {join(names): value for names, value in rows} if by_values else {}
     models = {join(path): join(model) for path, model in _nnx_nodes.trained_models(nodes)}
-    description = _describe(rows, typed, overwritten, values, models)
+    description = _describe(rows, typed, roles, values, models)
     return FlatState([value for _, value in rows], description, rebuild)
 
 
@@ -208,7 +207,7 @@ def _named(flat: list[tuple[Any, Any]]) -> list[tuple[Path, Any]]:
 def _describe(
     rows: list[tuple[Path, Any]],
     typed: PyTree,
-    overwritten: set[Path],
+    roles: dict[str, str],
     values: Mapping[str, Any],
     models: Mapping[str, str],
 ) -> Description:
@@ -229,20 +228,6 @@ def _describe(
         for names, node in _nodes(typed, MasterParamsState)
     )
     scales = _nodes(typed, LossScale)
-    roles: dict[str, str] = {}
-    for names, _ in rows:
-        if OVERWRITE in names or names in overwritten:
-            roles[join(names)] = FP8
-    for names, _ in scales:
-        roles |= {path: LOSS_SCALE for path in paths if is_below(path, join(names))}
-    counters = [join(names) for names, _ in _nodes(typed, SkipStats)]
-    counters += [
-        join((*names, field))
-        for names, _ in _nodes(typed, MasterParamsState)
-        for field in ("overflow", "fits")
-    ]
-    counters += [path for path in paths if path.rpartition("/")[2] == MOMENT_COUNT]
-    roles |= {path: COUNTER for path in paths for prefix in counters if is_below(path, prefix)}
     for row in masters:
         role = REMAINDER if row.layout == "packed" else MASTER
         roles |= {p.leaf: PARAMETER for p in row.parameters if p.leaf}

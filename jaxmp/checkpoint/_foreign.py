@@ -17,13 +17,7 @@ from etils import epath
 from jaxmp._core._messages import missing_dependency
 from jaxmp._core._trees import Path, path_names
 from jaxmp.checkpoint._description import (
-    COUNTER,
     FOREIGN,
-    FP8,
-    LOSS_SCALE,
-    MASTER,
-    OTHER,
-    REMAINDER,
     Description,
     Leaf,
     Masters,
@@ -33,6 +27,7 @@ from jaxmp.checkpoint._description import (
 )
 from jaxmp.errors import CheckpointError
 from jaxmp.fp8._overwritten import OVERWRITE
+from jaxmp.optim._roles import COUNTER, FP8, LOSS_SCALE, MASTER, OTHER, REMAINDER
 
 _ORBAX_FILE = "_METADATA"
 # In the directory of a step, or of a checkpoint that `orbax.checkpoint.v1` wrote under any name.

@@ -12,13 +12,8 @@ import numpy as np
 
 from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp.checkpoint._description import (
-    COUNTER,
     FOREIGN,
-    FP8,
-    LOSS_SCALE,
-    MASTER,
     PYTHON_NUMBERS,
-    REMAINDER,
     Description,
     Leaf,
     Masters,
@@ -28,6 +23,7 @@ from jaxmp.checkpoint._description import (
 )
 from jaxmp.checkpoint._settle import Declared, declare, place_parameters, settle
 from jaxmp.errors import CheckpointError
+from jaxmp.optim._roles import COUNTER, FP8, LOSS_SCALE, MASTER, REMAINDER
 
 # First values of new counters; all others start at 0.
 _FIRST_VALUES = {"last_finite": True, "fits": True}

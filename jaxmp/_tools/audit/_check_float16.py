@@ -283,7 +283,7 @@ def _is_other(var: Atom, number: int, is_sum: bool, audit: Auditor) -> bool:
 @SCALED_GRADIENTS.on_program
 def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports the collected events of loss scales, and results that depend on one."""
-    scales = set(powers_of(audit.flow.of_all(var for _, var in traced.scales())))
+    scales = set(powers_of(audit.flow.of_all(var for _, var in traced.dynamic_scales())))
     if not scales and audit.float16_backward is not None:
         scales = audit.flow.scaled_by
     scales = (scales | {x.number for x in audit.collected[_Divisor]}) & audit.flow.scaled_by

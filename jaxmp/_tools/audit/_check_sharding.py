@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import jax
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import is_16bit
@@ -167,10 +166,10 @@ def fix_of_gather(gather: Constraint, dtype: str, audit: Auditor) -> str:
 def _split_of(constraint: Constraint, audit: Auditor) -> PartitionSpec | None:
     """Returns the spec of the argument that a constraint gathers; None if it gathers none."""
     (operand,), result = constraint.op.equation.invars, sharding_of_result(constraint.op.equation)
-    leaves = jax.tree.leaves(audit.collected[Traced][-1].arguments)
+    arrays = audit.collected[Traced][-1].arrays
     for number in constraint.arguments:
-        spec = getattr(getattr(leaves[number], "sharding", None), "spec", None)
-        if spec is not None and leaves[number].shape == operand.aval.shape:
+        spec = getattr(getattr(arrays[number], "sharding", None), "spec", None)
+        if spec is not None and arrays[number].shape == operand.aval.shape:
             kept = axis_names(getattr(result, "spec", ()))
             return None if axis_names(spec) <= kept else spec
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -38,8 +37,9 @@ from jaxmp._tools.audit._dataflow import (
 )
 from jaxmp._tools.audit._expressions import expression_of, in_fp32
 from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.audit._trace import Traced, argument_text
+from jaxmp._tools.audit._trace import Traced
 from jaxmp.optim._moments import MomentState
+from jaxmp.optim._roles import AVERAGE, REMAINDER
 from jaxmp.optim._rounding import StochasticRoundingState
 
 # ---------------------------------------------------------------------------
@@ -75,9 +75,8 @@ MISSING_MASTER = Check(
     includes_optimizer=True,
 )
 
-# A first moment in the key path of an optimizer state, as optax names it: that of Adam, and the
-# momentum of SGD.
-_FIRST_MOMENT = re.compile(r"\.(mu|trace)\b")
+# Fields of optax's states with a first moment: that of Adam, and the momentum of SGD.
+_FIRST_MOMENTS = ("mu", "trace")
 _FIX_OPTAX_STATE = (
     "Remove mu_dtype, accumulator_dtype and similar arguments. If the parameters have 16 bits, make"
     " FP32 moments and masters of the FP32 parameters:\n"
@@ -98,8 +97,6 @@ _FIX_AVERAGE = (
     "Update it in FP32, in NNX with jaxmp.nnx.EMA:\n"
     "    ema = jaxmp.optim.incremental_update(params, ema, step_size)"
 )
-# An average of optax in the key path of a state.
-_OPTAX_AVERAGE = re.compile(r"\.ema\b")
 # Limits of each dtype, for messages.
 _TEXTS = {
     "bfloat16": {"least": "2**-9", "limit": "256", "recipe": "bf16_params"},
@@ -112,8 +109,8 @@ def label_arguments(audit: Auditor, traced: Traced) -> None:
     for label, var in traced.inputs():
         audit.flow.mark(var, label)
     # Under `vmap`, a loss scale is an array.
-    scales = {var for _, var in traced.scales()}
-    for number, var in traced.variables.items():
+    scales = {var for _, var in traced.dynamic_scales()}
+    for number, var in enumerate(traced.variables):
         if dtype_of(var) in FLOATS:
             audit.flow.mark(var, From(number, PLUS))
             if var.aval.size == 1:
@@ -141,7 +138,7 @@ def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     kept = _moments_by_choice(traced)
     for number, aval in step.avals.items():
         if step.in_optimizer[number] and aval.dtype in FLOATS_16BIT and number not in kept:
-            is_average = bool(_OPTAX_AVERAGE.search(step.locations[number]))
+            is_average = step.leaves[number].role == AVERAGE
             states.setdefault((is_average, aval.dtype.name), []).append(number)
     for (is_average, dtype), numbers in states.items():
         yield _optimizer_state_finding(dtype, numbers, is_average, step, traced)
@@ -152,7 +149,7 @@ def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 @UNUSED_LOSS_SCALE.on_program
 def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports loss scales that the backward pass does not depend on."""
-    for location, var in traced.scales() if audit.has_backward else ():
+    for location, var in traced.dynamic_scales() if audit.has_backward else ():
         if not audit.flow.scaled_by.isdisjoint(powers_of(audit.flow.of(var))):
             continue
         message = (
@@ -168,7 +165,7 @@ def _optimizer_state_finding(
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
     places = [step.locations[n] for n in numbers]
-    is_first = dtype == "bfloat16" and all(map(_FIRST_MOMENT.search, places))
+    is_first = dtype == "bfloat16" and all(step.leaves[n].field in _FIRST_MOMENTS for n in numbers)
     if is_first:
         message = f"{len(numbers)} first moments are bfloat16, such as {places[0]}."
     else:
@@ -193,13 +190,13 @@ def _optimizer_state_finding(
 
 def _moments_by_choice(traced: Traced) -> set[int]:
     """Returns the numbers of the arguments that `moment_dtype` stores in 16 bits."""
-    first, numbers = 0, set[int]()
+    first, positions = 0, set[int]()
     is_chosen = lambda node: isinstance(node, MomentState)
     for node in jtu.tree_leaves(traced.arguments, is_leaf=is_chosen):
         size = len(jtu.tree_leaves(node))
-        numbers |= set(range(first, first + size)) if is_chosen(node) else set()
+        positions |= set(range(first, first + size)) if is_chosen(node) else set()
         first += size
-    return numbers
+    return {n for n, position in enumerate(traced.positions) if position in positions}
 
 
 def _is_rounded(node: object) -> bool:
@@ -216,11 +213,8 @@ class _Step:
 
     def __init__(self, audit: Auditor, traced: Traced) -> None:
         self.audit, self.flow = audit, audit.flow
-        leaves = jtu.tree_flatten_with_path(traced.arguments)[0]
-        self.locations = [argument_text(jtu.keystr(path)) for path, _ in leaves]
-        # The keys below an argument.
-        self.names = [jtu.keystr(path[2:]) for path, _ in leaves]
-        self.in_optimizer = traced.optimizer_leaves()
+        self.leaves, self.locations = traced.leaves, traced.texts()
+        self.in_optimizer = traced.in_optimizer()
         # Number of an argument -> its updates among the results.
         self.updates: dict[int, list[Update]] = {}
         for var in traced.jaxpr.outvars:
@@ -228,7 +222,7 @@ class _Step:
                 argument = traced.variables[label.number].aval
                 if (argument.shape, argument.dtype) == (var.aval.shape, dtype_of(var)):
                     self.updates.setdefault(label.number, []).append(label)
-        self.avals = {n: var.aval for n, var in traced.variables.items()}
+        self.avals = {n: var.aval for n, var in enumerate(traced.variables)}
         self.dtypes = {n: self.avals[n].dtype for n in self.updates}
 
     @property
@@ -267,7 +261,9 @@ class _Step:
             and (
                 not (update.has_gradient or self.is_average(update))
                 if self.is_training
-                else self.avals[n].size == 1 or self.names[n] in returned or update.is_average
+                else self.avals[n].size == 1
+                or jtu.keystr(self.leaves[n].path[2:]) in returned
+                or update.is_average
             )
         }
 
@@ -280,7 +276,7 @@ class _Step:
         """Returns True for an average of parameters, such as an EMA."""
         masters = {n for n, dtype in self.dtypes.items() if self._is_master(n, dtype)}
         # A parameter of the last step, which a master in the state replaces.
-        packed = [n for n, text in enumerate(self.locations) if ".packed_masters" in text]
+        packed = [n for n, leaf in enumerate(self.leaves) if leaf.role == REMAINDER]
         shapes = {self.avals[n].shape for n in (*masters, *packed)}
         stored = {
             n
@@ -436,7 +432,7 @@ def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     op, step = audit.float16_backward, step_of(audit, traced)
     if op is None or not step.is_training or audit.flow.scaled_by or audit.flow.has_scale:
         return
-    if traced.scales():
+    if traced.dynamic_scales():
         # Reported as an unused loss scale.
         return
     file, line = audit.findings.line_of(op)

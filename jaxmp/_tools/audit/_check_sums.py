@@ -420,12 +420,11 @@ def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
 @MISSING_MASTER.on_program
 def report_changes(audit: Auditor, traced: Traced) -> None:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
-    shapes = {(v.aval.shape, dtype_of(v)) for v in traced.variables.values() if v.aval.size > 1}
-    arguments = traced.jaxpr.invars
+    shapes = {(v.aval.shape, dtype_of(v)) for v in traced.variables if v.aval.size > 1}
 
     def is_average(var: Atom) -> bool:
         sums = [x for x in audit.flow.of(var) if isinstance(x, (From, Update))]
-        return any(is_16bit(dtype_of(arguments[x.number])) for x in sums)
+        return any(is_16bit(dtype_of(traced.variables[x.number])) for x in sums)
 
     outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, dtype_of(v)) in shapes]
     results = [v for v in outs if is_literal(v) or not is_average(v)]

@@ -143,7 +143,7 @@ def make_report(
     if compiled is not None:
         names = auditor.locations.names
         compilation = read_program(
-            compiled, names, auditor.root, traced.optimizer_arrays(), traced.may_be_weights()
+            compiled, names, auditor.root, traced.in_optimizer(), traced.may_be_weights()
         )
         fp8 = {
             (module_of(names, auditor.root), phase, *line): dtype

@@ -32,7 +32,7 @@ from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools import audit
 from jaxmp._tools.audit import _rows
 from jaxmp._tools.cli._jitted import Watched, defined_steps, function_of
-from jaxmp._tools.nonfinite import _arguments
+from jaxmp._tools.nonfinite import _measure
 from jaxmp._tools.plan import _programs
 from jaxmp.errors import AuditError, JaxmpError
 
@@ -198,7 +198,7 @@ class Watcher:
         with self._busy():
             arguments = jax.tree.map(_copied, (call.args, call.kwargs))
             self.calls = [*self.calls[-1:], call._replace(args=arguments[0], kwargs=arguments[1])]
-            failed = _arguments.has_failed(arguments)
+            failed = _measure.has_failed(arguments)
         if failed:
             self.finish()
         self.calls = self.calls[-1:]

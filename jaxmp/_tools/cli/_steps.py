@@ -429,7 +429,7 @@ def _count(info: "CheckpointInfo", first: object) -> int | None:
 
 def _failing(step: Callable[..., Any], state: Any, batches: Iterator[Any]) -> tuple[Any, list[Any]]:
     """Trains until a step is skipped or not finite, and returns its arguments, or the last ones."""
-    from jaxmp._tools.nonfinite._arguments import has_failed
+    from jaxmp._tools.nonfinite._measure import has_failed
 
     batch = next(batches, None)
     if batch is None:

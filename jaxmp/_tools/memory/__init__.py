@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import jax.numpy as jnp
-import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from jaxmp._core import _compat
@@ -26,13 +23,15 @@ from jaxmp._tools.memory._liveness import Liveness, Value
 from jaxmp._tools.report._section import Section, bytes_text, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError, TargetError
-
-# In key paths: states of FP8 layers, and the masters of `jaxmp.optim.master_params`.
-_FP8_STATE = re.compile(r"_overwrite_with_gradient|(_amax|amax_history|_scale|_age)\b.?.?$")
-_MASTERS = re.compile(r"masters\b")
-
+from jaxmp.optim._roles import AVERAGE, FP8, MASTER, PARAMETER, REMAINDER, STATISTICS
 
 STATE = ("parameters", "masters", "moments", "FP8 state", "inputs")
+_MASTERS = (MASTER, REMAINDER)
+_KINDS = {
+    **dict.fromkeys((PARAMETER, AVERAGE, STATISTICS), "parameters"),
+    **dict.fromkeys(_MASTERS, "masters"),
+    FP8: "FP8 state",
+}
 TEMPORARY = ("working copies", "gradients", "activations", "logits")
 KINDS = (*STATE, *TEMPORARY, "results")
 _MEANING = {
@@ -278,22 +277,11 @@ def _estimate(
 
 def _kinds_of_arguments(traced: Traced) -> list[str]:
     """Returns the kind of each array among the arguments."""
-    paths = [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(traced.arguments)[0]]
-    # Including what a function writes into NNX objects.
-    shapes = {var.aval.shape for var in traced.jaxpr.outvars if var.aval.size > 1}
-    kinds = []
-    stored, positions = traced.optimizer_arrays(), list(traced.variables)
-    for n, (array, in_optimizer) in enumerate(zip(traced.arrays, stored, strict=True)):
-        path = paths[positions[n]]
-        is_float = jnp.issubdtype(array.dtype, jnp.inexact)
-        if in_optimizer:
-            kind = "masters" if _MASTERS.search(path) else "moments"
-        elif _FP8_STATE.search(path):
-            kind = "FP8 state"
-        else:
-            kind = "parameters" if is_float and array.shape in shapes else "inputs"
-        kinds.append(kind)
-    return kinds
+    pairs = zip(traced.leaves, traced.roles(), strict=True)
+    return [
+        "moments" if leaf.in_optimizer and role not in _MASTERS else _KINDS.get(role, "inputs")
+        for leaf, role in pairs
+    ]
 
 
 def _divisor(array: Any, sharding: Any) -> int:

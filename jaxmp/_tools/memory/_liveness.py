@@ -290,4 +290,5 @@ def _is_summand(operation: _Operation, value: Value) -> bool:
 
 
 def _itemsize(value: Any) -> int:
-    return getattr(value.dtype, "itemsize", 4)
+    # The dtype of the derivative of integers has no bytes.
+    return getattr(value.dtype, "itemsize", 4) or 1

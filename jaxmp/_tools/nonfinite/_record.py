@@ -1,8 +1,8 @@
 """Runs a traced step again, and records which of its values are not finite.
 
-The value of each variable has a *code*: 0 for finite, 1 for infinite, 2 for NaN elements. One
-program returns the codes of all variables: for each iteration of a loop, and for each device of a
-`shard_map`.
+The value of each variable has a *code*: -1 if all elements are zero, otherwise 0 for finite, 1 for
+infinite, 2 for NaN elements. One program returns the codes of all variables: for each iteration of
+a loop, and for each device of a `shard_map`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._trees import is_float
 from jaxmp._core._typing import Array
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._bind import bind_in_fp32, wide
 from jaxmp._programs._constructs import Form, Inner, inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place, vary_as_here
-from jaxmp._programs._jaxprs import Atom, equations, is_literal
+from jaxmp._programs._jaxprs import FORWARD, Atom, equations, is_literal
 from jaxmp._programs._locations import Location, Locations
+from jaxmp._tools.stats._observe import gradients_of
 
-FINITE, INFINITE, NAN = 0, 1, 2
+ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
 # Iterations of a while loop that are recorded: the first ones and the last.
 ITERATIONS = 256
 Key = tuple[tuple[int, int], ...]
@@ -65,6 +67,11 @@ class Region:
     def equation(self) -> Any:
         """The equation that runs the jaxpr; None for the whole program."""
         return None if self.outer is None else self.outer.equations[self.key[-1][0]]
+
+    @property
+    def phase(self) -> str:
+        """The phase of the equation that runs the jaxpr."""
+        return FORWARD if self.outer is None else self.outer.locations[self.key[-1][0]].phase
 
     @property
     def enclosing(self) -> tuple[Any, ...]:
@@ -179,9 +186,11 @@ def code_of(x: Any, chosen: Array | None = None) -> Array:
         return jnp.int8(FINITE)
     x = lax.abs(x) if jnp.issubdtype(dtype, jnp.complexfloating) else wide(x)
     to_int = lambda flags: lax.convert_element_type(flags, jnp.int8)
+    is_zero = to_int(lax.eq(x, lax.full_like(x, 0)))
     codes = lax.add(to_int(lax.bitwise_not(lax.is_finite(x))), to_int(lax.ne(x, x)))
+    codes = lax.sub(codes, is_zero)
     if chosen is not None:
-        codes = lax.select(chosen, codes, lax.full_like(codes, FINITE))
+        codes = lax.select(chosen, codes, lax.full_like(codes, ZERO))
     return lax.reduce_max(codes, axes=tuple(range(codes.ndim)))
 
 
@@ -203,16 +212,16 @@ class Recorded:
         return self.regions[()]
 
     def code(self, region: Region, at: tuple[int, ...], var: Atom) -> int:
-        """Returns the code of a variable at these iterations and devices."""
+        """Returns the code of a variable at these iterations and devices, `FINITE` for zeros."""
         if is_literal(var):
             value = np.asarray(var.val)
             is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-            return int(code_of(jnp.asarray(value))) if is_float else FINITE
-        return int(self.arrays[region.key][at][region.slots[var]])
+            return max(int(code_of(jnp.asarray(value))), FINITE) if is_float else FINITE
+        return max(int(self.arrays[region.key][at][region.slots[var]]), FINITE)
 
     def selected(self, region: Region, at: tuple[int, ...], index: int, operand: int) -> int:
         """Returns the code of those elements of an operand that a `select_n` selects."""
-        return int(self.arrays[region.key][at][region.selected[index, operand]])
+        return max(int(self.arrays[region.key][at][region.selected[index, operand]]), FINITE)
 
     def ran(self, region: Region, at: tuple[int, ...]) -> bool:
         """Returns True if a jaxpr ran at these iterations and devices."""
@@ -233,6 +242,17 @@ class Recorded:
     def has_gradient(self) -> bool:
         """True if the program differentiates a function."""
         return any(location.differentiated for *_, location in self.equations())
+
+    def are_gradients_zero(self) -> bool:
+        """Returns True if the program has gradients, and all of their elements are zero."""
+        codes: set[int] = set()
+        for region in self.regions.values():
+            phases = [location.phase for location in region.locations]
+            variables = gradients_of(region.body, phases, region.phase)
+            slots = [region.slots[var] for var in variables if is_float(var.aval)]
+            rows = self.arrays[region.key]
+            codes |= set(np.unique(rows[rows[..., -1] == 1][..., slots]))
+        return codes == {ZERO}
 
     def inside(self, region: Region, index: int) -> list[Region]:
         """Returns the regions that an equation runs, except the condition of a while loop."""
