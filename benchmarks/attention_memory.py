@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
-from jaxmp._tools.hlo._compile import GPUS
+from jaxmp._core._targets import get_target, targets
 from result_file import parser_of, write_result
 
 WAYS = ("auto", "blockwise", "xla")
@@ -82,11 +82,11 @@ def measure(target, *, tokens, heads, size, dtype):
 
 def main():
     parser = parser_of(__doc__)
-    parser.add_argument("--target", default="cpu", choices=["cpu", *GPUS])
+    parser.add_argument("--target", default="cpu", choices=["cpu", *targets()])
     options = parser.parse_args()
     # Tokens of a batch in `fixed`, and heads.
     sizes = {"tokens": 32768, "heads": 16, "size": 128, "dtype": "bfloat16"}
-    where = platform.machine() if options.target == "cpu" else GPUS[options.target].kind
+    where = platform.machine() if options.target == "cpu" else get_target(options.target).kind
     print(f"{where}; jax {jax.__version__}; " + ", ".join(f"{k} {v}" for k, v in sizes.items()))
     rows = measure(options.target, **sizes)
     target = where if options.target == "cpu" else f"{where} (compiled, nothing was run)"

@@ -29,11 +29,13 @@ from audit_plants import (
     WIDTH,
     cross_entropy,
     forward,
+    head,
     hidden,
     inputs,
     labels,
     parameters,
     sgd,
+    wide_dot,
 )
 
 # Name -> checks whose errors are true.
@@ -44,6 +46,10 @@ TRUE_ERRORS = {
 # Name -> (function that returns a step and its arguments, policies).
 STEPS: dict[str, tuple[Callable[[], Any], str]] = {}
 X, Y = inputs(F32), labels()
+
+
+# Arguments of a layer that returns the FP32 sums of its matmul.
+HEAD = {"dtype": BF16, "dot_general": wide_dot}
 
 
 def healthy(build: Callable[[], Any]) -> Callable[[], Any]:
@@ -118,7 +124,7 @@ def frozen_base_with_adapters():
         x = x.astype(BF16)
         low = (x @ adapters["a"].astype(BF16)) @ adapters["b"].astype(BF16)
         rows = jax.nn.gelu(x @ base["w"] + low)
-        return cross_entropy(rows @ base["v"], y, F32)
+        return cross_entropy(head(rows, base["v"]), y, F32)
 
     return optimized(optax.adam(1e-3), loss, {"a": a, "b": b}, base, X, Y)
 
@@ -155,7 +161,7 @@ def graph_network():
         totals = jax.ops.segment_sum(messages, receivers, num_segments=ROWS)
         counts = jax.ops.segment_sum(jnp.ones(64), receivers, num_segments=ROWS)
         rows = (totals / jnp.maximum(counts, 1)[:, None]).astype(BF16)
-        return cross_entropy(rows @ p["v"].astype(BF16), y, F32)
+        return cross_entropy(head(rows, p["v"]), y, F32)
 
     return optimized(optax.adam(1e-2), loss, parameters(F32), X, Y)
 
@@ -165,7 +171,7 @@ class Reader(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(64, WIDTH, dtype=BF16)(tokens)
         x = nn.RNN(nn.GRUCell(HIDDEN, dtype=BF16))(x)
-        return nn.Dense(CLASSES, dtype=BF16)(x[:, -1])
+        return nn.Dense(CLASSES, **HEAD)(x[:, -1])
 
 
 @healthy
@@ -180,11 +186,11 @@ class Autoencoder(nn.Module):
     @nn.compact
     def __call__(self, x, key):
         rows = nn.relu(nn.Dense(HIDDEN, dtype=BF16)(x))
-        mean = nn.Dense(8, dtype=BF16)(rows).astype(F32)
-        log_variance = nn.Dense(8, dtype=BF16)(rows).astype(F32)
+        mean = nn.Dense(8, **HEAD)(rows)
+        log_variance = nn.Dense(8, **HEAD)(rows)
         code = mean + jnp.exp(0.5 * log_variance) * jax.random.normal(key, mean.shape)
         rows = nn.relu(nn.Dense(HIDDEN, dtype=BF16)(code))
-        return nn.Dense(WIDTH, dtype=BF16)(rows), mean, log_variance
+        return nn.Dense(WIDTH, **HEAD)(rows), mean, log_variance
 
 
 @healthy
@@ -215,7 +221,7 @@ def decoder_with_rotary_positions():
         x = (x.astype(F32) * lax.rsqrt(variance + 1e-6)).astype(BF16)
         q = rotated(x).reshape(1, 512, 1, HIDDEN)
         x = x + jax.nn.dot_product_attention(q, q, x.reshape(q.shape), is_causal=True)[0, :, 0]
-        return cross_entropy(x @ p["v"].astype(BF16), y, F32)
+        return cross_entropy(head(x, p["v"]), y, F32)
 
     p = parameters(F32) | {"table": jnp.zeros((600, HIDDEN))}
     return optimized(optax.adamw(1e-3), loss, p, jnp.arange(512), labels(512))
@@ -225,7 +231,7 @@ class Residual(nnx.Module):
     def __init__(self, rngs):
         self.conv = nnx.Conv(3, 16, (3, 3), dtype=BF16, rngs=rngs)
         self.norm = nnx.BatchNorm(16, dtype=BF16, rngs=rngs)
-        self.head = nnx.Linear(16, CLASSES, dtype=BF16, rngs=rngs)
+        self.head = nnx.Linear(16, CLASSES, **HEAD, rngs=rngs)
 
     def __call__(self, x):
         x = nnx.relu(self.norm(self.conv(x)))
@@ -385,6 +391,6 @@ def state_space_layer():
 
         _, outputs = lax.scan(body, jnp.zeros(HIDDEN), rows)
         gated = outputs * jax.nn.silu(rows)
-        return cross_entropy(gated @ p["v"].astype(BF16), y, F32)
+        return cross_entropy(head(gated, p["v"]), y, F32)
 
     return optimized(optax.adam(1e-3), loss, parameters(F32) | {"decay": jnp.zeros(HIDDEN)}, X, Y)

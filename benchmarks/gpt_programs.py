@@ -32,10 +32,11 @@ import jax
 
 import gpt
 from jaxmp._core import _compat
+from jaxmp._core._targets import get_target
+from jaxmp._tools.audit._compile import compile_for
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._compile import GPUS, compile_for
 from jaxmp._tools.hlo._kernels import accessed, kernels
 from result_file import parser_of, write_result
 
@@ -69,7 +70,7 @@ def count(recipe: str, framework: str, model: gpt.GPT, batch_size: int) -> Count
 def count_step(recipe: str, framework: str, step: Any, *args: Any) -> Counts:
     """Compiles a step for the GPU, and returns its counts; its last argument is the batch."""
     *state, tokens = args
-    with _compat.context(target="gpu", capability=GPUS[TARGET].capability):
+    with _compat.context(target="gpu", capability=get_target(TARGET).capability):
         traced = trace(step, (*state, tokens), {})
     compiled = compile_for(TARGET, traced)
     program = Program(compiled.text)
@@ -109,7 +110,7 @@ def write_forms(file: Path | None) -> None:
             rows.append({"size": size, "form": form, **row._asdict()})
             figures = f"{row.state:18,}{row.temporary:18,}{row.kernels:9,}{row.accessed:20,}"
             print(f"{size:14}{form:18}{figures}", flush=True)
-            target = f"{GPUS[TARGET].kind} (compiled, nothing was run)"
+            target = f"{get_target(TARGET).kind} (compiled, nothing was run)"
             write_result(file, target=target, batch=[BATCH, model.max_length], rows=rows)
 
 
@@ -141,7 +142,7 @@ def main() -> None:
     names = ("layers", "width", "heads", "remat", "unroll")
     write_result(
         options.out,
-        target=f"{GPUS[TARGET].kind} (compiled, nothing was run)",
+        target=f"{get_target(TARGET).kind} (compiled, nothing was run)",
         model={name: getattr(model, name) for name in names},
         batch=[BATCH, model.max_length],
         rows=rows,

@@ -31,7 +31,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmp import losses
 from jaxmp._core import _compat
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._core._targets import get_target, targets
+from jaxmp._tools.audit._compile import describe
 from result_file import parser_of, write_result
 from workload_sizes import WORKLOADS
 
@@ -64,7 +65,7 @@ def compiled(way, dtype, target, *, tokens, features, classes):
     """Compiles loss and gradients for "cpu" or a GPU."""
     device = jax.devices("cpu")[0]
     if target != "cpu":
-        (device,) = _compat.described_gpus(describe(GPUS[target]), 1)
+        (device,) = _compat.described_gpus(describe(get_target(target)), 1)
     place = lambda shape, dtype: jax.ShapeDtypeStruct(
         shape, dtype, sharding=SingleDeviceSharding(device)
     )
@@ -121,9 +122,9 @@ def measure(target, *, tokens, features, classes):
 
 def main():
     parser = parser_of(__doc__)
-    parser.add_argument("--target", default="cpu", choices=["cpu", *GPUS])
+    parser.add_argument("--target", default="cpu", choices=["cpu", *targets()])
     options = parser.parse_args()
-    where = platform.machine() if options.target == "cpu" else GPUS[options.target].kind
+    where = platform.machine() if options.target == "cpu" else get_target(options.target).kind
     print(f"{where}; jax {jax.__version__}")
     workloads = {}
     for name in ("w1", "w5"):

@@ -42,8 +42,8 @@ import plan_llama
 import train_step
 import workload_sizes
 from gpu_record import archived
-from jaxmp._core._targets import TARGETS, get_target
-from jaxmp._tools.plan._programs import Program
+from jaxmp._core._targets import get_target, targets
+from jaxmp._tools.plan._programs import Candidate
 from result_file import write_result
 
 # ---------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def check_pairs(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool
     for work in WORKLOADS:
         recipes = ["bf16", *(pair.recipe for pair in work.pairs)]
         chip = get_target("h100")._replace(bandwidth=work.bandwidth)
-        with mock.patch.dict(TARGETS, h100=chip):
+        with mock.patch.dict(targets(), h100=chip):
             report = jaxmp.plan(
                 work.make_step, recipes=recipes, targets=["h100"], cache=options.cache
             )
@@ -213,7 +213,7 @@ def check_batches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bo
     """Returns the largest batch of the search and of exhaustive compilation, for two programs."""
     rows: list[dict[str, Any]] = []
     for make_step, recipe, chip in SEARCHES:
-        program = Program(
+        program = Candidate(
             make_step, jaxmp.load_recipe(recipe), get_target(chip), None, options.cache
         )
         largest = program.largest().row.batch

@@ -56,8 +56,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._core._compat import described_gpus
-from jaxmp._tools.hlo._compile import _WITHOUT_GPU as WITHOUT_GPU
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._core._targets import get_target
+from jaxmp._tools.audit._compile import _WITHOUT_GPU as WITHOUT_GPU
+from jaxmp._tools.audit._compile import describe
 from result_file import parser_of, table
 
 FRAMEWORKS = ("Linen", "NNX")
@@ -160,7 +161,7 @@ class NnxStack(nnx.Module):
 
 def mesh_of(layout: str, devices: int) -> Mesh:
     """Returns a mesh of GPUs that are not present on this machine."""
-    gpus = np.array(described_gpus(describe(GPUS["h200"]), devices))
+    gpus = np.array(described_gpus(describe(get_target("h200")), devices))
     if layout == "FSDP x TP":
         gpus = gpus.reshape(devices // 2, 2)
         return Mesh(gpus, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -553,7 +554,7 @@ def main() -> None:
         exceeded = "" if row["recipe"] in WAYS else "; ".join(violations(row))
         print(f"{number}/{len(chosen)} {json.dumps(row)} {exceeded}", flush=True)
         if args.out:
-            report = {"target": GPUS["h200"].kind, "versions": versions(), "rows": rows}
+            report = {"target": get_target("h200").kind, "versions": versions(), "rows": rows}
             args.out.write_text(json.dumps(report, indent=1) + "\n")
     for count in args.devices:
         print(f"\n{count} GPUs\n{table_of(rows, count)}")

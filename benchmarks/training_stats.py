@@ -44,7 +44,7 @@ import jaxmp
 import llama
 import vision_digits
 from jaxmp import fp8
-from jaxmp._programs._jaxprs import is_jaxpr, sub_jaxprs
+from jaxmp._programs._constructs import is_jaxpr, sub_jaxprs
 from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.stats._with_stats import _Program
 from result_file import parser_of, write_result

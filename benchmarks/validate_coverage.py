@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxmp._tools.validate._statistics import judge_interval, paired_interval
+from jaxmp._tools.validate._compare import judge_interval, paired_interval
 
 SEEDS = (2, 3, 4, 5, 8, 20)
 _DEVIATION = 0.6

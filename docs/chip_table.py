@@ -1,8 +1,8 @@
-"""Writes the table of chips into docs/choose.md, from the table in jaxmp/_core/_targets.py."""
+"""Writes the table of chips into docs/choose.md, from jaxmp/_core/chips.toml."""
 
 from pathlib import Path
 
-from jaxmp._core._targets import TARGETS, Target
+from jaxmp._core._targets import Target, targets
 
 PAGE = Path(__file__).with_name("choose.md")
 FORMATS = {
@@ -38,7 +38,7 @@ def replace_table(page: str) -> str:
     first = next(n for n, line in enumerate(lines) if line.startswith("| target |"))
     end = next(n for n in range(first, len(lines)) if not lines[n].startswith("|"))
     table = [f"| {' | '.join(COLUMNS)} |", f"|---|---|---|{'---:|' * (len(COLUMNS) - 3)}"]
-    table += map(row, TARGETS.values())
+    table += map(row, targets().values())
     return "\n".join([*lines[:first], *table, *lines[end:], ""])
 
 

@@ -106,7 +106,7 @@ class MissingDependencyError(JaxmpError, ImportError):
 
 
 class SkippedStepsWarning(UserWarning):
-    """Warning of consecutive steps that were skipped because of non-finite gradients."""
+    """Warning of consecutive steps with non-finite gradients, or with gradients that are zero."""
 
 
 class RecipeWarning(UserWarning):

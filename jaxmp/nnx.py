@@ -10,11 +10,11 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from jaxmp._core._typing import PyTree
-from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
+from jaxmp._flax._nnx_layers import OverwriteWithGradient
 from jaxmp._flax._nnx_optimizer import EMA, Optimizer
 from jaxmp._gradients import _value_and_grad
-from jaxmp._gradients._loss_scale import LossScaleLike
+from jaxmp._gradients._dynamic_loss_scale import LossScaleLike
 
 __all__ = [
     "EMA",

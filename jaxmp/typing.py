@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxmp._gradients._loss_scale import LossScaleLike
+from jaxmp._gradients._dynamic_loss_scale import LossScaleLike
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._policy import PolicyLike
-from jaxmp._policies._scaling_table import ScalingLike
+from jaxmp.fp8._scaling import ScalingLike
 
 if TYPE_CHECKING:
     from jaxmp._tools.audit import AuditReport

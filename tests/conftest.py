@@ -75,7 +75,7 @@ VERSION_SENSITIVE = {
     *("gathers", "nonfinite", "programs", "validate_capture", "validate_trials"),
     # Mapped axes, custom derivatives and extended dtypes.
     *("device", "fp8_dot_general", "fp8_state", "fp32_gradients", "gradients", "losses"),
-    *("optim", "targets"),
+    *("optim", "roles", "targets"),
 }
 # Files that test scripts of `benchmarks/` and their recorded results: they run with the slow tests,
 # without optimizations of XLA. `test_benchmarks.py` checks that the scripts fit the package.

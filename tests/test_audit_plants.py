@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import audit_decisions
 import audit_healthy
-from audit_plants import BF16, F16, F32, PLANTS, audit_problem, error_of, error_problem
+from audit_plants import BF16, F16, F32, audit_problem, error_of, error_problem
 from gpu_compiler import has_compiler
 from grids import fast_cases
 from jaxmp import audit
@@ -21,6 +22,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
 def loss(w, x, dtype=BF16):
     return jnp.mean((x.astype(dtype) @ w.astype(dtype)).astype(F32) ** 2)
+
+
+PLANTS = audit_decisions.all_plants()
 
 
 def checks(fn, *args, **options):
@@ -44,6 +48,9 @@ FAST = (
     "absolute_errors",
     "log_of_a_gate",
     "decayed_copies",
+    "chunks_of_rows",
+    "router_with_noise",
+    "critic",
 )
 
 
@@ -74,6 +81,11 @@ def test_a_healthy_step_has_no_false_error(name):
     fn, args = build()
     errors = {finding.check for finding in audit(fn, *args, recipe=recipe).errors}
     assert errors == set(audit_healthy.TRUE_ERRORS.get(name, ()))
+
+
+@pytest.mark.parametrize("fn", audit_decisions.NEIGHBORS)
+def test_a_result_that_decides_nothing_may_be_rounded(fn):
+    assert audit(fn, *audit_decisions.OPERANDS, recipe="bf16").ok
 
 
 # ---------------------------------------------------------------------------
@@ -214,6 +226,85 @@ def test_loops_with_keys_and_counters_among_their_carries():
 def test_short_loops_are_not_recurrences():
     fn = lambda us: lax.scan(lambda h, u: (h * 0.99 + u, None), jnp.zeros(4, BF16), us)[0]
     assert checks(fn, jax.ShapeDtypeStruct((4, 4), BF16)) == {}
+
+
+def add_rows(total, row):
+    return total.at[row[1]].add(row[0]), None
+
+
+def set_rows(total, row):
+    return total.at[row[1]].set(total[row[1]] + row[0]), None
+
+
+def one_pass(x):
+    variance = jnp.mean(x * x, 0) - jnp.mean(x, 0) ** 2
+    return lax.rsqrt(variance.astype(F32) + 1e-5)
+
+
+FREQUENCIES = 1e4 ** (-jnp.arange(32) / 32)
+ROWS = jax.ShapeDtypeStruct((600, 4), BF16)
+INDICES = jnp.zeros(600, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("fn", "check"),
+    [
+        (lambda m: lax.scan(add_rows, jnp.zeros((4, 4), BF16), (m, INDICES)), "reduction_16bit"),
+        (lambda m: lax.scan(set_rows, jnp.zeros((4, 4), BF16), (m, INDICES)), "reduction_16bit"),
+        (lambda m: lax.scan(lambda c, r: (c + r + r, None), m[0], m), "reduction_16bit"),
+        (lambda m: lax.scan(lambda c, r: (c + jnp.tanh(c) + r, None), m[0], m), None),
+        (lambda m: lax.associative_scan(jnp.add, m), "accumulator_16bit"),
+        (one_pass, "norm_16bit"),
+        (lambda m: one_pass(m.astype(F32)), None),
+        (lambda m: jnp.cos(m[:, :1].astype(F32) * FREQUENCIES.astype(BF16)), "rounded_input"),
+        (lambda m: jnp.cos(m[:, :1].astype(F32) * FREQUENCIES), None),
+        (lambda m: m[:, :1] * jnp.sqrt(1 - FREQUENCIES.astype(BF16)), "rounded_input"),
+        (lambda m: jnp.sin(m.astype(F16)).astype(BF16) * 2, "float16_range"),
+        (lambda m: 0.999 * m + 0.001 * m, None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")
+def test_defects_in_parts_of_programs(fn, check):
+    counts = checks(fn, ROWS)
+    assert check in counts if check else counts == {}
+
+
+def test_averages_of_bare_arrays_and_masters_that_a_step_rounds():
+    half = jax.ShapeDtypeStruct((64, 64), BF16)
+    average = lambda e, p: 0.9999 * e + 0.0001 * p.astype(BF16)
+    assert checks(average, half, W) == {"accumulator_16bit": 1}
+    update = lambda w, x: w - 0.1 * jax.grad(loss)(w, x)
+    assert checks(lambda w, x: update(w, x).astype(BF16).astype(F32), W, X) == {"missing_master": 1}
+    assert checks(update, W, X) == {}
+
+
+def test_a_gradient_inside_of_a_loss_has_its_own_scale():
+    value = lambda w, x: loss(w, x, F16)
+    state = jax.ShapeDtypeStruct((), F32)
+
+    def severities(inner):
+        def outer(w, scale, x):
+            return scale * jnp.sum(inner(w, x) ** 2)
+
+        step = lambda w, scale, x: w - 0.1 * jax.grad(outer)(w, scale, x) / scale
+        found = audit(step, W, state, X).findings
+        return [f.severity for f in found if f.check == "missing_loss_scale"]
+
+    scaled = lambda w, x: jax.grad(lambda x: 4096.0 * value(w, x))(x) / 4096.0
+    assert severities(lambda w, x: jax.grad(value, 1)(w, x)) == ["warning"]
+    assert severities(scaled) == []
+
+
+def test_a_matrix_that_is_factorized_and_a_router_may_be_fp32():
+    def factor(x):
+        rows = jnp.tanh(x.astype(BF16)).astype(F32)
+        return jnp.linalg.cholesky(rows @ rows.T + jnp.eye(16))
+
+    def route(x):
+        rows = jnp.tanh(x.astype(BF16)).astype(F32)
+        return lax.top_k(rows @ jnp.ones((64, 8)), 2)[1]
+
+    assert checks(factor, X) == checks(route, X) == {}
 
 
 # ---------------------------------------------------------------------------

@@ -398,12 +398,13 @@ params = {"model": model.init(jax.random.key(0), x), "w": jnp.ones((16, 16))}
 def fn(w, x):
     return x @ w
 # fp32_matmul
-def loss_fn(params, x):
-    x = model.apply(params["model"], fn(params["w"], x)).astype(jnp.bfloat16)
+def loss_fn(params, inputs):
+    y = model.apply(params["model"], fn(params["w"], inputs))
+    x = inputs.astype(jnp.bfloat16)
     x = jax.nn.softmax(x)  # softmax_16bit
     logits = 2 * x
     # loss_16bit
-    return -jax.nn.log_softmax(logits)[:, 0].astype(jnp.float32).mean()
+    return y.mean() - jax.nn.log_softmax(logits)[:, 0].astype(jnp.float32).mean()
 """
 
 

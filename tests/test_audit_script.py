@@ -1,6 +1,7 @@
 """`jaxmp audit --script`: scripts in several styles are audited without edits."""
 
 import json
+import re
 import sys
 import textwrap
 import threading
@@ -14,16 +15,12 @@ import pytest
 import jaxmp
 import script_audits
 from grids import EXPENSIVE, fast_cases
-from jaxmp._core import _compat
+from jaxmp._core._compat import _watch_jit
 from jaxmp._tools import cli
 from jaxmp._tools.audit._report import AuditReport
-from jaxmp._tools.audit._script import (
-    Options,
-    Watcher,
-    audit_script,
-    has_backward,
-    updates_state,
-)
+from jaxmp._tools.cli import _script
+from jaxmp._tools.cli._jitted import defined_steps, has_backward, updates_state
+from jaxmp.errors import AuditError
 
 ROOT = Path(__file__).parents[1]
 
@@ -284,14 +281,14 @@ def test_finders_that_ask_the_others_do_not_ask_for_ever(run):
 
 @EXPENSIVE
 def test_gradients_that_are_compiled_apart_are_audited(run, folder):
-    """By default, the first complete train step ends the script; `--function` names another."""
+    """By default, the train steps are audited together; `--function` names one of them."""
     _, out, _ = run(TWO_PLAYERS, "--fail-on", "none")
-    assert out.startswith("Function generator_step (train.py:")
+    assert re.match(r"Functions generator_step \(train.py:\d+\), loss_fn \(.*\), apply \(", out)
     _, out, _ = run(TWO_PLAYERS, "--function", "loss_fn", "--fail-on", "none")
     assert out.startswith("Function loss_fn (train.py:")
+    assert not (folder / "too_late.txt").exists()
     status, _, error = run(TWO_PLAYERS, "--function", "train_stap")
     assert status == 2 and "compiled no function 'train_stap'. It compiled gen" in error
-    assert not (folder / "too_late.txt").exists()
 
 
 @EXPENSIVE
@@ -329,12 +326,6 @@ def test_a_script_without_a_train_step(run, text, message):
     assert status == 2 and out == "" and message in error
 
 
-@EXPENSIVE
-def test_a_script_that_takes_no_gradients_is_audited_at_its_end(run):
-    status, out, _ = run(MODEL + "jax.jit(loss_fn)(first(), x)")
-    assert status == 0 and out.startswith("Function loss_fn (train.py:3), which takes no gradients")
-
-
 @pytest.mark.slow  # The test waits for the script, most of the time without work.
 def test_a_script_that_takes_too_long_is_audited_as_far_as_it_came(run):
     text = MODEL + "jax.jit(loss_fn)(first(), x)\nimport time\ntime.sleep(600)"
@@ -343,16 +334,14 @@ def test_a_script_that_takes_too_long_is_audited_as_far_as_it_came(run):
 
 
 @EXPENSIVE
-def test_options_behind_a_double_dash_are_the_scripts(run):
-    text = MODEL + "import sys\nassert sys.argv[1:] == ['--target', 'x', '--help']\n"
-    status, out, _ = run(text + "jax.jit(loss_fn)(first(), x)", "--", "--target", "x", "--help")
-    assert status == 0 and "Function loss_fn" in out
-
-
-@EXPENSIVE
-def test_the_script_prints_to_the_error_output(run):
-    status, out, error = run(MODEL + "print('hello')\njax.jit(loss_fn)(first(), x)")
-    assert status == 0 and "hello" in error and "hello" not in out
+def test_a_script_without_gradients_prints_and_reads_options_behind_a_double_dash(run):
+    text = (
+        MODEL + "import sys\nassert sys.argv[1:] == ['--target', 'x', '--help']\nprint('hello')\n"
+    )
+    text += "jax.jit(loss_fn)(first(), x)"
+    status, out, error = run(text, "--", "--target", "x", "--help")
+    assert status == 0 and out.startswith("Function loss_fn (train.py:3), which takes no gradients")
+    assert "hello" in error and "hello" not in out
 
 
 @pytest.mark.parametrize(
@@ -475,7 +464,7 @@ def test_watching_sees_calls_of_untraced_code_and_leaves_jax_as_it_was():
     def inner(x):
         return x * 2
 
-    with _compat.watch_jit(see):
+    with _watch_jit.watch_jit(see):
         assert float(jax.jit(skipped)(3.0)) == 0
         assert float(jax.jit(lambda x: jax.jit(inner)(x) + 1)(3.0)) == 7
     names = [call.name for call in calls]
@@ -525,40 +514,118 @@ class FinishedError(Exception):
 
 
 @pytest.fixture
-def watcher(monkeypatch):
-    """A watcher of scripts that run in this process."""
+def watch(monkeypatch):
+    """Returns a function that runs a script in this process, and returns the result of a tool."""
 
     def finish(self):
         self.watching.__exit__(None, None, None)
-        raise FinishedError(self._fields(""))
+        raise FinishedError(self.result())
 
-    monkeypatch.setattr(Watcher, "finish", finish)
+    def watch(tool, code, **settings):
+        # Other tests have left jitted steps in this process.
+        own = f"({code.co_filename.rpartition('/')[2]}:"
+        mine = lambda: {c: text for c, text in defined_steps().items() if own in text}
+        monkeypatch.setattr(_script, "defined_steps", mine)
+        monkeypatch.setattr(jaxmp, "load_recipe", jaxmp.load_recipe)
+        watcher = _script.Watcher(tool=tool, settings=settings)
+        # Scripts and optax expect this promotion.
+        with jax.numpy_dtype_promotion("standard"), pytest.raises(FinishedError) as finished:
+            exec(code, {})
+            watcher.finish()
+        return finished.value.args[0]
+
+    monkeypatch.setattr(_script.Watcher, "finish", finish)
     monkeypatch.setattr(threading.Timer, "start", lambda self: None)
-    return Watcher(Options(result="", recipe="bf16"))
+    return watch
 
 
 @pytest.mark.parametrize("name", BOTH_FORMS)
-def test_a_script_and_its_step_have_the_same_findings(name, tmp_path, watcher):
-    code = compile(FORMS.format(fn=BOTH_FORMS[name]), str(tmp_path / "train.py"), "exec")
-    first, second = {}, {}
-    # Scripts and optax expect this promotion. Functions of JAX keep the lines of their first call.
+def test_a_script_and_its_step_have_the_same_findings(name, tmp_path, watch):
+    file, scope = str(tmp_path / f"{name}.py"), {}
+    text = FORMS.format(fn=BOTH_FORMS[name])
+    # Functions of JAX keep the lines of their first call.
+    jax.clear_caches()
+    result = watch("audit", compile(f"{text}step(*arguments)", file, "exec"), **BF16)
+    jax.clear_caches()
     with jax.numpy_dtype_promotion("standard"):
-        jax.clear_caches()
-        with pytest.raises(FinishedError) as finished:
-            exec(code, first)
-            first["step"](*first["arguments"])
-        jax.clear_caches()
-        exec(code, second)
-        report = jaxmp.audit(second["step"], *second["arguments"], recipe="bf16")
-    script = AuditReport.from_json(finished.value.args[0]["report"])
+        exec(compile(text, file, "exec"), scope)
+        report = jaxmp.audit(scope["step"], *scope["arguments"], recipe="bf16")
+    script = AuditReport.from_json(result["value"])
     assert script.findings == report.findings
     # Flax's layer computes its statistics in FP32.
     assert bool(report.findings) == (name != "layer_norm")
     assert script.to_json() == report.to_json()
 
 
-@EXPENSIVE
-def test_the_result_is_data(folder):
-    (folder / "train.py").write_text(MODEL + "jax.jit(train_step)(first(), tx.init(first()), x)")
-    result = audit_script(["train.py"], recipe="bf16")
-    assert result.report.flops == 5 * MATMUL
+# An actor that is updated after several updates of the critic, and an average of the critic.
+ACTOR = """
+import functools, jax, jax.numpy as jnp
+def loss(w, x):
+    return jnp.square(x @ w).mean()
+@functools.partial(jax.jit, donate_argnums=0)
+def critic_step(w, x):
+    return w - jax.grad(loss)(w, x)
+@jax.jit
+def actor_step(w, x):
+    return w - jax.grad(loss)(w, x)
+@jax.jit
+def average(mean, w):
+    return mean + jnp.bfloat16(0.1) * (w.astype(jnp.bfloat16) - mean)
+critic, actor, x = jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones((4, 4))
+mean = critic.astype(jnp.bfloat16)
+for n in range(30):
+    critic = critic_step(critic, x)
+    mean = average(mean, critic)
+    if n % 3 == 2:
+        actor = actor_step(actor, jnp.tile(x, (9, 1)))
+"""
+UNUSED = """
+def update(w):
+    return w - jax.grad(loss)(w, w)
+@jax.jit
+def unused_step(w):
+    return update(w)
+"""
+BF16 = {"recipe": "bf16", "target": None}
+
+
+@pytest.mark.parametrize("unused", ["", UNUSED])
+def test_every_step_that_is_called_is_audited_and_others_are_named(watch, unused):
+    text = ACTOR.replace("critic, actor", f"{unused}critic, actor")
+    result = watch("audit", compile(text, "actor.py" if unused else "actors.py", "exec"), **BF16)
+    sentence, report = result["sentence"], AuditReport.from_json(result["value"])
+    assert set(report.function.split(", ")) == {"critic_step", "actor_step", "average"}
+    assert ("not reached: unused_step (actor.py:17)" in sentence) == bool(unused)
+    assert report.flops == 10 * 2 * 2 * 4**3
+
+
+def test_the_memory_of_a_script_is_that_of_its_largest_step(watch):
+    result = watch("memory", compile(ACTOR, "memory.py", "exec"), target="v100")
+    estimate = jaxmp.typing.MemoryEstimate.from_json(result["value"])
+    assert estimate.function == "actor_step" and estimate.fits
+
+
+def test_a_script_runs_until_its_step_has_failed(watch):
+    text = ACTOR.replace("critic_step(critic, x)", "critic_step(critic, x / (n != 4))")
+    result = watch("locate", compile(text, "locate.py", "exec"))
+    report = jaxmp.typing.NonfiniteReport.from_json(result["value"])
+    assert report.reproduced and report.argument == "x", result
+
+
+PLANNED = """
+import jax, jax.numpy as jnp, jaxmp
+autocast = jaxmp.autocast(lambda w, x: x @ w, jaxmp.load_recipe("bf16"))
+step = jax.jit(lambda w, x: w - jax.grad(lambda w: autocast(w, x).sum())(w))
+step(jnp.ones((4, 4)), jnp.ones((4, 4)))
+"""
+
+
+def test_a_plan_replaces_the_recipe_of_a_script(watch):
+    settings = {"recipe": "fp16", "targets": ["v100"], "cache": None}
+    ((row, seconds),) = watch("plan", compile(PLANNED, "plan.py", "exec"), **settings)["value"]
+    assert (row["recipe"], row["fits"], row["lacking"], seconds) == ("fp16", True, "", None)
+    other = PLANNED.replace('jaxmp.load_recipe("bf16")', '"bf16"')
+    with pytest.raises(
+        AuditError, match=r"does not call jaxmp\.load_recipe, [^:]*:\n    def make_step"
+    ):
+        watch("plan", compile(other, "other.py", "exec"), **settings)

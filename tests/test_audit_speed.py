@@ -13,9 +13,9 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import audit
 from jaxmp._core._targets import default_target
+from jaxmp._tools.audit._compile import compile_for
 from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._compile import compile_for
 from jaxmp._tools.hlo._kernels import accessed, kernels
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("standard_promotion", "rank_promotion")]
@@ -29,11 +29,17 @@ def shape(*sizes, dtype=BF16):
 
 
 def notes(fn, *args):
-    """Returns check -> note of a program compiled for an H200."""
+    """Returns check -> note about copies of a program compiled for an H200."""
     report = audit(fn, *args, target="h200")
-    assert report.ok
-    report.check()
-    return {f.check: f for f in report.findings if f.severity == "note"}
+    # One of the losses reads 16-bit logits.
+    assert not report.counts().keys() - {"rounded_output"}
+    return {f.check: f for f in copies(report)}
+
+
+def copies(report):
+    """Returns the notes of speed, without that of a program that donates nothing."""
+    notes = (finding for finding in report.findings if finding.severity == "note")
+    return [finding for finding in notes if finding.check != "undonated_state"]
 
 
 def bytes_of(fn, *args):
@@ -234,7 +240,7 @@ def test_the_report_prints_the_largest_notes_first():
 
     args = LAYERS, *LAST
     report = audit(jaxmp.autocast(jax.grad(loss, (0, 2)), "bf16"), *args, target="h200")
-    found = [f for f in report.findings if f.severity == "note"]
+    found = copies(report)
     assert [f.check for f in found] == ["stored_logits", "recomputed_pass"]
     sizes = [bytes_in(f.message) for f in found]
     assert sizes == sorted(sizes, reverse=True) and math.prod(sizes)

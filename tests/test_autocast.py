@@ -42,7 +42,7 @@ def test_products_are_low_and_sums_are_not():
         return jax.nn.softmax(x @ w).sum()
 
     traced = trace(autocast(fn, MIXED), W, X)
-    assert [dtypes(e) for e in products(traced)] == [(BF16, BF16, BF16)]
+    assert [dtypes(e) for e in products(traced)] == [(BF16, BF16, F32)]
     for equation in named(traced, "exp", "reduce_sum", "div"):
         assert equation.outvars[0].aval.dtype == F32
 
@@ -74,7 +74,7 @@ def test_a_product_that_only_fp32_operations_read_is_not_rounded():
 
     def both(w, x):
         y = x @ w
-        return jnp.exp(y), y
+        return jnp.exp(y), jnp.tanh(y @ w) @ w
 
     assert dtypes(products(trace(autocast(wide, MIXED), W, X))[0]) == (BF16, BF16, F32)
     assert dtypes(products(trace(autocast(both, MIXED), W, X))[0]) == (BF16, BF16, BF16)
@@ -88,9 +88,9 @@ def test_the_call_of_a_traced_object_is_entered():
 
 
 def test_a_float16_product_on_the_way_to_a_mean_does_not_overflow():
-    fn = lambda w, x: ((x @ w) / 64).mean()
+    fn = lambda w, x: ((x @ w) / 64).mean(0)  # no loss
     args = jnp.full((64, 64), 64.0), jnp.full((4, 64), 64.0)
-    assert autocast(fn, "p=f32,c=f16,o=f32")(*args) == fn(*args) == 4096
+    assert set(autocast(fn, "p=f32,c=f16,o=f32")(*args).tolist()) == {4096.0}
 
 
 def test_a_softmax_is_in_fp32_throughout():
@@ -110,7 +110,7 @@ def test_arithmetic_is_wide_only_on_the_way_to_fp32():
     def fn(w, x):
         y = x @ w
         error = (y - x) * 2
-        return jnp.square(error.reshape(-1)).sum(), jnp.exp(jnp.tanh(y + x)), y * 3
+        return jnp.square(error.reshape(-1)), jnp.exp(jnp.tanh(y + x)), (y * 3) @ w
 
     traced = trace(autocast(fn, MIXED), W, X)
     assert dtypes(named(traced, "sub")[0]) == (F32, F32, F32)
@@ -147,7 +147,8 @@ def test_constants_cost_no_operations():
     """Constants are cast while tracing, also inside jitted functions."""
 
     def fn(w, x, m):
-        return jnp.where(m > 0, x @ w / jnp.sqrt(jnp.float32(8.0)), jnp.finfo(jnp.float32).min)
+        minimum = jnp.finfo(jnp.float32).min
+        return jnp.where(m > 0, x @ w / jnp.sqrt(jnp.float32(8.0)), minimum).astype(jnp.bfloat16)
 
     traced = trace(autocast(fn, MIXED), W, X, jnp.arange(8)[None])
     assert not named(traced, "clamp", "is_finite")
@@ -436,10 +437,11 @@ def test_scans_keep_the_dtypes_of_their_carry():
 def test_the_carry_of_a_scan_is_not_weakly_typed():
     def outside(w, x):
         total, _ = lax.scan(lambda c, row: (c + row.sum(), None), jnp.zeros(()), x)
-        return jnp.broadcast_to(total, (4, 8)) * 2 + x @ w
+        return (jnp.broadcast_to(total, (4, 8)) * 2 + x @ w) @ w
 
     def inside(w, x):
-        return lax.scan(lambda c, _: (c + 1, c * 2 + x @ w), jnp.zeros((4, 8)), None, length=2)[1]
+        step = lambda c, _: (c + 1, c * 2 + x @ w)
+        return lax.scan(step, jnp.zeros((4, 8)), None, length=2)[1] @ w
 
     for fn in (outside, inside):
         (add,) = named(trace(autocast(fn, MIXED), W, X), "add")[-1:]
@@ -467,7 +469,7 @@ def test_shard_map():
     for transformed in (autocast(fn, MIXED), jax.grad(autocast(fn, MIXED))):
         assert set(operands(transformed, W, W[0], X)) == {(BF16, BF16)}
     traced = trace(autocast(fn, MIXED), W, W[0], X)
-    assert {dtypes(e)[0] for e in named(traced, "tanh")} == {BF16}
+    assert {dtypes(e)[0] for e in named(traced, "tanh")} == {F32}  # the sum is a loss
     np.testing.assert_allclose(autocast(fn, MIXED)(W, W[0], X), fn(W, W[0], X), rtol=0.02)
 
 
@@ -652,7 +654,22 @@ def test_inner_jits_are_shared():
     def functions(fn):
         return jax.jit(fn).lower(W, X).as_text().count("func.func private")
 
-    assert functions(autocast(fn, MIXED)) <= functions(fn) + 1
+    # The first call has an argument, and the last one a result.
+    assert functions(autocast(fn, MIXED)) <= functions(fn) + 2
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_shared_function_runs_for_the_priorities_of_its_operands(order):
+    product = jax.jit(lambda a, b: a * b, inline=False)
+
+    def fn(w, x, y):
+        low, narrow = (x @ w)[:, :4], x @ w[:, :4]
+        return [product(each, low) for each in (jnp.exp(y), narrow)[::order]]
+
+    shapes = [jnp.ones((8, 32)), jnp.ones((4, 8)), jnp.ones((4, 4))]
+    jaxpr = jax.make_jaxpr(autocast(fn, "bf16"))(*shapes)
+    dtypes = [each.outvars[0].aval.dtype for each in named(list(equations(jaxpr)), "mul")]
+    assert dtypes == [F32, BF16][::order]
 
 
 @jax.jit
@@ -827,7 +844,8 @@ def log_error_ratios(build, traced):
         params = jax.tree.map(lambda leaf: fill(leaf, "params", random), like)
         runs = [(out, gradients) for gradients, (out, _) in (run(params) for run in compiled)]
         ours, level = (list(map(relative_error, run, runs[2])) for run in runs[:2])
-        assert min(ours) > 0
+        if not min(ours):
+            continue  # no unit is active, and the bias of the last layer is not rounded
         logs.append(np.log(ours) - np.log(level))
     return logs
 

@@ -62,6 +62,11 @@ def test_a_saturated_value_is_not_rounded_to_one(loss, recipe):
     np.testing.assert_allclose(grad, exact_grad, rtol=2 * tolerance, atol=1e-6)
 
 
+def test_a_logarithm_magnifies_without_a_loss():
+    fn = autocast(lambda w: jnp.log(1 - jax.nn.sigmoid(X @ w)) @ w.T, "bf16")
+    assert np.isfinite(jax.jit(fn)(W)).all()
+
+
 def primitives(fn, *args):
     """Returns the name and the dtype of the results of all equations."""
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
@@ -72,7 +77,7 @@ def test_other_consumers_of_the_value_compute_in_16_bits():
     def loss(w):
         h = jnp.dot(X, w)
         q = lax.logistic(h)
-        return likelihood(q), (q * h) @ w.T
+        return likelihood(q), (q * jnp.dot(X, 2 * w)) @ w.T
 
     found = primitives(autocast(loss, "bf16"), W)
     assert ("logistic", "float32") in found and ("logistic", "bfloat16") not in found

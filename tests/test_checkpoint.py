@@ -650,6 +650,31 @@ def test_states_of_jaxmp_that_orbax_wrote_are_migrated(source, tmp_path, capsys)
     assert same(jaxmp.get_master_params(restored), jaxmp.get_master_params(state))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("write", [write_orbax, write_flax])
+@pytest.mark.parametrize(
+    ("scale", "count"),
+    [
+        ({"loss_scale": jnp.float32(2**13)}, 0),
+        ({"loss_scale": np.float64(2**13)}, 0),
+        ({"loss_scale": {"loss_scale": jnp.float32(2**13), "counter": jnp.int32(7)}}, 7),
+        ({"dynamic_scale": {"scale": jnp.float32(2**13), "fin_steps": jnp.int32(7)}}, 7),
+    ],
+)
+def test_scales_of_jmp_and_flax_are_read(scale, count, write, tmp_path):
+    params, inner = {"w": jnp.ones((4, 4))}, optax.adam(1e-3)
+    state = {"params": params, "opt_state": inner.init(params)}
+    path = write(tmp_path, state | scale)
+    recipe = jaxmp.load_recipe("fp16")
+    like = {"params": params, "opt_state": recipe.optimizer(inner).init(params)}
+    restored = Checkpointer(path).restore(like, recipe=recipe, migrate=True)
+    read = jaxmp.get_loss_scale(restored)
+    assert read == jaxmp.DynamicLossScale(2**13).with_leaves(good_steps=jnp.int32(count))
+    # A recipe without a scale drops it without loss.
+    like = {"params": params, "opt_state": jaxmp.load_recipe("bf16").optimizer(inner).init(params)}
+    Checkpointer(path).restore(like, recipe="bf16", migrate=True)
+
+
 def test_something_else_is_not_a_checkpoint(tmp_path):
     empty = Checkpointer(tmp_path / "none")
     assert (empty.latest_step(), empty.all_steps()) == (None, [])

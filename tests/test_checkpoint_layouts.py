@@ -47,7 +47,9 @@ def written(tmp_path_factory):
 def test_plain_orbax_names_both_layouts(source, target, make, written):
     with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError) as error:
         checkpointer.restore(written / f"{make.__name__}_{source}", make(target))
-    assert source in str(error.value) and target in str(error.value)
+    # Orbax does not list the empty node of an NNX state without masters.
+    shown = {source, target} - ({"no_masters"} if make is nnx_state else set())
+    assert all(name in str(error.value) for name in shown)
 
 
 @pytest.mark.parametrize("make", [linen_state, nnx_state])

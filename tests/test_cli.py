@@ -195,9 +195,7 @@ def commands(folder):
 
 
 def test_every_command_writes_json(run, folder, commands):
-    assert sorted(commands) == sorted(
-        command.callback.__name__ for command in app.registered_commands
-    )
+    assert sorted(commands) == sorted(command.name for command in app.registered_commands)
     for arguments in commands.values():
         code, text, error = run(*arguments)
         assert (code, error) == (0, "")
@@ -318,9 +316,13 @@ def test_without_the_extra_it_says_what_to_install(package):
 def test_the_command_and_the_module_are_one():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"jaxmp": "jaxmp.__main__:main"}
-    command = [sys.executable, "-m", "jaxmp", "--help"]
+    command = [sys.executable, "-X", "importtime", "-m", "jaxmp", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "show" in done.stdout
+    loaded = set(re.findall(r"\| +(\S+)$", done.stderr, re.MULTILINE))
+    assert "jaxmp._tools.cli._steps" in loaded
+    tools = {f"jaxmp._tools.{name}" for name in ("audit", "nonfinite", "plan", "validate")}
+    assert loaded.isdisjoint({"flax", "jaxmp._flax", *tools})
 
 
 # ---------------------------------------------------------------------------

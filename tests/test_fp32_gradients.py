@@ -24,8 +24,9 @@ import sharded_functions
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp._core._compat import described_gpus
+from jaxmp._core._targets import get_target
 from jaxmp._programs._jaxprs import equations
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._tools.audit._compile import describe
 
 ROWS, WIDTH = 64, 8
 
@@ -714,7 +715,7 @@ def test_losses_and_gradients_equal_those_of_one_device(framework):
 @needs_compiler
 @EXPENSIVE
 def test_reductions_of_a_program_for_h200():
-    mesh = jax.sharding.Mesh(np.array(described_gpus(describe(GPUS["h200"]), 4)), ("data",))
+    mesh = jax.sharding.Mesh(np.array(described_gpus(describe(get_target("h200")), 4)), ("data",))
     run, state = linen_gradients("bf16_params")
     shapes = jax.eval_shape(lambda: (state, TOKENS))
     specs = jax.tree.map(lambda _: P(), state), P("data")

@@ -15,9 +15,9 @@ from grids import EXPENSIVE, REST, each_value, fast_cases
 from jaxmp import audit, fp8
 from jaxmp._core import _compat
 from jaxmp._programs._jaxprs import equations
+from jaxmp._tools.audit._compile import compile_for
 from jaxmp._tools.audit._trace import trace
 from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._compile import compile_for
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
 
 LINEAR = (((1,), (0,)), ((), ()))
@@ -158,6 +158,13 @@ def test_second_derivatives_are_refused(recipe):
     ):
         with pytest.raises(CompositionError, match=r"no second derivative.*bf16"):
             derive()
+
+
+def test_forward_mode_is_refused():
+    x, w = normal(0, 32, 32), normal(1, 32, 16)
+    for derive in (jax.jacfwd, lambda f: lambda w: jax.jvp(f, (w,), (w,))):
+        with pytest.raises(CompositionError, match=r"no derivative in forward mode.*jax\.grad"):
+            derive(lambda w: linear(fp8.CurrentScaling(), x, w).sum())(w)
 
 
 def test_a_high_precision_wgrad_is_exact():

@@ -29,7 +29,9 @@ HEAD = Rule("**/lm_head", "o=f32,matmul=default", required=False)
 
 
 def policies(scaling=None, *rules):
-    return PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", (*rules, HEAD), scaling)
+    # The last layer of a model would stay in 16 bits; most models here are parts of one.
+    every = Rule("**", "matmul=fp8")
+    return PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", (*rules, HEAD, every), scaling)
 
 
 def products(fn, *args):

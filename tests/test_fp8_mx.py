@@ -15,7 +15,8 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp import PolicyMap, audit, autocast, fp8
 from jaxmp._core import _compat
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._core._targets import get_target
+from jaxmp._tools.audit._compile import describe
 from jaxmp.errors import CompositionError, RecipeError
 from jaxmp.fp8 import _explain
 from jaxmp.fp8._dims import make_dims
@@ -335,7 +336,7 @@ def test_three_real_products_of_blocks(x, w, dims, batched):
     """The program contains three block-scaled matmuls of cuDNN, at default flags, and no other
     matmul.
     """
-    (device,) = _compat.described_gpus(describe(GPUS["b200"]), 1)
+    (device,) = _compat.described_gpus(describe(get_target("b200")), 1)
     placed = SingleDeviceSharding(device)
     args = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=placed) for size in (x, w)]
 

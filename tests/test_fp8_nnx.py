@@ -16,14 +16,15 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
-from jaxmp import PolicyMap, fp8, load_recipe
+from jaxmp import PolicyMap, Rule, fp8, load_recipe
 from jaxmp._flax._nnx_model import apply_policy
 from jaxmp.errors import CompositionError
 from jaxmp.nnx import Optimizer, OverwriteWithGradient, value_and_grad
 from relaxed import relaxed
 
 DELAYED = fp8.DelayedScaling(amax_history_len=3)
-POLICIES = PolicyMap("p=f32,c=bf16,o=f32,matmul=fp8", fp8=DELAYED)
+# Also the last layer of a model, because most models here are parts of one.
+POLICIES = PolicyMap("p=f32,c=bf16,o=f32", Rule("**", "matmul=fp8"), fp8=DELAYED)
 LEAVES = {f"fp8_{name}": leaf.shape for name, leaf in fp8.init_state(DELAYED).items()}
 STATE = "_overwrite_with_gradient"
 
@@ -131,7 +132,7 @@ def test_another_policy_takes_it_away_and_the_same_one_keeps_it():
     assert again.fp8_input_amax is model.fp8_input_amax
     assert states(apply_policy(model, "bf16")) == states(apply_policy(model, "fp8")) == {}
     assert states(model)[""]["fp8_input_amax"] == 7
-    longer = PolicyMap(POLICIES.default, fp8=fp8.DelayedScaling(amax_history_len=5))
+    longer = PolicyMap(POLICIES, fp8=fp8.DelayedScaling(amax_history_len=5))
     assert states(apply_policy(model, longer))[""]["fp8_input_amax_history"].shape == (5,)
 
 

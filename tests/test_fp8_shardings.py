@@ -16,8 +16,9 @@ from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
 from jaxmp._core import _compat
 from jaxmp._core._compat import described_gpus
+from jaxmp._core._targets import get_target
 from jaxmp._programs._jaxprs import equations
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._tools.audit._compile import describe
 
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 LINEAR = (((2,), (0,)), ((), ()))
@@ -268,7 +269,7 @@ def test_autocast_passes_out_sharding_on(name):
 def test_programs_for_eight_gpus_multiply_in_fp8_and_sum_in_fp32(name):
     """FSDP: kernels are split over the batch axis, and gathered in FP8."""
     width = 8192
-    gpus = np.array(described_gpus(describe(GPUS["h200"]), 8))
+    gpus = np.array(described_gpus(describe(get_target("h200")), 8))
     mesh = Mesh(gpus, ("data",), axis_types=(AxisType.Explicit,))
     on = lambda leaf, *spec: jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec))

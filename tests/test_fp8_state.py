@@ -14,7 +14,8 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import fp8
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._programs._jaxprs import equations, sub_jaxprs
+from jaxmp._programs._constructs import sub_jaxprs
+from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._operands import partial_maxima
 from relaxed import relaxed

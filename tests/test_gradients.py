@@ -1,5 +1,6 @@
 """value_and_grad: loss scaling, microbatches, and several devices."""
 
+import functools
 import re
 import warnings
 
@@ -7,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,6 +105,34 @@ def test_a_bad_loss_with_finite_gradients_poisons_the_gradients(loss_scale, bad,
             loss, grads = run(params, jnp.float32(bad))
         assert not np.isfinite(loss)
         assert all(np.all(np.isnan(g)) for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("wrap", ["none", "chain", "partition"])
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_one_nan_gradient_is_enough_for_the_guard(wrap, target):
+    """The smallest parameter, whose gradient becomes NaN, may be frozen by the optimizer."""
+    recipe = jaxmp.load_recipe("bf16")
+    tx = recipe.optimizer(optax.sgd(0.1))
+    if wrap == "chain":
+        tx = optax.chain(optax.clip(1.0), tx)
+    if wrap == "partition":
+        frozen = {"trained": tx, "frozen": optax.set_to_zero()}
+        tx = optax.partition(frozen, {"w": "trained", "b": "frozen"})
+    params = {"w": jnp.ones((3, 2)), "b": jnp.float32(0.0)}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    fn = lambda p, x: jnp.sum(p["w"] * 2.0) + p["b"] + jax.lax.stop_gradient(x)
+
+    @jax.jit
+    def step(state, x):
+        _, grads = state.value_and_grad(fn)(x)
+        return state.apply_gradients(grads=grads), grads
+
+    with _compat.context(target=target):
+        skipped, grads = step(state, jnp.float32(np.inf))
+        applied, _ = step(skipped, jnp.float32(1.0))
+    assert np.isnan(grads["b"]) and np.isnan(grads["w"]).any() == (target == "cpu")
+    jax.tree.map(np.testing.assert_array_equal, skipped.params, params)
+    assert int(skipped.step) == 0 and int(applied.step) == 1
 
 
 @pytest.mark.parametrize("loss_scale", [None, 2.0**8])
@@ -555,3 +585,104 @@ def test_a_leaf_that_is_no_array_is_named_with_the_way_to_split_it_off():
     expected = eqx.filter_value_and_grad(loss_fn)(model)
     assert loss == expected[0]
     jax.tree.map(np.testing.assert_array_equal, grads, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("weight", "is_finite"),
+    [
+        (lambda w: jax.checkpoint(lambda w: w * 0.5)(w.astype(jnp.float16)), True),
+        (lambda w: jnp.tanh(w.astype(jnp.float16)), False),
+        (lambda w: jnp.tanh(w).astype(jnp.float16), True),  # as docs/loss-scaling.md advises
+    ],
+)
+def test_one_device_sums_float16_gradients_in_the_range_of_several(weight, is_finite):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, P("data"))
+    replicated = jax.sharding.NamedSharding(mesh, P())
+    x, w = jnp.ones((16, 8)), jnp.ones((8, 8))
+    loss = lambda w, x: (x.astype(jnp.float16) @ weight(w)).astype(jnp.float32).sum() * 2.0**15
+    grad = jax.jit(jaxmp.grad(loss))
+    one, two = grad(w, x), grad(*jax.device_put((w, x), (replicated, sharding)))
+    np.testing.assert_array_equal(one, two)
+    assert np.isfinite(one).all() == is_finite
+
+
+# ---------------------------------------------------------------------------
+# Gradients and loops inside a loss
+# ---------------------------------------------------------------------------
+
+
+def net(params, x, dtype):
+    x, w, v = (array.astype(dtype) for array in (x, params["w"], params["v"]))
+    return (jnp.tanh(x @ w) @ v).astype(jnp.float32)
+
+
+def penalty(params, x, dtype, loss_scale=None):
+    """Loss with the gradient of small activations, which underflow in float16 without a scale."""
+    inner = lambda x: net(params, x, dtype).mean() * 1e-5
+    slope = jaxmp.grad(inner, loss_scale=loss_scale)(x)
+    return jnp.square(slope * 1e5).mean()
+
+
+def adapted(params, x, dtype, loss_scale=None):
+    """Loss after two steps of gradient descent with a learned step size."""
+    loss = lambda params: jnp.square(net(params, x, dtype) - 1).mean()
+    inner = {"w": params["w"], "v": params["v"]}
+    for _ in range(2):
+        grads = jaxmp.grad(loss, loss_scale=loss_scale)(inner)
+        inner = jax.tree.map(lambda p, g: p - params["rate"] * g, inner, grads)
+    return loss(inner)
+
+
+@pytest.mark.parametrize("fn", [penalty, adapted])
+@pytest.mark.parametrize("outer", [jax.grad, jaxmp.grad, jax.jacfwd])
+@fast_cases("grad0-adapted", "grad1-penalty")
+def test_gradients_in_a_loss_are_differentiated_again(outer, fn, getkey):
+    params = {
+        "w": jax.random.normal(getkey(), (8, 8)) / 3,
+        "v": jax.random.normal(getkey(), (8, 2)) / 3,
+        "rate": jnp.float32(0.1),
+    }
+    x = jax.random.normal(getkey(), (4, 8))
+    expected = jax.jit(jax.grad(lambda p: fn(p, x, jnp.float32)))(params)
+    result = jax.jit(outer(lambda p: fn(p, x, jnp.float16, 2.0**10)))(params)
+    for full, low in zip(jax.tree.leaves(expected), jax.tree.leaves(result), strict=True):
+        assert jnp.linalg.norm(full - low) <= 5e-3 * jnp.linalg.norm(full)
+
+
+@pytest.mark.parametrize("differentiate", [jax.grad, jaxmp.grad])
+def test_a_state_that_is_made_in_a_loss_is_named(differentiate):
+    recipe = jaxmp.load_recipe("fp16")
+    params = {"w": jnp.ones(2)}
+
+    def outer(params, recipe=recipe):
+        tx = recipe.optimizer(optax.sgd(0.1))
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        return jnp.sum(state.apply_gradients(grads=params).params["w"])
+
+    with pytest.warns(jaxmp.errors.RecipeWarning, match="inside of a loss") as warned:
+        differentiate(outer)(params)
+    assert [warning.filename for warning in warned] == [__file__]
+    outer(params)  # no gradient
+    differentiate(functools.partial(outer, recipe=jaxmp.load_recipe("bf16")))(params)
+
+
+def test_a_library_that_takes_the_gradient_itself_trains_in_float16_with_a_fixed_scale():
+    def fit(tx, loss, params, steps):  # the library
+        opt_state = tx.init(params)
+        for _ in range(steps):
+            updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+            params = optax.apply_updates(params, updates)
+        return params, opt_state
+
+    recipe = jaxmp.load_recipe("fp16").replace(loss_scale=None)
+    x = jnp.full((1, 2), 1e-5)
+    loss = lambda w: jnp.square(x.astype(jnp.float16) @ w.astype(jnp.float16)).mean()
+    scaled = lambda w: jaxmp.StaticLossScale(2.0**10).scale(loss(w))
+    inner = optax.chain(optax.scale(2.0**-10), optax.sgd(1.0))
+    expected = jax.grad(lambda w: jnp.square(x @ w).mean())(jnp.ones((2, 1)))
+    params, state = fit(recipe.optimizer(inner), scaled, jnp.ones((2, 1)), 1)
+    np.testing.assert_allclose(1 - params, expected, atol=1e-7)
+    overflowing = lambda w: scaled(w) * jnp.inf
+    params, state = fit(recipe.optimizer(inner), overflowing, jnp.ones((2, 1)), 1)
+    assert jaxmp.get_skip_stats(state).total == 1 and (params == 1).all()

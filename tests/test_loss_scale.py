@@ -12,16 +12,23 @@ import jax.numpy as jnp
 import jmp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
+from flax.training import dynamic_scale
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmp
 from grids import fast_cases
 from jaxmp._gradients import _dynamic_loss_scale, _loss_scale
-from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
-from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale, as_loss_scale
-from jaxmp._gradients._loss_scale_arguments import LARGEST_SCALE, SMALLEST_SCALE
+from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, as_loss_scale
+from jaxmp._gradients._loss_scale import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
 from jaxmp.errors import LossScaleError
 
 NAMES = {**vars(jaxmp), "as_loss_scale": as_loss_scale}
@@ -761,9 +768,60 @@ def test_as_loss_scale_refuses_the_rest_with_a_fix_that_works(value):
     assert fix_in(error) == DynamicLossScale()
 
 
+def jmp_scale(**settings):
+    return jmp.DynamicLossScale(jnp.float32(2**10), jnp.int32(2), **settings)
+
+
+def flax_scale(**settings):
+    return dynamic_scale.DynamicScale(scale=2.0**10, fin_steps=2, **settings)
+
+
+def jmp_adjust(scale, finite):
+    with jax.numpy_dtype_promotion("standard"):  # jmp counts with a bool
+        scale = scale.adjust(jnp.array(finite))
+    return scale, scale.loss_scale, scale.counter
+
+
+def flax_adjust(scale, finite):
+    scale = scale.value_and_grad(lambda p: p * jnp.where(finite, 1, jnp.inf))(1.0).dynamic_scale
+    return scale, scale.scale, scale.fin_steps
+
+
+@pytest.mark.parametrize(
+    ("theirs", "adjust"),
+    [
+        (jmp_scale(period=4, factor=4), jmp_adjust),
+        (jmp_scale(period=3, min_loss_scale=jnp.float32(2**9)), jmp_adjust),
+        (flax_scale(growth_interval=3, growth_factor=4.0), flax_adjust),
+        (flax_scale(growth_interval=2, minimum_scale=2.0**9), flax_adjust),
+    ],
+)
+def test_a_scale_of_jmp_or_flax_continues_with_the_same_values(theirs, adjust):
+    ours = as_loss_scale(theirs)
+    for finite in [True] * 9 + [False] * 3 + [True] * 3 + [False, True]:
+        ours = ours.adjust(finite)
+        theirs, scale, count = adjust(theirs, finite)
+        assert (ours.scale_value, ours.good_steps) == (scale, count)
+
+
+def test_scales_of_other_libraries_are_taken_wherever_ours_are():
+    theirs = jmp_scale()
+    loss = lambda w: jnp.sum(w * w)
+    grads = jax.jit(lambda s, w: jaxmp.grad(loss, loss_scale=s)(w))(theirs, jnp.ones(2))
+    assert grads.tolist() == [2.0, 2.0]
+    recipe = jaxmp.load_recipe("fp16").replace(loss_scale=theirs)
+    assert (
+        jaxmp.get_loss_scale(recipe.optimizer(optax.sgd(0.1)).init(jnp.ones(2))).scale_value
+        == 2**10
+    )
+    assert as_loss_scale(jmp.StaticLossScale(jnp.float32(8))) == StaticLossScale(8)
+    assert as_loss_scale(jmp.NoOpLossScale()) == NoLossScale()
+
+
 def test_a_foreign_class_of_the_same_name_is_refused():
+    foreign = type("DynamicLossScale", (), {"loss_scale": 8.0})()
     with pytest.raises(LossScaleError, match=r"is not a loss scale.* DynamicLossScale\(init_scale"):
-        as_loss_scale(jmp.DynamicLossScale(jnp.float32(8)))
+        as_loss_scale(foreign)
 
 
 def test_as_loss_scale_checks_numbers():

@@ -23,6 +23,7 @@ from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
 from jaxmp import losses
 from jaxmp._core import _compat
+from jaxmp._core._targets import get_target
 from jaxmp._tools.hlo import Program
 from jaxmp.errors import JaxmpError
 from programs import products, trace
@@ -638,11 +639,11 @@ def test_one_pass_over_the_logits_has_the_sums_of_two(target):
 @pytest.mark.parametrize(
     ("context", "classes", "rows"),
     [
-        ({"target": "gpu", "chip": "h200"}, 50304, 8192),
-        ({"target": "gpu", "chip": "h200"}, 128256, 4096),
-        ({"target": "gpu", "chip": "rtx4090"}, 50304, 4096),
-        ({"target": "gpu", "chip": "l4"}, 128256, 2048),
-        ({"target": "tpu", "chip": "v5e"}, 50304, 4096),
+        ({"target": "gpu", "chip": get_target("h200")}, 50304, 8192),
+        ({"target": "gpu", "chip": get_target("h200")}, 128256, 4096),
+        ({"target": "gpu", "chip": get_target("rtx4090")}, 50304, 4096),
+        ({"target": "gpu", "chip": get_target("l4")}, 128256, 2048),
+        ({"target": "tpu", "chip": get_target("v5e")}, 50304, 4096),
         ({"target": "gpu"}, 50304, 8192),
         ({"target": "cpu"}, 50304, 512),
     ],
@@ -902,9 +903,9 @@ import json, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmp import losses
 from jaxmp._core import _compat
-from jaxmp._tools.hlo._compile import GPUS, describe
+from jaxmp._tools.audit._compile import describe
 from jaxmp._tools.hlo import Program
-mesh = Mesh(np.array(_compat.described_gpus(describe(GPUS["h200"]), 8)), ("data",))
+mesh = Mesh(np.array(_compat.described_gpus(describe(get_target("h200")), 8)), ("data",))
 def shape(dtype, sizes, *spec):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 args = (shape(jnp.bfloat16, (1024, 64), "data"), shape(jnp.float32, (64, 4096)),

@@ -5,10 +5,12 @@ import json
 import statistics
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import ShapeDtypeStruct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -114,6 +116,17 @@ def test_the_error_function_is_not_computed_twice():
     # x * erf(x): the backward pass reads the result of erf, too.
     cheap, costly = map(temporary, (lambda x: x * jnp.abs(x), lambda x: x * jax.lax.erf(x)))
     assert costly == cheap + rows
+
+
+def test_masked_attention_of_flax_has_an_estimate():
+    """The derivative of the mask, an integer array, has a dtype without bytes."""
+    model = jaxmp.load_recipe("bf16").wrap(nn.MultiHeadDotProductAttention(4))
+    x, tokens = ShapeDtypeStruct((2, 16, 32), jnp.float32), ShapeDtypeStruct((2, 16), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    loss = lambda params, x, t: model.apply(params, x, mask=nn.make_causal_mask(t)).sum()
+    estimate = jaxmp.estimate_memory(jax.value_and_grad(loss), params, x, tokens, target="a100")
+    assert estimate.kinds["parameters"] == size_of(params)
+    assert estimate.kinds["inputs"] == size_of((x, tokens)) and estimate.temporary > 0
 
 
 def test_shards_are_counted_on_one_device():

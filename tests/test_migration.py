@@ -311,7 +311,9 @@ def test_patterns_inference_and_export_run():
 def test_the_code_in_the_tables_runs():
     model, tx = nn.Dense(2), optax.sgd(0.1)
     recipe = jaxmp.load_recipe("fp16")
-    _, table = GUIDE.split("## Names from PyTorch and Keras")
+    of_jmp = GUIDE.partition("\n| jmp | ")[2].partition("\n\n")[0]
+    assert all(f"jmp.{name}" in of_jmp for name in jmp.__all__ if name != "LossScale")
+    table = of_jmp + GUIDE.partition("## Names from PyTorch and Keras")[2]
     state = jaxmp.TrainState.create(
         apply_fn=model.apply, params={"w": jnp.ones(2)}, tx=recipe.optimizer(tx)
     )

@@ -423,6 +423,24 @@ def test_the_report_prints_and_round_trips():
     assert report.to_html().startswith("<!doctype html>")
 
 
+def test_a_step_whose_gradients_are_all_zero_is_named():
+    """The norm overflows float16 inside of the loss, whose gradient is then zero."""
+
+    def loss(w, x):
+        h = x @ w
+        return jnp.mean((h / jnp.linalg.norm(h, axis=-1, keepdims=True)).astype(jnp.float32))
+
+    w, x = jnp.full((4, 8), 100, jnp.float16), jnp.ones((2, 4), jnp.float16)
+    report = jaxmp.locate_nonfinite(jax.jit(jax.value_and_grad(loss)), w, x)
+    assert report.reproduced and report.cause == "float16_range"
+    assert "all gradients are zero, so that no step is skipped" in report.message
+    assert code_of(report.fix) == "jnp.linalg.norm(h.astype(jnp.float32), axis=-1, keepdims=True)"
+    # A smaller step, and one whose gradient is zero without such a value.
+    assert not jaxmp.locate_nonfinite(jax.value_and_grad(loss), w / 100, x).reproduced
+    report = jaxmp.locate_nonfinite(jax.grad(lambda w, x: jnp.sum(0 * (x @ w))), w, x)
+    assert not report.reproduced and "All its gradients are zero" in report.reason
+
+
 def test_a_poisoned_argument_that_is_not_read_is_only_listed():
     report = jaxmp.locate_nonfinite(lambda w, unused: w.sum(), X, X * jnp.nan)
     assert not report.reproduced
@@ -444,6 +462,13 @@ def test_an_origin_that_is_not_recorded_is_not_invented():
     report = jaxmp.locate_nonfinite(late, jnp.full(4, 100.0))
     assert report.reproduced and report.cause == ""
     assert "a while loop after its first 255 iterations" in report.message
+
+
+def test_the_iteration_of_a_reversed_scan_is_found():
+    cell = lambda carry, row: (jnp.exp(carry * row), None)
+    fn = lambda rows: lax.scan(cell, jnp.float32(1), rows, reverse=True)[0]
+    report = jaxmp.locate_nonfinite(fn, jnp.array([1.0, 1.0, 1.0, 200.0, 1.0]))
+    assert (report.primitive, report.iteration) == ("exp", (3,))
 
 
 def test_an_opaque_kernel_is_named():

@@ -19,7 +19,7 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import optim
 from jaxmp.errors import CompositionError
-from jaxmp.optim._master import pack, unpack
+from jaxmp.optim._rounding import pack, unpack
 from relaxed import relaxed
 
 BF16 = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32")
@@ -169,6 +169,70 @@ def test_rules_choose_the_storage_of_each_parameter():
     assert state.params["dense"]["kernel"].dtype == jnp.bfloat16
     assert state.params["dense"]["bias"].dtype == jnp.float32
     assert len(jax.tree.leaves(state.opt_state.inner_state.masters)) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "form", "inner"),
+    [
+        ("fp32", "auto", optax.adam(1e-2)),
+        ("bf16", "auto", optax.partition({"a": optax.adam(1e-2)}, {"dense": "a"})),
+        ("fp16_params", "auto", optax.MultiSteps(optax.sgd(1.0, momentum=0.9), 2)),
+        ("bf16_params", "packed", optax.sgd(1.0, momentum=0.9)),
+        ("bf16_params", "none", optax.lion(1e-2)),
+    ],
+)
+def test_optax_maps_over_the_states_that_are_like_the_parameters(recipe, form, inner):
+    tx = optim._skip.mixed_precision(relaxed(inner), recipe=recipe, master=form)
+    params = jaxmp.load_recipe(recipe).cast_params(toy_params())
+    state = tx.init(toy_params())
+    names = {"dense": {"kernel": "kernel", "bias": "bias"}}
+    is_named = jax.tree.leaves(optax.tree.map_params(tx, lambda leaf, name: name, state, names))
+    assert [leaf for leaf in is_named if isinstance(leaf, str)] == [
+        "kernel" if leaf.shape == (4, 3) else "bias" for leaf in jax.tree.leaves(state) if leaf.ndim
+    ]
+    same = optax.tree.map_params(tx, lambda leaf, _: leaf, state, params)
+    assert jax.tree.structure(same) == jax.tree.structure(state)
+    grads = jax.tree.map(jnp.ones_like, toy_params())
+    new = jax.eval_shape(tx.update, grads, same, params)[1]
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+def test_optax_maps_over_masters_of_some_parameters_as_over_masked_ones():
+    policies = jaxmp.PolicyMap("p=bf16,c=bf16,o=f32", [jaxmp.Rule("dense:bias", "p=f32")])
+    tx = optim.master_params(optax.sgd(0.1), recipe=policies)
+    state, names = tx.init(toy_params()), {"dense": {"kernel": "kernel", "bias": "bias"}}
+    is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)
+    named = lambda leaf, name: leaf if is_masked(leaf) else name
+    mapped = optax.tree.map_params(tx, named, state, names, is_leaf=is_masked)
+    assert mapped.masters == {"dense": {"kernel": "kernel", "bias": optax.MaskedNode()}}
+
+
+def test_optax_reads_and_sets_fields_of_the_inner_state():
+    inner = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    state = optim._skip.mixed_precision(inner, recipe="bf16_params").init(toy_params())
+    new = optax.tree.set(state, learning_rate=jnp.float32(0.5))
+    assert optax.tree.get(new, "learning_rate") == 0.5
+    assert changed(state, new) == [".inner_state.inner_state.hyperparams['learning_rate']"]
+
+
+@pytest.mark.parametrize("recipe", ["bf16_params", "fp16_params"])
+def test_masters_of_parameters_that_were_drawn_in_16_bits_are_named(recipe):
+    recipe = jaxmp.load_recipe(recipe)
+    dtype = recipe.policies.default.param_dtype
+    init = recipe.optimizer(optax.sgd(0.1)).init
+    for draw in (jax.nn.initializers.lecun_normal(), jax.nn.initializers.uniform()):
+        kernel = lambda dtype, draw=draw: {
+            "dense": {"kernel": draw(jax.random.key(0), (128, 128), dtype)}
+        }
+        with pytest.warns(
+            jaxmp.errors.RecipeWarning, match=r"dense:kernel.*different values"
+        ) as warned:
+            init(kernel(dtype))
+        assert warned[0].filename == __file__
+        init(kernel(jnp.float32))  # the fix
+        init(recipe.cast_params(kernel(jnp.float32)))  # as the parameters of a trained model
+        jax.jit(init)(kernel(dtype))  # traced values are unknown
+    init({"scale": jnp.ones((128, 128), dtype)})
 
 
 def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():

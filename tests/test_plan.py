@@ -12,14 +12,14 @@ import pytest
 import jaxmp
 from gpu_compiler import needs_compiler
 from jaxmp._core._targets import get_target
+from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.cli import main
 from jaxmp._tools.hlo import Program as Hlo
-from jaxmp._tools.hlo._compile import Compiled
 from jaxmp._tools.plan._bound import cost_of
-from jaxmp._tools.plan._programs import Measured, Program, relative
-from jaxmp._tools.plan._report import PlanRow, choose
-from jaxmp.errors import AuditError, JaxmpError
+from jaxmp._tools.plan._programs import Candidate, Measured, relative
+from jaxmp._tools.plan._report import PlanRow, recommend
+from jaxmp.errors import AuditError, JaxmpError, TargetError
 from jaxmp.typing import PlanReport
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -149,8 +149,8 @@ def test_the_search_finds_what_trying_each_batch_finds(memory, monkeypatch):
         row = PlanRow(recipe="bf16", target="l4", batch=batch, memory=memory(batch))
         return Measured(PlanRow(**{**vars(row), "fits": row.memory <= LIMIT}), 1.0)
 
-    monkeypatch.setattr(Program, "measure", measure)
-    program = Program(make_step, jaxmp.load_recipe("bf16"), get_target("l4"), None, None)
+    monkeypatch.setattr(Candidate, "measure", measure)
+    program = Candidate(make_step, jaxmp.load_recipe("bf16"), get_target("l4"), None, None)
     fitting = [batch for batch in range(1, 2000) if memory(batch) <= LIMIT]
     row = program.largest().row
     assert row.batch == max(fitting, default=1) and row.fits == bool(fitting)
@@ -188,18 +188,20 @@ def test_bounds_are_relative_to_the_baseline_per_example():
 
 
 def test_the_recommendation_names_bytes_and_formats():
-    gains = choose("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.8, fp8=60)])
+    gains = recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.8, fp8=60)])
     assert gains.recipe == "fp8" and "0.80 of that of bf16" in gains.reason
-    nothing = choose("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 1.02, moved=12, fp8=37)])
+    nothing = recommend(
+        "h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 1.02, moved=12, fp8=37)]
+    )
     assert nothing.recipe == "bf16"
     assert nothing.reason == (
         "fp8 gains nothing: it moves 12 B instead of 10 B, and computes 63% bfloat16, 37% float8."
     )
-    little = choose("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.97)])
+    little = recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.97)])
     assert little.recipe == "bf16" and "less than 5%" in little.reason
-    large = choose("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.8, fits=False)])
+    large = recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.8, fits=False)])
     assert large.recipe == "bf16" and "fp8 does not fit" in large.reason
-    none = choose("h100", "bf16", [row_of("bf16", 1.0, fits=False)])
+    none = recommend("h100", "bf16", [row_of("bf16", 1.0, fits=False)])
     assert none.recipe == ""
 
 
@@ -252,6 +254,32 @@ def test_kernels_in_loops_count_once_per_iteration():
     tanh, counters = 2 * 64 * 128 * 2, (4 + 4 + 4) + (4 + 4 + 1)
     assert counted.bytes["other"] == 6 * (tanh + counters)
     assert counted.kernels == 1 + 6 * 3
+
+
+SUM = """HloModule step, entry_computation_layout={()->()}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (w: f32[1048576]) -> f32[1048576] {
+  %w = f32[1048576]{0} parameter(0)
+  ROOT %r = f32[1048576]{0} all-reduce(%w), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+"""
+
+
+def test_collectives_between_hosts_have_the_speed_of_the_network():
+    pairs = get_target({"like": "h100", "domain": 2, "network": 10e9})
+    run = lambda text, chip: cost_of(Compiled(text, None, "", 4, False, {}, [], chip), ()).seconds
+    sent = 2 * 4 * 2**20
+    assert run(SUM, pairs) == pytest.approx(sent / (pairs.link / 2), rel=0.01)
+    across = SUM.replace("{{0,1},{2,3}}", "{{0,2},{1,3}}")
+    assert run(across, pairs) == pytest.approx(sent / (pairs.network / 2), rel=0.01)
+    with pytest.raises(TargetError, match="'network': 100e9"):
+        run(across, pairs._replace(network=0.0))
 
 
 DOT = """HloModule step, entry_computation_layout={()->()}

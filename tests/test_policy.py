@@ -186,6 +186,15 @@ def test_errors_are_value_errors():
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "longdouble", ">f8"])
+def test_casts_convert_arrays_and_numbers_of_numpy(dtype):
+    for value in (np.ones(2, dtype), np.ones((), dtype)[()]):
+        assert get_policy("p=f32,c=bf16,o=f32").cast_to_compute(value).dtype == BF16
+    with jax.enable_x64(True):
+        wide = np.ones(2, np.float64)
+        assert get_policy("p=f32,c=bf16,o=f32").cast_to_compute(wide) is wide
+
+
 def test_casts_touch_floating_arrays_only(getkey):
     tree = {
         "f32": jnp.ones(2),
@@ -207,11 +216,6 @@ def test_casts_touch_floating_arrays_only(getkey):
     assert {name for name in moved if cast[name].dtype == F16} == moved
     for name in tree.keys() - moved:
         assert cast[name] is tree[name], name
-
-
-def test_float64_is_not_cast():
-    array = np.ones(2)
-    assert get_policy("bfloat16").cast_to_compute(array) is array
 
 
 def test_each_cast_uses_its_own_dtype():

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._programs._analysis import Backward, Body, Forward, primitives
-from jaxmp._programs._constructs import CALLS, CONSTRUCTS, OPAQUE, REMATS, call_of
+from jaxmp._programs._constructs import CALLS, CONSTRUCTS, OPAQUE, REMATS, call_of, loop_of
 from jaxmp._programs._interpreter import Interpreter
 from jaxmp._programs._jaxprs import equations
-from jaxmp._programs._operations import axes_of, dot_of, jit_of, loop_of, name_of
+from jaxmp._programs._operations import axes_of, dot_of, jit_of, name_of
+from jaxmp._tools.validate._probe import with_outputs
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
@@ -243,31 +244,52 @@ def test_an_unknown_operation_with_a_jaxpr_is_reported_once():
     class Client(Interpreter):
         consequence = "nothing is certain"
 
-    closed = jax.make_jaxpr(unknown_operation("jaxmp_test_operation"))(X)
+    fn = unknown_operation("jaxmp_test_operation")
+    closed = jax.make_jaxpr(lambda x: fn(fn(x)))(X)
     message = (
-        f"does not enter the operation 'jaxmp_test_operation' of JAX {jax.__version__}.*"
-        "It runs as it was recorded: nothing is certain"
+        f"does not enter the operation 'jaxmp_test_operation' of JAX {jax.__version__} at "
+        ".*test_programs.py:[0-9]+.*It runs as it was recorded: nothing is certain"
     )
-    with pytest.warns(jaxmp.errors.RecipeWarning, match=message):
+    with pytest.warns(jaxmp.errors.RecipeWarning, match=message) as warned:
         np.testing.assert_array_equal(Client().run(closed, [X])[0], X)
-    Client().run(closed, [X])
+    assert len(warned) == 1
 
 
-def test_autocast_and_gradients_name_the_consequence():
-    fn = unknown_operation("jaxmp_test_autocast")
-    with pytest.warns(
-        jaxmp.errors.RecipeWarning, match="computes in the dtypes in which it was traced"
-    ):
-        jax.make_jaxpr(jaxmp.autocast(fn, "bf16"))(X)
-
+def fp32_gradients(fn):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    fn = unknown_operation("jaxmp_test_gradients")
     w = jax.device_put(X, jax.NamedSharding(mesh, P()))
     loss = lambda w: jnp.sum(fn(w) @ w.astype(jnp.bfloat16).astype(jnp.float32))
-    with pytest.warns(
-        jaxmp.errors.RecipeWarning, match="weights that it reads are summed in the dtype"
-    ):
-        jax.make_jaxpr(lambda w: jaxmp.value_and_grad(loss)(w))(w)
+    jax.make_jaxpr(lambda w: jaxmp.value_and_grad(loss)(w))(w)
+
+
+# Client -> (call for a function with an unknown operation, consequence).
+CLIENTS = {
+    "autocast": (
+        lambda fn: jax.make_jaxpr(jaxmp.autocast(fn, "bf16"))(X),
+        "computes in the dtypes in which it was traced",
+    ),
+    "gradients": (fp32_gradients, "weights that it reads are summed in the dtype"),
+    "with_stats": (lambda fn: jaxmp.with_stats(fn)(X), "tensors inside of it are not measured"),
+    "memory": (lambda fn: jaxmp.estimate_memory(fn, X), "memory of the operations inside is not"),
+    "locate": (lambda fn: jaxmp.locate_nonfinite(fn, X), "and not to the operations inside"),
+    "validate": (
+        lambda fn: jax.make_jaxpr(with_outputs(fn))(X),
+        "outputs of the modules inside of it are not compared",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "around",
+    [lambda fn: fn, lambda fn: lambda x: lax.scan(lambda c, _: (fn(c), None), x, length=2)[0]],
+    ids=["alone", "in a scan"],
+)
+@pytest.mark.parametrize("name", CLIENTS)
+def test_each_client_names_the_consequence(name, around):
+    call, consequence = CLIENTS[name]
+    with pytest.warns(jaxmp.errors.RecipeWarning, match=consequence) as warned:
+        call(around(unknown_operation("jaxmp_test_unknown")))
+    assert len(warned) == 1
 
 
 def test_the_documentation_names_every_construct():

@@ -21,7 +21,7 @@ from flax import nnx
 
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
 from jaxmp._gradients._loss_scale import NoLossScale, StaticLossScale
-from jaxmp._policies import _fields, _load, _replace, _schema, _toml
+from jaxmp._policies import _load, _replace, _schema, _toml
 from jaxmp._policies._load import PolicyMap, as_policy_map
 from jaxmp._policies._op_table import CATEGORIES
 from jaxmp._policies._policy import Policy, get_policy, summarized
@@ -29,6 +29,7 @@ from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp._policies._resolve import resolve_policy
 from jaxmp._policies._rules import Rule
 from jaxmp._policies._schema import RULE, TABLES, TOP
+from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError, PolicyError, RecipeError
 from jaxmp.fp8._scaling import KINDS
 
@@ -660,7 +661,7 @@ def test_a_file_names_no_python_object(write):
 def test_loading_a_file_takes_few_steps(write):
     """Before its redesign, the loader entered 41 functions. Only errors compute locations."""
     name = write('extends = "bf16"\n[optimizer]\nskip = "cond"')
-    loader = {module.__file__ for module in (_fields, _load, _replace, _schema, _toml)}
+    loader = {module.__file__ for module in (_load, _replace, _schema, _toml)}
     steps = set()
 
     def record(frame, event, _):
@@ -836,9 +837,8 @@ def test_wrap_applies_the_policies(getkey, name):
     variables = wrapped.init(getkey(), x)
     assert variables["params"]["kernel"].dtype == jnp.float32
     assert wrapped.apply(variables, x).dtype == recipe.policies.default.output_dtype
-    dots = [
-        e for e in jax.make_jaxpr(wrapped.apply)(variables, x).eqns if "dot" in str(e.primitive)
-    ]
+    program = equations(jax.make_jaxpr(wrapped.apply)(variables, x))
+    dots = [e for e in program if e.primitive.name == "dot_general"]
     dtypes = {var.aval.dtype for eqn in dots for var in eqn.invars}
     assert dtypes == {recipe.policies.default.compute_dtype}
     assert model == nn.Dense(16)
@@ -856,7 +856,7 @@ def test_wrap_refuses_what_is_no_model(model, words):
     with pytest.raises(JaxmpError) as error:
         load_recipe("bf16").wrap(model)
     assert words in str(error.value)
-    fix = re.search(r"for example (recipe\.wrap\(.*\))\.$", str(error.value))[1]
+    fix = re.search(r"for example (recipe\.wrap\(.*\))\. For models", str(error.value))[1]
     assert isinstance(eval(fix, {"recipe": load_recipe("bf16"), "nn": nn}), nn.Module)
 
 

@@ -143,6 +143,42 @@ def test_a_step_that_is_applied_ends_the_row():
     assert (stats.total, stats.consecutive, stats.nonfinite_leaf) == (12, 0, -1)
 
 
+@pytest.mark.parametrize("skip", ["cond", "select"])
+def test_gradients_that_are_all_zero_are_counted_and_named(skip):
+    """The norm of float16 values overflows, so the normalized values and all gradients are zero."""
+    h = jnp.full((4,), 60000, jnp.float16)
+    norm = {
+        True: lambda h: jnp.linalg.norm(h.astype(jnp.float32)),  # the fix in the message
+        False: lambda h: jnp.linalg.norm(h).astype(jnp.float32),
+    }
+    targets = jnp.arange(4.0)
+    for is_fixed, norm_of in norm.items():
+        loss = lambda p, norm_of=norm_of: (
+            ((p["w"] * h).astype(jnp.float32) / norm_of(p["w"] * h)) @ targets
+        )
+        state = jaxmp.TrainState.create(
+            apply_fn=None,
+            params={"w": jnp.ones(4, jnp.float16), "b": jnp.ones(())},
+            tx=optim._skip.mixed_precision(
+                optax.sgd(1e-3), recipe="fp16_params", loss_scale=8.0, skip=skip
+            ),
+        )
+        step = jax.jit(
+            lambda state, loss=loss: state.apply_gradients(grads=state.value_and_grad(loss)()[1])
+        )
+        for _ in range(10):
+            state = step(state)
+        stats = jaxmp.get_skip_stats(state)
+        assert (stats.total, stats.zero_gradients) == (0, 0 if is_fixed else 10)
+        if is_fixed:
+            jaxmp.check(state)
+        else:
+            text = message_of(lambda: jaxmp.check(state))
+            assert "10 steps were all zero" in text and "jnp.linalg.norm(x.astype(" in text
+            state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+            assert jaxmp.get_skip_stats(state).zero_gradients == 0
+
+
 def test_an_nnx_optimizer_reports_too():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(model, jaxmp.load_recipe("bf16").optimizer(optax.sgd(0.1)))

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import flax.linen as nn
@@ -282,6 +283,27 @@ def test_nnx_modules_are_measured_and_not_changed():
     assert len(tensors["gradients"]) == 4 and len(tensors["parameters"]) >= 4
 
 
+def test_the_keys_of_dropout_in_nnx_are_not_measured():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(6, 2, rngs=rngs)
+            self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.linear(x))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.mean(jnp.square(model(x))))(model)
+        optimizer.update(model, grads)
+
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    tensors = jaxmp.with_stats(step)(model, optimizer, jnp.ones((4, 6))).tensors
+    names = {"model.linear.bias.value", "model.linear.kernel.value"}
+    assert set(tensors["parameters"]) == set(tensors["updates"]) == names
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_of_a_shard_map_have_an_axis(check_vma):
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
@@ -381,6 +403,11 @@ def test_the_errors_of_a_format_are_those_of_a_step_in_it():
     report = stats.report()
     assert type(report).from_json(report.to_json()) == report
     assert "float8 gradients" in report.to_text() and "float8 gradients" in report.to_html()
+    # In the order of the forward pass, also after JAX has sorted the keys.
+    report = jax.tree.map(lambda x: x, stats).report()
+    assert list(report.errors["float16"]["activations"]) == ["up", "down"]
+    text = report.to_text().partition("What if")[2]
+    assert text.index("up ") < text.index("down ")
 
 
 @pytest.mark.parametrize("what_if", ["float16", ["bfloat16"]])
@@ -522,6 +549,23 @@ def test_some_gradients_have_a_scale_and_some_have_none():
         jaxmp.with_stats(gradients_of(exponents)[0])(jnp.ones(3000)).report().loss_scale
     )
     assert scale(-20, 4) is not None and scale(-40, 8) is None
+
+
+def test_gradients_that_are_not_finite_or_all_zero_are_named():
+    def loss_fn(w, x, factor):
+        y = x @ w
+        return jnp.mean(jnp.sqrt(jnp.sum(jnp.square(y * factor), -1)) * factor + y[:, 0] * factor)
+
+    measured = jaxmp.with_stats(jax.grad(loss_fn))
+    report = measured(W, X, jnp.float32(0)).report()
+    assert report.loss_scale is None
+    (row,) = (row for row in report.tensors if row.kind == "gradients")
+    text = report.to_text()
+    assert row.nonfinite == 1 and "nan/inf" in text
+    assert "100.0% of the elements of the gradient w are infinite or NaN" in " ".join(text.split())
+    assert re.search(r"^  w +100.0%$", text, re.MULTILINE)
+    report = jaxmp.with_stats(jax.grad(lambda w, x: jnp.sum(0 * (x @ w))))(W, X).report()
+    assert "All gradients of the step are zero" in report.to_text()
 
 
 def test_the_scale_of_the_step_is_taken_out():

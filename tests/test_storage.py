@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmp.optim._master import OVERFLOW_THRESHOLD, pack, remainder_to, to_storage, unpack
+from jaxmp.optim._master import to_storage
+from jaxmp.optim._rounding import OVERFLOW_THRESHOLD, pack, remainder_to, unpack
 
 
 def bits(array):

@@ -19,10 +19,16 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp._core import _compat
-from jaxmp._core._capability import BFLOAT16_MATMULS, FP8_MATMULS, TF32_MATMULS
-from jaxmp._core._targets import TARGETS, get_target
+from jaxmp._core._targets import (
+    BFLOAT16_MATMULS,
+    FP8_MATMULS,
+    TF32_MATMULS,
+    find_target,
+    get_target,
+    targets,
+)
+from jaxmp._tools.audit._compile import _WITHOUT_GPU, compile_for, describe
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.hlo._compile import _WITHOUT_GPU, GPUS, compile_for, describe
 from jaxmp.errors import RecipeWarning
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
@@ -32,7 +38,7 @@ X = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
 # ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("target", targets().values(), ids=targets())
 def test_a_chip_has_numbers_with_a_source(target):
     assert target.source.startswith("https://")
     assert target.memory > 2**30 and target.bandwidth > 1e11
@@ -43,7 +49,7 @@ def test_a_chip_has_numbers_with_a_source(target):
     assert (target.link > 0) == (target.platform != "cpu")
 
 
-@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("target", targets().values(), ids=targets())
 def test_the_formats_of_gpus_are_those_of_their_compute_capability(target):
     if target.platform != "gpu":
         assert target.capability is None and "tf32" not in target.peak
@@ -58,7 +64,7 @@ def test_the_page_has_the_table_of_chips():
     path = Path(__file__).parent.parent / "docs" / "chip_table.py"
     chip_table = runpy.run_path(str(path))
     page = chip_table["PAGE"].read_text("utf-8")
-    advice = "run python docs/chip_table.py, which writes the table from jaxmp/_core/_targets.py"
+    advice = "run python docs/chip_table.py, which writes the table from jaxmp/_core/chips.toml"
     assert chip_table["replace_table"](page) == page, advice
 
 
@@ -76,12 +82,78 @@ def test_peaks_are_dense_and_of_one_device():
     [
         ("h20", "Did you mean 'h200'"),
         ("H200", "in lower case: target='h200'"),
-        (["h200"], "Allowed: 'v100', 't4', 'a100-40', 'a100', 'rtx3090', 'l4', 'l40s'"),
+        (["h200"], "Allowed: 'v100', 'v100-16', 'v100-pcie', 't4', 'a100-40', 'a100'"),
     ],
 )
 def test_an_unknown_chip_is_refused(name, message):
     with pytest.raises(jaxmp.errors.TargetError, match=message):
         get_target(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("Tesla V100-SXM2-16GB", "v100-16"),
+        ("NVIDIA GeForce RTX 3090 Ti", "rtx3090ti"),
+        ("NVIDIA GeForce RTX 4090 D", "rtx4090d"),
+        # Parts and variants that the table does not have are no other chip.
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H800", None),
+    ],
+)
+def test_variants_of_a_chip_are_told_apart(kind, name):
+    chip = find_target(kind)
+    assert (chip and chip.name) == name
+
+
+def test_no_two_chips_share_a_device_kind():
+    kinds = [kind for chip in targets().values() for kind in chip.kinds]
+    assert len(kinds) == len(set(kinds))
+
+
+def test_a_user_describes_a_chip(tmp_path):
+    described = {"like": "h100", "memory": 96e9, "peak": {"half": 800, "fp8": 1600}}
+    chip = get_target(described)
+    assert (chip.memory, chip.bandwidth) == (96 * 10**9, get_target("h100").bandwidth)
+    assert chip.peak["bfloat16"] == 800e12 and chip.capability == (9, 0)
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'name = "mine"\nlike = "h100"\nmemory = 96e9\npeak = {half = 800, fp8 = 1600}\n'
+    )
+    assert get_target(file)._replace(name="", kinds=()) == chip._replace(name="", kinds=())
+    estimate = jaxmp.estimate_memory(lambda w: jax.grad(jnp.sum)(w), X, target=str(file))
+    assert (estimate.target, estimate.memory) == ("mine", 96 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ({"like": "h100", "memroy": 1e9}, "has the key 'memroy'. Did you mean 'memory'?"),
+        ({"memory": 1e9}, "has no 'bandwidth'. Write it, or name a chip of the table"),
+        ({"like": "h100", "memory": "96 GB"}, "has a value of another type"),
+        ({"like": "h100", "memory": 0}, "must be positive"),
+        ({"like": "h1000"}, "is not a chip that jaxmp knows. Did you mean 'h100'?"),
+        ("missing.toml", "cannot be read"),
+    ],
+)
+def test_a_wrong_description_is_refused(description, message):
+    with pytest.raises(jaxmp.errors.TargetError, match=re.escape(message)):
+        get_target(description)
+
+
+def test_the_environment_sets_the_usable_share(monkeypatch):
+    chip = get_target("h200")
+    assert chip.usable == chip.memory * 3 // 4
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    assert chip.usable == int(0.95 * chip.memory)
+    assert get_target("v6e").usable == get_target("v6e").memory
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "95%")
+    with pytest.raises(jaxmp.errors.TargetError, match=r"write 0\.95"):
+        print(chip.usable)
 
 
 @pytest.mark.parametrize(("name", "fits"), [("v100", "fp16"), ("cpu", "bf16")])
@@ -261,7 +333,7 @@ def test_a_second_chip_does_not_reuse_the_program_of_the_first():
             step.trace(X)
     step.trace(X)
     # Both have the same compute capability.
-    assert traced == ["h100", "h200", ""]
+    assert [chip and chip.name for chip in traced] == ["h100", "h200", None]
 
 
 CUDNN, LOOP = "__cudnn$fmhaSoftmax", "stablehlo.while"
@@ -290,7 +362,7 @@ def test_a_program_of_jax_itself_is_that_of_the_audit():
     with jaxmp.default_target("h200"):
         of_audit = compile_for("h200", trace(step.__wrapped__, (X, X), {})).text
         with _compat.unchecked_cuda():
-            (device,) = _compat.described_gpus(describe(GPUS["h200"]), 1)
+            (device,) = _compat.described_gpus(describe(get_target("h200")), 1)
         x = X.update(sharding=SingleDeviceSharding(device))
         lowered = step.trace(x, x).lower(lowering_platforms=("cuda",))
     own = lowered.compile(compiler_options=_WITHOUT_GPU).as_text()

@@ -474,3 +474,72 @@ def test_frozen_parameters_in_fp32_are_reported_with_a_fix(abstract):
 def test_recipes_that_store_fp32_report_nothing(recipe):
     params, tx = frozen_and_trained(jaxmp.load_recipe(recipe))
     jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "bf16_params", PACKED])
+@pytest.mark.parametrize("dtype", ["float64", "longdouble", "float16"])
+def test_parameters_of_numpy_are_stored_and_trained_as_those_of_jax(dtype, recipe):
+    recipe = jaxmp.load_recipe(recipe)
+    params = {"w": np.linspace(-1.3, 1.7, 12, dtype=dtype).reshape(4, 3)}
+    batch = np.linspace(-1, 1, 8, dtype=dtype).reshape(2, 4)
+
+    def train(params, x):
+        tx = recipe.optimizer(optax.sgd(1e-3))
+        state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+        policy = recipe.policies.default
+        for _ in range(2):  # outside of `jit`, which casts NumPy arrays by itself
+            loss = lambda p, x: jnp.square(jnp.matmul(*policy.cast_to_compute((x, p["w"])))).sum()
+            _, grads = state.value_and_grad(lambda p, x: loss(p, x).astype(jnp.float32))(x)
+            state = state.apply_gradients(grads=grads)
+        return state
+
+    as_fp32 = lambda tree: jax.tree.map(lambda x: jnp.asarray(x.astype(np.float32)), tree)
+    expected = train(*as_fp32((params, batch)))
+    state = train(params, batch)
+    assert not changed(expected, state)
+    assert state.params["w"].dtype == recipe.policies.default.param_dtype
+
+
+WRONG_CALLS = {
+    "create(recipe=)": (
+        lambda create, state, loss: create(recipe="bf16"),
+        r"no field 'recipe'.*tx=recipe\.optimizer\(tx\)",
+    ),
+    "create(loss_scale=)": (
+        lambda create, state, loss: create(loss_scale=8.0),
+        r"no field 'loss_scale'.*recipe\.replace\(loss_scale=loss_scale\)\.optimizer\(tx\)",
+    ),
+    "create(ema=)": (lambda create, state, loss: create(ema=0), r"class State.*: ema: Any"),
+    "create(tx=1e-3)": (
+        lambda create, state, loss: create(tx=1e-3),
+        r"0.001, a float, is not an optax.*recipe\.optimizer\(optax\.adam\(1e-3\)\)",
+    ),
+    "recipe.optimizer(optax.adam)": (
+        lambda create, state, loss: jaxmp.load_recipe("bf16").optimizer(optax.adam),
+        r"function adam, which was not called",
+    ),
+    "value_and_grad(params, batch)": (
+        lambda create, state, loss: state.value_and_grad(loss)(state.params, jnp.ones(2)),
+        r"Leave them out: state\.value_and_grad\(loss_fn\)\(batch\)",
+    ),
+    "value_and_grad(state, batch)": (
+        lambda create, state, loss: jaxmp.value_and_grad(loss)(state, jnp.ones(2)),
+        r"Argument 0 is a TrainState.*state\.value_and_grad\(loss_fn\)\(batch\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_calls_name_the_call_to_write(name):
+    call, message = WRONG_CALLS[name]
+    arguments = {"apply_fn": None, "params": {"w": jnp.ones(2)}, "tx": optax.sgd(0.1)}
+    create = lambda **changes: jaxmp.TrainState.create(**(arguments | changes))
+    with pytest.raises(jaxmp.errors.JaxmpError, match=message):
+        call(create, create(), lambda params, batch: params["w"] @ batch)
+
+
+def test_a_loss_may_take_the_parameters_of_the_state_as_data():
+    arguments = {"apply_fn": None, "params": {"w": jnp.ones(2)}, "tx": optax.sgd(0.1)}
+    state = jaxmp.TrainState.create(**arguments)
+    loss, _ = state.value_and_grad(lambda params, old: params["w"] @ old["w"])(state.params)
+    assert loss == 2

@@ -21,7 +21,7 @@ import jaxmp
 import validate_coverage
 from grids import EXPENSIVE
 from jaxmp._tools import cli
-from jaxmp._tools.validate import _statistics
+from jaxmp._tools.validate import _compare
 from jaxmp._tools.validate._budget import (
     ACCURACIES,
     HIGHER,
@@ -223,10 +223,10 @@ def test_states_of_few_seeds_are_in_memory_at_once():
 def test_the_interval_is_that_of_a_t_test():
     values = np.array([-3.0, -1.0, 0.0, 1.0, 3.0])  # not skewed
     for candidates, confidence in ((1, 0.95), (2, 0.95), (4, 0.975)):
-        interval = _statistics.paired_interval(values, candidates)
+        interval = _compare.paired_interval(values, candidates)
         expected = stats.ttest_1samp(values, 0).confidence_interval(confidence)
         np.testing.assert_allclose([interval.low, interval.high], expected)
-    skewed = _statistics.paired_interval([-1.0, -1.0, 0.0, 0.0, 4.0])
+    skewed = _compare.paired_interval([-1.0, -1.0, 0.0, 0.0, 4.0])
     low, high = stats.ttest_1samp([-1.0, -1.0, 0.0, 0.0, 4.0], 0).confidence_interval(0.95)
     assert skewed.low == pytest.approx(low) and skewed.high > 1.3 * high
 
@@ -247,7 +247,7 @@ def test_intervals_cover_the_mean_in_93_percent_of_samples(name, seeds):
 
 
 def test_an_outlier_from_four_seeds_on_does_not_pass():
-    judge = lambda values: _statistics.judge_interval(_statistics.paired_interval(values), 0.005)
+    judge = lambda values: _compare.judge_interval(_compare.paired_interval(values), 0.005)
     usual = [0.0001, 0.0002, 0.0, 0.0001, 0.0002, 0.0001, 0.0, 0.0002, 0.0001]
     for spike in (0.0035, -0.0035):
         assert judge([*usual, 0.0001]) == "pass"
@@ -282,21 +282,19 @@ def test_errors_are_corrected_for_the_number_of_candidates():
     """Ten candidates that are worse by 1.1 budgets: one of them passes in 5 % of all cases."""
     rng = np.random.default_rng(0)
     rows = rng.normal(1.1, 0.3, size=(500, 10, 4))
-    passes = lambda row: (
-        _statistics.judge_interval(_statistics.paired_interval(row, 10), 1.0) == "pass"
-    )
+    passes = lambda row: _compare.judge_interval(_compare.paired_interval(row, 10), 1.0) == "pass"
     assert np.mean([any(map(passes, family)) for family in rows]) < 0.05
 
 
 def test_power_agrees_with_simulation():
     deviation, budget = 0.004, 0.005
-    seeds = _statistics.seeds_needed(deviation, budget)
+    seeds = _compare.seeds_needed(deviation, budget)
     rng = np.random.default_rng(1)
 
     def share(verdict, shift, count):
         samples = rng.normal(shift, deviation, size=(2000, count))
         verdicts = [
-            _statistics.judge_interval(_statistics.paired_interval(row), budget) for row in samples
+            _compare.judge_interval(_compare.paired_interval(row), budget) for row in samples
         ]
         return np.mean(np.array(verdicts) == verdict)
 
@@ -305,8 +303,8 @@ def test_power_agrees_with_simulation():
     # A difference as large as the budget fails, or passes, in at most 2.5 % of all cases.
     assert share("fail", budget, seeds) <= 0.03
     assert share("pass", budget, seeds) <= 0.03
-    assert _statistics.seeds_needed(budget / 20, budget) == 2
-    large = _statistics.seeds_needed(4 * budget, budget)
+    assert _compare.seeds_needed(budget / 20, budget) == 2
+    large = _compare.seeds_needed(4 * budget, budget)
     assert 80 < large < 160
 
 

@@ -15,7 +15,7 @@ import validate_sabotages
 from grids import EXPENSIVE
 from jaxmp._tools.validate._probe import Probe, find_patterns, gradient_row
 from jaxmp._tools.validate._pure import as_pure
-from jaxmp._tools.validate._trials import EXACT, MAX_LINES, ROUNDED, Emulation
+from jaxmp._tools.validate._trials import EXACT, MAX_LINES, ROUNDED, RoundedLines
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PAGE = (Path(__file__).parents[1] / "docs" / "validate.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def emulated(dtype, numbers=(), default=ROUNDED):
     batch = {"x": rng.normal(size=(8, 4)).astype(np.float32)}
     run = jaxmp.TrainingRun(state=state, step=step, batches=[batch], evaluate=lambda state: 0.0)
     pure = as_pure(run, "run", 1)
-    emulation = Emulation(pure)
+    emulation = RoundedLines(pure)
     modes = np.full(MAX_LINES, default, np.int32)
     modes[list(numbers)] = EXACT if default == ROUNDED else ROUNDED
     options = {"xla_allow_excess_precision": False}
@@ -102,7 +102,7 @@ def test_loops_and_parts_of_devices_are_emulated():
     batch = {"x": rng.normal(size=(8, 4)).astype(np.float32)}
     run = jaxmp.TrainingRun(state=state, step=step, batches=[batch], evaluate=lambda state: 0.0)
     pure = as_pure(run, "run", 1)
-    emulation = Emulation(pure)
+    emulation = RoundedLines(pure)
     options = {"xla_allow_excess_precision": False}
     compiled = jax.jit(emulation.pure_run.step, compiler_options=options)
     results = {}

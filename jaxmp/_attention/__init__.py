@@ -17,18 +17,18 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxmp._attention._arguments import Arguments, arguments, check_implementation
+from jaxmp._attention._arguments import AttentionArguments, arguments, check_implementation
 from jaxmp._attention._blockwise import blockwise_attention
 from jaxmp._attention._choice import ASKED as ASKED
 from jaxmp._attention._choice import AttentionExplanation as AttentionExplanation
 from jaxmp._attention._choice import Blocker as Blocker
-from jaxmp._attention._choice import choose, log_once
+from jaxmp._attention._choice import choose_implementation, log_once
 from jaxmp._attention._cudnn import cudnn_attention
 from jaxmp._attention._plain import xla_attention
 from jaxmp._core._compat import target
 from jaxmp._policies._policy import PolicyLike, get_policy
 
-_RUN: dict[str, Callable[[Arguments], Any]] = {
+_RUN: dict[str, Callable[[AttentionArguments], Any]] = {
     "cudnn": cudnn_attention,
     "blockwise": blockwise_attention,
     "xla": xla_attention,
@@ -129,7 +129,7 @@ def dot_product_attention(
         wide_gradients=policy is None and target() == "cpu",
         return_residual=return_residual,
     )
-    result = run(args, implementation)
+    result = run_attention(args, implementation)
     out, residual = result if args.settings.residual else (result, None)
     dtype = args.query.dtype if policy is None else get_policy(policy).output_dtype
     leading = query_array.shape[:-1]
@@ -154,13 +154,13 @@ def recorded_choices() -> Iterator[list[AttentionExplanation]]:
         _record.reset(token)
 
 
-def run(args: Arguments, implementation: str) -> Any:
+def run_attention(args: AttentionArguments, implementation: str) -> Any:
     """Computes attention with the chosen implementation, whose name appears in the program.
 
     Returns:
       `[B, T, N, V]`; with `settings.residual`, a pair of that and the log-sum-exp `[B, T, N]`.
     """
-    choice = choose(args, implementation)
+    choice = choose_implementation(args, implementation)
     record, implementation = _record.get(), choice.implementation
     if record is None:
         log_once(choice)
@@ -219,14 +219,16 @@ def _operands_of(operands: Iterable[Any]) -> tuple[str, ...]:
 def _compiled(implementation: str, name: str) -> Callable[..., Any]:
     """Returns a jitted function, so that layers of the same shapes share one trace."""
 
-    def attention(args: Arguments) -> Any:
+    def attention(args: AttentionArguments) -> Any:
         return _on_automatic_axes(_RUN[implementation], args)(args)
 
     attention.__name__ = name
     return jax.jit(attention)
 
 
-def _on_automatic_axes(compute: Callable[[Arguments], Any], args: Arguments) -> Callable[..., Any]:
+def _on_automatic_axes(
+    compute: Callable[[AttentionArguments], Any], args: AttentionArguments
+) -> Callable[..., Any]:
     """Returns a function that makes explicit mesh axes automatic for the operands.
 
     On explicit axes, JAX refuses operands whose shardings differ. The result has the sharding of

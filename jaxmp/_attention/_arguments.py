@@ -31,7 +31,7 @@ NO_KEY = -0.7 * float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class AttentionSettings:
     """Static settings of an attention call, which are part of the compiled kernel. Hashable."""
 
     # Factor of the logits; 1 if `Arguments.scale` is an array.
@@ -54,7 +54,7 @@ class Settings:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments:
+class AttentionArguments:
     """Checked arguments of attention. Optional arrays are None if they are not passed.
 
     Query is `[B, T, N, H]`, key `[B, S, K, H]` and value `[B, S, K, V]`. Bias and mask have four
@@ -71,9 +71,9 @@ class Arguments:
     # Scalar array that multiplies the logits; None if the scale is the number `settings.scale`.
     scale: Any
     value: Any
-    settings: Settings = dataclasses.field(metadata={"static": True})
+    settings: AttentionSettings = dataclasses.field(metadata={"static": True})
 
-    def map(self, function: Callable[[str, Any], Any]) -> Arguments:
+    def map(self, function: Callable[[str, Any], Any]) -> AttentionArguments:
         """Returns the results of `function(name, array)` for the arrays that are passed."""
         fields = [field.name for field in dataclasses.fields(self) if field.name != "settings"]
         arrays = {name: getattr(self, name) for name in fields}
@@ -114,7 +114,7 @@ def check_implementation(implementation: object) -> str:
     return implementation
 
 
-def with_scaled_query(args: Arguments) -> Arguments:
+def with_scaled_query(args: AttentionArguments) -> AttentionArguments:
     """Returns arguments without an array `scale`, by multiplying the query with it in FP32."""
     if args.scale is None:
         return args
@@ -141,7 +141,7 @@ def arguments(
     policy: PolicyLike | None = None,
     wide_gradients: bool = False,
     return_residual: bool = False,
-) -> Arguments:
+) -> AttentionArguments:
     """Checks the arguments of `dot_product_attention`, where they are documented.
 
     `broadcast_dropout` and `wide_gradients` are internal; see `Settings`.
@@ -166,7 +166,7 @@ def arguments(
     logits = (batch, heads, queries, key.shape[1])
     number, array = _scale(scale, size)
     causal, window = structure(is_causal, local_window_size)
-    return Arguments(
+    return AttentionArguments(
         query=query,
         key=key,
         value=value,
@@ -176,7 +176,7 @@ def arguments(
         key_lengths=_lengths(key_value_seq_lengths, "key_value_seq_lengths", batch, key.shape[1]),
         dropout_rng=_checked_rng(dropout_rate, dropout_rng),
         scale=array,
-        settings=Settings(
+        settings=AttentionSettings(
             scale=number,
             is_causal=causal,
             window=window,
@@ -382,7 +382,7 @@ def _checked_rng(rate: object, rng: jax.Array | None) -> jax.Array | None:
     return rng if rate else None
 
 
-def sees(settings: Settings, queries: jax.Array, keys: jax.Array) -> jax.Array:
+def sees(settings: AttentionSettings, queries: jax.Array, keys: jax.Array) -> jax.Array:
     """Returns the bool mask of causality and window for int32 positions, which are broadcast."""
     if settings.window is None:
         return keys <= queries if settings.is_causal else (keys >= 0) | (queries >= 0)

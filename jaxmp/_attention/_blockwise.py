@@ -18,7 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._attention._arguments import NO_KEY, Arguments, Settings, sees, with_scaled_query
+from jaxmp._attention._arguments import (
+    NO_KEY,
+    AttentionArguments,
+    AttentionSettings,
+    sees,
+    with_scaled_query,
+)
 from jaxmp._core._compat import vary, varying_axes
 from jaxmp._core._dtypes import wide_dtype
 from jaxmp._core._typing import PyTree
@@ -47,7 +53,7 @@ class _Shape(NamedTuple):
         return -(-self.keys // self.key_block)
 
 
-def blockwise_attention(args: Arguments, block: int = _BLOCK) -> Any:
+def blockwise_attention(args: AttentionArguments, block: int = _BLOCK) -> Any:
     """Returns `[B, T, N, V]` in the operands' dtype, zero for queries that see no key.
 
     With `settings.residual`, it also returns the log-sum-exp `[B, T, N]` in FP32, without gradient.
@@ -80,7 +86,7 @@ def _rounded_up(size: int, multiple: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(shape: _Shape, operands: Arguments) -> Any:
+def _attention(shape: _Shape, operands: AttentionArguments) -> Any:
     return _forward_rule(shape, operands)[0]
 
 
@@ -89,7 +95,7 @@ def _attention(shape: _Shape, operands: Arguments) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def _pairs(shape: _Shape, settings: Settings) -> np.ndarray:
+def _pairs(shape: _Shape, settings: AttentionSettings) -> np.ndarray:
     """Returns the pairs `[P, 2]` of query and key blocks with unmasked entries, before tracing."""
     rows = np.arange(shape.query_blocks)[:, None] * shape.query_block
     columns = np.arange(shape.key_blocks)[None, :] * shape.key_block
@@ -161,7 +167,7 @@ def _put(blocks: jax.Array, block: jax.Array, *index: jax.Array) -> jax.Array:
 class _Blocks:
     """Operands in blocks, with the logits and dropout factors of each pair."""
 
-    def __init__(self, shape: _Shape, operands: Arguments) -> None:
+    def __init__(self, shape: _Shape, operands: AttentionArguments) -> None:
         self.shape, self.settings, self.operands = shape, operands.settings, operands
         self.dtype = operands.query.dtype
         self.wide = wide_dtype(self.dtype)
@@ -227,7 +233,9 @@ class _Blocks:
 # ---------------------------------------------------------------------------
 
 
-def _forward(shape: _Shape, operands: Arguments) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(
+    shape: _Shape, operands: AttentionArguments
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns the result `[B, T, N, V]` in FP32; largest logit, 1 / sum `[I, B, K, G, block]`."""
     blocks = _Blocks(shape, operands)
     value_size = operands.value.shape[-1]
@@ -266,7 +274,7 @@ def _forward(shape: _Shape, operands: Arguments) -> tuple[jax.Array, tuple[jax.A
     return _joined(out, shape.queries), (most, shares)
 
 
-def _forward_rule(shape: _Shape, operands: Arguments) -> Any:
+def _forward_rule(shape: _Shape, operands: AttentionArguments) -> Any:
     settings = operands.settings
     wide, rows = _forward(shape, operands)
     out = wide.astype(operands.query.dtype)

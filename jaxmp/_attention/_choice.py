@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -11,18 +12,18 @@ from typing import ClassVar
 import jax
 from jax.sharding import AxisType
 
-from jaxmp._attention._arguments import Arguments
+from jaxmp._attention._arguments import AttentionArguments
 from jaxmp._attention._cudnn import padded_size
-from jaxmp._core._capability import (
+from jaxmp._core._compat import compute_capability, cudnn_version, target
+from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._messages import install_command
+from jaxmp._core._targets import (
     FUSED_ATTENTION,
     LARGE_ATTENTION_HEADS,
     capability_text,
     unsupported_gpu,
 )
-from jaxmp._core._compat import compute_capability, cudnn_version, target
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._explanation import ExplanationRow, Section
-from jaxmp._core._messages import install_command
 from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")
@@ -78,7 +79,7 @@ class AttentionExplanation(Section[Blocker]):
         return f"{self.implementation}: {self.reason}"
 
 
-def choose(args: Arguments, implementation: str) -> AttentionExplanation:
+def choose_implementation(args: AttentionArguments, implementation: str) -> AttentionExplanation:
     """Chooses the implementation for a call.
 
     Args:
@@ -90,7 +91,8 @@ def choose(args: Arguments, implementation: str) -> AttentionExplanation:
     Raises:
       AttentionError: if the named implementation cannot serve the call.
     """
-    blockers = tuple(_cudnn_blockers(args)) if math.prod(args.logits_shape) else ()
+    checks = _device_blockers(), _operand_blockers(args), _mask_blockers(args)
+    blockers = tuple(itertools.chain(*checks)) if math.prod(args.logits_shape) else ()
     chosen, reason = _choice(args, implementation, blockers)
     notes = tuple(_cudnn_notes(args)) if chosen == "cudnn" else ()
     return AttentionExplanation(
@@ -101,7 +103,9 @@ def choose(args: Arguments, implementation: str) -> AttentionExplanation:
     )
 
 
-def _choice(args: Arguments, implementation: str, blockers: tuple[Blocker, ...]) -> tuple[str, str]:
+def _choice(
+    args: AttentionArguments, implementation: str, blockers: tuple[Blocker, ...]
+) -> tuple[str, str]:
     """Returns the implementation and the reason."""
     size = 4 * math.prod(args.logits_shape)
     if not size:
@@ -142,13 +146,6 @@ def log_once(choice: AttentionExplanation) -> None:
 # ---------------------------------------------------------------------------
 
 
-def _cudnn_blockers(args: Arguments) -> Iterator[Blocker]:
-    """Yields why `jax.nn.dot_product_attention(implementation="cudnn")` cannot serve a call."""
-    yield from _device_blockers()
-    yield from _operand_blockers(args)
-    yield from _mask_blockers(args)
-
-
 def _device_blockers() -> Iterator[Blocker]:
     device = target()
     if device != "gpu":
@@ -166,7 +163,7 @@ def _device_blockers() -> Iterator[Blocker]:
         yield Blocker("device", reason, "Use implementation='auto'.")
 
 
-def _operand_blockers(args: Arguments) -> Iterator[Blocker]:
+def _operand_blockers(args: AttentionArguments) -> Iterator[Blocker]:
     dtype = args.query.dtype
     if not is_16bit(dtype):
         reason = f"the kernel takes 16 bits, the operands are {dtype.name}"
@@ -189,7 +186,7 @@ def _operand_blockers(args: Arguments) -> Iterator[Blocker]:
         yield Blocker("local_window_size", reason, "Write is_causal=True.")
 
 
-def _mask_blockers(args: Arguments) -> Iterator[Blocker]:
+def _mask_blockers(args: AttentionArguments) -> Iterator[Blocker]:
     bias, dtype = args.bias, args.query.dtype
     if bias is not None and is_16bit(dtype) and bias.dtype != dtype:
         reason = f"the kernel reads the bias as {dtype.name}, and it is {bias.dtype.name}"
@@ -203,7 +200,7 @@ def _mask_blockers(args: Arguments) -> Iterator[Blocker]:
             yield Blocker(name, reason, declared if name == "mask" else "Use two queries.")
 
 
-def _cudnn_notes(args: Arguments) -> Iterator[str]:
+def _cudnn_notes(args: AttentionArguments) -> Iterator[str]:
     if args.scale is not None:
         yield "a scale that is an array multiplies the query, in the query's dtype"
     sizes = args.query.shape[-1], args.value.shape[-1]
@@ -225,7 +222,7 @@ def _cudnn_notes(args: Arguments) -> Iterator[str]:
     yield from _unsplit_heads(args)
 
 
-def _unsplit_heads(args: Arguments) -> Iterator[str]:
+def _unsplit_heads(args: AttentionArguments) -> Iterator[str]:
     """Describes mesh axes over which XLA must not split the heads of the query.
 
     XLA chooses the sharding after the implementation has been traced; see `_sharding`.

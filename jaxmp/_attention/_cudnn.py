@@ -27,7 +27,12 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmp._attention._arguments import NO_KEY, Arguments, Settings, with_scaled_query
+from jaxmp._attention._arguments import (
+    NO_KEY,
+    AttentionArguments,
+    AttentionSettings,
+    with_scaled_query,
+)
 from jaxmp._attention._plain import seeing_queries
 from jaxmp._core._compat import partition_spec
 from jaxmp.errors import AttentionError
@@ -75,17 +80,13 @@ def _tied(arrays: Arrays) -> Arrays:
     return _partitioned(arrays)
 
 
-def _tied_forward(arrays: Arrays) -> tuple[Arrays, None]:
-    return _partitioned(arrays), None
-
-
 def _tied_backward(_: None, gradients: dict[str, Any]) -> tuple[dict[str, Any]]:
     # Each gradient gets the sharding of its operand.
     floating = {name: g for name, g in gradients.items() if g.dtype != jax.dtypes.float0}
     return ({**gradients, **_partitioned(floating)},)
 
 
-_tied.defvjp(_tied_forward, _tied_backward)
+_tied.defvjp(lambda arrays: (_partitioned(arrays), None), _tied_backward)
 
 
 @custom_vmap
@@ -193,7 +194,7 @@ def padded_size(head: int, value: int) -> int:
     return -(-max(head, value) // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
-def cudnn_attention(args: Arguments) -> Any:
+def cudnn_attention(args: AttentionArguments) -> Any:
     """Computes attention with cuDNN's fused kernel.
 
     Returns:
@@ -236,7 +237,7 @@ def cudnn_attention(args: Arguments) -> Any:
     return out, residual if seeing is None else jnp.where(seeing[..., 0], residual, NO_KEY)
 
 
-def _kernel(settings: Settings, operands: Arrays) -> Any:
+def _kernel(settings: AttentionSettings, operands: Arrays) -> Any:
     """Calls the kernel with operands of its head size."""
     attend: Any = jax.nn.dot_product_attention
     result = attend(
@@ -258,23 +259,18 @@ def _kernel(settings: Settings, operands: Arrays) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _padded_in_training(settings: Settings, operands: Arrays) -> Any:
+def _padded_in_training(settings: AttentionSettings, operands: Arrays) -> Any:
     """Computes `_kernel`, whose forward pass takes any lengths, with gradients."""
     return _kernel(settings, operands)
 
 
-def _forward_rule(settings: Settings, operands: Arrays) -> Any:
-    return jax.vjp(functools.partial(_padded_kernel, settings), operands)
+_padded_in_training.defvjp(
+    lambda settings, operands: jax.vjp(functools.partial(_padded_kernel, settings), operands),
+    lambda settings, pull, d_out: pull(d_out),
+)
 
 
-def _backward_rule(settings: Settings, pull: Any, d_out: Any) -> Any:
-    return pull(d_out)
-
-
-_padded_in_training.defvjp(_forward_rule, _backward_rule)
-
-
-def _padded_kernel(settings: Settings, operands: Arrays) -> Any:
+def _padded_kernel(settings: AttentionSettings, operands: Arrays) -> Any:
     """Pads queries and keys to even numbers; the added keys are hidden from all queries.
 
     The results of the added queries are cut off. Their gradient is therefore zero, and so is their

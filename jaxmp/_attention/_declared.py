@@ -21,6 +21,7 @@ from jax import lax
 
 from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, equations, is_literal
 from jaxmp._programs._locations import Location, Locations, module_of, root_of
+from jaxmp._programs._operations import name_of
 from jaxmp._programs._static_values import Scope
 from jaxmp.errors import AttentionError
 
@@ -103,7 +104,7 @@ def sequence_lengths(mask: jax.Array | np.ndarray, declared: Declaration) -> tup
 # ---------------------------------------------------------------------------
 
 
-def first_difference(mask: np.ndarray, declared: Declaration) -> tuple[int, ...] | None:
+def first_mismatch(mask: np.ndarray, declared: Declaration) -> tuple[int, ...] | None:
     """Returns the first position (b, n, t, s) at which a mask contradicts its declaration, if any.
 
     Args:
@@ -151,7 +152,7 @@ def structure_of(mask: np.ndarray) -> Declaration | None:
             candidate = Declaration(name, window)
             if window is not None and candidate.is_causal != (window[1] == 0):
                 continue
-            if first_difference(mask, candidate) is None:
+            if first_mismatch(mask, candidate) is None:
                 return candidate
     return None
 
@@ -167,14 +168,14 @@ def check_known(mask: np.ndarray, declared: Declaration) -> None:
     Raises:
       AttentionError: with the layer, the declaration, the first difference and the fix.
     """
-    position = first_difference(mask, declared)
+    position = first_mismatch(mask, declared)
     if position is None:
         return
     batch, head, query, key = position
     shown = bool(mask[position])
     does, declares = ("shows", "hides") if shown else ("hides", "shows")
     actual = structure_of(mask)
-    name = "" if actual is None else f" The mask is {_words(actual)}."
+    name = "" if actual is None else f" The mask is {str(actual).removeprefix('mask = ')}."
     raise AttentionError(
         f"{_layer(declared)} declares {declared}, and contradicts its mask: for query {query} "
         f"(sequence {batch}, head {head}) the mask {does} key {key}, which the declaration "
@@ -219,10 +220,6 @@ def rule_fix(path: str, actual: Declaration) -> str:
     rule, toml = declaration_code(actual, path)
     lines = "".join(f"\n    {line}" for line in toml)
     return f"Declare its structure by a rule, {rule}, or in the recipe file:{lines}"
-
-
-def _words(actual: Declaration) -> str:
-    return str(actual).removeprefix("mask = ")
 
 
 def _layer(declared: Declaration) -> str:
@@ -290,7 +287,7 @@ def declared_masks(program: Scope) -> list[tuple[Declaration, bool]]:
     def visit(scope: Scope, outer: Location) -> None:
         for equation in equations(scope.jaxpr, inside=False):
             location = locations.of(equation, outer)
-            declared = declaration_of(str(equation.params.get("name", "")))
+            declared = declaration_of(name_of(equation))
             mask = None if declared is None else mask_operand(equation)
             if mask is not None and location.phase == FORWARD:
                 masks[location.names] = declared, scope.value(mask)

@@ -15,8 +15,14 @@ from jax.core import Tracer
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
-from jaxmp._attention import run
-from jaxmp._attention._arguments import Settings, arguments, check_implementation, sees, structure
+from jaxmp._attention import run_attention
+from jaxmp._attention._arguments import (
+    AttentionSettings,
+    arguments,
+    check_implementation,
+    sees,
+    structure,
+)
 from jaxmp._attention._declared import (
     Declaration,
     check_known,
@@ -231,7 +237,7 @@ def layer_attention(
         **dropout,
         **lengths,
     )
-    out = run(call, check_implementation(hints.implementation))
+    out = run_attention(call, check_implementation(hints.implementation))
     return out.reshape(*batch, *out.shape[1:])
 
 
@@ -331,7 +337,7 @@ def _with_hints(
         return mask
     query, key, _ = operands
     is_causal, window = structure(hints.is_causal, hints.local_window_size)
-    settings = Settings(scale=1.0, is_causal=is_causal, window=window)
+    settings = AttentionSettings(scale=1.0, is_causal=is_causal, window=window)
     ones = (1,) * (query.ndim - 2)
     rows = jnp.arange(query.shape[-3], dtype=jnp.int32).reshape(*ones, -1, 1)
     columns = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape(*ones, 1, -1)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._attention._arguments import NO_KEY, Arguments, sees
+from jaxmp._attention._arguments import NO_KEY, AttentionArguments, sees
 from jaxmp._core._dtypes import wide_dtype
-from jaxmp._programs._wide_dot import wide_product
+from jaxmp._programs._matmuls import wide_product
 
 
 def attend(
@@ -164,7 +164,7 @@ def weight_dropout(
     return dropout
 
 
-def xla_attention(args: Arguments) -> Any:
+def xla_attention(args: AttentionArguments) -> Any:
     """Computes attention with the logits of all pairs in memory.
 
     Returns:
@@ -188,7 +188,7 @@ def xla_attention(args: Arguments) -> Any:
     )
 
 
-def whole_mask(args: Arguments) -> jax.Array | None:
+def whole_mask(args: AttentionArguments) -> jax.Array | None:
     """Combines mask, causality, window and lengths to one bool mask `[B|1, N|1, T|1, S|1]`.
 
     None if no argument hides a key.
@@ -205,7 +205,7 @@ def whole_mask(args: Arguments) -> jax.Array | None:
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
-def seeing_queries(args: Arguments) -> jax.Array | None:
+def seeing_queries(args: AttentionArguments) -> jax.Array | None:
     """Returns the bool mask `[B|1, T|1, N|1, 1]` of queries that see a key; None if all do."""
     if not args.may_mask_rows:
         return None

@@ -8,6 +8,8 @@ The op table assigns a category to each operation. The interpreter applies it wi
 * Scalars next to arrays are also weakly typed, as in torch.
 * An intermediate value that only FP32 operations consume is not rounded to 16 bits: in
   `exp(x - max)` and `sum((x - y) * z)` the subtraction and the multiplication run in FP32 too.
+* A matmul that a softmax, a choice or a loss reads returns its FP32 sums, and a value is not
+  rounded where a later operation decides or magnifies the rounding.
 * Each value is cast at most once to each dtype within a jaxpr.
 """
 
@@ -21,13 +23,14 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from jaxmp._autocast._explain import AutocastExplanation, Recorder
-from jaxmp._autocast._replay import Autocast, decisions, warn_if_unused
+from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._resolve import make_config, trace
 from jaxmp._gradients._hints import Mark, warn_if_dropped
 from jaxmp._policies._device import check_device, check_gradient
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs._locations import FULL_PRECISION
+from jaxmp.fp8._explain import decisions, is_explained, warn_if_unused
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -109,7 +112,7 @@ def autocast(
         check_gradient(config.policies, lambda: (args, kwargs), mark)
         with decisions(config.policies.default.matmul == "fp8") as rows:
             traced, in_custom_vjp = trace(fn, args, kwargs)
-            interpreter = Autocast(config, in_custom_vjp)
+            interpreter = Autocast(config, in_custom_vjp, lists_calls=is_explained())
             arrays = interpreter.function(traced.closed, traced.arrays)
         warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
         return traced.results(arrays)

@@ -10,24 +10,18 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast._consumers import Effect
-from jaxmp._autocast._resolve import AutocastConfig, path_of
-from jaxmp._autocast._values import (
-    Value,
-    common_dtype,
-    is_castable_aval,
-    outputs_of,
-    why_as_recorded,
-)
-from jaxmp._core._dtypes import FLOAT32, bits
+from jaxmp._autocast._decide import Decision
+from jaxmp._autocast._resolve import AutocastConfig, ScopePolicy, path_of
+from jaxmp._autocast._values import is_castable_aval
+from jaxmp._core._compat import JaxprEqn
+from jaxmp._core._dtypes import bits
 from jaxmp._core._explanation import ExplanationRow, Section
 from jaxmp._core._typing import Array
-from jaxmp._policies._resolve import narrow_reason
-from jaxmp._programs._jaxprs import FORWARD, Path, array_aval, equations, inners, phase_of
+from jaxmp._programs._constructs import Form, form_of, inners
+from jaxmp._programs._jaxprs import FORWARD, Path, array_aval, equations, phase_of
 from jaxmp._programs._locations import Lines
-from jaxmp._programs._matmuls import MATMULS, is_outer_product, matmul_of
+from jaxmp._programs._matmuls import MATMULS, matmul_of
 
 IN_RULE = "inside a custom_vjp, which runs as its author wrote it"
 # Kernels. Their jaxprs compute on blocks of the operands, so the shapes inside do not give the
@@ -144,10 +138,10 @@ class Recorder:
     def inside(self, equation: JaxprEqn) -> Iterator[None]:
         """Records the matmuls of this block as part of `equation`."""
         before = self._enclosing, self._times, self._phase
-        name = equation.primitive.name
-        if name == "while":
+        form = form_of(equation)
+        if form is Form.WHILE:
             self._notes["a loop that ends by a test is counted once"] = None
-        if name == "cond":
+        if form is Form.BRANCH:
             self._notes["all branches of a condition are counted"] = None
         self._enclosing = (equation, *self._enclosing)
         self._times *= max((inner.times for inner in inners(equation)), default=1)
@@ -175,78 +169,34 @@ class Recorder:
     def equation(
         self,
         equation: JaxprEqn,
-        values: list[Value],
         scope_path: Path,
-        category: str,
+        decision: Decision,
+        policy: ScopePolicy,
         in_fp8: Callable[..., Array] | None,
-        effect: Effect,
     ) -> None:
         """Records an equation if it is a matmul or contains matmuls.
 
         Args:
           equation: the equation that is about to run.
-          values: its operands.
           scope_path: its name scopes.
-          category: its category in the op table.
+          decision: the dtypes in which it runs.
+          policy: the policy of its scopes.
           in_fp8: the `fp8.dot_general` that replaces the equation; None if it does not run in FP8.
-          effect: the effect of the rounding of its result.
         """
         name = equation.primitive.name
         if name not in MATMULS:
-            if category == "opaque":
+            if decision.as_recorded:
                 self.as_recorded(equation, scope_path, self._why_opaque(name))
             return
-        recorded = [array_aval(var).dtype for var in equation.invars[:2]]
-        fixed = [
-            dtype
-            for v, dtype in zip(equation.invars[:2], recorded, strict=True)
-            if not is_castable_aval(v.aval)
-        ]
-        if len(fixed) == len(recorded):
-            self._add(equation, scope_path, recorded, f"{fixed[0].name} is never cast")
-            return
-        dtype, reason = self._decision(equation, values, scope_path, category, in_fp8, effect)
-        if dtype is not None:
-            casts = zip(equation.invars[:2], recorded, strict=True)
-            recorded = [dtype if is_castable_aval(v.aval) else old for v, old in casts]
-        self._add(equation, scope_path, recorded, reason)
-
-    def _decision(
-        self,
-        equation: JaxprEqn,
-        values: list[Value],
-        scope_path: Path,
-        category: str,
-        in_fp8: Callable[..., Array] | None,
-        effect: Effect,
-    ) -> tuple[Any, str]:
-        """Returns the dtype of a matmul's floating operands and the reason.
-
-        The dtype is None if the operands keep their recorded dtypes.
-        """
-        name = equation.primitive.name
-        policy = self.config.scope_policy(scope_path)
-        edited = f"the op table: {name} = {category!r}"
-        if category == "opaque":
-            return None, edited
-        if category == "low":
-            why = why_as_recorded(equation, effect)
-            if why:
-                return None, why
-            if in_fp8 is not None:
-                return jnp.float8_e4m3fn, self.config.reason(scope_path)
-            if policy.is_full_precision:
-                return policy.dtype, "inside jaxmp.full_precision()"
-            why_not = "; not in FP8, see .fp8" if policy.uses_fp8 else ""
-            narrow = narrow_reason(policy.policy, outputs_of(equation, values))
-            why_not += f"; {narrow}" if narrow else ""
-            return policy.dtype, f"{self.config.reason(scope_path)}{why_not}"
-        if category == "fp32" or policy.is_fp32:
-            reason = edited if category == "fp32" else self.config.reason(scope_path)
-            return FLOAT32, reason
-        outer = "an outer product, which sums nothing, keeps its wider operand"
-        reason = outer if is_outer_product(equation) else edited
-        return common_dtype(values), reason
+        dtype = decision.dtype if in_fp8 is None else jnp.dtype(jnp.float8_e4m3fn)
+        reason = decision.reason if in_fp8 is None else policy.reason
+        if policy.uses_fp8 and in_fp8 is None and decision.result is not None:
+            reason += "; not in FP8, see .fp8"
+        recorded = [(var.aval, array_aval(var).dtype) for var in equation.invars[:2]]
+        is_cast = lambda aval: dtype is not None and is_castable_aval(aval)
+        self._add(
+            equation, scope_path, [dtype if is_cast(a) else old for a, old in recorded], reason
+        )
 
     def _why_opaque(self, name: str) -> str:
         try:

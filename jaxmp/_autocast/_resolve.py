@@ -11,31 +11,31 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
 
-from jaxmp._core._compat import is_in_custom_vjp
+from jaxmp._core._compat import JaxprEqn, is_in_custom_vjp, source_info_util
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._policies._load import PolicyMap, RecipeLike, as_op_table, as_policy_map
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import check_module_dtypes, check_required
-from jaxmp._policies._resolve import ResolvedPolicy, Scaling, matmul_scaling, resolve_first
+from jaxmp._policies._resolve import matmul_scaling, resolve_first, resolve_policy
 from jaxmp._programs._bind import SCATTERS
-from jaxmp._programs._jaxprs import BACKWARD, Path, Traced, module_paths_of, phase_of, sub_jaxprs
+from jaxmp._programs._constructs import sub_jaxprs
+from jaxmp._programs._jaxprs import Path, Traced, module_paths_of
 from jaxmp._programs._jaxprs import trace as trace_function
 from jaxmp._programs._locations import FULL_PRECISION
 from jaxmp._programs._matmuls import is_outer_product
 from jaxmp.errors import CompositionError, PolicyError, RuleError
+from jaxmp.fp8._scaling import Scaling
 
 # Scopes that mark equations. They are not part of module paths.
-_IN_BACKWARD = "jaxmp_backward"
+IN_BACKWARD = "jaxmp_backward"
 IN_CUSTOM_JVP = "jaxmp_custom_jvp"
 IN_CUSTOM_VJP = "jaxmp_custom_vjp"
 IN_JVP_RULE = "jaxmp_jvp_rule"
 # Mark -> why matmuls in such a scope do not run in FP8.
 _EXCLUSION_REASONS = {
-    _IN_BACKWARD: (
+    IN_BACKWARD: (
         "a matmul of the backward pass, in which the gradient and the other operand cannot be "
         "distinguished: write jax.grad(autocast(f)), not autocast(jax.grad(f))"
     ),
@@ -57,6 +57,8 @@ class ScopePolicy:
       is_full_precision: True inside `full_precision()`.
       uses_fp8: True if the policy sets `matmul = "fp8"`.
       exclusion_reason: why matmuls do not run in FP8 although the policy sets it; "" if they do.
+      in_jvp_rule: True in the rule of a `custom_jvp`.
+      reason: the rule that decides, or the default policy, as text.
     """
 
     policy: Policy
@@ -64,6 +66,8 @@ class ScopePolicy:
     is_full_precision: bool
     uses_fp8: bool
     exclusion_reason: str
+    in_jvp_rule: bool
+    reason: str = dataclasses.field(compare=False)
 
     @property
     def dtype(self) -> np.dtype:
@@ -102,6 +106,12 @@ class AutocastConfig:
         self.by_path = bool(policies.rules)
         self._scope_policies: dict[Path, ScopePolicy] = {}
         self._categories: dict[str, str] = {}
+
+    @property
+    def output_dtype(self) -> Any:
+        """Output dtype of a rule for the root; None without one."""
+        rule = resolve_policy(self.policies, "").rule
+        return None if rule is None else rule.output_dtype
 
     def category(self, equation: JaxprEqn) -> str:
         """Returns the op-table category of an equation.
@@ -145,15 +155,8 @@ class AutocastConfig:
             policy = self._scope_policies[scope_path] = self._scope_policy(scope_path)
         return policy
 
-    def reason(self, scope_path: Path) -> str:
-        """Returns the rule that decides at scopes, or the default policy, as text."""
-        return self._resolve(scope_path).reason
-
-    def _resolve(self, scope_path: Path) -> ResolvedPolicy:
-        return resolve_first(self.policies, module_paths_of(_without_marks(scope_path)))
-
     def _scope_policy(self, scope_path: Path) -> ScopePolicy:
-        resolved = self._resolve(scope_path)
+        resolved = resolve_first(self.policies, module_paths_of(_without_marks(scope_path)))
         is_full = FULL_PRECISION in scope_path
         in_fp8 = resolved.scaling is not None and not is_full
         reasons = (_EXCLUSION_REASONS[s] for s in scope_path if s in _EXCLUSION_REASONS)
@@ -164,6 +167,8 @@ class AutocastConfig:
             is_full_precision=is_full,
             uses_fp8=in_fp8,
             exclusion_reason=next(reasons, "") if in_fp8 else "",
+            in_jvp_rule=IN_JVP_RULE in scope_path,
+            reason="inside jaxmp.full_precision()" if is_full else resolved.reason,
         )
 
 
@@ -182,20 +187,6 @@ def _scaling_of(policies: PolicyMap) -> Scaling | None:
 
 def _without_marks(scope_path: Path) -> Path:
     return tuple(scope for scope in scope_path if scope not in _MARKS)
-
-
-def with_phase(scope_path: Path, stack: str) -> Path:
-    """Returns scopes with the backward-pass mark if a name stack is in a backward pass.
-
-    The mark is removed for equations that the backward pass recomputes.
-
-    Args:
-      scope_path: scopes of an equation; they have the mark if an enclosing equation has it.
-      stack: the equation's name stack.
-    """
-    outside = tuple(scope for scope in scope_path if scope != _IN_BACKWARD)
-    before = BACKWARD if outside != scope_path else ""
-    return (*outside, _IN_BACKWARD) if phase_of(stack, before) == BACKWARD else outside
 
 
 def path_of(scope_path: Path) -> str:

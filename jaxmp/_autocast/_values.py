@@ -5,23 +5,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import AbstractValue, ShapedArray
-from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast._consumers import Consumers, Effect, Effects
+from jaxmp._core._compat import JaxprEqn, Literal
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._trees import cast, clamped_cast, is_castable, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._programs._jaxprs import AUTOCAST, array_aval
-from jaxmp._programs._matmuls import is_outer_product
-from jaxmp._programs._operations import arithmetic_of, dot_of
+from jaxmp._programs._jaxprs import array_aval
+from jaxmp._programs._matmuls import as_weak, is_outer_product
+from jaxmp._programs._operations import dot_of
 
 
 class Priority(enum.IntEnum):
@@ -55,7 +53,7 @@ class Value:
         return is_castable(self.array)
 
 
-def _to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
+def to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
     """Casts a value; a finite constant stays finite in 16 bits.
 
     For example, the most negative FP32 number, which masks logits, is -inf in float16.
@@ -67,30 +65,6 @@ def _to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
         half = np.asarray(saturating_cast(value.scalar, dtype))
         return lax.full_like(array, half, dtype) if array.ndim else half
     return clamped_cast(array, dtype)
-
-
-class Environment:
-    """State of one jaxpr: consumers and effects of its variables, and a cache of casts."""
-
-    def __init__(self, consumers: Consumers, effects: Mapping[Any, Effect]) -> None:
-        self.casts: dict[tuple[int, Any], Any] = {}
-        self.consumers, self._effects = consumers, effects
-
-    def effects_of(self, equation: JaxprEqn) -> Effects:
-        """Returns the effect of the rounding of each result of an equation."""
-        return tuple(self._effects.get(var, Effect.BOUNDED) for var in equation.outvars)
-
-    def cast(self, value: Value, dtype: DTypeLike) -> Array:
-        """Returns the array of a value in `dtype`; values that are not castable are unchanged."""
-        if not value.castable or value.dtype == dtype:
-            return value.array
-        key = id(value.array), np.dtype(dtype)
-        if key not in self.casts:
-            # Storing the array prevents the reuse of its id. The scope marks the cast, so that an
-            # audit does not report it as implicit promotion.
-            with jax.named_scope(AUTOCAST):
-                self.casts[key] = value.array, _to_16bit(value, dtype)
-        return self.casts[key][1]
 
 
 def literal_value(var: Literal) -> Value:
@@ -117,7 +91,7 @@ def scalar_of(equation: JaxprEqn, values: list[Value]) -> np.ndarray | None:
 
     None if the operand's elements are not known to be equal, or the primitive is not listed.
     """
-    number = values[0].scalar
+    number = values[0].scalar if values else None
     if number is None or number.dtype != FLOAT32:
         return None
     function = _OF_SCALAR.get(equation.primitive.name)
@@ -132,15 +106,11 @@ def wrap(
     return [Value(array, priority) for array in arrays]
 
 
-def in_recorded_dtypes(equation: JaxprEqn, env: Environment, values: list[Value]) -> list[Array]:
-    """Returns the operands of an equation in the dtypes in which it was traced."""
-    pairs = zip(equation.invars, values, strict=True)
-    return [to_aval(env, value, var.aval) for var, value in pairs]
-
-
-def to_aval(env: Environment, value: Value, aval: AbstractValue) -> Array:
-    """Returns the array of a value in the dtype of `aval`, the recorded type."""
-    return env.cast(value, aval.dtype) if is_castable_aval(aval) else value.array
+def returned(value: Value, aval: Any, dtype: Any) -> Array:
+    """Returns the array of a result in `dtype`, and with the weak type of `aval`."""
+    array = cast(jnp.asarray(value.array), dtype) if value.castable else value.array
+    is_weak = getattr(aval, "weak_type", False) and array.dtype == aval.dtype
+    return as_weak(array) if is_weak else array
 
 
 def with_dtype(aval: ShapedArray, value: Value) -> ShapedArray:
@@ -153,7 +123,7 @@ def is_castable_aval(aval: AbstractValue) -> TypeGuard[ShapedArray]:
     return hasattr(aval, "dtype") and hasattr(aval, "shape") and is_castable(aval)
 
 
-def _widest(values: list[Value]) -> np.dtype:
+def widest(values: list[Value]) -> np.dtype:
     """Returns the common dtype of 16 and 32-bit values; FP32 for float16 with bfloat16."""
     dtypes = {np.dtype(value.dtype) for value in values}
     return dtypes.pop() if len(dtypes) == 1 else FLOAT32
@@ -174,7 +144,7 @@ def common_dtype(values: list[Value]) -> np.dtype:
     arrays = [value for value in computed if jnp.ndim(value.array) > 0]
     if not arrays and any(jnp.ndim(value.array) > 0 for value in floating):
         arrays = [value for value in floating if jnp.ndim(value.array) > 0]
-    return _widest(arrays or computed or floating)
+    return widest(arrays or computed or floating)
 
 
 # ---------------------------------------------------------------------------
@@ -206,26 +176,13 @@ def outputs_of(equation: JaxprEqn, values: Sequence[Value]) -> int | None:
     A matmul of two computed operands, such as that of attention, is not a layer. Of two arguments,
     a vector is the input.
     """
+    if not is_matmul(equation):
+        return None
     kernel = kernel_of(values)
     computed = [value.priority >= Priority.NARROW for value in values]
-    if computed[kernel] or not is_matmul(equation):
+    if computed[kernel]:
         return None
     dot = dot_of(equation)
     used = {*dot.contracted[kernel], *dot.batch[kernel]}
     free = [n for axis, n in enumerate(values[kernel].array.shape) if axis not in used]
     return math.prod(free) if free or any(computed) else None
-
-
-def why_as_recorded(equation: JaxprEqn, effect: Effect) -> str:
-    """Returns why a matmul keeps the dtypes in which it was recorded, or "" if it does not.
-
-    Args:
-      equation: a matmul.
-      effect: the effect of the rounding of its result.
-    """
-    if is_16bit(array_aval(equation.invars[0]).dtype):
-        return ""
-    options = arithmetic_of(equation)
-    if options is not None and options.is_highest:
-        return "its author asked for precision=HIGHEST"
-    return "a factorization or a solve reads its result" if effect is Effect.SOLVED else ""

@@ -27,8 +27,22 @@ _AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruc
 _BOX_FIELDS = frozenset({"value", "raw_value"})
 
 
+class HiddenKey:
+    """Key of the content of a state, which adds no name to paths."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HiddenKey)
+
+    def __hash__(self) -> int:
+        return hash(HiddenKey)
+
+    def __str__(self) -> str:
+        return ""
+
+
 def path_names(key_path: tuple[Any, ...]) -> Path:
     """Converts a JAX key path to names, without the field that a box adds at the end."""
+    key_path = tuple(key for key in key_path if not isinstance(key, HiddenKey))
     names = [_key_name(key) for key in key_path]
     while (
         len(names) > 1
@@ -70,13 +84,21 @@ def leaves_with_path(tree: PyTree) -> list[tuple[Path, Any]]:
 
 
 def dtype_of(leaf: object) -> np.dtype | None:
-    """Returns the NumPy dtype of an array-like leaf; None for keys, strings, None and numbers."""
+    """Returns the dtype of an array-like leaf; None for keys, strings, None and numbers.
+
+    That of NumPy's floats is the one that JAX gives them: without x64, float64 is float32.
+    """
     dtype = getattr(leaf, "dtype", None)
     if isinstance(dtype, np.dtype):
-        return dtype
+        is_numpy = isinstance(leaf, (np.ndarray, np.generic)) and dtype.kind == "f"
+        return _canonical_float(dtype) if is_numpy else dtype
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     return np.dtype(dtype)
+
+
+def _canonical_float(dtype: np.dtype) -> np.dtype:
+    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=") if dtype.itemsize < 8 else FLOAT64)
 
 
 def is_castable(leaf: object) -> bool:
@@ -176,8 +198,8 @@ def _saturate_jvp(
 def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts the float16, bfloat16 and float32 arrays of `tree` to `dtype`.
 
-    Integers, bools, float64, complex numbers, PRNG keys, float0, FP8 arrays, strings, None and
-    Python numbers are returned unchanged.
+    Without x64, float64 arrays of NumPy are float32. Integers, bools, float64, complex numbers,
+    PRNG keys, float0, FP8 arrays, strings, None and Python numbers are returned unchanged.
 
     Args:
       tree: any pytree.
@@ -232,6 +254,25 @@ def first_nonfinite(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
     indices = jnp.array(list(tested), jnp.int32)
     masked = lax.select(finite, lax.full_like(indices, len(leaves)), indices)
     return lax.reduce_min(masked, (0,))
+
+
+def all_zero(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
+    """Returns True if the squares of all floating and complex elements of `tree` are zero.
+
+    Args:
+      tree, elementwise: as in `first_nonfinite`, with which XLA shares the sums or the squares.
+
+    Returns:
+      A bool scalar; False for a tree without floating leaves.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    squares = lambda leaf: _squares(leaf) if elementwise else [_sum_of_squares(leaf)]
+    flags = [
+        lax.reduce_and(lax.eq(part, lax.full_like(part, 0)), axes=tuple(range(part.ndim)))
+        for leaf in leaves
+        for part in squares(leaf)
+    ]
+    return functools.reduce(lax.bitwise_and, flags) if flags else jnp.array(False)
 
 
 def _stacked(scalars: Sequence[jax.Array]) -> jax.Array:

@@ -16,11 +16,11 @@ from jaxmp._core._trees import canonical, cast, is_castable, is_float, saturatin
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._flax._layer_table import LayerTraits, is_flax
 from jaxmp._policies._device import computes_in
-from jaxmp._policies._inputs import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._load import PolicyMap
+from jaxmp._policies._patterns import NOTHING_KEPT, Kept, kept_inputs
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy
-from jaxmp._programs._wide_dot import is_weak_float32, strongly_typed, weakly_typed
+from jaxmp._programs._matmuls import is_weak_float32, strongly_typed, weakly_typed
 
 # ---------------------------------------------------------------------------
 # Policies of modules
@@ -92,6 +92,8 @@ def resolve_module(
     cls: type,
     traits: LayerTraits,
     outputs: int | None = None,
+    *,
+    is_decision: bool = False,
 ) -> ModulePolicy:
     """Resolves the policy of a Flax module.
 
@@ -101,8 +103,9 @@ def resolve_module(
       cls: its class.
       traits: traits of `cls`.
       outputs: number of outputs of a linear layer; None for other modules.
+      is_decision: as in `resolve_policy`.
     """
-    resolved = resolve_policy(policies, path, cls, outputs)
+    resolved = resolve_policy(policies, path, cls, outputs, is_decision=is_decision)
     compute_dtype = resolved.policy.compute_dtype
     upcast_dtype = wide_dtype(compute_dtype)
     return ModulePolicy(
@@ -179,24 +182,19 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
-def ignores_dtype(module_policy: ModulePolicy) -> bool:
-    """Returns True if a float32 result means that a module does not follow its 16-bit policy.
-
-    Norms, Flax's layers and modules with a wide output return float32 on purpose.
-    """
-    traits = module_policy.traits
-    has_wide_output = module_policy.resolved.wide_output is not None
-    expected = traits.is_norm or bool(traits.dtype) or has_wide_output
-    return is_16bit(module_policy.policy.compute_dtype) and not expected
-
-
 @functools.cache
-def _computes_in_16_bits(policies: PolicyMap) -> bool:
+def computes_in_16_bits(policies: PolicyMap) -> bool:
+    """Returns True if the default policy or a rule computes in 16 bits."""
     return any(computes_in(policies, np.dtype(each)) for each in (jnp.bfloat16, np.float16))
 
 
-def cast_outputs(module_policy: ModulePolicy, out: PyTree, is_leaf: IsLeaf = None) -> PyTree:
-    """Casts the results of a module to its output dtype.
+def cast_outputs(
+    module_policy: ModulePolicy,
+    out: PyTree,
+    is_leaf: IsLeaf = None,
+    unrounded: frozenset[int] = frozenset(),
+) -> PyTree:
+    """Casts the results of a module to its output dtype, except arrays with `unrounded` ids.
 
     The output of a norm is at most its scale times the square root of its width, which bfloat16 can
     represent. Its cast does not saturate, so the cast in a residual block stays one operation.
@@ -208,11 +206,13 @@ def cast_outputs(module_policy: ModulePolicy, out: PyTree, is_leaf: IsLeaf = Non
 
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
         if resolved.casts_output or not is_16bit(module_policy.policy.compute_dtype):
-            if _computes_in_16_bits(module_policy.policies):
+            if computes_in_16_bits(module_policy.policies):
                 leaf = strongly_typed(leaf)  # the result of a narrow layer
             return cast_array(leaf, dtype)
         if resolved.narrow:
             return weakly_typed(cast_array(leaf, dtype))
+        if id(leaf) in unrounded:
+            return leaf
         # The result of a narrow layer, which modules pass on.
         return leaf if is_weak_float32(leaf) else cast_array(leaf, dtype)
 

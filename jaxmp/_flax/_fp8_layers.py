@@ -18,21 +18,15 @@ from jax import lax
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._programs._wide_dot import wide_product
+from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import make_dims
-from jaxmp.fp8._dot_general import dot_general, einsum, plan_einsum
-from jaxmp.fp8._explain import UNKNOWN_DOT as UNKNOWN_DOT
+from jaxmp.fp8._dot_general import dot_general
+from jaxmp.fp8._einsum import einsum, plan_einsum
 from jaxmp.fp8._explain import decide
-from jaxmp.fp8._explain import decisions as decisions
-from jaxmp.fp8._explain import is_recording as is_recording
-from jaxmp.fp8._explain import note_unsupported as note_unsupported
-from jaxmp.fp8._explain import warn_if_unused as warn_if_unused
 from jaxmp.fp8._overwritten import OVERWRITE
 from jaxmp.fp8._scaling import GEMMS, Scaling
-from jaxmp.fp8._state import PREFIX as PREFIX
-from jaxmp.fp8._state import init_state as init_state
-from jaxmp.fp8._state import state_names as state_names
+from jaxmp.fp8._state import PREFIX, init_state, state_names
 
 # ---------------------------------------------------------------------------
 # Dots

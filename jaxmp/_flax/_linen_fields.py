@@ -29,7 +29,7 @@ from jaxmp._flax._fp8_layers import (
 )
 from jaxmp._flax._layer_table import CONV, DOT_GENERAL, PREFERRED, LayerTable, LayerTraits
 from jaxmp._flax._method_call import MethodCall
-from jaxmp._programs._wide_dot import wide_product
+from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import CompositionError
 
 _UNSET = object()

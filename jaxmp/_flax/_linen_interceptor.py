@@ -19,10 +19,10 @@ from jaxmp._autocast._resolve import trace
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._trees import PARAMS, is_castable, leaves_with_path, parameter_path
 from jaxmp._core._typing import PyTree
+from jaxmp._flax import _search
 from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype, resolve_module
 from jaxmp._flax._linen_fields import LINEN_LAYERS, method_under_policy, prepare
 from jaxmp._flax._method_call import MethodCall
-from jaxmp._flax._share import Suspect, are_many
 from jaxmp._policies._device import check_device, matmul_precision, precision_scope
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._required import check_required
@@ -151,15 +151,12 @@ class _LinenCall(MethodCall):
 class PolicyInterceptor:
     """Interceptor that applies the policies of one root to every method called below it."""
 
-    def __init__(self, root: Root, scope: Scope) -> None:
+    def __init__(self, root: Root) -> None:
         check_device(root.policies)
         self.root = root
-        self.scope = scope
         self.frames: list[MethodCall] = []
         self.module_policies: dict[Any, ModulePolicy] = {}
         self.by_path = is_by_path(root.policies)
-        # Modules that appear to ignore the dtype of their policy.
-        self.suspects: dict[str, Suspect] = {}
         self.precision = jax.config.jax_default_matmul_precision  # pyright: ignore
 
     def __call__(
@@ -175,7 +172,7 @@ class PolicyInterceptor:
         if module.scope is None or is_foreign:
             return call(*args, **kwargs)
         path = self._relative(module.scope.path)
-        module_policy = self._module_policy(module, path)
+        module_policy = self._module_policy(module, path, method)
         keeps_dtype = self._keeps_dtype(module, module_policy, (args, kwargs))
         prepare(module, module_policy, keeps_dtype)
         if self.by_path:
@@ -188,17 +185,11 @@ class PolicyInterceptor:
             method,
             self._own_caller(module_policy),
             keeps_dtype,
-            self.suspects,
             is_function=not hasattr(type(module), method),
             lifted=self._lifted_body(module),
         )
         call = method_under_policy(under_policy, call)
         return under_policy.run(call, args, kwargs, self._entered(under_policy))
-
-    def many_suspects(self) -> list[Suspect]:
-        """Returns the modules that appear to ignore their policy, if they own many parameters."""
-        suspects = list(self.suspects.values())
-        return suspects if suspects and are_many(suspects, _params(self.scope)) else []
 
     # -- location of the call -----------------------------------------------------------------
 
@@ -247,14 +238,15 @@ class PolicyInterceptor:
         is_chosen = is_complex(dtype) or is_complex(getattr(module, "param_dtype", None))
         return is_chosen or keeps_dtype((operands, _params(module.scope)))
 
-    def _module_policy(self, module: nn.Module, path: Path) -> ModulePolicy:
+    def _module_policy(self, module: nn.Module, path: Path, method: str) -> ModulePolicy:
         cls = type(module)
-        outputs = LINEN_LAYERS.outputs(module)
-        key = (path, cls, outputs)
+        outputs, traits = LINEN_LAYERS.outputs(module), LINEN_LAYERS.traits(cls)
+        is_decision = _search.is_decision(traits, cls, path, method)
+        key = (path, cls, outputs, is_decision)
         if key not in self.module_policies:
             _check_bridge(module, path)
             self.module_policies[key] = resolve_module(
-                self.root.policies, path, cls, LINEN_LAYERS.traits(cls), outputs
+                self.root.policies, path, cls, traits, outputs, is_decision=is_decision
             )
         return self.module_policies[key]
 

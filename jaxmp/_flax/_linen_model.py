@@ -8,7 +8,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
@@ -21,7 +21,6 @@ from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_interceptor
 from jaxmp._flax._casts import cast_outputs, resolve_module
-from jaxmp._flax._check_model import check_model
 from jaxmp._flax._linen_fields import LINEN_LAYERS, author_fields
 from jaxmp._flax._linen_interceptor import (
     Path,
@@ -35,8 +34,8 @@ from jaxmp._flax._linen_interceptor import (
     make_root,
     modules_in,
 )
-from jaxmp._flax._shardings import constrain_variables
-from jaxmp._flax._share import fp8_decisions, low_precision_share, warn_if_low, warn_of_model
+from jaxmp._flax._search import ModelSearch, copied, low_precision_share
+from jaxmp._flax._shardings import check_model, constrain_variables
 from jaxmp._gradients._hints import Mark
 from jaxmp._policies._device import check_gradient
 from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map
@@ -121,7 +120,6 @@ def explain_model(
     policies, outputs = as_policy_map(recipe), {}
     paths = _linen_interceptor.module_paths(model, args, kwargs, None, outputs)
     check_required(policies, paths)
-    explanation = explain_modules(policies, paths, outputs)
     rngs = jax.random.key(0)
     wrapped: Any = apply_policy(model, policies)
     with warnings.catch_warnings():
@@ -133,6 +131,8 @@ def explain_model(
         variables = traced.results(shapes)
         call = functools.partial(wrapped.apply, rngs=rngs, mutable=DenyList("params"))
         share = low_precision_share(call, variables, *args, **kwargs)
+    decisions = wrapped.__dict__["_jaxmp_search"].reasons()
+    explanation = explain_modules(policies, paths, outputs, decisions)
     explanation = dataclasses.replace(explanation, low_precision_share=share)
     return explanation, call, (variables,)
 
@@ -182,10 +182,6 @@ def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Path) -> type
         "_jaxmp_class": cls,
         "_jaxmp_policies": policies,
         "_jaxmp_origin": origin,
-        # Modules that appear to ignore their policy, after a call with many; () when reported.
-        "_jaxmp_suspects": None,
-        # Decisions on the layers of a call of the whole model, until `apply` reports them.
-        "_jaxmp_fp8": (),
     }
     return type(cls.__name__, (_UnderPolicies, cls), members)
 
@@ -213,7 +209,8 @@ def _methods(cls: type[nn.Module]) -> list[str]:
 def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(cls, name))
     def method(self: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        with _entered(self, is_whole=name == "__call__"):
+        call = getattr(type(self), name), args, kwargs
+        with _entered(self, call):
             # Users may assign another method to the class later.
             return getattr(cls, name)(self, *args, **kwargs)
 
@@ -221,8 +218,17 @@ def _under_policy(cls: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
-    """Runs a block under the policies of `module`, unless they, or plain `init`, are active."""
+def _entered(
+    module: Any,
+    call: tuple[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]] | None = None,
+) -> Iterator[None]:
+    """Runs a block under the policies of `module`, unless they, or plain `init`, are active.
+
+    Args:
+      module: a bound module.
+      call: the call that the block is: function of the module, positional and keyword arguments;
+        None for another block.
+    """
     if module.scope is None or isinstance(current_context().policies, Plain):
         yield
         return
@@ -234,13 +240,36 @@ def _entered(module: Any, *, is_whole: bool = False) -> Iterator[None]:
         key_scopes(module)
     mark = module.__dict__["_jaxmp_mark"]
     check_gradient(root.policies, lambda: module.variables.get("params", {}), mark)
-    interceptor, cls = PolicyInterceptor(root, module.scope), type(module)
-    fp8 = fp8_decisions(cls._jaxmp_class, root.policies, root.origin)
-    with fp8 as rows, nn.intercept_methods(interceptor), context(policies=root):
+    decisions = None if call is None else _decisions_of(module, root, *call)
+    under_policies = context(policies=root, decisions=decisions)
+    with nn.intercept_methods(PolicyInterceptor(root)), under_policies:
         yield
-    cls._jaxmp_fp8 = rows if is_whole else ()
-    if cls._jaxmp_suspects is None:
-        cls._jaxmp_suspects = interceptor.many_suspects() or None
+
+
+def _decisions_of(
+    module: Any,
+    root: Root,
+    function: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> Hashable:
+    """Returns the labels of the values of a call that are not rounded."""
+
+    def run(arrays: PyTree) -> PyTree:
+        variables, rngs, args, kwargs = arrays
+        unbound, _ = module.unbind()
+        call = nn.apply(function, unbound, mutable=True)
+        return call(variables, *args, rngs=rngs, **kwargs)[0]
+
+    def prepare() -> tuple[Callable[[PyTree], PyTree], PyTree, int]:
+        rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
+        variables = module.variables
+        arrays = variables, rngs, *copied((args, kwargs))
+        return run, arrays, len(jax.tree.leaves(variables))
+
+    key = type(module)._jaxmp_class, root.policies, root.origin
+    search = module.__dict__["_jaxmp_search"]
+    return search.of_call(key, function, (args, kwargs), prepare)
 
 
 def _root_of(module: Any) -> Root:
@@ -262,7 +291,7 @@ def _method_of_apply(
 
     @functools.wraps(method)
     def run(bound: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        with _entered(bound):
+        with _entered(bound, (method, args, kwargs)):
             out = method(bound, *args, **kwargs)
         return _cast_to_output(bound, out) if _is_foreign(module, method) else out
 
@@ -294,7 +323,6 @@ _FLAX_NAMES = frozenset(
         *dir(nn.Module),
         *("scope", "parent", "name", "_id", "_state", "_parent_ref"),
         *("_jaxmp_class", "_jaxmp_policies", "_jaxmp_origin", "_jaxmp_root_path"),
-        *("_jaxmp_suspects", "_jaxmp_fp8"),
     }
 )
 
@@ -326,7 +354,8 @@ def _submodule_with_policies(owner: Any, child: object) -> object:
     # Both share one dictionary, so a call of the wrapped module also changes the submodule.
     object.__setattr__(wrapped, "__dict__", child.__dict__)
     object.__setattr__(wrapped, "_jaxmp_root_path", root.path)
-    object.__setattr__(wrapped, "_jaxmp_mark", owner.__dict__["_jaxmp_mark"])
+    for name in ("_jaxmp_mark", "_jaxmp_search"):
+        object.__setattr__(wrapped, name, owner.__dict__[name])
     return wrapped
 
 
@@ -390,6 +419,7 @@ class _UnderPolicies(_Base):
         with context(policies=Plain()):
             super().__post_init__()
         object.__setattr__(self, "_jaxmp_mark", Mark())
+        object.__setattr__(self, "_jaxmp_search", ModelSearch())
 
     def __reduce__(self) -> tuple[Any, ...]:
         cls: Any = type(self)
@@ -401,7 +431,7 @@ class _UnderPolicies(_Base):
         module: Any = self
         with context(policies=Plain()), _author_fields_in(module):
             copy = super().clone(**changes)
-        for name in {"_jaxmp_shardings", "_jaxmp_mark"} & self.__dict__.keys():
+        for name in {"_jaxmp_shardings", "_jaxmp_mark", "_jaxmp_search"} & self.__dict__.keys():
             object.__setattr__(copy, name, self.__dict__[name])
         if "_jaxmp_root_path" not in self.__dict__:
             return copy
@@ -422,13 +452,7 @@ class _UnderPolicies(_Base):
         variables = constrain_variables(variables, self.__dict__.get("_jaxmp_shardings", {}))
         call = functools.partial(super().apply, method=_method_of_apply(module, method))
         out = call(variables, *args, **kwargs)
-        wrapped: Any = type(self)
-        suspects, rows = wrapped._jaxmp_suspects, wrapped._jaxmp_fp8
-        if suspects:
-            wrapped._jaxmp_suspects = ()
-            warn_if_low(wrapped._jaxmp_class, suspects, 2, call, variables, *args, **kwargs)
-        key = wrapped._jaxmp_class, wrapped._jaxmp_policies
-        warn_of_model(key, rows, 2, (call, (variables, *args), kwargs))
+        self.__dict__["_jaxmp_search"].warn(2)
         return out
 
     def init_with_output(

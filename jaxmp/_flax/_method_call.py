@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import re
 import threading
@@ -23,20 +24,29 @@ import numpy as np
 from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp._core._trees import saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp._flax import _search
 from jaxmp._flax._casts import (
     IsLeaf,
     ModulePolicy,
     cast_outputs,
     cast_tree,
-    ignores_dtype,
     split_carry,
     widen_outputs,
 )
-from jaxmp._flax._share import Suspect, matrix_elements, note_weights, returns_float32
 
 # ---------------------------------------------------------------------------
 # Calls
 # ---------------------------------------------------------------------------
+
+
+class Boundary(enum.Enum):
+    """Relation of a call to its caller, which determines what is cast."""
+
+    OUTER = enum.auto()  # another module calls a forward pass: arguments and results are cast
+    AUTHOR = enum.auto()  # the same in the author's dtype: results take a stated output dtype
+    INSIDE = enum.auto()  # a forward pass of the same module calls it: nothing is cast
+    METHOD = enum.auto()  # not a forward pass: results are widened to the output dtype
+    INNER_METHOD = enum.auto()  # the same, of which the caller or the author chooses the dtype
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +57,6 @@ class MethodCall:
       module, module_policy, method: the module, its policy, and the name of the method.
       caller: the enclosing call if a module calls its own method; otherwise None.
       keeps_dtype: the operands require the dtype that the author of the model chose.
-      suspects: receives the module by its path if it appears to ignore the dtype of its policy.
       is_function: a transformation of Linen calls a function with the module.
       lifted: as in `split_carry`.
     """
@@ -57,7 +66,6 @@ class MethodCall:
     method: str
     caller: MethodCall | None
     keeps_dtype: bool
-    suspects: dict[str, Suspect]
     is_function: bool = False
     lifted: str = ""
 
@@ -71,19 +79,24 @@ class MethodCall:
         return False
 
     @functools.cached_property
-    def is_inside(self) -> bool:
-        """True if a forward pass of the same module calls the method."""
-        return self.is_function or (self.caller is not None and self.caller.is_forward)
+    def boundary(self) -> Boundary:
+        """The relation of the call to its caller."""
+        if self.is_function or (self.caller is not None and self.caller.is_forward):
+            return Boundary.INSIDE
+        if self.module_policy.is_forward(self.method):
+            return Boundary.AUTHOR if self.keeps_dtype else Boundary.OUTER
+        is_inner = self.keeps_dtype or self.caller is not None
+        return Boundary.INNER_METHOD if is_inner else Boundary.METHOD
 
-    @functools.cached_property
+    @property
     def at_boundary(self) -> bool:
-        """True if arguments and results are cast: another module calls a forward pass."""
-        return not self.is_inside and self.module_policy.is_forward(self.method)
+        """True if another module calls a forward pass."""
+        return self.boundary in (Boundary.OUTER, Boundary.AUTHOR)
 
     @property
     def is_forward(self) -> bool:
         """True if the call is a part of a forward pass, whose arguments have been cast."""
-        return self.is_inside or self.at_boundary
+        return self.at_boundary or self.boundary is Boundary.INSIDE
 
     def run(
         self,
@@ -94,10 +107,13 @@ class MethodCall:
     ) -> PyTree:
         """Calls the method with cast arguments, within `entered`, and casts its results."""
         module_policy, incoming, originals = self.module_policy, (args, kwargs), {}
-        is_cast = self.at_boundary and not self.keeps_dtype
-        if is_cast:
+        _search.note_module(module_policy, self.method, is_forward=self.is_forward)
+        if self.boundary is Boundary.OUTER:
+            of_arguments = module_policy, self.method, _search.ARGUMENT
+            args, kwargs = _search.labeled(*of_arguments, incoming, self.is_leaf)
+            unrounded = _search.unrounded(*of_arguments, incoming, self.is_leaf)
             args, kwargs, originals = cast_inputs(
-                module_policy, self.method, args, kwargs, self.is_leaf
+                module_policy, self.method, args, kwargs, self.is_leaf, unrounded
             )
         with entered, noted(originals):
             try:
@@ -106,27 +122,19 @@ class MethodCall:
                 explain_mismatch(error, module_policy, "" if self.is_forward else self.method)
                 raise
             if self.at_boundary:
-                note_weights(module_policy, lambda: self.own_params(self.module))
+                _search.note_weights(module_policy, lambda: self.own_params(self.module))
         traits = module_policy.traits
         out, carry = split_carry(traits, self.module, self.method, out, incoming, self.lifted)
-        expects_16bit = not self.keeps_dtype and ignores_dtype(module_policy)
-        if expects_16bit and not self.is_inside and returns_float32(out):
-            self._suspect()
-        if is_cast or (self.at_boundary and module_policy.resolved.casts_output):
+        if self.boundary is Boundary.OUTER:
+            of_results = module_policy, self.method, _search.RESULT
+            unrounded = _search.unrounded(*of_results, out, self.is_leaf)
+            out = cast_outputs(module_policy, out, self.is_leaf, unrounded)
+            out = _search.labeled(*of_results, out, self.is_leaf)
+        elif self.boundary is Boundary.AUTHOR and module_policy.resolved.casts_output:
             out = cast_outputs(module_policy, out, self.is_leaf)
-        elif not (self.keeps_dtype or self.at_boundary or self.is_function or self.caller):
+        elif self.boundary is Boundary.METHOD:
             out = widen_outputs(module_policy, out, incoming, self.is_leaf)
         return carry(out)
-
-    def _suspect(self) -> None:
-        elements, path = (
-            matrix_elements(self.own_params(self.module)),
-            self.module_policy.resolved.path,
-        )
-        if elements:
-            method = "" if self.at_boundary else self.method
-            name = self.module_policy.cls.__name__
-            self.suspects[path] = Suspect(path, name, elements, method)
 
 
 # ---------------------------------------------------------------------------
@@ -171,6 +179,7 @@ def cast_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     is_leaf: IsLeaf = None,
+    unrounded: frozenset[int] = frozenset(),
 ) -> tuple[tuple[Any, ...], dict[str, Any], Originals]:
     """Casts the arguments of a method to the module's input dtype.
 
@@ -183,6 +192,7 @@ def cast_inputs(
       method: name of the method.
       args, kwargs: its arguments.
       is_leaf: as in `jax.tree.map`.
+      unrounded: ids of arrays that are not cast.
 
     Returns:
       The new arguments; and for those that were cast to 16 bits, their originals.
@@ -198,7 +208,7 @@ def cast_inputs(
     is_wide = bits(policy.compute_dtype) > 16
 
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
-        new = _cast_input(leaf, dtype)
+        new = leaf if id(leaf) in unrounded else _cast_input(leaf, dtype)
         if notes and new is not leaf:
             originals[id(new)] = new, leaf
         return new

@@ -15,8 +15,8 @@ from jaxmp._core._trees import cast, is_castable, is_float
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._flax._casts import resolve_module, written_back
 from jaxmp._flax._layer_table import LayerTraits
-from jaxmp._flax._nnx_fp8 import is_stateful, read_fp8_state
-from jaxmp._flax._nnx_layers import NNX_LAYERS
+from jaxmp._flax._nnx_layers import NNX_LAYERS, is_stateful, read_fp8_state
+from jaxmp._flax._search import ModelSearch
 from jaxmp._gradients._hints import Mark
 from jaxmp._policies._load import PolicyMap
 
@@ -38,10 +38,12 @@ class Bound:
       cls: the module's class as the author of the model wrote it.
       author: names and previous values of the attributes that the policy replaced.
       outputs: number of outputs of a linear layer; None for other modules.
+      is_decision: as in `resolve_policy`.
     """
 
     __slots__ = (
-        *("_hash", "author", "cls", "mark", "module_policy", "outputs", "path", "policies"),
+        *("_hash", "author", "cls", "is_decision", "mark", "module_policy", "outputs", "path"),
+        *("policies", "search"),
     )
 
     def __init__(
@@ -51,17 +53,20 @@ class Bound:
         cls: type,
         author: tuple[tuple[str, Any], ...] = (),
         outputs: int | None = None,
+        is_decision: bool = False,
     ) -> None:
         self.policies, self.path, self.cls = policies, path, cls
-        self.author, self.outputs = author, outputs
+        self.author, self.outputs, self.is_decision = author, outputs, is_decision
         traits = NNX_LAYERS.traits(cls)
-        self.module_policy = resolve_module(policies, path, cls, traits, outputs)
-        self.mark = Mark()
+        self.module_policy = resolve_module(
+            policies, path, cls, traits, outputs, is_decision=is_decision
+        )
+        self.mark, self.search = Mark(), ModelSearch()
         self._hash = hash(self._key)
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self.policies, self.path, self.cls, self.author, self.outputs
+        return self.policies, self.path, self.cls, self.author, self.outputs, self.is_decision
 
     def __hash__(self) -> int:
         return self._hash

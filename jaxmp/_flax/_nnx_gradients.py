@@ -14,7 +14,7 @@ from flax.nnx.filterlib import Filter
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
+from jaxmp._flax._nnx_layers import OverwriteWithGradient
 from jaxmp._flax._nnx_writes import (
     Slot,
     Write,

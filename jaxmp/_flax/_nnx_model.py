@@ -17,12 +17,11 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import short_name
 from jaxmp._core._shardings import check_tree, shardings_by_path, without_contents
 from jaxmp._core._typing import PyTree
-from jaxmp._flax._check_model import check_model
 from jaxmp._flax._nnx_cast_on_read import Path, author_class, bound_of, is_member
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_subclass import bind, unbind
-from jaxmp._flax._shardings import SPEC
-from jaxmp._flax._share import low_precision_share
+from jaxmp._flax._search import low_precision_share
+from jaxmp._flax._shardings import SPEC, check_model
 from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map
 from jaxmp._policies._required import (
     PolicyExplanation,
@@ -219,10 +218,10 @@ def explain_model(
     check_required(policies, paths)
     modules = ((path, entry.module) for entry in find_modules(model) for path in entry.paths)
     outputs = {"/".join(path): NNX_LAYERS.outputs(module) for path, module in modules}
-    explanation = explain_modules(policies, paths, outputs)
     if not args and not kwargs:
-        return explanation, None, ()
-    definition, state = nnx.split(apply_policy(model, policies))
+        return explain_modules(policies, paths, outputs), None, ()
+    wrapped = apply_policy(model, policies)
+    definition, state = nnx.split(wrapped)
     # Nothing depends on the values of parameters, so they are not copied.
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
 
@@ -233,6 +232,8 @@ def explain_model(
         # The share itself is reported.
         warnings.simplefilter("ignore", RecipeWarning)
         share = low_precision_share(call, state, *args, **kwargs)
+    search = bound_of(wrapped).search  # pyright: ignore[reportOptionalMemberAccess]
+    explanation = explain_modules(policies, paths, outputs, search.reasons())
     explanation = dataclasses.replace(explanation, low_precision_share=share)
     return explanation, call, (state,)
 

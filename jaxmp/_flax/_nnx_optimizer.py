@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +16,12 @@ from flax.nnx.filterlib import Filter
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_cast_on_read import bound_of
-from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
 from jaxmp._flax._nnx_gradients import Gradient, trained
+from jaxmp._flax._nnx_layers import OverwriteWithGradient
 from jaxmp._flax._nnx_writes import Write, continued, undo
 from jaxmp._gradients import _value_and_grad
 from jaxmp._gradients._loss_scale import LossScale
-from jaxmp.errors import JaxmpError
+from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim import _assign, _average, _find
 from jaxmp.optim._apply import apply_update
@@ -52,7 +53,8 @@ class Optimizer(nnx.Optimizer):
       wrt: filter of the Variables to update.
 
     Raises:
-      CompositionError: if a transformation around `mixed_precision` would break it silently.
+      CompositionError: if `wrt` selects nothing, or a transformation around `mixed_precision` would
+        break it silently.
 
     Example:
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -70,6 +72,13 @@ class Optimizer(nnx.Optimizer):
         wrt: Filter = nnx.Param,
     ) -> None:
         params = nnx.as_pure(nnx.state(model, trained(wrt)))
+        if not jax.tree.leaves(params):
+            raise CompositionError(
+                f"jaxmp.nnx.Optimizer received a {type(model).__qualname__} in which wrt={wrt!r} "
+                "selects no Variables of Flax NNX, so it would train nothing. Select others, such "
+                "as wrt=nnx.Param; for a model of another package, such as Equinox, use the "
+                "optimizer itself: opt_state = recipe.optimizer(optax.adam(1e-3)).init(params)."
+            )
         check_composition(jax.eval_shape(tx.init, params), params)
         super().__init__(model, tx, wrt=trained(wrt))
         self.wrt = wrt
@@ -171,7 +180,7 @@ class Optimizer(nnx.Optimizer):
                 if write.is_restorable
             ]
 
-    def update(self, model: nnx.Module, grads: PyTree, /, **extra_args: PyTree) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update(self, model: nnx.Module, grads: PyTree = None, /, **extra_args: PyTree) -> PyTree:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Applies one optimizer step to `model`, or skips it.
 
         A skipped step restores the values that the last call of this optimizer's `value_and_grad`
@@ -182,7 +191,15 @@ class Optimizer(nnx.Optimizer):
           model: the module with which this optimizer was created.
           grads: unscaled gradients, as `value_and_grad` returns them.
           **extra_args: passed to the optax transformation.
+
+        Returns:
+          The updates: the new parameters minus the old ones.
         """
+        if grads is None:
+            raise JaxmpError(
+                "update requires the model and the gradients, unlike nnx.ModelAndOptimizer: "
+                "optimizer.update(model, grads)."
+            )
         self._warn_of_wide(model)
         params = nnx.as_pure(nnx.state(model, trained(self.wrt)))
         overwritten = nnx.as_pure(nnx.state(grads, OverwriteWithGradient))
@@ -215,6 +232,7 @@ class Optimizer(nnx.Optimizer):
             overwritten = _overwritten.select(applied, overwritten, old)
         nnx.update(model, overwritten)
         self.step[...] += 1 if applied is None else applied.astype(self.step[...].dtype)
+        return jax.tree.map(operator.sub, new_params, params)
 
 
 # ---------------------------------------------------------------------------

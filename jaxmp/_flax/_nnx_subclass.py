@@ -21,6 +21,7 @@ from jaxmp._core._compat import context, current_context, declares_pytree
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import DTypeLike, PyTree
+from jaxmp._flax import _search
 from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
 from jaxmp._flax._fp8_layers import Promotion, quantizes_float32_kernels, wide_operator
 from jaxmp._flax._layer_table import PREFERRED, DotAttribute, is_flax
@@ -34,12 +35,10 @@ from jaxmp._flax._nnx_cast_on_read import (
     cast_on_read,
     is_member,
 )
-from jaxmp._flax._nnx_fp8 import set_fp8_state
-from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes
-from jaxmp._flax._share import Suspect, are_many, fp8_decisions, warn_if_low, warn_of_model
+from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes, set_fp8_state
 from jaxmp._policies._device import check_device, check_gradient, matmul_precision, precision_scope
 from jaxmp._policies._load import PolicyMap
-from jaxmp._programs._wide_dot import wide_product
+from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import RecipeWarning
 
 # ---------------------------------------------------------------------------
@@ -170,7 +169,7 @@ def _rebuild(cls: type, names: frozenset[str]) -> nnx.Module:
 # ---------------------------------------------------------------------------
 
 
-def bind(module: nnx.Module, policies: PolicyMap, path: Path) -> None:
+def bind(module: nnx.Module, policies: PolicyMap, path: Path, *, is_decision: bool = False) -> None:
     """Applies policies to a module in place.
 
     Args:
@@ -268,14 +267,11 @@ class _Frames(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[MethodCall] = []
-        # Modules of the running model that appear to ignore the dtype of their policy.
-        self.suspects: dict[str, Suspect] = {}
         # The precision of FP32 matmuls outside of all these calls.
         self.ambient: str | None = None
 
 
 _frames = _Frames()
-_WITHIN = contextlib.nullcontext(())
 
 # Modules, and the parts into which they are split, are pytrees that must not be cast.
 _OPAQUE = (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef)
@@ -309,25 +305,57 @@ def call_method(
       call: the method, bound to the module.
       args, kwargs: its arguments.
     """
+    if _frames.stack:
+        return _call(bound, module, name, call, args, kwargs)
+    key = bound.cls, bound.policies, bound.path
+    prepare = functools.partial(_separated, module, name, args, kwargs)
+    method = getattr(bound.cls, name)
+    with context(decisions=bound.search.of_call(key, method, (args, kwargs), prepare)):
+        out = _call(bound, module, name, call, args, kwargs)
+    bound.search.warn(3)
+    return out
+
+
+def _separated(
+    module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[Callable[[PyTree], PyTree], PyTree, int]:
+    """Returns a function that calls a method of a copy of a module, as `ModelSearch` requires."""
+    graph, state = nnx.split((module, *_search.copied((args, kwargs))))
+
+    def call(state: PyTree) -> PyTree:
+        module, args, kwargs = nnx.merge(graph, state)
+        return getattr(module, name)(*args, **kwargs)
+
+    return call, state, len(jax.tree.leaves(nnx.state(module)))
+
+
+def _call(
+    bound: Bound,
+    module: nnx.Module,
+    name: str,
+    call: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> PyTree:
+    """Calls a method as `call_method` does, when the results of layers are known."""
+    policy = bound.module_policy
     caller = _frames.stack[-1] if _frames.stack else None
     caller = caller if caller and bound_of(caller.module) == bound else None
     if caller is None:
         _check_containers(bound, module)
     is_forward = caller is None or not caller.is_forward
-    is_forward = is_forward and bound.module_policy.is_forward(name)
+    is_forward = is_forward and policy.is_forward(name)
     as_author = is_forward and _keeps_dtype(module, bound, (args, kwargs))
-    under_policy = _NnxCall(module, bound.module_policy, name, caller, as_author, _frames.suspects)
+    is_decision = is_forward and _search.is_decision(policy.traits, bound.cls, bound.path, name)
+    if is_decision and not (as_author or bound.is_decision):
+        copy = _author_copy(bound, module)
+        decision = Bound(bound.policies, bound.path, bound.cls, bound.author, bound.outputs, True)
+        vars(copy).update({**_changes(copy, decision.module_policy), ATTRIBUTE: decision})
+        object.__setattr__(copy, "__class__", type(module))
+        return _call_copy(copy, module, name, *args, **kwargs)
+    under_policy = _NnxCall(module, policy, name, caller, as_author)
     call = _replaced(under_policy, bound, call)
-    is_whole = not _frames.stack and name == "__call__"
-    fp8 = fp8_decisions(bound.cls, bound.policies, bound.path) if is_whole else _WITHIN
-    with fp8 as rows:
-        out = under_policy.run(call, args, kwargs, _entered(under_policy, bound))
-    if rows:
-        again = _call_again, (module, name, args, kwargs), {}
-        warn_of_model((bound.cls, bound.policies), rows, 3, again)
-    if _frames.suspects and not _frames.stack:
-        _report_suspects(bound, module, name, args, kwargs)
-    return out
+    return under_policy.run(call, args, kwargs, _entered(under_policy, bound))
 
 
 def _replaced(
@@ -337,7 +365,7 @@ def _replaced(
     module, name = under_policy.module, under_policy.method
     wide = bound.module_policy.resolved.wide_output
     if under_policy.keeps_dtype:
-        return functools.partial(_call_as_author, bound, module, name)
+        return functools.partial(_call_copy, _author_copy(bound, module), module, name)
     if not under_policy.at_boundary:
         return call
     if name == "__call__" and _looks_up_float32(bound, module):
@@ -347,32 +375,11 @@ def _replaced(
     return call
 
 
-# Models whose share of FLOPs in 16 bits was counted.
-_counted: set[tuple[type, PolicyMap]] = set()
-
-
-def _report_suspects(
-    bound: Bound, module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> None:
-    """Warns once if many layers of a model ignore the dtype of their policies."""
-    suspects = list(_frames.suspects.values())
-    _frames.suspects.clear()
-    key = bound.cls, bound.policies
-    if key in _counted or not are_many(suspects, nnx.as_pure(nnx.state(module, nnx.Param))):
-        return
-    _counted.add(key)
-    warn_if_low(bound.cls, suspects, 4, _call_again, module, name, args, kwargs)
-
-
-def _call_again(module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs: PyTree) -> PyTree:
-    return getattr(module, name)(*args, **kwargs)
-
-
 def _check_containers(bound: Bound, module: nnx.Module) -> None:
     """Warns about modules that were added to a Python list or dict of a wrapped model."""
     for name, value in vars(module).items():
         if type(value) in (list, dict):
-            warn_of_unwrapped(bound, name, value, stacklevel=5)
+            warn_of_unwrapped(bound, name, value, stacklevel=6)
 
 
 def warn_of_unwrapped(bound: Bound, name: str, value: PyTree, stacklevel: int = 3) -> None:
@@ -402,17 +409,21 @@ def _keeps_dtype(module: nnx.Module, bound: Bound, operands: PyTree) -> bool:
     return is_complex(author) or keeps_dtype(values, _NnxCall.is_leaf)
 
 
-def _call_as_author(
-    bound: Bound, module: nnx.Module, name: str, *args: PyTree, **kwargs: PyTree
+def _author_copy(bound: Bound, module: nnx.Module) -> nnx.Module:
+    """Returns a copy of a layer without its policy, which shares its Variables."""
+    copy = object.__new__(bound.cls)
+    vars(copy).update({**vars(module), **dict(bound.author)})
+    del vars(copy)[ATTRIBUTE]
+    return copy
+
+
+def _call_copy(
+    copy: nnx.Module, module: nnx.Module, name: str, *args: PyTree, **kwargs: PyTree
 ) -> PyTree:
-    """Calls a method of a Flax layer as if the layer had no policy."""
-    plain = object.__new__(bound.cls)
-    vars(plain).update({**vars(module), **dict(bound.author)})
-    del vars(plain)[ATTRIBUTE]
-    before = dict(vars(plain))
-    out = getattr(plain, name)(*args, **kwargs)
-    # Variables are shared, but new attributes, such as sown values, are not.
-    for attribute, value in vars(plain).items():
+    """Calls a method of a copy of a layer; new attributes, such as sown values, are the layer's."""
+    before = dict(vars(copy))
+    out = getattr(copy, name)(*args, **kwargs)
+    for attribute, value in vars(copy).items():
         if before.get(attribute, before) is not value and not attribute.startswith("_pytree__"):
             setattr(module, attribute, value)
     return out
@@ -438,7 +449,7 @@ def _lookup(bound: Bound, module: nnx.Module, *args: PyTree, **kwargs: PyTree) -
 
     The gradient of a row is a sum over all positions that looked it up; this sum is in FP32.
     """
-    rows = _call_as_author(bound, module, "__call__", *args, **kwargs)
+    rows = _call_copy(_author_copy(bound, module), module, "__call__", *args, **kwargs)
     return cast(rows, bound.module_policy.policy.compute_dtype)
 
 

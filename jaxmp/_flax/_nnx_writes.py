@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._flax._nnx_fp8 import OverwriteWithGradient
+from jaxmp._flax._nnx_layers import OverwriteWithGradient
 from jaxmp._gradients import _value_and_grad
 from jaxmp.errors import JaxmpError
 

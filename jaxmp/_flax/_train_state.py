@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -23,7 +24,7 @@ from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim import _assign, _find, _master, _skip
+from jaxmp.optim import _assign, _find, _layout, _master, _skip
 from jaxmp.optim._apply import apply_update
 from jaxmp.optim._find import check_composition
 
@@ -96,8 +97,12 @@ class TrainState(struct.PyTreeNode):
 
         Raises:
           CompositionError: if a transformation around `mixed_precision` would break it silently.
+          JaxmpError: for an argument that is not a field.
           RuleError: if a required rule that sets `param_dtype` by path matches no parameter.
         """
+        for name in kwargs.keys() - cls.__dataclass_fields__.keys():
+            raise JaxmpError(_no_field(cls, name))
+        _master.check_inner(tx)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             made = jax.eval_shape(functools.partial(_make, tx), params)
             made["params"] = jax.tree.map(_placed_as, made["params"], params)
@@ -142,7 +147,13 @@ class TrainState(struct.PyTreeNode):
         """
         options = _find.gradient_options(self.opt_state, options)
         run = _value_and_grad.value_and_grad(fn, argnums, has_aux, **options)
-        return lambda *args, **kwargs: run(self.params, *args, **kwargs)
+
+        def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            if args and args[0] is self.params:
+                _check_signature(fn, (self.params, *args), kwargs)
+            return run(self.params, *args, **kwargs)
+
+        return value_and_grad_fn
 
     def apply_gradients(
         self, *, grads: PyTree, extra_args: Mapping[str, object] | None = None, **mutables: PyTree
@@ -195,10 +206,7 @@ class TrainState(struct.PyTreeNode):
                     f"apply_gradients computes {name}. Set it with state.replace({name}=...)."
                 )
             if name not in self.__dataclass_fields__:
-                raise JaxmpError(
-                    f"{type(self).__name__} has no field {name!r}. Add it in a subclass: "
-                    f"class State(jaxmp.TrainState): {name}: Any"
-                )
+                raise JaxmpError(_no_field(type(self), name))
             if _described(value) != _described(getattr(self, name)):
                 raise JaxmpError(
                     f"apply_gradients(..., {name}=...) has another structure, or other shapes or "
@@ -207,6 +215,36 @@ class TrainState(struct.PyTreeNode):
                     "and cast the values that the step computes to its dtypes. If it is stacked, "
                     f"pass {name} through the microbatches: value_and_grad(..., mutable_argnum=2)."
                 )
+
+
+# Arguments of other classes that belong to the optimizer here.
+_OF_OPTIMIZER: dict[str, str] = {
+    "recipe": "recipe.optimizer(tx)",
+    "loss_scale": "recipe.replace(loss_scale=loss_scale).optimizer(tx)",
+    "dynamic_scale": "recipe.replace(loss_scale=dynamic_scale).optimizer(tx)",
+}
+
+
+def _no_field(cls: type[TrainState], name: str) -> str:
+    """Returns the message about an argument that is not a field of a class of states."""
+    fix = f"Add it in a subclass: class State(jaxmp.TrainState): {name}: Any"
+    if name in _OF_OPTIMIZER:
+        fix = f"It is part of the optimizer: TrainState.create(..., tx={_OF_OPTIMIZER[name]})."
+    return f"{cls.__name__} has no field {name!r}. {fix}"
+
+
+def _check_signature(fn: Callable[..., PyTree], args: tuple[Any, ...], kwargs: Any) -> None:
+    """Refuses the parameters as an argument, if the function has no place for them."""
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError as error:
+        raise JaxmpError(
+            "The parameters were passed to the function of state.value_and_grad(loss_fn), which "
+            f"passes those of the state by itself ({error}). Leave them out: "
+            "state.value_and_grad(loss_fn)(batch)."
+        ) from None
+    except ValueError:
+        pass  # a function without a signature
 
 
 def _replace(self: TrainState, **updates: Any) -> TrainState:
@@ -221,7 +259,7 @@ def _replace(self: TrainState, **updates: Any) -> TrainState:
         new, overwritten = _overwritten.split(updates["params"])
         if _shapes(old) == _shapes(new):
             new = jax.tree.map(_beside, jax.tree.map(_strong, new), old)
-            if any(n.layout.master == "packed" for n in _master.master_states(self.opt_state)):
+            if any(n.layout.master == "packed" for n in _layout.master_states(self.opt_state)):
                 full = _find.replace_by_masters(old, self.opt_state)
                 new = jax.tree.map(_with_value, new, old, full)
             new, updates["opt_state"] = _assign.set_master_params(new, self.opt_state)
@@ -297,6 +335,8 @@ def _strong(leaf: PyTree) -> PyTree:
     """Converts weakly typed arrays, made from Python numbers, which would retrace step 2."""
     if isinstance(leaf, float):
         return jnp.asarray(leaf, jnp.float32)
+    if _trees.is_castable(leaf):  # also NumPy's float64
+        leaf = _trees.cast(leaf, _trees.dtype_of(leaf))
     weak = getattr(leaf, "weak_type", False)
     return jnp.asarray(leaf, dtype=leaf.dtype) if weak else leaf
 
@@ -316,7 +356,7 @@ def _check_rules(opt_state: PyTree, params: PyTree) -> None:
         inside = _trees.rule_names(params, names)
         paths.add(_trees.parameter_path(inside))
         paths.update("/".join(inside[:i]) for i in range(len(inside)))
-    for node in _master.master_states(opt_state):
+    for node in _layout.master_states(opt_state):
         policies = node.layout.policies
         if policies is not None:
             rules = [
@@ -342,7 +382,7 @@ def _refuse_serialization(*_: object) -> NoReturn:
 for _cls in (
     _skip.SkipStats,
     _skip.SkipNonfiniteState,
-    _master.MasterParamsState,
+    _layout.MasterParamsState,
     NoLossScale,
     StaticLossScale,
     DynamicLossScale,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self, final
+from collections.abc import Callable
+from typing import Any, Self, TypeAlias, cast, final
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,24 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmp._core._messages import did_you_mean
-from jaxmp._gradients._loss_scale import Scaling, float32, int32, new_leaf
-from jaxmp._gradients._loss_scale_arguments import (
+from jaxmp._gradients._loss_scale import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
+    LossScale,
+    NoLossScale,
     Refill,
+    Scaling,
+    StaticLossScale,
     check_bound,
     check_count,
     check_factor,
     check_order,
     check_refill,
     check_scale,
+    float32,
+    int32,
+    is_number,
+    new_leaf,
 )
 from jaxmp.errors import LossScaleError
 
@@ -246,4 +254,76 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "keras": {"init_scale": 2.0**15, "growth_interval": 2000, "min_scale": None},
     "tensorflow": {"init_scale": 2.0**15, "growth_interval": 2000, "min_scale": 1.0},
+}
+
+
+# Values that `as_loss_scale` accepts; also the loss scales of jmp and Flax.
+LossScaleLike: TypeAlias = LossScale | ArrayLike | None
+
+
+def as_loss_scale(value: LossScaleLike) -> LossScale:
+    """Converts a value to a loss scale.
+
+    Args:
+      value: a loss scale; None for no scaling; or a number for a static loss scale. The loss
+        scales of jmp and `flax.training.dynamic_scale.DynamicScale` are converted, with their
+        settings, scale and count.
+
+    Returns:
+      The loss scale; `value` itself if it is a loss scale of jaxmp.
+
+    Raises:
+      LossScaleError: for any other value.
+
+    Example:
+      >>> as_loss_scale(None)
+      NoLossScale()
+    """
+    if isinstance(value, LossScale):
+        return value
+    if value is None:
+        return NoLossScale()
+    if is_number(value):
+        return StaticLossScale(cast(ArrayLike, value))
+    convert = _OTHERS.get((type(value).__module__.partition(".")[0], type(value).__name__))
+    if convert is not None:
+        return convert(value)
+    raise LossScaleError(
+        f"{value!r} is not a loss scale. Allowed: None, a positive number, NoLossScale(), "
+        "StaticLossScale(1024), DynamicLossScale(), and those of jmp and Flax; for example "
+        "DynamicLossScale(init_scale=65536)."
+    )
+
+
+def _from_jmp(value: Any) -> DynamicLossScale:
+    scale = DynamicLossScale(
+        value.loss_scale,
+        growth_factor=value.factor,
+        backoff_factor=1 / value.factor,
+        growth_interval=value.period,
+        min_scale=float(value.min_loss_scale),
+        max_scale=None,
+    )
+    return scale.with_leaves(good_steps=new_leaf(value.counter, jnp.int32))
+
+
+def _from_flax(value: Any) -> DynamicLossScale:
+    scale = DynamicLossScale(
+        value.scale,
+        growth_factor=value.growth_factor,
+        backoff_factor=value.backoff_factor,
+        # The scale of Flax grows in the step after the interval.
+        growth_interval=value.growth_interval + 1,
+        min_scale=value.minimum_scale,
+        max_scale=None,
+    )
+    return scale.with_leaves(good_steps=new_leaf(value.fin_steps, jnp.int32))
+
+
+# Package and class of the loss scales of other libraries, which are not imported.
+_OTHERS: dict[tuple[str, str], Callable[[Any], LossScale]] = {
+    ("jmp", "NoOpLossScale"): lambda _: NoLossScale(),
+    ("jmp", "StaticLossScale"): lambda value: StaticLossScale(value.loss_scale),
+    ("jmp", "DynamicLossScale"): _from_jmp,
+    ("flax", "DynamicScale"): _from_flax,
 }

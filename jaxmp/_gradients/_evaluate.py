@@ -43,6 +43,7 @@ class Options:
     reduce_dtype: np.dtype
     regather: bool
     widen_params: bool
+    guarded: bool
     # The differentiated arguments of a call, before `begin_step` of their FP8 states.
     before: tuple[Any, ...] = ()
 
@@ -142,8 +143,9 @@ def _cotangent_and_unscale(
         return poisoned, options.loss_scale.with_leaves(scale_value=poisoned).unscale
     if _compat.target() == "cpu":
         return poisoned, functools.partial(_poison_one, finite)
-    # XLA drops products with a constant 1, and fuses the selection with the reads of gradients.
-    return jnp.ones_like(loss), functools.partial(_poison_all, finite)
+    # XLA drops products with a constant 1, and repeats the selection in each reader of a gradient.
+    poison = _poison_one if options.guarded else _poison_all
+    return jnp.ones_like(loss), functools.partial(poison, finite)
 
 
 def _poison_all(finite: jax.Array, grads: PyTree) -> PyTree:
@@ -156,9 +158,9 @@ def _poison_all(finite: jax.Array, grads: PyTree) -> PyTree:
 def _poison_one(finite: jax.Array, grads: PyTree) -> PyTree:
     """Casts gradients to FP32, and sets the smallest leaf to NaN if the loss is not finite.
 
-    The cotangent of the loss is already NaN, but a `where` inside the model can block it. One NaN
-    leaf is sufficient, whereas a factor on every leaf would cost a pass over all gradients. (A loss
-    scale divides by NaN, which sets all leaves to NaN.)
+    One NaN leaf is sufficient for the guard of an optimizer, and on a CPU, where the cotangent of
+    the loss is NaN, too, and a `where` inside the model can block it. A factor on every leaf would
+    cost a pass over all gradients. (A loss scale divides by NaN, which sets all leaves to NaN.)
     """
     leaves, treedef = jax.tree.flatten(_trees.cast_floating(grads, FLOAT32))
     sizes = [(leaf.size, i) for i, leaf in enumerate(leaves) if leaf.size]

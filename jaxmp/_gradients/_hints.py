@@ -48,18 +48,24 @@ _gradients: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any] | None]
 _gradients = weakref.WeakKeyDictionary()
 
 
-# Whether a jaxmp function without a loss scale traces a loss, which it differentiates afterwards.
-_is_unscaled = contextvars.ContextVar("_is_unscaled", default=False)
+# While a jaxmp function traces a loss, which it differentiates afterwards: whether it is scaled.
+_is_scaled = contextvars.ContextVar[bool | None]("_is_scaled", default=None)
 
 
 @contextlib.contextmanager
 def traced_loss(is_scaled: bool) -> Iterator[None]:
     """Notes in a block whether the gradient of the loss that it traces will be scaled."""
-    token = _is_unscaled.set(not is_scaled)
+    token = _is_scaled.set(is_scaled)
     try:
         yield
     finally:
-        _is_unscaled.reset(token)
+        _is_scaled.reset(token)
+
+
+def is_in_loss(tree: PyTree) -> bool:
+    """Returns True if a loss is traced for its gradient, or a leaf belongs to such a trace."""
+    traces = map(_compat.gradient_trace, jax.tree.leaves(tree))
+    return _is_scaled.get() is not None or any(trace is not None for trace in traces)
 
 
 def note_scaled(tree: PyTree) -> None:
@@ -78,7 +84,7 @@ def expect_scale(inputs: PyTree, mark: Mark) -> None:
       mark: that of the model.
     """
     trace = next(filter(None, map(_compat.gradient_trace, jax.tree.leaves(inputs))), None)
-    if trace is None and _is_unscaled.get():
+    if trace is None and _is_scaled.get() is False:
         _warn_of_gradient(mark, _user_line())
     elif trace is not None and trace not in _gradients:
         # Flax NNX leaves the trace to the garbage collector; all others end with their function.

@@ -14,6 +14,7 @@ import numpy as np
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import sum_dtype
 from jaxmp._core._typing import AxisNames, DTypeLike, PyTree
+from jaxmp._gradients._dynamic_loss_scale import LossScaleLike, as_loss_scale
 from jaxmp._gradients._evaluate import (
     Options,
     accumulate,
@@ -23,7 +24,6 @@ from jaxmp._gradients._evaluate import (
     vary_args,
 )
 from jaxmp._gradients._fp32 import is_on_several_devices
-from jaxmp._gradients._loss_scale import LossScaleLike, as_loss_scale
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 
@@ -45,6 +45,7 @@ def value_and_grad(
     reduce_dtype: DTypeLike = "float32",
     regather: bool = True,
     widen_params: bool = False,
+    guarded: bool = False,
 ) -> Callable[..., Any]:
     """Differentiates like `jax.value_and_grad`, with loss scaling and results in FP32.
 
@@ -91,6 +92,9 @@ def value_and_grad(
         of their matmuls. True: again in the backward pass; False: they are kept until then.
       widen_params: parameters that are stored in 16 bits are differentiated as if they were FP32.
         Arrays on several devices always are.
+      guarded: the gradients go to an optimizer that skips steps with non-finite gradients. A loss
+        that is not finite then makes one gradient NaN instead of all of them, which saves XLA
+        passes over gradients on a GPU. `TrainState` and `jaxmp.nnx.Optimizer` set it.
 
     Returns:
       A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`. The
@@ -127,6 +131,7 @@ def value_and_grad(
         reduce_dtype=sum_dtype(reduce_dtype),
         regather=regather,
         widen_params=widen_params,
+        guarded=guarded,
     )
 
     def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -288,6 +293,11 @@ def _row_counts(arg: PyTree) -> set[int]:
 
 
 def _check_differentiable(index: int, arg: PyTree) -> None:
+    if hasattr(arg, "params") and hasattr(arg, "opt_state"):
+        raise JaxmpError(
+            f"Argument {index} is a {type(arg).__name__}, not a tree of parameters. Differentiate "
+            "its parameters, with its loss scale: state.value_and_grad(loss_fn)(batch)."
+        )
     params, _ = _overwritten.split(arg)
     for names, leaf in _trees.leaves_with_path(params):
         where = "".join(f"[{name!r}]" for name in names)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core import _compat
-from jaxmp._core._capability import BFLOAT16_MATMULS, capability_text, unsupported_gpu
+from jaxmp._core._targets import BFLOAT16_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._typing import PyTree
 from jaxmp._gradients._hints import Mark, expect_scale
 from jaxmp._policies._policy import Policy

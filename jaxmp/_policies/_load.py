@@ -15,16 +15,16 @@ import numpy as np
 
 from jaxmp._core._messages import did_you_mean
 from jaxmp._policies import _scaling_table, _toml
-from jaxmp._policies._fields import Setting
 from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, read_loss_scale
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import Policy, PolicyLike, complete_policy, get_policy, summarized
-from jaxmp._policies._recipe_names import recipe_names, shipped
 from jaxmp._policies._required import check_module_dtypes, named_dtypes
-from jaxmp._policies._resolve import Policies, Scaling, checked_rules
+from jaxmp._policies._resolve import Policies, checked_rules
 from jaxmp._policies._rules import Rule
 from jaxmp._policies._schema import TABLES, Settings, fix_line, read_contents
+from jaxmp._policies._toml import Setting, recipe_names, shipped
 from jaxmp.errors import PolicyError, RecipeError
+from jaxmp.fp8._scaling import Scaling
 
 _FLOAT16 = np.dtype("float16")
 
@@ -85,6 +85,8 @@ class RecipeData:
     master: str = "auto"
     # How a step with a non-finite gradient is skipped: "auto", "select", "cond" or "none".
     skip: str = "auto"
+    # Dtype in which the optimizer's moments are stored.
+    moment_dtype: str = "float32"
     # Dtypes of the sums of gradients over microbatches and over the devices of an `axis_name`.
     accumulate_dtype: str = "float32"
     reduce_dtype: str = "float32"
@@ -186,7 +188,26 @@ def as_recipe_data(recipe: RecipeLike) -> RecipeData:
     return _from_policies(PolicyMap(policy))
 
 
+# Names of other frameworks -> the framework, and the recipe that does the same.
+_FOREIGN_NAMES = {
+    "mixed_bfloat16": ("Keras", "bf16"),
+    "mixed_float16": ("Keras", "fp16"),
+    "bf16-mixed": ("Lightning", "bf16"),
+    "16-mixed": ("Lightning", "fp16"),
+    "bf16-true": ("Lightning", "bf16_params"),
+    "16-true": ("Lightning", "fp16_params"),
+    "32-true": ("Lightning", "fp32"),
+    "transformer-engine": ("Lightning", "fp8_delayed"),
+    "amp": ("PyTorch", "fp16"),
+    "o1": ("Apex", "fp16"),
+    "o2": ("Apex", "fp16_params"),
+}
+
+
 def _unknown_name(text: str) -> RecipeError:
+    if text.strip().lower() in _FOREIGN_NAMES:
+        framework, name = _FOREIGN_NAMES[text.strip().lower()]
+        raise RecipeError(f"{text!r} is a name of {framework}. Write load_recipe({name!r}).")
     problem = "is not a recipe or a policy" if text.strip() else "is an empty name"
     return RecipeError(
         f"{text!r} {problem}.{did_you_mean(text.strip().lower(), recipe_names())} Recipes: "

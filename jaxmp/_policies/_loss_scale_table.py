@@ -10,19 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
-from jaxmp._gradients._loss_scale import (
-    LossScale,
-    LossScaleLike,
-    NoLossScale,
-    StaticLossScale,
-    as_loss_scale,
-)
+from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
+from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp._policies import _toml
-from jaxmp._policies._fields import Setting
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies
 from jaxmp._policies._schema import DYNAMIC, fix_line, read_contents
+from jaxmp._policies._toml import Setting
 from jaxmp.errors import LossScaleError, RecipeError
 
 _FLOAT16 = np.dtype("float16")

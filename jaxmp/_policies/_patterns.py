@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import functools
+import inspect
 import re
 import warnings
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias
 
 from jaxmp.errors import RuleError
 
@@ -135,3 +137,146 @@ def _base_names(module_type: type) -> tuple[str, ...]:
 def compile_type_pattern(pattern: str) -> re.Pattern[str]:
     """Compiles a pattern of class names, which may contain `*` and `?`."""
     return re.compile(glob_regex(pattern))
+
+
+# ---------------------------------------------------------------------------
+# Arguments that a module does not cast
+# ---------------------------------------------------------------------------
+
+
+Names = tuple[str, ...]
+
+# ---------------------------------------------------------------------------
+# Lists of names
+# ---------------------------------------------------------------------------
+
+
+def canonical_names(value: Any) -> Names:
+    """Converts a value of `keep_inputs` or `forward_methods` to a tuple of names.
+
+    Args:
+      value: a list, tuple or set of names, or their form in a policy string: `"t+positions"`, or
+        `"none"`.
+
+    Returns:
+      The names without duplicates; those of a set are sorted.
+
+    Raises:
+      ValueError: if an entry is not a name.
+
+    Example:
+      >>> canonical_names(["t", "x"]), canonical_names("t+x"), canonical_names("none")
+      (('t', 'x'), ('t', 'x'), ())
+    """
+    if isinstance(value, str):
+        value = [] if value.strip() == "none" else [part.strip() for part in value.split("+")]
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise ValueError("it must be a list of names")
+    for entry in value:
+        if not isinstance(entry, str) or not entry.isidentifier():
+            raise ValueError(f"{entry!r} is not a name")
+    ordered = value if isinstance(value, (list, tuple)) else sorted(value)
+    return tuple(dict.fromkeys(ordered))
+
+
+def names_text(names: Iterable[str]) -> str:
+    """Formats names as in a policy string; the inverse of `canonical_names`.
+
+    Example:
+      >>> names_text(("t", "x")), names_text(())
+      ('t+x', 'none')
+    """
+    return "+".join(names) or "none"
+
+
+# ---------------------------------------------------------------------------
+# Arguments of a module class
+# ---------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    """Arguments of one method, without `self`."""
+
+    positional: tuple[str, ...]
+    keyword_only: tuple[str, ...]
+    # True for methods with `**kwargs`.
+    has_others: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.positional + self.keyword_only
+
+
+# Base classes whose methods, such as `init` and `apply`, are not called inside a model.
+_BASES: tuple[Any, ...] = (object, abc.ABC, Generic, Protocol)
+_BASE_MODULES = frozenset(
+    {"flax.linen.module", "flax.nnx.module", "flax.nnx.pytreelib", "flax.nnx.object"}
+)
+
+
+@functools.cache
+def methods_of(cls: type) -> dict[str, Arguments]:
+    """Returns name -> arguments for the methods of a module class, without Flax's base classes."""
+    methods: dict[str, Arguments] = {}
+    for base in reversed(cls.__mro__):
+        if base in _BASES or base.__module__ in _BASE_MODULES:
+            continue
+        for name, member in vars(base).items():
+            dunder = name.startswith("__") and name != "__call__"
+            if dunder or not callable(member) or isinstance(member, (type, staticmethod)):
+                continue
+            arguments = _arguments(member, base.__module__.partition(".")[0] == "flax")
+            if arguments is not None:
+                methods[name] = arguments
+    return methods
+
+
+def _arguments(method: Callable[..., Any], is_flax: bool) -> Arguments | None:
+    try:
+        parameters = list(inspect.signature(method).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    kinds = [parameter.kind for parameter in parameters]
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if not parameters or kinds[0] not in named:
+        return None
+    return Arguments(
+        tuple(p.name for p in parameters[1:] if p.kind in named),
+        tuple(p.name for p in parameters if p.kind == inspect.Parameter.KEYWORD_ONLY),
+        # `**kwargs` of Flax's layers are options, not inputs.
+        inspect.Parameter.VAR_KEYWORD in kinds and not is_flax,
+    )
+
+
+@functools.cache
+def own_inputs(cls: type, names: Names) -> Names:
+    """Returns the entries of `keep_inputs` that some method of a module class accepts."""
+    methods = methods_of(cls).values()
+    accepted = {name for method in methods for name in method.names}
+    accepts_any = any(method.has_others for method in methods)
+    return tuple(name for name in names if accepts_any or name in accepted)
+
+
+class Kept(NamedTuple):
+    """Arguments of one method that are not cast."""
+
+    positions: frozenset[int] = frozenset()
+    names: frozenset[str] = frozenset()
+
+
+NOTHING_KEPT = Kept()
+
+
+@functools.cache
+def kept_inputs(cls: type, method: str, names: Names) -> Kept:
+    """Returns the arguments of a method that are not cast, also if they are passed by position.
+
+    Args:
+      cls: the module's class.
+      method: the name of the method.
+      names: the policy's `keep_inputs`.
+    """
+    arguments = methods_of(cls).get(method)
+    ordered = () if arguments is None else arguments.positional
+    positions = (index for index, name in enumerate(ordered) if name in names)
+    return Kept(frozenset(positions), frozenset(names))

@@ -13,8 +13,8 @@ from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._trees import cast_floating
 from jaxmp._core._typing import DTypeLike, PyTree
-from jaxmp._policies._inputs import Names, canonical_names, names_text
-from jaxmp._policies._recipe_names import shipped
+from jaxmp._policies._patterns import Names, canonical_names, names_text
+from jaxmp._policies._toml import shipped
 from jaxmp.errors import PolicyError
 
 MATMUL_PRECISIONS = ("default", "highest", "tf32", "fp8")

@@ -14,10 +14,10 @@ from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._hints import warn_if_dropped
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp._policies._load import RecipeData, RecipeLike, as_recipe_data
-from jaxmp._policies._recipe_names import recipe_names
 from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
-from jaxmp._policies._resolve import Scaling
+from jaxmp._policies._toml import recipe_names
 from jaxmp.errors import JaxmpError, RecipeError
+from jaxmp.fp8._scaling import Scaling
 from jaxmp.optim._master import cast_params
 from jaxmp.optim._skip import mixed_precision
 
@@ -47,6 +47,7 @@ class Recipe(RecipeData):
       loss_scale_data: the loss scale, as strings and numbers.
       master: form of the FP32 masters of 16-bit parameters: see `jaxmp.optim.master_params`.
       skip: form in which non-finite steps are skipped: "auto", "select", "cond" or "none".
+      moment_dtype: name of the dtype of the optimizer's moments: see `jaxmp.optim.moment_dtype`.
       accumulate_dtype: name of the dtype in which gradients are summed over microbatches.
       reduce_dtype: name of the dtype in which gradients are summed over devices.
       regather: True if split weights are gathered again in the backward pass, instead of kept.
@@ -165,8 +166,8 @@ class Recipe(RecipeData):
             number, a dict with the keys of the [loss_scale] table, "auto" or "none"), `ops` (a
             dict, merged into the recipe's table, or an `OpTable` that replaces it), `fp8` (a
             scaling of `jaxmp.fp8`, or its name), `implementation`, `mask` and `window` (the keys of
-            [attention]), `master`, `skip`, `accumulate_dtype`, `reduce_dtype`, `regather`,
-            `widen_params`, `name`, `summary`.
+            [attention]), `master`, `skip`, `moment_dtype`, `accumulate_dtype`, `reduce_dtype`,
+            `regather`, `widen_params`, `name`, `summary`.
 
         Returns:
           A new recipe. A loss scale that "auto" has chosen is chosen again for new policies.
@@ -255,7 +256,9 @@ def _load_adapter(model: object) -> ModuleType:
         hint = ""
     raise JaxmpError(
         f"wrap({model!r}): {type(model).__name__} is not a Flax module.{hint} Pass an instance of "
-        "flax.linen.Module or flax.nnx.Module; for example recipe.wrap(nn.Dense(8))."
+        "flax.linen.Module or flax.nnx.Module; for example recipe.wrap(nn.Dense(8)). For models of "
+        "other packages, such as Equinox, cast operations: loss_fn = jaxmp.autocast(loss_fn, "
+        "recipe)."
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, Unpack
 from jaxmp._core._dtypes import canonical_dtype
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import DTypeLike
-from jaxmp._gradients._loss_scale import LossScaleLike
+from jaxmp._gradients._dynamic_loss_scale import LossScaleLike
 from jaxmp._policies._load import (
     D,
     PolicyMap,
@@ -22,10 +22,11 @@ from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, los
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._policy import ATTENTION_FIELDS, FIELD_NAMES, Policy, canonical_fields
 from jaxmp._policies._rules import Rule
-from jaxmp._policies._scaling_table import TABLE, ScalingLike, replace_scaling, scaling_settings
+from jaxmp._policies._scaling_table import TABLE, replace_scaling, scaling_settings
 from jaxmp._policies._schema import TABLES, TOP
 from jaxmp._policies._toml import literal
 from jaxmp.errors import PolicyError, RecipeError
+from jaxmp.fp8._scaling import ScalingLike
 
 # Settings of `replace` whose values are checked as in a file.
 _REPLACEABLE = {
@@ -49,6 +50,7 @@ class RecipeChanges(TypedDict, total=False):
     window: int | Sequence[int] | None
     master: str | None
     skip: str | None
+    moment_dtype: str | None
     accumulate_dtype: DTypeLike | None
     reduce_dtype: DTypeLike | None
     regather: bool | None
@@ -165,7 +167,7 @@ def recipe_text(data: RecipeData) -> str:
         _block(_HEAD, {"name": data.name, "summary": data.summary}),
         _block("[policy]", default),
         _block("[loss_scale]", _loss_scale(data.loss_scale_data)),
-        _block("[optimizer]", {"master": data.master, "skip": data.skip}),
+        _block("[optimizer]", {key: getattr(data, key) for key in TABLES["optimizer"]}),
         _block("[attention]", attention),
         *([] if scaling is None else [_block(f"[{TABLE}]", scaling_settings(scaling))]),
         _block("[gradients]", gradients),

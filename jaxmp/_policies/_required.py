@@ -12,8 +12,7 @@ import numpy as np
 from jaxmp._core._dtypes import bits, is_16bit, short_name
 from jaxmp._core._explanation import ExplanationRow, Section
 from jaxmp._core._messages import nearest
-from jaxmp._policies._inputs import methods_of, own_inputs
-from jaxmp._policies._patterns import ModuleType, module_type_names
+from jaxmp._policies._patterns import ModuleType, methods_of, module_type_names, own_inputs
 from jaxmp._policies._policy import Policy, with_fields
 from jaxmp._policies._resolve import Policies, resolve_policy, typed_paths
 from jaxmp._policies._rules import Rule
@@ -30,7 +29,7 @@ class PolicyDecision(ExplanationRow):
       policy: the resolved policy.
       rule: index of the deciding rule in `PolicyMap.rules`; None: the default policy applies.
       why: the reason of the deciding rule.
-      narrow: why a linear layer with few outputs returns FP32; "" for other modules.
+      narrow: why a linear layer returns its FP32 sums; "" for other modules.
     """
 
     path: str
@@ -130,6 +129,7 @@ def explain_modules(
     policies: Policies,
     paths: Iterable[str] | Mapping[str, ModuleType],
     outputs: Mapping[str, int | None] = MappingProxyType({}),
+    decisions: Mapping[str, str] = MappingProxyType({}),
 ) -> PolicyExplanation:
     """Explains all modules of a model, and the parameters that a `path:name` rule decides.
 
@@ -137,12 +137,16 @@ def explain_modules(
       policies: the policies.
       paths: every module path and `path:name` of a model, or a mapping to classes.
       outputs: module path -> number of outputs of a linear layer, or None.
+      decisions: path of a linear layer -> why its results are not rounded.
     """
     types = typed_paths(paths)
     rows, used = [], set()
     for path, module_type in types.items():
         owner = types.get(path.partition(":")[0])
-        resolved = resolve_policy(policies, path, owner, outputs.get(path))
+        why = decisions.get(path, "")
+        resolved = resolve_policy(policies, path, owner, outputs.get(path), is_decision=bool(why))
+        not_fp8 = " without FP8" * (resolved.policy.matmul == "fp8" and resolved.scaling is None)
+        is_widened = resolved.wide_output is not None and not resolved.rule_names_output
         rule = resolved.rule
         number = None if rule is None else policies.rules.index(rule)
         used.add(number)
@@ -154,7 +158,7 @@ def explain_modules(
             policy=resolved.policy,
             rule=number,
             why="" if rule is None else rule.why,
-            narrow=resolved.narrow,
+            narrow=resolved.narrow or (f"FP32 sums{not_fp8}: {why}" if why and is_widened else ""),
         )
         rows.append(row)
     unused = tuple(rule for number, rule in enumerate(policies.rules) if number not in used)

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
-from jaxmp._policies._inputs import own_inputs
-from jaxmp._policies._patterns import ModuleType, path_string
+from jaxmp._policies._patterns import ModuleType, own_inputs, path_string
 from jaxmp._policies._policy import Policy, summarized, with_fields
 from jaxmp._policies._rules import Rule, override, rule_text
 from jaxmp.errors import PolicyError, RuleError
-from jaxmp.fp8._scaling import Scaling as Scaling
-from jaxmp.fp8._scaling import as_scaling
+from jaxmp.fp8._scaling import Scaling, as_scaling
 
 # ---------------------------------------------------------------------------
 # Policy maps
@@ -136,10 +134,10 @@ class ResolvedPolicy:
       policy: the policy.
       rule: the deciding rule; None: no rule matches, and the default policy applies.
       output_dtype: dtype in which the module passes its result on: the policy's `output_dtype` for
-        the root or if the deciding rule names it, FP32 for a narrow layer, otherwise the compute
-        dtype.
+        the root or if the deciding rule names it, FP32 for a decision or a narrow layer,
+        otherwise the compute dtype.
       wide_output: `output_dtype` if the deciding rule names one that is wider than the compute
-        dtype, and FP32 for a narrow layer; then the module's dot emits it
+        dtype, and FP32 for a decision or a narrow layer; then the module's dot emits it
         (`preferred_element_type`). Otherwise None.
       scaling: scaling of the module's FP8 dots; None: its dots do not run in FP8.
       path: the path that was resolved.
@@ -178,6 +176,8 @@ def resolve_policy(
     path: str | Iterable[str | int],
     module_type: ModuleType = None,
     outputs: int | None = None,
+    *,
+    is_decision: bool = False,
 ) -> ResolvedPolicy:
     """Resolves the policy of a module, a parameter (`path:name`) or a name scope.
 
@@ -185,8 +185,10 @@ def resolve_policy(
       policies: the default policy and the rules.
       path, module_type: as in `Policies.resolve`.
       outputs: number of outputs of a linear layer; None for other modules.
+      is_decision: the result of the linear layer is compared or is that of the model. It then
+        returns its FP32 sums and does not run in FP8, unless the deciding rule sets these itself.
     """
-    key = path, module_type, outputs
+    key = path, module_type, outputs, is_decision
     if key in policies._resolved:
         return policies._resolved[key]
     path = path_string(path)
@@ -201,13 +203,17 @@ def resolve_policy(
     is_wide = names_output and bits(policy.output_dtype) > bits(policy.compute_dtype)
     is_half_root = not path and is_16bit(policy.output_dtype)
     narrow = "" if is_half_root else narrow_reason(policy, outputs)
-    own_dtype = FLOAT32 if narrow else policy.compute_dtype
+    sets_fp8 = deciding is not None and deciding.matmul == "fp8"
+    uses_fp8 = policy.matmul == "fp8" and (sets_fp8 or not is_decision)
+    is_widened = is_decision and not names_output and is_16bit(policy.compute_dtype)
+    returns_fp32 = narrow or (is_widened and not is_half_root)
+    own_dtype = FLOAT32 if returns_fp32 else policy.compute_dtype
     resolved = policies._resolved[key] = ResolvedPolicy(
         policy=policy,
         rule=deciding,
         output_dtype=policy.output_dtype if names_output or not path else own_dtype,
-        wide_output=policy.output_dtype if is_wide else FLOAT32 if narrow else None,
-        scaling=as_scaling(policies.fp8) if policy.matmul == "fp8" else None,
+        wide_output=policy.output_dtype if is_wide else FLOAT32 if returns_fp32 else None,
+        scaling=as_scaling(policies.fp8) if uses_fp8 else None,
         path=path,
         narrow=narrow,
     )

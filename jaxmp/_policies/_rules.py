@@ -12,13 +12,14 @@ import numpy as np
 
 from jaxmp._core._dtypes import DTYPE_NAMES, bits, canonical_dtype, short_name
 from jaxmp._core._typing import DTypeLike
-from jaxmp._policies._inputs import Names, names_text
 from jaxmp._policies._patterns import (
     ModuleType,
+    Names,
     compile_pattern,
     compile_type_pattern,
     module_type_names,
     names_parameter,
+    names_text,
 )
 from jaxmp._policies._policy import (
     FIELD_NAMES,
@@ -31,7 +32,7 @@ from jaxmp._policies._policy import (
     split_pairs,
     window_text,
 )
-from jaxmp._policies._recipe_names import shipped
+from jaxmp._policies._toml import shipped
 from jaxmp.errors import RuleError
 
 

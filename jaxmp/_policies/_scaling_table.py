@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from jaxmp._policies._fields import BOOLEAN, COUNT, Field, Setting, choice
-from jaxmp._policies._resolve import Policies, Scaling, matmul_scaling
-from jaxmp._policies._toml import Document, literal, quoted
+from jaxmp._policies._resolve import Policies, matmul_scaling
+from jaxmp._policies._toml import BOOLEAN, COUNT, Document, Field, Setting, choice, literal, quoted
 from jaxmp.errors import RecipeError
-from jaxmp.fp8._scaling import KINDS, CurrentScaling, as_scaling
-from jaxmp.fp8._scaling import ScalingLike as ScalingLike
+from jaxmp.fp8._scaling import KINDS, CurrentScaling, Scaling, ScalingLike, as_scaling
 
 TABLE = "fp8"
 

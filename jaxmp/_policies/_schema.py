@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from jaxmp._core._messages import did_you_mean
 from jaxmp._gradients._dynamic_loss_scale import PRESETS
 from jaxmp._policies import _scaling_table, _toml
-from jaxmp._policies._fields import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
 from jaxmp._policies._policy import (
     ATTENTION,
@@ -19,11 +18,13 @@ from jaxmp._policies._policy import (
     canonical_fields,
 )
 from jaxmp._policies._rules import Rule
+from jaxmp._policies._toml import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
 from jaxmp.errors import OpError, RecipeError, RuleError
 
 KINDS = ("auto", "none", "static", "dynamic")
 MASTERS = ("auto", "fp32", "packed", "none")
 SKIPS = ("auto", "select", "cond", "none")
+MOMENT_DTYPES = ("float32", "bfloat16")
 
 # ---------------------------------------------------------------------------
 # Tables
@@ -117,7 +118,11 @@ TABLES = {
         "preset": choice(*PRESETS),
         **DYNAMIC,
     },
-    "optimizer": {"master": choice(*MASTERS), "skip": choice(*SKIPS)},
+    "optimizer": {
+        "master": choice(*MASTERS),
+        "skip": choice(*SKIPS),
+        "moment_dtype": choice(*MOMENT_DTYPES),
+    },
     "attention": _ATTENTION,
     _scaling_table.TABLE: _scaling_table.FIELDS,
     "gradients": {

@@ -2,9 +2,11 @@
 
 Read the modules in this order:
 
-1. `_constructs` lists the equations that contain jaxprs, such as loops, branches and calls, and
-   reads their parameters. No other list of them exists in the package. `_operations` reads those
-   of other operations, such as matmuls and reductions.
+1. `_constructs` lists the equations that contain jaxprs, such as loops, branches and calls, each
+   with its form, and reads their parameters. No other list of them exists in the package: another
+   loop is a line of `_FORMS`, and its record. `inners` returns the jaxprs of any construct with
+   their operands and results, for code that follows values through it. `_operations` reads the
+   parameters of other operations, such as matmuls and reductions.
 2. `_bind` runs one equation again, with other operands, and in FP32.
 3. `_interpreter` runs a jaxpr: a loop over its equations, and one rule per construct. A client is a
    subclass that changes the values of variables, or single equations.

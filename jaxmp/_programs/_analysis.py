@@ -2,10 +2,8 @@
 
 Use these instead of a loop over the equations of a jaxpr:
 
-* `equations(jaxpr)` of `_jaxprs` yields all equations at any depth, and `primitives(jaxpr)` returns
-  their names, for questions such as "does it contain a matmul?";
-* `visit(jaxpr, function)` shows the equations of one jaxpr, in their order, to a function that
-  decides itself which of the jaxprs inside it visits;
+* `equations(jaxpr)` of `_jaxprs` yields all equations, at any depth or of one jaxpr alone, and
+  `primitives(jaxpr)` returns their names, for questions such as "does it contain a matmul?";
 * `Body(jaxpr)` answers questions within one jaxpr: who makes a variable, who reads it, what it is
   computed from (`sources`), and what is computed from it (`dependents`);
 * a subclass of `Forward` computes a *fact* of each variable from those of the operands, and a
@@ -22,7 +20,7 @@ Example, the dtypes from which values were cast::
             return self.enter(equation, operands, frame)  # facts of the jaxprs inside
 
     results = Origins().run(jaxpr, [None] * len(jaxpr.invars))
-    facts = Origins().facts(jaxpr, [None] * len(jaxpr.invars))  # variable -> fact
+    facts = Origins().frame(jaxpr, [None] * len(jaxpr.invars)).values  # variable -> fact
 
 Such an analysis visits each equation once, and those in a loop several times. `frame.place` and
 `frame.state` are as in `Interpreter`: the scopes of the equation that contains the jaxpr, and
@@ -33,38 +31,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._programs._constructs import scan_of
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_body
+from jaxmp._programs._constructs import Inner, inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import (
-    FORWARD,
-    Atom,
-    Equation,
-    Inner,
-    Path,
-    consumers,
-    equations,
-    inners,
-    is_literal,
-)
+from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, Path, equations, is_literal
 from jaxmp._programs._locations import FULL_PRECISION
 
 
 def primitives(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:
     """Returns the names of all operations in a jaxpr at any depth."""
     return {equation.primitive.name for equation in equations(jaxpr)}
-
-
-def visit(jaxpr: Jaxpr | ClosedJaxpr, function: Callable[[Any], None]) -> None:
-    """Calls a function with each equation of a jaxpr, without those of the jaxprs inside."""
-    for equation in jaxpr_body(jaxpr)[0].eqns:
-        function(equation)
 
 
 class Body:
@@ -80,7 +61,12 @@ class Body:
     @functools.cached_property
     def consumers(self) -> dict[Any, list[Any]]:
         """Variable -> the equations that read it, and None if the jaxpr returns it."""
-        return consumers(self.jaxpr)
+        consumers: dict[Any, list[Any]] = {}
+        read = [(var, each) for each in self.jaxpr.eqns for var in each.invars]
+        for var, reader in (*read, *((var, None) for var in self.jaxpr.outvars)):
+            if not is_literal(var):
+                consumers.setdefault(var, []).append(reader)
+        return consumers
 
     @functools.cached_property
     def producers(self) -> dict[Any, Any]:
@@ -174,35 +160,20 @@ class Forward(Interpreter):
     def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [self.nothing] * len(equation.outvars)
 
-    def facts(
-        self,
-        jaxpr: Jaxpr | ClosedJaxpr,
-        args: Sequence[Any],
-        place: Place | None = None,
-        state: Any = None,
-    ) -> dict[Any, Any]:
-        """Returns variable -> fact for one jaxpr, without the jaxprs inside.
-
-        Args:
-          jaxpr, place, state: as in `Interpreter.run`.
-          args: the facts of its arguments.
-        """
-        return self.frame(jaxpr, args, place, state).values
-
     def enter(
         self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
     ) -> list[Any]:
         """Returns the facts of the results of a construct; `nothing` for other equations."""
         known: dict[int, Any] = {}
         for inner in inners(equation):
-            facts = self._facts_inside(equation, inner, operands, frame.place.of(equation), state)
+            facts = self._facts_inside(inner, operands, frame.place.of(equation), state)
             for n, fact in enumerate(facts):
                 if inner.results[n] is not None:
                     known[n] = self.join(known[n], fact) if n in known else fact
         return [known.get(n, self.nothing) for n in range(len(equation.outvars))]
 
     def _facts_inside(
-        self, equation: JaxprEqn, inner: Inner, operands: list[Any], place: Place, state: Any
+        self, inner: Inner, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
         args = [self.nothing if n is None else operands[n] for n in inner.indices]
         args[inner.carried.stop :] = map(self.row, args[inner.carried.stop :])
@@ -214,7 +185,7 @@ class Forward(Interpreter):
             if new == args:
                 break
             args = new
-        return [args[n] for n in inner.carried] if _may_be_skipped(equation) else results
+        return [args[n] for n in inner.carried] if inner.may_be_skipped else results
 
 
 class Backward:
@@ -272,15 +243,22 @@ class Backward:
         """Returns the facts of the operands of a construct; `nothing` for other equations."""
         operands = [self.nothing] * len(equation.invars)
         for inner in inners(equation):
-            facts = self._facts_inside(equation, inner, results, frame.place.of(equation), state)
+            facts = self._facts_inside(inner, results, frame.place.of(equation), state)
             for n, fact in zip(inner.indices, facts, strict=True):
                 if n is not None:
                     operands[n] = self._joined(operands[n], fact)
         return operands
 
-    def _facts_inside(
-        self, equation: JaxprEqn, inner: Inner, results: list[Any], place: Place, state: Any
+    def facts_of_results(
+        self, inner: Inner, results: Sequence[Any], place: Place, state: Any = None
     ) -> list[Any]:
+        """Returns the facts of the results of a jaxpr inside, for those of its equation."""
+        return self._settled(inner, results, place, state)[0]
+
+    def _settled(
+        self, inner: Inner, results: Sequence[Any], place: Place, state: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the facts of the results and arguments of a jaxpr inside."""
         known = [self.nothing if var is None else results[n] for n, var in enumerate(inner.results)]
         while True:
             args = self.run(inner.jaxpr, known, place, state)
@@ -288,9 +266,14 @@ class Backward:
             for n, argument in enumerate(inner.carried):
                 new[n] = self._joined(known[n], args[argument])
             if new == known:
-                break
+                return known, args
             known = new
-        if _may_be_skipped(equation):
+
+    def _facts_inside(
+        self, inner: Inner, results: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        known, args = self._settled(inner, results, place, state)
+        if inner.may_be_skipped:
             args[inner.carried.start : inner.carried.stop] = known[: len(inner.carried)]
         return args
 
@@ -305,11 +288,6 @@ class Backward:
                 facts[var] = self._joined(facts.get(var, self.nothing), fact)
 
 
-def _may_be_skipped(equation: Equation) -> bool:
-    """Returns True for a loop of which the results may be the operands."""
-    return equation.primitive.name == "while"
-
-
 # ---------------------------------------------------------------------------
 # Outputs of modules
 # ---------------------------------------------------------------------------
@@ -322,62 +300,43 @@ class ModuleOutputs:
         self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, used: Sequence[bool] | None
     ) -> None:
         body, _ = jaxpr_body(jaxpr)
+        located = [(each, place.of(each)) for each in equations(body, inside=False)]
+        self._forward = [(each, at.scopes) for each, at in located if at.phase == FORWARD]
+        read = [(var, path) for each, path in self._forward for var in each.invars]
         used = [True] * len(body.outvars) if used is None else used
-        places = [place.of(equation) for equation in equations(body, inside=False)]
-        self.consumers = _consumers(body, places, used)
-        self.last = _last_outputs(body, places, place.scopes, self.consumers)
+        returned = [(var, None) for var, is_used in zip(body.outvars, used, strict=True) if is_used]
+        # Variable -> scopes of its forward consumers; None if the jaxpr returns it.
+        self.consumers: dict[Atom, list[Path | None]] = {}
+        for var, path in (*read, *returned):
+            if not is_literal(var):
+                self.consumers.setdefault(var, []).append(path)
+        self.last = self._last_outputs(len(place.scopes))
+
+    def _last_outputs(self, outer: int) -> dict[Atom, list[Path]]:
+        """Returns variable -> paths of the modules of which it is the output.
+
+        Args:
+          outer: number of scopes of the equation that contains the jaxpr.
+        """
+        last: dict[Path, Atom] = {}
+        for equation, path in self._forward:
+            for var in filter(_is_activation, equation.outvars):
+                for length in range(outer + 1, len(path) + 1):
+                    module = path[:length]
+                    readers = self.consumers.get(var, ())
+                    if any(each is None or each[:length] != module for each in readers):
+                        last[module] = var
+        variables: dict[Atom, list[Path]] = {}
+        for module, var in sorted(last.items(), key=lambda item: -len(item[0])):
+            if FULL_PRECISION not in module:
+                variables.setdefault(var, []).append(module)
+        return variables
 
 
 def used_inside(equation: JaxprEqn, used: list[bool]) -> list[bool]:
     """Returns which results of the jaxpr of an equation are used, for those of the equation."""
-    name = equation.primitive.name
-    carried = scan_of(equation).carry if name == "scan" else len(used) if name == "while" else 0
+    carried = sum(len(inner.carried) for inner in inners(equation))
     return [True] * carried + used[carried:]
-
-
-def _consumers(
-    body: Any, places: list[Place], used: Sequence[bool]
-) -> dict[Atom, list[Path | None]]:
-    """Returns variable -> scopes of its forward consumers; None if the jaxpr returns it."""
-    consumers: dict[Atom, list[Path | None]] = {}
-    for equation, (path, phase) in zip(equations(body, inside=False), places, strict=True):
-        if phase == FORWARD:
-            for var in equation.invars:
-                if not is_literal(var):
-                    consumers.setdefault(var, []).append(path)
-    for var, is_used in zip(body.outvars, used, strict=True):
-        if is_used and not is_literal(var):
-            consumers.setdefault(var, []).append(None)
-    return consumers
-
-
-def _last_outputs(
-    body: Any,
-    places: list[Place],
-    outer: Path,
-    consumers: Mapping[Atom, list[Path | None]],
-) -> dict[Atom, list[Path]]:
-    """Returns variable -> paths of the modules of which it is the output."""
-    last: dict[Path, Atom] = {}
-    for equation, (path, phase) in zip(equations(body, inside=False), places, strict=True):
-        if phase != FORWARD:
-            continue
-        for var in equation.outvars:
-            if var not in consumers or not _is_activation(var):
-                continue
-            for length in range(len(outer) + 1, len(path) + 1):
-                module = path[:length]
-                if any(_is_outside(each, module) for each in consumers[var]):
-                    last[module] = var
-    variables: dict[Atom, list[Path]] = {}
-    for module, var in sorted(last.items(), key=lambda item: -len(item[0])):
-        if FULL_PRECISION not in module:
-            variables.setdefault(var, []).append(module)
-    return variables
-
-
-def _is_outside(path: Path | None, module: Path) -> bool:
-    return path is None or path[: len(module)] != module
 
 
 def _is_activation(var: Atom) -> bool:

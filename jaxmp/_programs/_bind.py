@@ -9,12 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
 
+from jaxmp._core._compat import JaxprEqn, source_info_util
 from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_fp8
 from jaxmp._core._typing import Array
-from jaxmp._programs._jaxprs import array_aval, sub_jaxprs
+from jaxmp._programs._constructs import sub_jaxprs
+from jaxmp._programs._jaxprs import array_aval
 
 # These primitives contain a jaxpr of two scalars in the recorded dtype. For another dtype, JAX's
 # public function builds a new one.

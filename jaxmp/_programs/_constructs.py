@@ -7,23 +7,54 @@ of the package has to know about them.
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 from jax import lax
 
-from jaxmp._core._compat import jaxpr_body, scan_counts
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, jaxpr_body, scan_counts
 
-# Calls, which run their jaxpr once. `eval_jaxpr` is a call of a `Traced` object, and a loop that is
+
+class Form(enum.Enum):
+    """Manner in which a construct runs its jaxprs."""
+
+    CALL = enum.auto()  # once
+    REMAT = enum.auto()  # once, and again in the backward pass
+    DERIVATIVE = enum.auto()  # once, unless its own derivative is computed
+    SHARDS = enum.auto()  # on each device, for parts of the arrays
+    BRANCH = enum.auto()  # one of several
+    SCAN = enum.auto()  # for each row of scanned arrays
+    WHILE = enum.auto()  # until a test fails
+
+
+# Primitive -> its form. `eval_jaxpr` is a call of a `Traced` object, and a loop that is
 # differentiated leaves a `closed_call`.
-CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
-# Calls of `jax.checkpoint`, whose jaxpr the backward pass runs again.
-REMATS = frozenset({"remat2"})
-CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
-LOOPS = frozenset({"scan", "while"})
-CONSTRUCTS = CALLS | REMATS | CUSTOM_DERIVATIVES | LOOPS | {"cond", "shard_map"}
+_FORMS = {
+    **dict.fromkeys(("call", "closed_call", "eval_jaxpr", "jit"), Form.CALL),
+    "remat2": Form.REMAT,
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), Form.DERIVATIVE),
+    "shard_map": Form.SHARDS,
+    "cond": Form.BRANCH,
+    "scan": Form.SCAN,
+    "while": Form.WHILE,
+}
+
+
+def form_of(equation: Any) -> Form | None:
+    """Returns the form of a construct; None for other equations."""
+    return _FORMS.get(equation.primitive.name)
+
+
+def _of(*forms: Form) -> frozenset[str]:
+    return frozenset(name for name, form in _FORMS.items() if form in forms)
+
+
+CALLS, REMATS, CUSTOM_DERIVATIVES = _of(Form.CALL), _of(Form.REMAT), _of(Form.DERIVATIVE)
+LOOPS, BRANCHES = _of(Form.SCAN, Form.WHILE), _of(Form.BRANCH)
+CONSTRUCTS = _of(*Form)
 # Calls that no interpreter enters, because their jaxpr belongs together with a rule of their
 # author. An analysis can enter them.
 OPAQUE_CALLS = frozenset(
@@ -31,19 +62,31 @@ OPAQUE_CALLS = frozenset(
 )
 # Equations whose jaxprs no interpreter enters: these calls, kernels, and functions that combine two
 # elements.
-OPAQUE = OPAQUE_CALLS | frozenset(
-    {"custom_linear_solve", "custom_partitioning"}
-    | {
-        "mpmd_map",
-        "pallas_call",
-        "reduce",
-        "reduce_window",
-        "remat_opt",
-        "scatter",
-        "scatter-add",
-    }
-    | {"scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
+OPAQUE = (
+    OPAQUE_CALLS
+    | {"custom_linear_solve", "custom_partitioning", "mpmd_map", "pallas_call", "remat_opt"}
+    | {"reduce", "reduce_window", "scatter", "scatter-add", "scatter-max", "scatter-min"}
+    | {"scatter-mul", "scatter-sub"}
 )
+
+
+def sub_jaxprs(equation: Any) -> list[Any]:
+    """Returns the jaxprs among the parameters of an equation, in order."""
+    jaxprs = []
+    for value in equation.params.values():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        jaxprs += [inner for inner in values if is_jaxpr(inner)]
+    return jaxprs
+
+
+def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
+    """Returns True for an open or closed jaxpr."""
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+# ---------------------------------------------------------------------------
+# Records
+# ---------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
@@ -245,3 +288,118 @@ def custom_jvp_of(equation: Any) -> CustomJvp:
     params = equation.params
     rule = equation.primitive.get_bind_params(params)["subfuns"][1]
     return CustomJvp(params["call_jaxpr"], rule, params["symbolic_zeros"])
+
+
+# ---------------------------------------------------------------------------
+# The jaxprs of all constructs
+# ---------------------------------------------------------------------------
+
+
+class Inner(NamedTuple):
+    """Jaxpr inside an equation, with the corresponding variables of the equation.
+
+    form: the form of the construct; None for an equation that is none.
+    jaxpr: without its constants.
+    recorded: the same, as the equation contains it.
+    operands: for each argument, the operand of the equation; None if it is unknown.
+    results: for each result, the result of the equation; None if it is unknown.
+    indices: for each argument, the index of the operand; None if it is unknown.
+    carried: of a loop, the arguments that are its first results of the iteration before. Those in
+      front of them are constants, and those behind them rows of scanned arrays.
+    times: number of executions per execution of the equation; 1 for a while loop.
+    step: -1 for a loop from the last row to the first.
+    """
+
+    form: Form | None
+    jaxpr: Any
+    recorded: Any
+    operands: list[Any]
+    results: list[Any]
+    indices: list[int | None]
+    carried: range
+    times: int = 1
+    step: int = 1
+
+    @property
+    def is_loop(self) -> bool:
+        """True for the body of a loop, and for its test."""
+        return self.form in (Form.SCAN, Form.WHILE)
+
+    @property
+    def may_be_skipped(self) -> bool:
+        """True for a loop whose results may be its operands."""
+        return self.form is Form.WHILE
+
+    @property
+    def length(self) -> int | None:
+        """Number of iterations or devices; None if it depends on data."""
+        return None if self.form is Form.WHILE else self.times
+
+    @property
+    def incoming(self) -> list[Any]:
+        """The arguments that are carried."""
+        return [self.jaxpr.invars[n] for n in self.carried]
+
+    @property
+    def outgoing(self) -> list[Any]:
+        """The results that become `incoming` of the next iteration."""
+        return list(self.jaxpr.outvars[: len(self.carried)])
+
+
+def inners(equation: Any) -> list[Inner]:
+    """Returns the jaxprs of an equation, each with its operands and results."""
+    form, count = form_of(equation), len(equation.invars)
+    if form is Form.WHILE:
+        loop = while_of(equation)
+        of_test, of_body, carry = loop.split(range(count))
+        test = _inner(equation, loop.test, [*of_test, *carry])._replace(results=[None])
+        carried = range(len(of_body), len(of_body) + len(carry))
+        return [test, _inner(equation, loop.body, [*of_body, *carry])._replace(carried=carried)]
+    options: dict[str, Any] = {}
+    if form is Form.SCAN:
+        scan = scan_of(equation)
+        options["carried"] = range(scan.consts, scan.consts + scan.carry)
+        options["times"] = scan.options["length"]
+        options["step"] = -1 if scan.options["reverse"] else 1
+    elif form is Form.SHARDS:
+        options["times"] = shard_map_of(equation).devices
+    # The first operand of a branch is its index.
+    indices = range(form is Form.BRANCH, count)
+    return [_inner(equation, jaxpr, indices)._replace(**options) for jaxpr in sub_jaxprs(equation)]
+
+
+def _inner(equation: Any, jaxpr: Jaxpr | ClosedJaxpr, indices: Sequence[int]) -> Inner:
+    body, _ = jaxpr_body(jaxpr)
+    args, outs = len(body.invars), len(body.outvars)
+    known: list[int | None] = [*indices] if len(indices) == args else [None] * args
+    operands = [None if n is None else equation.invars[n] for n in known]
+    results = list(equation.outvars) if len(equation.outvars) == outs else [None] * outs
+    carried = range(args, args)
+    return Inner(form_of(equation), body, jaxpr, operands, results, known, carried)
+
+
+def loop_of(equation: Any) -> Inner | None:
+    """Returns the body of a loop; None for other operations."""
+    return inners(equation)[-1] if form_of(equation) in (Form.SCAN, Form.WHILE) else None
+
+
+# ---------------------------------------------------------------------------
+# Unknown constructs
+# ---------------------------------------------------------------------------
+
+
+def is_unknown(equation: Any) -> bool:
+    """Returns True for an operation with a jaxpr that no table of this module lists."""
+    return equation.primitive.name not in CONSTRUCTS | OPAQUE and bool(sub_jaxprs(equation))
+
+
+def unknown_constructs(jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, Any]:
+    """Returns primitive -> its first equation, of the unknown constructs of a program."""
+    unknown: dict[str, Any] = {}
+    for equation in jaxpr_body(jaxpr)[0].eqns:
+        if is_unknown(equation):
+            unknown.setdefault(equation.primitive.name, equation)
+        elif equation.primitive.name in CONSTRUCTS | OPAQUE_CALLS:
+            for inner in sub_jaxprs(equation):
+                unknown = unknown_constructs(inner) | unknown
+    return unknown

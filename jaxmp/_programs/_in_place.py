@@ -14,23 +14,25 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from jaxmp._core._compat import jaxpr_body, jaxpr_like
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxpr_body, jaxpr_like
 from jaxmp._core._typing import Array
 from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import (
     CustomJvp,
+    Form,
     custom_jvp_of,
+    form_of,
+    inners,
     parameters_with,
     shard_map_of,
 )
 from jaxmp._programs._interpreter import Interpreter, Place
-from jaxmp._programs._jaxprs import array_aval, inners
+from jaxmp._programs._jaxprs import array_aval
 
 
 class InPlace(Interpreter):
-    """Interpreter that runs constructs in place; a client overrides the methods that raise."""
+    """Interpreter that runs constructs in place; a client overrides the methods on values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,31 +42,31 @@ class InPlace(Interpreter):
 
     def key(self, jaxpr: Jaxpr, place: Place, state: Any) -> Hashable:
         """Returns all that determines how a jaxpr runs, beside the notes on its arguments."""
-        raise NotImplementedError
+        return place
 
     def aval(self, var: Any, value: Any) -> ShapedArray:
         """Returns the type of an argument of a jaxpr that has a value."""
-        raise NotImplementedError
+        return var.aval
 
     def with_array(self, value: Any, array: Array) -> Any:
         """Returns the value of an argument of a jaxpr, for that of the operand."""
-        raise NotImplementedError
+        return array
 
     def note(self, value: Any) -> Hashable:
         """Returns all that distinguishes a value from another one of the same type."""
-        raise NotImplementedError
+        return None
 
     def noted(self, array: Array, note: Any) -> Any:
         """Returns the value of a result with a note; None: of a loop or branch."""
-        raise NotImplementedError
+        return array
 
     def as_carry(self, value: Any, var: Any, outer: Any) -> Any:
         """Converts an operand that a loop carries to its recorded type."""
-        raise NotImplementedError
+        return value
 
     def as_result(self, value: Any, aval: ShapedArray) -> Any:
         """Converts a result that a loop carries, or a branch returns, to its recorded type."""
-        raise NotImplementedError
+        return value
 
     def in_place(
         self, equation: JaxprEqn, operands: list[Any], outer: Any, place: Place, state: Any
@@ -76,10 +78,10 @@ class InPlace(Interpreter):
           operands: its operands.
           outer: state of the client for the jaxpr that contains the equation.
           place: location of the equation.
-          state: state of the client for the jaxprs; those of a while loop have none.
+          state: state of the client for the jaxprs; the test of a while loop has none.
         """
-        name, operands, inside = equation.primitive.name, list(operands), inners(equation)
-        if name == "shard_map":
+        form, operands, inside = form_of(equation), list(operands), inners(equation)
+        if form is Form.SHARDS:
             return self._on_shards(equation, operands, place, state)
         carried = {inner.indices[n] for inner in inside for n in inner.carried}
         for n in (n for n in carried if n is not None):
@@ -89,8 +91,8 @@ class InPlace(Interpreter):
         for inner in inside:
             args = [operands[n] for n in inner.indices if n is not None]
             # Results that must have their recorded types.
-            fixed = len(inner.results) if name == "cond" else len(inner.carried)
-            own = None if name == "while" else state
+            fixed = len(inner.results) if form is Form.BRANCH else len(inner.carried)
+            own = None if form is Form.WHILE and inner is inside[0] else state
             new[id(inner.recorded)], notes = self.retraced(inner.recorded, args, place, own, fixed)
         arrays = list(map(self.array, operands))
         outs = bind(equation, arrays, **parameters_with(equation, new))
@@ -156,7 +158,8 @@ class InPlace(Interpreter):
         """Runs a `custom_jvp` function and its rule, both for the current types of their operands.
 
         Args:
-          equation, operands, place, state: as in `in_place`.
+          equation, operands, place, state: as in `in_place`. `run` receives the same state for the
+            rule, of which the tangents are further results.
           of_rule: location in which the rule runs.
         """
         function = custom_jvp_of(equation)
@@ -178,7 +181,9 @@ class InPlace(Interpreter):
                 self.noted(t, None) for t, zero in zip(tangents, zeros, strict=True) if not zero
             ]
             moving = [aval for aval, zero in zip(out_avals, zeros_out, strict=True) if not zero]
-            outs = map(self.as_result, self.run(recorded, args, of_rule), [*out_avals, *moving])
+            outs = map(
+                self.as_result, self.run(recorded, args, of_rule, state), [*out_avals, *moving]
+            )
             arrays = list(map(self.array, outs))
             rest = iter(arrays[len(out_avals) :])
             tangents_out = [

@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -33,25 +32,30 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from jaxmp._core._compat import is_in_unchecked_shard_map, jaxpr_body, vary
+from jaxmp._core._compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    is_in_unchecked_shard_map,
+    jaxpr_body,
+    vary,
+)
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs._bind import as_recorded, bind
 from jaxmp._programs._constructs import (
-    CALLS,
-    CONSTRUCTS,
-    CUSTOM_DERIVATIVES,
-    OPAQUE,
-    REMATS,
+    Form,
     call_of,
     cond_of,
+    form_of,
+    is_unknown,
     scan_of,
     shard_map_of,
     while_of,
 )
-from jaxmp._programs._jaxprs import FORWARD, Path, is_literal, phase_of, scope_names, sub_jaxprs
+from jaxmp._programs._jaxprs import FORWARD, Path, is_literal, phase_of, scope_names
+from jaxmp._programs._locations import Lines
 from jaxmp.errors import RecipeWarning
 
 
@@ -97,8 +101,8 @@ class Entry(enum.Enum):
 class Interpreter:
     """Runs a jaxpr again; see the documentation of this module."""
 
-    # Consequence for an equation with a jaxpr that is not a known construct, as the end of a
-    # warning; "" if there is none.
+    # Consequence of an equation with a jaxpr that is not a known construct, as the end of a
+    # warning; "" for a client inside of another one, which warns.
     consequence = ""
     # True if the client adds to `side`.
     has_side_results = False
@@ -111,6 +115,7 @@ class Interpreter:
 
     def __init__(self) -> None:
         self.side: dict[Any, Any] = {}
+        self._unknown: set[str] = set()
 
     # -- values ----------------------------------------------------------------------------
 
@@ -209,23 +214,23 @@ class Interpreter:
           frame: the run of the jaxpr that contains it.
           state: state of the client for the jaxprs; the test of a while loop has none.
         """
-        name = equation.primitive.name
-        is_call = name in CALLS or (self.drops_derivatives and name in CUSTOM_DERIVATIVES)
-        rule = Interpreter._call if is_call else _RULES.get(name)
+        form = form_of(equation)
+        is_call = form is Form.DERIVATIVE and self.drops_derivatives
+        rule = Interpreter._call if is_call else _RULES.get(form)
         if rule is not None:
             return rule(self, equation, operands, frame.place.of(equation), state)
         self.check_known(equation)
         return self.bound(equation, operands)
 
     def check_known(self, equation: JaxprEqn) -> None:
-        """Warns once of an operation that contains a jaxpr, and is neither listed nor opaque."""
-        name = equation.primitive.name
-        if name not in CONSTRUCTS | OPAQUE and sub_jaxprs(equation):
-            self._warn(name)
+        """Warns of an operation that contains a jaxpr, and is neither listed nor opaque."""
+        if is_unknown(equation):
+            self._warn(equation, equation.primitive.name)
 
-    def _warn(self, name: str) -> None:
-        if self.consequence:
-            _warn_of_unknown(name, self.consequence)
+    def _warn(self, equation: JaxprEqn, name: str) -> None:
+        if self.consequence and name not in self._unknown:
+            self._unknown.add(name)
+            warn_of_unknown(name, equation, self.consequence)
 
     # -- rules of constructs ---------------------------------------------------------------
 
@@ -322,7 +327,7 @@ class Interpreter:
     def _cond(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
         (index, *rest), cond = operands, cond_of(equation)
         if cond.by_platform:
-            self._warn("platform_dependent")
+            self._warn(equation, "platform_dependent")
             return self.bound(equation, operands)
         args = self.entered(rest, Entry.BRANCH, rest)
 
@@ -388,12 +393,13 @@ class Interpreter:
         return dict(zip(keys, values, strict=True))
 
 
-_RULES: dict[str, Callable[..., list[Any]]] = {
-    **dict.fromkeys(REMATS, Interpreter._remat),
-    "cond": Interpreter._cond,
-    "scan": Interpreter._scan,
-    "shard_map": Interpreter._shard_map,
-    "while": Interpreter._while,
+_RULES: dict[Form | None, Callable[..., list[Any]]] = {
+    Form.CALL: Interpreter._call,
+    Form.REMAT: Interpreter._remat,
+    Form.SHARDS: Interpreter._shard_map,
+    Form.BRANCH: Interpreter._cond,
+    Form.SCAN: Interpreter._scan,
+    Form.WHILE: Interpreter._while,
 }
 
 
@@ -407,11 +413,19 @@ def vary_as_here(tree: PyTree) -> PyTree:
     return tree if mesh.empty or is_in_unchecked_shard_map() else vary(tree, mesh.manual_axes)
 
 
-@functools.cache
-def _warn_of_unknown(name: str, consequence: str) -> None:
+def warn_of_unknown(name: str, equation: JaxprEqn, consequence: str) -> None:
+    """Warns of an operation that contains a function, and that no module of jaxmp enters.
+
+    Args:
+      name: the name of the operation.
+      equation: one equation of it.
+      consequence: the end of the message, such as "its memory is not counted".
+    """
+    file, line = Lines().of((equation,))
+    where = f" at {file}:{line}" if file else ""
     warnings.warn(
-        f"jaxmp does not enter the operation {name!r} of JAX {jax.__version__}, which contains a "
-        f"function. It runs as it was recorded: {consequence}.",
+        f"jaxmp does not enter the operation {name!r} of JAX {jax.__version__}{where}, which "
+        f"contains a function. It runs as it was recorded: {consequence}.",
         RecipeWarning,
         stacklevel=2,
     )

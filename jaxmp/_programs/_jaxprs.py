@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_body
 from jaxmp._core._trees import canonical
 from jaxmp._core._typing import PyTree
-from jaxmp._programs._constructs import scan_of, shard_map_of, while_of
+from jaxmp._programs._constructs import is_jaxpr, sub_jaxprs
 
 Path = tuple[str, ...]
 # A variable or a literal. To a type checker, the abstract value of JAX's own types has no shape or
@@ -108,34 +107,6 @@ def equations(jaxpr: Jaxpr | ClosedJaxpr, *, inside: bool = True) -> Iterator[An
             yield from equations(inner)
 
 
-def sub_jaxprs(equation: Equation) -> list[Any]:
-    """Returns the jaxprs among the parameters of an equation, in order."""
-    jaxprs = []
-    for value in equation.params.values():
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        jaxprs += [inner for inner in values if is_jaxpr(inner)]
-    return jaxprs
-
-
-def is_jaxpr(value: object) -> TypeGuard[Jaxpr | ClosedJaxpr]:
-    """Returns True for an open or closed jaxpr."""
-    return isinstance(value, (Jaxpr, ClosedJaxpr))
-
-
-def consumers(jaxpr: Jaxpr | ClosedJaxpr) -> dict[Atom, list[Any]]:
-    """Returns variable -> its consumers: equations, and None if the jaxpr returns the variable."""
-    body = jaxpr_body(jaxpr)[0]
-    result: dict[Any, list[Any]] = {}
-    for equation in body.eqns:
-        for var in equation.invars:
-            if not is_literal(var):
-                result.setdefault(var, []).append(equation)
-    for var in body.outvars:
-        if not is_literal(var):
-            result.setdefault(var, []).append(None)
-    return result
-
-
 def without_unused(jaxpr: Jaxpr) -> Jaxpr:
     """Returns an open jaxpr without the equations that its results do not depend on."""
     used = {var for var in jaxpr.outvars if not is_literal(var)}
@@ -182,11 +153,31 @@ def module_paths_of(names: Path) -> tuple[str, ...]:
     """Returns candidate module paths for scopes: without the first scope, and with it.
 
     The first scope is the class of the root in Flax; a function without a root module lacks
-    this scope. Flax adds the method to a name unless it is `__call__`, such as `embed.attend`; the
-    method is removed. Names with more dots, such as Equinox's `eqx.nn.Linear`, are unchanged.
+    this scope.
     """
-    plain = tuple(n.partition(".")[0] if n.count(".") == 1 else n for n in names)
+    plain = without_methods(names)
     return ("/".join(plain[1:]), "/".join(plain)) if plain else ("",)
+
+
+def without_methods(names: Path) -> Path:
+    """Returns the names of modules for scopes.
+
+    Flax adds the method to a name unless it is `__call__`, such as `embed.attend`. A module that
+    calls its own method, or a function by `nn.cond`, has two scopes: `odds/odds.<lambda>`. Names
+    with more dots, such as Equinox's `eqx.nn.Linear`, are unchanged.
+
+    Example:
+      >>> without_methods(("Net", "odds", "odds.helper", "dense"))
+      ('Net', 'odds', 'dense')
+    """
+    modules: list[str] = []
+    before = ""
+    for name in names:
+        own = name.partition(".")[0] if name.count(".") == 1 else name
+        if not (modules and modules[-1] == own and "." in before + name):
+            modules.append(own)
+        before = name
+    return tuple(modules)
 
 
 def with_parameters(
@@ -216,73 +207,6 @@ def with_parameters(
     ]
     new = body.replace(eqns=equations)
     return new if body is jaxpr else jaxpr.replace(jaxpr=new)
-
-
-# ---------------------------------------------------------------------------
-# Sub-jaxprs with their operands and trip counts
-# ---------------------------------------------------------------------------
-
-
-class Inner(NamedTuple):
-    """Jaxpr inside an equation, with the corresponding variables of the equation.
-
-    jaxpr: without its constants.
-    recorded: the same, as the equation contains it.
-    operands: for each argument, the operand of the equation; None if it is unknown.
-    results: for each result, the result of the equation; None if it is unknown.
-    times: number of executions per execution of the equation; 1 for a while loop.
-    indices: for each argument, the index of the operand; None if it is unknown.
-    carried: of a loop, the arguments that are its first results of the iteration before. Those in
-      front of them are constants, and those behind them rows of scanned arrays.
-    """
-
-    jaxpr: Any
-    recorded: Any
-    operands: list[Any]
-    results: list[Any]
-    times: int
-    indices: list[int | None]
-    carried: range
-
-
-def inners(equation: Equation) -> list[Inner]:
-    """Returns the jaxprs of an equation, each with its operands and results."""
-    name, times, count = equation.primitive.name, 1, len(equation.invars)
-    carried: range | None = None
-    if name == "while":
-        loop = while_of(equation)
-        of_test, of_body, carry = loop.split(range(count))
-        test = _inner(equation, loop.test, [*of_test, *carry], is_result=False)
-        carried = range(len(of_body), len(of_body) + len(carry))
-        return [test, _inner(equation, loop.body, [*of_body, *carry], carried=carried)]
-    if name == "scan":
-        scan = scan_of(equation)
-        times, carried = scan.options["length"], range(scan.consts, scan.consts + scan.carry)
-    if name == "shard_map":
-        times = shard_map_of(equation).devices
-    indices = range(name == "cond", count)
-    return [
-        _inner(equation, jaxpr, indices, times=times, carried=carried)
-        for jaxpr in sub_jaxprs(equation)
-    ]
-
-
-def _inner(
-    equation: Equation,
-    jaxpr: Jaxpr | ClosedJaxpr,
-    indices: Sequence[int],
-    *,
-    times: int = 1,
-    carried: range | None = None,
-    is_result: bool = True,
-) -> Inner:
-    body, _ = jaxpr_body(jaxpr)
-    args, outs = len(body.invars), len(body.outvars)
-    known: list[int | None] = [*indices] if len(indices) == args else [None] * args
-    results = list(equation.outvars) if is_result and len(equation.outvars) == outs else []
-    operands = [None if n is None else equation.invars[n] for n in known]
-    carried = range(args, args) if carried is None else carried
-    return Inner(body, jaxpr, operands, results or [None] * outs, times, known, carried)
 
 
 # ---------------------------------------------------------------------------

@@ -20,21 +20,13 @@ from jaxmp._programs._jaxprs import (
     collapsed,
     phase_of,
     scope_names,
+    without_methods,
 )
 
 # Packages whose frames do not belong to the user's code.
 _LIBRARIES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "jaxmp",
-    "chex",
-    "equinox",
-    "haliax",
-    "jaxtyping",
-    "typer",
-    "click",
+    *("jax", "jaxlib", "flax", "optax", "jaxmp", "chex", "equinox", "haliax", "jaxtyping"),
+    *("typer", "click"),
 )
 
 
@@ -100,7 +92,7 @@ def root_of(names: dict[Path, None]) -> Path:
 def module_of(names: Path, root: Path) -> str:
     """Returns the `/`-joined module path below the root."""
     below = names[len(root) :] if root and names[: len(root)] == root else names
-    return "/".join(name.partition(".")[0] for name in below if name != FULL_PRECISION)
+    return "/".join(without_methods(tuple(name for name in below if name != FULL_PRECISION)))
 
 
 # ---------------------------------------------------------------------------

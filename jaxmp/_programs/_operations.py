@@ -12,9 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._programs._constructs import LOOPS
-from jaxmp._programs._jaxprs import inners
-
 # First part of the name of an algorithm -> the dtype of its operands.
 _ROUNDED = {"BF16": jnp.dtype(jnp.bfloat16), "F16": jnp.dtype(jnp.float16)}
 
@@ -129,6 +126,11 @@ def count_of_keys(equation: Any) -> int:
     return equation.params.get("num_keys", 1)
 
 
+def is_unique(equation: Any) -> bool:
+    """Returns True for a gather or scatter that reads or writes each entry at most once."""
+    return equation.params["unique_indices"]
+
+
 def axes_of(equation: Any) -> tuple[int, ...]:
     """Returns the dimensions of the operand that a reduction or cumulation combines; else ()."""
     axis = equation.params.get("axes", equation.params.get("axis", ()))
@@ -180,28 +182,6 @@ def jit_of(equation: Any) -> Jit:
     return Jit(tuple(shardings), tuple(params.get("donated_invars") or (False,) * count))
 
 
-class Loop(NamedTuple):
-    """Body of a `scan` or `while`.
-
-    body: its jaxpr, without constants.
-    incoming: the arguments of the body that are carried; an argument before them is a constant, and
-      one after them a row of a scanned array.
-    outgoing: the results of the body that become `incoming` of the next iteration.
-    length: number of iterations; None if it depends on data.
-    """
-
-    body: Any
-    incoming: list[Any]
-    outgoing: list[Any]
-    length: int | None
-
-
-def loop_of(equation: Any) -> Loop | None:
-    """Returns the body of a loop; None for other operations."""
-    name = equation.primitive.name
-    if name not in LOOPS:
-        return None
-    inner = inners(equation)[-1]
-    incoming = [inner.jaxpr.invars[n] for n in inner.carried]
-    outgoing = inner.jaxpr.outvars[: len(incoming)]
-    return Loop(inner.jaxpr, incoming, outgoing, inner.times if name == "scan" else None)
+def label_of(equation: Any) -> str:
+    """Returns the label of an array, which `checkpoint_name` sets by the primitive `name`."""
+    return equation.params["name"]

@@ -12,21 +12,18 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, jaxpr_body
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._bind import bind
-from jaxmp._programs._constructs import CALLS, CUSTOM_DERIVATIVES, REMATS
-from jaxmp._programs._jaxprs import Atom, Equation, Inner, inners, is_literal
+from jaxmp._programs._constructs import Form, Inner, form_of, inners
+from jaxmp._programs._jaxprs import Atom, Equation, is_literal
 from jaxmp._programs._operations import sharding_of_result
 
 # Known value: an array, or the node that computes it and the index of the result; None if unknown.
 _Value: TypeAlias = "np.ndarray | tuple[_Node, int] | None"
 # Maximum size in bytes of a computed value: a float32 mask of 16,384 x 16,384 elements.
 _LARGEST = 2**30
-# Equations whose results are those of their jaxpr.
-_ENTERED = CALLS | REMATS | CUSTOM_DERIVATIVES
 
 
 class Scope:
@@ -54,8 +51,8 @@ class Scope:
         self._body = Body(jaxpr)
         self._inputs = dict(zip(self.jaxpr.invars, inputs, strict=False))
         self.stops = stops
-        # The scope, the equation and its part that contain this scope.
-        self._outer: tuple[Scope, Equation, Inner] | None = None
+        # The scope and the part of an equation that contain this scope.
+        self._outer: tuple[Scope, Inner] | None = None
         self._inside: dict[int, list[Scope]] = {}
         self._values: dict[Atom, _Value] = dict(
             zip(self.jaxpr.constvars, map(_array, consts), strict=False)
@@ -74,7 +71,7 @@ class Scope:
             scopes = self._inside[id(equation)] = []
             for inner in inners(equation):
                 scope = Scope(inner.jaxpr, stops=self.stops)
-                scope._outer = self, equation, inner
+                scope._outer = self, inner
                 scopes.append(scope)
         return self._inside[id(equation)]
 
@@ -89,17 +86,16 @@ class Scope:
     def _argument(self, var: Atom) -> _Value:
         if self._outer is None or var not in self.jaxpr.invars:
             return _array(self._inputs.get(var))
-        outer, equation, inner = self._outer
+        outer, inner = self._outer
         position = self.jaxpr.invars.index(var)
         source = inner.operands[position]
-        if source is None or equation.primitive.name == "while":
+        if source is None or inner.may_be_skipped:
             return None
-        if equation.primitive.name == "scan":
-            first, last = inner.carried.start, inner.carried.stop
-            if position >= last:
+        if inner.is_loop:
+            if position >= inner.carried.stop:
                 return _row(_evaluated(outer._find(source)))
-            is_changed = position >= first and self.jaxpr.outvars[position - first] is not var
-            return None if is_changed else outer._find(source)
+            is_changed = (var, var) not in zip(inner.incoming, inner.outgoing, strict=True)
+            return None if position in inner.carried and is_changed else outer._find(source)
         # Inside a `shard_map`, a variable is a part of the array.
         return outer._find(source) if source.aval.shape == var.aval.shape else None
 
@@ -110,8 +106,8 @@ class Scope:
             return None
         inside = self.inside(equation)
         if inside:
-            is_entered = equation.primitive.name in _ENTERED
-            return inside[0]._find(inside[0].jaxpr.outvars[index]) if is_entered else None
+            is_call = form_of(equation) in (Form.CALL, Form.REMAT, Form.DERIVATIVE)
+            return inside[0]._find(inside[0].jaxpr.outvars[index]) if is_call else None
         operands = []
         for operand in equation.invars:
             value = self._find(operand)
@@ -131,10 +127,10 @@ def _row(array: np.ndarray | None) -> np.ndarray | None:
 
 
 def _array(value: object) -> np.ndarray | None:
-    """Converts an array to NumPy; None for a shape, a tracer or a key."""
+    """Converts an array to NumPy; None for a shape, a tracer, a key, or a deleted array."""
     try:
         return np.asarray(value) if hasattr(value, "__array__") else None
-    except Exception:
+    except (TypeError, RuntimeError):
         return None
 
 
@@ -168,8 +164,8 @@ class _Node:
                 results = bind(self.equation, operands, **changes)
             many = isinstance(results, (list, tuple))
             return list(map(np.asarray, results if many else [results]))
-        except Exception:
-            # For example a PRNG key, which has no elements, or a callback to another machine.
+        except (TypeError, ValueError, RuntimeError):
+            # For example a PRNG key, which has no elements, or an operation that a CPU lacks.
             return []
 
 

@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 import jax
 
-from jaxmp._core._capability import (
+from jaxmp._core._compat import compute_capability, cudnn_version
+from jaxmp._core._targets import (
     BFLOAT16_MATMULS,
     FP8_MATMULS,
     FUSED_ATTENTION,
     MX_MATMULS,
     Capability,
+    Target,
     capability_text,
+    find_target,
 )
-from jaxmp._core._compat import compute_capability, cudnn_version
-from jaxmp._core._targets import Target, find_target
 
 # Packages whose versions belong together or matter for precision.
 _PACKAGES = (
@@ -224,6 +225,8 @@ def _features(machine: Machine) -> dict[str, str]:
     if machine.platform != "gpu":
         why = f"no: JAX computes on a {machine.platform.upper()}"
         return {attention: why, fp8: why}
+    if chip is not None and chip.capability is None:
+        return dict.fromkeys((attention, fp8), "no: jaxmp knows the kernels of NVIDIA's GPUs only")
     capability = chip.capability if chip else machine.capability
     lowest = {attention: FUSED_ATTENTION, fp8: FP8_MATMULS, "MX matmuls": MX_MATMULS}
     texts = {}

@@ -9,19 +9,17 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from jaxmp._attention import recorded_choices
-from jaxmp._attention._choice import AttentionExplanation
+from jaxmp._attention import AttentionExplanation, recorded_choices
 from jaxmp._autocast import autocast, explain_operations
 from jaxmp._autocast._explain import AutocastExplanation
-from jaxmp._autocast._replay import Fp8Explanation, explanation_of, recorded
 from jaxmp._autocast._resolve import trace
 from jaxmp._core import _compat
 from jaxmp._core._explanation import Section, to_text
-from jaxmp._core._typing import PyTree
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import ADAPTERS, adapter_name, load_recipe
 from jaxmp._policies._required import PolicyExplanation
 from jaxmp.errors import JaxmpError
+from jaxmp.fp8._explain import Fp8Explanation, explanation_of, recorded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,7 +138,7 @@ def explain(
 
     loaded = None if recipe is None else load_recipe(recipe)
 
-    def explained(*args: PyTree, **kwargs: PyTree) -> Explanation:
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
         context = contextlib.nullcontext() if target is None else _compat.context(target=target)
         policies, call, first = None, fn, ()
         with context:
@@ -154,11 +152,11 @@ def explain(
                 operations = explain_operations(fn, loaded, args, kwargs)
                 run = autocast(fn, loaded)
             with recorded(is_full=True) as record, recorded_choices() as attention:
-                trace(run, (*first, *args), kwargs)
+                traced, _ = trace(run, (*first, *args), kwargs)
         return Explanation(
             policies=policies,
             autocast=operations,
-            fp8=explanation_of(record),
+            fp8=explanation_of(record, traced.closed),
             attention=tuple(attention),
         )
 

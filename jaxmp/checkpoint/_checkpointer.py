@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -17,7 +15,7 @@ from etils import epath
 from jaxmp import __version__
 from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
 from jaxmp._core._trees import Path
-from jaxmp._core._typing import ArrayLike, PyTree
+from jaxmp._core._typing import PyTree
 from jaxmp._gradients._loss_scale import NoLossScale
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
@@ -38,76 +36,26 @@ from jaxmp.checkpoint._handler import (
 from jaxmp.checkpoint._manifest import (
     CheckpointInfo,
     Manifest,
+    as_json,
+    as_metrics,
+    as_step,
     check_files,
     describe_manifest,
     has_manifest,
-    parse_recipe,
+    is_same_recipe,
     read_manifest,
 )
 from jaxmp.checkpoint._plan import Plan, differences, plan_copy, plan_migration, plan_parameters
 from jaxmp.checkpoint._settle import Declared, declare
-from jaxmp.checkpoint._writer import Writer, complete_steps, explain_errors, saved_order
+from jaxmp.checkpoint._writer import (
+    Writer,
+    check_directory,
+    complete_steps,
+    explain_errors,
+    saved_order,
+)
 from jaxmp.errors import CheckpointError
 from jaxmp.optim._assign import warn_of_replaced
-
-
-def check_directory(directory: object) -> None:
-    """Refuses to write below a name that orbax reads as a pattern, such as `lr=[0.1]`.
-
-    Orbax collects the files of a step with glob. In a directory with such a name it finds none, or
-    those of another directory, and reports success.
-
-    Raises:
-      CheckpointError: if the path contains `*`, `?` or `[`.
-    """
-    name = str(directory)
-    plain = re.sub(r"[*?\[\]]", "_", name)
-    if plain != name.replace("]", "_"):
-        raise CheckpointError(
-            f"{name!r} contains '*', '?' or '[', which orbax reads as a pattern, so the files of a "
-            f"step would be lost. Save into another directory: Checkpointer({plain!r})."
-        )
-
-
-def as_step(step: ArrayLike) -> int:
-    """Converts the number of a step to an integer."""
-    number = step if isinstance(step, int) else np.asarray(step).item()
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise CheckpointError(f"step={step!r} is not the number of a step: 0, 1, 2, ...")
-    return number
-
-
-def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Converts metrics to a dict from name to float."""
-    try:
-        return {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"metrics={metrics!r} must map names to numbers, such as {{'loss': 2.5}}: {error}."
-        ) from error
-
-
-def as_json(extra: object) -> Any:
-    """Returns a copy of JSON data; refuses keys that JSON would convert to strings."""
-    try:
-        copy = json.loads(json.dumps(extra))
-        _check_keys(extra)
-        return copy
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"extra cannot be written as JSON: {error}. Put arrays into the state: "
-            "save(step, {'train': state, 'data': arrays}, ...)."
-        ) from error
-
-
-def _check_keys(extra: object) -> None:
-    if isinstance(extra, dict):
-        for key in extra:
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is not a string, and would become {str(key)!r}")
-    if isinstance(extra, (dict, list, tuple)):
-        for value in extra.values() if isinstance(extra, dict) else extra:
-            _check_keys(value)
 
 
 def check_recipe(description: Description, recipe: Recipe, name: str) -> None:
@@ -131,14 +79,6 @@ def check_recipe(description: Description, recipe: Recipe, name: str) -> None:
                     f"{stored}), and the recipe in {np.dtype(dtype).name} (master: {form}). Pass "
                     "the recipe whose optimizer made the state."
                 )
-
-
-def is_same_recipe(text: str, recipe: Recipe) -> bool:
-    """Returns True if the text of a TOML file specifies the same settings as a recipe."""
-    if text == recipe.to_toml():
-        return True
-    unnamed = recipe.replace(name="recipe", summary="")
-    return parse_recipe(text).replace(name="recipe", summary="") == unnamed
 
 
 def initial_scale(recipe: Recipe | None) -> dict[str, Any] | None:
@@ -490,7 +430,7 @@ class Checkpointer:
         source = manifest.description
         rows = differences(source, target)
         if not rows and (wanted is None or is_same_recipe(manifest.recipe_toml, wanted)):
-            return plan_copy(target)
+            return plan_copy(source, target)
         before = f"under the recipe {manifest.recipe.name!r}"
         after = f"the recipe {wanted.name!r}" if wanted is not None else "another precision"
         head = f"Step {manifest.step} was written {before} (master layout: {source.layout})"

@@ -22,18 +22,19 @@ from jaxmp._core._typing import PyTree
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp.checkpoint import _nnx_nodes
 from jaxmp.errors import CheckpointError
-from jaxmp.fp8._overwritten import OVERWRITE
-from jaxmp.optim._master import MasterParamsState, is_rounded
-from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
+from jaxmp.optim import _roles
+from jaxmp.optim._layout import MasterParamsState
+from jaxmp.optim._master import is_rounded
+from jaxmp.optim._roles import COUNTER, FP8, MASTER, OTHER, PARAMETER, REMAINDER
+from jaxmp.optim._skip import SkipNonfiniteState
 
 # Dtypes of numbers that orbax does not write.
 _NOT_WRITTEN = frozenset(
     {"uint2", "uint4", np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name}
 )
 
-# Roles of leaves.
-PARAMETER, MASTER, REMAINDER = "parameter", "master", "remainder"
-LOSS_SCALE, FP8, COUNTER, OTHER = "loss_scale", "fp8", "counter", ""
+# Kind of a loss scale that may be one of another library.
+FOREIGN = "foreign"
 
 PYTHON_NUMBERS = {f"Python {kind.__name__}": kind for kind in (bool, int, float, complex)}
 
@@ -177,12 +178,15 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
 
     # The state with the classes of jaxmp's optimizer states.
     typed = with_nodes(_nnx_nodes.optimizer_states)
-    overwritten = {
-        names + path for names, node in nodes for path in _nnx_nodes.overwritten_paths(node)
+    roles = {
+        join(_trees.path_names(leaf.path)): leaf.role
+        for tree in (with_nodes(_nnx_nodes.variables), typed)
+        for leaf in _roles.leaves_with_roles(tree)
+        if leaf.role in (FP8, COUNTER) or isinstance(leaf.owner, LossScale)
     }
     values = {join(names): value for names, value in rows} if by_values else {}
     models = {join(path): join(model) for path, model in _nnx_nodes.trained_models(nodes)}
-    description = _describe(rows, typed, overwritten, values, models)
+    description = _describe(rows, typed, roles, values, models)
     return FlatState([value for _, value in rows], description, rebuild)
 
 
@@ -203,7 +207,7 @@ def _named(flat: list[tuple[Any, Any]]) -> list[tuple[Path, Any]]:
 def _describe(
     rows: list[tuple[Path, Any]],
     typed: PyTree,
-    overwritten: set[Path],
+    roles: dict[str, str],
     values: Mapping[str, Any],
     models: Mapping[str, str],
 ) -> Description:
@@ -224,19 +228,6 @@ def _describe(
         for names, node in _nodes(typed, MasterParamsState)
     )
     scales = _nodes(typed, LossScale)
-    roles: dict[str, str] = {}
-    for names, _ in rows:
-        if OVERWRITE in names or names in overwritten:
-            roles[join(names)] = FP8
-    for names, _ in scales:
-        roles |= {path: LOSS_SCALE for path in paths if is_below(path, join(names))}
-    counters = [join(names) for names, _ in _nodes(typed, SkipStats)]
-    counters += [
-        join((*names, field))
-        for names, _ in _nodes(typed, MasterParamsState)
-        for field in ("overflow", "fits")
-    ]
-    roles |= {path: COUNTER for path in paths for prefix in counters if is_below(path, prefix)}
     for row in masters:
         role = REMAINDER if row.layout == "packed" else MASTER
         roles |= {p.leaf: PARAMETER for p in row.parameters if p.leaf}
@@ -309,7 +300,8 @@ def _describe_masters(
     flat, _ = jax.tree_util.tree_flatten_with_path(
         node.masters, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
     )
-    inside_of: dict[str, Path] = {}
+    names_in = lambda path: (layout.prefix + path.replace(":", "/").lstrip("/"),)
+    inside_of: dict[str, Path] = {path: names_in(path) for path, _ in layout.storage}
     for key_path, _ in flat:
         inside = _trees.path_names(key_path)
         stripped = _trees.strip_collection(inside) if collections_ else inside

@@ -17,12 +17,7 @@ from etils import epath
 from jaxmp._core._messages import missing_dependency
 from jaxmp._core._trees import Path, path_names
 from jaxmp.checkpoint._description import (
-    COUNTER,
-    FP8,
-    LOSS_SCALE,
-    MASTER,
-    OTHER,
-    REMAINDER,
+    FOREIGN,
     Description,
     Leaf,
     Masters,
@@ -32,6 +27,7 @@ from jaxmp.checkpoint._description import (
 )
 from jaxmp.errors import CheckpointError
 from jaxmp.fp8._overwritten import OVERWRITE
+from jaxmp.optim._roles import COUNTER, FP8, LOSS_SCALE, MASTER, OTHER, REMAINDER
 
 _ORBAX_FILE = "_METADATA"
 # In the directory of a step, or of a checkpoint that `orbax.checkpoint.v1` wrote under any name.
@@ -134,6 +130,7 @@ def read(location: Location, target: Description) -> Stored:
         for key_path, value in flat
         if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
     }
+    values = _with_our_scale(values, target)
     return Stored(_infer(values, target), values)
 
 
@@ -157,6 +154,31 @@ def _read_flax(location: Location) -> Any:
     return tree
 
 
+# Ends of the paths under which jmp and Flax store a dynamic loss scale -> our names of its leaves.
+_SCALES = [
+    {"loss_scale/loss_scale": "scale_value", "loss_scale/counter": "good_steps"},
+    {"loss_scale": "scale_value"},
+    {"dynamic_scale/scale": "scale_value", "dynamic_scale/fin_steps": "good_steps"},
+]
+
+
+def _with_our_scale(values: dict[str, np.ndarray], target: Description) -> dict[str, np.ndarray]:
+    """Moves the scalars of a loss scale of another library to the path of the state's own one."""
+    if len(target.scales) != 1 or any(is_below(path, target.scales[0].path) for path in values):
+        return values
+    scalars = [path for path, value in values.items() if value.shape == ()]
+    for names in _SCALES:
+        ours = {
+            path: f"{target.scales[0].path}/{name}"
+            for path in scalars
+            for end, name in names.items()
+            if f"/{path}".endswith(f"/{end}")
+        }
+        if len(ours) == len(names) == len({*ours.values()}):
+            return {ours.get(path, path): value for path, value in values.items()}
+    return values
+
+
 def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
     """Describes leaves by the paths that the optimizers of `target` would give them."""
     masters = [_infer_masters(row, values) for row in target.masters]
@@ -168,7 +190,7 @@ def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
         if parameter.master
     }
     scales = tuple(
-        Scale(scale.path, scale.kind)
+        Scale(scale.path, FOREIGN)
         for scale in target.scales
         if any(is_below(path, scale.path) for path in values)
     )

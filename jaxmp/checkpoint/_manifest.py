@@ -11,10 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from jaxmp import __version__
 from jaxmp._core._plain import from_plain
+from jaxmp._core._typing import ArrayLike
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp.checkpoint._description import Description, Leaf
 from jaxmp.errors import CheckpointError, JaxmpError
@@ -250,3 +252,57 @@ def describe_manifest(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
         data_bytes=sum(size for size, _ in manifest.files.values()),
         **{name: value for name, value in vars(manifest).items() if name in names},
     )
+
+
+# ---------------------------------------------------------------------------
+# Arguments that a manifest stores
+# ---------------------------------------------------------------------------
+
+
+def as_step(step: ArrayLike) -> int:
+    """Converts the number of a step to an integer."""
+    number = step if isinstance(step, int) else np.asarray(step).item()
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise CheckpointError(f"step={step!r} is not the number of a step: 0, 1, 2, ...")
+    return number
+
+
+def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Converts metrics to a dict from name to float."""
+    try:
+        return {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"metrics={metrics!r} must map names to numbers, such as {{'loss': 2.5}}: {error}."
+        ) from error
+
+
+def as_json(extra: object) -> Any:
+    """Returns a copy of JSON data; refuses keys that JSON would convert to strings."""
+    try:
+        copy = json.loads(json.dumps(extra))
+        _check_keys(extra)
+        return copy
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"extra cannot be written as JSON: {error}. Put arrays into the state: "
+            "save(step, {'train': state, 'data': arrays}, ...)."
+        ) from error
+
+
+def _check_keys(extra: object) -> None:
+    if isinstance(extra, dict):
+        for key in extra:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is not a string, and would become {str(key)!r}")
+    if isinstance(extra, (dict, list, tuple)):
+        for value in extra.values() if isinstance(extra, dict) else extra:
+            _check_keys(value)
+
+
+def is_same_recipe(text: str, recipe: Recipe) -> bool:
+    """Returns True if the text of a TOML file specifies the same settings as a recipe."""
+    if text == recipe.to_toml():
+        return True
+    unnamed = recipe.replace(name="recipe", summary="")
+    return parse_recipe(text).replace(name="recipe", summary="") == unnamed

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import jax
-
-from jaxmp._core._trees import Path, path_names
+from jaxmp._core._trees import Path
 from jaxmp._core._typing import PyTree
 
 if TYPE_CHECKING:
@@ -24,6 +22,11 @@ def pure_state(node: nnx.Pytree) -> PyTree:
     """Returns the arrays of an NNX object as a pytree without Variables."""
     nnx = sys.modules["flax.nnx"]
     return nnx.as_pure(nnx.state(node))
+
+
+def variables(node: nnx.Pytree) -> PyTree:
+    """Returns the Variables of an NNX object as a pytree; their classes determine their roles."""
+    return sys.modules["flax.nnx"].state(node)
 
 
 def update(node: nnx.Pytree, arrays: PyTree) -> nnx.Pytree:
@@ -77,14 +80,3 @@ def _parts(node: nnx.Pytree) -> list[tuple[Path, Any]]:
     nnx = sys.modules["flax.nnx"]
     parts = [(tuple(map(str, path)), part) for path, part in nnx.iter_graph(node)]
     return [(path, part) for path, part in parts if isinstance(part, nnx.Pytree)]
-
-
-def overwritten_paths(node: nnx.Pytree) -> set[Path]:
-    """Returns the paths of the state of FP8 scaling."""
-    nnx = sys.modules["flax.nnx"]
-    adapter = sys.modules.get("jaxmp.nnx")
-    if adapter is None:
-        return set()
-    state = nnx.as_pure(nnx.state(node, adapter.OverwriteWithGradient))
-    flat, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {path_names(key_path) for key_path, _ in flat}

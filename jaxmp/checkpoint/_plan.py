@@ -12,12 +12,8 @@ import numpy as np
 
 from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp.checkpoint._description import (
-    COUNTER,
-    FP8,
-    LOSS_SCALE,
-    MASTER,
+    FOREIGN,
     PYTHON_NUMBERS,
-    REMAINDER,
     Description,
     Leaf,
     Masters,
@@ -27,9 +23,11 @@ from jaxmp.checkpoint._description import (
 )
 from jaxmp.checkpoint._settle import Declared, declare, place_parameters, settle
 from jaxmp.errors import CheckpointError
+from jaxmp.optim._roles import COUNTER, FP8, LOSS_SCALE, MASTER, REMAINDER
 
 # First values of new counters; all others start at 0.
 _FIRST_VALUES = {"last_finite": True, "fits": True}
+_NEW_COUNTER = "stats/zero_gradients"
 _INDICES = ("overflow", "overflow_leaf", "nonfinite_leaf")
 
 
@@ -76,17 +74,28 @@ class Plan:
         return "\n".join(f"  {line}" for line in [*lines, f"{copied} leaves: copied bit for bit"])
 
 
-def plan_copy(target: Description) -> Plan:
+def plan_copy(source: Description, target: Description) -> Plan:
     """Returns the plan for a checkpoint of the same state."""
-    return Plan(tuple(Action("copy", (leaf.path,)) for leaf in target.leaves))
+    stored = source.by_path
+    return Plan(
+        tuple(
+            Action("copy", (leaf.path,)) if leaf.path in stored else Action("create", value=0)
+            for leaf in target.leaves
+        )
+    )
 
 
 def differences(source: Description, target: Description) -> list[str]:
-    """Lists the leaves that differ: path, and dtype and shape on both sides."""
+    """Lists the leaves that differ: path, and dtype and shape on both sides.
+
+    Counters that a former version of jaxmp did not have are no difference.
+    """
     stored, wanted = source.by_path, target.by_path
     rows = []
     for path in dict.fromkeys([*wanted, *stored]):
         before, after = stored.get(path), wanted.get(path)
+        if before is None and after and path.endswith(_NEW_COUNTER) and after.role == COUNTER:
+            continue
         if (
             before is None
             or after is None
@@ -269,7 +278,7 @@ class _Migration:
             return Action("create", value=-1)
         path = self._find(leaf.path)
         if path is None and leaf.role == COUNTER:
-            self._note("counter of skipped steps: created")
+            self._note("counter of steps: created")
             return Action("create", value=_FIRST_VALUES.get(name, 0))
         if path is None:
             raise self._refusal(leaf, "the checkpoint has no such leaf")
@@ -298,7 +307,8 @@ class _Migration:
         source = self._scales.get(leaf.path)
         if source is not None:
             self._use(source)
-            return Action("copy", (source,))
+            is_same = self._stored[source].dtype == leaf.dtype
+            return Action("copy" if is_same else "cast", (source,))
         name = leaf.path.rpartition("/")[2]
         value = None if self._first_scale is None else self._first_scale.get(name)
         if name == "scale_value":
@@ -309,14 +319,16 @@ class _Migration:
     def _pair_scales(self) -> dict[str, str]:
         """Pairs the leaves of loss scales that have the same leaves on both sides."""
         before, after = _scales(self._source), _scales(self._target)
+        foreign = {scale.path for scale in self._source.scales if scale.kind == FOREIGN}
         others = {path: path for path in after}
         if len(before) == len(after) == 1:
             others = dict(zip(after, before, strict=True))
         return {
             f"{path}/{name}": f"{others[path]}/{name}"
             for path, names in after.items()
-            for name in names
-            if before.get(others[path]) == names
+            for name in before.get(others[path], ())
+            if before[others[path]] == names
+            or (others[path] in foreign and name in names and "good_steps" in names)
         }
 
     def _has_all_fp8(self) -> bool:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxmp.checkpoint._description import (
-    FP8,
     Description,
     Masters,
     choose_parameters,
@@ -14,6 +13,7 @@ from jaxmp.checkpoint._description import (
     outside_of,
 )
 from jaxmp.errors import CheckpointError
+from jaxmp.optim._roles import FP8
 
 # Path of the parameters; or path of each optimizer -> path of its parameters; None: not declared.
 Declared = str | Mapping[str, str] | None

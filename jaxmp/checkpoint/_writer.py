@@ -9,13 +9,14 @@ import logging
 import os
 import re
 import shutil
+import socket
 import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -23,7 +24,6 @@ from etils import epath
 
 from jaxmp._core._compat import call_at_exit
 from jaxmp.checkpoint._handler import ITEM, SaveState, StateHandler
-from jaxmp.checkpoint._lock import acquire_lock, release_lock
 from jaxmp.errors import CheckpointError
 
 _log = logging.getLogger("jaxmp.checkpoint")
@@ -151,9 +151,9 @@ class Writer(ocp.CheckpointManager):
         if jax.process_index() > 0 or "://" in str(directory):
             return True
         path = Path(str(directory), _LOCK)
-        file = acquire_lock(path)
+        file = _acquire_lock(path)
         if file is not None:
-            self._unlock = weakref.finalize(self, release_lock, path, file)
+            self._unlock = weakref.finalize(self, _release_lock, path, file)
         return file is not None
 
     def write(self, step: int, state: SaveState) -> None:
@@ -198,3 +198,79 @@ def _finish(reference: weakref.ref[Writer], process: int) -> None:
             print(
                 f"{name} at exit, while step {writer._started} was saved: {error}", file=sys.stderr
             )
+
+
+def check_directory(directory: object) -> None:
+    """Refuses to write below a name that orbax reads as a pattern, such as `lr=[0.1]`.
+
+    Orbax collects the files of a step with glob. In a directory with such a name it finds none, or
+    those of another directory, and reports success.
+
+    Raises:
+      CheckpointError: if the path contains `*`, `?` or `[`.
+    """
+    name = str(directory)
+    plain = re.sub(r"[*?\[\]]", "_", name)
+    if plain != name.replace("]", "_"):
+        raise CheckpointError(
+            f"{name!r} contains '*', '?' or '[', which orbax reads as a pattern, so the files of a "
+            f"step would be lost. Save into another directory: Checkpointer({plain!r})."
+        )
+
+
+# ---------------------------------------------------------------------------
+# Lock of a directory: one process, or one distributed job, saves into it at a time
+# ---------------------------------------------------------------------------
+
+
+# Distinguishes processes with the same number in containers with the same host name.
+_STARTED = time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _acquire_lock(path: Path) -> IO[str] | None:
+    """Locks a file until it is released, or until this process ends in any way.
+
+    Returns:
+      The file; None: this process has locked it already.
+
+    Raises:
+      CheckpointError: naming the process and the host that have locked it.
+    """
+    holder = path.read_text() if path.exists() else ""
+    if holder == _this_process():
+        return None
+    file = path.open("a")
+    try:
+        import fcntl  # noqa: PLC0415 (absent on Windows)
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A child that survives this process must not keep the lock.
+        os.register_at_fork(after_in_child=file.close)
+    except BlockingIOError:
+        file.close()
+        raise CheckpointError(
+            f"{holder or 'Another process'} saves into {path.parent}, and each would delete steps "
+            "of the other. Stop it, or save into another directory. If it has ended, and the file "
+            f"system has not noticed, remove its lock: os.remove({str(path)!r})."
+        ) from None
+    except (OSError, ImportError):
+        pass  # a file system without locks, or Windows
+    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        file.close()  # The holder has removed it in the meantime.
+        return _acquire_lock(path)
+    file.truncate(0)
+    file.write(_this_process())
+    file.flush()
+    return file
+
+
+def _release_lock(path: Path, file: IO[str]) -> None:
+    """Releases a lock, except in a forked child of the process that acquired it."""
+    with contextlib.suppress(OSError):
+        if path.read_text() == _this_process():
+            path.unlink()
+    file.close()
+
+
+def _this_process() -> str:
+    return f"Process {os.getpid()} on {socket.gethostname()} (since {_STARTED})"

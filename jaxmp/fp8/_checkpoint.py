@@ -22,7 +22,7 @@ _RESULTS = "jaxmp_fp8_result", "jaxmp_fp8_batched_result"
 _AMAX = "jaxmp_fp8_amax"
 
 
-def named(x: jax.Array) -> jax.Array:
+def saveable(x: jax.Array) -> jax.Array:
     """Names an array so that a policy of `jax.checkpoint` can save it."""
     return checkpoint_name(x, CHECKPOINT_NAME)
 
@@ -34,7 +34,7 @@ def named_values(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     applies `lax.reduce_precision` to saved values that the forward pass also reads, which turns
     E4M3 values from 248 up into NaN.
     """
-    saved = named(lax.bitcast_convert_type(values, jnp.uint8))
+    saved = saveable(lax.bitcast_convert_type(values, jnp.uint8))
     back = lambda: lax.bitcast_convert_type(saved, values.dtype)
     return back(), back()
 

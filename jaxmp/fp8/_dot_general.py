@@ -1,4 +1,4 @@
-"""`lax.dot_general` and `jnp.einsum` with FP8 operands in the forward and backward pass."""
+"""`lax.dot_general` with FP8 operands in the forward and backward pass."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jaxmp._core import _compat
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import CompositionError, JaxmpError
-from jaxmp.fp8._checkpoint import named, named_amax, named_result, named_values
-from jaxmp.fp8._dims import Dims, Shardings, before_transpose, dot_shardings, make_dims
-from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_device, is_native, mx_multiply
+from jaxmp.fp8._checkpoint import named_amax, named_result, named_values, saveable
+from jaxmp.fp8._dims import Dims, Shardings, dot_shardings, make_dims
+from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_mx_device, is_native, mx_multiply
 from jaxmp.fp8._operands import AMAX, Operand, as_floats, multiply, observed, quantized
 from jaxmp.fp8._scaling import GEMMS, DelayedScaling, MXScaling, Scaling, ScalingLike, as_scaling
-from jaxmp.fp8._state import AGE, State, before_step, check_state, next_state, of_operand
+from jaxmp.fp8._state import AGE, State, before_step, check_layer_state, next_state, of_operand
 
 _SIDES = {"lhs": 0, "rhs": 1}
 
 _PRECISIONS = (str, lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
 
 
-class Call(NamedTuple):
+class DotCall(NamedTuple):
     """Static arguments of one FP8 dot."""
 
     scaling: Scaling
@@ -126,7 +126,7 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
         )
         _check_call(scaling, precision, state)
         dims = make_dims(lhs, rhs, dimension_numbers)
-        call = Call(
+        call = DotCall(
             scaling,
             dims,
             _SIDES[kernel],
@@ -145,7 +145,17 @@ def _maker(scaling: Scaling, kernel: str) -> Callable[..., jax.Array]:
             product = lambda lhs, rhs: _product(on_auto, lhs, rhs, None)
             run: Any = jax.sharding.auto_axes(product, out_sharding=call.shardings.result)
             return run(lhs, rhs)
-        return _product(call, lhs, rhs, None if state is None else dict(state))
+        try:
+            return _product(call, lhs, rhs, None if state is None else dict(state))
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise CompositionError(
+                f"fp8.dot_general ({type(scaling).__name__}) has no derivative in forward mode "
+                "(jax.jvp, jax.jacfwd), because a backward pass quantizes its gradients. Use "
+                "jax.grad, jax.vjp or jax.jacrev, or a policy without "
+                'matmul = "fp8", such as the recipe "bf16".'
+            ) from None
 
     return fp8_dot_general
 
@@ -169,14 +179,14 @@ def _check_call(
                 "state=state), where state = fp8.init_state(scaling) before the first step and "
                 "its own gradient afterwards. Without a state use fp8.CurrentScaling()."
             )
-        check_state(scaling, state)
+        check_layer_state(scaling, state)
     elif state is not None:
         raise JaxmpError(
             f"{type(scaling).__name__} has no state. Leave `state` out, or use "
             "fp8.DelayedScaling()."
         )
     if isinstance(scaling, MXScaling):
-        check_device(scaling)
+        check_mx_device(scaling)
 
 
 def _result_dtype(lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None) -> np.dtype:
@@ -197,7 +207,7 @@ def _result_dtype(lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None) -
 # ---------------------------------------------------------------------------
 
 
-def _shield(call: Call, out: jax.Array, kernel_shape: tuple[int, ...]) -> jax.Array:
+def _shield(call: DotCall, out: jax.Array, kernel_shape: tuple[int, ...]) -> jax.Array:
     """Names the result of a forward dot, behind a barrier if an activation may follow.
 
     XLA for GPUs replaces a matmul and a tanh GELU whose input is used again by one cuBLAS call,
@@ -235,7 +245,7 @@ def _refuse(scaling: str, primals: object, tangents: object) -> NoReturn:
 
 
 def _operand(
-    call: Call, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, seen: tuple[Any, Any]
+    call: DotCall, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, seen: tuple[Any, Any]
 ) -> Operand | MXOperand:
     """Quantizes `x`, operand `side` of a dot with dimension numbers `dims`."""
     dtype = call.format(gemm, role)
@@ -260,19 +270,19 @@ def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
     """
     values = operand.values
     if isinstance(operand, MXOperand):
-        exponents = named(operand.exponents)
+        exponents = saveable(operand.exponents)
         of_backward, of_forward = named_values(values)
         return MXOperand(of_backward, exponents), MXOperand(of_forward, exponents)
     if operand.factor is None:
-        values = named(values)
+        values = saveable(values)
         return Operand(values, None), Operand(values, None)
-    factor = named(operand.factor)
+    factor = saveable(operand.factor)
     of_backward, of_forward = named_values(values)
     return Operand(of_backward, factor), Operand(of_forward, factor)
 
 
 def _multiply(
-    call: Call,
+    call: DotCall,
     gemm: str,
     lhs: Operand | MXOperand,
     rhs: Any,
@@ -300,33 +310,30 @@ def _multiply(
 
 
 def _first(
-    call: Call, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, state: State | None
+    call: DotCall, gemm: str, role: str, x: jax.Array, dims: Dims, side: int, state: State | None
 ) -> tuple[Any, Any]:
     """Quantizes an operand at its first use, and measures its amax for delayed scaling."""
     if state is None or not isinstance(call.scaling, DelayedScaling):
-        stored = named_amax(AMAX(x)) if _can_save_amax(call, gemm, role) else None
+        # A policy of `jax.checkpoint` may save this amax.
+        is_saved = gemm == "fprop" and call.scaling.kind == "current"
+        has_amax = is_saved and call.format(gemm, role) is not None
+        stored = named_amax(AMAX(x)) if has_amax else None
         seen = stored, stored
         return _operand(call, gemm, role, x, dims, side, seen), seen
     return observed(call.scaling, call.format(gemm, role), x, of_operand(state, role), role)
 
 
-def _can_save_amax(call: Call, gemm: str, role: str) -> bool:
-    """Returns True if a policy of `jax.checkpoint` may save the amax of an operand."""
-    is_current = call.scaling.kind == "current"
-    return gemm == "fprop" and is_current and call.format(gemm, role) is not None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None) -> jax.Array:
+def _product(call: DotCall, lhs: jax.Array, rhs: jax.Array, state: State | None) -> jax.Array:
     return _forward(call, *_operands(call, lhs, rhs, _before(call, state))[0])
 
 
-def _before(call: Call, state: State | None) -> State | None:
+def _before(call: DotCall, state: State | None) -> State | None:
     return None if state is None else before_step(state)
 
 
 def _operands(
-    call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None
+    call: DotCall, lhs: jax.Array, rhs: jax.Array, state: State | None
 ) -> tuple[list[Any], list[Any]]:
     """Quantizes the operands of the forward dot, and measures their amaxes for delayed scaling."""
     pairs = [
@@ -336,13 +343,13 @@ def _operands(
     return [operand for operand, _ in pairs], [seen for _, seen in pairs]
 
 
-def _forward(call: Call, lhs: Operand | MXOperand, rhs: Operand | MXOperand) -> jax.Array:
+def _forward(call: DotCall, lhs: Operand | MXOperand, rhs: Operand | MXOperand) -> jax.Array:
     out = _multiply(call, "fprop", lhs, rhs, call.dims, call.out_dtype, call.shardings.result)
     return _shield(call, out, (lhs, rhs)[call.kernel].values.shape)
 
 
 def _product_fwd(
-    call: Call, lhs: jax.Array, rhs: jax.Array, state: State | None
+    call: DotCall, lhs: jax.Array, rhs: jax.Array, state: State | None
 ) -> tuple[jax.Array, Any]:
     lhs, rhs = _differentiated_once(type(call.scaling).__name__, lhs, rhs)
     before = _before(call, state)
@@ -363,7 +370,7 @@ def _product_fwd(
 
 
 def _for_backward(
-    call: Call, side: int, x: jax.Array, forwards: Operand | MXOperand, seen: tuple[Any, Any]
+    call: DotCall, side: int, x: jax.Array, forwards: Operand | MXOperand, seen: tuple[Any, Any]
 ) -> Operand | MXOperand:
     """Returns operand `side`, quantized for the dot that computes the other operand's gradient."""
     gemm, role = call.gemm_of_gradient(1 - side), call.role(side)
@@ -373,7 +380,7 @@ def _for_backward(
     return _operand(call, gemm, role, x, dims, side, seen)
 
 
-def _shared(call: Call, role: str, gemm: str, other: str) -> bool:
+def _shared(call: DotCall, role: str, gemm: str, other: str) -> bool:
     """Checks if two dots can share the quantized `role`, although they contract different axes."""
     if call.format(gemm, role) != call.format(other, role):
         return False
@@ -381,7 +388,7 @@ def _shared(call: Call, role: str, gemm: str, other: str) -> bool:
 
 
 def _product_bwd(
-    call: Call, residuals: tuple[Any, ...], gradient: jax.Array
+    call: DotCall, residuals: tuple[Any, ...], gradient: jax.Array
 ) -> tuple[Any, Any, Any]:
     saved, seen, before, state_leaf = residuals
     (gradient,) = _differentiated_once(type(call.scaling).__name__, gradient)
@@ -413,137 +420,3 @@ def _product_bwd(
 
 
 _product.defvjp(_product_fwd, _product_bwd)
-
-
-# ---------------------------------------------------------------------------
-# Einsum
-# ---------------------------------------------------------------------------
-
-# Labels of the axes that an ellipsis covers; the last label is the last axis. They are characters
-# for private use, because the labels of an equation are letters.
-_ELLIPSIS = [chr(code) for code in range(0xE000, 0xE000 + 64)]
-
-
-def einsum(scaling: ScalingLike = None) -> Callable[..., jax.Array]:
-    """Creates a replacement of a two-operand `jnp.einsum` that quantizes its operands to FP8.
-
-    Args:
-      scaling: FP8 scaling, as in `fp8.dot_general`.
-
-    Returns:
-      `product(equation, x, kernel, precision=None, preferred_element_type=None, *,
-      out_sharding=None, state=None)`, where `x` is the input. Each label of an operand must also
-      appear in the other operand or in the result, and at most once in each operand.
-
-    Raises:
-      RecipeError: if `scaling` is not an FP8 scaling.
-      JaxmpError: by the returned function, if a single dot cannot compute the equation, or as in
-        `dot_general`.
-
-    Example:
-      >>> x, w = jnp.ones((2, 8, 16), jnp.bfloat16), jnp.ones((16, 4, 32), jnp.bfloat16)
-      >>> einsum("current")("btd,dnh->bnth", x, w).shape
-      (2, 4, 8, 32)
-    """
-    product = dot_general(scaling)
-
-    def fp8_einsum(
-        equation: str,
-        x: jax.Array,
-        kernel: jax.Array,
-        precision: lax.PrecisionLike = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: NamedSharding | PartitionSpec | None = None,
-        state: Mapping[str, jax.Array] | None = None,
-    ) -> jax.Array:
-        if not isinstance(equation, str):
-            raise _refused(equation, "it is not a string")
-        x, kernel = (
-            as_floats(each, name, "fp8.einsum") for each, name in ((x, "x"), (kernel, "kernel"))
-        )
-        plan = plan_einsum(equation, x.ndim, kernel.ndim)
-        if isinstance(out_sharding, (NamedSharding, PartitionSpec)):
-            out_sharding = before_transpose(out_sharding, plan.order)
-        result = product(
-            x,
-            kernel,
-            plan.numbers,
-            precision,
-            preferred_element_type,
-            out_sharding=out_sharding,
-            state=state,
-        )
-        return lax.transpose(result, plan.order)
-
-    return fp8_einsum
-
-
-class Plan(NamedTuple):
-    """Dimension numbers and output permutation that implement an einsum equation."""
-
-    numbers: Any
-    order: tuple[int, ...]
-
-
-def plan_einsum(equation: str, x_ndim: int, kernel_ndim: int) -> Plan:
-    """Converts an einsum equation of two operands to a dot and a permutation of its result.
-
-    Args:
-      equation: einsum equation, with or without "->".
-      x_ndim, kernel_ndim: ranks of the operands.
-
-    Raises:
-      JaxmpError: if a single dot of the two operands cannot compute the equation.
-    """
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if len(terms) != 2:
-        raise _refused(equation, f"it has {len(terms)} operands")
-    x, kernel = (
-        _labels(equation, term, ndim)
-        for term, ndim in zip(terms, (x_ndim, kernel_ndim), strict=True)
-    )
-    if not arrow:
-        once = sorted({label for label in x + kernel if (x + kernel).count(label) == 1})
-        shared = [label for label in x if label in kernel and label in _ELLIPSIS]
-        dots = [label for label in once if label in _ELLIPSIS]
-        result = sorted(shared + dots) + [label for label in once if label not in _ELLIPSIS]
-    else:
-        most = max((sum(label in _ELLIPSIS for label in term) for term in (x, kernel)), default=0)
-        result = _labels(equation, output, len(output.replace("...", "")) + most)
-    unknown = [label for label in result if label not in x + kernel]
-    if unknown or len(set(result)) < len(result):
-        raise _refused(equation, "its result has a label twice, or one that no operand has")
-    for term, other in ((x, kernel), (kernel, x)):
-        if any(label not in other and label not in result for label in term):
-            raise _refused(equation, "an operand alone is summed over; sum before the product")
-    batch = [label for label in x if label in kernel and label in result]
-    contract = [label for label in x if label in kernel and label not in result]
-    where = lambda labels, term: tuple(term.index(label) for label in labels)
-    numbers = (
-        (where(contract, x), where(contract, kernel)),
-        (where(batch, x), where(batch, kernel)),
-    )
-    used = {*batch, *contract}
-    made = batch + [label for label in x + kernel if label not in used]
-    return Plan(numbers, tuple(made.index(label) for label in result))
-
-
-def _labels(equation: str, term: str, ndim: int) -> list[str]:
-    before, dots, after = term.partition("...")
-    letters = before + after
-    count = ndim - len(letters)
-    if count < 0 or (count and not dots) or (letters and not letters.isalpha()):
-        raise _refused(equation, f"{term!r} does not name the axes of an array of rank {ndim}")
-    labels = [*before, *_ELLIPSIS[len(_ELLIPSIS) - count :], *after] if dots else [*before]
-    if len(set(labels)) < len(labels):
-        raise _refused(equation, f"{term!r} has a label twice")
-    return labels
-
-
-def _refused(equation: object, problem: str) -> JaxmpError:
-    return JaxmpError(
-        f"fp8.einsum({equation!r}, ...): {problem}. It takes one product of an input and a kernel; "
-        'for example fp8.einsum("current")("btd,df->btf", x, kernel).'
-    )

@@ -7,13 +7,17 @@ import contextvars
 import dataclasses
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jaxmp._core import _compat
-from jaxmp._core._capability import FP8_MATMULS, capability_text, unsupported_gpu
+from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._explanation import ExplanationRow, Section
-from jaxmp._programs._operations import Dot
+from jaxmp._core._targets import FP8_MATMULS, capability_text, unsupported_gpu
+from jaxmp._programs._jaxprs import equations
+from jaxmp._programs._matmuls import count_flops
+from jaxmp._programs._operations import Dot, dot_of
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._scaling import MX_BLOCK, Scaling
 
@@ -62,6 +66,33 @@ def _too_narrow(k: int, n: int, scaling: Scaling) -> str:
             of_n = [f"N = {n} <= {most_n}"] if most_n else []
             return f"{' and '.join(of_k + of_n)}: too narrow to gain"
     return ""
+
+
+# Form of a matmul that always runs in 16 bits -> its name, and the reason.
+FORMS = {
+    "ragged_dot_general": ("ragged_dot", "jaxmp quantizes no groups of rows"),
+    "conv_general_dilated": ("convolution", "jaxmp quantizes linear layers only"),
+    "dot_general": ("batched matmul", "its kernels, or activations, have a batch dimension"),
+}
+
+
+def form_of(equation: Any) -> tuple[str, str]:
+    """Returns the name of a form that never runs in FP8, and the reason; ("", "") for others."""
+    name = equation.primitive.name
+    is_plain = name == "dot_general" and not dot_of(equation).batch[0]
+    return ("", "") if is_plain else FORMS.get(name, ("", ""))
+
+
+def share_notes(jaxpr: Any) -> Iterator[str]:
+    """Yields the share of a program's FLOPs in FP8, and the forms of matmuls that are not."""
+    flops = count_flops(jaxpr)
+    fp8 = sum(count for dtypes, count in flops.items() if all(map(is_fp8, dtypes)))
+    if flops:
+        yield f"{fp8 / flops.total():.1%} of the FLOPs of all matmuls and convolutions are in FP8"
+    forms = Counter(form_of(equation) for equation in equations(jaxpr))
+    for (name, reason), count in forms.items():
+        if name:
+            yield f"{count} x {name} in 16 bits: {reason}"
 
 
 # (largest K, largest N) of layers that are too narrow for FP8; None: any size.
@@ -143,13 +174,19 @@ def recorded(*, is_full: bool = False) -> Iterator[Record]:
         _record.reset(token)
 
 
-def explanation_of(record: Record) -> Fp8Explanation:
+def explanation_of(record: Record, jaxpr: Any = None) -> Fp8Explanation:
     """Returns the decisions of a block as a section of an explanation.
+
+    Args:
+      record: the decisions.
+      jaxpr: the program, of whose FLOPs a note has the share in FP8; None without one.
 
     Its notes describe how the results depend on the rest of the batch, if a scale covers a whole
     tensor.
     """
     notes = tuple(filter(None, (scaling.batch_note for scaling in record.scalings)))
+    if jaxpr is not None and record.rows:
+        notes = (*share_notes(jaxpr), *notes)
     return Fp8Explanation(rows=tuple(record.rows), notes=notes)
 
 
@@ -179,22 +216,27 @@ _REGISTER = (
 _WIDEN = " For FP8 in narrow layers, write min_width = 0 in the table [fp8]."
 
 
-def warn_if_unused(subject: str, rows: list[LayerDecision], stacklevel: int) -> None:
-    """Warns if the decisions on a model or function, if any, exclude all matmuls from FP8."""
+def unused_text(subject: str, rows: list[LayerDecision]) -> str:
+    """Returns a warning if the decisions on a model or function, if any, exclude all matmuls."""
     if not rows or not all(row.exclusion_reason for row in rows):
-        return
+        return ""
     # A path may have several matmuls.
     reasons = {row.path or "(root)": row.exclusion_reason for row in rows}
     listed = [f"{path!r}: {why}" for path, why in list(reasons.items())[:3]]
     text = "; ".join(listed) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
     fix = _REGISTER if UNKNOWN_DOT in text else ""
     fix += _WIDEN if "narrow" in text or "min_width" in text else ""
-    warnings.warn(
+    return (
         f"The policies of {subject} set matmul = 'fp8', but none of its matmuls computes in FP8 "
-        f"({text}).{fix} The recipe 'bf16' computes the same as now.",
-        RecipeWarning,
-        stacklevel=stacklevel + 1,
+        f"({text}).{fix} The recipe 'bf16' computes the same as now."
     )
+
+
+def warn_if_unused(subject: str, rows: list[LayerDecision], stacklevel: int) -> None:
+    """Warns if the decisions on a function exclude all matmuls from FP8."""
+    text = unused_text(subject, rows)
+    if text:
+        warnings.warn(text, RecipeWarning, stacklevel=stacklevel + 1)
 
 
 def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:

@@ -14,8 +14,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jaxmp._core import _compat
-from jaxmp._core._capability import MX_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._targets import MX_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._dims import Dims
@@ -38,7 +38,7 @@ class MXOperand(NamedTuple):
     exponents: jax.Array
 
 
-def check_device(scaling: MXScaling) -> None:
+def check_mx_device(scaling: MXScaling) -> None:
     """Raises on accelerators without MX matmuls, unless the scaling sets `emulate=True`.
 
     Raises:

@@ -403,7 +403,7 @@ def _multiply_values(
     on_gpu = _compat.target() == "gpu"
     is_narrow = out_dtype == jnp.bfloat16
     if on_gpu and is_narrow and shared is not None and dims.contracts_last(shared):
-        # XLA would merge dots that share an operand, and apply the factors in passes of their own,
+        # XLA would merge dots that share an operand, and apply the factors in separate passes,
         # rounded to bfloat16. The barrier includes the factor, because XLA merges equal barriers.
         # An operand that cuBLAS reads transposed has none: XLA would no longer transpose it in the
         # kernel that quantizes it.
@@ -413,7 +413,7 @@ def _multiply_values(
     product = _dot(lhs, rhs, dims, out_dtype if on_gpu else FLOAT32, accurate, out_sharding)
     # A factor rounded to bfloat16 would change all elements by the same 0.2 %. On a GPU, XLA folds
     # a scalar factor in the dtype of the dot into the cuBLAS call, without the rounding. In FP32,
-    # it would write the product in FP32, and convert it in a pass of its own.
+    # it would write the product in FP32, and convert it in a separate pass.
     factor = _compat.mark_target(lax.convert_element_type(factor, product.dtype))
     product = lax.mul(product, lax.broadcast(factor, product.shape))
     return lax.convert_element_type(product, out_dtype)

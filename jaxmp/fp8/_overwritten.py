@@ -28,12 +28,11 @@ from jaxmp._core._trees import PARAMS, leaves_with_path, select_leaf
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._state import NAMES, PREFIX, USES, State, is_active, to_float32, to_fm32
-from jaxmp.fp8._step_state import PARTIALS, can_begin
-from jaxmp.fp8._step_state import begin_step as begin_states
-from jaxmp.fp8._step_state import finish_step as finish_states
+from jaxmp.fp8._step_state import PARTIALS, begin_states, can_begin, finish_states
 
 # Flax's name of the collection.
 OVERWRITE = "_overwrite_with_gradient"
+_LEAVES = frozenset(NAMES)
 
 
 # ---------------------------------------------------------------------------
@@ -54,6 +53,12 @@ def split(tree: PyTree) -> tuple[PyTree, PyTree]:
     if isinstance(tree, Mapping) and OVERWRITE in tree and PARAMS in tree:
         return tree[PARAMS], tree[OVERWRITE]
     return tree, None
+
+
+def names_of_state(node: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names in a mapping of the leaves of a layer's state; empty if it has none."""
+    prefixed = frozenset(PREFIX + name for name in NAMES)
+    return next((names for names in (_LEAVES, prefixed) if node.keys() >= names), frozenset())
 
 
 def join(params: PyTree, state: PyTree, like: PyTree) -> PyTree:
@@ -271,9 +276,6 @@ def _keep_unused(new: State, old: State) -> State:
         return lax.select(jnp.broadcast_to(mask, leaf.shape), leaf, before)
 
     return {name: select(leaf, old[name]) for name, leaf in new.items()}
-
-
-_LEAVES = frozenset(NAMES)
 
 
 class _Collection:

@@ -53,7 +53,7 @@ class Scaling:
         set_field = lambda name, value: object.__setattr__(self, name, value)
         for gemm in GEMMS:
             set_field(gemm, _formats(self, gemm))
-        check_count(self, "margin", low=0, high=64)
+        check_integer(self, "margin", low=0, high=64)
         width = self.min_width
         if width != "auto" and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
             raise _bad(self, "min_width", "'auto' or an integer that is not negative", "2048")
@@ -101,7 +101,7 @@ def _bad(scaling: Scaling, name: str, allowed: str, example: str) -> RecipeError
     )
 
 
-def check_count(scaling: Scaling, name: str, low: int, high: int) -> None:
+def check_integer(scaling: Scaling, name: str, low: int, high: int) -> None:
     """Checks that a setting is an integer from `low` to `high`.
 
     Raises:
@@ -220,7 +220,7 @@ class DelayedScaling(Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(self, "amax_history_len", low=1, high=2**20)
+        check_integer(self, "amax_history_len", low=1, high=2**20)
         _check_choice(self, "amax_compute", ("max", "most_recent"))
 
     @property
@@ -293,7 +293,7 @@ class MXScaling(Scaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_choice(self, "rounding", ("up", "down"))
-        check_count(self, "margin", low=0, high=0)
+        check_integer(self, "margin", low=0, high=0)
         if not self.power_of_two:
             raise _bad(self, "power_of_two", "True: scales are in E8M0", "True")
 

@@ -71,7 +71,7 @@ def init_state(scaling: ScalingLike = "delayed") -> State:
     return state
 
 
-def check_state(scaling: DelayedScaling, state: object) -> None:
+def check_layer_state(scaling: DelayedScaling, state: object) -> None:
     """Checks that a state has the keys, shapes and dtypes of `init_state(scaling)`.
 
     Raises:

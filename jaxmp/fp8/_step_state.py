@@ -1,6 +1,6 @@
 """States of all FP8 layers during one training step, which a few kernels read and write.
 
-Each layer has its own state of eight small arrays. If each layer updates its own, a program for a
+Each layer has a separate state of eight small arrays. If each layer updates it, a program for a
 GPU starts about eleven small kernels per layer. `begin_step` and `finish_step` process the states
 of all layers together, outside of the differentiated function. Between them, a layer receives its
 *active state*, with the same names and other shapes:
@@ -68,7 +68,7 @@ def _rows(known: jax.Array) -> list[jax.Array]:
     return list(known)
 
 
-def begin_step(states: Sequence[State], partials: int) -> list[State]:
+def begin_states(states: Sequence[State], partials: int) -> list[State]:
     """Returns the active states of layers before a step.
 
     Args:
@@ -125,7 +125,7 @@ def _finished(new: State, old: State, is_used: jax.Array, latest: jax.Array) -> 
     return state
 
 
-def finish_step(gradients: Sequence[State], before: Sequence[State]) -> list[State]:
+def finish_states(gradients: Sequence[State], before: Sequence[State]) -> list[State]:
     """Returns the states of layers after a step.
 
     Args:
@@ -141,7 +141,7 @@ def finish_step(gradients: Sequence[State], before: Sequence[State]) -> list[Sta
             {name: leaf for name, leaf in state.items() if name not in _MEASURED} for state in group
         ]
         uses, partials = zip(*map(_measured, measured), strict=True)
-        # Without the barrier, XLA would copy each constant result in a kernel of its own.
+        # Without the barrier, XLA would copy each constant result in a separate kernel.
         used = lax.optimization_barrier(jnp.concatenate(uses)) > np.float32(0)
         latest = amax(jnp.concatenate(partials), (-2, -1))[..., 0, 0]
         count = len(indices)

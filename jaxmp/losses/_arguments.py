@@ -20,14 +20,14 @@ Reduction = Literal["mean", "sum", "none", "sum_and_weight"]
 REDUCTIONS = ("mean", "sum", "none", "sum_and_weight")
 
 
-class Terms(NamedTuple):
+class LossTerms(NamedTuple):
     """Static settings of the loss of a row."""
 
     label_smoothing: float
     z_loss: float
 
 
-def shape_of(array: jax.Array) -> list[int]:
+def sizes_of(array: jax.Array) -> list[int]:
     return list(array.shape)
 
 
@@ -35,8 +35,8 @@ def check_same_shape(array: jax.Array, other: jax.Array, name: str) -> jax.Array
     if array.shape != other.shape:
         # Broadcasting [N] against [N, 1] would give N * N losses, a common bug in loss functions.
         raise JaxmpError(
-            f"{name} has shape {shape_of(other)}, but the array that it is compared with has shape "
-            f"{shape_of(array)} ({array.dtype}). The shapes must be equal: reshape one, or use "
+            f"{name} has shape {sizes_of(other)}, but the array that it is compared with has shape "
+            f"{sizes_of(array)} ({array.dtype}). The shapes must be equal: reshape one, or use "
             "jnp.broadcast_to."
         )
     return array
@@ -58,9 +58,9 @@ def check_number(value: Any, name: str, largest: float) -> float:
     return number
 
 
-def make_terms(label_smoothing: float, z_loss: float) -> Terms:
+def make_terms(label_smoothing: float, z_loss: float) -> LossTerms:
     smoothing = check_number(label_smoothing, "label_smoothing", 1.0)
-    return Terms(smoothing, check_number(z_loss, "z_loss", math.inf))
+    return LossTerms(smoothing, check_number(z_loss, "z_loss", math.inf))
 
 
 def check_reduction(value: Reduction) -> Reduction:
@@ -77,7 +77,7 @@ def check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
     layout = "[V, D]" if transposed else "[D, V]"
     if hidden.ndim < 1 or kernel.ndim != 2:
         raise JaxmpError(
-            f"hidden has shape {shape_of(hidden)} and kernel {shape_of(kernel)}; allowed are "
+            f"hidden has shape {sizes_of(hidden)} and kernel {sizes_of(kernel)}; allowed are "
             f"[..., D] and {layout}."
         )
     features, size = kernel.shape[::-1] if transposed else kernel.shape
@@ -86,11 +86,11 @@ def check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
         if size == hidden.shape[-1]:
             fix = f" The kernel is transposed: pass transposed={not transposed}."
         raise JaxmpError(
-            f"hidden {shape_of(hidden)} has {hidden.shape[-1]} features, and kernel "
-            f"{shape_of(kernel)}, read as {layout}, takes {features}.{fix}"
+            f"hidden {sizes_of(hidden)} has {hidden.shape[-1]} features, and kernel "
+            f"{sizes_of(kernel)}, read as {layout}, takes {features}.{fix}"
         )
     if not size:
-        raise JaxmpError(f"kernel {shape_of(kernel)}, read as {layout}, has no classes.")
+        raise JaxmpError(f"kernel {sizes_of(kernel)}, read as {layout}, has no classes.")
     return size
 
 
@@ -109,14 +109,14 @@ def check_indices(
         raise JaxmpError(f"ignore_index={ignore_index!r} is not an integer, such as -100.")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise JaxmpError(
-            f"labels are {labels.dtype} of shape {shape_of(labels)}; with {name} of shape "
+            f"labels are {labels.dtype} of shape {sizes_of(labels)}; with {name} of shape "
             f"{list(shape)} they must be class indices, integers of shape {list(rows)}: "
             "labels.astype(jnp.int32)."
             + (" For probabilities: softmax_cross_entropy." if name == "hidden" else "")
         )
     if labels.shape != tuple(rows):
         raise JaxmpError(
-            f"labels have shape {shape_of(labels)}, and {name} of shape {list(shape)} has rows of "
+            f"labels have shape {sizes_of(labels)}, and {name} of shape {list(shape)} has rows of "
             f"shape {list(rows)}. Pass one class index for each row: labels.reshape({tuple(rows)})."
         )
     if isinstance(labels, Tracer) or not labels.is_fully_addressable:
@@ -174,7 +174,7 @@ def row_factors(
     weights = jnp.asarray(weights)
     if jnp.issubdtype(weights.dtype, jnp.complexfloating) or weights.shape != tuple(rows):
         raise JaxmpError(
-            f"weights are {weights.dtype} of shape {shape_of(weights)}; the losses have shape "
+            f"weights are {weights.dtype} of shape {sizes_of(weights)}; the losses have shape "
             f"{list(rows)}, and each has one real weight. For equal weights of all rows: "
             f"weights=jnp.full({tuple(rows)}, weight)."
         )

@@ -20,8 +20,8 @@ from jaxmp._core._targets import target_memory
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import JaxmpError
 from jaxmp.losses._arguments import (
+    LossTerms,
     Reduction,
-    Terms,
     apply_factors,
     check_indices,
     check_layer,
@@ -31,7 +31,7 @@ from jaxmp.losses._arguments import (
     read_indices,
     reduce_sum,
     row_factors,
-    shape_of,
+    sizes_of,
     total_weight,
     vary_alike,
     weighted_sum,
@@ -123,7 +123,7 @@ def linear_cross_entropy(
     bias = None if bias is None else floating_array(bias, "bias")
     if bias is not None and bias.shape != (size,):
         raise JaxmpError(
-            f"bias has shape {shape_of(bias)}, and the kernel {shape_of(kernel)} has {size} "
+            f"bias has shape {sizes_of(bias)}, and the kernel {sizes_of(kernel)} has {size} "
             f"classes. Pass one number for each class: bias.reshape({size})."
         )
     terms = make_terms(label_smoothing, z_loss)
@@ -159,7 +159,7 @@ def linear_cross_entropy(
 class _Layer(NamedTuple):
     """Static settings of the loss of a linear layer."""
 
-    terms: Terms
+    terms: LossTerms
     chunk: int
     transposed: bool
     precision: Any

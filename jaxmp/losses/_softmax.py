@@ -15,8 +15,8 @@ from jaxmp._core._compat import target
 from jaxmp._core._dtypes import floating_array, wide_dtype
 from jaxmp.errors import JaxmpError
 from jaxmp.losses._arguments import (
+    LossTerms,
     Reduction,
-    Terms,
     check_indices,
     check_reduction,
     check_same_shape,
@@ -25,7 +25,7 @@ from jaxmp.losses._arguments import (
     read_indices,
     reduce_losses,
     row_factors,
-    shape_of,
+    sizes_of,
     vary_alike,
 )
 
@@ -85,7 +85,7 @@ def softmax_cross_entropy(
     logits, reduction = floating_array(logits, "logits"), check_reduction(reduction)
     terms = make_terms(label_smoothing, z_loss)
     if not logits.ndim or not logits.shape[-1]:
-        raise JaxmpError(f"logits have shape {shape_of(logits)}: the last axis has no classes.")
+        raise JaxmpError(f"logits have shape {sizes_of(logits)}: the last axis has no classes.")
     *rows, size = logits.shape
     wide = wide_dtype(logits.dtype)
     labels = jnp.asarray(labels)
@@ -148,7 +148,7 @@ def _hits(labels: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 def forward(
-    terms: Terms, logits: jax.Array, labels: jax.Array, *, small: bool
+    terms: LossTerms, logits: jax.Array, labels: jax.Array, *, small: bool
 ) -> tuple[jax.Array, _Rows]:
     """Computes the loss of each row, without the class axis, and statistics for its gradient.
 
@@ -254,7 +254,7 @@ def _sums_in_one_pass_jvp(arrays: tuple[Any, ...], tangents: tuple[Any, ...]) ->
 
 
 def slope_of(
-    terms: Terms, rows: _Rows, logits: jax.Array, labels: jax.Array, factors: jax.Array
+    terms: LossTerms, rows: _Rows, logits: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> jax.Array:
     """Returns the FP32 gradient of the logits, each row times its factor; the caller rounds it."""
     targets = _hits(labels, logits)
@@ -270,16 +270,16 @@ def slope_of(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _row_losses(terms: Terms, logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _row_losses(terms: LossTerms, logits: jax.Array, labels: jax.Array) -> jax.Array:
     return forward(terms, logits, labels, small=False)[0]
 
 
-def _row_losses_fwd(terms: Terms, logits: jax.Array, labels: jax.Array) -> Any:
+def _row_losses_fwd(terms: LossTerms, logits: jax.Array, labels: jax.Array) -> Any:
     losses, rows = forward(terms, logits, labels, small=False)
     return losses, (rows, logits, labels)
 
 
-def _row_losses_bwd(terms: Terms, saved: tuple[Any, ...], cotangent: jax.Array) -> Any:
+def _row_losses_bwd(terms: LossTerms, saved: tuple[Any, ...], cotangent: jax.Array) -> Any:
     rows, logits, labels = saved
     slope = slope_of(terms, rows, logits, labels, cotangent).astype(logits.dtype)
     if not jnp.issubdtype(labels.dtype, jnp.floating):

@@ -12,7 +12,8 @@ from jaxmp._core import _trees
 from jaxmp._core._typing import PyTree
 from jaxmp.optim._assign import assign, set_master_params, unpack_masters, unpack_parameters
 from jaxmp.optim._find import guard_of
-from jaxmp.optim._master import MasterParamsState, add_update
+from jaxmp.optim._layout import MasterParamsState
+from jaxmp.optim._master import add_update
 from jaxmp.optim._skip import SkipNonfiniteState
 
 

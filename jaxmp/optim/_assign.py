@@ -18,17 +18,16 @@ from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._hints import warn_user
 from jaxmp._policies._resolve import Policies, storage_dtype
 from jaxmp.errors import RecipeWarning
-from jaxmp.optim import _master
-from jaxmp.optim._master import (
+from jaxmp.optim import _layout, _master
+from jaxmp.optim._layout import (
     MasterParamsState,
     UnpackedMasters,
     UnpackedParameters,
-    first_saturated,
     map_master_states,
     master_states,
     path_of,
-    read_master,
 )
+from jaxmp.optim._master import first_saturated, read_master
 from jaxmp.optim._rounding import StochasticRoundingState
 
 
@@ -60,7 +59,7 @@ def unpack_parameters(state: PyTree, params: PyTree) -> PyTree:
 
     def unpack(node: MasterParamsState) -> MasterParamsState:
         leaves, treedef = jax.tree.flatten(params)
-        stored = treedef.flatten_up_to(node.masters)
+        stored = _layout.entries_of(node.masters, treedef)
         full = [read_master(param, master) for param, master in zip(leaves, stored, strict=True)]
         return _unpacked(UnpackedParameters, node, treedef.unflatten(full))
 
@@ -99,7 +98,7 @@ def assign(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
             else:
                 written[path] = _trees.cast(full, dtype)
                 masters.append(full)
-        tree = jax.tree.structure(node.masters).unflatten(masters)
+        tree = node.layout.tree(jax.tree.structure(node.masters), masters)
         return MasterParamsState(tree, node.overflow, node.fits, node.inner_state, node.layout)
 
     state = map_master_states(pack, state)

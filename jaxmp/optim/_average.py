@@ -15,7 +15,7 @@ from jaxmp._core._typing import Array, PyTree
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._find import get_master_params
-from jaxmp.optim._master import master_states
+from jaxmp.optim._layout import master_states
 
 
 def fp32_copy(tree: PyTree) -> PyTree:

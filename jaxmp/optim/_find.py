@@ -18,7 +18,7 @@ from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import unpack_masters
-from jaxmp.optim._master import MasterParamsState, master_states
+from jaxmp.optim._layout import MasterParamsState, master_states
 from jaxmp.optim._skip import SkipNonfiniteState, as_axes
 
 
@@ -79,7 +79,7 @@ def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, An
                 f"recipe.optimizer(inner, axis_name={options['axis_name']!r}), and leave it out "
                 "of value_and_grad, which then averages over this axis."
             )
-        defaults["axis_name"] = axes
+        defaults |= {"axis_name": axes, "guarded": guard.settings.guarded}
         if guard.settings.gradients is not None:
             defaults |= dataclasses.asdict(guard.settings.gradients)
     if "loss_scale" not in options:

@@ -12,8 +12,7 @@ There are two forms of masters:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,78 +23,24 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32, canonical_dtype, is_16bit, short_name
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike, PyTree
+from jaxmp._gradients._hints import warn_user
 from jaxmp._policies import _load
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._resolve import storage_dtype
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
-
-BFLOAT16 = np.dtype(jnp.bfloat16)
-_HALF_ULP = np.uint32(0x8000)
-_QUIET_NAN = np.uint32(0x7FC00000)
-
-# Finite FP32 values of at least this magnitude become infinite by the cast: the largest finite
-# value plus half a unit in its last place (65504 + 16 for float16).
-OVERFLOW_THRESHOLD = {
-    np.dtype(np.float16): np.float32(65520.0),
-    BFLOAT16: np.array(0x7F7F8000, np.uint32).view(np.float32)[()],
-}
-
-
-def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits FP32 values into bfloat16, with ties away from zero, and an int16 remainder.
-
-    Args:
-      master: float32 array of any shape.
-
-    Returns:
-      bfloat16 and int16 arrays of the same shape, from which `unpack` restores finite and infinite
-      values exactly, except subnormal ones below 2**-134, which become zero. A NaN becomes the
-      quiet NaN.
-    """
-    bits = lax.bitcast_convert_type(master, jnp.uint32)
-    bits = lax.select(jnp.isnan(master), jnp.full_like(bits, _QUIET_NAN), bits)
-    high = lax.shift_right_logical(bits + _HALF_ULP, jnp.full_like(bits, 16)).astype(jnp.uint16)
-    low = bits.astype(jnp.uint16)
-    return (
-        lax.bitcast_convert_type(high, jnp.bfloat16),
-        lax.bitcast_convert_type(low, jnp.int16),
-    )
-
-
-def unpack(param: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Returns the FP32 value of a bfloat16 parameter and its int16 remainder.
-
-    A zero has no remainder, so that a parameter which the user sets to zero is zero.
-    """
-    high = _high_bits(param)
-    is_zero = (high & 0x7FFFFFFF) == 0
-    full = jnp.where(is_zero, high, high + remainder.astype(jnp.int32))
-    return lax.bitcast_convert_type(full, jnp.float32)
-
-
-def remainder_to(master: jax.Array, param: jax.Array) -> jax.Array:
-    """Returns the int16 remainder with which `param` is closest to `master`.
-
-    It is exact if `param` is `pack(master)[0]`, and otherwise clipped.
-    """
-    bits = lax.bitcast_convert_type(master, jnp.int32)
-    return jnp.clip(bits - _high_bits(param), -(2**15), 2**15 - 1).astype(jnp.int16)
-
-
-def _high_bits(param: jax.Array) -> jax.Array:
-    high = lax.bitcast_convert_type(param, jnp.int16).astype(jnp.int32)
-    return lax.shift_left(high, jnp.full_like(high, 16))
+from jaxmp.optim._layout import Layout, MasterParamsState, UnpackedMasters, entries_of, make_layout
+from jaxmp.optim._rounding import BFLOAT16, OVERFLOW_THRESHOLD, pack, remainder_to, unpack
 
 
 def to_storage(value: PyTree, dtype: DTypeLike, master: str) -> PyTree:
     """Casts one leaf to its storage dtype, with the rounding of the form of its master."""
-    if master == "packed" and np.dtype(dtype) == BFLOAT16 and value.dtype == FLOAT32:
+    if master == "packed" and np.dtype(dtype) == BFLOAT16 and _trees.dtype_of(value) == FLOAT32:
         if isinstance(value, jax.ShapeDtypeStruct):
             return value.update(dtype=dtype)
-        return pack(jnp.asarray(value))[0]
+        return pack(jnp.asarray(_trees.cast(value, FLOAT32)))[0]
     return _trees.cast(value, dtype)
 
 
@@ -128,120 +73,6 @@ FLOAT16 = np.dtype(np.float16)
 # A saturated master of a bfloat16 parameter: larger ones round to infinity.
 _LARGEST_MASTER = np.nextafter(OVERFLOW_THRESHOLD[BFLOAT16], np.float32(0), dtype=np.float32)
 MASTER_MODES = ("auto", "fp32", "packed", "none")
-
-
-# ---------------------------------------------------------------------------
-# State
-# ---------------------------------------------------------------------------
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Storage of each parameter, as static data inside the optimizer state."""
-
-    # Policies that determine the storage dtypes; None: each leaf keeps its dtype.
-    policies: PolicyMap | None
-    # "fp32", "packed" or "none".
-    master: str
-    # (path, name of the storage dtype), in flattening order; the name is "" if no policy applies.
-    storage: tuple[tuple[str, str], ...]
-
-    def dtype(self, index: int) -> np.dtype | None:
-        """Returns the storage dtype of leaf `index`; None if no policy applies to it."""
-        name = self.storage[index][1]
-        return canonical_dtype(name) if name else None
-
-    def has_master(self, index: int) -> bool:
-        """Returns True if leaf `index` is stored in 16 bits and has a master."""
-        dtype = self.dtype(index)
-        return self.master != "none" and dtype is not None and is_16bit(dtype)
-
-    @property
-    def key(self) -> str:
-        """Name of the masters in tree paths; see `MasterParamsState`."""
-        has_any = any(self.has_master(i) for i in range(len(self.storage)))
-        return f"{self.master}_masters" if has_any else "no_masters"
-
-
-@jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
-class MasterParamsState:
-    """State of `master_params`.
-
-    In tree paths the masters are called `fp32_masters`, `packed_masters` or `no_masters`, according
-    to their layout. Libraries that store paths therefore cannot restore a checkpoint into a state
-    of another layout; orbax would otherwise cast packed remainders to FP32 masters.
-
-    Attributes:
-      masters: a tree like the parameters: float32 masters, or int16 remainders if they are packed,
-        and `optax.MaskedNode()` for parameters without a master.
-      overflow: int32 scalar: index in `layout.storage` of the first parameter whose new master was
-        too large for its storage dtype in the last update; -1 if there is none. For bfloat16 it
-        describes the masters before that update, if `unpack_masters` unpacked them.
-      fits: bool scalar; True if no float16 parameter overflowed in the last update.
-      inner_state: the state of the inner transformation, in FP32 throughout.
-      layout: the storage of each parameter (static).
-    """
-
-    masters: PyTree
-    overflow: jax.Array
-    fits: jax.Array
-    inner_state: PyTree
-    layout: Layout = dataclasses.field(metadata={"static": True})
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Layout]:
-        names = (self.layout.key, "overflow", "fits", "inner_state")
-        keys = map(jax.tree_util.GetAttrKey, names)
-        return tuple(zip(keys, self._children, strict=True)), self.layout
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Layout]:
-        return self._children, self.layout
-
-    @classmethod
-    def tree_unflatten(cls, layout: Layout, children: Iterable[Any]) -> Self:
-        masters, overflow, fits, inner_state = children
-        return cls(masters, overflow, fits, inner_state, layout)
-
-    @property
-    def _children(self) -> tuple[Any, ...]:
-        return self.masters, self.overflow, self.fits, self.inner_state
-
-    def has_value(self, index: int) -> bool:
-        """Returns True if `masters` has a value for parameter `index`."""
-        return self.layout.has_master(index)
-
-    def values(self) -> Iterator[tuple[int, str, Any]]:
-        """Yields the index, path and value of each parameter that has a value in `masters`."""
-        indices = filter(self.has_value, range(len(self.layout.storage)))
-        for index, value in zip(indices, jax.tree.leaves(self.masters), strict=True):
-            yield index, self.layout.storage[index][0], value
-
-    @property
-    def can_overflow(self) -> bool:
-        """True if a float16 parameter may be unable to represent its new value."""
-        indices = filter(self.has_value, range(len(self.layout.storage)))
-        return any(self.layout.dtype(index) == FLOAT16 for index in indices)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class UnpackedMasters(MasterParamsState):
-    """`MasterParamsState` during one update: all masters are float32.
-
-    The transformation leaves the new masters in this state. `assign` then casts them to the
-    parameters, and restores a `MasterParamsState`.
-    """
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class UnpackedParameters(UnpackedMasters):
-    """`UnpackedMasters` with values for all parameters, including those without a master.
-
-    The update then writes all parameters in one pass, and the emitted updates are not needed.
-    """
-
-    def has_value(self, index: int) -> bool:
-        return True
 
 
 # ---------------------------------------------------------------------------
@@ -284,7 +115,8 @@ def master_params(
         from zero; "none": no masters, but the inner transformation still computes in FP32.
 
     Returns:
-      An optax transformation; `init` accepts FP32 parameters, or 16-bit ones.
+      An optax transformation; `init` accepts FP32 parameters, or 16-bit ones, and warns of those
+      that were initialized in 16 bits, with few different values.
 
     Raises:
       CompositionError: for an unknown `master`, for "packed" with float16 parameters, and in
@@ -302,18 +134,21 @@ def master_params(
             f"Unknown master={master!r}. Allowed: {', '.join(map(repr, MASTER_MODES))}; "
             "for example master='auto'."
         )
+    check_inner(inner)
     master = "fp32" if master == "auto" else master
     policy_map = None if recipe is None else _load.as_policy_map(recipe)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: PyTree) -> PyTree:
         _overwritten.check_is_absent(params)
-        layout = _make_layout(params, policy_map, master)
+        layout = make_layout(params, policy_map, master)
         leaves, treedef = jax.tree.flatten(params)
-        masters = treedef.unflatten(
+        entries = [
             make_master(leaf, master) if layout.has_master(i) else optax.MaskedNode()
             for i, leaf in enumerate(leaves)
-        )
+        ]
+        masters = layout.tree(treedef, entries)
+        _warn_of_few_values(leaves, layout)
         full = _trees.cast_floating(params, FLOAT32)
         inner_state = _trees.owned(inner.init(full), (params, full, masters))
         none, fits = jnp.array(-1, jnp.int32), jnp.array(True)
@@ -334,7 +169,7 @@ def master_params(
             )
         params_flat, treedef = jax.tree.flatten(params)
         _check_storage(params_flat, state.layout)
-        masters_flat = treedef.flatten_up_to(state.masters)
+        masters_flat = entries_of(state.masters, treedef)
         is_unpacked = isinstance(state, UnpackedMasters)
         read = _read_unpacked if is_unpacked else read_master
         old = [read(p, m) for p, m in zip(params_flat, masters_flat, strict=True)]
@@ -352,9 +187,12 @@ def master_params(
         overflows = {i: over for i, (_, _, over) in enumerate(steps) if over is not None}
         of_float16 = {i: o for i, o in overflows.items() if state.layout.dtype(i) == FLOAT16}
         first = _first_index(overflows)
+        new_masters = treedef.unflatten(new for _, new, _ in steps)
+        if isinstance(state.masters, optax.MaskedNode):
+            new_masters = state.masters
         new_state = dataclasses.replace(
             state,
-            masters=treedef.unflatten(new for _, new, _ in steps),
+            masters=new_masters,
             overflow=lax.select(first >= 0, first, state.overflow) if is_unpacked else first,
             fits=_first_index(of_float16) < 0,
             inner_state=inner_state,
@@ -384,11 +222,47 @@ def master_params(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _warn_of_few_values(params: list[Any], layout: Layout) -> None:
+    """Warns of 16-bit parameters that were drawn in 16 bits, of which masters are made.
+
+    `jax.random` draws them from as many values as the format has mantissas. Numbers that were
+    rounded to 16 bits later, as those of a trained model, have many more.
+    """
+    for index, leaf in enumerate(params):
+        is_known = isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, Tracer)
+        if not (is_known and layout.has_master(index) and is_16bit(leaf.dtype)):
+            continue
+        most = 2 ** (jnp.finfo(leaf.dtype).nmant + 1)
+        if leaf.size < 8 * most or not getattr(leaf, "is_fully_addressable", True):
+            continue
+        sample = np.asarray(leaf.reshape(-1)[: 8 * most])
+        if 16 < (values := len(np.unique(sample))) <= most:
+            warn_user(
+                f"Parameter {layout.storage[index][0]!r} has {values} different values among "
+                f"{len(sample)} elements, as if it was initialized in {leaf.dtype}, and so have "
+                "its FP32 masters. Initialize in FP32, the default param_dtype of Flax's layers: "
+                "TrainState.create and recipe.cast_params cast parameters afterwards."
+            )
+            return
+
+
+def check_inner(inner: object) -> None:
+    """Refuses an object that is not an optax transformation, such as a learning rate."""
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        what = f"{inner!r}, a {type(inner).__name__},"
+        if callable(inner):
+            what = f"The function {getattr(inner, '__name__', inner)}, which was not called,"
+        raise CompositionError(
+            f"{what} is not an optax transformation, such as that of "
+            "recipe.optimizer(optax.adam(1e-3))."
+        )
+
+
 def add_update(param: Array | None, update: Array) -> Any:
     """Adds an update as `optax.apply_updates` does, and to 16-bit parameters in FP32."""
     if param is None or update.dtype == jax.dtypes.float0:
         return param
-    if _trees.is_castable(param) and param.dtype != FLOAT32:
+    if _trees.is_castable(param) and is_16bit(param.dtype):
         return (param.astype(FLOAT32) + update.astype(FLOAT32)).astype(param.dtype)
     return param + update.astype(param.dtype)
 
@@ -458,38 +332,10 @@ def placed_as(array: Array, like: Array) -> Array:
     return array if same else jax.device_put(array, target)
 
 
-def _make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layout:
-    collections = _trees.has_collections(params)
-    storage: list[tuple[str, str]] = []
-    seen: set[str] = set()
-    for names, leaf in _trees.leaves_with_path(params):
-        path = path_of(names, collections)
-        if path in seen:
-            raise CompositionError(
-                f"Two parameters have the path {path!r}, because one has a '/' in its name. Rules "
-                "and masters cannot distinguish them. Rename one of them."
-            )
-        seen.add(path)
-        is_param = not collections or names[0] == _trees.PARAMS
-        if not is_param or not _trees.is_castable(leaf):
-            storage.append((path, ""))
-            continue
-        rule_names = _trees.rule_names(params, names)
-        dtype = leaf.dtype if policies is None else storage_dtype(policies, rule_names)
-        if master == "packed" and np.dtype(dtype) == np.float16:
-            raise CompositionError(
-                f"master='packed' stores the 16 bits that bfloat16 drops from FP32, but {path!r} "
-                "is stored in float16, whose exponent differs. Use master='fp32', or store it in "
-                f"bfloat16: Rule({path!r}, 'p=bf16')."
-            )
-        storage.append((path, short_name(dtype)))
-    return Layout(policies, master, tuple(storage))
-
-
 def _check_storage(params: list[Any], layout: Layout) -> None:
     for index, leaf in enumerate(params):
         dtype = layout.dtype(index)
-        if dtype is not None and leaf.dtype != dtype:
+        if dtype is not None and _trees.dtype_of(leaf) != dtype:
             raise CompositionError(
                 f"Parameter {layout.storage[index][0]!r} is {leaf.dtype}, but its policy stores it "
                 f"in {dtype}. Cast once, after tx.init(params): params = recipe.cast_params(params)"
@@ -526,31 +372,3 @@ def _first_index(flags: dict[int, jax.Array]) -> jax.Array:
     for index in sorted(flags, reverse=True):
         first = lax.select(flags[index], jnp.full_like(first, index), first)
     return first
-
-
-def path_of(names: _trees.Path, collections: bool) -> str:
-    return _trees.parameter_path(_trees.strip_collection(names) if collections else names)
-
-
-# ---------------------------------------------------------------------------
-# Masters inside of any optimizer state
-# ---------------------------------------------------------------------------
-
-
-def _is_master_state(node: object) -> TypeGuard[MasterParamsState]:
-    return isinstance(node, MasterParamsState)
-
-
-def map_master_states(
-    fn: Callable[[MasterParamsState], MasterParamsState], state: PyTree
-) -> PyTree:
-    """Applies `fn` to each MasterParamsState in `state`, at any nesting."""
-    return jax.tree.map(
-        lambda node: fn(node) if _is_master_state(node) else node, state, is_leaf=_is_master_state
-    )
-
-
-def master_states(state: PyTree) -> list[MasterParamsState]:
-    """Returns every MasterParamsState in `state`, in flattening order."""
-    leaves = jax.tree.leaves(state, is_leaf=_is_master_state)
-    return [leaf for leaf in leaves if _is_master_state(leaf)]

@@ -1,4 +1,4 @@
-"""Stochastic rounding of 16-bit parameters, as an alternative to masters."""
+"""Rounding of 16-bit parameters: packed with a remainder, or stochastic instead of masters."""
 
 from __future__ import annotations
 
@@ -14,6 +14,68 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp.errors import CompositionError
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+_HALF_ULP = np.uint32(0x8000)
+_QUIET_NAN = np.uint32(0x7FC00000)
+
+# Finite FP32 values of at least this magnitude become infinite by the cast: the largest finite
+# value plus half a unit in its last place (65504 + 16 for float16).
+OVERFLOW_THRESHOLD = {
+    np.dtype(np.float16): np.float32(65520.0),
+    BFLOAT16: np.array(0x7F7F8000, np.uint32).view(np.float32)[()],
+}
+
+
+def pack(master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits FP32 values into bfloat16, with ties away from zero, and an int16 remainder.
+
+    Args:
+      master: float32 array of any shape.
+
+    Returns:
+      bfloat16 and int16 arrays of the same shape, from which `unpack` restores finite and infinite
+      values exactly, except subnormal ones below 2**-134, which become zero. A NaN becomes the
+      quiet NaN.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.uint32)
+    bits = lax.select(jnp.isnan(master), jnp.full_like(bits, _QUIET_NAN), bits)
+    high = lax.shift_right_logical(bits + _HALF_ULP, jnp.full_like(bits, 16)).astype(jnp.uint16)
+    low = bits.astype(jnp.uint16)
+    return (
+        lax.bitcast_convert_type(high, jnp.bfloat16),
+        lax.bitcast_convert_type(low, jnp.int16),
+    )
+
+
+def unpack(param: jax.Array, remainder: jax.Array) -> jax.Array:
+    """Returns the FP32 value of a bfloat16 parameter and its int16 remainder.
+
+    A zero has no remainder, so that a parameter which the user sets to zero is zero.
+    """
+    high = _high_bits(param)
+    is_zero = (high & 0x7FFFFFFF) == 0
+    full = jnp.where(is_zero, high, high + remainder.astype(jnp.int32))
+    return lax.bitcast_convert_type(full, jnp.float32)
+
+
+def remainder_to(master: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns the int16 remainder with which `param` is closest to `master`.
+
+    It is exact if `param` is `pack(master)[0]`, and otherwise clipped.
+    """
+    bits = lax.bitcast_convert_type(master, jnp.int32)
+    return jnp.clip(bits - _high_bits(param), -(2**15), 2**15 - 1).astype(jnp.int16)
+
+
+def _high_bits(param: jax.Array) -> jax.Array:
+    high = lax.bitcast_convert_type(param, jnp.int16).astype(jnp.int32)
+    return lax.shift_left(high, jnp.full_like(high, 16))
+
+
+# ---------------------------------------------------------------------------
+# Stochastic rounding
+# ---------------------------------------------------------------------------
 
 
 class StochasticRoundingState(NamedTuple):
@@ -109,16 +171,22 @@ def round_stochastically(key: jax.Array, value: jax.Array, dtype: DTypeLike) -> 
     neighbor, and are infinite from 65,520 on. Magnitudes below 2**-14, the smallest normal number
     of float16, are rounded on its subnormal grid of 2**-24.
     """
-    bits = lax.bitcast_convert_type(value, jnp.uint32)
-    # Bits of the FP32 significand (23) that the format drops: 16 for bfloat16, 13 for float16.
-    dropped = 23 - jnp.finfo(dtype).nmant
-    noise = jax.random.bits(key, value.shape, jnp.uint32) & np.uint32(2**dropped - 1)
-    cut = (bits + noise) & ~np.uint32(2**dropped - 1)
-    rounded = lax.bitcast_convert_type(cut, jnp.float32)
+    noise = jax.random.bits(key, value.shape, jnp.uint32)
+    rounded = with_noise(value, noise, dtype)
     if np.dtype(dtype) == np.float16:
         grid = np.float32(2.0**-24)
         uniform = jax.random.uniform(key, value.shape, jnp.float32)
         subnormal = jnp.copysign(jnp.floor(value / grid + uniform) * grid, value)
-        rounded = jnp.where(jnp.abs(value) < np.float32(2.0**-14), subnormal, rounded)
+        is_subnormal = jnp.abs(value) < np.float32(2.0**-14)
+        rounded = jnp.where(is_subnormal, subnormal.astype(dtype), rounded)
+    return rounded
+
+
+def with_noise(value: jax.Array, noise: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rounds float32 `value` with uniform random uint32: adds them below the last bit, and cuts."""
+    bits = lax.bitcast_convert_type(value, jnp.uint32)
+    # Bits of the FP32 significand (23) that the format drops: 16 for bfloat16, 13 for float16.
+    dropped = np.uint32(2 ** (23 - jnp.finfo(dtype).nmant) - 1)
+    rounded = lax.bitcast_convert_type((bits + (noise & dropped)) & ~dropped, jnp.float32)
     largest = np.float32(jnp.finfo(dtype).max)
     return jnp.where(jnp.abs(value) <= largest, rounded, value).astype(dtype)

@@ -19,19 +19,20 @@ from jax import lax
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import AxisNames, PyTree
-from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
-from jaxmp._gradients._hints import Mark
-from jaxmp._gradients._loss_scale import LossScale, LossScaleLike, as_loss_scale
+from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
+from jaxmp._gradients._hints import Mark, is_in_loss, warn_user
+from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp._policies._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim._master import (
+from jaxmp.optim._layout import (
     MasterParamsState,
     UnpackedParameters,
     map_master_states,
-    master_params,
     master_states,
 )
+from jaxmp.optim._master import check_inner, master_params
+from jaxmp.optim._moments import moment_dtype
 
 
 def can_overflow(state: PyTree) -> bool:
@@ -89,6 +90,8 @@ class SkipStats:
       nonfinite_leaf: int32, index of the first parameter whose gradient was not finite in the last
         step (or too large, see `skip_nonfinite`), in the gradients; -1 if there is none, or if it
         is unknown.
+      zero_gradients: int32, number of consecutive steps whose gradients were all zero; counted only
+        with a loss scale.
     """
 
     total: jax.Array
@@ -97,13 +100,14 @@ class SkipStats:
     last_finite: jax.Array
     overflow_leaf: jax.Array
     nonfinite_leaf: jax.Array
+    zero_gradients: jax.Array
 
     @classmethod
     def zero(cls, inner_state: PyTree = ()) -> SkipStats:
         """Returns the counters before the first step."""
         zero = lambda: jnp.zeros((), jnp.int32)
         first, none = overflow_leaf(inner_state), jnp.array(-1, jnp.int32)
-        return cls(zero(), zero(), zero(), jnp.array(True), first, none)
+        return cls(zero(), zero(), zero(), jnp.array(True), first, none, zero())
 
     def after(
         self,
@@ -111,6 +115,7 @@ class SkipStats:
         at_floor: jax.Array,
         overflow_leaf: jax.Array,
         nonfinite_leaf: jax.Array,
+        zero_gradients: jax.Array,
     ) -> SkipStats:
         """Returns the counters after another step."""
         zero = jnp.zeros((), jnp.int32)
@@ -124,6 +129,7 @@ class SkipStats:
             last_finite=applied,
             overflow_leaf=overflow_leaf,
             nonfinite_leaf=nonfinite_leaf,
+            zero_gradients=zero_gradients,
         )
 
 
@@ -252,13 +258,20 @@ def guard(
       settings: the settings.
       dtype: the compute dtype of the recipe, if it has 16 bits; otherwise None.
     """
+    check_inner(inner)
     initial_scale = as_loss_scale(loss_scale)
     _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
     axes = settings.axis_name
 
+    inside = Mark()
+
     def init_fn(params: PyTree) -> PyTree:
         _overwritten.check_is_absent(params)
+        if isinstance(initial_scale, DynamicLossScale) and not inside.is_checked:
+            inside.is_checked = is_in_loss(params)
+            if inside.is_checked:
+                warn_user(_INSIDE_LOSS)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
         scale = initial_scale.fresh().with_leaves(_mark=Mark(dtype))
         return SkipNonfiniteState(scale, SkipStats.zero(inner_state), inner_state, settings)
@@ -294,6 +307,11 @@ def guard(
         nonfinite_leaf = state.stats.nonfinite_leaf
         if same_structure:
             nonfinite_leaf = lax.select(finite, jnp.full_like(first, -1), first)
+        zero_gradients = state.stats.zero_gradients
+        if not isinstance(state.loss_scale, NoLossScale):
+            is_zero = _trees.all_zero(grads, elementwise=branches)
+            is_zero = _compat.agree(is_zero, axes) if axes else is_zero
+            zero_gradients = lax.select(is_zero, zero_gradients + 1, jnp.int32(0))
         if state.settings.is_noted:
             noted = state.stats.last_finite
             finite = lax.bitwise_and(finite, _compat.agree(noted, axes) if axes else noted)
@@ -315,12 +333,23 @@ def guard(
         applied, emitted, inner_state, overflow = guarded_update(finite, do_update, reject)
         return emitted, SkipNonfiniteState(
             loss_scale=state.loss_scale.adjust(applied),
-            stats=state.stats.after(applied, state.loss_scale.at_floor, overflow, nonfinite_leaf),
+            stats=state.stats.after(
+                applied, state.loss_scale.at_floor, overflow, nonfinite_leaf, zero_gradients
+            ),
             inner_state=inner_state,
             settings=state.settings,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+_INSIDE_LOSS = (
+    "The state of an optimizer is created inside of a loss, so its loss scale starts anew in each "
+    "outer step, and the inner steps that overflow there are skipped each time. Scale the inner "
+    "gradients by the loss scale of the outer state, which decreases if they overflow, and update "
+    "by the optimizer without the recipe: grads = jaxmp.grad(inner_loss, loss_scale="
+    "state.loss_scale)(params); updates, inner_state = inner.update(grads, inner_state, params)."
+)
 
 
 def _check_mode(skip: str, loss_scale: LossScale) -> None:
@@ -435,6 +464,7 @@ def mixed_precision(
       >>> float(get_loss_scale(tx.init(jnp.ones(2))).scale_value)
       65536.0
     """
+    check_inner(inner)
     data = as_recipe_data(recipe)
     if isinstance(loss_scale, str):
         if loss_scale != "auto":
@@ -443,6 +473,7 @@ def mixed_precision(
                 "scale; for example loss_scale=jaxmp.DynamicLossScale()."
             )
         loss_scale = data.loss_scale_data.build()
+    inner = moment_dtype(inner, data.moment_dtype)
     masters = master_params(inner, recipe=data.policies, master=master)
     gradients = GradientSettings(
         data.accumulate_dtype, data.reduce_dtype, data.regather, data.widen_params

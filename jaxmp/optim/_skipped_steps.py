@@ -16,7 +16,7 @@ from jaxmp.errors import JaxmpError, MasterOverflowError, ScaleCollapsedError, S
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import warn_of_replaced
 from jaxmp.optim._find import check_plain_loop, find, is_variable, only
-from jaxmp.optim._master import master_states, path_of
+from jaxmp.optim._layout import master_states, path_of
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
 # Number of consecutive skipped steps after which a dynamic scale of 2**16 has fallen to 64.
@@ -25,6 +25,8 @@ _SKIPPED_IN_A_ROW = 10
 
 def get_skip_stats(state: PyTree) -> SkipStats:
     """Returns the counters of skipped steps: `.total .consecutive .at_floor .last_finite`.
+
+    With a loss scale, `.zero_gradients` counts consecutive steps whose gradients were all zero.
 
     Args:
       state: an optimizer state, a train state or any other tree that contains counters.
@@ -50,7 +52,8 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
 
     Args:
       state: a train state, optimizer state, or any other tree that contains one.
-      skipped_in_a_row: warn if at least this number of consecutive steps were skipped.
+      skipped_in_a_row: warn if at least this number of consecutive steps were skipped, or had
+        gradients that were all zero under a loss scale.
 
     Warns:
       SkippedStepsWarning: with the number of steps, the loss scale, the first parameter whose
@@ -94,6 +97,8 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
             )
         if int(np.max(jax.device_get(stats.consecutive))) >= skipped_in_a_row:
             warnings.warn(_skipped(node, stats), SkippedStepsWarning, stacklevel=2)
+        if (zeros := int(np.max(jax.device_get(stats.zero_gradients)))) >= skipped_in_a_row:
+            warnings.warn(_ALL_ZERO.format(zeros), SkippedStepsWarning, stacklevel=2)
     warn_of_replaced(_pairs(state), stacklevel=2)
 
 
@@ -140,6 +145,13 @@ def _first_nonfinite(node: SkipNonfiniteState, stats: SkipStats) -> str:
     return f" The first non-finite gradient is that of {paths[leaf]!r}{all_nan}."
 
 
+_ALL_ZERO = (
+    "The gradients of the last {} steps were all zero, so the loss no longer trains any parameter. "
+    "In float16, the derivative of a norm, a variance or a quotient is zero where a value in it "
+    "exceeded 65504 and became infinite. Compute it in FP32, such as jnp.linalg.norm(x.astype("
+    "jnp.float32)); let its module do so by jaxmp.Rule('path/of/module', 'c=f32'); or use "
+    "jaxmp.load_recipe('bf16')."
+)
 _NOT_FINITE = "The batch or the loss is not finite: check jnp.isfinite(loss)."
 _DIVERGED = (
     "The parameters have diverged: lower the learning rate, clip gradients by "

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr
 
-from jaxmp._core._compat._private import load_private
+from jaxmp._core._compat import ClosedJaxpr, load_private
 from jaxmp.errors import JaxmpError
 
 _core, _pjit = map(load_private, ("jax._src.core", "jax._src.pjit"))
@@ -54,7 +53,7 @@ _wrappers = _Wrappers()
 
 
 @contextlib.contextmanager
-def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
+def watch_jit(on_call: Callable[[JitCall], bool], *, run_all: bool = False) -> Iterator[None]:
     """Calls a function whenever untraced code calls or lowers a jitted function.
 
     Later calls of a compiled function with the same shapes take JAX's fast path and are not
@@ -63,7 +62,8 @@ def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
     Args:
       on_call: function that is called after the jitted function was traced and before it is
         compiled. If it returns True, the function is neither compiled nor run, and its results are
-        zeros.
+        zeros; all its calls are reported.
+      run_all: run these functions as well.
 
     Raises:
       JaxmpError: if this version of JAX has no hooks for calls of jitted functions.
@@ -88,9 +88,10 @@ def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
             _wrappers.call = None
             if call is None:
                 call = pjit._cpp_pjit(fun, info), args, kwargs
-            source = _source(call[0] if call[0] is not None else fun)
+            source = python_function(call[0] if call[0] is not None else fun)
             name = getattr(source, "__name__", params["name"])
-            if on_call(JitCall(*call, name, source, jaxpr)) and not _has_keys(jaxpr):
+            is_chosen = on_call(JitCall(*call, name, source, jaxpr))
+            if is_chosen and (run_all or not _has_keys(jaxpr)):
                 # Storing the jaxpr keeps its id valid.
                 skipped[id(jaxpr)] = jaxpr
         return inferred
@@ -99,6 +100,9 @@ def watch_jit(on_call: Callable[[JitCall], bool]) -> Iterator[None]:
         jaxpr = params.params["jaxpr"]
         if id(jaxpr) not in skipped or not _is_untraced():
             return run(params, flat, *rest)
+        if run_all:
+            # The last parts are what JAX's fast path requires.
+            return (*run(params, flat, *rest)[:5], None, None, [])
         shardings = params.params["out_shardings"]
         pairs = zip(jaxpr.out_avals, shardings, strict=True)
         results = [_zeros(aval, sharding) for aval, sharding in pairs]
@@ -155,7 +159,7 @@ def _within(
         _wrappers.call = before
 
 
-def _source(function: Callable[..., Any]) -> Callable[..., Any] | None:
+def python_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Returns the Python function inside of wrappers; None if there is none."""
     for _ in range(16):
         inner = next(

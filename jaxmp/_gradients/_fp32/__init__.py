@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from jaxmp._core._compat import ClosedJaxpr, jaxpr_as_fun
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._trees import is_castable
 from jaxmp._core._typing import Array, PyTree

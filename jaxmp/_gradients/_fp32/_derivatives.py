@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -9,10 +10,9 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxmp._core._compat import jaxpr_body, target
+from jaxmp._core._compat import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._fp32._layout import (
@@ -44,8 +44,8 @@ from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import CALLS
 from jaxmp._programs._interpreter import Frame, Interpreter
 from jaxmp._programs._jaxprs import array_aval, equations, without_unused
+from jaxmp._programs._matmuls import wide_product, widened_product
 from jaxmp._programs._operations import arithmetic_of, dot_of
-from jaxmp._programs._wide_dot import wide_product, widened_product
 
 
 def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
@@ -153,72 +153,86 @@ def _is_rows(value: Value, operands: list[Value]) -> bool:
 
 def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs a `custom_vjp` or `custom_jvp` function; gradients of copies are not rounded."""
-    copies = {index for index, operand in enumerate(operands) if isinstance(operand, Copy)}
+    copies = {n: operand for n, operand in enumerate(operands) if isinstance(operand, Copy)}
     if not copies:
         return left(bound(equation, operands), operands)
     arrays = [v.low if isinstance(v, Copy) else as_array(v) for v in operands]
-    carriers = [v.carrier for v in operands if isinstance(v, Copy)]
-    layouts = [v.layout if isinstance(v, Copy) else None for v in operands]
-    is_split = [layout is not None and layout.is_split for layout in layouts]
-
-    adds_in_a_loop, count = loops(equation), len(operands)
-
-    is_weight = are_weights(operands)
-
-    def forward(*arrays: Array) -> list[Array]:
-        return results_of(equation, run_forward(equation, list(arrays)))
-
-    def outputs(results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
-        # 16-bit results of a function of weights have carriers, whose gradients are in FP32.
-        arrays = [gathered(r.array, r.layout) if isinstance(r, Saved) else r for r in results]
-        return [(a, a.astype(FLOAT32)) if is_weight and is_16bit_aval(a) else (a,) for a in arrays]
-
-    def summed(gradient: Array, layout: Layout | None) -> Array:
-        # A loop over chunks of the batch that adds to a split gradient sums it over devices in each
-        # iteration, if the mesh has several axes. The sum of a whole one moves behind the loop.
-        is_whole = adds_in_a_loop and layout is not None and not layout.is_explicit
-        return gathered_again(gradient, layout) if is_whole else gradient
+    layouts = [copies[n].layout if n in copies else None for n in range(len(operands))]
+    function = _OwnDerivative(equation, layouts, list(copies), are_weights(operands))
 
     @jax.custom_vjp
     def call(arrays: list[Array], carriers: list[Array]) -> Any:
-        return outputs(forward(*map(gathered, arrays, layouts)))
+        return function.outputs(function.run(*map(gathered, arrays, layouts)))
 
-    def call_fwd(arrays: list[Array], carriers: list[Array]) -> Any:
-        vjp = functools.partial(_gathered_vjp, layouts=layouts) if any(is_split) else jax.vjp
-        results, backward = vjp(forward, *arrays)
-        return outputs(results), backward
+    call.defvjp(function.forward, function.backward)
+    pairs = call(arrays, [copy.carrier for copy in copies.values()])
+    results = [pair[0] if len(pair) == 1 else copy_of(pair[1], pair[0]) for pair in pairs]
+    return left(results, operands)
 
-    def call_bwd(backward: PyTree, cotangents: list[tuple[Array, ...]]) -> Any:
+
+@dataclasses.dataclass(frozen=True)
+class _OwnDerivative:
+    """Function with a derivative of its author, of operands of which some are copies.
+
+    equation: its call.
+    layouts: for each operand, the layout of a copy; None for other operands.
+    copies: the indices of the copies.
+    is_weight: True for a function of weights, whose 16-bit results have carriers.
+    """
+
+    equation: JaxprEqn
+    layouts: list[Layout | None]
+    copies: list[int]
+    is_weight: bool
+
+    def run(self, *arrays: Array) -> list[Array]:
+        return results_of(self.equation, run_forward(self.equation, list(arrays)))
+
+    def outputs(self, results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
+        """Returns the results, each with its carrier if it has one."""
+        arrays = [gathered(r.array, r.layout) if isinstance(r, Saved) else r for r in results]
+        has_carrier = lambda array: self.is_weight and is_16bit_aval(array)
+        return [(a, a.astype(FLOAT32)) if has_carrier(a) else (a,) for a in arrays]
+
+    def forward(self, arrays: list[Array], carriers: list[Array]) -> Any:
+        """Returns the results, and the backward pass with its residuals."""
+        is_split = any(layout is not None and layout.is_split for layout in self.layouts)
+        vjp = functools.partial(_gathered_vjp, layouts=self.layouts) if is_split else jax.vjp
+        results, backward = vjp(self.run, *arrays)
+        return self.outputs(results), backward
+
+    def backward(self, backward: PyTree, cotangents: list[tuple[Array, ...]]) -> Any:
+        """Returns the gradients of the operands that are not copies, and of the carriers."""
         low, wide = ([pair[n] for pair in cotangents] for n in (0, -1))
         kept, structure = jax.tree.flatten((backward, low), is_leaf=_is_saved)
         saved = [leaf.array if _is_saved(leaf) else leaf for leaf in kept]
-        floating: list[int] = []
+        marks = [leaf.layout if _is_saved(leaf) else None for leaf in kept]
+        # The gradients of integers have the dtype float0.
+        avals = [array_aval(var).to_tangent_aval() for var in self.equation.invars]
+        floating = [n for n, aval in enumerate(avals) if aval.dtype != jax.dtypes.float0]
 
         def gradients(*saved: Array) -> list[Array]:
             backward, cotangents = structure.unflatten(saved)
             results = backward(cotangents)
-            # The gradients of integers have the dtype float0.
-            floating[:] = [n for n, g in enumerate(results) if g.dtype != jax.dtypes.float0]
             return [results[n] for n in floating]
 
-        marks = [leaf.layout if _is_saved(leaf) else None for leaf in kept]
         closed = jax.make_jaxpr(gradients)(*map(as_gathered, saved, marks))
         saved[len(saved) - len(wide) :] = wide
         if any(map(_is_saved, kept)):
             saved = _after_cotangents(saved, marks, len(low))
             low = map(rounded, saved, closed.jaxpr.invars)
             closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*low)
-        results = run_in_fp32(closed, saved, [n in copies for n in floating])
+        results = run_in_fp32(closed, saved, [n in self.copies for n in floating])
         by_operand = dict(zip(floating, results, strict=True))
-        narrow = [None if n in copies else by_operand.get(n) for n in range(count)]
-        return narrow, [
-            as_stored(summed(by_operand[n], layouts[n]), layouts[n]) for n in sorted(copies)
-        ]
+        narrow = [None if n in self.copies else by_operand.get(n) for n in range(len(avals))]
+        return narrow, [self._stored(by_operand[n], self.layouts[n]) for n in self.copies]
 
-    call.defvjp(call_fwd, call_bwd)
-    pairs = call(arrays, carriers)
-    results = [pair[0] if len(pair) == 1 else copy_of(pair[1], pair[0]) for pair in pairs]
-    return left(results, operands)
+    def _stored(self, gradient: Array, layout: Layout | None) -> Array:
+        # A loop over chunks of the batch that adds to a split gradient sums it over devices in each
+        # iteration, if the mesh has several axes. The sum of a whole one moves behind the loop.
+        if loops(self.equation) and layout is not None and not layout.is_explicit:
+            gradient = gathered_again(gradient, layout)
+        return as_stored(gradient, layout)
 
 
 def _gathered_vjp(
@@ -275,26 +289,10 @@ def _is_saved(leaf: object) -> TypeGuard[Saved]:
 # ---------------------------------------------------------------------------
 
 # Operations that move the elements of their first operand, and compute nothing.
-MOVES = frozenset(
-    {
-        "all_gather",
-        "broadcast_in_dim",
-        "copy",
-        "dynamic_slice",
-        "expand_dims",
-        "gather",
-        "mesh_cast",
-        "pvary",
-        "reshape",
-        "reshard",
-        "rev",
-        "sharding_constraint",
-        "slice",
-        "split",
-        "squeeze",
-        "transpose",
-        "unstack",
-    }
+MOVES = (
+    frozenset({"broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "gather", "reshape"})
+    | {"rev", "slice", "split", "squeeze", "transpose", "unstack"}
+    | {"all_gather", "mesh_cast", "pvary", "reshard", "sharding_constraint"}
 )
 MATMULS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 # Operations that may follow the matmul of a weight gradient, such as the factor of a scale.

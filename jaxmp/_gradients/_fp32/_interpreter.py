@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding
 
-from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._compat import ClosedJaxpr, JaxprEqn, Literal, jaxpr_body
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array
 from jaxmp._gradients._fp32._derivatives import (
@@ -48,7 +47,7 @@ from jaxmp._gradients._fp32._values import (
     results_of,
 )
 from jaxmp._programs._bind import bind
-from jaxmp._programs._constructs import CALLS, REMATS, call_of, scan_of
+from jaxmp._programs._constructs import BRANCHES, CALLS, REMATS, Form, call_of, form_of, scan_of
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter
 from jaxmp._programs._operations import is_partial, new_dtype_of, sharding_of_result
 
@@ -63,7 +62,7 @@ _MERGES = frozenset(
 
 
 # Constructs that the interpreter enters, if they read weights.
-_ENTERED = CALLS | REMATS | {"cond", "scan", "shard_map"}
+_ENTERED = {Form.CALL, Form.REMAT, Form.BRANCH, Form.SCAN, Form.SHARDS}
 
 # Operations for which rows of a table remain a copy: they may be weights that data selects.
 _OF_ROWS = (
@@ -71,7 +70,8 @@ _OF_ROWS = (
     | MATMULS
     | CALLS
     | REMATS
-    | {"cond", "convert_element_type", "name", "sharding_constraint"}
+    | BRANCHES
+    | {"convert_element_type", "name", "sharding_constraint"}
 )
 
 
@@ -130,11 +130,11 @@ class _Gradients(Interpreter):
         operands = _without_rows(name, operands)
         if not any(isinstance(operand, (Weight, Copy)) for operand in operands):
             return _operation(equation, operands)
-        if name not in _ENTERED:
+        if form_of(equation) not in _ENTERED:
             self.check_known(equation)
             return _operation(equation, operands)
         results = self.enter(equation, operands, frame)
-        if name == "shard_map":
+        if form_of(equation) is Form.SHARDS:
             return left(results, self.entered(operands, Entry.SHARD, operands))
         # NNX returns all Variables of the modules that it scans. Otherwise, XLA would copy weights,
         # and might split the copies over devices.
@@ -144,11 +144,11 @@ class _Gradients(Interpreter):
 
 def _sources(equation: JaxprEqn) -> list[int | None]:
     """Returns for each result of a remat or scan the index of the operand that it is."""
-    name = equation.primitive.name
-    if name in REMATS:
+    form = form_of(equation)
+    if form is Form.REMAT:
         return forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
     sources: list[int | None] = [None] * len(equation.outvars)
-    if name == "scan":
+    if form is Form.SCAN:
         loop = scan_of(equation)
         returned = forwarded(jaxpr_body(loop.jaxpr)[0])[loop.carry :]
         first = loop.consts + loop.carry

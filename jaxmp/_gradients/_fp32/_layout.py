@@ -13,17 +13,23 @@ from typing import Any, TypeAlias
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array
 from jaxmp._programs._analysis import Forward, primitives
 from jaxmp._programs._bind import bind
-from jaxmp._programs._constructs import CALLS, CUSTOM_DERIVATIVES, LOOPS, REMATS, call_of
+from jaxmp._programs._constructs import (
+    CALLS,
+    CUSTOM_DERIVATIVES,
+    LOOPS,
+    REMATS,
+    call_of,
+    sub_jaxprs,
+)
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import equations, sub_jaxprs
+from jaxmp._programs._jaxprs import equations
 from jaxmp._programs._operations import dimensions_of, new_dtype_of, sharding_of_result
 
 # Axes over which each dimension of an array is split.

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import JaxprEqn
 
+from jaxmp._core._compat import JaxprEqn
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array
 from jaxmp._gradients._fp32._layout import Layout, gathered
@@ -88,7 +87,7 @@ def as_array(value: Value) -> Array:
 
 def copy_of(array: Array, low: Array, layout: Layout | None = None) -> Copy:
     """Returns the copy `low` of an array in FP32."""
-    return Copy(lax.stop_gradient(low), array, layout)
+    return Copy(_detached(low), array, layout)
 
 
 def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = False) -> Value:
@@ -177,3 +176,12 @@ def _attached_bwd(_: None, cotangent: Array) -> tuple[None, Array]:
 
 
 attached.defvjp(_attached_fwd, _attached_bwd)
+
+
+@jax.custom_vjp
+def _detached(low: Array) -> Array:
+    """Returns `low` without a gradient here; unlike `stop_gradient`, it has a second derivative."""
+    return low
+
+
+_detached.defvjp(lambda low: (low, None), lambda _, cotangent: (None,))

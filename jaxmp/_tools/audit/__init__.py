@@ -20,29 +20,27 @@ from jaxmp._tools.audit import _check_ops as _check_ops
 from jaxmp._tools.audit import _check_float16 as _check_float16
 from jaxmp._tools.audit import _check_integers as _check_integers
 from jaxmp._tools.audit import _check_losses as _check_losses
-from jaxmp._tools.audit import _check_attention as _check_attention
 from jaxmp._tools.audit import _check_state as _check_state
-from jaxmp._tools.audit import _check_running_state as _check_running_state
+from jaxmp._tools.audit import _check_sums as _check_sums
 from jaxmp._tools.audit import _check_compiled as _check_compiled
 from jaxmp._tools.audit import _check_sharding as _check_sharding
 from jaxmp._tools.audit import _check_speed as _check_speed
-from jaxmp._tools.audit import _check_rules as _check_rules
 
 # isort: on
 from jaxmp._core import _compat
-from jaxmp._core._targets import default_target, get_target
+from jaxmp._core._targets import Target, TargetLike, default_target, get_target
 from jaxmp._policies._load import as_recipe_data
 from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit._auditor import Auditor, PolicyContext
 from jaxmp._tools.audit._check_state import label_arguments
 from jaxmp._tools.audit._checks import CHECKS as CHECKS
+from jaxmp._tools.audit._checks import is_attention
+from jaxmp._tools.audit._compile import Compiled, compile_for, compile_lowered
 from jaxmp._tools.audit._make_report import make_report, with_trials
-from jaxmp._tools.audit._program import is_attention
 from jaxmp._tools.audit._report import AuditReport as AuditReport
 from jaxmp._tools.audit._rows import Finding as Finding
-from jaxmp._tools.audit._trace import Traced, check_function, trace
+from jaxmp._tools.audit._trace import Traced, check_arguments, check_function, trace
 from jaxmp._tools.fixes._source import Edit
-from jaxmp._tools.hlo._compile import Compiled, compile_for, compile_lowered
 from jaxmp.optim._find import check_plain_loop
 
 
@@ -50,7 +48,7 @@ def audit(
     fn: Callable[..., Any],
     *args: PyTree,
     recipe: RecipeLike | None = None,
-    target: str | None = None,
+    target: TargetLike | None = None,
     try_fixes: bool = True,
     **kwargs: PyTree,
 ) -> AuditReport:
@@ -67,11 +65,11 @@ def audit(
         `Policy`, a `PolicyMap` or a `Recipe`. None: an FP32 matmul is an error if an operand was
         cast up from 16 bits. A program contains no module types, so a dtype that a rule by type
         requires is allowed in every module.
-      target: a chip, such as "h200" or "v6e", to compile the program for it, too: "t4", "a100-40",
-        "a100" (80 GB), "rtx3090", "l4", "l40s", "rtx4090", "h100", "h200", "b200", or one of
-        Google's TPUs "v5e", "v5p", "v6e" and "tpu7x" (a device is one core). It does not
-        have to be present (the extras `aot` and `tpu-aot` of jaxmp). For "v100" and "cpu" the
-        program is only traced, and a note has the reason. The report then has `.gemms`,
+      target: a chip, such as "h200" or "v6e", to compile the program for it, too; docs/choose.md
+        lists them. A mapping or a TOML file describes another one: {"like": "h100", "memory":
+        96e9}. It does not have to be present (the extras `aot` and `tpu-aot` of jaxmp). For
+        "v100", "cpu" and the chips of other vendors the program is only traced, and a note has
+        the reason. The report then has `.gemms`,
         `.attention`, `.collectives` and `.memory`. If the arguments are sharded over a mesh, or a
         `jit`, `shard_map` or constraint of the program names one, the program is compiled for as
         many GPUs, whatever the devices of the mesh are. None: the chip of
@@ -84,8 +82,8 @@ def audit(
       The report, with `.findings`, `.matmul_flops` and `.ok`; it prints as a table.
 
     Raises:
-      AuditError: if `fn` is not a function, or changes an NNX object that is not among its
-        arguments, or if XLA cannot compile the program.
+      AuditError: if `fn` is not a function or does not take the arguments, or changes an NNX object
+        that is not among its arguments, or if XLA cannot compile the program.
       CompositionError: as `jaxmp.get_loss_scale`, for an optimizer state among the arguments.
       TargetError: if `target` is not a known chip, or the program does not fit a TPU.
       MissingDependencyError: if neither the chip nor XLA's compiler for it is installed.
@@ -98,6 +96,8 @@ def audit(
       >>> [finding.check for finding in audit(attend, x, x, recipe="bf16").findings]
       ['softmax_16bit']
     """
+    check_function(fn, "audit")
+    check_arguments(fn, args, kwargs)
     return audit_call(fn, args, kwargs, recipe=recipe, target=target, try_fixes=try_fixes)
 
 
@@ -107,22 +107,20 @@ def audit_call(
     kwargs: dict[str, Any],
     *,
     recipe: RecipeLike | None,
-    target: str | None,
+    target: TargetLike | None,
     try_fixes: bool = True,
 ) -> AuditReport:
     """Audits a function whose keyword arguments may have any name, such as `target`."""
     check_function(fn, "audit")
-    target = target or _compat.current_context().chip or None
-    if target is not None:
-        get_target(target)
+    chip = _compat.current_context().chip if target is None else get_target(target)
     data = None if recipe is None else as_recipe_data(recipe)
     name = recipe if isinstance(recipe, str) else "bf16" if recipe is None else ""
     code = repr(name) if name else "recipe"
     # JAX may start its backends at any step of an audit.
-    with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
-        device = _compat.target() if target is None else get_target(target).platform
+    with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
+        device = _compat.target() if chip is None else chip.platform
         context = PolicyContext(data, device, code)
-        return audit_program(context, fn, args, kwargs, target, try_fixes=try_fixes)[0]
+        return audit_program(context, fn, args, kwargs, chip, try_fixes=try_fixes)[0]
 
 
 def audit_program(
@@ -130,7 +128,7 @@ def audit_program(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    target: str | None,
+    chip: Target | None,
     compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
     *,
     try_fixes: bool = False,
@@ -139,16 +137,16 @@ def audit_program(
 
     def again(has_fixes: bool) -> tuple[AuditReport, list[Edit]]:
         auditor, traced = _walked(context, fn, args, kwargs, has_fixes=has_fixes)
-        return make_report(auditor, traced, None, function=fn, target=""), auditor.findings.edits
+        return make_report(auditor, traced, None, function=fn, chip=None), auditor.findings.edits
 
-    with contextlib.nullcontext() if target is None else default_target(target):
+    with contextlib.nullcontext() if chip is None else default_target(chip):
         for arg in (*args, *kwargs.values()):
             check_plain_loop(arg)
         auditor, traced = _walked(context, fn, args, kwargs)
         compiled = None
-        if target is not None and not get_target(target).uncompiled:
-            compiled = compile_for(target, traced, compiler)
-        report = make_report(auditor, traced, compiled, function=fn, target=target or "")
+        if chip is not None and not chip.uncompiled:
+            compiled = compile_for(chip, traced, compiler)
+        report = make_report(auditor, traced, compiled, function=fn, chip=chip)
         if try_fixes:
             report = with_trials(report, auditor.findings.edits, (fn, args, kwargs), again)
     return report, compiled

@@ -11,16 +11,22 @@ from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_fp8
 from jaxmp._policies._load import RecipeData
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_first
-from jaxmp._programs._analysis import Body, visit
-from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE, OPAQUE_CALLS
+from jaxmp._programs._analysis import Body
+from jaxmp._programs._constructs import (
+    CONSTRUCTS,
+    OPAQUE_CALLS,
+    Form,
+    Inner,
+    form_of,
+    inners,
+    is_unknown,
+)
 from jaxmp._programs._jaxprs import (
     BACKWARD,
     FORWARD,
-    Equation,
-    Inner,
+    Atom,
     Path,
     equations,
-    inners,
     module_paths_of,
     sub_jaxprs,
 )
@@ -35,16 +41,22 @@ from jaxmp._programs._matmuls import (
     matmul_of,
 )
 from jaxmp._programs._static_values import Scope
+from jaxmp._programs._uses import Use, uses
 from jaxmp._tools.audit._checks import (
+    FLOATS,
     ON_16_BITS,
     ON_MATMUL,
     ON_OPERATION,
     ON_RESULT,
+    OpOccurrence,
     PendingFindings,
+    dtype_of,
+    half_of,
+    named,
 )
 from jaxmp._tools.audit._dataflow import GRADIENT
 from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
-from jaxmp._tools.audit._program import FLOATS, OpOccurrence, dtype_of, half_of, named
+from jaxmp._tools.audit._rows import NOT_COUNTED, NOT_INSPECTED
 
 
 class PolicyContext:
@@ -135,6 +147,7 @@ class Auditor:
         # For checks: reports an operation.
         self.add = self.findings.add
         self.flow = Flow(context.ops)
+        self._uses: dict[Any, Use] = {}
         # The jaxpr that is being walked, in which checks look up constants.
         self.known: Scope
         self.equations = 0
@@ -162,6 +175,10 @@ class Auditor:
 
     # -- for checks -------------------------------------------------------------------------
 
+    def use_of(self, var: Atom) -> Use:
+        """Returns what a value is used for in the whole program."""
+        return self._uses.get(var, Use.NONE)
+
     def report(self, cls: type[ConditionalFinding], variables: Iterable[Any], harm: str) -> None:
         """Reports conditional findings about values that have a harmful consequence.
 
@@ -186,14 +203,13 @@ class Auditor:
           times: number of its executions; 0 for a branch that is not counted.
           outer: the operation that contains it.
         """
+        if outer is None:
+            self._uses = uses(scope.jaxpr)
         self.known, body = scope, Body(scope.jaxpr)
         above = Location() if outer is None else outer.location
-
-        def visit_equation(equation: Equation) -> None:
+        for equation in equations(scope.jaxpr, inside=False):
             location = self.locations.of(equation, above)
             self._visit(OpOccurrence(equation, location, times, body, outer))
-
-        visit(scope.jaxpr, visit_equation)
 
     def _visit(self, op: OpOccurrence) -> None:
         self.equations += 1
@@ -207,9 +223,9 @@ class Auditor:
         else:
             if name in _KERNELS or name.startswith(_FUSED_ATTENTION):
                 self._count_kernel(op)
-            elif name not in OPAQUE and sub_jaxprs(op.equation):
+            elif is_unknown(op.equation):
                 where = self.findings.where(op)
-                self.notes[f"the operations inside of {name} at {where} are not inspected"] = None
+                self.notes[f"the operations inside of {name} at {where} {NOT_INSPECTED}"] = None
             labels += self._check_16_bits(op)
             self.flow.step(op)
         for label in labels:
@@ -231,11 +247,11 @@ class Auditor:
         return [function(op, dtype, self) for function in ON_16_BITS]
 
     def _enter(self, op: OpOccurrence) -> None:
-        equation, name = op.equation, op.name
+        equation, form = op.equation, form_of(op.equation)
         self.flow.step(op, is_call=True)
         inside = inners(equation)
-        largest = self._largest(inside) if name == "cond" else None
-        if name == "while":
+        largest = self._largest(inside) if form is Form.BRANCH else None
+        if form is Form.WHILE:
             self.notes[
                 f"the while loop at {self.findings.where(op)} has an unknown number of iterations;"
                 " one is counted"
@@ -313,4 +329,4 @@ class Auditor:
         if matmuls is None:
             inside = " and the operations inside of it" if sub_jaxprs(op.equation) else ""
             where = self.findings.where(op)
-            self.notes[f"the FLOPs of {op.name} at {where}{inside} are not counted"] = None
+            self.notes[f"the FLOPs of {op.name} at {where}{inside} {NOT_COUNTED}"] = None

@@ -1,4 +1,4 @@
-"""Checks of a program compiled for a GPU, and of matmuls in FP8."""
+"""Checks of a program compiled for a GPU, of matmuls in FP8, and of rules without a module."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import math
 from collections.abc import Iterator, Mapping
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._messages import did_you_mean
 from jaxmp._core._targets import Target
+from jaxmp._policies._rules import Rule, rule_text
 from jaxmp._programs._jaxprs import FORWARD, QUANTIZE
-from jaxmp._programs._locations import Location
+from jaxmp._programs._locations import FULL_PRECISION, Location, module_of
 from jaxmp._programs._matmuls import Matmul
 from jaxmp._programs._operations import dot_of, name_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL
-from jaxmp._tools.audit._checks import WARNING, Check
-from jaxmp._tools.audit._program import OpOccurrence
+from jaxmp._tools.audit._checks import NOTE, WARNING, Check, OpOccurrence
+from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
-from jaxmp.fp8._explain import explain_exclusion
+from jaxmp._tools.audit._trace import Traced
+from jaxmp.fp8._explain import FORMS, explain_exclusion, form_of
 from jaxmp.fp8._scaling import CurrentScaling
 
 FP32_GEMM = Check(
@@ -29,7 +32,7 @@ FP32_GEMM = Check(
 )
 UNDONATED_STATE = Check(
     id="undonated_state",
-    severity=WARNING,
+    severity=NOTE,
     explanation="No argument is donated, so the old and the new state are in memory at the same"
     " time.",
     fix="jax.jit(train_step, donate_argnums=0)",
@@ -110,7 +113,7 @@ NOT_FP8 = Check(
     severity=WARNING,
     explanation="A linear layer multiplies in 16 bits where the policies require FP8, because its"
     " dimensions are not multiples of 16, because it is too narrow for a gain, or because FP8 is"
-    " not applied to it.",
+    " not applied to it, as to convolutions, `ragged_dot` and stacked kernels.",
     fix="jaxmp.Rule('**/head', 'matmul=default')",
 )
 FP8_FALLBACK = Check(
@@ -125,15 +128,20 @@ FP8_FALLBACK = Check(
 @NOT_FP8.on_matmul
 def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
-    operands = op.equation.invars[:2]
-    if op.name != "dot_general" or op.location.phase != FORWARD:
+    operands, is_low = op.equation.invars[:2], is_16bit(matmul.lhs) and is_16bit(matmul.rhs)
+    if op.location.phase != FORWARD or not is_low or not audit.context.requires_fp8(op.location):
         return
-    (_, contracted), (_, batch), *_ = dot_of(op.equation)
-    # Batched matmuls belong to attention or to stacked kernels, not to linear layers.
-    if batch or not (is_16bit(matmul.lhs) and is_16bit(matmul.rhs)):
+    assert audit.context.policies is not None
+    form, why = form_of(op.equation)
+    if form:
+        # The batched matmuls of attention have no kernel.
+        if form != FORMS["dot_general"][0] or audit.flow.labels(From, *operands):
+            message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
+            audit.add(NOT_FP8, op, message, _exclude(op), flops=flops)
         return
-    if audit.context.policies is None or not audit.context.requires_fp8(op.location):
+    if op.name != "dot_general":
         return
+    _, contracted = dot_of(op.equation).contracted
     shape = operands[1].aval.shape
     inputs = math.prod(shape[axis] for axis in contracted)
     sizes = inputs, math.prod(shape) // max(inputs, 1)
@@ -141,13 +149,16 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
     reason = explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
     message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
     message += reason or "the matmul is not that of a Flax layer, or the layer sets its own"
-    module = "/".join(op.location.names[-1:]) or "module"
-    fix = "Exclude the module by a rule:\n"
-    fix += f"    jaxmp.Rule('**/{module}', 'matmul=default')"
+    fix = _exclude(op)
     if "narrow" in reason or "min_width" in reason:
         toml = "    [fp8]\n    min_width = 0"
         fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
     audit.add(NOT_FP8, op, f"{message}.", fix, flops=flops)
+
+
+def _exclude(op: OpOccurrence) -> str:
+    module = "/".join(op.location.names[-1:]) or "module"
+    return f"Exclude the module by a rule:\n    jaxmp.Rule('**/{module}', 'matmul=default')"
 
 
 # A note and not a warning, because there is nothing to correct.
@@ -176,3 +187,34 @@ def check_fallback(program: CompiledProgram, audit: Auditor) -> Iterator[Finding
         if dtype and not is_fp8:
             message = f"operands are rounded to {dtype} and multiplied in {row.lhs} x {row.rhs}."
             yield finding(FP8_FALLBACK, row, message)
+
+
+UNUSED_RULE = Check(
+    id="unused_rule",
+    explanation="A required rule decides for no module of the program.",
+    fix="jaxmp.Rule('decoder/**', 'c=f32', required=False)",
+)
+
+
+@UNUSED_RULE.on_program
+def check_rules(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports required rules without a module."""
+    del traced
+    policies = audit.context.policies
+    if policies is None:
+        return
+    modules: dict[str, None] = {}
+    decisive: set[Rule | None] = set()
+    for names in audit.locations.names:
+        if FULL_PRECISION not in names:
+            modules[module_of(names, audit.root)] = None
+            decisive.add(audit.context.resolve(names).rule)
+    # A program contains no module types and parameters.
+    for rule in dict.fromkeys(policies.rules):
+        is_checked = rule.required and rule.module_type is None and not rule.addresses_parameter
+        if is_checked and rule not in decisive:
+            text = rule_text(rule, with_reason=False)
+            message = f"the required rule {text} decides for no module of this program."
+            fix = f"Correct the path, or allow it to match nothing:\n    jaxmp.{rule!r}"
+            hint = did_you_mean(str(rule.path), filter(None, modules))
+            yield UNUSED_RULE.finding(message + hint, f"{fix[:-1]}, required=False)")

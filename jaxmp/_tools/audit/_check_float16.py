@@ -9,16 +9,15 @@ from typing import NamedTuple
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT16
+from jaxmp._core._dtypes import FLOAT16, is_16bit
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal
 from jaxmp._programs._operations import exponent_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import NORM_16BIT
-from jaxmp._tools.audit._checks import Check
+from jaxmp._tools.audit._checks import LAYOUT, Check, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.audit._origins import SUMS, fix_before, fix_expression, fix_operation
-from jaxmp._tools.audit._program import LAYOUT, OpOccurrence, dtype_of, named
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import with_finite_numbers
@@ -28,7 +27,8 @@ FLOAT16_RANGE = Check(
     id="float16_range",
     explanation="A value leaves the range of float16: an epsilon below 3e-8 is 0 before a division,"
     " logarithm or root; a finite constant beyond 65504 is infinite; squares that are summed"
-    " overflow from 256 on; or attention multiplies queries and keys before it scales them.",
+    " overflow from 256 on; attention multiplies queries and keys before it scales them; or values"
+    " are cast from bfloat16 to float16 and back.",
     fix="x = x.astype(jnp.float32)",
     includes_optimizer=True,
 )
@@ -55,6 +55,12 @@ class UnscaledLogits(ConditionalFinding):
     """Label of float16 logits that were scaled after their matmul."""
 
     check, survives = FLOAT16_RANGE, LAYOUT | named("sub add select_n max")
+
+
+class OtherFormat(ConditionalFinding):
+    """Label of a value that was cast from one 16-bit format to the other."""
+
+    check = FLOAT16_RANGE
 
 
 class _Sum(NamedTuple):
@@ -108,6 +114,19 @@ def _float16_operands(op: OpOccurrence) -> list[Atom]:
     """Returns the operands of an operation with a float16 result; none in a backward pass."""
     is_float16 = dtype_of(op.equation.outvars[0]) == FLOAT16
     return op.equation.invars if is_float16 and op.location.phase != BACKWARD else []
+
+
+@FLOAT16_RANGE.on_operation("convert_element_type")
+def check_formats(op: OpOccurrence, audit: Auditor) -> OtherFormat | None:
+    """Reports values that are cast from one 16-bit format to the other and back."""
+    (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
+    source = half_of([op.body.source_of(operand, named("convert_element_type"))])
+    if source is None or not is_16bit(dtype) or source == dtype or op.location.phase == BACKWARD:
+        return None
+    audit.report(OtherFormat, [operand], f", and back at {audit.findings.where(op)}")
+    loss = "beyond 65504 it is inf" if dtype == FLOAT16 else "it loses 3 bits of precision"
+    fix = f"Keep one 16-bit format: remove .astype(jnp.{dtype.name}) at {audit.findings.where(op)}."
+    return OtherFormat(op, f"a {source.name} value is cast to {dtype.name}, where {loss}", fix)
 
 
 # ---------------------------------------------------------------------------
@@ -270,7 +289,7 @@ def _is_other(var: Atom, number: int, is_sum: bool, audit: Auditor) -> bool:
 @SCALED_GRADIENTS.on_program
 def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports the collected events of loss scales, and results that depend on one."""
-    scales = set(powers_of(audit.flow.of_all(var for _, var in traced.scales())))
+    scales = set(powers_of(audit.flow.of_all(var for _, var in traced.dynamic_scales())))
     if not scales and audit.float16_backward is not None:
         scales = audit.flow.scaled_by
     scales = (scales | {x.number for x in audit.collected[_Divisor]}) & audit.flow.scaled_by

@@ -9,12 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, module_paths_of
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal, module_paths_of
 from jaxmp._programs._operations import axes_of, count_of_keys, iota_length
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import counts_largest
-from jaxmp._tools.audit._checks import Check
-from jaxmp._tools.audit._labels import ConditionalFinding, Fact, RoundedInput
+from jaxmp._tools.audit._checks import (
+    LAYOUT,
+    PERIODIC,
+    Check,
+    OpOccurrence,
+    dtype_of,
+    half_of,
+    named,
+)
+from jaxmp._tools.audit._labels import (
+    WAS_16_BITS,
+    ConditionalFinding,
+    Fact,
+    FloatInput,
+    RoundedInput,
+)
 from jaxmp._tools.audit._origins import (
     fix_expression,
     fix_operation,
@@ -22,13 +36,12 @@ from jaxmp._tools.audit._origins import (
     fix_rounding,
     fix_sums,
 )
-from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.fixes._source import expression_of
 
 ROUNDED_INPUT = Check(
     id="rounded_input",
-    explanation="An FP32 argument is rounded to 16 bits before its sine or cosine is computed: a"
-    " time step of 257 becomes 256 in bfloat16.",
+    explanation="An FP32 argument, frequency or table is rounded to 16 bits before its sine, cosine"
+    " or the root of 1 - x is computed: a time step of 257 becomes 256 in bfloat16.",
     fix="jaxmp.Rule('', keep_inputs=['t'])",
 )
 
@@ -43,7 +56,61 @@ def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
         fix = _keep_input(source.name, dtype, op, audit) or fix_rounding(op, audit.findings)
         fix = fix or fix_operation(op, audit.findings, dtype)
+        rounded = [x.fix for x in audit.flow.labels(RoundedValue, *operands)]
+        fix = fix if op.location.names or not rounded else rounded[0]
         audit.add(ROUNDED_INPUT, op, message, fix)
+        return
+    audit.report(
+        RoundedValue, operands, f", and its {op.name} is computed at {audit.findings.where(op)}"
+    )
+
+
+class RoundedValue(ConditionalFinding):
+    """Label of an array that was rounded from FP32 to 16 bits, and only shifted or scaled since."""
+
+    check, survives = ROUNDED_INPUT, RoundedInput.survives
+
+
+@dataclasses.dataclass(frozen=True)
+class _Complement(Fact):
+    """Label of 1 minus a rounded array."""
+
+    value: RoundedValue
+    survives = FloatInput.survives | named("mul")
+
+
+@ROUNDED_INPUT.on_operation("convert_element_type")
+def label_value(op: OpOccurrence, audit: Auditor) -> RoundedValue | None:
+    """Labels an FP32 table, which was not 16 bits before, that is rounded."""
+    (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
+    is_table = dtype_of(operand) == FLOAT32 and WAS_16_BITS not in audit.flow.of(operand)
+    if (
+        not is_table
+        or not is_16bit(dtype)
+        or operand.aval.size == 1
+        or op.location.phase != FORWARD
+    ):
+        return None
+    sentence = f"At {audit.findings.where(op)}, do not round to 16 bits"
+    fix = fix_expression(sentence, op, audit.findings) or f"{sentence}."
+    return RoundedValue(op, f"an FP32 array is rounded to {dtype.name}", fix)
+
+
+@ROUNDED_INPUT.on_result("sub")
+def label_complement(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels 1 minus a rounded array."""
+    one, var = op.equation.invars
+    if is_literal(one) and one.aval.size == 1 and float(one.val) == 1:
+        for label in audit.flow.labels(RoundedValue, var):
+            audit.flow.mark(op.equation.outvars[0], _Complement(label))
+
+
+@ROUNDED_INPUT.on_operation("sqrt", "rsqrt", "log", "pow")
+def check_complement(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a root or logarithm of 1 minus a rounded array, which cancels near 1."""
+    for label in audit.flow.labels(_Complement, *op.equation.invars):
+        harm = f", so that 1 minus it cancels before the {op.name} at {audit.findings.where(op)}"
+        label.value.report(harm, audit.findings)
 
 
 def _keep_input(name: str, dtype: str, op: OpOccurrence, audit: Auditor) -> str:

@@ -1,20 +1,34 @@
-"""Checks of losses: rounded terms and results, and logarithms of rounded probabilities."""
+"""Checks of losses and decisions: rounded logits, terms and results, and logarithms of rounded
+probabilities.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp import losses
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal, module_paths_of
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, module_paths_of
+from jaxmp._programs._locations import call_site
+from jaxmp._programs._uses import EXACT, Use
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
-from jaxmp._tools.audit._checks import WARNING, Check
-from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits, WideValue
+from jaxmp._tools.audit._checks import (
+    LAYOUT,
+    Check,
+    OpOccurrence,
+    dtype_of,
+    half_of,
+    is_attention,
+    named,
+)
+from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits
 from jaxmp._tools.audit._origins import fix_expression, fix_operation, fix_sums
-from jaxmp._tools.audit._program import LAYOUT, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._trace import Traced
 
 LOG_OF_ROUNDED = Check(
@@ -45,9 +59,9 @@ class RoundedTerm(ConditionalFinding):
 
 
 class RoundedDifference(RoundedTerm):
-    """Label of the absolute value of a 16-bit difference, which a softplus passes to `exp`."""
+    """Label of a function of a 16-bit difference, which a softplus passes to `exp`."""
 
-    survives = LAYOUT | named("add mul div")
+    survives = LAYOUT | named("add sub mul div min max clamp select_n square integer_pow sqrt")
 
 
 class LogProbability(Fact):
@@ -122,9 +136,11 @@ def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     return RoundedTerm(op, message, fix)
 
 
-@LOSS_16BIT.on_operation("abs")
+@LOSS_16BIT.on_operation("abs", "square", "integer_pow", "mul")
 def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | None:
-    """Labels the absolute values of 16-bit differences, as in an L1 loss."""
+    """Labels absolute values and squares of 16-bit differences."""
+    if op.name == "mul" and op.equation.invars[0] is not op.equation.invars[1]:
+        return None
     difference = op.body.maker_through(op.equation.invars[0], LAYOUT)
     is_loss = op.location.phase == FORWARD and op.location.differentiated
     if not is_loss or difference is None or difference.primitive.name != "sub":
@@ -134,7 +150,7 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
         return None
     sub = op._replace(equation=difference)
     fix = fix_expression("Subtract in FP32", sub, audit.findings) or LOSS_16BIT.fix
-    message = f"the differences of an L1 loss are rounded to {dtype.name}"
+    message = f"the differences of a loss are rounded to {dtype.name}"
     return RoundedDifference(sub, message, fix)
 
 
@@ -187,64 +203,95 @@ def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
         audit.add(LOG_OF_ROUNDED, op, message, fix)
 
 
+# ---------------------------------------------------------------------------
+# Decisions
+# ---------------------------------------------------------------------------
+
+
 ROUNDED_OUTPUT = Check(
     id="rounded_output",
-    severity=WARNING,
-    explanation="A model rounds the result of a matmul to 16 bits and returns it, and the loss"
-    " subtracts it from other values: a return of 300 has steps of 2 in bfloat16, which the"
-    " difference inherits.",
-    fix="jaxmp.Rule('head', 'o=f32')",
+    explanation="A matmul rounds its result to 16 bits, and a log-softmax, log-sum-exp, softmax,"
+    " top-k, argmax or difference of a loss is computed from it, in FP32 or not: the logits of a"
+    " head or of a router, or a return of 300, which has steps of 2 in bfloat16. Not the softmax of"
+    " attention, which a matmul reads.",
+    fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
 )
 
+_KEEPS_ERROR = EXACT | LAYOUT | named("add mul div tanh")
 # Dtype -> the distance between its numbers from 256 to 512.
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
 
-class RoundedOutput(ConditionalFinding, WideValue):
-    """Label of a matmul's result that was rounded to 16 bits and cast to FP32.
+class RoundedOutput(ConditionalFinding):
+    """Label of a matmul's 16-bit result, and of values with its rounding error."""
 
-    It is harmful if an operation outside of the model subtracts it from another value.
-    """
-
-    check = ROUNDED_OUTPUT
-    survives = LAYOUT | named("slice gather dynamic_slice select_n split concatenate mul div add")
+    check, survives = ROUNDED_OUTPUT, _KEEPS_ERROR
 
 
-@ROUNDED_OUTPUT.on_operation("convert_element_type")
-def label_output(op: OpOccurrence, audit: Auditor) -> RoundedOutput | None:
-    """Labels a 16-bit result that is cast to FP32."""
-    source, labels = dtype_of(op.equation.invars[0]), audit.flow.of(op.equation.invars[0])
-    matmul = next((x.op for x in labels if isinstance(x, Logits) and not x.normalized), None)
-    is_cast = source in _STEPS and dtype_of(op.equation.outvars[0]) == FLOAT32
-    if matmul is None or not is_cast or op.location.phase != FORWARD:
-        return None
-    names, context = matmul.location.names, audit.context
-    path = module_paths_of(names)[0]
-    fix = f"Return the FP32 sums of this layer:\n    jaxmp.Rule({path!r}, 'o=f32')"
+@dataclasses.dataclass(frozen=True)
+class _Difference(Fact):
+    """Label of a function of the difference of a rounded result and of another value."""
+
+    output: RoundedOutput
+    survives = _ELEMENTWISE | _KEEPS_ERROR | named("pow logistic log")
+
+
+@ROUNDED_OUTPUT.on_result("dot_general", "conv_general_dilated", "ragged_dot_general")
+def label_output(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels a 16-bit result, and reports it if a softmax or a choice is computed from it."""
+    (result,) = op.equation.outvars
+    dtype = half_of(op.equation.invars[:2]) and half_of([result])
+    is_model = op.location.phase == FORWARD and not any(map(is_attention, op.enclosing))
+    if dtype is None or not is_model or _is_own_loss(op):
+        return
+    message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
+    output, use = RoundedOutput(op, message, _fix_output(op, audit)), audit.use_of(result)
+    audit.flow.mark(result, output)
+    if Use.SOFTMAX in use:
+        output.report("; a softmax, log-softmax or log-sum-exp is computed from it", audit.findings)
+    elif Use.ORDER in use:
+        output.report("; a top-k, argmax or sort compares it", audit.findings)
+
+
+def _is_own_loss(op: OpOccurrence) -> bool:
+    """Returns True inside of jaxmp's losses, whose `logits_dtype` the user states."""
+    site = call_site(op.equation)
+    return site is not None and site[0].co_filename.startswith(str(Path(losses.__file__).parent))
+
+
+def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
+    context, path = audit.context, module_paths_of(op.location.names)[0]
+    sums = fix_sums("Return the FP32 sums", op, "float32", audit.findings)
+    code = f"{sums}\nMultiply their gradients in 16 bits:\n    {context.loss_code}"
     # The rule does not help where a policy returns FP32 already, but does not reach the layer.
-    has_rule = context.policies is not None and context.resolve(names).wide_output is not None
+    has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
     if not path or has_rule:
-        fix = fix_sums("Return FP32 sums", matmul, "float32", audit.findings)
-    message = f"the result is rounded to {source.name}, with steps of {_STEPS[source]} around 300"
-    return RoundedOutput(matmul, message, fix)
+        return code
+    rule = f"Return the FP32 sums of this layer:\n    jaxmp.Rule({path!r}, 'o=f32')"
+    return f"{rule}\nIn a model that no recipe wraps:\n{code}"
 
 
-@ROUNDED_OUTPUT.on_operation("sub")
-def check_difference(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports a rounded result that is subtracted outside of the model that returned it."""
+@ROUNDED_OUTPUT.on_result("sub")
+def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels the difference of a rounded result and of a value that does not depend on it."""
     lhs, rhs = op.equation.invars
-    for var, other in ((lhs, rhs), (rhs, lhs)):
-        for label in audit.flow.labels(RoundedOutput, var) if op.location.phase == FORWARD else ():
-            root = label.op.location.names[:1]
-            is_inside = bool(root) and op.location.names[:1] == root
-            is_constant = is_literal(other) or audit.known.value(other) is not None
-            if not (is_constant or is_inside or _depends(other, label, op, audit)):
-                harm = f"; it leaves the model and is subtracted at {audit.findings.where(op)}"
-                label.report(harm, audit.findings)
+    for var, other in ((lhs, rhs), (rhs, lhs)) if op.location.phase == FORWARD else ():
+        for output in audit.flow.labels(RoundedOutput, var):
+            if not _depends(other, output, op, audit):
+                audit.flow.mark(op.equation.outvars[0], _Difference(output))
 
 
-def _depends(var: Atom, label: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
+def _depends(var: Atom, output: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for a value that is computed from the same result, such as its mean."""
     labels = audit.flow.of_all(op.body.sources([var]))
     made = (x.op.equation for x in labels if isinstance(x, (RoundedOutput, Logits)))
-    return any(equation is label.op.equation for equation in made)
+    return any(equation is output.op.equation for equation in made)
+
+
+@ROUNDED_OUTPUT.on_operation("reduce_sum")
+def check_differences(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a rounded result if a loss is a sum of its differences."""
+    if op.location.phase == FORWARD and op.equation.outvars[0].aval.size == 1:
+        for label in audit.flow.labels(_Difference, *op.equation.invars):
+            harm = f"; the loss at {audit.findings.where(op)} subtracts it from other values"
+            label.output.report(harm, audit.findings)

@@ -12,28 +12,41 @@ import numpy as np
 
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import AUTOCAST, FORWARD, Atom, Equation, is_literal, module_paths_of
+from jaxmp._programs._constructs import loop_of
+from jaxmp._programs._jaxprs import (
+    AUTOCAST,
+    FORWARD,
+    Atom,
+    Equation,
+    Path,
+    is_literal,
+    module_paths_of,
+)
 from jaxmp._programs._locations import FULL_PRECISION, call_site
 from jaxmp._programs._matmuls import Matmul, multiple_of, padded
-from jaxmp._programs._operations import arithmetic_of, loop_of
+from jaxmp._programs._operations import arithmetic_of
+from jaxmp._programs._uses import Use
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._checks import ERROR, WARNING, Check, PendingFinding, PendingFindings
-from jaxmp._tools.audit._dataflow import GRADIENT, From
+from jaxmp._tools.audit._checks import (
+    ERROR,
+    FLOATS,
+    NOTE,
+    WARNING,
+    Check,
+    OpOccurrence,
+    PendingFinding,
+    PendingFindings,
+    dtype_of,
+    is_internal_matmul,
+    named,
+)
+from jaxmp._tools.audit._dataflow import GRADIENT
 from jaxmp._tools.audit._labels import (
     GATED,
     STREAM,
     WAS_16_BITS,
     ConditionalFinding,
-    Fact,
     WideValue,
-)
-from jaxmp._tools.audit._program import (
-    FLOATS,
-    LAYOUT,
-    OpOccurrence,
-    dtype_of,
-    is_internal_matmul,
-    named,
 )
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import cast, narrowed, with_operand
@@ -256,14 +269,14 @@ OFF_POLICY_MATMUL = Check(
 MIXED_OPERANDS = Check(
     id="mixed_operands",
     explanation="The operands of a matmul or convolution have two dtypes, so it runs in the wider"
-    " one.",
+    " one. A note of speed in the backward pass of a matmul with an FP32 result.",
     fix="y = y.astype(x.dtype)",
 )
 MISALIGNED_MATMUL = Check(
     id="misaligned_matmul",
+    severity=NOTE,
     explanation="A dimension of a matmul is not a multiple of 16 bytes (8 elements in 16 bits, 4 in"
-    " FP32, 16 in FP8). A warning if padding costs more than a quarter, or if the matmul has less"
-    " than 1 % of all FLOPs.",
+    " FP32, 16 in FP8). An error if the padding of larger dimensions costs a quarter of all FLOPs.",
     fix="width = -(-width // 8) * 8",
 )
 
@@ -280,7 +293,8 @@ _MOVES = named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
 def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
-    if dtypes[0] == dtypes[1] or is_internal_matmul(op, matmul) or not FLOATS & set(dtypes):
+    is_float = bool(FLOATS & set(dtypes))
+    if dtypes[0] == dtypes[1] or not is_float or _is_fp32_by_design(op, matmul, audit):
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
     message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
@@ -289,7 +303,7 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
     code = "\n" in fix
     if op.location.phase != FORWARD:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
-        # worth keeping, for a log-softmax in particular.
+        # worth keeping, for a log-softmax in particular, so that only time is lost.
         fix = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits:\n"
         fix += f"    {audit.context.loss_code}"
     elif code:
@@ -297,19 +311,48 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
         key = op.location.names, audit.findings.line_of(op)
         audit.promotion_fixes.setdefault(key, fix)
     fix = promotion_fix(op, audit) or fix
-    _add(MIXED_OPERANDS, op, message, fix, flops, audit)
+    severity = "" if op.location.phase == FORWARD else NOTE
+    _add(MIXED_OPERANDS, op, message, fix, flops, audit, severity)
 
 
 @FP32_MATMUL.on_matmul
 def check_fp32(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
     """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
-    if not (matmul.lhs == matmul.rhs == FLOAT32) or is_internal_matmul(op, matmul):
+    if not (matmul.lhs == matmul.rhs == FLOAT32) or _is_fp32_by_design(op, matmul, audit):
         return
     allowed = audit.context.allowed_dtypes(op.location)
-    if not allowed:
+    if _is_router(op, audit):
+        where = audit.findings.where(op)
+        audit.notes[f"the FP32 matmul at {where} chooses experts or classes"] = None
+    elif not allowed:
         _check_upcast(op, flops, audit)
     elif FLOAT32 not in allowed:
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
+
+
+class _Solved(NamedTuple):
+    """Scopes and line of a matmul whose result is factorized, and of its gradients."""
+
+    names: Path
+    line: tuple[str, int]
+
+
+def _is_fp32_by_design(op: OpOccurrence, matmul: Matmul, audit: Auditor) -> bool:
+    """Returns True for matmuls of attention, and of a matrix that is factorized or solved.
+
+    Autocast computes the latter in FP32, because its condition multiplies each rounding error.
+    """
+    key = _Solved(op.location.names, audit.findings.line_of(op))
+    if Use.SOLVED in audit.use_of(op.equation.outvars[0]):
+        audit.collected[_Solved].append(key)
+    return is_internal_matmul(op, matmul) or key in audit.collected[_Solved]
+
+
+def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
+    """Returns True for scores that a top-k or argmax compares, of fewer classes than features."""
+    operand, (result,) = op.equation.invars[0], op.equation.outvars
+    is_narrow = result.aval.size < operand.aval.size
+    return op.location.phase == FORWARD and is_narrow and Use.ORDER in audit.use_of(result)
 
 
 @OFF_POLICY_MATMUL.on_matmul
@@ -455,64 +498,14 @@ def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) ->
         return
     paddings = {role: padded(size, multiple) for role, size in sizes.items()}
     text = ", ".join(f"{role} = {size} (pad to {paddings[role]})" for role, size in sizes.items())
-    cost = max(paddings[role] / size for role, size in sizes.items()) - 1
-    is_worthwhile = any(paddings[role] <= 1.25 * size for role, size in sizes.items())
+    cost = math.prod(paddings[role] / size for role, size in sizes.items()) - 1
     plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
     message = f"{text} {plural} of {multiple}; padding costs {cost:.1%}."
     widths = sorted(set(paddings.values()))
     fix = "Round the width of the layer or argument up:" + "".join(
         f"\n    width = {n}" for n in widths
     )
-    severity = ERROR if is_worthwhile else WARNING
-    audit.add(MISALIGNED_MATMUL, op, message, fix, severity=severity, flops=flops)
-
-
-WIDE_GATHER = Check(
-    id="wide_gather",
-    severity=WARNING,
-    explanation="More rows of an FP32 table are looked up than it has, and they are cast to 16 bits"
-    " afterwards. To cast the table first moves fewer bytes.",
-    fix="x = table.astype(jnp.bfloat16)[tokens]",
-)
-
-
-class Rows(Fact):
-    """Label of the rows that were looked up in an FP32 parameter."""
-
-    survives = LAYOUT | named("select_n")
-
-    def __init__(self, op: OpOccurrence) -> None:
-        self.op = op
-
-
-@WIDE_GATHER.on_operation("gather")
-def label_rows(op: OpOccurrence, audit: Auditor) -> Rows | None:
-    """Labels rows of an FP32 argument."""
-    table = op.equation.invars[0]
-    is_argument = bool(audit.flow.labels(From, table))
-    is_lookup = dtype_of(table) == FLOAT32 and is_argument and op.location.differentiated
-    return Rows(op) if is_lookup and op.location.phase == FORWARD else None
-
-
-@WIDE_GATHER.on_operation("convert_element_type")
-def check_cast(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports looked-up rows that are cast to 16 bits, if to cast the table moves fewer bytes."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
-    dtype = dtype_of(result)
-    if not is_16bit(dtype):
-        return
-    for label in audit.flow.labels(Rows, operand):
-        table = label.op.equation.invars[0].aval
-        # The lookup reads and writes FP32 or 16 bits; the cast reads FP32 and writes 16 bits.
-        after = 14 * math.prod(result.aval.shape)
-        before = 6 * math.prod(table.shape) + 4 * math.prod(result.aval.shape)
-        if before < after:
-            message = (
-                f"the lookup moves {bytes_text(after)} in FP32 and casts the rows to {dtype.name};"
-                f" to cast the table first moves {bytes_text(before)}."
-            )
-            code = f"x = table.astype(jnp.{dtype.name})[tokens]"
-            if not audit.findings.is_own_call(label.op.equation):
-                code = f"dtype=jnp.{dtype.name}"
-            fix = f"Cast the table before the lookup:\n    {code}"
-            audit.add(WIDE_GATHER, label.op, message, fix)
+    finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
+    # Smaller sizes, such as three channels or one output, are those of the data.
+    waste = math.prod(paddings[role] / n for role, n in sizes.items() if n > multiple) - 1
+    finding.add_harm(round(waste * flops))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Iterable, Iterator
 
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core._dtypes import FLOATS_16BIT
+from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._jaxprs import (
     BACKWARD,
@@ -21,16 +19,24 @@ from jaxmp._programs._jaxprs import (
     is_literal,
     sub_jaxprs,
 )
-from jaxmp._programs._operations import axes_of, loop_of, name_of, window_of
+from jaxmp._programs._operations import name_of
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._checks import ERROR, WARNING, Check
-from jaxmp._tools.audit._dataflow import GRADIENT, Terms
+from jaxmp._tools.audit._checks import (
+    ERROR,
+    LAYOUT,
+    PERIODIC,
+    WARNING,
+    Check,
+    OpOccurrence,
+    dtype_of,
+    half_of,
+    named,
+)
 from jaxmp._tools.audit._labels import REDUCES, ConditionalFinding, RoundedInput
-from jaxmp._tools.audit._origins import SUMS, fix_operation
-from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
+from jaxmp._tools.audit._origins import SUMS, fix_operation, fix_origins
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._rewrite import in_fp32, with_fp32_summand
+from jaxmp._tools.fixes._rewrite import in_fp32
 from jaxmp._tools.fixes._source import expression_of
 
 # ---------------------------------------------------------------------------
@@ -45,7 +51,7 @@ SOFTMAX_16BIT = Check(
 )
 LOSS_16BIT = Check(
     id="loss_16bit",
-    explanation="A log-softmax, a log-sum-exp, the differences of an L1 loss or a scalar result of"
+    explanation="A log-softmax, a log-sum-exp, the differences of a loss or a scalar result of"
     " the program are computed in 16 bits.",
     fix="logits = logits.astype(jnp.float32)",
     includes_optimizer=True,
@@ -74,38 +80,23 @@ EXP_16BIT = Check(
 ACCUMULATOR_16BIT = Check(
     id="accumulator_16bit",
     explanation="Gradients are accumulated in 16 bits over microbatches or steps, parameters are"
-    " averaged, or other state is updated in 16 bits: counters, metrics, running statistics and"
-    " decayed sums of loops.",
+    " averaged, or other state is updated in 16 bits: counters, metrics, running statistics,"
+    " decayed sums of loops and associative scans.",
     fix="total = jnp.zeros(p.shape, jnp.float32)\ntotal = total + grads.astype(jnp.float32)",
     includes_optimizer=True,
 )
 
+_FIX_NORM = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
 _NEAR = LAYOUT | named("mul div add sub select_n")
 _SUMS = named("reduce_sum cumsum")
-_REDUCTIONS = _SUMS | named(
+_SQUARES = named("square integer_pow")
+REDUCTIONS = _SUMS | named(
     "reduce_prod cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub scatter-mul"
 )
 # Activation functions of `jax.nn` that compute exponentials of negative numbers only.
 _BOUNDED = frozenset({"elu", "celu", "selu"})
 # `one_minus_square` is the derivative of tanh.
 _POWERS = named("integer_pow square one_minus_square")
-# Reductions that XLA divides into chunks; the others add one term after another.
-_IN_CHUNKS = _SUMS | named("reduce_prod cumprod cumlogsumexp")
-# Sums of fewer terms lose less than three bits.
-_FEW_TERMS = 8
-# Estimated error from which a sum of a backward pass is reported. That of a bias over a batch has
-# less, and the rounding of its terms is of the same size.
-_NOTABLE = 0.05
-
-FIX_ACCUMULATOR = (
-    "Start from zeros in FP32, and add in FP32:\n"
-    "    total = jnp.zeros(p.shape, jnp.float32)\n"
-    "    total = total + grads.astype(jnp.float32)"
-)
-_FIX_CARRY = (
-    "Start from zeros in FP32, and cast the result after the loop:\n"
-    "    total = jnp.zeros(shape, jnp.float32)"
-)
 
 
 # ---------------------------------------------------------------------------
@@ -164,9 +155,9 @@ def _precision(dtype: np.dtype) -> str:
 
 
 def _follows_sum_of_exp(op: OpOccurrence) -> bool:
-    makers = _made_of(op.equation.invars[0], op.body, LAYOUT)
+    makers = made_of(op.equation.invars[0], op.body, LAYOUT)
     return any(
-        "exp" in (inner.primitive.name for inner in _made_of(maker.invars[0], op.body, LAYOUT))
+        "exp" in (inner.primitive.name for inner in made_of(maker.invars[0], op.body, LAYOUT))
         for maker in makers
         if maker.primitive.name in _SUMS
     )
@@ -188,10 +179,48 @@ def check_inverse_root(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Non
 def check_root(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the square root of a mean, by which a norm divides."""
     dtype = half_of(op.equation.invars)
-    if dtype is not None and op.location.phase != BACKWARD:
-        makers = _made_of(op.equation.invars[0], op.body, _NEAR)
-        if any(map(_contains_sum, makers)):
-            _report_norm(op, dtype, audit)
+    if dtype is not None and op.location.phase != BACKWARD and is_sum(op):
+        _report_norm(op, dtype, audit)
+
+
+class OnePass(ConditionalFinding):
+    """Label of a 16-bit difference of a mean of squares and of a squared mean."""
+
+    check, survives = NORM_16BIT, _NEAR | named("max")
+
+
+@NORM_16BIT.on_operation("sub")
+def label_variance(op: OpOccurrence, audit: Auditor) -> OnePass | None:
+    """Labels a variance in one pass if a part of it was rounded after it was summed."""
+    if op.location.phase != FORWARD:
+        return None
+    lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.equation.invars)
+    is_one_pass = any(map(_is_square, rhs))
+    is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
+    dtype = half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
+    if not is_one_pass or dtype is None:
+        return None
+    message = f"a variance is the difference of two means that are rounded to {dtype.name}"
+    return OnePass(op, message, fix_origins(op, audit.findings) or _FIX_NORM)
+
+
+def _is_square(equation: Equation) -> bool:
+    name, operands = equation.primitive.name, equation.invars
+    return name in _SQUARES or (name == "mul" and operands[0] is operands[1])
+
+
+@NORM_16BIT.on_operation("sqrt", "rsqrt", "pow")
+def report_variance(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports the root of a rounded variance."""
+    harm = f", whose root is computed at {audit.findings.where(op)}"
+    audit.report(
+        OnePass, op.equation.invars if dtype_of(op.equation.outvars[0]) == FLOAT32 else (), harm
+    )
+
+
+def is_sum(op: OpOccurrence) -> bool:
+    """Returns True if an operation reads a sum or a mean."""
+    return any(map(_contains_sum, made_of(op.equation.invars[0], op.body, _NEAR)))
 
 
 def _contains_sum(equation: Equation) -> bool:
@@ -206,176 +235,7 @@ def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     fix = fix_operation(op, audit.findings, dtype.name, SUMS)
     if op.location.names and not in_fp32(expression_of(op, audit.findings)):
         fix = audit.context.wrap_code
-    audit.add(NORM_16BIT, op, message, fix)
-
-
-# ---------------------------------------------------------------------------
-# Sums
-# ---------------------------------------------------------------------------
-
-
-@REDUCTION_16BIT.on_16_bits
-def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
-    """Reports a reduction of many terms."""
-    if op.name not in _REDUCTIONS:
-        return
-    terms = _terms(op)
-    if terms < _FEW_TERMS or counts_largest(op):
-        return
-    in_chunks = op.name in _IN_CHUNKS
-    verb = "multiplies" if "prod" in op.name or op.name == "scatter-mul" else "adds"
-    text = error_text(terms, dtype, in_chunks=in_chunks)
-    message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
-    is_backward = op.location.phase == BACKWARD
-    if not is_backward and op.name != "reduce_window_sum":
-        fix = fix_operation(op, audit.findings, dtype.name)
-        audit.add(REDUCTION_16BIT, op, message, fix)
-    elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
-        fix = ""
-        if is_backward:
-            message = f"in the gradient of a broadcast or of indexing, {message}"
-            fix = _fix_gradient(audit)
-        audit.add(REDUCTION_16BIT, op, message, fix, severity=WARNING)
-
-
-@REDUCTION_16BIT.on_result("scan", "while")
-def check_loop(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
-
-    A residual stream, whose summand is computed from the carry itself, is not an accumulator.
-    """
-    loop = loop_of(op.equation)
-    assert loop is not None
-    body = Body(loop.body)
-    for before, after in zip(loop.incoming, loop.outgoing, strict=True):
-        if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
-            makers = _made_of(after, body, LAYOUT)
-            addition = next((e for e in makers if _adds_to(e, before, body)), None)
-            if addition is not None:
-                _report_carry(op, before, addition, audit)
-
-
-@ACCUMULATOR_16BIT.on_result("add", "add_any")
-def check_terms(op: OpOccurrence, audit: Auditor) -> None:
-    """Reports a sum of three or more 16-bit gradients without a loop."""
-    (result,) = op.equation.outvars
-    if not _is_after_gradient(op):
-        return
-    if any(label.number > 2 for label in audit.flow.labels(Terms, result)):
-        message = f"gradients of several microbatches are summed in {dtype_of(result).name}."
-        fix = fix_operation(op, audit.findings) or FIX_ACCUMULATOR
-        audit.add(ACCUMULATOR_16BIT, op, message, fix)
-
-
-def _terms(op: OpOccurrence) -> int:
-    """Returns the largest number of elements that a reduction combines into one."""
-    equation, operand = op.equation, op.equation.invars[0].aval
-    if op.name == "reduce_window_sum":
-        return window_of(equation)
-    if not op.name.startswith("scatter"):
-        return math.prod(operand.shape[axis] for axis in axes_of(equation))
-    updates = math.prod(equation.invars[1].aval.shape[:-1])
-    if op.location.phase == BACKWARD:
-        # In the gradient of a lookup, the indices are those of different rows; the mean counts.
-        return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
-    # In a scatter of the forward pass, all indices may be equal.
-    return updates
-
-
-def _fix_gradient(audit: Auditor) -> str:
-    """Returns code that accumulates a gradient in FP32."""
-    code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {audit.context.text})"
-    return f"Accumulate the gradient in FP32:\n    {code}"
-
-
-def counts_largest(op: OpOccurrence) -> bool:
-    """Returns True for the number of largest elements, by which a maximum's gradient is divided."""
-    for maker in _made_of(op.equation.invars[0], op.body, LAYOUT):
-        if maker.primitive.name == "eq":
-            sides = (_made_of(var, op.body, LAYOUT) for var in maker.invars)
-            names = {other.primitive.name for side in sides for other in side}
-            return bool(names & {"reduce_max", "reduce_min"})
-    return False
-
-
-def _report_carry(op: OpOccurrence, carry: Atom, addition: Equation, audit: Auditor) -> None:
-    dtype, loop = dtype_of(carry), loop_of(op.equation)
-    assert loop is not None
-    length = loop.length
-    inner = op._replace(equation=addition, body=Body(loop.body), outer=op)
-    fix = fix_carry(op, carry, inner, audit)
-    if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
-        message = f"a loop accumulates gradients in {dtype.name}."
-        audit.add(ACCUMULATOR_16BIT, inner, message, fix or FIX_ACCUMULATOR)
-        return
-    message = f"a loop adds terms in {dtype.name}."
-    if length is not None:
-        # The gradient of a weight that all iterations share is one sum.
-        is_small = rounding_error(length, dtype, in_chunks=False) < _NOTABLE
-        if op.location.phase == BACKWARD and is_small:
-            return
-        text = error_text(length, dtype, in_chunks=False)
-        message = f"a loop adds {length:,} terms in {dtype.name} {text}."
-    audit.add(REDUCTION_16BIT, inner, message, fix or _FIX_CARRY)
-
-
-def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Auditor) -> str:
-    """Returns the fix of a 16-bit carry: its first value and its summands in FP32.
-
-    Args:
-      loop: a scan or while.
-      carry: the parameter of its body.
-      addition: the operation in the body that adds to it.
-      audit: for the lines of the source.
-
-    Returns:
-      Sentences and code, or "" if the code of the first value is not known.
-    """
-    inside = addition.body.jaxpr
-    first = loop.equation.invars[len(loop.equation.invars) - len(inside.invars) :]
-    start = first[inside.invars.index(carry)]
-    maker = loop.body.maker_through(start, LAYOUT - {"broadcast_in_dim"})
-    if maker is None:
-        return ""
-    made = loop._replace(equation=maker)
-    code = in_fp32(expression_of(made, audit.findings))
-    if not code:
-        return ""
-    where = audit.findings.where(made)
-    lines = [f"Start in FP32, at {where}:\n    {code}"]
-    summand = None
-    dependents = addition.body.dependents([carry])
-    for index, var in enumerate(addition.equation.invars):
-        cast = addition.body.maker(var)
-        if cast is not None and cast.primitive.name == "convert_element_type":
-            rounding = addition._replace(equation=cast)
-            code = in_fp32(expression_of(rounding, audit.findings))
-            where = audit.findings.where(rounding)
-            lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
-        elif half_of([var]) is not None and not is_literal(var) and var not in dependents:
-            summand = index
-    code = with_fp32_summand(expression_of(addition, audit.findings), summand)
-    where = audit.findings.where(addition)
-    lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
-    return "\n".join(lines)
-
-
-def _is_after_gradient(op: OpOccurrence) -> bool:
-    """Returns True outside of derivatives: a gradient inside of a loss is an activation."""
-    return op.location.phase == FORWARD and not op.location.differentiated
-
-
-def _adds_to(addition: Equation, before: Atom, loop: Body) -> bool:
-    """Returns True for a sum of a carry of a loop and a value that does not depend on it."""
-    if addition.primitive.name not in ("add", "add_any", "sub"):
-        return False
-    casts = named("convert_element_type")
-    sides = [loop.source_of(var, casts) for var in addition.invars]
-    positions = [n for n, side in enumerate(sides) if side is before]
-    if not positions:
-        return False
-    other = addition.invars[1 - positions[0]]
-    return is_literal(other) or other not in loop.dependents([before])
+    audit.add(NORM_16BIT, op, message, fix or _FIX_NORM)
 
 
 # ---------------------------------------------------------------------------
@@ -396,7 +256,7 @@ class ForwardUse(ConditionalFinding):
 @EXP_16BIT.on_16_bits
 def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> ForwardUse | None:
     """Reports the other operations of the op table's FP32 rows."""
-    if op.name in _REDUCTIONS or op.name == "rsqrt" or op.location.phase == BACKWARD:
+    if op.name in REDUCTIONS or op.name == "rsqrt" or op.location.phase == BACKWARD:
         return None
     if op.name in _POWERS:
         if dtype.name != "float16":
@@ -481,6 +341,16 @@ def _is_zero(var: Atom, body: Body) -> bool:
     return is_literal(source) and source.aval.size == 1 and float(source.val) == 0
 
 
+def counts_largest(op: OpOccurrence) -> bool:
+    """Returns True for the number of largest elements, by which a maximum's gradient is divided."""
+    for maker in made_of(op.equation.invars[0], op.body, LAYOUT):
+        if maker.primitive.name == "eq":
+            sides = (made_of(var, op.body, LAYOUT) for var in maker.invars)
+            names = {other.primitive.name for side in sides for other in side}
+            return bool(names & {"reduce_max", "reduce_min"})
+    return False
+
+
 # ---------------------------------------------------------------------------
 # Producers and consumers
 # ---------------------------------------------------------------------------
@@ -496,7 +366,7 @@ def _reads(equation: Equation, body: Body) -> Iterator[Equation]:
                 waiting += reader.outvars
 
 
-def _made_of(
+def made_of(
     var: Atom, body: Body, primitives: frozenset[str], depth: int = 12
 ) -> Iterator[Equation]:
     """Yields the equations that compute a value, and the operands of the named primitives."""
@@ -508,47 +378,3 @@ def _made_of(
             yield maker
             if maker.primitive.name in primitives:
                 waiting += maker.invars
-
-
-# ---------------------------------------------------------------------------
-# Estimates of the rounding error of sums
-# ---------------------------------------------------------------------------
-
-# XLA divides a reduction into chunks: on a CPU into windows of 32 elements, on a GPU among the
-# threads, and for long arrays in two levels.
-_CHUNK = 32
-
-
-def rounding_error(terms: int, dtype: np.dtype, *, in_chunks: bool) -> float:
-    """Returns the largest error to expect of a sum, relative to the sum of absolute values.
-
-    The bound of any order of summation is `h * u`, where `h` is the largest number of additions
-    that a term passes through and `u` the unit roundoff (Higham, "Accuracy and Stability of
-    Numerical Algorithms", section 4.2). Rounding errors of both signs cancel, so that the error
-    grows as `sqrt(h) * u` (Higham and Mary, "A New Approach to Probabilistic Rounding Error
-    Analysis", 2019), until a sequential sum is so large that further terms do not change it.
-
-    Args:
-      terms: the number of summands.
-      dtype: in which the sum accumulates.
-      in_chunks: False for a loop or a scatter, which adds one term after another.
-    """
-    unit = float(jnp.finfo(dtype).eps) / 2
-    if not in_chunks:
-        return 1.0 if terms >= stagnation(dtype) else math.sqrt(terms) * unit
-    levels = math.ceil(math.log(max(terms, 2), _CHUNK))
-    return min(1.0, math.sqrt(min(terms, _CHUNK * levels)) * unit)
-
-
-def stagnation(dtype: np.dtype) -> int:
-    """Returns the number of equal terms after which a sequential sum stops growing."""
-    return round(2 / float(jnp.finfo(dtype).eps))
-
-
-def error_text(terms: int, dtype: np.dtype, *, in_chunks: bool) -> str:
-    """Returns the estimate as a part of a sentence."""
-    error = rounding_error(terms, dtype, in_chunks=in_chunks)
-    if error == 1:
-        return f"one after another: a sum of equal terms stops growing at {stagnation(dtype):,}"
-    text = f"with an error of up to about {error:.1%} of the sum of absolute values"
-    return text if in_chunks else f"one after another, {text}"

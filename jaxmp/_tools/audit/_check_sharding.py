@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import jax
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import is_16bit
+from jaxmp._programs._constructs import LOOPS, loop_of
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, equations, phase_of
 from jaxmp._programs._locations import module_of
 from jaxmp._programs._matmuls import MATMULS
-from jaxmp._programs._operations import is_in_mesh, loop_of, mesh_axes_of, sharding_of_result
+from jaxmp._programs._operations import is_in_mesh, mesh_axes_of, sharding_of_result
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
-from jaxmp._tools.audit._checks import ERROR, WARNING, Check
+from jaxmp._tools.audit._check_ops import is_sum
+from jaxmp._tools.audit._checks import ERROR, WARNING, Check, OpOccurrence, dtype_of, half_of
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update
 from jaxmp._tools.audit._hlo_collectives import (
     ACTIVATION,
@@ -27,7 +28,6 @@ from jaxmp._tools.audit._hlo_collectives import (
 )
 from jaxmp._tools.audit._labels import Reduction16Bit
 from jaxmp._tools.audit._origins import fix_origins
-from jaxmp._tools.audit._program import OpOccurrence, dtype_of, half_of
 from jaxmp._tools.audit._rows import CollectiveRow, Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import with_split_copy
@@ -37,7 +37,7 @@ from jaxmp._tools.report._section import bytes_text
 ALL_REDUCE_16BIT = Check(
     id="all_reduce_16bit",
     explanation="Gradients of parameters are summed over devices in 16 bits where the recipe"
-    " requires FP32. A warning without policies.",
+    " requires FP32 (a warning without policies), or statistics of the batch are averaged.",
     fix="grads = jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), 'data')",
     needs_target="under `jit` with shardings; not for `shard_map` and `pmap`",
     includes_optimizer=True,
@@ -93,6 +93,11 @@ def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
     dtype = dtype_of(op.equation.invars[0]).name
     names = mesh_axes_of(op.equation)
     name = repr(names[0]) if len(names) == 1 else repr(names)
+    if op.location.phase == FORWARD and not reduction.is_gradient and is_sum(op):
+        message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
+        fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
+        audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op, audit.findings) or fix)
+        return
     if not reduction.is_gradient or reduction.is_activation:
         audit.notes[sum_note(dtype)] = None
         return
@@ -163,10 +168,10 @@ def fix_of_gather(gather: Constraint, dtype: str, audit: Auditor) -> str:
 def _split_of(constraint: Constraint, audit: Auditor) -> PartitionSpec | None:
     """Returns the spec of the argument that a constraint gathers; None if it gathers none."""
     (operand,), result = constraint.op.equation.invars, sharding_of_result(constraint.op.equation)
-    leaves = jax.tree.leaves(audit.collected[Traced][-1].arguments)
+    arrays = audit.collected[Traced][-1].arrays
     for number in constraint.arguments:
-        spec = getattr(getattr(leaves[number], "sharding", None), "spec", None)
-        if spec is not None and leaves[number].shape == operand.aval.shape:
+        spec = getattr(getattr(arrays[number], "sharding", None), "spec", None)
+        if spec is not None and arrays[number].shape == operand.aval.shape:
             kept = axis_names(getattr(result, "spec", ()))
             return None if axis_names(spec) <= kept else spec
     return None
@@ -371,14 +376,14 @@ class _MicrobatchLoop(NamedTuple):
     length: int | None
 
 
-@REDUCTION_PER_MICROBATCH.on_result("scan", "while")
+@REDUCTION_PER_MICROBATCH.on_result(*LOOPS)
 def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
     if op.location.differentiated or op.location.phase != FORWARD:
         return
     loop = loop_of(op.equation)
     assert loop is not None
-    body = loop.body
+    body = loop.jaxpr
     if audit.flow.labels(Update, *body.outvars):
         return
     stacks = (str(equation.source_info.name_stack) for equation in equations(body))

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core._dtypes import FLOATS_16BIT, is_16bit
+from jaxmp._core._dtypes import FLOAT16, FLOAT32, FLOATS_16BIT, is_16bit
+from jaxmp._programs._jaxprs import BACKWARD
+from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_integers import STEPS
 from jaxmp._tools.audit._check_ops import ACCUMULATOR_16BIT
-from jaxmp._tools.audit._checks import ERROR, WARNING, Check
+from jaxmp._tools.audit._checks import (
+    ERROR,
+    FLOATS,
+    WARNING,
+    Check,
+    OpOccurrence,
+    dtype_of,
+    half_of,
+)
 from jaxmp._tools.audit._dataflow import (
     LARGE,
     PLUS,
@@ -22,13 +32,15 @@ from jaxmp._tools.audit._dataflow import (
     From,
     Power,
     Update,
+    is_scale,
     powers_of,
 )
-from jaxmp._tools.audit._program import FLOATS, dtype_of
 from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.audit._trace import Traced, argument_text
+from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import in_fp32
 from jaxmp._tools.fixes._source import expression_of
+from jaxmp.optim._moments import MomentState
+from jaxmp.optim._roles import AVERAGE, REMAINDER
 from jaxmp.optim._rounding import StochasticRoundingState
 
 # ---------------------------------------------------------------------------
@@ -49,21 +61,23 @@ UNUSED_LOSS_SCALE = Check(
 )
 MISSING_LOSS_SCALE = Check(
     id="missing_loss_scale",
-    explanation="The backward pass of a training step multiplies in float16 without a loss scale.",
+    explanation="The backward pass of a training step multiplies in float16 without a loss scale. A"
+    " warning for a gradient inside of a loss, such as a penalty or forces, whose scale is not that"
+    " of the training.",
     fix="tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
     "loss, grads = state.value_and_grad(loss_fn)(batch)",
 )
 MISSING_MASTER = Check(
     id="missing_master",
     explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
-    ' what rounding loses. A warning under a recipe with `master = "none"`.',
+    " what rounding loses, or it rounds FP32 parameters itself."
+    ' A warning under a recipe with `master = "none"`.',
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
     includes_optimizer=True,
 )
 
-# A first moment in the key path of an optimizer state, as optax names it: that of Adam, and the
-# momentum of SGD.
-_FIRST_MOMENT = re.compile(r"\.(mu|trace)\b")
+# Fields of optax's states with a first moment: that of Adam, and the momentum of SGD.
+_FIRST_MOMENTS = ("mu", "trace")
 _FIX_OPTAX_STATE = (
     "Remove mu_dtype, accumulator_dtype and similar arguments. If the parameters have 16 bits, make"
     " FP32 moments and masters of the FP32 parameters:\n"
@@ -85,8 +99,6 @@ _FIX_AVERAGE = (
     "Update it in FP32, in NNX with jaxmp.nnx.EMA:\n"
     "    ema = jaxmp.optim.incremental_update(params, ema, step_size)"
 )
-# An average of optax in the key path of a state.
-_OPTAX_AVERAGE = re.compile(r"\.ema\b")
 # Limits of each dtype, for messages.
 _TEXTS = {
     "bfloat16": {"least": "2**-9", "limit": "256", "recipe": "bf16_params"},
@@ -98,11 +110,14 @@ def label_arguments(audit: Auditor, traced: Traced) -> None:
     """Labels the arguments before the walk, so that updates of them are known."""
     for label, var in traced.inputs():
         audit.flow.mark(var, label)
-    for number, var in traced.variables.items():
+    # Under `vmap`, a loss scale is an array.
+    scales = {var for _, var in traced.dynamic_scales()}
+    for number, var in enumerate(traced.variables):
         if dtype_of(var) in FLOATS:
             audit.flow.mark(var, From(number, PLUS))
             if var.aval.size == 1:
                 audit.flow.mark(var, SCALAR)
+            if var.aval.size == 1 or var in scales:
                 audit.flow.mark(var, Power(number, 1.0))
         elif jnp.issubdtype(dtype_of(var), jnp.integer) and var.aval.size == 1:
             audit.flow.mark(var, STEPS)
@@ -122,20 +137,21 @@ def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     step = step_of(audit, traced)
     # (whether optax averages with them, dtype) -> numbers of the leaves.
     states: dict[tuple[bool, str], list[int]] = {}
+    kept = _moments_by_choice(traced)
     for number, aval in step.avals.items():
-        if step.in_optimizer[number] and aval.dtype in FLOATS_16BIT:
-            is_average = bool(_OPTAX_AVERAGE.search(step.locations[number]))
+        if step.in_optimizer[number] and aval.dtype in FLOATS_16BIT and number not in kept:
+            is_average = step.leaves[number].role == AVERAGE
             states.setdefault((is_average, aval.dtype.name), []).append(number)
     for (is_average, dtype), numbers in states.items():
         yield _optimizer_state_finding(dtype, numbers, is_average, step, traced)
-    if not states:
+    if not states and not kept:
         yield from _check_moments(step)
 
 
 @UNUSED_LOSS_SCALE.on_program
 def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports loss scales that the backward pass does not depend on."""
-    for location, var in traced.scales() if audit.has_backward else ():
+    for location, var in traced.dynamic_scales() if audit.has_backward else ():
         if not audit.flow.scaled_by.isdisjoint(powers_of(audit.flow.of(var))):
             continue
         message = (
@@ -151,7 +167,7 @@ def _optimizer_state_finding(
     # A step adds a tenth of the gradient to a first moment, or the whole of it to a momentum, which
     # 8 bits of precision resolve.
     places = [step.locations[n] for n in numbers]
-    is_first = dtype == "bfloat16" and all(map(_FIRST_MOMENT.search, places))
+    is_first = dtype == "bfloat16" and all(step.leaves[n].field in _FIRST_MOMENTS for n in numbers)
     if is_first:
         message = f"{len(numbers)} first moments are bfloat16, such as {places[0]}."
     else:
@@ -174,6 +190,17 @@ def _optimizer_state_finding(
     )
 
 
+def _moments_by_choice(traced: Traced) -> set[int]:
+    """Returns the numbers of the arguments that `moment_dtype` stores in 16 bits."""
+    first, positions = 0, set[int]()
+    is_chosen = lambda node: isinstance(node, MomentState)
+    for node in jtu.tree_leaves(traced.arguments, is_leaf=is_chosen):
+        size = len(jtu.tree_leaves(node))
+        positions |= set(range(first, first + size)) if is_chosen(node) else set()
+        first += size
+    return {n for n, position in enumerate(traced.positions) if position in positions}
+
+
 def _is_rounded(node: object) -> bool:
     return isinstance(node, StochasticRoundingState)
 
@@ -188,11 +215,8 @@ class _Step:
 
     def __init__(self, audit: Auditor, traced: Traced) -> None:
         self.audit, self.flow = audit, audit.flow
-        leaves = jtu.tree_flatten_with_path(traced.arguments)[0]
-        self.locations = [argument_text(jtu.keystr(path)) for path, _ in leaves]
-        # The keys below an argument.
-        self.names = [jtu.keystr(path[2:]) for path, _ in leaves]
-        self.in_optimizer = traced.optimizer_leaves()
+        self.leaves, self.locations = traced.leaves, traced.texts()
+        self.in_optimizer = traced.in_optimizer()
         # Number of an argument -> its updates among the results.
         self.updates: dict[int, list[Update]] = {}
         for var in traced.jaxpr.outvars:
@@ -200,7 +224,7 @@ class _Step:
                 argument = traced.variables[label.number].aval
                 if (argument.shape, argument.dtype) == (var.aval.shape, dtype_of(var)):
                     self.updates.setdefault(label.number, []).append(label)
-        self.avals = {n: var.aval for n, var in traced.variables.items()}
+        self.avals = {n: var.aval for n, var in enumerate(traced.variables)}
         self.dtypes = {n: self.avals[n].dtype for n in self.updates}
 
     @property
@@ -229,7 +253,7 @@ class _Step:
 
         Args:
           returned: key paths of the results. In a program that trains nothing, only scalars and
-            arguments that are returned under their own keys are state.
+            arguments that are returned under their own keys, and averages, are state.
         """
         updates = {n: row[0] for n, row in self.updates.items() if is_16bit(self.dtypes[n])}
         return {
@@ -239,7 +263,9 @@ class _Step:
             and (
                 not (update.has_gradient or self.is_average(update))
                 if self.is_training
-                else self.avals[n].size == 1 or self.names[n] in returned
+                else self.avals[n].size == 1
+                or jtu.keystr(self.leaves[n].path[2:]) in returned
+                or update.is_average
             )
         }
 
@@ -252,7 +278,7 @@ class _Step:
         """Returns True for an average of parameters, such as an EMA."""
         masters = {n for n, dtype in self.dtypes.items() if self._is_master(n, dtype)}
         # A parameter of the last step, which a master in the state replaces.
-        packed = [n for n, text in enumerate(self.locations) if ".packed_masters" in text]
+        packed = [n for n, leaf in enumerate(self.leaves) if leaf.role == REMAINDER]
         shapes = {self.avals[n].shape for n in (*masters, *packed)}
         stored = {
             n
@@ -352,6 +378,26 @@ def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     yield from step.findings(MISSING_MASTER, updates, text, fix, severity)
 
 
+@MISSING_MASTER.on_program
+def check_rounded_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports FP32 parameters whose new values the step rounds to 16 bits."""
+    step = step_of(audit, traced)
+    for var in traced.jaxpr.outvars:
+        labels = audit.flow.labels(Update, var) if dtype_of(var) == FLOAT32 else ()
+        numbers = {x.number for x in labels if x.number in step.updates and x.has_gradient}
+        maker = traced.maker_of(var) if numbers and var.aval.size > 1 else None
+        sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
+        dtype = half_of([*sources, *(x.op.equation.outvars[0] for x in labels)])
+        if maker is not None and maker.name == "reduce_precision":
+            dtype = np.dtype(jnp.bfloat16)
+        if maker is not None and dtype is not None and not step.in_optimizer[min(numbers)]:
+            file, line = audit.findings.line_of(maker)
+            message = f"the step rounds {step.locations[min(numbers)]} to {dtype.name}, although it"
+            message += " is FP32: updates below {least} of a value are rounded away."
+            fix = "Add the updates in FP32:\n    params = optax.apply_updates(params, updates)"
+            yield MISSING_MASTER.finding(_fill(message, dtype.name), fix, file=file, line=line)
+
+
 @ACCUMULATOR_16BIT.on_program
 def check_accumulators(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit sums of gradients and averages of parameters over steps."""
@@ -388,7 +434,7 @@ def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     op, step = audit.float16_backward, step_of(audit, traced)
     if op is None or not step.is_training or audit.flow.scaled_by or audit.flow.has_scale:
         return
-    if traced.scales():
+    if traced.dynamic_scales():
         # Reported as an unused loss scale.
         return
     file, line = audit.findings.line_of(op)
@@ -398,3 +444,38 @@ def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     if traced.nnx_count:
         fix = f"tx = jaxmp.load_recipe('fp16').optimizer(tx)\n{_FIX_NNX}"
     yield MISSING_LOSS_SCALE.finding(f"{message} become zero.", fix, file=file, line=line)
+
+
+class _InnerGradient(NamedTuple):
+    """Operation of a backward pass that is itself differentiated."""
+
+    op: OpOccurrence
+    is_scaled: bool
+
+
+@MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *MATMULS)
+def collect_inner_gradients(op: OpOccurrence, audit: Auditor) -> None:
+    """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
+    is_scaled = op.name not in MATMULS and any(
+        is_scale(op, var, audit.flow.of) for var in op.equation.invars
+    )
+    is_float16 = op.name in MATMULS and FLOAT16 in map(dtype_of, op.equation.invars)
+    if (is_scaled or is_float16) and op.location.phase == BACKWARD:
+        chain = reversed([op.equation, *op.enclosing])
+        stack = "/".join(str(equation.source_info.name_stack) for equation in chain)
+        # The outer derivative is the first part of a name stack.
+        if 0 <= stack.find("jvp(") < stack.find("transpose("):
+            audit.collected[_InnerGradient].append(_InnerGradient(op, is_scaled))
+
+
+@MISSING_LOSS_SCALE.on_program
+def check_inner_gradients(audit: Auditor, traced: Traced) -> None:
+    """Reports gradients inside of a loss, to which no loss scale is applied."""
+    del traced
+    inner = audit.collected[_InnerGradient]
+    if inner and not any(row.is_scaled for row in inner):
+        message = "a gradient inside of the loss is computed in float16 without a loss scale of its"
+        message += " own: elements below 6e-8 become zero."
+        fix = "Scale the inner gradient, too, or compute it in FP32:\n"
+        fix += "    grads = jaxmp.grad(fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(x)"
+        audit.add(MISSING_LOSS_SCALE, inner[0].op, message, fix, severity=WARNING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, is_literal
 from jaxmp._programs._operations import exponent_of
-from jaxmp._tools.audit._program import OpOccurrence, dtype_of, named
+from jaxmp._tools.audit._checks import OpOccurrence, dtype_of, named
 
 # Label of a value of a backward pass, and of values computed from it.
 GRADIENT = "computed from gradients"
@@ -43,15 +44,18 @@ class Terms(NamedTuple):
     number: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Update:
     """Label of a sum of an argument and of other values."""
 
-    def __init__(
-        self, number: int, factor: str, op: OpOccurrence, others: frozenset[int], has_gradient: bool
-    ) -> None:
-        self.number, self.factor, self.op = number, factor, op
-        # The other arguments that are summands.
-        self.others, self.has_gradient = others, has_gradient
+    number: int
+    factor: str
+    op: OpOccurrence
+    # The other arguments that are summands.
+    others: frozenset[int]
+    has_gradient: bool
+    # True if it has most of the weight, and another argument a small one.
+    is_average: bool
 
 
 _LABELS = (From, Scalar, Terms, Update)
@@ -160,7 +164,11 @@ def _updates(
         others = frozenset(numbers - {summand.number})
         is_updated = summand.factor in _UPDATED and summand.number not in replaced
         if is_updated:
-            updates.add(Update(summand.number, summand.factor, op, others, has_gradient))
+            small = any(x.factor == SMALL and x.number in others for x in summands)
+            # A factor of 0.999 is 1 in bfloat16.
+            is_average = summand.factor in (LARGE, PLUS) and small
+            row = summand.number, summand.factor, op, others, has_gradient, is_average
+            updates.add(Update(*row))
     return updates
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, RECOMPUTE, phase_of
+from jaxmp._tools.audit._checks import named
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, Value, is_differentiated, is_matmul
-from jaxmp._tools.audit._program import named
 from jaxmp._tools.hlo import Computation, Instruction, Shape
 
 _COLLECTIVES = (
@@ -249,7 +249,7 @@ def mesh_axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, .
       mesh: axis -> size, in the order of the devices.
     """
     sizes = tuple(mesh.values())
-    groups = _groups(instruction, math.prod(sizes))
+    groups = groups_of(instruction, math.prod(sizes))
     if groups is None or groups.size == 0:
         return ()
     coordinates = np.unravel_index(groups, sizes)
@@ -263,7 +263,7 @@ def axis_names(spec: Sequence[object]) -> set[str]:
     return {name for entry in entries for name in entry if isinstance(name, str)}
 
 
-def _groups(instruction: Instruction, devices: int) -> np.ndarray | None:
+def groups_of(instruction: Instruction, devices: int) -> np.ndarray | None:
     """Returns the groups of devices that send arrays to one another, each in a row."""
     text = instruction.rest
     match = _NAMED.search(text)

@@ -10,6 +10,7 @@ from jaxmp._core._targets import Target
 from jaxmp._programs._jaxprs import BACKWARD, Path, phase_of
 from jaxmp._programs._locations import Lines, module_of
 from jaxmp._programs._matmuls import attention_flops
+from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo_collectives import Contents, collective_name, mesh_axes, sent_arrays
 from jaxmp._tools.audit._hlo_matmuls import (
     DataFlow,
@@ -28,7 +29,6 @@ from jaxmp._tools.audit._rows import (
     merged,
 )
 from jaxmp._tools.hlo import Computation, Instruction, Program, Shape
-from jaxmp._tools.hlo._compile import Compiled
 from jaxmp._tools.report._section import bytes_text
 
 _VIEWS = frozenset({"bitcast", "get-tuple-element"})

@@ -14,8 +14,16 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
 from jaxmp._policies._op_table import OpTable
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, Inner, inners, is_literal
-from jaxmp._tools.audit._checks import Check, PendingFinding, PendingFindings
+from jaxmp._programs._constructs import Inner, inners
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, is_literal
+from jaxmp._tools.audit._checks import (
+    Check,
+    OpOccurrence,
+    PendingFinding,
+    PendingFindings,
+    dtype_of,
+    named,
+)
 from jaxmp._tools.audit._dataflow import (
     GRADIENT,
     SCALAR,
@@ -27,7 +35,6 @@ from jaxmp._tools.audit._dataflow import (
     lineage,
     powers_after,
 )
-from jaxmp._tools.audit._program import OpOccurrence, dtype_of, named
 
 # ---------------------------------------------------------------------------
 # Labels

@@ -12,16 +12,16 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._targets import Target, get_target
+from jaxmp._core._targets import Target
 from jaxmp._policies._load import RecipeData
 from jaxmp._policies._policy import summarized
 from jaxmp._policies._resolve import matmul_scaling
 from jaxmp._programs._analysis import Backward, Forward
-from jaxmp._programs._constructs import CALLS
+from jaxmp._programs._constructs import CALLS, Form, form_of, inners, loop_of
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._jaxprs import Path, inners
+from jaxmp._programs._jaxprs import Path
 from jaxmp._programs._locations import module_of
-from jaxmp._programs._operations import loop_of, sharding_of_result
+from jaxmp._programs._operations import sharding_of_result
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
@@ -34,6 +34,7 @@ from jaxmp._tools.audit._checks import (
     WARNING,
     PendingFinding,
 )
+from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._hlo_collectives import axis_names
 from jaxmp._tools.audit._hlo_stats import read_program
@@ -42,7 +43,6 @@ from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._source import Edit, both
 from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, Problems, try_edits, unified
-from jaxmp._tools.hlo._compile import Compiled
 
 
 def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
@@ -93,7 +93,7 @@ class _Sources(Backward):
         is_loop = loop_of(equation) is not None
         operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
         # The index of a branch.
-        return [True, *operands[1:]] if equation.primitive.name == "cond" else operands
+        return [True, *operands[1:]] if form_of(equation) is Form.BRANCH else operands
 
     def join(self, first: bool, second: bool) -> bool:
         return first or second
@@ -113,9 +113,11 @@ def _note_matmuls(auditor: Auditor, sources: set[Any]) -> None:
 _EMULATED = (
     "FP8 matmuls are emulated on a CPU: operands are rounded to FP8 and multiplied in a wider dtype"
 )
-# Findings about less than this share of all FLOPs are warnings: a misaligned matmul, all FP32
-# matmuls together, and a promotion that makes only such matmuls wide.
+# Findings about less than this share of all FLOPs are warnings: all FP32 matmuls together, and a
+# promotion that makes only such matmuls wide.
 _SMALL_SHARE = 0.01
+# Padding that costs at least this share of all FLOPs is an error.
+_LARGE_SHARE = 0.25
 
 
 def make_report(
@@ -124,7 +126,7 @@ def make_report(
     compiled: Compiled | None,
     *,
     function: Callable[..., Any],
-    target: str,
+    chip: Target | None,
 ) -> AuditReport:
     """Returns the report.
 
@@ -133,7 +135,7 @@ def make_report(
       traced: the program.
       compiled: the program compiled for a GPU, if there is one.
       function: the audited function.
-      target: the GPU that `audit` received; "" without one.
+      chip: the chip that `audit` received.
     """
     of_program = [f for function in ON_PROGRAM for f in function(auditor, traced) or ()]
     findings = [*_final_findings(auditor, traced), *of_program]
@@ -144,7 +146,7 @@ def make_report(
     if compiled is not None:
         names = auditor.locations.names
         compilation = read_program(
-            compiled, names, auditor.root, traced.optimizer_arrays(), traced.may_be_weights()
+            compiled, names, auditor.root, traced.in_optimizer(), traced.may_be_weights()
         )
         fp8 = {
             (module_of(names, auditor.root), phase, *line): dtype
@@ -158,11 +160,11 @@ def make_report(
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
         del rows["origins"]
     recipe, definition = auditor.context.recipe, _definition(function)
-    notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(target, recipe))
+    notes = (*auditor.notes, *rows.pop("notes", ()), *_target_notes(chip, recipe))
     findings = [_with_line(finding, definition) for finding in findings]
     return AuditReport(
         function=getattr(function, "__name__", type(function).__name__),
-        target=target,
+        target="" if chip is None else chip.name,
         recipe="" if recipe is None else recipe.name,
         findings=tuple(sorted(findings, key=_sort_key)),
         matmuls=merged(_matmul_rows(auditor), "flops", "count"),
@@ -248,13 +250,12 @@ def _with_trial(finding: Finding, state: str, more: list[str]) -> Finding:
     return dataclasses.replace(finding, fix=words)
 
 
-def _target_notes(target: str, recipe: RecipeData | None) -> Iterator[str]:
+def _target_notes(chip: Target | None, recipe: RecipeData | None) -> Iterator[str]:
     """Yields why a program was not compiled, and the recipe that fits the chip."""
-    if not target:
+    if chip is None:
         return
-    chip = get_target(target)
     if chip.uncompiled:
-        yield f"the program was not compiled for {target!r}: {chip.uncompiled}"
+        yield f"the program was not compiled for {chip.name!r}: {chip.uncompiled}"
     lacking = "" if recipe is None else lacking_format(chip, recipe)
     if lacking:
         yield lacking
@@ -328,8 +329,12 @@ def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
     are_few = fp32_flops < _SMALL_SHARE * total
     merged: dict[Any, Finding] = {}
     for item in pending:
-        is_minor = _is_minor(item, total) or (item.check is FP32_MATMUL and are_few)
-        finding = _final_finding(item, auditor.root, is_minor)
+        severity = item.severity
+        if item.check is MISALIGNED_MATMUL and item.harmed_flops >= _LARGE_SHARE * total:
+            severity = ERROR
+        elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
+            severity = WARNING
+        finding = _final_finding(item, auditor.root, severity)
         key = finding.check, finding.severity, finding.module, finding.file, finding.line
         if key in merged:
             count, flops = merged[key].count + finding.count, merged[key].flops + finding.flops
@@ -339,19 +344,16 @@ def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
 
 
 def _is_minor(finding: PendingFinding, total: int) -> bool:
-    """Returns True if a finding concerns a small share of all FLOPs."""
-    is_promotion = finding.check is IMPLICIT_PROMOTION
-    if not is_promotion and finding.check is not MISALIGNED_MATMUL:
-        return False
-    flops = finding.harmed_flops if is_promotion else finding.flops
-    return 0 < flops < _SMALL_SHARE * total and not finding.has_other_harm
+    """Returns True for a promotion that concerns a small share of all FLOPs."""
+    is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total and not finding.has_other_harm
+    return finding.check is IMPLICIT_PROMOTION and is_small
 
 
-def _final_finding(finding: PendingFinding, root: Path, is_minor: bool) -> Finding:
+def _final_finding(finding: PendingFinding, root: Path, severity: str) -> Finding:
     file, line = finding.line
     return Finding(
         check=finding.check.id,
-        severity=WARNING if is_minor else finding.severity,
+        severity=severity,
         module=module_of(finding.names, root),
         primitive=finding.primitive,
         file=file,

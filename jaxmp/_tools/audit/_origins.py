@@ -9,22 +9,27 @@ import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._constructs import CALLS
+from jaxmp._programs._constructs import CALLS, inners, sub_jaxprs
 from jaxmp._programs._jaxprs import (
     FORWARD,
     Atom,
     Equation,
     equations,
-    inners,
     is_literal,
     phase_of,
     scope_names,
-    sub_jaxprs,
 )
 from jaxmp._programs._locations import call_site
 from jaxmp._programs._matmuls import MATMULS
-from jaxmp._tools.audit._checks import PendingFindings
-from jaxmp._tools.audit._program import LAYOUT, PERIODIC, OpOccurrence, dtype_of, half_of, named
+from jaxmp._tools.audit._checks import (
+    LAYOUT,
+    PERIODIC,
+    OpOccurrence,
+    PendingFindings,
+    dtype_of,
+    half_of,
+    named,
+)
 from jaxmp._tools.fixes._rewrite import cast, function_of, in_fp32, with_sums
 from jaxmp._tools.fixes._source import Expression, expression_of
 

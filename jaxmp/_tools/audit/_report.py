@@ -16,12 +16,18 @@ from jaxmp import __version__
 from jaxmp._core._messages import did_you_mean
 from jaxmp._tools.audit._checks import CHECKS, ERROR, NOTE, WARNING
 from jaxmp._tools.audit._rows import (
+    NOT_COUNTED,
+    NOT_INSPECTED,
     AttentionRow,
     CollectiveRow,
     Finding,
     GemmRow,
     MatmulRow,
     MemoryRow,
+    collectives,
+    compiled_lines,
+    compiled_matmuls,
+    memory,
 )
 from jaxmp._tools.report._section import (
     MAX_ROWS,
@@ -29,12 +35,10 @@ from jaxmp._tools.report._section import (
     Fix,
     Section,
     abbreviate,
-    bytes_text,
     counted,
     flops_text,
     grouped,
     left_out_text,
-    module_text,
     nonempty,
     numberless,
     pair_text,
@@ -180,11 +184,13 @@ class AuditReport(Report):
         fail_on: Iterable[str] | str | None = None,
         *,
         baseline: AuditReport | str | os.PathLike[str] | None = None,
+        speed: bool = False,
     ) -> None:
         """Raises an exception if the program has errors; for the tests of a project.
 
         Args:
           fail_on: checks that may not find anything, warnings included; None: no errors at all.
+          speed: True to fail on notes of speed, too.
           baseline: an earlier report, its JSON text, or a path that ends in `.json`. Only findings
             fail that the baseline does not contain: those with another check, module or text of
             the source line. Line numbers may differ.
@@ -198,11 +204,11 @@ class AuditReport(Report):
           >>> audit(lambda x: x @ x, jnp.ones((8, 8))).check(fail_on=["mixed_operands"])
         """
         checks = known_checks(fail_on)
-        failed = [f for f in self.findings if _fails(f, checks)]
+        failed = [f for f in self.findings if _fails(f, checks, speed)]
         if baseline is not None:
             before = read_report(AuditReport, baseline)
             self._check_target(before)
-            failed = _without(failed, (f for f in before.findings if _fails(f, checks)))
+            failed = _without(failed, (f for f in before.findings if _fails(f, checks, speed)))
         if failed:
             more = ", which the baseline does not contain" if baseline is not None else ""
             lines = [f"  {finding}" for finding in failed[:_MAX_LISTED]]
@@ -245,8 +251,9 @@ def known_checks(fail_on: Iterable[str] | str | None) -> frozenset[str] | None:
     return checks
 
 
-def _fails(finding: Finding, checks: frozenset[str] | None) -> bool:
-    return finding.severity == ERROR if checks is None else finding.check in checks
+def _fails(finding: Finding, checks: frozenset[str] | None, speed: bool) -> bool:
+    is_failure = finding.severity == ERROR if checks is None else finding.check in checks
+    return is_failure or (speed and finding.severity == NOTE)
 
 
 def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -296,6 +303,12 @@ def warning_sections(findings: Iterable[Finding]) -> list[Section]:
     """Returns the table of warnings, grouped by check and fix, and suggestions."""
     groups = grouped(findings, lambda finding: (finding.check, finding.fix))
     return finding_sections("Warnings", list(groups.values()), "Suggestions")
+
+
+def notes_of_speed(report: AuditReport) -> Groups:
+    """Returns the notes of speed, grouped by check and fix."""
+    notes = (finding for finding in report.findings if finding.severity == NOTE)
+    return list(grouped(notes, lambda finding: (finding.check, finding.fix)).values())
 
 
 def finding_sections(title: str, groups: Groups, fixes: str, text: str = "") -> list[Section]:
@@ -366,88 +379,6 @@ def _is_code(text: str) -> bool:
     return bool(text.strip())
 
 
-def _kernel_of(row: GemmRow | AttentionRow) -> tuple[str, str, str]:
-    """Returns the dtypes of operands and result, and the kernel."""
-    if isinstance(row, AttentionRow):
-        return row.dtype, row.dtype, "fused attention"
-    return pair_text(row.lhs, row.rhs), row.out, row.kernel
-
-
-def compiled_matmuls(kernels: Iterable[GemmRow | AttentionRow]) -> Section:
-    """Returns the FLOPs of the GPU's kernels by dtype."""
-    groups = grouped(kernels, _kernel_of)
-    flops = Counter({key: sum(row.flops for row in group) for key, group in groups.items()})
-    rows = tuple(
-        (
-            *key,
-            counted(sum(row.count for row in groups[key]), "launch"),
-            flops_text(value),
-            share_text(value, flops.total()),
-        )
-        for key, value in flops.most_common()
-    )
-    columns = ("multiplied in", "result", "kernel", "count", "FLOPs", "share")
-    return Section("Matmuls in the compiled program", "", columns, rows)
-
-
-def compiled_lines(kernels: Iterable[GemmRow | AttentionRow]) -> Section:
-    """Returns the GPU's matmuls by module and source line."""
-    key_of = lambda row: (numberless(row.module), row.location, *_kernel_of(row))
-    rows = [
-        (
-            abbreviate(sorted({row.module for row in group})),
-            location,
-            dtypes,
-            kernel,
-            ", ".join(phase for phase in PHASES if phase in {row.phase for row in group}),
-            flops_text(sum(row.flops for row in group)),
-        )
-        for (_, location, dtypes, _, kernel), group in grouped(kernels, key_of).items()
-    ]
-    columns = ("module", "line", "multiplied in", "kernel", "passes", "FLOPs")
-    text = left_out_text(rows, "gemms")
-    return Section("Compiled matmuls by module", text, columns, tuple(rows[:MAX_ROWS]))
-
-
-def collectives(collectives: Iterable[CollectiveRow]) -> Section:
-    """Returns the arrays that devices send to one another."""
-    rows = [
-        (
-            row.operation,
-            row.dtype,
-            bytes_text(row.bytes),
-            counted(row.count, "array"),
-            row.content,
-            ", ".join(row.axes),
-            row.phase,
-            module_text(row.module),
-            row.location,
-        )
-        for row in collectives
-    ]
-    columns = ("collective", "dtype", "bytes", "count", "content", "axes", "pass", "module", "line")
-    text = left_out_text(rows, "collectives")
-    return Section("Collectives per device", text, columns, tuple(rows[:MAX_ROWS]))
-
-
-def memory(memory: MemoryRow | None) -> Section:
-    """Returns the memory of the program and the bytes that the optimizer update moves."""
-    if memory is None:
-        return Section("")
-    rows = [
-        ("arguments", bytes_text(memory.arguments)),
-        ("results", bytes_text(memory.outputs)),
-        ("results in donated arguments", bytes_text(memory.aliased)),
-        ("temporary buffers", bytes_text(memory.temporary)),
-    ]
-    if memory.update_bytes and memory.parameters:
-        moved = memory.update_bytes / memory.parameters
-        minimum = memory.update_floor / memory.parameters
-        text = f"{moved:.1f} bytes per parameter (minimum {minimum:.1f})"
-        rows.append(("memory traffic of the update", text))
-    return Section("Memory per device", "", ("quantity", "value"), tuple(rows))
-
-
 def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
     """Returns the sections of a report; empty ones are omitted.
 
@@ -462,7 +393,7 @@ def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
         _matmuls(report),
         compiled_matmuls(kernels),
         memory(report.memory),
-        *finding_sections("Speed", [[f] for f in report.findings if f.severity == NOTE], "Faster"),
+        *finding_sections("Speed", notes_of_speed(report), "Faster"),
     ]
     if full:
         sections += [
@@ -486,14 +417,20 @@ def _verdict(report: AuditReport, errors: int) -> Section:
     share = "The program has no floating-point matmuls."
     if report.flops:
         share = f"{share_text(report.low_precision_share)} of the matmul FLOPs"
-        share += f" ({flops_text(report.flops)}) run in 16 bits or FP8."
+        share += f" ({flops_text(report.flops)}) run in 16 bits or FP8"
+        fp8 = sum(flops for pair, flops in report.matmul_flops.items() if "float8" in pair[0])
+        share += f", {share_text(fp8, report.flops)} in FP8." if fp8 else "."
+    unseen = [note for note in report.notes if note.endswith(NOT_INSPECTED)]
+    uncounted = [note for note in report.notes if note.endswith(NOT_COUNTED) and not report.flops]
+    if unseen or uncounted:
+        share = f"{share[:-1]}; {'; '.join((unseen or uncounted)[:2])}."
     policies = f"the policy {report.policies}" if report.policies else "no policy"
     size = f"{report.equations:,} operations, checked against {policies}"
     if report.gpu:
         # The name of a GPU that is not present on this machine ends with a remark in parentheses.
         verb = "cross-compiled" if report.gpu.endswith(")") else "compiled"
         size += f", {verb} for {report.gpu}"
-    verdict = counted(errors, "error") if errors else "ok"
+    verdict = counted(errors, "error") if errors else "incomplete" if unseen else "ok"
     if not errors and report.flops and not (report.low_precision_share or report.policies):
         # A training whose recipe was forgotten would otherwise be approved.
         verdict = "FP32 training" if ("backward",) in report.flops_by("phase") else "FP32"

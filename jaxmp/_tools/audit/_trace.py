@@ -1,13 +1,15 @@
-"""Tracing of the audited function, and the roles of its arguments."""
+"""Tracing of a function for its arguments, with their roles."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr
 
@@ -15,34 +17,33 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import dtype_of
 from jaxmp._core._typing import PyTree
-from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import Atom, inners
+from jaxmp._programs._constructs import inners
+from jaxmp._programs._jaxprs import Atom
 from jaxmp._programs._locations import Location
+from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._labels import FloatInput
-from jaxmp._tools.audit._program import OpOccurrence
 from jaxmp.errors import AuditError
-
-_KeyPath = tuple[Any, ...]
+from jaxmp.optim import _roles
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A traced program with its arguments and results."""
+    """A traced program with its arguments and results. Numbers of arguments count their arrays."""
 
     closed: ClosedJaxpr
-    # The leaves that are arrays or their shapes, one for each input variable.
-    arrays: list[Any]
+    # The arrays among the arguments or their shapes, one for each input variable.
+    leaves: list[_roles.StateLeaf]
+    # Their positions among all leaves of the arguments.
+    positions: list[int]
     # (positional arguments, keyword arguments).
     arguments: PyTree
-    # Number of a leaf among the arguments -> its variable.
-    variables: dict[int, Atom]
     # (key path, abstract array) of each result.
-    results: list[tuple[_KeyPath, Any]]
+    results: list[tuple[_roles.KeyPath, Any]]
     # Names of the function's positional parameters; empty if they are not known.
     names: list[str]
-    # Numbers of the leaves among the arguments that the function writes; their new values are
-    # further results of the program, after `results`.
+    # Numbers of the arguments that the function writes; their new values are further results of
+    # the program, after `results`.
     written: list[int]
 
     @property
@@ -57,54 +58,89 @@ class Traced:
         names = [{cls.__module__ for cls in type(value).__mro__} for value in values]
         return sum(any(n.startswith(("flax.nnx", "jaxmp.nnx")) for n in each) for each in names)
 
-    def scales(self) -> list[tuple[str, Atom]]:
+    @property
+    def variables(self) -> Sequence[Atom]:
+        """The variable of each array."""
+        return self.jaxpr.invars
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays among the arguments, or their shapes."""
+        return [leaf.value for leaf in self.leaves]
+
+    def texts(self) -> list[str]:
+        """Returns each array as code, such as `batch['x']`."""
+        return [self._text(*leaf.path[1:]) for leaf in self.leaves]
+
+    def _text(self, first: Any, *rest: Any) -> str:
+        position = getattr(first, "idx", None)
+        if position is None:
+            name = str(getattr(first, "key", first))
+        else:
+            name = self.names[position] if position < len(self.names) else f"args[{position}]"
+        return name + jtu.keystr(rest)
+
+    def scales(self) -> list[int]:
+        """Returns the number of the value of each loss scale of jaxmp or Flax."""
+        return [
+            number
+            for number, leaf in enumerate(self.leaves)
+            if leaf.role == _roles.LOSS_SCALE and leaf.field.startswith("scale")
+        ]
+
+    def dynamic_scales(self) -> list[tuple[str, Atom]]:
         """Returns (location among the arguments, variable) of each dynamic loss scale."""
-        pairs = ((jtu.keystr(path), self.variables.get(n)) for path, n in _scales(self.arguments))
-        return [(location, var) for location, var in pairs if var is not None]
+        leaves = [(self.leaves[n], self.variables[n]) for n in self.scales()]
+        return [
+            (jtu.keystr(leaf.path[: -len(leaf.below)]), var)
+            for leaf, var in leaves
+            if hasattr(leaf.owner, "backoff_factor")
+        ]
 
     def inputs(self) -> list[tuple[FloatInput, Atom]]:
         """Returns the FP32 arguments that are not part of a model's state, and their variables."""
-        inputs, number = [], 0
-        for path, node in jtu.tree_flatten_with_path(self.arguments, is_leaf=_is_state)[0]:
-            leaves = jtu.tree_flatten_with_path(node)[0]
-            var = self.variables.get(number)
-            keys = [_key(key) for key in path]
-            number += len(leaves)
-            if len(leaves) != 1 or leaves[0][0] or var is None or "params" in keys:
-                continue
-            if dtype_of(leaves[0][1]) == FLOAT32:
+        nodes = jtu.tree_flatten_with_path(self.arguments, is_leaf=_is_state)[0]
+        outside = {path for path, _ in nodes}
+        inputs = []
+        for leaf, var in zip(self.leaves, self.variables, strict=True):
+            is_input = leaf.path in outside and leaf.role == _roles.OTHER
+            if is_input and dtype_of(leaf.value) == FLOAT32:
                 # The first key distinguishes positional from keyword arguments.
-                name = next((key for key in reversed(keys[1:]) if isinstance(key, str)), "")
-                location = jtu.keystr(path[1:])
-                inputs.append((FloatInput(name or self._parameter(keys[1:]), location), var))
+                keys = list(map(_key, leaf.path[1:]))
+                name = next((key for key in reversed(keys) if isinstance(key, str)), "")
+                location = jtu.keystr(leaf.path[1:])
+                inputs.append((FloatInput(name or self._parameter(keys), location), var))
         return inputs
 
-    def optimizer_leaves(self) -> list[bool]:
-        """Returns for each leaf of the arguments whether an optimizer state contains it."""
-        flags: list[bool] = []
-        leaves = jtu.tree_flatten_with_path(self.arguments, is_leaf=is_optax_state)[0]
-        for path, node in leaves:
-            is_stored = is_optax_state(node) or names_optimizer(path)
-            flags += [is_stored] * len(jax.tree.leaves(node))
-        return flags
-
-    def optimizer_arrays(self) -> list[bool]:
-        """Returns for each array among the arguments whether an optimizer state contains it."""
-        flags = self.optimizer_leaves()
-        return [flags[number] for number in self.variables]
+    def in_optimizer(self) -> list[bool]:
+        """Returns for each array whether the state of an optimizer contains it."""
+        return [leaf.in_optimizer for leaf in self.leaves]
 
     def may_be_weights(self) -> list[bool]:
-        """Returns for each array among the arguments whether it may be a parameter.
+        """Returns for each array whether it may be a parameter, or belong to an optimizer's state.
 
-        A step returns its parameters, or gradients of the same shapes. If no argument has the shape
-        of a result, each of them may be a parameter.
+        A step returns or writes its parameters, or gradients of the same shapes. If no argument has
+        the shape of a result, each of them may be a parameter.
         """
         shapes = {aval.shape for _, aval in self.results if aval.size > 1}
         flags = [
-            aval.shape in shapes or is_stored
-            for aval, is_stored in zip(self.arrays, self.optimizer_arrays(), strict=True)
+            leaf.value.shape in shapes
+            or leaf.in_optimizer
+            or leaf.role == _roles.PARAMETER
+            or number in self.written
+            for number, leaf in enumerate(self.leaves)
         ]
         return flags if any(flags) else [True] * len(flags)
+
+    def roles(self) -> list[str]:
+        """Returns the role of each array; one that no class or collection owns is a parameter if
+        it may be one, and otherwise an input.
+        """
+        is_float = lambda array: jnp.issubdtype(array.dtype, jnp.inexact)
+        return [
+            leaf.role or (_roles.PARAMETER if flag and is_float(leaf.value) else _roles.INPUT)
+            for leaf, flag in zip(self.leaves, self.may_be_weights(), strict=True)
+        ]
 
     def maker_of(self, result: Atom) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
@@ -142,6 +178,26 @@ def check_function(fn: object, name: str) -> None:
         )
 
 
+def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Checks that a function takes the arguments, before it is called.
+
+    Raises:
+      AuditError: with the call to write.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise AuditError(
+            f"audit passes its arguments on to the function, which does not take them: {error}. The"
+            " recipe and the chip are recipe= and target=:\n"
+            "    jaxmp.audit(train_step, state, batch, recipe='bf16', target='h200')"
+        ) from error
+
+
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """Traces a function for arguments of these shapes and dtypes; nothing is computed.
 
@@ -149,29 +205,14 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
       AuditError: if `fn`, or a function that it calls, was jitted with `compiler_options`, or
         changes an NNX object that is not among its arguments.
     """
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    positions = [number for number, leaf in enumerate(leaves) if is_array(leaf)]
-    results: list[tuple[_KeyPath, Any]] = []
-    numbers: list[int] = []
-
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        filled = list(leaves)
-        for position, array in zip(positions, arrays, strict=True):
-            filled[position] = array
-        args, kwargs = structure.unflatten(filled)
-        out = jtu.tree_flatten_with_path(fn(*args, **kwargs))[0]
-        results[:] = [(path, jax.typeof(leaf)) for path, leaf in out if is_array(leaf)]
-        # A function may write into its arguments, such as an NNX model, and return nothing. A
-        # compiler would remove the computation of such values, so they are returned, too.
-        after = jax.tree.leaves((args, kwargs))
-        before = {id(leaf) for leaf in filled}
-        written = {n: x for n, x in enumerate(after) if is_array(x) and id(x) not in before}
-        numbers[:] = written
-        return [leaf for _, leaf in out if is_array(leaf)] + list(written.values())
-
-    arrays = [leaves[n] for n in positions]
+    leaves = _roles.leaves_with_roles((args, kwargs))
+    numbers = [n for n, leaf in enumerate(leaves) if _is_number_of_state(fn, leaf)]
     try:
-        closed = jax.make_jaxpr(run)(*arrays)
+        if numbers:
+            # A function may require such a number while it is traced, as that of its layers.
+            with contextlib.suppress(TypeError, ValueError, OverflowError):
+                return _trace(fn, args, kwargs, leaves, numbers)
+        return _trace(fn, args, kwargs, leaves, [])
     except Exception as error:
         # Flax, which has this error, is an optional dependency.
         if type(error).__name__ == "TraceContextError":
@@ -187,8 +228,62 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             "a part of another program, as the audit does. Audit the function without them; "
             "the audit compiles with its own options:\n    jaxmp.audit(jax.jit(train_step), ...)"
         ) from error
-    variables = dict(zip(positions, jaxpr_body(closed)[0].invars, strict=True))
-    return Traced(closed, arrays, (args, kwargs), variables, results, _parameters(fn), numbers)
+
+
+def _is_number_of_state(fn: Callable[..., Any], leaf: _roles.StateLeaf) -> bool:
+    """Returns True for a Python number that is an array inside of the function, or after one step.
+
+    These are all arguments of a jitted function, counters such as `step=0` of a first train state,
+    and numbers in states of optimizers and loss scales.
+    """
+    if not isinstance(leaf.value, (bool, int, float, complex)):
+        return False
+    is_count = type(leaf.value) is int and len(leaf.path) > 2
+    return (
+        isinstance(fn, jax.stages.Wrapped)
+        or is_count
+        or leaf.role not in (_roles.OTHER, _roles.PARAMETER)
+    )
+
+
+def _trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaves: list[_roles.StateLeaf],
+    numbers: list[int],
+) -> Traced:
+    """Traces a function for the arrays among its arguments, and for some numbers among them."""
+    structure = jax.tree.structure((args, kwargs))
+    values = [leaf.value for leaf in leaves]
+    positions = [n for n, leaf in enumerate(leaves) if is_array(leaf.value) or n in numbers]
+    own = [
+        leaf if is_array(leaf.value) else leaf._replace(value=jnp.asarray(leaf.value))
+        for leaf in (leaves[n] for n in positions)
+    ]
+    results: list[tuple[_roles.KeyPath, Any]] = []
+    written: list[int] = []
+
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        filled = list(values)
+        for position, array in zip(positions, arrays, strict=True):
+            filled[position] = array
+        args, kwargs = structure.unflatten(filled)
+        out = jtu.tree_flatten_with_path(fn(*args, **kwargs))[0]
+        results[:] = [(path, jax.typeof(leaf)) for path, leaf in out if is_array(leaf)]
+        # A function may write into its arguments, such as an NNX model, and return nothing. A
+        # compiler would remove the computation of such values, so they are returned, too.
+        after = dict(jtu.tree_flatten_with_path((args, kwargs))[0])
+        new = {
+            number: after.get(leaf.path, array)
+            for number, (leaf, array) in enumerate(zip(own, arrays, strict=True))
+        }
+        new = {n: x for n, x in new.items() if is_array(x) and x is not arrays[n]}
+        written[:] = new
+        return [leaf for _, leaf in out if is_array(leaf)] + list(new.values())
+
+    closed = jax.make_jaxpr(run)(*(leaf.value for leaf in own))
+    return Traced(closed, own, positions, (args, kwargs), results, _parameters(fn), written)
 
 
 def _parameters(fn: Callable[..., Any]) -> list[str]:
@@ -211,45 +306,7 @@ def is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-# ---------------------------------------------------------------------------
-# Roles of arguments
-# ---------------------------------------------------------------------------
-
-
-def argument_text(location: str) -> str:
-    """Returns `opt_state[0].mu['w']` for the key path `[0][1].opt_state[0].mu['w']`."""
-    return location.removeprefix("[0]").removeprefix("[1]") or f"argument {location}"
-
-
-def is_optax_state(node: object) -> bool:
-    """Returns True for a state of an optax transformation."""
-    return isinstance(node, tuple) and type(node).__module__.startswith("optax.")
-
-
-def names_optimizer(path: _KeyPath) -> bool:
-    """Returns True for a key path with a field such as `opt_state`."""
-    return any(getattr(key, "name", None) in ("opt_state", "optimizer_state") for key in path)
-
-
 def _is_state(node: object) -> bool:
     """Returns True for a state of optax, Flax or jaxmp, such as a train state or an NNX module."""
     packages = (cls.__module__.partition(".")[0] for cls in type(node).__mro__)
     return any(package in ("flax", "optax", "jaxmp") for package in packages)
-
-
-def _scales(tree: PyTree) -> list[tuple[_KeyPath, int]]:
-    """Returns (path, leaf number of its value) of each dynamic loss scale of jaxmp or Flax."""
-    scales, number = [], 0
-    for path, node in jtu.tree_flatten_with_path(tree, is_leaf=_is_scale)[0]:
-        names = [jtu.keystr(below) for below, _ in jtu.tree_flatten_with_path(node)[0]]
-        if _is_scale(node):
-            offset = next(n for n, name in enumerate(names) if name.startswith(".scale"))
-            scales.append((path, number + offset))
-        number += len(names)
-    return scales
-
-
-def _is_scale(node: object) -> bool:
-    cls = type(node)
-    is_flax = (cls.__module__, cls.__name__) == ("flax.training.dynamic_scale", "DynamicScale")
-    return isinstance(node, DynamicLossScale) or is_flax

@@ -1,7 +1,5 @@
 """Assembles the commands, and prints errors."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Sequence
@@ -12,10 +10,8 @@ import typer
 from rich.console import Console
 
 import jaxmp
-from jaxmp._tools.cli._audit import audit, memory, plan, validate
-from jaxmp._tools.cli._checkpoint import checkpoint, locate
+from jaxmp._tools.cli import _show, _steps
 from jaxmp._tools.cli._output import console, escape
-from jaxmp._tools.cli._show import doctor, recipes, show
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(
@@ -25,15 +21,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(recipes)
-app.command()(show)
-app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": False})(audit)
-app.command()(memory)
-app.command()(plan)
-app.command()(validate)
-app.command()(doctor)
-app.command()(locate)
-app.add_typer(checkpoint, name="checkpoint")
+app.command("recipes")(_show.show_recipes)
+app.command("show")(_show.show_recipe)
+app.command("doctor")(_show.show_doctor)
+app.command("validate")(_steps.run_validate)
+# With `--script`, other options are those of the script.
+_WITH_SCRIPT = {"ignore_unknown_options": True}
+app.command("audit", context_settings=_WITH_SCRIPT)(_steps.run_audit)
+app.command("memory", context_settings=_WITH_SCRIPT)(_steps.run_memory)
+app.command("plan", context_settings=_WITH_SCRIPT)(_steps.run_plan)
+app.command("locate", context_settings=_WITH_SCRIPT)(_steps.run_locate)
+app.add_typer(_show.checkpoint, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)

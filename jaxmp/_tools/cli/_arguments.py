@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -14,7 +15,6 @@ import typer
 
 import jaxmp
 from jaxmp._core._messages import did_you_mean
-from jaxmp._policies._recipe import load_recipe
 from jaxmp._tools.cli._output import check_output
 from jaxmp.errors import JaxmpError
 
@@ -39,8 +39,63 @@ HtmlOption = Annotated[
     str | None,
     typer.Option(metavar="FILE", callback=check_output, help="Write the report as an HTML page."),
 ]
+ScriptOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Run a training script, and read the steps that it calls. -m MODULE runs a module.",
+    ),
+]
+NameOption = Annotated[
+    str | None,
+    typer.Option("--function", metavar="NAME", help="With --script: read only this function."),
+]
+
+
+def _check_seconds(seconds: float) -> float:
+    if not 0 < seconds < math.inf:
+        raise JaxmpError(f"--max-seconds {seconds} is not a positive number of seconds.")
+    return seconds
+
+
+SecondsOption = Annotated[
+    float, typer.Option(callback=_check_seconds, help="With --script: maximum run time of it.")
+]
 # How a command line names a function of the user, as in `jaxmp audit my_package.train:make_step`.
 FUNCTION_HELP = "package.module:function, or file.py:function."
+StepArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FUNCTION | ARGUMENTS...",
+        help=f"{FUNCTION_HELP} It takes the recipe, or nothing, and returns the step and its"
+        " arguments, which may be shapes. With --script: the arguments of the script; those that"
+        " are also options of this command go after --.",
+    ),
+]
+
+
+def only_function(command: str, arguments: list[str] | None, name: str | None) -> str:
+    """Returns the name of the function, if it is the only argument of a command without a script.
+
+    Args:
+      command: the command.
+      arguments: its arguments.
+      name: the option `--function`, which is for scripts.
+
+    Raises:
+      JaxmpError: if there are other arguments, or none.
+    """
+    if name is not None:
+        raise JaxmpError("--function requires --script, such as --script train.py.")
+    arguments = arguments or []
+    option = next((a for a in arguments if a.startswith("-")), None)
+    if len(arguments) == 1 and option is None:
+        return arguments[0]
+    problem = f"unknown option {option}" if option else f"{len(arguments)} arguments instead of 1"
+    raise JaxmpError(
+        f"{problem}. Name a function that returns the step, or a script:\n"
+        f"    jaxmp {command} my_package.train:make_step\n    jaxmp {command} --script train.py"
+    )
 
 
 def load_function(
@@ -112,18 +167,21 @@ def _user_line(error: BaseException) -> str:
     return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
 
 
-def make_step(name: str, recipe: str | None) -> tuple[Any, ...]:
-    """Calls the user's function, with the recipe if it takes one, and returns its result."""
-    example = "jaxmp audit my_package.train:make_step --recipe bf16"
+def make_step(name: str, example: str, *argument: object, least: int = 1) -> tuple[Any, ...]:
+    """Calls the user's function, with an argument if it takes one, and returns its result.
+
+    Args:
+      name: the function, as in `load_function`.
+      example: a command line for error messages.
+      *argument: a recipe, or the description of a checkpoint; none, to pass nothing.
+      least: smallest number of values that the function returns.
+    """
     make = load_function(name, example, "train_step, state, batch")
-    if recipe is not None and inspect.signature(make).parameters:
-        loaded = load_recipe(recipe)
-        result = call(f"{name}({recipe!r})", lambda: make(loaded))
-    else:
-        result = call(f"{name}()", make)
-    if not isinstance(result, (tuple, list)) or not result or not callable(result[0]):
+    argument = argument if inspect.signature(make).parameters else ()
+    made = call(f"{name}()", lambda: make(*argument))
+    if not isinstance(made, (tuple, list)) or len(made) < least or not callable(made[0]):
         raise JaxmpError(
-            f"{name} returned {type(result).__name__}, not a function and its arguments. Return "
+            f"{name} returned {type(made).__name__}, not a function and its arguments. Return "
             "them:\n    return train_step, state, batch"
         )
-    return tuple(result)
+    return tuple(made)

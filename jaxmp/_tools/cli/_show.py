@@ -1,21 +1,25 @@
-"""`jaxmp recipes`, `jaxmp show` and `jaxmp doctor`."""
+"""`jaxmp recipes`, `show`, `doctor` and `checkpoint`: recipes, the machine, and saved states."""
 
-from __future__ import annotations
-
+import dataclasses
 import tomllib
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import jaxmp
 from jaxmp._policies._op_table import CATEGORIES, OpTable
 from jaxmp._policies._policy import summarized
 from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp._tools.cli._arguments import JsonOption, RecipeArgument
 from jaxmp._tools.cli._output import console, escape, make_table, write_json
-from jaxmp._tools.doctor import doctor as describe
+
+if TYPE_CHECKING:
+    from jaxmp.checkpoint import Checkpointer
+    from jaxmp.checkpoint._manifest import CheckpointInfo
 
 
-def recipes(json: JsonOption = None) -> None:
+def show_recipes(json: JsonOption = None) -> None:
     """List the installed recipes."""
     table = make_table("recipe", "policy", "loss scale", "summary")
     rows: list[dict[str, str]] = []
@@ -32,7 +36,7 @@ def recipes(json: JsonOption = None) -> None:
         console().print(table)
 
 
-def show(
+def show_recipe(
     recipe: RecipeArgument,
     ops: Annotated[
         bool, typer.Option("--ops", help="Print the whole table of operations, with reasons.")
@@ -66,12 +70,61 @@ def _print_ops(ops: OpTable) -> None:
         console().print(table)
 
 
-def doctor(json: JsonOption = None) -> None:
+def show_doctor(json: JsonOption = None) -> None:
     """Describe this machine, the recipe that fits it, and what is wrong with its installation."""
-    report = describe()
+    report = jaxmp.doctor()
     problems = [problem._asdict() for problem in report.problems]
     values = report._asdict() | {"machine": report.machine._asdict(), "problems": problems}
     if not write_json(json, values):
         console().print(escape(str(report)))
     if report.problems:
         raise typer.Exit(1)
+
+
+checkpoint = typer.Typer(help="Show and verify checkpoints.", no_args_is_help=True)
+
+_PathArgument = Annotated[
+    Path, typer.Argument(help="Directory of a run, or of one of its steps.", metavar="PATH")
+]
+_StepOption = Annotated[int | None, typer.Option(help="The step; by default the latest.")]
+
+
+@checkpoint.command("show")
+def show_checkpoint(
+    path: _PathArgument,
+    step: _StepOption = None,
+    leaves: Annotated[bool, typer.Option("--leaves", help="List every leaf.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Print the recipe, the master layout and the leaves of a checkpoint."""
+    checkpointer, step = open_run(path, step)
+    info = checkpointer.describe(step)
+    if write_json(json, _rows(info, steps=checkpointer.all_steps())):
+        return
+    console().print(escape(f"{info.path}\n{info}"), soft_wrap=True)
+    if leaves:
+        table = make_table("leaf", "dtype", "shape", "role")
+        for leaf in info.leaves:
+            shape = ", ".join(map(str, leaf.shape))
+            table.add_row(escape(leaf.path), leaf.dtype, escape(f"[{shape}]"), leaf.role)
+        console().print(table)
+
+
+@checkpoint.command()
+def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = None) -> None:
+    """Read all files of a checkpoint and compare their checksums; exits with 2 if it is damaged."""
+    checkpointer, step = open_run(path, step)
+    info = checkpointer.verify(step)
+    if not write_json(json, _rows(info, intact=True)):
+        console().print(escape(f"Step {info.step} is intact: {len(info.leaves)} leaves.", "green"))
+
+
+def open_run(path: Path, step: int | None) -> "tuple[Checkpointer, int | None]":
+    """Returns the checkpointer of a run and the step; `path` may be that of a step."""
+    if step is None and path.name.isdigit() and (path / "state").is_dir():
+        path, step = path.parent, int(path.name)
+    return jaxmp.checkpoint.Checkpointer(path), step
+
+
+def _rows(info: "CheckpointInfo", **more: object) -> dict[str, Any]:
+    return {**dataclasses.asdict(info), **more}

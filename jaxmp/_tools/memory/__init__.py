@@ -5,36 +5,35 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import jax.numpy as jnp
-import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from jaxmp._core import _compat
-from jaxmp._core._targets import default_target, get_target
+from jaxmp._core._targets import Target, TargetLike, default_target, get_target, usable_share
 from jaxmp._core._typing import PyTree
+from jaxmp._programs._constructs import unknown_constructs
+from jaxmp._programs._interpreter import warn_of_unknown
+from jaxmp._tools.audit._compile import asked_by, compile_for
 from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._compile import asked_by, compile_for
 from jaxmp._tools.memory._liveness import Liveness, Value
 from jaxmp._tools.report._section import Section, bytes_text, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError, TargetError
-
-# In key paths: states of FP8 layers, and the masters of `jaxmp.optim.master_params`.
-_FP8_STATE = re.compile(r"_overwrite_with_gradient|(_amax|amax_history|_scale|_age)\b.?.?$")
-_MASTERS = re.compile(r"masters\b")
-
+from jaxmp.optim._roles import AVERAGE, FP8, MASTER, PARAMETER, REMAINDER, STATISTICS
 
 STATE = ("parameters", "masters", "moments", "FP8 state", "inputs")
+_MASTERS = (MASTER, REMAINDER)
+_KINDS = {
+    **dict.fromkeys((PARAMETER, AVERAGE, STATISTICS), "parameters"),
+    **dict.fromkeys(_MASTERS, "masters"),
+    FP8: "FP8 state",
+}
 TEMPORARY = ("working copies", "gradients", "activations", "logits")
 KINDS = (*STATE, *TEMPORARY, "results")
-# The share of a GPU's memory that JAX allocates when it starts.
-PREALLOCATED = 0.75
 _MEANING = {
     "parameters": "as the step receives them",
     "masters": "FP32 parameters, or their low bits, in the optimizer's state",
@@ -73,11 +72,12 @@ class MemoryEstimate(Report):
       function: name of the step.
       target: name of the chip; "" without one.
       memory: bytes of the chip's memory; 0 without a target.
-      preallocates: True if JAX allocates 75% of the memory when it starts, as it does on GPUs.
+      preallocates: True if JAX allocates a share of the memory when it starts, as it does on GPUs.
       kinds: kind -> bytes at the moment of the largest use: parameters, masters, moments, FP8 state
         and inputs are arguments; working copies, gradients, activations and logits are temporary;
         results are those that do not replace donated arguments.
       compiled: the figures of XLA; None without `exact=True`.
+      share: the share that JAX allocates, 0.75 or that of XLA_PYTHON_CLIENT_MEM_FRACTION.
 
     Example:
       >>> step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)
@@ -99,6 +99,7 @@ class MemoryEstimate(Report):
     preallocates: bool = False
     kinds: dict[str, int] = dataclasses.field(default_factory=dict)
     compiled: CompiledMemory | None = None
+    share: float = 0.75
 
     @property
     def arguments(self) -> int:
@@ -117,8 +118,8 @@ class MemoryEstimate(Report):
 
     @property
     def usable(self) -> int:
-        """Bytes that JAX uses by default; 0 without a target."""
-        return int(self.memory * (PREALLOCATED if self.preallocates else 1))
+        """Bytes that JAX allocates; 0 without a target."""
+        return int(self.memory * (self.share if self.preallocates else 1))
 
     @property
     def fits(self) -> bool | None:
@@ -142,8 +143,8 @@ class MemoryEstimate(Report):
         text = text or f"It does not fit in {self.target}: it lacks {bytes_text(-room)}"
         text += f" of the usable {bytes_text(self.usable)}."
         if self.preallocates:
-            text += f" JAX uses {PREALLOCATED:.0%} of {bytes_text(self.memory)} by default;"
-            text += " XLA_PYTHON_CLIENT_MEM_FRACTION changes the share."
+            text += f" JAX uses {self.share:.0%} of {bytes_text(self.memory)};"
+            text += " XLA_PYTHON_CLIENT_MEM_FRACTION sets the share."
         return Section(title, text, mood="good" if self.fits else "bad")
 
     def _table(self) -> Section:
@@ -163,7 +164,7 @@ class MemoryEstimate(Report):
 def estimate_memory(
     fn: Callable[..., Any],
     *args: PyTree,
-    target: str | None = None,
+    target: TargetLike | None = None,
     exact: bool = False,
     **kwargs: PyTree,
 ) -> MemoryEstimate:
@@ -178,7 +179,8 @@ def estimate_memory(
       fn: a train step, jitted or not. If it donates its state, results occupy no more memory.
       *args: its arguments, which may be `jax.ShapeDtypeStruct`, such as
         `jax.eval_shape(init)`, with shardings for several devices.
-      target: a chip such as "h200" or "v6e". The estimate then says whether the step fits. None:
+      target: a chip such as "h200" or "v6e", or its description, as in `jaxmp.audit`. The
+        estimate then says whether the step fits. None:
         the step is traced for this machine.
       exact: True to compile the program for the target, too, and to report the memory that XLA
         allocates beside the estimate. It requires a target that programs can be compiled for.
@@ -205,13 +207,13 @@ def estimate_memory(
     if exact and chip is None:
         raise TargetError("exact=True compiles for a chip. Name it: exact=True, target='h200'.")
     if exact and chip is not None and chip.uncompiled:
-        raise TargetError(f"no program can be compiled for {target!r}: {chip.uncompiled}.")
+        raise TargetError(f"no program can be compiled for {chip.name!r}: {chip.uncompiled}.")
     with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
-        with contextlib.nullcontext() if target is None else default_target(target):
+        with contextlib.nullcontext() if chip is None else default_target(chip):
             traced = trace(fn, args, kwargs)
         compiled = None
-        if exact and target is not None:
-            program = compile_for(target, traced)
+        if exact and chip is not None:
+            program = compile_for(chip, traced)
             memory, kinds = program.memory, Counter[str]()
             parameters = Program(program.text).entry.parameters
             for n, kind in enumerate(_kinds_of_arguments(traced)):
@@ -222,11 +224,13 @@ def estimate_memory(
                 memory.temp_size_in_bytes,
                 dict(kinds),
             )
-    return _estimate(traced, getattr(fn, "__name__", ""), target or "", compiled)
+    for name, equation in unknown_constructs(traced.closed).items():
+        warn_of_unknown(name, equation, "the memory of the operations inside is not counted")
+    return _estimate(traced, getattr(fn, "__name__", ""), chip, compiled)
 
 
 def _estimate(
-    traced: Traced, function: str, target: str, compiled: CompiledMemory | None
+    traced: Traced, function: str, chip: Target | None, compiled: CompiledMemory | None
 ) -> MemoryEstimate:
     asked, donated = asked_by(traced.jaxpr)
     divisors = [
@@ -260,35 +264,24 @@ def _estimate(
     outputs = sum(size_of(var.aval) for var in traced.jaxpr.outvars)
     counts["results"] = max(0, outputs - sum(sizes[n] for n in donated))
     ordered = {kind: counts[kind] for kind in KINDS if counts[kind] or kind in STATE[:1]}
-    chip = get_target(target) if target else None
     return MemoryEstimate(
         function=function,
-        target=target,
+        target=chip.name if chip else "",
         memory=chip.memory if chip else 0,
-        preallocates=chip is not None and chip.platform == "gpu",
+        preallocates=chip is not None and chip.preallocates,
         kinds=ordered,
         compiled=compiled,
+        share=usable_share(),
     )
 
 
 def _kinds_of_arguments(traced: Traced) -> list[str]:
     """Returns the kind of each array among the arguments."""
-    paths = [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(traced.arguments)[0]]
-    # Including what a function writes into NNX objects.
-    shapes = {var.aval.shape for var in traced.jaxpr.outvars if var.aval.size > 1}
-    kinds = []
-    stored, positions = traced.optimizer_arrays(), list(traced.variables)
-    for n, (array, in_optimizer) in enumerate(zip(traced.arrays, stored, strict=True)):
-        path = paths[positions[n]]
-        is_float = jnp.issubdtype(array.dtype, jnp.inexact)
-        if in_optimizer:
-            kind = "masters" if _MASTERS.search(path) else "moments"
-        elif _FP8_STATE.search(path):
-            kind = "FP8 state"
-        else:
-            kind = "parameters" if is_float and array.shape in shapes else "inputs"
-        kinds.append(kind)
-    return kinds
+    pairs = zip(traced.leaves, traced.roles(), strict=True)
+    return [
+        "moments" if leaf.in_optimizer and role not in _MASTERS else _KINDS.get(role, "inputs")
+        for leaf, role in pairs
+    ]
 
 
 def _divisor(array: Any, sharding: Any) -> int:

@@ -13,26 +13,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._programs._analysis import visit
-from jaxmp._programs._constructs import CONSTRUCTS, LOOPS, OPAQUE_CALLS, REMATS
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, inners, is_literal, phase_of
-from jaxmp._tools.audit._program import named
+from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, Inner, inners
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, equations, is_literal, phase_of
 
 # Operations whose result is the same array in memory. Matmuls read transposed operands.
-_VIEWS = named(
-    "copy expand_dims name reshape sharding_constraint squeeze stop_gradient transpose pvary"
-    " pcast reshard bitcast_convert_type"
-)
-_BRANCHING = LOOPS | {"cond"}
-_CALLS = (CONSTRUCTS | OPAQUE_CALLS) - _BRANCHING
+_VIEWS = frozenset(
+    {"copy", "expand_dims", "name", "pcast", "pvary", "reshape", "reshard", "squeeze"}
+) | {"bitcast_convert_type", "sharding_constraint", "stop_gradient", "transpose"}
 # Kernels that compute their operands themselves.
 _REDUCTIONS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "concatenate")
 _MATMULS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul"))
 # Operations that take longer to compute again than to read.
-_COSTLY = named("erf erfc erf_inv lgamma digamma")
-_LIBRARY = named(
-    "cholesky eigh fft lu qr sort svd top_k triangular_solve rng_bit_generator pallas_call"
-    " psum psum_invariant all_gather all_to_all reduce_scatter ppermute cond scan while"
+_COSTLY = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
+# Name of an operation for a loop or branches, whose jaxprs have their own memory.
+_APART = "apart"
+_LIBRARY = (
+    frozenset({"cholesky", "eigh", "fft", "lu", "qr", "sort", "svd", "top_k", "triangular_solve"})
+    | {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
+    | {"pallas_call", "rng_bit_generator", _APART}
 )
 
 
@@ -130,11 +128,13 @@ class Liveness:
                 return new if is_literal(var) else values.setdefault(var, new)
             return values[var]
 
-        def add(equation: Any) -> None:
+        for equation in equations(jaxpr, inside=False):
             name, operands = equation.primitive.name, [read(var) for var in equation.invars]
             own = phase_of(str(equation.source_info.name_stack), phase)
-            if name in _CALLS and len(inside := inners(equation)) == 1:
-                if name in REMATS and own != FORWARD:
+            inside = inners(equation) if name in CONSTRUCTS | OPAQUE_CALLS else []
+            is_apart = any(inner.is_loop or inner.form is Form.BRANCH for inner in inside)
+            if len(inside) == 1 and not is_apart:
+                if inside[0].form is Form.REMAT and own != FORWARD:
                     # A barrier, so that the compiler does not use the values of the forward pass.
                     self._operations.append(_Operation("barrier", operands, [], own, Counter(), []))
                 results = self._add(inside[0].jaxpr, operands, own)
@@ -144,23 +144,20 @@ class Liveness:
                 results = operands
             else:
                 results = [self._value(var) for var in equation.outvars]
-                below = self._inside(equation, operands, own)
-                loop = inners(equation)[-1] if name in LOOPS else None
-                carried = [loop.indices[n] for n in loop.carried] if loop else []
+                below = self._inside(inside if is_apart else [], operands, own)
+                carried = [inner.indices[n] for inner in inside for n in inner.carried]
                 overwritten = [operands[n] for n in carried if n is not None]
+                name = _APART if is_apart else name
                 self._operations.append(
                     _Operation(name, operands, results, own, below, overwritten)
                 )
             values.update(zip(equation.outvars, results, strict=True))
 
-        visit(jaxpr, add)
         return [read(var) for var in jaxpr.outvars]
 
-    def _inside(self, equation: Any, operands: list[Value], phase: str) -> Counter[str]:
-        if equation.primitive.name not in _BRANCHING:
-            return Counter()
+    def _inside(self, inside: list[Inner], operands: list[Value], phase: str) -> Counter[str]:
         peaks = []
-        for inner in inners(equation):
+        for inner in inside:
             weights = {
                 self._elements(var.aval)
                 for var, n in zip(inner.jaxpr.invars, inner.indices, strict=True)
@@ -174,7 +171,7 @@ class Liveness:
             ]
             below = Liveness(self._size_of, self._weights | weights)
             peaks.append(below.peak(inner.jaxpr, arguments, phase, self._logits or 1))
-        return max(peaks, key=Counter.total, default=Counter())
+        return max(peaks, key=Counter.total, default=Counter[str]())
 
     def _elements(self, aval: Any) -> int:
         return self._size_of(aval) // _itemsize(aval)
@@ -293,4 +290,5 @@ def _is_summand(operation: _Operation, value: Value) -> bool:
 
 
 def _itemsize(value: Any) -> int:
-    return getattr(value.dtype, "itemsize", 4)
+    # The dtype of the derivative of integers has no bytes.
+    return getattr(value.dtype, "itemsize", 4) or 1

@@ -15,19 +15,10 @@ import numpy as np
 from jaxmp._core._compat import is_in_custom_vjp
 from jaxmp._programs._jaxprs import is_literal
 from jaxmp._programs._locations import module_of, root_of
-from jaxmp._tools.audit._checks import PendingFindings
-from jaxmp._tools.audit._program import OpOccurrence
+from jaxmp._tools.audit._checks import OpOccurrence, PendingFindings
 from jaxmp._tools.fixes import _rewrite
 from jaxmp._tools.fixes._source import Edit, Expression, expression_of
-from jaxmp._tools.nonfinite._arguments import (
-    FP8,
-    INPUT,
-    MOMENT,
-    PARAMETER,
-    ArgumentRow,
-    ScaleArgument,
-)
-from jaxmp._tools.nonfinite._measure import ArrayRow, Measured
+from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow, Measured, ScaleArgument
 from jaxmp._tools.nonfinite._record import Region
 from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Variable, Walk
 
@@ -378,11 +369,11 @@ _CHECKS: tuple[Callable[[Evidence], Cause | None], ...] = (
 # Arguments
 # ---------------------------------------------------------------------------
 
+# The other arguments are parameters, or copies of them.
 _OF_ROLE = {
-    PARAMETER: "poisoned_parameter",
-    MOMENT: "poisoned_moment",
-    FP8: "fp8_scale",
-    INPUT: "bad_input",
+    **dict.fromkeys(("moment", "counter", "loss scale"), "poisoned_moment"),
+    "FP8 state": "fp8_scale",
+    "input": "bad_input",
 }
 
 
@@ -397,10 +388,10 @@ def cause_of_argument(row: ArgumentRow) -> Cause:
         "An earlier step wrote it. Restart from a checkpoint before that step:\n"
         f"    {root} = checkpointer.restore({root})"
     )
-    if row.role == INPUT:
+    if row.role == "input":
         where = f" (row {row.index[0]} of the batch)" if row.index else ""
         fix = (
             f"Remove such elements{where} from the data, or replace them:\n"
             f"    {row.name} = jnp.where(jnp.isfinite({row.name}), {row.name}, 0)"
         )
-    return Cause(_OF_ROLE[row.role], message, fix)
+    return Cause(_OF_ROLE.get(row.role, "poisoned_parameter"), message, fix)

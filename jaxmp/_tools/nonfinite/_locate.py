@@ -13,15 +13,15 @@ from jaxmp._programs._locations import Lines, module_of, root_of
 from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.fixes._source import Edit
 from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, Problems, try_edits, unified
-from jaxmp._tools.nonfinite._arguments import (
+from jaxmp._tools.nonfinite._causes import Evidence, cause_of, cause_of_argument
+from jaxmp._tools.nonfinite._measure import (
     ScaleArgument,
     bad_arguments,
+    measure,
     scale_of,
     unusable,
     with_scale,
 )
-from jaxmp._tools.nonfinite._causes import Evidence, cause_of, cause_of_argument
-from jaxmp._tools.nonfinite._measure import measure
 from jaxmp._tools.nonfinite._record import Program, Recorder, WideRecorder
 from jaxmp._tools.nonfinite._report import NonfiniteReport
 from jaxmp._tools.nonfinite._walk import Argument, Operation, Variable, Walk
@@ -39,6 +39,9 @@ def locate_nonfinite(
     followed back to the operation that made the first of them. Values that a `where` discards
     do not count, unless their gradient is not finite. A third program measures the operands of that
     operation.
+
+    A step whose gradients are all zero has finite results, and is never skipped. Then the report is
+    on the first value inside of the loss that is not finite, if there is one.
 
     Call it with the arguments of the failed step. After a skipped step, the state that the step
     returned has the same parameters and moments; a dynamic loss scale that was lowered since is
@@ -113,9 +116,14 @@ class _Search:
         report = NonfiniteReport(
             reproduced=bool(roots), loss_scale=value, arguments=tuple(bad.values())
         )
-        if not roots:
-            return dataclasses.replace(report, reason=_reason(self.scale))
         origin = walk.origin(roots, _unused_results(walk))
+        if not roots:
+            is_zero = walk.recorded.are_gradients_zero()
+            origin = walk.origin(_values_of_loss(walk), []) if is_zero else None
+            reason = _reason(self.scale) + (_ZERO if is_zero else "")
+            if origin is None or isinstance(origin.source, Argument):
+                return dataclasses.replace(report, reason=reason)
+            report = dataclasses.replace(report, reproduced=True)
         if origin is None:
             message = (
                 "No recorded operation made the values: they come from a constant, or from a while "
@@ -130,7 +138,7 @@ class _Search:
             source, shown = origin.source, origin.operation
             made, measured = measure(self.traced.closed, arrays, [source, shown])
             overflows = self._overflows_in_fp32(arrays)
-            passing = None if value is None else self._passing_scale(arrays, value)
+            passing = self._passing_scale(arrays, value) if roots and value is not None else None
             names = self.program.recorder.locations.names
             evidence = Evidence(walk, origin, made, measured, overflows, scale, passing, names)
             cause = cause_of(evidence)
@@ -140,8 +148,10 @@ class _Search:
             )
             index = next((row.index for row in measured.results if row.nonfinite), ())
             report = dataclasses.replace(report, index=index, **vars(measured))
-        texts = {name: getattr(cause, name) for name in ("message", "fix", "expression")}
-        return dataclasses.replace(report, cause=cause.id, **texts)
+        message = cause.message if roots else f"{_HIDDEN} {cause.message}"
+        return dataclasses.replace(
+            report, cause=cause.id, message=message, fix=cause.fix, expression=cause.expression
+        )
 
     def places(self) -> Iterator[tuple[str, int]]:
         """Yields the line of the first operation whose result is not finite, if there is one."""
@@ -178,7 +188,7 @@ def _location(lined: Operation, shown: Operation, names: dict[Path, None]) -> di
     """Returns the fields of a report on the location of an operation, and on another one's line."""
     location = shown.region.locations[shown.number]
     file, line = Lines().of(lined.enclosing)
-    repeats = [(region.kind == "shard_map", n) for region, n in shown.repeats()]
+    repeats = [(region.is_on_devices, n) for region, n in shown.repeats()]
     return {
         "module": module_of(location.names, root_of(names)),
         "primitive": shown.name,
@@ -189,6 +199,17 @@ def _location(lined: Operation, shown: Operation, names: dict[Path, None]) -> di
         "iteration": tuple(n for is_device, n in repeats if not is_device),
         "device": next((n for is_device, n in repeats if is_device), None),
     }
+
+
+# The gradients of a step are zero: without a value that is not finite, and with one.
+_ZERO = (
+    " All its gradients are zero: the loss does not depend on the parameters, or they are too small"
+    " for their format (jaxmp.with_stats shows their magnitudes)."
+)
+_HIDDEN = (
+    "The results are finite, and all gradients are zero, so that no step is skipped and nothing is "
+    "trained; this value in the loss is not finite."
+)
 
 
 def _reason(scale: ScaleArgument | None) -> str:
@@ -212,6 +233,18 @@ def _roots(walk: Walk) -> list[Variable]:
             var = equation.invars[0]
             results += [Variable(region, at, var) for at in walk.recorded.positions(region)]
     return [result for result in results if walk.code(result)]
+
+
+def _values_of_loss(walk: Walk) -> list[Variable]:
+    """Returns the values inside of differentiated functions that are not finite."""
+    values = [
+        Variable(region, at, var)
+        for region, equation, location in walk.recorded.equations()
+        if location.differentiated
+        for at in walk.recorded.positions(region)
+        for var in equation.outvars
+    ]
+    return [value for value in values if walk.code(value)]
 
 
 def _unused_results(walk: Walk) -> list[Variable]:

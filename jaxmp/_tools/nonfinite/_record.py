@@ -1,13 +1,14 @@
 """Runs a traced step again, and records which of its values are not finite.
 
-The value of each variable has a *code*: 0 for finite, 1 for infinite, 2 for NaN elements. One
-program returns the codes of all variables: for each iteration of a loop, and for each device of a
-`shard_map`.
+The value of each variable has a *code*: -1 if all elements are zero, otherwise 0 for finite, 1 for
+infinite, 2 for NaN elements. One program returns the codes of all variables: for each iteration of
+a loop, and for each device of a `shard_map`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -18,20 +19,19 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._trees import is_float
 from jaxmp._core._typing import Array
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._bind import bind_in_fp32, wide
-from jaxmp._programs._constructs import scan_of, shard_map_of
+from jaxmp._programs._constructs import Form, Inner, inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place, vary_as_here
-from jaxmp._programs._jaxprs import Atom, equations, is_literal
+from jaxmp._programs._jaxprs import FORWARD, Atom, equations, is_literal
 from jaxmp._programs._locations import Location, Locations
+from jaxmp._tools.stats._observe import gradients_of
 
-FINITE, INFINITE, NAN = 0, 1, 2
+ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
 # Iterations of a while loop that are recorded: the first ones and the last.
 ITERATIONS = 256
-# Equations with a leading axis in their side results.
-REPEATED = frozenset({"scan", "while", "shard_map"})
-
 Key = tuple[tuple[int, int], ...]
 
 
@@ -69,14 +69,30 @@ class Region:
         return None if self.outer is None else self.outer.equations[self.key[-1][0]]
 
     @property
+    def phase(self) -> str:
+        """The phase of the equation that runs the jaxpr."""
+        return FORWARD if self.outer is None else self.outer.locations[self.key[-1][0]].phase
+
+    @property
     def enclosing(self) -> tuple[Any, ...]:
         """The enclosing equations, innermost first."""
         return () if self.outer is None else (self.equation, *self.outer.enclosing)
 
+    @functools.cached_property
+    def inner(self) -> Inner | None:
+        """The jaxpr with the variables of its equation; None for the whole program."""
+        inside = () if self.outer is None else inners(self.equation)
+        return next((inner for inner in inside if inner.jaxpr is self.body), None)
+
     @property
-    def kind(self) -> str:
-        """Name of the equation that runs the jaxpr; "" for the whole program."""
-        return "" if self.equation is None else self.equation.primitive.name
+    def is_repeated(self) -> bool:
+        """True if side results of the jaxpr have an axis, for iterations or devices."""
+        return self.inner is not None and (self.inner.is_loop or self.is_on_devices)
+
+    @property
+    def is_on_devices(self) -> bool:
+        """True for the jaxpr of a `shard_map`."""
+        return self.inner is not None and self.inner.form is Form.SHARDS
 
     @property
     def chain(self) -> list[Region]:
@@ -85,11 +101,8 @@ class Region:
 
     def count(self) -> int:
         """Returns the length of the axis that the equation adds; 1 if it adds none."""
-        if self.kind == "scan":
-            return scan_of(self.equation).options["length"]
-        if self.kind == "shard_map":
-            return shard_map_of(self.equation).devices
-        return ITERATIONS if self.kind == "while" else 1
+        length = 1 if self.inner is None else self.inner.length
+        return ITERATIONS if length is None else length
 
 
 class Recorder(Interpreter):
@@ -101,6 +114,7 @@ class Recorder(Interpreter):
       regions: the regions, known after the program was traced.
     """
 
+    consequence = "a value that is not finite is followed to it, and not to the operations inside"
     has_side_results = True
     drops_derivatives = True
     stacked_iterations = ITERATIONS
@@ -156,6 +170,8 @@ class Recorder(Interpreter):
 class WideRecorder(Recorder):
     """Recorder of a run in which each value of 16 bits or in FP8 is FP32."""
 
+    consequence = ""
+
     def constant(self, array: Any) -> Any:
         return wide(array)
 
@@ -170,9 +186,11 @@ def code_of(x: Any, chosen: Array | None = None) -> Array:
         return jnp.int8(FINITE)
     x = lax.abs(x) if jnp.issubdtype(dtype, jnp.complexfloating) else wide(x)
     to_int = lambda flags: lax.convert_element_type(flags, jnp.int8)
+    is_zero = to_int(lax.eq(x, lax.full_like(x, 0)))
     codes = lax.add(to_int(lax.bitwise_not(lax.is_finite(x))), to_int(lax.ne(x, x)))
+    codes = lax.sub(codes, is_zero)
     if chosen is not None:
-        codes = lax.select(chosen, codes, lax.full_like(codes, FINITE))
+        codes = lax.select(chosen, codes, lax.full_like(codes, ZERO))
     return lax.reduce_max(codes, axes=tuple(range(codes.ndim)))
 
 
@@ -194,16 +212,16 @@ class Recorded:
         return self.regions[()]
 
     def code(self, region: Region, at: tuple[int, ...], var: Atom) -> int:
-        """Returns the code of a variable at these iterations and devices."""
+        """Returns the code of a variable at these iterations and devices, `FINITE` for zeros."""
         if is_literal(var):
             value = np.asarray(var.val)
             is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-            return int(code_of(jnp.asarray(value))) if is_float else FINITE
-        return int(self.arrays[region.key][at][region.slots[var]])
+            return max(int(code_of(jnp.asarray(value))), FINITE) if is_float else FINITE
+        return max(int(self.arrays[region.key][at][region.slots[var]]), FINITE)
 
     def selected(self, region: Region, at: tuple[int, ...], index: int, operand: int) -> int:
         """Returns the code of those elements of an operand that a `select_n` selects."""
-        return int(self.arrays[region.key][at][region.selected[index, operand]])
+        return max(int(self.arrays[region.key][at][region.selected[index, operand]]), FINITE)
 
     def ran(self, region: Region, at: tuple[int, ...]) -> bool:
         """Returns True if a jaxpr ran at these iterations and devices."""
@@ -224,6 +242,17 @@ class Recorded:
     def has_gradient(self) -> bool:
         """True if the program differentiates a function."""
         return any(location.differentiated for *_, location in self.equations())
+
+    def are_gradients_zero(self) -> bool:
+        """Returns True if the program has gradients, and all of their elements are zero."""
+        codes: set[int] = set()
+        for region in self.regions.values():
+            phases = [location.phase for location in region.locations]
+            variables = gradients_of(region.body, phases, region.phase)
+            slots = [region.slots[var] for var in variables if is_float(var.aval)]
+            rows = self.arrays[region.key]
+            codes |= set(np.unique(rows[rows[..., -1] == 1][..., slots]))
+        return codes == {ZERO}
 
     def inside(self, region: Region, index: int) -> list[Region]:
         """Returns the regions that an equation runs, except the condition of a while loop."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from jaxmp._tools.fixes._trial import NOT_TRIED
-from jaxmp._tools.nonfinite._arguments import ArgumentRow
-from jaxmp._tools.nonfinite._measure import ArrayRow
+from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow
 from jaxmp._tools.report._section import Fix, Section, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import JaxmpError
@@ -21,7 +20,8 @@ class NonfiniteReport(Report):
     """Origin of values of a training step that are not finite. Frozen; contains plain data.
 
     Args:
-      reproduced: True if the step has results that are not finite for these arguments.
+      reproduced: True if the step has results that are not finite for these arguments, or if
+        all its gradients are zero and a value in the loss is not finite.
       reason: why the step was not reproduced; "" if it was.
       cause: id of the cause, such as "division_by_zero"; `docs/debugging.md` lists them. "" if no
         measurement shows a cause.

@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxmp._programs._constructs import CONSTRUCTS, scan_of, while_of
+from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._jaxprs import BACKWARD, Atom, is_literal
-from jaxmp._tools.nonfinite._record import FINITE, INFINITE, NAN, REPEATED, Recorded, Region
+from jaxmp._programs._operations import mesh_axes_of
+from jaxmp._tools.nonfinite._record import FINITE, INFINITE, NAN, Recorded, Region
 
 At = tuple[int, ...]
 # Operations that move, scale or add the elements of an operand.
@@ -55,7 +56,7 @@ class Operation(NamedTuple):
 
     def repeats(self) -> list[tuple[Region, int]]:
         """Returns (region, iteration or device) of each enclosing loop and `shard_map`."""
-        return list(zip((r for r in self.region.chain if r.kind in REPEATED), self.at, strict=True))
+        return list(zip((r for r in self.region.chain if r.is_repeated), self.at, strict=True))
 
     @property
     def time(self) -> tuple[Any, ...]:
@@ -65,10 +66,10 @@ class Operation(NamedTuple):
         devices = []
         for region in self.region.chain:
             n = numbers.get(id(region), 0)
-            if region.kind == "shard_map":
+            if region.is_on_devices:
                 devices.append(n)
                 n = 0
-            elif region.kind == "scan" and scan_of(region.equation).options["reverse"]:
+            elif region.inner is not None and region.inner.step < 0:
                 n = region.count() - 1 - n
             order += [region.key[-1][0], n]
         return (*order, self.number), devices
@@ -137,47 +138,34 @@ class Walk:
 
     def _outside(self, region: Region, at: At, number: int) -> Iterator[Variable | Argument]:
         """Yields the arguments and outer variables that a parameter of a jaxpr receives."""
-        outer, equation = region.outer, region.equation
-        if outer is None:
+        outer, inner = region.outer, region.inner
+        if outer is None or inner is None:
             yield Argument(number)
             return
-        above = at[:-1] if region.kind in REPEATED else at
-        operands = equation.invars[1:] if region.kind == "cond" else equation.invars
-        first, carried, step = 0, 0, 1
-        if region.kind == "scan":
-            loop = scan_of(equation)
-            first, carried = loop.consts, loop.carry
-            step = -1 if loop.options["reverse"] else 1
-        elif region.kind == "while":
-            loop = while_of(equation)
-            operands = operands[loop.test_consts :]
-            first, carried = loop.body_consts, len(region.body.outvars)
-        if first <= number < first + carried:
-            before = at[-1] - step
+        above = at[:-1] if region.is_repeated else at
+        if number in inner.carried:
+            before = at[-1] - inner.step
             if 0 <= before < region.count():
-                yield Variable(region, (*above, before), region.body.outvars[number - first])
+                result = inner.outgoing[number - inner.carried.start]
+                yield Variable(region, (*above, before), result)
                 return
-        yield Variable(outer, above, operands[number])
+        yield Variable(outer, above, inner.operands[number])
 
     def _inside(self, operation: Operation, var: Atom) -> Iterator[Variable]:
         """Yields the variables inside of a construct that become its result."""
         region, at, index = operation
-        equation = operation.equation
-        number = list(equation.outvars).index(var)
-        for inner in self.recorded.inside(region, index):
-            positions = [at]
-            if inner.kind in REPEATED:
-                every = ((*at, n) for n in range(inner.count()))
-                positions = [each for each in every if self.recorded.ran(inner, each)]
-            if inner.kind == "while" or (inner.kind == "scan" and number < _carried(inner)):
-                is_reverse = inner.kind == "scan" and scan_of(equation).options["reverse"]
-                positions = positions[:1] if is_reverse else positions[-1:]
+        number = list(operation.equation.outvars).index(var)
+        for below in self.recorded.inside(region, index):
+            assert below.inner is not None
+            repeated = ((*at, n) for n in range(below.count())) if below.is_repeated else (at,)
+            positions = [each for each in repeated if self.recorded.ran(below, each)]
+            if number < len(below.inner.carried):
+                last = slice(1) if below.inner.step < 0 else slice(-1, None)
                 if not positions:
-                    operands = equation.invars[len(equation.invars) - len(equation.outvars) :]
-                    yield Variable(region, at, operands[number])
+                    yield Variable(region, at, below.inner.operands[below.inner.carried[number]])
+                positions = positions[last]
             for each in positions:
-                if self.recorded.ran(inner, each):
-                    yield Variable(inner, each, inner.body.outvars[number])
+                yield Variable(below, each, below.body.outvars[number])
 
     def operands(self, operation: Operation) -> list[tuple[Variable, int]]:
         """Returns (operand, code) of an operation; of a collective, on all devices."""
@@ -194,14 +182,11 @@ class Walk:
         return result
 
     def _devices(self, operation: Operation) -> Iterator[At]:
-        params = operation.equation.params
-        axes = params.get("axes", params.get("axis_name", ()))
-        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
         yield operation.at
-        if not any(isinstance(axis, str) for axis in axes):
+        if not any(isinstance(axis, str) for axis in mesh_axes_of(operation.equation)):
             return
         for position, (region, _) in enumerate(operation.repeats()):
-            if region.kind == "shard_map":
+            if region.is_on_devices:
                 for n in range(region.count()):
                     if n != operation.at[position]:
                         yield (*operation.at[:position], n, *operation.at[position + 1 :])
@@ -322,10 +307,6 @@ class Walk:
 
 def _is_cast(source: Operation | Argument) -> bool:
     return isinstance(source, Operation) and source.name == "convert_element_type"
-
-
-def _carried(region: Region) -> int:
-    return scan_of(region.equation).carry
 
 
 def _order(origin: Origin) -> tuple[Any, ...]:

@@ -12,12 +12,12 @@ from typing import Any
 from jaxmp._core._targets import Target, get_target
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
-from jaxmp._tools.hlo._compile import check_compiler
-from jaxmp._tools.plan._programs import Program, relative
+from jaxmp._tools.audit._compile import check_compiler
+from jaxmp._tools.plan._programs import Candidate, Measured, relative
 from jaxmp._tools.plan._report import PlanChoice as PlanChoice
 from jaxmp._tools.plan._report import PlanReport as PlanReport
 from jaxmp._tools.plan._report import PlanRow as PlanRow
-from jaxmp._tools.plan._report import choose
+from jaxmp._tools.plan._report import recommend
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp.errors import AuditError
 
@@ -39,7 +39,7 @@ def plan(
     No chip has to be present, and nothing is run. For each program, the report has the memory, the
     FLOPs and bytes by kind, the kernels that were replaced, and a bound: the roofline of the
     compiled kernels relative to that of `bf16` on the same chip. The bound ranks recipes; it does
-    not predict a time. `docs/choose.md` compares it with published measurements.
+    not predict a time. `docs/recommend.md` compares it with published measurements.
 
     Args:
       make_step: takes a recipe, and returns the train step and its arguments, which may be shapes.
@@ -67,40 +67,42 @@ def plan(
       >>> plan(make_step, recipes=["fp16"], targets=["v100"]).choices[0].recipe
       'fp16'
     """
-    loaded, chips = _checked(
+    loaded, chips = check_plan(
         make_step, recipes=recipes, targets=targets, batches=batches, remat=remat
     )
-    names = [recipe.name for recipe in loaded]
-    baseline = "bf16" if "bf16" in names else names[0]
     is_search = batches == _LARGEST
     sizes = [None] if batches is None or isinstance(batches, str) else list(batches)
     programs = list(itertools.product(remat or [None], sizes, loaded))
     folder = None if cache is None else Path(cache).expanduser()
-    rows: list[PlanRow] = []
-    choices = []
+    measured: dict[str, list[Measured]] = {}
     with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
-        for chip in chips:
-            measured = []
-            for form, size, recipe in programs:
-                on_program(f"{chip.name}, {recipe.name}")
-                program = Program(make_step, recipe, chip, form, folder)
-                measured.append(program.largest() if is_search else program.measure(size))
-                on_end()
-            own = relative(measured, baseline)
-            choices.append(choose(chip.name, baseline, own))
-            rows += own
+        for chip, (form, size, recipe) in itertools.product(chips, programs):
+            on_program(f"{chip.name}, {recipe.name}")
+            program = Candidate(make_step, recipe, chip, form, folder)
+            result = program.largest() if is_search else program.measure(size)
+            measured.setdefault(chip.name, []).append(result)
+            on_end()
+    return make_plan(getattr(make_step, "__name__", "the step"), measured)
+
+
+def make_plan(function: str, measured: dict[str, list[Measured]]) -> PlanReport:
+    """Returns the report on programs that were measured for each chip."""
+    names = [row.recipe for row, _ in next(iter(measured.values()))]
+    baseline = "bf16" if "bf16" in names else names[0]
+    rows = {chip: relative(programs, baseline) for chip, programs in measured.items()}
     return PlanReport(
-        function=getattr(make_step, "__name__", "the step"),
+        function=function,
         baseline=baseline,
-        rows=tuple(rows),
-        choices=tuple(choices),
+        rows=tuple(itertools.chain.from_iterable(rows.values())),
+        choices=tuple(recommend(chip, baseline, own) for chip, own in rows.items()),
     )
 
 
 _EXAMPLE = "recipes=['bf16', 'fp8'], targets=['h100'], batches=[8, 16], or batches='largest'"
 
 
-def _checked(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Target]]:
+def check_plan(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Target]]:
+    """Checks the arguments of `plan`, and returns its recipes and chips."""
     if not callable(make_step):
         raise AuditError(
             f"plan received an object of type {type(make_step).__name__} instead of a function "
@@ -125,7 +127,7 @@ def _checked(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Target
                 f"{function} has no parameter for {name}={values!r}. Write\n"
                 f"    def {function}(recipe, {parameter}):"
             )
-    chips = [get_target(name) for name in dict.fromkeys(lists["targets"])]
+    chips = list(dict.fromkeys(map(get_target, lists["targets"])))
     for chip in chips:
         if not chip.uncompiled:
             check_compiler(chip)

@@ -6,14 +6,17 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxmp._core._targets import Target
 from jaxmp._programs._jaxprs import BACKWARD
-from jaxmp._tools.audit._hlo_collectives import collective_name, sent_arrays
+from jaxmp._tools.audit._compile import Compiled
+from jaxmp._tools.audit._hlo_collectives import collective_name, groups_of, sent_arrays
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts
 from jaxmp._tools.audit._hlo_stats import fused_attention
-from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._compile import Compiled
+from jaxmp._tools.hlo import Instruction, Program
 from jaxmp._tools.hlo._kernels import accessed, kernels
+from jaxmp.errors import TargetError
 
 # Shares of the peaks that matmuls and memory reach on an H100 (torchao,
 # `torchao/testing/training/roofline_utils.py`).
@@ -47,7 +50,7 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
     """Returns the cost of a program.
 
     Each kernel takes the larger of the times of its FLOPs and of its bytes, and the time to start
-    it. Communication overlaps with computation.
+    it. Communication overlaps with computation. Devices are in the order of their domains.
 
     Args:
       compiled: the program.
@@ -71,7 +74,7 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
                 kind = "collectives"
                 size += sum(shape.bytes for shape in sent_arrays(part, inside))
                 passes = 2 if collective_name(part) == "all-reduce" else 1
-                sent += passes * size * step.times / (chip.link / 2 or chip.bandwidth)
+                sent += passes * size * step.times / _link_of(part, compiled)
         size = size or accessed(program, step)
         moved[kind] += size * step.times
         count += step.times
@@ -82,6 +85,26 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
         flops["attention"] += row.flops
         seconds += row.flops / _attention_rate(row, chip)
     return Cost(max(seconds, sent), count, dict(flops), dict(moved))
+
+
+def _link_of(collective: Instruction, compiled: Compiled) -> float:
+    """Returns the bytes per second that a device sends in a collective.
+
+    Raises:
+      TargetError: if devices of several domains take part, and their network is not known.
+    """
+    chip, devices = compiled.chip, compiled.devices
+    groups = groups_of(collective, devices)
+    domains = (np.arange(devices)[None] if groups is None else groups) // chip.domain
+    if (domains == domains[:, :1]).all():
+        return chip.link / 2 or chip.bandwidth
+    if not chip.network:
+        raise TargetError(
+            f"{devices} devices are {-(-devices // chip.domain)} hosts or pods of {chip.domain}, "
+            f"and the network between those of {chip.name!r} is not known. Describe it: "
+            f"targets=[{{'like': {chip.name!r}, 'network': 100e9}}]."
+        )
+    return min(chip.network, chip.link) / 2
 
 
 def _multiplied_in(lhs: str, rhs: str, chip: Target) -> str:

@@ -20,8 +20,8 @@ from jaxmp._core._targets import Target, default_target
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit import AuditReport, audit_program
 from jaxmp._tools.audit._auditor import PolicyContext
+from jaxmp._tools.audit._compile import compile_lowered
 from jaxmp._tools.audit._make_report import lacking_format
-from jaxmp._tools.hlo._compile import compile_lowered
 from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.plan._bound import cost_of
 from jaxmp._tools.plan._report import PlanRow
@@ -43,7 +43,7 @@ class Measured(NamedTuple):
     seconds: float | None = None
 
 
-class Program(NamedTuple):
+class Candidate(NamedTuple):
     """A recipe on a chip, with a value of the argument `remat` and the folder of the cache."""
 
     make_step: Callable[..., Any]
@@ -65,7 +65,7 @@ class Program(NamedTuple):
             lacking=lacking_format(self.chip, self.recipe),
         )
         try:
-            with _compat.unchecked_cuda(), default_target(self.chip.name):
+            with _compat.unchecked_cuda(), default_target(self.chip):
                 step, *args = self._made(options)
                 measure = self._estimated if self.chip.uncompiled else self._compiled
                 return measure(row, step, tuple(args))
@@ -87,7 +87,7 @@ class Program(NamedTuple):
         )
 
     def _estimated(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> Measured:
-        estimate = estimate_memory(step, *args, target=self.chip.name)
+        estimate = estimate_memory(step, *args, target=self.chip)
         problem = f"{self.chip.uncompiled}; the memory is estimated"
         known = {"fits": estimate.fits, "memory": estimate.total, "problem": problem}
         return Measured(dataclasses.replace(row, **known))
@@ -96,7 +96,7 @@ class Program(NamedTuple):
         chip = self.chip
         compiler = compile_lowered if self.cache is None else caching_compiler(self.cache, chip)
         context = PolicyContext(self.recipe, chip.platform, repr(self.recipe.name))
-        report, compiled = audit_program(context, step, args, {}, chip.name, compiler)
+        report, compiled = audit_program(context, step, args, {}, chip, compiler)
         assert compiled is not None and report.memory is not None
         memory = report.memory
         total = memory.arguments + memory.outputs - memory.aliased + memory.temporary

@@ -125,7 +125,12 @@ class PlanReport(Report):
             )
             for row in self.rows
         ]
-        remarks = [(row.target, _name(row), text) for row in self.rows for text in _remarks(row)]
+        remarks = [
+            (row.target, _name(row), text)
+            for row in self.rows
+            for problem in [f"not compiled: {row.problem}" if row.problem else ""]
+            for text in filter(None, (problem, *row.fallbacks, row.lacking))
+        ]
         mood = "good" if all(each.recipe for each in self.choices) else "bad"
         columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
         of_choices = ("chip", "recommended", "reason")
@@ -150,17 +155,12 @@ def _shares(counts: dict[str, int], total: str = "") -> str:
     return f"{total}: {shares}" if total and shares else shares
 
 
-def _remarks(row: PlanRow) -> list[str]:
-    problem = f"not compiled: {row.problem}" if row.problem else ""
-    return list(filter(None, (problem, *row.fallbacks, row.lacking)))
-
-
 # ---------------------------------------------------------------------------
 # Recommendations
 # ---------------------------------------------------------------------------
 
 
-def choose(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
+def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     """Returns the recommendation for a chip: the least bound, or the baseline within the margin."""
     fitting = [row for row in rows if row.fits and not row.lacking]
     if not fitting:

@@ -76,17 +76,12 @@ def _html_section(section: Section) -> str:
 
 
 def _html_fix(fix: Fix) -> str:
+    lines = lambda text: "\n".join(map(printable, text.splitlines()))
     parts = [
-        f"<pre><code>{html.escape(_printable_lines(text))}</code></pre>"
-        if code
-        else f"<p>{_html(text)}</p>"
+        f"<pre><code>{html.escape(lines(text))}</code></pre>" if code else f"<p>{_html(text)}</p>"
         for code, text in fix.parts
     ]
     return f'<div class="fix"><b>{_html(fix.title)}</b><div>{"".join(parts)}</div></div>'
-
-
-def _printable_lines(text: str) -> str:
-    return "\n".join(map(printable, text.splitlines()))
 
 
 def _html_table(section: Section) -> str:

@@ -158,20 +158,30 @@ def fp8_scale(amax: Array, name: str) -> Array:
     return lax.bitcast_convert_type(lax.bitwise_and(bits, np.uint32(_EXPONENT)), FLOAT32)
 
 
+def clipped(x: Array, dtype: Any) -> Array:
+    """Returns numbers beyond the range of a format as its largest one."""
+    largest = np.float32(jnp.finfo(dtype).max)
+    return lax.clamp(-largest, x, largest)
+
+
+def rounded_to(x: Array, dtype: Any) -> Array:
+    """Returns FP32 values rounded to a format; XLA may remove a plain pair of conversions."""
+    info = jnp.finfo(dtype)
+    if info.nexp == 8:
+        return lax.reduce_precision(x, 8, info.nmant)
+    # `lax.reduce_precision` would replace subnormal numbers by zero.
+    narrow = lax.optimization_barrier(lax.convert_element_type(x, jnp.dtype(dtype)))
+    return lax.convert_element_type(narrow, FLOAT32)
+
+
 def _rounding(x: Array, name: str, zeros: Array, inverse: Any) -> Rounding:
     """Returns the losses of a rounding; squares times `inverse**2` do not underflow."""
-    bits, (zero, last, largest) = _bits(x), _range_of(name)
+    bits, (zero, last, _) = _bits(x), _range_of(name)
     underflow = lax.sub(_count(lax.le(bits, np.uint32(zero))), zeros)
     overflow = _count(lax.gt(bits, np.uint32(last)))
     count = _at_least_1(lax.sub(np.uint32(x.size), zeros))
     share = lambda part: lax.div(lax.convert_element_type(part, FLOAT32), count)
-    clipped = lax.clamp(np.float32(-largest), x, np.float32(largest))
-    # XLA may remove a pair of conversions, with bfloat16 even across a barrier.
-    if name == "bfloat16":
-        rounded = lax.reduce_precision(clipped, 8, 7)
-    else:
-        rounded = lax.optimization_barrier(lax.convert_element_type(clipped, np.dtype(name)))
-    error = lax.sub(lax.convert_element_type(rounded, FLOAT32), x)
+    error = lax.sub(rounded_to(clipped(x, name), name), x)
     signal, noise = (_power(lax.mul(each, inverse)) for each in (x, error))
     snr = lax.mul(lax.log(lax.div(signal, noise)), np.float32(10 / np.log(10)))
     snr = lax.select(lax.eq(noise, np.float32(0)), lax.full_like(snr, np.inf), snr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array
-from jaxmp._programs._analysis import ModuleOutputs, used_inside
+from jaxmp._programs._analysis import Body, ModuleOutputs, used_inside
+from jaxmp._programs._constructs import inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import (
     BACKWARD,
@@ -21,16 +22,15 @@ from jaxmp._programs._jaxprs import (
     RECOMPUTE,
     Atom,
     Path,
-    consumers,
     equations,
-    inners,
     is_literal,
 )
+from jaxmp._programs._locations import module_of, root_of
 from jaxmp._programs._operations import name_of
 from jaxmp._tools.stats._measure import TensorStats, measure
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
-_MATMULS = ("dot_general", "conv_general_dilated")
+MATMULS = ("dot_general", "conv_general_dilated")
 # Kernels of Pallas and cuDNN, which no interpreter enters.
 _ATTENTION = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
 _KERNELS = ("pallas_call", *_ATTENTION)
@@ -53,6 +53,13 @@ class Key(NamedTuple):
     at: tuple[Any, ...]
 
 
+def modules_of(paths: Iterable[Path]) -> Iterator[str]:
+    """Yields the path of the module of each tensor, for their name scopes."""
+    paths = list(paths)
+    root = root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
+    return (module_of(path, root) for path in paths)
+
+
 class _Outer(NamedTuple):
     """State with which a jaxpr is run.
 
@@ -60,14 +67,12 @@ class _Outer(NamedTuple):
     number: index of the innermost enclosing equation.
     used: for each result, True if the forward pass uses it; None: all are used.
     cotangents: for each argument, True if the backward pass made it.
-    wide: for each argument, True if an emulated step computes it in FP32.
     """
 
     at: tuple[Any, ...] = ()
     number: int = 0
     used: Sequence[bool] | None = None
     cotangents: Sequence[bool] = ()
-    wide: Sequence[bool] = ()
 
 
 class _Inside:
@@ -78,8 +83,8 @@ class _Inside:
         self.at = (*outer.at, outer.number, id(body))
         self.outputs = ModuleOutputs(jaxpr, place, outer.used)
         self.cotangents: set[Atom] = set(itertools.compress(body.invars, outer.cotangents))
-        self.wide: set[Atom] = set(itertools.compress(body.invars, outer.wide))
-        self.gradients = _gradients(body, place)
+        phases = [place.of(each).phase for each in equations(body, inside=False)]
+        self.gradients = gradients_of(body, phases, place.phase)
         # Variable -> its statistics.
         self.measured: dict[Atom, TensorStats] = {}
 
@@ -87,76 +92,75 @@ class _Inside:
         """Returns True if the backward pass made a variable."""
         return not is_literal(var) and var in self.cotangents
 
-    def is_wide(self, var: Atom) -> bool:
-        """Returns True if an emulated step computes a variable in FP32."""
-        return not is_literal(var) and var in self.wide
 
+def gradients_of(body: Any, phases: Sequence[str], outer: str) -> set[Atom]:
+    """Returns the variables that the backward pass makes, and code outside of it reads.
 
-def _gradients(body: Any, place: Place) -> set[Atom]:
-    """Returns the variables that the backward pass makes, and code outside of it reads."""
+    Args:
+      body: a jaxpr.
+      phases: the phase of each of its equations.
+      outer: the phase of the equation that contains it.
+    """
     own = list(equations(body, inside=False))
-    phases = {id(each): place.of(each).phase for each in own} | {id(None): place.phase}
-    made = {var for each in own if phases[id(each)] == BACKWARD for var in each.outvars}
-    readers = consumers(body) if made else {}
-    is_outside = lambda reader: phases[id(reader)] == FORWARD
+    phase_of = dict(zip(map(id, own), phases, strict=True)) | {id(None): outer}
+    made = {var for each in own if phase_of[id(each)] == BACKWARD for var in each.outvars}
+    readers = Body(body).consumers if made else {}
+    is_outside = lambda reader: phase_of[id(reader)] == FORWARD
     return {var for var in made if any(map(is_outside, readers.get(var, ())))}
 
 
 class Observer(Interpreter):
     """Interpreter that measures tensors; its side results are their statistics by `Key`."""
 
+    consequence = "the tensors inside of it are not measured"
     has_side_results = True
     drops_derivatives = True
     measure: Callable[..., Any] = staticmethod(measure)
-    # For each result of the jaxpr that ended last, True if an emulated step computes it in FP32.
-    ended: Sequence[bool] = ()
+    # True for a client that reads only the outputs of modules.
+    only_outputs = False
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
     ) -> list[Any]:
         inside = _Inside(jaxpr, place or Place(), state or _Outer())
-        results = super().run(jaxpr, args, place, inside)
-        self.ended = [inside.is_wide(var) for var in jaxpr_body(jaxpr)[0].outvars]
-        return results
+        return super().run(jaxpr, args, place, inside)
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         inside, place, name = frame.state, frame.place.of(equation), equation.primitive.name
         at = (*inside.at, frame.index)
+        if self.only_outputs and place.phase != FORWARD:
+            return self.bound(equation, operands)
         role = name_of(equation).removeprefix(QUANTIZE) if QUANTIZE in name_of(equation) else ""
         # A scan over layers moves the constants of its body to calls without operands.
-        if role and operands:
+        if role and operands and not self.only_outputs:
             results = self.bound(equation, operands)
             if place.phase != RECOMPUTE:
                 self._quantized(operands[0], results, Key(OPERANDS, place.scopes, role, (), at))
             return results
-        if name in (*_MATMULS, *_KERNELS):
+        if name in (*MATMULS, *_KERNELS) and not self.only_outputs:
             for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
-                label = ("lhs", "rhs")[n] if name in _MATMULS else f"operand_{n}"
+                label = ("lhs", "rhs")[n] if name in MATMULS else f"operand_{n}"
                 label = label if place.phase == FORWARD else "output_grad"
                 # Operands of a matmul that is computed again are left out.
                 if place.phase == FORWARD or inside.is_cotangent(var):
                     self._measure(inside, OPERANDS, (place.scopes, label), var, x, at)
-        results = self._entered(equation, operands, frame)
+        flags = []
+        for inner in inners(equation)[-1:]:
+            for n, var in enumerate(inner.operands):
+                is_carry = place.phase == BACKWARD and n in inner.carried
+                flags.append(is_carry or inside.is_cotangent(var))
+        used = [var in inside.outputs.consumers for var in equation.outvars]
+        used = used_inside(equation, used) if place.phase == FORWARD else None
+        state = _Outer(inside.at, frame.index, used, flags)
+        results = self.enter(equation, operands, frame, state)
         if place.phase == BACKWARD:
             inside.cotangents.update(equation.outvars)
         for var, x in zip(equation.outvars, results, strict=True):
             for path in inside.outputs.last.get(var, ()):
                 self._measure(inside, ACTIVATIONS, (path, ""), var, x, at)
-            if var in inside.gradients:
+            if var in inside.gradients and not self.only_outputs:
                 self._measure(inside, GRADIENTS, (place.scopes, ""), var, x, at)
         return results
-
-    def _entered(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        inside, place, flags, wide = frame.state, frame.place.of(equation), [], []
-        for inner in inners(equation)[-1:]:
-            for n, var in enumerate(inner.operands):
-                is_carry = place.phase == BACKWARD and n in inner.carried
-                flags.append(is_carry or inside.is_cotangent(var))
-                wide.append(inside.is_wide(var))
-        used = [var in inside.outputs.consumers for var in equation.outvars]
-        used = used_inside(equation, used) if place.phase == FORWARD else None
-        state = _Outer(inside.at, frame.index, used, flags, wide)
-        return self.enter(equation, operands, frame, state)
 
     def _measure(self, inside: Any, kind: str, name: Any, var: Atom, x: Any, at: Any) -> None:
         # FP8 operands have been measured before their quantization.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -86,24 +86,34 @@ class StatsReport(Report):
         lost = [row for row in self.scales if 0 < row[1] + row[2] < 1]
         near = self.scales if full else lost or self.scales[:1]
         scales = tuple((_power(x), *map(share_text, row)) for x, *row in near)
-        mood = "" if not self.scales else "bad" if self.loss_scale is None else "good"
+        is_usable = self.loss_scale is not None and not self._nonfinite()
+        mood = "" if not self.tensors else "good" if is_usable else "bad"
         sections = [
             Section("Loss scale for float16", self._advice(), _SCALE_COLUMNS, scales, mood=mood),
             *self._errors(full),
             Section("Losses in each format", _LEGEND),
         ]
         for kind, rows in grouped(self.tensors, lambda row: row.kind).items():
-            rows.sort(key=lambda row: min(snr for *_, snr in row.formats.values()))
+            rows.sort(
+                key=lambda row: (-row.nonfinite, min(snr for *_, snr in row.formats.values()))
+            )
             more = 0 if full else max(0, len(rows) - _ROWS)
             text = f"report.tensors has {more} more." if more else ""
             names = list(dict.fromkeys(name for row in rows for name in row.formats))
             columns = ("", "largest", "rms", *(name.removeprefix("float8_") for name in names))
             cells = tuple(_cells(row, names) for row in rows[: len(rows) - more])
+            if any(row.nonfinite for row in rows):
+                columns += ("nan/inf",)
+                pairs = zip(cells, rows, strict=False)
+                cells = tuple((*each, share_text(row.nonfinite)) for each, row in pairs)
             sections.append(Section(kind.replace("_", " ").capitalize(), text, columns, cells))
         return sections
 
     def _errors(self, full: bool) -> list[Section]:
-        """Returns the errors of modules, the largest of gradients first."""
+        """Returns the errors of modules in the order of the forward pass.
+
+        Without `full`, they are those of the modules with the largest errors of gradients.
+        """
         names = [(name, kind) for name, kinds in self.errors.items() for kind in sorted(kinds)]
         columns = [self.errors[name][kind] for name, kind in names]
         if not columns:
@@ -112,18 +122,34 @@ class StatsReport(Report):
         for (_, kind), column in zip(names, columns, strict=True):
             for module, error in column.items():
                 largest[module] = max(largest.get(module, 0), error * (kind == GRADIENTS))
-        modules = sorted(largest, key=lambda module: -largest[module])
+        worst = sorted(largest, key=lambda module: -largest[module])[: None if full else _ROWS]
         share = lambda column, module: f"{column[module]:.2%}" if module in column else ""
         cells = tuple(
             (module_text(module), *(share(column, module) for column in columns))
-            for module in modules[: None if full else _ROWS]
+            for module in largest
+            if module in worst
         )
         labels = [f"{name} {'outputs' if kind != GRADIENTS else kind}" for name, kind in names]
         return [Section("What if: errors of modules", _ERRORS, ("", *labels), cells)]
 
+    def _nonfinite(self) -> TensorRow | None:
+        """Returns the gradient with the largest share of elements that are infinite or NaN."""
+        rows = [row for row in self.tensors if row.kind == GRADIENTS and row.nonfinite]
+        return max(rows, key=lambda row: row.nonfinite, default=None)
+
     def _advice(self) -> str:
+        broken = self._nonfinite()
+        if broken is not None:
+            return (
+                f"{share_text(broken.nonfinite)} of the elements of the gradient {broken.name} are "
+                f"infinite or NaN, so no loss scale follows. {_LOCATE}"
+            )
         if not self.scales:
-            return "The step has no gradients that are not zero."
+            is_zero = any(row.kind == GRADIENTS for row in self.tensors)
+            text = "All gradients of the step are zero, so it trains nothing: the loss does not "
+            text += "depend on the parameters, a value in it is infinite, or the gradients are too "
+            text += f"small for their format. {_LOCATE}"
+            return text if is_zero else "The step has no gradients."
         lost = {scale: underflow + overflow for scale, underflow, overflow in self.scales}
         scale = self.loss_scale or min(lost, key=lambda scale: lost[scale])
         share = f"{share_text(lost[scale])} of the gradient elements that are not zero"
@@ -132,6 +158,7 @@ class StatsReport(Report):
         return f"jaxmp.DynamicLossScale({_power(scale)}) loses {share}."
 
 
+_LOCATE = "jaxmp.locate_nonfinite(step, *args) names the cause."
 _SCALE_COLUMNS = ("scale", "becomes zero", "exceeds the range")
 _LEGEND = (
     "Share of the elements other than zero that become zero or exceed the range, and the "
@@ -156,6 +183,9 @@ def _cells(row: TensorRow, names: list[str]) -> tuple[str, ...]:
         for name, (underflow, overflow, snr) in row.formats.items()
     }
     numbers = f"{row.amax:.3g}", f"{row.rms:.3g}"
+    if row.nonfinite == 1:
+        # No element has a magnitude, or a loss.
+        losses, numbers = {}, ("", "")
     return (module_text(row.name), *numbers, *(losses.get(name, "") for name in names))
 
 
@@ -165,7 +195,10 @@ def _cells(row: TensorRow, names: list[str]) -> tuple[str, ...]:
 
 
 def make_report(
-    tensors: Mapping[str, Mapping[str, TensorStats]], loss_scale: Any, errors: Any
+    tensors: Mapping[str, Mapping[str, TensorStats]],
+    loss_scale: Any,
+    errors: Any,
+    modules: Sequence[str] = (),
 ) -> StatsReport:
     """Returns the report on the statistics of a step.
 
@@ -173,6 +206,7 @@ def make_report(
       tensors: kind -> name -> statistics.
       loss_scale: the scale of the gradients among them.
       errors: format -> kind -> module -> error.
+      modules: the modules of the errors in the order of the forward pass.
     """
     tensors, loss_scale, errors = jax.device_get((tensors, loss_scale, errors))
     flat = [(kind, name, x) for kind, group in tensors.items() for name, x in group.items()]
@@ -185,7 +219,14 @@ def make_report(
         if is_scaled:
             counts += x.exponents.reshape(-1, 256, 3).sum(0, dtype=np.float64)
     scales = _scales(counts, round(math.log2(scale)))
-    errors = jax.tree.map(float, errors)
+    # JAX sorts the keys of a dict.
+    errors = {
+        name: {
+            kind: {module: float(group[module]) for module in modules if module in group}
+            for kind, group in kinds.items()
+        }
+        for name, kinds in errors.items()
+    }
     return StatsReport(loss_scale=_first(scales), scales=scales, tensors=tuple(rows), errors=errors)
 
 

@@ -1,6 +1,6 @@
 """Validation: training in candidate precisions compared with training in a reference precision.
 
-`_report` documents the JSON layout of a report, `_statistics` the test, and `_diagnose` the causes
+`_report` documents the JSON layout of a report, `_compare` the test, and `_diagnose` the causes
 that it finds.
 """
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 
 from jaxmp._tools.audit import AuditReport, Finding
 from jaxmp._tools.validate._probe import Measurements
-from jaxmp._tools.validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow
-from jaxmp._tools.validate._sections import percent
+from jaxmp._tools.validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow, percent
 from jaxmp._tools.validate._trials import SHARE, LineTrial, Origin, Trial, finite
 
 # Smallest shares of elements that count as a symptom.

@@ -39,9 +39,9 @@ from jaxmp._tools.validate._rows import (
     MetricChoice,
     TrainingRecord,
     TrainingRow,
+    figure_text,
 )
 from jaxmp._tools.validate._run import MakeRun
-from jaxmp._tools.validate._sections import figure_text
 from jaxmp._tools.validate._train import Hashes, Schedule, make_program, train
 from jaxmp._tools.validate._trials import Trial, repeat_step, step_to_repeat
 from jaxmp.errors import ValidationError

@@ -23,30 +23,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import PartitionSpec
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs._analysis import ModuleOutputs, used_inside
-from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import FORWARD, Path
-from jaxmp._programs._locations import module_of, root_of
+from jaxmp._programs._jaxprs import Path
+from jaxmp._tools.stats._observe import Observer, modules_of
 from jaxmp._tools.validate._pure import PureRun
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow, Pattern
 from jaxmp._tools.validate._run import check_grads
 from jaxmp._tools.validate._train import global_norm
-
-# Elements of an output that are returned: a regular subset, which suffices for its error.
-SAMPLES = 65536
 
 
 class Output(NamedTuple):
     """Output of a module.
 
     Args:
-      values: at most `SAMPLES` elements as a float32 vector; zeros if the module did not run.
+      values: at most 65,536 elements as a float32 vector; zeros if the module did not run.
       is_computed: boolean scalar; False in a branch that was not taken.
     """
 
@@ -79,53 +73,36 @@ def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outpu
 
     def observed(*args: PyTree) -> tuple[PyTree, Outputs]:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        capture = _Capture()
-        results = capture.run(closed, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shape), results), capture.side
+        observer = _Outputs()
+        results = observer.run(closed, jax.tree.leaves(args))
+        outputs: Outputs = {}
+        for key, new in observer.side.items():
+            # Moves the module to its position in the forward pass.
+            outputs[key.path] = _last(outputs.pop(key.path, new), new)
+        return jax.tree.unflatten(jax.tree.structure(shape), results), outputs
 
     return observed
 
 
-class _Capture(Interpreter):
-    """Interpreter that gathers the outputs of modules, by the scopes of the module.
+class _Outputs(Observer):
+    """Observer that samples the outputs of modules."""
 
-    The state of a jaxpr has for each of its results True if the forward pass continues to use it.
-    The other results are residuals of the backward pass. None: all are used.
-    """
+    consequence = "the outputs of the modules inside of it are not compared"
+    only_outputs = True
 
-    has_side_results = True
-    drops_derivatives = True
-
-    def run(
-        self, jaxpr: Jaxpr | ClosedJaxpr, args: Any, place: Place | None = None, state: Any = None
-    ) -> list[Any]:
-        return super().run(jaxpr, args, place, ModuleOutputs(jaxpr, place or Place(), state))
-
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        analysis = frame.state
-        if frame.place.of(equation).phase == FORWARD:
-            used = [var in analysis.consumers for var in equation.outvars]
-            results = self.enter(equation, operands, frame, used_inside(equation, used))
-        else:
-            results = self.bound(equation, operands)
-        for var, result in zip(equation.outvars, results, strict=True):
-            for path in analysis.last.get(var, ()):
-                self.side.pop(path, None)  # moves the module to its position in the forward pass
-                self.side[path] = Output(_sampled(result), jnp.array(True))
-        return results
+    def measure(self, x: Array, *_: Any) -> Output:
+        return Output(sampled(x), jnp.array(True))
 
     def joined(self, value: Output) -> Output:
-        return Output(_sampled(value.values), jnp.any(value.is_computed))
+        return Output(sampled(value.values), jnp.any(value.is_computed))
 
 
-def _sampled(x: Array) -> Array:
-    """Returns at most `SAMPLES` elements at equal distances, as a float32 vector."""
-    if any(axis is not None for axis in jax.typeof(x).sharding.spec):
-        # Axes of an explicit mesh, over which JAX does not reshape.
-        x = jax.sharding.reshard(x, PartitionSpec())
-    stride = -(-x.size // SAMPLES)
-    sample = lax.reshape(x, (x.size,))[:: max(stride, 1)]
-    return lax.convert_element_type(sample, jnp.float32)
+def _last(old: Output, new: Output) -> Output:
+    """Returns the output of a module that was computed last, such as that of one branch."""
+    if old is new or old.values.shape != new.values.shape:
+        return new
+    values = jnp.where(new.is_computed, new.values, old.values)
+    return Output(values, old.is_computed | new.is_computed)
 
 
 # ---------------------------------------------------------------------------
@@ -208,7 +185,7 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         )
         samples = (
             _samples(jax.tree.map(_difference, after, before)),
-            {path: _sampled(_difference(other[path], leaf)) for path, leaf in state.items()},
+            {path: sampled(_difference(other[path], leaf)) for path, leaf in state.items()},
             _samples(before),
         )
         dtypes.update({path: str(leaf.dtype) for path, leaf in state.items()})
@@ -220,15 +197,12 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
 
     def probe(arrays: PyTree, batch: PyTree) -> Probe:
         result, outputs, (stalled, update), samples = jax.device_get(compiled(arrays, batch))
-        names = dict.fromkeys(path[:n] for path in paths for n in range(1, len(path) + 1))
-        root = root_of(names)
-        modules = [module_of(path, root) for path in paths]
         return Probe(
             loss=float(result.loss),
             grads=leaves_of(result.grads),
             outputs={
                 module: output.values
-                for module, output in zip(modules, outputs, strict=True)
+                for module, output in zip(modules_of(paths), outputs, strict=True)
                 if output.is_computed
             },
             stalled=float(stalled),
@@ -284,7 +258,7 @@ def _stored(x: Array) -> Array:
 def _samples(tree: PyTree) -> dict[str, Array]:
     """Returns a sample of each leaf of a tree of parameters, by path."""
     leaves = _trees.leaves_with_path(tree)
-    return {_trees.parameter_path(path): _sampled(leaf) for path, leaf in leaves}
+    return {_trees.parameter_path(path): sampled(leaf) for path, leaf in leaves}
 
 
 # ---------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from jaxmp._tools.report._chart import Curve, chart
 from jaxmp._tools.report._page import html_document, html_sections
 from jaxmp._tools.report._section import Section
 from jaxmp._tools.report._views import Report, read_report
-from jaxmp._tools.validate._compare import metric_difference, relative_difference
+from jaxmp._tools.validate._compare import metric_difference, paired_interval, relative_difference
 from jaxmp._tools.validate._rows import (
     DIFFERS,
     FAIL,
@@ -58,9 +58,10 @@ from jaxmp._tools.validate._rows import (
     CandidateResult,
     MetricChoice,
     TrainingRecord,
+    figure_text,
+    percent,
+    report_sections,
 )
-from jaxmp._tools.validate._sections import figure_text, percent, report_sections
-from jaxmp._tools.validate._statistics import paired_interval
 from jaxmp.errors import ValidationError, ValidationFailedError
 
 

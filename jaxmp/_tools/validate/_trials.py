@@ -28,10 +28,11 @@ from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs._bind import bind_in_fp32, is_narrow, runs_in_fp32, wide
-from jaxmp._programs._constructs import CONSTRUCTS
+from jaxmp._programs._constructs import CONSTRUCTS, Form, form_of
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import Equation, is_literal
 from jaxmp._programs._locations import Lines, Location, Locations, module_of, root_of
+from jaxmp._tools.stats._measure import rounded_to
 from jaxmp._tools.validate._probe import Probe, gradient_row, make_probe, module_rows
 from jaxmp._tools.validate._pure import PureRun, StepResult
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow
@@ -82,7 +83,7 @@ class _Inside(NamedTuple):
     named: dict[Any, str] = MappingProxyType({})  # type: ignore[assignment]
 
 
-class Emulation(Interpreter):
+class RoundedLines(Interpreter):
     """Step of a run with emulated 16-bit operations.
 
     Args:
@@ -91,6 +92,7 @@ class Emulation(Interpreter):
     `origins` are the lines in the order of the program, known after the step was traced.
     """
 
+    consequence = "the roundings inside of it are not emulated"
     # The step contains its backward pass.
     drops_derivatives = True
 
@@ -158,7 +160,7 @@ class Emulation(Interpreter):
             state.named.update(dict.fromkeys(equation.outvars, max(labels)))
         if name in CONSTRUCTS or not runs_in_fp32(equation):
             # The first operand of a branch is its index.
-            inside = inside._replace(labels=tuple(labels[name == "cond" :]))
+            inside = inside._replace(labels=tuple(labels[form_of(equation) is Form.BRANCH :]))
             return self.enter(equation, operands, frame, inside)
         return self._rounded(equation, bind_in_fp32(equation, operands), inside, labels)
 
@@ -204,16 +206,8 @@ class Emulation(Interpreter):
 
 def _as_format(x: Array, dtype: np.dtype, mode: Array) -> Array:
     """Returns FP32 values rounded to a format, as far as the mode demands."""
-    info = jnp.finfo(dtype)
-    rounded = wide = lax.reduce_precision(x, 8, info.nmant)
-    if info.nexp < 8:
-        # `lax.reduce_precision` replaces subnormal numbers by zero.
-        spacing = np.float32(info.smallest_subnormal)
-        steps = lax.round(x / spacing, lax.RoundingMethod.TO_NEAREST_EVEN)
-        rounded = jnp.where(jnp.abs(x) < np.float32(info.tiny), steps * spacing, wide)
-        infinite = jnp.sign(x) * np.float32(np.inf)
-        rounded = jnp.where(jnp.abs(wide) > np.float32(info.max), infinite, rounded)
-    return jnp.where(mode == ROUNDED, rounded, jnp.where(mode == WIDE_RANGE, wide, x))
+    wide = lax.reduce_precision(x, 8, jnp.finfo(dtype).nmant)
+    return jnp.where(mode == ROUNDED, rounded_to(x, dtype), jnp.where(mode == WIDE_RANGE, wide, x))
 
 
 # ---------------------------------------------------------------------------
@@ -294,7 +288,7 @@ def repeat_step(run: PureRun, arrays: PyTree, batch: PyTree, step: int, referenc
       step: number of updates before it.
       reference: measurements of the reference.
     """
-    emulation = Emulation(run)
+    emulation = RoundedLines(run)
     probe = make_probe(emulation.pure_run)
 
     def measure(modes: np.ndarray) -> Probe:
@@ -302,13 +296,13 @@ def repeat_step(run: PureRun, arrays: PyTree, batch: PyTree, step: int, referenc
 
     same = lambda mode: np.full(MAX_LINES, mode, np.int32)
     exact = measure(same(EXACT))
-    rounded, exact_row, wide_range = (
+    rounded_row, exact_row, wide_range = (
         gradient_row(step, reference, each)
         for each in (measure(same(ROUNDED)), exact, measure(same(WIDE_RANGE)))
     )
     modules = module_rows(step, reference, exact)
     is_float16 = any(origin.dtype == "float16" for origin in emulation.origins)
-    trial = Trial(rounded, exact_row, wide_range, modules, (), is_float16)
+    trial = Trial(rounded_row, exact_row, wide_range, modules, (), is_float16)
     if not any(map(trial.explained, FLOORS)):
         return trial
     lines = []

@@ -1,6 +1,6 @@
-"""Runs a script as `python script.py` does, and audits the train step that it compiles.
+"""Runs a script as `python script.py` does, and a tool on the train steps that it compiles.
 
-`jaxmp audit --script` runs this file in a separate process, by its path. Until the script imports
+The option `--script` runs this file in a separate process, by its path. Until the script imports
 JAX, only the standard library is loaded, so that the script can set environment variables first.
 """
 
@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -75,18 +76,18 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                     callback()
 
 
-def main() -> None:
-    """Runs the script of the command line; the process exits after the audit is written."""
+def run_child() -> None:
+    """Runs the script of the command line; the process exits after the result is written."""
     options, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     sys.path.append(options["jaxmp"])
     watchers: list[Any] = []
 
     def watch() -> None:
-        script = importlib.import_module("jaxmp._tools.audit._script")
-        watchers.append(script.Watcher(script.Options(**options["watch"])))
+        script = importlib.import_module("jaxmp._tools.cli._script")
+        watchers.append(script.Watcher(**options["watch"]))
 
     def watch_nnx() -> None:
-        importlib.import_module("jaxmp._core._compat").watch_nnx()
+        importlib.import_module("jaxmp._core._compat._watch_jit").watch_nnx()
 
     folder = os.path.dirname(os.path.abspath(arguments[0]))
     imports = _AfterImport(
@@ -100,6 +101,12 @@ def main() -> None:
     except SystemExit as stop:
         if stop.code not in (None, 0):
             error = f"exited with status {stop.code}"
+    except Exception as failure:
+        # The results of the steps before may be zeros, which a script may refuse.
+        if not watchers or not watchers[0].has_steps:
+            raise
+        traceback.print_exc()
+        error = f"raised {type(failure).__name__}"
     # A script that fails prints its traceback, and this process exits with status 1.
     if not watchers:
         sys.exit(f"{arguments[0]} {error or 'ended'}, and did not import JAX.")
@@ -117,4 +124,4 @@ def _run(is_module: bool, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_child()

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.extend.core
@@ -21,16 +21,17 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jaxmp._core._capability import Capability
 from jaxmp._core._compat import current_mesh, described_gpus, described_tpus
 from jaxmp._core._messages import missing_dependency
-from jaxmp._core._targets import TARGETS, Target, get_target, is_target
+from jaxmp._core._targets import Capability, Target, TargetLike, get_target
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._jaxprs import equations, with_parameters
 from jaxmp._programs._locations import Lines
 from jaxmp._programs._operations import jit_of
-from jaxmp._tools.audit._trace import Traced
 from jaxmp.errors import AuditError, TargetError
+
+if TYPE_CHECKING:
+    from jaxmp._tools.audit._trace import Traced
 
 _DESCRIPTION = """
 gpu_device_info {{
@@ -79,9 +80,9 @@ _MULTIPROCESSORS: dict[Capability, tuple[int, int]] = {
     (8, 9): (1536, 102400),
     (9, 0): (2048, 233472),
     (10, 0): (2048, 233472),
+    (10, 3): (2048, 233472),
+    (12, 0): (1536, 102400),
 }
-
-GPUS = {name: target for name, target in TARGETS.items() if target.multiprocessors}
 
 
 def describe(gpu: Target) -> str:
@@ -134,7 +135,7 @@ def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
 
 
 def compile_for(
-    target: str,
+    target: TargetLike,
     traced: Traced,
     compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
 ) -> Compiled:
@@ -144,7 +145,7 @@ def compile_for(
     description of the GPU.
 
     Args:
-      target: the name of a chip.
+      target: a chip, or its name.
       traced: the program. If its arrays or operations are sharded over a mesh of any devices, it is
         compiled for as many GPUs.
       compiler: is called with the lowered program and the options of the compiler.
@@ -173,14 +174,14 @@ def compile_for(
     except jax.errors.JaxRuntimeError as error:
         need = re.search(r"required for.*?\((\S+)\) exceeds available HBM \((\S+)\)", str(error))
         if need:
-            text = f"the program does not fit {target!r}: it requires {need[1]} of {need[2]}."
+            text = f"the program does not fit {chip.name!r}: it requires {need[1]} of {need[2]}."
             raise TargetError(text) from error
         reason = f"XLA cannot compile this for {chip.kind}: {_reason(str(error))}"
         raise AuditError(reason) from error
     except RuntimeError as error:
         if real or "Unknown backend" not in str(error):
             raise
-        raise _no_callbacks(target, traced) from error
+        raise _no_callbacks(chip.name, traced) from error
     name = devices[0].device_kind if real else chip.kind
     sizes = {} if mesh is None else {str(axis): size for axis, size in mesh.shape.items()}
     shardings = [shape.sharding for shape in shapes]
@@ -216,7 +217,7 @@ def _real_devices(chip: Target, mesh: Mesh | AbstractMesh | None, count: int) ->
     """
     if jax.default_backend() != chip.platform:
         return []
-    gpus = [device for device in jax.local_devices() if is_target(chip, device.device_kind)]
+    gpus = [device for device in jax.local_devices() if device.device_kind in chip.kinds]
     in_mesh = _devices_of(mesh)
     if in_mesh and set(in_mesh) <= set(gpus):
         return in_mesh

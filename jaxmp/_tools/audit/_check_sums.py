@@ -1,0 +1,472 @@
+"""Checks of sums in 16 bits: reductions, carries of loops, and state that steps update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_16bit
+from jaxmp._programs._analysis import Body, Forward
+from jaxmp._programs._constructs import LOOPS, Inner, loop_of
+from jaxmp._programs._interpreter import Frame
+from jaxmp._programs._jaxprs import (
+    BACKWARD,
+    FORWARD,
+    Atom,
+    Equation,
+    is_literal,
+)
+from jaxmp._programs._operations import axes_of, name_of, window_of
+from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit._check_ops import (
+    ACCUMULATOR_16BIT,
+    REDUCTION_16BIT,
+    REDUCTIONS,
+    counts_largest,
+    made_of,
+)
+from jaxmp._tools.audit._check_state import MISSING_MASTER, step_of
+from jaxmp._tools.audit._checks import (
+    FLOATS,
+    LAYOUT,
+    WARNING,
+    OpOccurrence,
+    dtype_of,
+    half_of,
+    named,
+)
+from jaxmp._tools.audit._dataflow import GRADIENT, PLUS, From, Terms, Update
+from jaxmp._tools.audit._labels import ConditionalFinding, Fact
+from jaxmp._tools.audit._origins import fix_operation
+from jaxmp._tools.audit._rows import Finding
+from jaxmp._tools.audit._trace import Traced
+from jaxmp._tools.fixes._rewrite import in_fp32, with_fp32_summand
+from jaxmp._tools.fixes._source import expression_of
+
+# Reductions that XLA divides into chunks; the others add one term after another.
+_IN_CHUNKS = named("reduce_sum cumsum reduce_prod cumprod cumlogsumexp")
+
+# Sums of fewer terms lose less than three bits.
+_FEW_TERMS = 8
+# Estimated error from which a sum of a backward pass is reported. That of a bias over a batch has
+# less, and the rounding of its terms is of the same size.
+_NOTABLE = 0.05
+
+
+# Operations that read a part of an array, and that write one.
+_TAKES = LAYOUT | named("gather dynamic_slice slice")
+_PUTS = LAYOUT | named("scatter dynamic_update_slice")
+
+FIX_ACCUMULATOR = (
+    "Start from zeros in FP32, and add in FP32:\n"
+    "    total = jnp.zeros(p.shape, jnp.float32)\n"
+    "    total = total + grads.astype(jnp.float32)"
+)
+_FIX_CARRY = (
+    "Start from zeros in FP32, and cast the result after the loop:\n"
+    "    total = jnp.zeros(shape, jnp.float32)"
+)
+
+
+# ---------------------------------------------------------------------------
+# Sums
+# ---------------------------------------------------------------------------
+
+
+@REDUCTION_16BIT.on_16_bits
+def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
+    """Reports a reduction of many terms."""
+    if op.name not in REDUCTIONS:
+        return
+    terms = _terms(op)
+    if terms < _FEW_TERMS or counts_largest(op):
+        return
+    in_chunks = op.name in _IN_CHUNKS
+    verb = "multiplies" if "prod" in op.name or op.name == "scatter-mul" else "adds"
+    text = error_text(terms, dtype, in_chunks=in_chunks)
+    message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
+    is_backward = op.location.phase == BACKWARD
+    if not is_backward and op.name != "reduce_window_sum":
+        fix = fix_operation(op, audit.findings, dtype.name)
+        audit.add(REDUCTION_16BIT, op, message, fix)
+    elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
+        fix = ""
+        if is_backward:
+            message = f"in the gradient of a broadcast or of indexing, {message}"
+            fix = _fix_gradient(audit)
+        audit.add(REDUCTION_16BIT, op, message, fix, severity=WARNING)
+
+
+@REDUCTION_16BIT.on_result(*LOOPS)
+def check_loop(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
+
+    A residual stream, whose summand is computed from the carry itself, is not an accumulator.
+    """
+    loop = loop_of(op.equation)
+    assert loop is not None
+    body = Body(loop.jaxpr)
+    for before, after in zip(loop.incoming, loop.outgoing, strict=True):
+        if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
+            makers = made_of(after, body, _PUTS)
+            addition = next((e for e in makers if _adds_to(e, before, body)), None)
+            if addition is not None:
+                _report_carry(op, before, addition, audit)
+
+
+@ACCUMULATOR_16BIT.on_result("add", "add_any")
+def check_terms(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a sum of three or more 16-bit gradients without a loop."""
+    (result,) = op.equation.outvars
+    if not _is_after_gradient(op):
+        return
+    if any(label.number > 2 for label in audit.flow.labels(Terms, result)):
+        message = f"gradients of several microbatches are summed in {dtype_of(result).name}."
+        fix = fix_operation(op, audit.findings) or FIX_ACCUMULATOR
+        audit.add(ACCUMULATOR_16BIT, op, message, fix)
+
+
+def _terms(op: OpOccurrence) -> int:
+    """Returns the largest number of elements that a reduction combines into one."""
+    equation, operand = op.equation, op.equation.invars[0].aval
+    if op.name == "reduce_window_sum":
+        return window_of(equation)
+    if not op.name.startswith("scatter"):
+        return math.prod(operand.shape[axis] for axis in axes_of(equation))
+    updates = math.prod(equation.invars[1].aval.shape[:-1])
+    if op.location.phase == BACKWARD:
+        # In the gradient of a lookup, the indices are those of different rows; the mean counts.
+        return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
+    # In a scatter of the forward pass, all indices may be equal.
+    return updates
+
+
+def _fix_gradient(audit: Auditor) -> str:
+    """Returns code that accumulates a gradient in FP32."""
+    code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {audit.context.text})"
+    return f"Accumulate the gradient in FP32:\n    {code}"
+
+
+def _report_carry(op: OpOccurrence, carry: Atom, addition: Equation, audit: Auditor) -> None:
+    dtype, loop = dtype_of(carry), loop_of(op.equation)
+    assert loop is not None
+    length = loop.length
+    inner = op._replace(equation=addition, body=Body(loop.jaxpr), outer=op)
+    fix = fix_carry(op, carry, inner, audit)
+    if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
+        message = f"a loop accumulates gradients in {dtype.name}."
+        audit.add(ACCUMULATOR_16BIT, inner, message, fix or FIX_ACCUMULATOR)
+        return
+    message = f"a loop adds terms in {dtype.name}."
+    if length is not None:
+        # The gradient of a weight that all iterations share is one sum.
+        is_small = rounding_error(length, dtype, in_chunks=False) < _NOTABLE
+        if op.location.phase == BACKWARD and is_small:
+            return
+        text = error_text(length, dtype, in_chunks=False)
+        message = f"a loop adds {length:,} terms in {dtype.name} {text}."
+    audit.add(REDUCTION_16BIT, inner, message, fix or _FIX_CARRY)
+
+
+def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Auditor) -> str:
+    """Returns the fix of a 16-bit carry: its first value and its summands in FP32.
+
+    Args:
+      loop: a scan or while.
+      carry: the parameter of its body.
+      addition: the operation in the body that adds to it.
+      audit: for the lines of the source.
+
+    Returns:
+      Sentences and code, or "" if the code of the first value is not known.
+    """
+    inside = addition.body.jaxpr
+    first = loop.equation.invars[len(loop.equation.invars) - len(inside.invars) :]
+    start = first[inside.invars.index(carry)]
+    maker = loop.body.maker_through(start, LAYOUT - {"broadcast_in_dim"})
+    if maker is None:
+        return ""
+    made = loop._replace(equation=maker)
+    code = in_fp32(expression_of(made, audit.findings))
+    if not code:
+        return ""
+    where = audit.findings.where(made)
+    lines = [f"Start in FP32, at {where}:\n    {code}"]
+    summand = None
+    dependents = addition.body.dependents([carry])
+    for index, var in enumerate(addition.equation.invars):
+        cast = addition.body.maker(var)
+        if cast is not None and cast.primitive.name == "convert_element_type":
+            rounding = addition._replace(equation=cast)
+            code = in_fp32(expression_of(rounding, audit.findings))
+            where = audit.findings.where(rounding)
+            lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
+        elif half_of([var]) is not None and not is_literal(var) and var not in dependents:
+            summand = index
+    code = with_fp32_summand(expression_of(addition, audit.findings), summand)
+    where = audit.findings.where(addition)
+    lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
+    return "\n".join(lines)
+
+
+def _is_after_gradient(op: OpOccurrence) -> bool:
+    """Returns True outside of derivatives: a gradient inside of a loss is an activation."""
+    return op.location.phase == FORWARD and not op.location.differentiated
+
+
+def _adds_to(addition: Equation, before: Atom, loop: Body) -> bool:
+    """Returns True for a sum of a carry of a loop and a value that does not depend on it.
+
+    The carry may be a part of an array, or have been added to before.
+    """
+    name = addition.primitive.name
+    if name not in ("add", "add_any", "sub", "scatter-add", "scatter-sub"):
+        return False
+    # A scatter has the operands array, indices and updates.
+    carry, other = addition.invars[0], addition.invars[-1]
+    pairs = [(carry, other)] if name.startswith("scatter") else [(carry, other), (other, carry)]
+    dependents = loop.dependents([before])
+    return any(
+        _is_running(var, before, loop) and (is_literal(term) or term not in dependents)
+        for var, term in pairs
+    )
+
+
+def _is_running(var: Atom, before: Atom, loop: Body) -> bool:
+    source = loop.source_of(var, _TAKES)
+    maker = loop.maker(source)
+    return source is before or (maker is not None and _adds_to(maker, before, loop))
+
+
+@ACCUMULATOR_16BIT.on_operation("add")
+def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports `lax.associative_scan` with sums in 16 bits, which has no equation of its own."""
+    dtype = half_of(op.equation.outvars)
+    if dtype is None or op.location.phase != FORWARD:
+        return
+    traceback = op.equation.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    if any(frame.function_name == "associative_scan" for frame in frames):
+        message = f"an associative scan adds in {dtype.name}, in which a factor of 0.999 is 1."
+        fix = "Scan in FP32, and cast the results:\n    x = x.astype(jnp.float32)"
+        audit.add(ACCUMULATOR_16BIT, op, message, fix)
+
+
+_KEEPS = LAYOUT | named("neg select_n")
+_SUMS = named("add add_any sub")
+
+
+class _Linear(NamedTuple):
+    """Value `factor * carry + increment`, where neither depends on a carry of the loop."""
+
+    # None if it is not a constant.
+    factor: float | None = 1.0
+    is_scaled: bool = False
+    # The last sum of the carry and an increment.
+    addition: Equation | None = None
+
+
+@ACCUMULATOR_16BIT.on_result(*LOOPS)
+def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports a 16-bit carry that is scaled and added to in each step.
+
+    The gates of an LSTM or GRU depend on a carry, and a residual stream adds a function of the
+    carry; both are not linear recurrences. A sum without a factor is a running sum, which
+    `reduction_16bit` reports.
+    """
+    loop = loop_of(op.equation)
+    assert loop is not None
+    carries = [var for var in loop.incoming if dtype_of(var) in FLOATS]
+    pairs = zip(loop.incoming, loop.outgoing, strict=True)
+    for carry, result in pairs if op.location.phase == FORWARD else ():
+        if dtype_of(carry) in FLOATS_16BIT and not is_literal(result):
+            carried = {var: False for var in carries} | {carry: _Linear()}
+            args = [carried.get(var) for var in loop.jaxpr.invars]
+            linear = _Linearity().frame(loop.jaxpr, args).values.get(result)
+            if linear and linear.addition is not None and linear.is_scaled:
+                _report_recurrence(op, carry, linear, loop, audit)
+
+
+class _Linearity(Forward):
+    """Facts of values in a loop: `None` without a carry, `False` if they are not linear in it."""
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        is_read = any(operand is not None for operand in operands)
+        return [_linear_after(equation, operands) if is_read else None] * len(equation.outvars)
+
+
+def _linear_after(equation: Equation, facts: list[Any]) -> _Linear | Literal[False]:
+    name, operands = equation.primitive.name, equation.invars
+    name = "select_n" if name_of(equation) == "_where" else name
+    rows = [fact for fact in facts if fact is not None]
+    if not all(rows):
+        return False
+    linear: _Linear = max(rows, key=lambda row: row.addition is not None)
+    is_first = facts[0] is not None
+    if name in _KEEPS:
+        return False if name == "select_n" and is_first else linear
+    if name in _SUMS or name == "scatter-add":
+        is_scaled = len(rows) > 1 or linear.is_scaled
+        return _Linear(linear.factor if len(rows) == 1 else None, is_scaled, equation)
+    if len(rows) == 1 and (name == "mul" or (name == "div" and is_first)):
+        other = operands[1] if is_first else operands[0]
+        constant = float(other.val) if is_literal(other) and other.aval.size == 1 else None
+        if constant is None or linear.factor is None or not constant:
+            return linear._replace(factor=None, is_scaled=True)
+        factor = linear.factor * (constant if name == "mul" else 1 / constant)
+        return linear._replace(factor=factor, is_scaled=True)
+    return False
+
+
+def _report_recurrence(
+    op: OpOccurrence, carry: Atom, linear: _Linear, loop: Inner, audit: Auditor
+) -> None:
+    dtype, length, factor = dtype_of(carry).name, loop.length, linear.factor
+    terms = length or 2**31
+    if factor is not None and abs(factor) < 1:
+        terms = min(terms, 1 / (1 - abs(factor)))
+    if terms < _FEW_TERMS:
+        return
+    steps = "" if length is None else f" of {length:,} steps"
+    decay = "" if factor is None else f" with the factor {factor:.4g}"
+    message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
+    assert linear.addition is not None
+    inner = op._replace(equation=linear.addition, body=Body(loop.jaxpr), outer=op)
+    fix = "Start from zeros in FP32, and cast the results after the loop:\n"
+    fix += f"    carry = jnp.zeros(shape, jnp.float32)\n    results = results.astype(jnp.{dtype})"
+    fix = fix_carry(op, carry, inner, audit) or fix
+    audit.add(ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
+
+
+_CHANGES = named("mul div add sub max min clamp")
+
+
+@ACCUMULATOR_16BIT.on_program
+def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+    """Reports sums, counters, statistics and other averages that a step updates in 16 bits."""
+    step = step_of(audit, traced)
+    # The keys of the results below the position in a tuple.
+    returned = {jtu.keystr(path[n:]) for path, _ in traced.results for n in (0, 1) if path[n:]}
+    rows: dict[tuple[object, str], dict[int, Update]] = {}
+    for number, update in step.state_16bit(returned).items():
+        key = audit.findings.line_of(update.op), update.factor
+        rows.setdefault(key, {})[number] = update
+    for (_, factor), updates in rows.items():
+        number, update = next(iter(updates.items()))
+        text = "are updated in 16 bits: changes below {least} of a value are rounded away"
+        if factor == PLUS:
+            text = "are sums in 16 bits: a sum of ones stops at {limit}"
+        literals = [abs(float(x.val)) for x in update.op.equation.invars if is_literal(x)]
+        wide = "int32" if factor == PLUS and 1 in literals else "float32"
+        yield from step.findings(ACCUMULATOR_16BIT, updates, text, step.fix(number, update, wide))
+
+
+# ---------------------------------------------------------------------------
+# Copies of masters
+# ---------------------------------------------------------------------------
+
+
+class Copy(Fact):
+    """Label of the 16-bit copy of an FP32 argument that the step updates with gradients."""
+
+    survives = LAYOUT | named("select_n sharding_constraint")
+
+    def __init__(self, number: int, op: OpOccurrence) -> None:
+        self.number, self.op = number, op
+
+
+class ChangedCopy(ConditionalFinding):
+    """Label of a 16-bit copy that was changed after its master was rounded."""
+
+    check = MISSING_MASTER
+    survives = Copy.survives | _CHANGES
+
+
+@MISSING_MASTER.on_result("convert_element_type")
+def label_copy(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels the cast of an updated FP32 argument to 16 bits."""
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    if dtype_of(operand) == FLOAT32 and is_16bit(dtype_of(result)):
+        for label in audit.flow.labels(Update, operand):
+            if label.has_gradient and operand.aval.size > 1:
+                audit.flow.mark(result, Copy(label.number, op))
+
+
+@MISSING_MASTER.on_operation(*_CHANGES)
+def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
+    """Labels the result of an operation on a copy."""
+    labels = audit.flow.of_all(op.equation.invars)
+    copies = [x for x in labels if isinstance(x, Copy)]
+    # A sum with another argument is an average.
+    numbers = {x.number for x in labels if isinstance(x, (Copy, From))}
+    dtype = half_of(op.equation.outvars)
+    if not copies or len(numbers) > 1 or dtype is None or op.location.differentiated:
+        return None
+    message = f"copies of parameters are changed in {dtype.name} after the FP32 masters are cast"
+    fix = f"Change the FP32 masters instead, before {audit.findings.where(copies[0].op)}:\n"
+    fix += "    master = jax.tree.map(change, master)"
+    return ChangedCopy(op, message, fix)
+
+
+@MISSING_MASTER.on_program
+def report_changes(audit: Auditor, traced: Traced) -> None:
+    """Reports changed copies that the step returns in place of its 16-bit parameters."""
+    shapes = {(v.aval.shape, dtype_of(v)) for v in traced.variables if v.aval.size > 1}
+
+    def is_average(var: Atom) -> bool:
+        sums = [x for x in audit.flow.of(var) if isinstance(x, (From, Update))]
+        return any(is_16bit(dtype_of(traced.variables[x.number])) for x in sums)
+
+    outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, dtype_of(v)) in shapes]
+    results = [v for v in outs if is_literal(v) or not is_average(v)]
+    audit.report(ChangedCopy, results, ", so that the masters do not have the change")
+
+
+# ---------------------------------------------------------------------------
+# Estimates of the rounding error of sums
+# ---------------------------------------------------------------------------
+
+# XLA divides a reduction into chunks: on a CPU into windows of 32 elements, on a GPU among the
+# threads, and for long arrays in two levels.
+_CHUNK = 32
+
+
+def rounding_error(terms: int, dtype: np.dtype, *, in_chunks: bool) -> float:
+    """Returns the largest error to expect of a sum, relative to the sum of absolute values.
+
+    The bound of any order of summation is `h * u`, where `h` is the largest number of additions
+    that a term passes through and `u` the unit roundoff (Higham, "Accuracy and Stability of
+    Numerical Algorithms", section 4.2). Rounding errors of both signs cancel, so that the error
+    grows as `sqrt(h) * u` (Higham and Mary, "A New Approach to Probabilistic Rounding Error
+    Analysis", 2019), until a sequential sum is so large that further terms do not change it.
+
+    Args:
+      terms: the number of summands.
+      dtype: in which the sum accumulates.
+      in_chunks: False for a loop or a scatter, which adds one term after another.
+    """
+    unit = float(jnp.finfo(dtype).eps) / 2
+    if not in_chunks:
+        return 1.0 if terms >= stagnation(dtype) else math.sqrt(terms) * unit
+    levels = math.ceil(math.log(max(terms, 2), _CHUNK))
+    return min(1.0, math.sqrt(min(terms, _CHUNK * levels)) * unit)
+
+
+def stagnation(dtype: np.dtype) -> int:
+    """Returns the number of equal terms after which a sequential sum stops growing."""
+    return round(2 / float(jnp.finfo(dtype).eps))
+
+
+def error_text(terms: int, dtype: np.dtype, *, in_chunks: bool) -> str:
+    """Returns the estimate as a part of a sentence."""
+    error = rounding_error(terms, dtype, in_chunks=in_chunks)
+    if error == 1:
+        return f"one after another: a sum of equal terms stops growing at {stagnation(dtype):,}"
+    text = f"with an error of up to about {error:.1%} of the sum of absolute values"
+    return text if in_chunks else f"one after another, {text}"

@@ -1,0 +1,167 @@
+"""The jitted functions of a script: those that it calls, and the train steps that it defines."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jaxmp._core import _compat
+from jaxmp._core._compat import _watch_jit
+from jaxmp._core._typing import PyTree
+from jaxmp._programs import _jaxprs, _matmuls, _operations
+from jaxmp._programs._locations import Lines
+from jaxmp._programs._static_values import Scope
+from jaxmp._tools.audit import _auditor, _dataflow
+
+# FLOPs that take a CPU seconds.
+_LARGE = 10**10
+# Functions that step functions call.
+_OF_STEPS = frozenset(
+    ("grad", "value_and_grad", "filter_grad", "filter_value_and_grad", "vjp", "linearize")
+) | frozenset(("apply_gradients", "apply_updates", "incremental_update"))
+# Types of the results of `jax.jit`, `nnx.jit` and `eqx.filter_jit`.
+_JITTED = ("PjitFunction", "JitWrapped", "SimpleJitWrapped", "_JitWrapper")
+
+
+class Watched:
+    """Jitted function with the shapes of one call."""
+
+    def __init__(self, call: _watch_jit.JitCall) -> None:
+        body = _compat.jaxpr_body(call.jaxpr)[0]
+        self.location = _place(call.source, body)
+        self.flops = _matmuls.count_flops(body).total()
+        self.takes_gradients = has_backward(body)
+        # Most functions are single operations outside of `jit`, such as `jnp.zeros`.
+        may_update = bool(_definition(call.source)[0] and not self.flops)
+        self.updates = (self.takes_gradients or may_update) and updates_state(body)
+        self.inner = {_operations.name_of(equation) for equation in _jaxprs.equations(body)}
+        self.calls = 0
+        self.call = call._replace(args=_shapes(call.args), kwargs=_shapes(call.kwargs))
+
+    @property
+    def is_step(self) -> bool:
+        """True if the function takes gradients, or updates parameters, such as an average."""
+        return self.takes_gradients or self.updates
+
+    @property
+    def is_left_out(self) -> bool:
+        """True if the function is not executed; the script continues with zeros as results."""
+        return self.takes_gradients or (self.flops > _LARGE and jax.default_backend() == "cpu")
+
+    def __str__(self) -> str:
+        return f"{self.call.name} ({self.location})" if self.location else self.call.name
+
+
+def has_backward(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    """Returns True if a program contains a backward pass."""
+    return any("transpose(" in str(e.source_info.name_stack) for e in _jaxprs.equations(jaxpr))
+
+
+def updates_state(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    """Returns True if a program returns an argument to which gradients or others were added.
+
+    A train step returns parameters in this way. Gradients and predictions are computed from
+    arguments by matmuls, and from each other by `add_any`.
+    """
+    body = _compat.jaxpr_body(jaxpr)[0]
+    auditor = _auditor.Auditor(_auditor.PolicyContext(None))
+    for number, var in enumerate(body.invars):
+        auditor.flow.mark(var, _dataflow.From(number, _dataflow.PLUS))
+    auditor.run(Scope(body))
+    return any(
+        _is_same(body.invars[label.number].aval, var.aval)
+        for var in body.outvars
+        for label in auditor.flow.labels(_dataflow.Update, var)
+    )
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    is_array = before.size > 1 and jnp.issubdtype(before.dtype, np.floating)
+    return is_array and before.shape == after.shape
+
+
+def _definition(source: Callable[..., Any] | None) -> tuple[str, int]:
+    """Returns the file and line of a function of the user; ("", 0) for other functions."""
+    code = getattr(source, "__code__", None)
+    return Lines().first_own([] if code is None else [(code.co_filename, code.co_firstlineno)])
+
+
+def _place(source: Callable[..., Any] | None, jaxpr: Jaxpr | ClosedJaxpr) -> str:
+    """Returns the line that defines a function, or of its first operation, as `train.py:12`."""
+    locations = (Lines().of((equation,)) for equation in _jaxprs.equations(jaxpr))
+    places = itertools.chain([_definition(source)], locations)
+    return next((f"{Path(file).name}:{line}" for file, line in places if file), "")
+
+
+def defined_steps() -> dict[FunctionType, str]:
+    """Returns the jitted functions of the user whose code takes gradients or updates parameters.
+
+    The values are texts such as "update_actor (train.py:12)".
+    """
+    jitted = [item for item in gc.get_objects() if type(item).__name__ in _JITTED]
+    steps = {}
+    for function in map(function_of, map(_watch_jit.python_function, jitted)):
+        file, line = _definition(function)
+        if (
+            file
+            and isinstance(function, FunctionType)
+            and not _OF_STEPS.isdisjoint(_names(function))
+        ):
+            steps[function] = f"{function.__name__} ({Path(file).name}:{line})"
+    return steps
+
+
+def function_of(source: Any) -> Any:
+    """Returns the function of a bound method, and any other function unchanged."""
+    return getattr(source, "__func__", source)
+
+
+def _names(function: FunctionType) -> set[str]:
+    """Returns the names that a function, and functions of the user that it calls, read."""
+    functions, names = [function], set[str]()
+    for current in functions:
+        codes = [current.__code__]
+        for code in codes:
+            names.update(code.co_names, code.co_freevars)
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        cells = zip(current.__code__.co_freevars, current.__closure__ or (), strict=True)
+        scope = current.__globals__ | {name: _content(cell) for name, cell in cells}
+        values = [scope[name] for name in names & scope.keys()]
+        called = {
+            _watch_jit.python_function(x) for x in values if callable(x) and not isinstance(x, type)
+        }
+        own = (x for x in called if isinstance(x, FunctionType) and _definition(x)[0])
+        functions += [x for x in own if x not in functions]
+    return names
+
+
+def _content(cell: Any) -> object:
+    with contextlib.suppress(ValueError):  # An empty cell.
+        return cell.cell_contents
+    return None
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    """Replaces arrays by shapes; NNX modules, which contain their arrays, are not changed."""
+    return jax.tree.map(_shape, tree, is_leaf=_is_nnx)
+
+
+def _shape(leaf: object) -> object:
+    if isinstance(leaf, jax.Array):
+        weak = getattr(jax.typeof(leaf), "weak_type", False)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _is_nnx(node: object) -> bool:
+    return any(cls.__module__.startswith("flax.nnx") for cls in type(node).__mro__)

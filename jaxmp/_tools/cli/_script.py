@@ -1,0 +1,370 @@
+"""Runs the tools on a training script that is not edited.
+
+The script runs in a separate process. JAX reports each call of a jitted function there, after it
+was traced and before it is compiled. When the steps of the script are known, the process runs the
+tool on them, writes the result to a file and exits: no `finally` or `except` block of the script
+runs, and no later statement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+import jaxmp
+from jaxmp._core import _compat, _plain, _targets
+from jaxmp._core._compat import _watch_jit
+from jaxmp._policies._recipe import Recipe, load_recipe
+from jaxmp._tools import audit
+from jaxmp._tools.audit import _rows
+from jaxmp._tools.cli._jitted import Watched, defined_steps, function_of
+from jaxmp._tools.nonfinite import _measure
+from jaxmp._tools.plan import _programs
+from jaxmp.errors import AuditError, JaxmpError
+
+# ---------------------------------------------------------------------------
+# The command's process
+# ---------------------------------------------------------------------------
+
+
+class ScriptResult(NamedTuple):
+    """A sentence about the functions that the tool has read, and the result of the tool."""
+
+    sentence: str
+    value: Any
+
+
+def run_script(
+    tool: str,
+    arguments: Sequence[str],
+    *,
+    module: bool = False,
+    function: str | None = None,
+    max_seconds: float = 600.0,
+    **settings: Any,
+) -> ScriptResult:
+    """Runs a script until its train steps are traced, and a tool on these.
+
+    Args:
+      tool: "audit", "memory", "plan" or "locate".
+      arguments: path of the script, or name of a module, followed by the arguments of the script.
+      module: True if the first argument is a module, as for `python -m`.
+      function: name of the only function to read; None for the train steps.
+      max_seconds: the script is stopped after this time.
+      **settings: settings of the tool.
+
+    Raises:
+      AuditError: if the script fails, or exits before it compiles a function with matmuls.
+    """
+    script = arguments[0]
+    if not module and not os.path.isfile(script):
+        raise AuditError(
+            f"the script {script!r} does not exist. Pass a file, or a module after -m:\n"
+            f"    jaxmp {tool} --script train.py\n    jaxmp {tool} --script -m my_package.train"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        watch = {"tool": tool, "result": str(file), "function": function}
+        watch |= {"max_seconds": max_seconds, "settings": settings}
+        package = str(Path(jaxmp.__file__).parents[1])
+        run = {"module": module, "jaxmp": package, "watch": watch}
+        child = Path(__file__).with_name("_script_child.py")
+        command = [sys.executable, str(child), json.dumps(run), *arguments]
+        status = _wait(command, bool(settings.get("target") or settings.get("targets")))
+        if not file.exists():
+            raise AuditError(f"{script} failed (status {status}) before its train step was traced.")
+        result = json.loads(file.read_text("utf-8"))
+    if result["error"]:
+        raise AuditError(result["error"])
+    return ScriptResult(result["sentence"], result["value"])
+
+
+def _wait(command: list[str], compiles: bool) -> int:
+    """Runs a command and returns its exit status; its output goes to the error output."""
+    with _compat.unchecked_cuda() if compiles else contextlib.nullcontext():
+        process = subprocess.Popen(command, stdout=sys.stderr.fileno(), start_new_session=True)
+    try:
+        return process.wait()
+    finally:
+        # Data loaders may have left processes.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------------
+# The script's process
+# ---------------------------------------------------------------------------
+
+# Calls of one step after which others are no longer awaited: an actor may be updated after several
+# updates of its critic.
+_PATIENCE = 10
+
+
+class Watcher:
+    """Collects the jitted functions of a script, and ends the process with a result.
+
+    Args:
+      result: path of the result file.
+      tool, function, max_seconds, settings: as in `run_script`.
+    """
+
+    def __init__(
+        self,
+        *,
+        tool: str,
+        result: str = "",
+        function: str | None = None,
+        max_seconds: float = 600.0,
+        settings: dict[str, Any],
+    ) -> None:
+        self.tool, self.file, self.function, self.settings = tool, Path(result), function, settings
+        self.process = os.getpid()
+        self.watched: dict[int, Watched] = {}
+        # The last two calls of steps with their arrays, for `locate`.
+        self.calls: list[_watch_jit.JitCall] = []
+        self.recipes: list[str] = []
+        self.lock = threading.RLock()
+        self.is_busy = False
+        self.watching = _watch_jit.watch_jit(self._on_call, run_all=tool == "locate")
+        self.watching.__enter__()
+        if tool == "plan":
+            jaxmp.load_recipe = self._load_recipe
+        timer = threading.Timer(max_seconds, self.finish)
+        timer.daemon = True
+        timer.start()
+
+    @property
+    def has_steps(self) -> bool:
+        """True if the script has called a function that takes gradients."""
+        return any(watched.takes_gradients for watched in self.watched.values())
+
+    def _load_recipe(self, recipe: Any) -> Recipe:
+        """Returns the planned recipe instead of the script's."""
+        self.recipes.append(str(recipe))
+        return load_recipe(self.settings["recipe"])
+
+    def _on_call(self, call: _watch_jit.JitCall) -> bool:
+        """Records a call; returns True if the function is not to be compiled and executed."""
+        # The script may have forked a process, which has inherited this object.
+        if os.getpid() != self.process or self.is_busy:
+            return False
+        watched = self.watched.get(id(call.jaxpr))
+        if watched is None:
+            watched = self.watched[id(call.jaxpr)] = Watched(call)
+        watched.calls += 1
+        if self.tool == "locate":
+            return self._keep(watched, call)
+        if self._is_enough(watched):
+            self.finish()
+        return watched.is_left_out
+
+    def _is_enough(self, watched: Watched) -> bool:
+        name = self.function
+        if name is not None and watched.call.name == name:
+            return True
+        if not watched.takes_gradients or watched.calls > _PATIENCE:
+            return watched.takes_gradients
+        is_whole = watched.updates or watched.calls > 1
+        return name is None and is_whole and not self._missed()
+
+    def _missed(self) -> list[str]:
+        """Returns the steps that the script defines, and has not called."""
+        every = self.watched.values()
+        called = {function_of(w.call.source) for w in every}
+        names = {w.call.name for w in every if w.call.source is None}
+        names.update(*(w.inner for w in every))
+        missed = defined_steps().items()
+        return [text for f, text in missed if f not in called and f.__name__ not in names]
+
+    def _keep(self, watched: Watched, call: _watch_jit.JitCall) -> bool:
+        """Copies the arrays of a step, and ends the script if the step before it has failed."""
+        name = self.function
+        if not watched.takes_gradients or name not in (None, call.name):
+            return False
+        with self._busy():
+            arguments = jax.tree.map(_copied, (call.args, call.kwargs))
+            self.calls = [*self.calls[-1:], call._replace(args=arguments[0], kwargs=arguments[1])]
+            failed = _measure.has_failed(arguments)
+        if failed:
+            self.finish()
+        self.calls = self.calls[-1:]
+        return True
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
+
+    def finish(self, error: str = "") -> NoReturn:
+        """Writes the result, and ends the process.
+
+        Args:
+          error: the way in which the script failed; "" if it did not.
+        """
+        with self.lock:
+            self.watching.__exit__(None, None, None)
+            try:
+                result = self.result(error)
+            except JaxmpError as failed:
+                result = {"error": str(failed)}
+            except Exception as failed:
+                traceback.print_exc()
+                result = {"error": f"the {self.tool} raised {type(failed).__name__}: {failed}"}
+            partial = self.file.with_suffix(".partial")
+            partial.write_text(json.dumps(result), "utf-8")
+            partial.replace(self.file)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(0)
+
+    def result(self, error: str = "") -> dict[str, Any]:
+        """Runs the tool, and returns the fields of the result file."""
+        if error and not self.has_steps:
+            raise AuditError(f"the script {error} before its train step was traced.")
+        every = [w for w in self.watched.values() if w.flops or w.is_step]
+        watched = sorted(every, key=lambda w: (not w.takes_gradients, -w.flops))
+        if not watched:
+            raise AuditError(
+                "the script compiled no function with matmuls. Compile the train step with"
+                " jax.jit, jax.pmap, nnx.jit or eqx.filter_jit:\n    @jax.jit\n"
+                "    def train_step(state, batch): ..."
+            )
+        chosen = self._chosen(watched)
+        sentence = f"Function{'s' * (len(chosen) > 1)} {', '.join(map(str, chosen))}"
+        sentence += ", which takes no gradients" * (not any(w.takes_gradients for w in chosen))
+        if missed := [] if self.function else self._missed():
+            sentence += f"; not reached: {', '.join(missed)}"
+        sentence += f"; the script {error} after these" if error else ""
+        names = {w.call.name for w in chosen}
+        others = ", ".join(dict.fromkeys(w.call.name for w in watched if w.call.name not in names))
+        verb = {"audit": "audits", "locate": "follows"}.get(self.tool, "reads")
+        sentence += f"; --function NAME {verb} another one: {others}" if others else ""
+        return {"error": "", "sentence": sentence, "value": self._value(chosen)}
+
+    def _chosen(self, watched: list[Watched]) -> list[Watched]:
+        """Returns the requested function, the train steps, or the function with the most FLOPs."""
+        name = self.function
+        if name is not None:
+            named = [w for w in watched if w.call.name == name]
+            if not named:
+                names = ", ".join(dict.fromkeys(w.call.name for w in watched))
+                raise AuditError(f"the script compiled no function {name!r}. It compiled {names}.")
+            return named[:1]
+        if self.tool == "locate" and self.calls:
+            return [self.watched[id(self.calls[0].jaxpr)]]
+        # A function that was traced for several shapes counts once.
+        steps: dict[str, Watched] = {}
+        for each in watched:
+            steps |= {str(each): each} if each.is_step and str(each) not in steps else {}
+        if self.tool == "plan" or not steps:
+            return watched[:1]
+        return list(steps.values())
+
+    def _value(self, chosen: list[Watched]) -> Any:
+        settings = self.settings
+        if self.tool == "locate":
+            return _locate(self.calls)
+        if self.tool == "plan":
+            self._check_recipes()
+            return _plan(chosen[0].call, settings)
+        if self.tool == "memory":
+            estimates = [jaxmp.estimate_memory(*_positional(w.call), **settings) for w in chosen]
+            return max(estimates, key=lambda estimate: estimate.total).to_json()
+        calls = [(w.call.function, w.call.args, w.call.kwargs) for w in chosen]
+        return join_reports([audit.audit_call(*call, **settings) for call in calls]).to_json()
+
+    def _check_recipes(self) -> None:
+        names = list(dict.fromkeys(self.recipes))
+        if len(names) != 1:
+            called = (
+                f"calls jaxmp.load_recipe for {', '.join(names)}"
+                if names
+                else ("does not call jaxmp.load_recipe")
+            )
+            raise AuditError(
+                f"the script {called}, and a plan replaces the one recipe that a script loads. Pass"
+                " a function that takes the recipe instead:\n    def make_step(recipe):\n"
+                "        return train_step, state, batch"
+            )
+
+
+def _copied(leaf: object) -> object:
+    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+
+# ---------------------------------------------------------------------------
+# Tools
+# ---------------------------------------------------------------------------
+
+
+def _positional(call: _watch_jit.JitCall) -> tuple[Any, ...]:
+    """Returns a function and its arguments; a tool may have keyword arguments of the same names."""
+    if not call.kwargs:
+        return call.function, *call.args
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call.function(*args, **kwargs)
+
+    run.__name__ = call.name
+    return run, call.args, call.kwargs
+
+
+def join_reports(reports: list[audit.AuditReport]) -> audit.AuditReport:
+    """Returns one report for several functions; its memory is that of the largest one."""
+    first = reports[0]
+    if len(reports) == 1:
+        return first
+    every = lambda field: [row for report in reports for row in getattr(report, field)]
+    severity = lambda finding: _rows.SEVERITIES.index(finding.severity)
+    memories = [report.memory for report in reports if report.memory is not None]
+    return dataclasses.replace(
+        first,
+        function=", ".join(report.function for report in reports),
+        equations=sum(report.equations for report in reports),
+        findings=tuple(sorted(dict.fromkeys(every("findings")), key=severity)),
+        memory=max(memories, key=lambda row: row.arguments + row.temporary, default=None),
+        notes=tuple(dict.fromkeys(every("notes"))),
+        attention=tuple(every("attention")),
+        collectives=tuple(every("collectives")),
+        matmuls=_rows.merged(every("matmuls"), "flops", "count"),
+        gemms=_rows.merged(every("gemms"), "flops", "count"),
+    )
+
+
+def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> list[Any]:
+    """Returns the row and the roofline of a step for each chip."""
+    recipe, cache = load_recipe(settings["recipe"]), settings["cache"]
+    folder = None if cache is None else Path(cache).expanduser()
+    measured = []
+    for name in settings["targets"]:
+        chip = _targets.get_target(name)
+        program = _programs.Candidate(lambda _: _positional(call), recipe, chip, None, folder)
+        row, seconds = program.measure(None)
+        measured.append([_plain.to_plain(dataclasses.asdict(row)), seconds])
+    return measured
+
+
+def _locate(calls: list[_watch_jit.JitCall]) -> str:
+    """Follows the last step, or the one before it, whose results the last one has received."""
+    if not calls:
+        raise AuditError("the script compiled no function that takes gradients.")
+    reports = [jaxmp.locate_nonfinite(*_positional(call)) for call in calls]
+    return next((report for report in reports if report.reproduced), reports[-1]).to_json()

@@ -1,0 +1,456 @@
+"""`jaxmp audit`, `memory`, `plan`, `validate` and `locate`.
+
+Each command imports the tool that it runs, so that the others do not load it. Annotations are not
+strings here, because typer would evaluate each of them at every start.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+
+import jaxmp
+from jaxmp._core import _compat, _plain, _targets
+from jaxmp._policies import _recipe
+from jaxmp._tools.cli._arguments import (
+    FUNCTION_HELP,
+    HtmlOption,
+    JsonOption,
+    NameOption,
+    ScriptOption,
+    SecondsOption,
+    StepArgument,
+    call,
+    load_function,
+    make_step,
+    only_function,
+)
+from jaxmp._tools.cli._output import console, escape, write_report
+from jaxmp._tools.cli._show import open_run
+from jaxmp._tools.report import _views
+from jaxmp.errors import JaxmpError
+
+if TYPE_CHECKING:
+    from jaxmp.checkpoint._manifest import CheckpointInfo
+    from jaxmp.typing import AuditReport, NonfiniteReport
+
+
+# ---------------------------------------------------------------------------
+# Scripts
+# ---------------------------------------------------------------------------
+
+
+def _in_script(
+    tool: str, script: str, arguments: list[str], json: str | None, **options: Any
+) -> tuple[str, Any]:
+    """Runs a tool on a script, and prints which functions it has read.
+
+    Args:
+      tool: the command.
+      script: the argument of `--script`.
+      arguments: those of the script; after `-m`, the module and its arguments.
+      json: the argument of `--json`.
+      **options: those of `run_script`.
+    """
+    from jaxmp._tools.cli import _script
+
+    for target in (options.get("target"), *(options.get("targets") or ())):
+        if target is not None:
+            _targets.get_target(target)
+    is_module = script == "-m"
+    if is_module and not arguments:
+        raise JaxmpError(f"-m requires a module: jaxmp {tool} --script -m my_package.train")
+    command = arguments if is_module else [script, *arguments]
+    result = _script.run_script(tool, command, module=is_module, **options)
+    if json != "-":
+        console().print(escape(result.sentence, "dim"), soft_wrap=True)
+    return result
+
+
+# ---------------------------------------------------------------------------
+# Audit and memory
+# ---------------------------------------------------------------------------
+
+
+def run_audit(
+    function: StepArgument = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Recipe that the step should follow; the function receives it."),
+    ] = None,
+    json: JsonOption = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="GPU to compile for, such as h200 or l4. No GPU is required."),
+    ] = None,
+    script: ScriptOption = None,
+    name: NameOption = None,
+    max_seconds: SecondsOption = 600.0,
+    fail_on: Annotated[
+        str,
+        typer.Option(help="Checks whose errors fail, separated by commas; any; or none."),
+    ] = "any",
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Earlier JSON result; fail if there are other errors."),
+    ] = None,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Print warnings, modules, kernels and notes too."),
+    ] = False,
+    try_fixes: Annotated[
+        bool,
+        typer.Option("--try/--no-try", help="Trace the step with each fix before it is printed."),
+    ] = True,
+    html: HtmlOption = None,
+) -> None:
+    """Print the dtypes in which a training step computes, and what is wrong with them."""
+    from jaxmp._tools.audit import _report
+
+    wanted = (
+        None if fail_on == "any" else [check for check in fail_on.split(",") if check != "none"]
+    )
+    checks = _report.known_checks(wanted)
+    cls = jaxmp.typing.AuditReport
+    before = None if baseline is None else _views.read_report(cls, Path(baseline))
+    if script is None:
+        report = _audited(only_function("audit", function, name), recipe, target, try_fixes)
+    else:
+        if recipe is not None:
+            _recipe.load_recipe(recipe)
+        options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
+        options |= {"function": name, "max_seconds": max_seconds}
+        report = cls.from_json(_in_script("audit", script, function or [], json, **options)[1])
+    write_report(report, json, html, full=full)
+    if fail_on == "any" and baseline is None:
+        raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
+    report.check(checks, baseline=before)
+
+
+def _audited(name: str, recipe: str | None, target: str | None, try_fixes: bool) -> "AuditReport":
+    loaded = [] if recipe is None else [_recipe.load_recipe(recipe)]
+    settings: dict[str, Any] = {
+        "recipe": loaded[0] if loaded else None,
+        "target": target,
+        "try_fixes": try_fixes,
+    }
+    with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
+        example = "jaxmp audit my_package.train:make_step --recipe bf16"
+        step, *arguments = make_step(name, example, *loaded)
+        return call(f"the step of {name}", lambda: jaxmp.audit(step, *arguments, **settings))
+
+
+def run_memory(
+    function: StepArgument = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe; the function receives it.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Chip, such as h200 or v6e; it does not have to be present.")
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Compile for the target, and print XLA's figures too.")
+    ] = False,
+    script: ScriptOption = None,
+    name: NameOption = None,
+    max_seconds: SecondsOption = 600.0,
+    json: JsonOption = None,
+    html: HtmlOption = None,
+) -> None:
+    """Print the memory that a training step requires, by kind, and whether it fits a chip.
+
+    The exit status is 1 if it does not fit. Of several steps of a script, the largest counts.
+    """
+    settings: dict[str, Any] = {"target": target, "exact": exact}
+    if script is not None:
+        if recipe is not None:
+            raise JaxmpError(
+                "--recipe is for functions: the script loads a recipe itself. Compare recipes with:"
+                f"\n    jaxmp plan --script {script} --recipes {recipe} --targets h200"
+            )
+        settings |= {"function": name, "max_seconds": max_seconds}
+        _, text = _in_script("memory", script, function or [], json, **settings)
+        estimate = jaxmp.typing.MemoryEstimate.from_json(text)
+    else:
+        make = only_function("memory", function, name)
+        with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
+            loaded = [] if recipe is None else [_recipe.load_recipe(recipe)]
+            example = "jaxmp memory my_package.train:make_step --recipe bf16"
+            step, *arguments = make_step(make, example, *loaded)
+            estimate = call(
+                f"the step of {make}",
+                lambda: jaxmp.estimate_memory(step, *arguments, **settings),
+            )
+    write_report(estimate, json, html)
+    raise typer.Exit(int(estimate.fits is False))
+
+
+# ---------------------------------------------------------------------------
+# Plan and validate
+# ---------------------------------------------------------------------------
+
+_PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
+
+
+def run_plan(
+    targets: Annotated[
+        str, typer.Option(help="Chips, separated by commas; they do not have to be present.")
+    ],
+    function: StepArgument = None,
+    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = "bf16,fp8",
+    batches: Annotated[
+        str | None,
+        typer.Option(
+            help='Batch sizes, separated by commas, or "largest" for the one that fits. The'
+            " function takes batch_size."
+        ),
+    ] = None,
+    remat: Annotated[
+        str | None,
+        typer.Option(help="Values of the argument remat, such as false,true."),
+    ] = None,
+    cache: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
+    ] = "~/.cache/jaxmp",
+    script: ScriptOption = None,
+    name: NameOption = None,
+    max_seconds: SecondsOption = 600.0,
+    json: JsonOption = None,
+    html: HtmlOption = None,
+) -> None:
+    """Compile a training step for recipes and chips, and recommend a recipe for each chip.
+
+    The exit status is 1 if no program fits one of the chips. A script runs once for each recipe,
+    which replaces the one that the script loads with jaxmp.load_recipe.
+    """
+    chips, folder = _items(targets), cache or None
+    if script is not None:
+        if batches is not None or remat is not None:
+            raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
+        options = {"function": name, "max_seconds": max_seconds, "cache": folder, "targets": chips}
+        report = _planned(script, function or [], json, _items(recipes), options)
+    else:
+        path = only_function("plan", function, name)
+        make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
+        report = call(
+            f"planning {path}",
+            lambda: jaxmp.plan(
+                make,
+                recipes=_items(recipes),
+                targets=chips,
+                batches=_values(batches),
+                remat=_values(remat),
+                cache=folder,
+            ),
+        )
+    write_report(report, json, html)
+    raise typer.Exit(0 if all(choice.recipe for choice in report.choices) else 1)
+
+
+def _planned(
+    script: str, arguments: list[str], json: str | None, recipes: list[str], options: dict[str, Any]
+) -> Any:
+    """Returns the plan of a script, which runs once for each recipe."""
+    from jaxmp._tools.plan import Measured, PlanRow, check_plan, make_plan
+
+    _, chips = check_plan(lambda recipe: recipe, recipes=recipes, targets=options["targets"])
+    measured: dict[str, list[Measured]] = {chip.name: [] for chip in chips}
+    for recipe in recipes:
+        _, values = _in_script("plan", script, arguments, json, recipe=recipe, **options)
+        for chip, (row, seconds) in zip(measured, values, strict=True):
+            measured[chip].append(Measured(_plain.from_plain(PlanRow, row), seconds))
+    return make_plan(script, measured)
+
+
+def _items(text: str) -> list[str]:
+    return list(dict.fromkeys(item for item in text.split(",") if item))
+
+
+def _values(text: str | None) -> Any:
+    """Returns numbers, booleans and words; "largest" is not a list."""
+    named: dict[str, Any] = {"true": True, "false": False}
+    items = [named.get(x, int(x) if x.isdecimal() else x) for x in _items(text or "")]
+    return text if text in (None, "largest") else items
+
+
+_VALIDATE = "jaxmp validate run.py:make_run --recipes bf16,fp16 --steps 500"
+
+
+def run_validate(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="FUNCTION",
+            help=f"{FUNCTION_HELP} It takes a recipe and a seed, and returns a jaxmp.TrainingRun.",
+        ),
+    ],
+    recipes: Annotated[
+        str, typer.Option(help="Recipes to compare, separated by commas.")
+    ] = "bf16,fp16,fp8",
+    reference_recipe: Annotated[str, typer.Option(help="Recipe to compare with.")] = "fp32",
+    seeds: Annotated[int, typer.Option(help="Number of seeds.")] = 3,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 200,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Largest relative increase of the loss, such as 0.005."),
+    ] = None,
+    metrics: Annotated[
+        str, typer.Option(help="Directions of metrics, such as reward=max,loss=min.")
+    ] = "",
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Earlier JSON result; fail if loss or gradient error are worse.",
+        ),
+    ] = None,
+    json: JsonOption = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
+    html: HtmlOption = None,
+) -> None:
+    """Train candidate precisions and the reference, and print which are good enough.
+
+    Exits with 1 if a candidate fails or a figure is worse than in the baseline, otherwise with 3 if
+    a candidate differs: it is better than the reference by more than its budget, or computes
+    another loss. Inconclusive candidates exit with 0.
+    """
+    from jaxmp._tools.validate._report import DIFFERS, FAIL, find_regressions
+
+    directions = [item.partition("=") for item in metrics.split(",") if item]
+    cls = jaxmp.typing.ValidationReport
+    before = None if baseline is None else _views.read_report(cls, baseline)
+    make_run = load_function(function, _VALIDATE, "jaxmp.TrainingRun(...)", "recipe, seed")
+    report = call(
+        f"validating {function}",
+        lambda: jaxmp.validate(
+            make_run,
+            [name for name in recipes.split(",") if name],
+            reference_recipe=reference_recipe,
+            seeds=seeds,
+            steps=steps,
+            budgets=budget,
+            metrics={name: direction for name, _, direction in directions},
+        ),
+    )
+    write_report(report, json, html, full=full)
+    verdicts = {candidate.verdict for candidate in report.candidates}
+    if before is None or not find_regressions(report, before):
+        # The printed report begins with the verdicts.
+        raise typer.Exit(1 if FAIL in verdicts else 3 if DIFFERS in verdicts else 0)
+    report.check(baseline=before)
+
+
+# ---------------------------------------------------------------------------
+# Locate
+# ---------------------------------------------------------------------------
+
+
+def run_locate(
+    function: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FUNCTION | ARGUMENTS...",
+            help=f"{FUNCTION_HELP} It takes the description of the checkpoint, or nothing, and"
+            " returns the step and its arguments: a state, and a batch or an iterator of batches."
+            " With --script: the arguments of the script.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Checkpoint of the state, or of a tuple of the first arguments, such as a model"
+            " and its optimizer, that are restored.",
+        ),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Its step; by default the latest.")] = None,
+    batches: Annotated[int, typer.Option(help="Largest number of batches to try.")] = 1000,
+    script: ScriptOption = None,
+    name: NameOption = None,
+    max_seconds: SecondsOption = 600.0,
+    json: JsonOption = None,
+    html: HtmlOption = None,
+) -> None:
+    """Run a training step again and print where its first value that is not finite comes from.
+
+    A script runs until the arguments of a step are not finite or a step was skipped. Exits with 1
+    if there is such a value, and with 0 if the step is finite.
+    """
+    if step is not None and checkpoint is None:
+        raise JaxmpError("--step requires --checkpoint DIR, such as --checkpoint checkpoints.")
+    if script is not None:
+        if checkpoint is not None:
+            raise JaxmpError(
+                "--checkpoint is for functions: the script restores the state itself. Write\n"
+                f"    jaxmp locate --script {script}"
+            )
+        options = {"function": name, "max_seconds": max_seconds}
+        _, text = _in_script("locate", script, function or [], json, **options)
+        report = jaxmp.typing.NonfiniteReport.from_json(text)
+    else:
+        make = only_function("locate", function, name)
+        report = _located(make, checkpoint, step, batches)
+    write_report(report, json, html)
+    raise typer.Exit(int(report.reproduced))
+
+
+def _located(
+    function: str, checkpoint: Path | None, step: int | None, batches: int
+) -> "NonfiniteReport":
+    """Restores the arguments of a step, trains until it fails, and follows the values."""
+    checkpointer = info = None
+    if checkpoint is not None:
+        checkpointer, step = open_run(checkpoint, step)
+        info = checkpointer.describe(step)
+    example = "jaxmp locate run.py:make_step --checkpoint checkpoints"
+    train_step, *arguments = make_step(function, example, info, least=2)
+    if checkpointer is not None and info is not None:
+        count = _count(info, arguments[0])
+        if count is None:
+            arguments[0] = checkpointer.restore(arguments[0], step=step)
+        else:
+            restored = checkpointer.restore(tuple(arguments[:count]), step=step)
+            arguments[:count] = restored
+    state, *rest = arguments
+    if rest and isinstance(rest[-1], Iterator):
+        if len(rest) > 1:
+            raise JaxmpError(
+                f"{function} returned {len(rest)} states and an iterator of batches. An iterator "
+                "requires a single state. Return the batch of the failed step instead:\n"
+                "    return train_step, model, optimizer, batch"
+            )
+        state, rest = _failing(train_step, state, islice(rest[-1], batches))
+    return call(f"the step of {function}", lambda: jaxmp.locate_nonfinite(train_step, state, *rest))
+
+
+def _count(info: "CheckpointInfo", first: object) -> int | None:
+    """Returns the number of arguments that a checkpoint has as a tuple; None if it has the first.
+
+    The paths of a tuple begin with a number.
+    """
+    keys = {leaf.path.split("/")[0] for leaf in info.leaves}
+    is_tuple = not isinstance(first, (tuple, list)) and all(key.isdecimal() for key in keys)
+    return 1 + max(map(int, keys)) if is_tuple and keys else None
+
+
+def _failing(step: Callable[..., Any], state: Any, batches: Iterator[Any]) -> tuple[Any, list[Any]]:
+    """Trains until a step is skipped or not finite, and returns its arguments, or the last ones."""
+    from jaxmp._tools.nonfinite._measure import has_failed
+
+    batch = next(batches, None)
+    if batch is None:
+        raise JaxmpError(
+            "The iterator has no batches. Return those after the checkpoint:\n"
+            "    return train_step, state, iter(batches[info.step:])"
+        )
+    while True:
+        # The step may donate its arguments.
+        results = step(*jax.tree.map(jnp.copy, (state, batch)))
+        following = next(batches, None)
+        if following is None or has_failed(results):
+            return state, [batch]
+        state = results[0] if type(results) in (tuple, list) else results
+        batch = following

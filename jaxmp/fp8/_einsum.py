@@ -1,0 +1,146 @@
+"""`jnp.einsum` of an input and a kernel, which is one FP8 dot and a transposition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmp._core._typing import DTypeLike
+from jaxmp.errors import JaxmpError
+from jaxmp.fp8._dims import before_transpose
+from jaxmp.fp8._dot_general import dot_general
+from jaxmp.fp8._operands import as_floats
+from jaxmp.fp8._scaling import ScalingLike
+
+# Labels of the axes that an ellipsis covers; the last label is the last axis. They are characters
+# for private use, because the labels of an equation are letters.
+_ELLIPSIS = [chr(code) for code in range(0xE000, 0xE000 + 64)]
+
+
+def einsum(scaling: ScalingLike = None) -> Callable[..., jax.Array]:
+    """Creates a replacement of a two-operand `jnp.einsum` that quantizes its operands to FP8.
+
+    Args:
+      scaling: FP8 scaling, as in `fp8.dot_general`.
+
+    Returns:
+      `product(equation, x, kernel, precision=None, preferred_element_type=None, *,
+      out_sharding=None, state=None)`, where `x` is the input. Each label of an operand must also
+      appear in the other operand or in the result, and at most once in each operand.
+
+    Raises:
+      RecipeError: if `scaling` is not an FP8 scaling.
+      JaxmpError: by the returned function, if a single dot cannot compute the equation, or as in
+        `dot_general`.
+
+    Example:
+      >>> x, w = jnp.ones((2, 8, 16), jnp.bfloat16), jnp.ones((16, 4, 32), jnp.bfloat16)
+      >>> einsum("current")("btd,dnh->bnth", x, w).shape
+      (2, 4, 8, 32)
+    """
+    product = dot_general(scaling)
+
+    def fp8_einsum(
+        equation: str,
+        x: jax.Array,
+        kernel: jax.Array,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: NamedSharding | PartitionSpec | None = None,
+        state: Mapping[str, jax.Array] | None = None,
+    ) -> jax.Array:
+        if not isinstance(equation, str):
+            raise _refused(equation, "it is not a string")
+        x, kernel = (
+            as_floats(each, name, "fp8.einsum") for each, name in ((x, "x"), (kernel, "kernel"))
+        )
+        plan = plan_einsum(equation, x.ndim, kernel.ndim)
+        if isinstance(out_sharding, (NamedSharding, PartitionSpec)):
+            out_sharding = before_transpose(out_sharding, plan.order)
+        result = product(
+            x,
+            kernel,
+            plan.numbers,
+            precision,
+            preferred_element_type,
+            out_sharding=out_sharding,
+            state=state,
+        )
+        return lax.transpose(result, plan.order)
+
+    return fp8_einsum
+
+
+class EinsumDot(NamedTuple):
+    """Dimension numbers and output permutation that implement an einsum equation."""
+
+    numbers: Any
+    order: tuple[int, ...]
+
+
+def plan_einsum(equation: str, x_ndim: int, kernel_ndim: int) -> EinsumDot:
+    """Converts an einsum equation of two operands to a dot and a permutation of its result.
+
+    Args:
+      equation: einsum equation, with or without "->".
+      x_ndim, kernel_ndim: ranks of the operands.
+
+    Raises:
+      JaxmpError: if a single dot of the two operands cannot compute the equation.
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != 2:
+        raise _refused(equation, f"it has {len(terms)} operands")
+    x, kernel = (
+        _labels(equation, term, ndim)
+        for term, ndim in zip(terms, (x_ndim, kernel_ndim), strict=True)
+    )
+    if not arrow:
+        once = sorted({label for label in x + kernel if (x + kernel).count(label) == 1})
+        shared = [label for label in x if label in kernel and label in _ELLIPSIS]
+        dots = [label for label in once if label in _ELLIPSIS]
+        result = sorted(shared + dots) + [label for label in once if label not in _ELLIPSIS]
+    else:
+        most = max((sum(label in _ELLIPSIS for label in term) for term in (x, kernel)), default=0)
+        result = _labels(equation, output, len(output.replace("...", "")) + most)
+    unknown = [label for label in result if label not in x + kernel]
+    if unknown or len(set(result)) < len(result):
+        raise _refused(equation, "its result has a label twice, or one that no operand has")
+    for term, other in ((x, kernel), (kernel, x)):
+        if any(label not in other and label not in result for label in term):
+            raise _refused(equation, "an operand alone is summed over; sum before the product")
+    batch = [label for label in x if label in kernel and label in result]
+    contract = [label for label in x if label in kernel and label not in result]
+    where = lambda labels, term: tuple(term.index(label) for label in labels)
+    numbers = (
+        (where(contract, x), where(contract, kernel)),
+        (where(batch, x), where(batch, kernel)),
+    )
+    used = {*batch, *contract}
+    made = batch + [label for label in x + kernel if label not in used]
+    return EinsumDot(numbers, tuple(made.index(label) for label in result))
+
+
+def _labels(equation: str, term: str, ndim: int) -> list[str]:
+    before, dots, after = term.partition("...")
+    letters = before + after
+    count = ndim - len(letters)
+    if count < 0 or (count and not dots) or (letters and not letters.isalpha()):
+        raise _refused(equation, f"{term!r} does not name the axes of an array of rank {ndim}")
+    labels = [*before, *_ELLIPSIS[len(_ELLIPSIS) - count :], *after] if dots else [*before]
+    if len(set(labels)) < len(labels):
+        raise _refused(equation, f"{term!r} has a label twice")
+    return labels
+
+
+def _refused(equation: object, problem: str) -> JaxmpError:
+    return JaxmpError(
+        f"fp8.einsum({equation!r}, ...): {problem}. It takes one product of an input and a kernel; "
+        'for example fp8.einsum("current")("btd,df->btf", x, kernel).'
+    )

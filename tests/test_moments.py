@@ -1,0 +1,284 @@
+"""Optimizer moments in bfloat16: their rounding, their states, and recipes that store them."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxmp
+from gpu_compiler import needs_compiler
+from grids import EXPENSIVE
+from jaxmp._tools.audit._compile import compile_for
+from jaxmp._tools.audit._trace import trace
+from jaxmp._tools.hlo import Program
+from jaxmp._tools.hlo._kernels import accessed, kernels
+from jaxmp.errors import CheckpointError, CompositionError, RecipeError, RecipeWarning
+from jaxmp.optim import _moments, moment_dtype
+
+pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
+
+PARAMS = {"b": jnp.zeros(16), "w": jnp.linspace(-1, 1, 256).reshape(16, 16)}
+X = jax.random.normal(jax.random.key(0), (32, 16))
+
+
+def loss_fn(params):
+    return jnp.mean((jnp.tanh(X @ params["w"]) + params["b"] - 1) ** 2)
+
+
+def trained(tx, steps=100):
+    """Trains with a transformation of optax; returns its parameters, state and losses."""
+    update = optax.with_extra_args_support(tx).update
+
+    def step(carry, _):
+        params, state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = update(
+            grads, state, params, value=loss, grad=grads, value_fn=loss_fn, obj_fn=loss_fn
+        )
+        return (optax.apply_updates(params, updates), state), loss
+
+    run = jax.jit(lambda start: jax.lax.scan(step, start, None, length=steps))
+    (params, state), losses = run((PARAMS, tx.init(PARAMS)))
+    return params, state, losses
+
+
+# Optimizer -> number of moments of two parameters that are stored in 16 bits.
+OPTIMIZERS = {
+    "adam": (optax.adam, 4),
+    "adamw": (optax.adamw, 4),
+    "adamax": (optax.adamax, 4),
+    "adabelief": (optax.adabelief, 4),
+    "adadelta": (optax.adadelta, 4),
+    "adafactor": (optax.adafactor, 0),
+    "adagrad": (optax.adagrad, 0),
+    "adan": (optax.adan, 6),
+    "amsgrad": (optax.amsgrad, 4),
+    "lamb": (optax.lamb, 4),
+    "lars": (optax.lars, 2),
+    "lion": (optax.lion, 2),
+    "nadam": (optax.nadam, 4),
+    "novograd": (optax.novograd, 2),
+    "radam": (optax.radam, 4),
+    "rmsprop": (optax.rmsprop, 2),
+    "rprop": (optax.rprop, 0),
+    "sgd": (functools.partial(optax.sgd, momentum=0.9), 2),
+    "sm3": (optax.sm3, 0),
+    "yogi": (optax.yogi, 4),
+    "acprop": (optax.contrib.acprop, 4),
+    "ademamix": (optax.contrib.ademamix, 6),
+    "adopt": (optax.contrib.adopt, 4),
+    "momo_adam": (optax.contrib.momo_adam, 4),
+    "muon": (optax.contrib.muon, 3),
+    "prodigy": (optax.contrib.prodigy, 4),
+    "schedule_free_adamw": (optax.contrib.schedule_free_adamw, 2),
+    "simplified_ademamix": (optax.contrib.simplified_ademamix, 4),
+}
+
+
+@EXPENSIVE
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_optax_train_with_16_bit_moments(name):
+    make, count = OPTIMIZERS[name]
+    _, _, expected = trained(make(1e-3))
+    _, state, losses = trained(moment_dtype(make(1e-3)))
+    assert sum(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state)) == count
+    # Rounded moments change a step by less than 1 % in the mean.
+    np.testing.assert_allclose(losses[-1] - losses[0], expected[-1] - expected[0], rtol=0.05)
+
+
+@pytest.mark.parametrize("b2", [0.95, 0.999])
+def test_second_moments_neither_stall_nor_drift(b2, monkeypatch):
+    """Gradients shrink tenfold: an average that is rounded to nearest remains too large."""
+
+    def mean_step(tx):
+        zeros = jnp.zeros(512)
+
+        def step(state, number):
+            size = jnp.where(number < 1000, 1.0, 0.1)
+            grads = size * jax.random.normal(jax.random.fold_in(jax.random.key(0), number), (512,))
+            updates, state = tx.update(grads, state, zeros)
+            return state, jnp.mean(jnp.abs(updates))
+
+        run = jax.jit(lambda state: jax.lax.scan(step, state, jnp.arange(7000))[1][-500:].mean())
+        return float(run(tx.init(zeros)))
+
+    inner = optax.scale_by_adam(b2=b2)
+    exact = mean_step(inner)
+    assert mean_step(moment_dtype(inner)) == pytest.approx(exact, rel=0.02)
+    if b2 == 0.999:
+        nearest = {"mu": "nearest", "nu": "nearest"}
+        monkeypatch.setitem(_moments._FIELDS, "ScaleByAdamState", nearest)
+        assert mean_step(moment_dtype(inner)) < 0.7 * exact
+
+
+def test_the_random_bits_are_uniform_and_uncorrelated():
+    def low_bits(step, number):
+        seed = _moments._mixed(jnp.uint32(step))
+        return np.asarray(_moments._hash(seed, number, (256, 256)) & 0xFFFF, np.float64).ravel()
+
+    first = low_bits(5, 3)
+    assert abs(first.mean() / 65536 - 0.5) < 0.004 and abs(first.std() / 65536 - 0.2887) < 0.002
+    others = [
+        low_bits(6, 3),
+        low_bits(5, 4),
+        low_bits(6, 2),
+        np.roll(first, 1),
+        np.roll(first, 256),
+    ]
+    # The standard error of the correlation of 65,536 pairs is 0.004.
+    assert max(abs(np.corrcoef(first, other)[0, 1]) for other in others) < 0.016
+
+
+def test_the_rounding_does_not_depend_on_the_sharding():
+    tx = moment_dtype(optax.adam(1e-3, b2=0.999))
+    grads = jax.tree.map(lambda p: p + 0.1, PARAMS)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    states = []
+    for place in (lambda tree: tree, lambda tree: jax.device_put(tree, sharding)):
+        params = place(PARAMS)
+        state = tx.init(params)
+        for _ in range(3):
+            _, state = jax.jit(tx.update)(place(grads), state, params)
+        states.append(jax.tree.map(np.asarray, state))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+def test_a_recipe_stores_moments_and_skips_steps():
+    recipe = jaxmp.load_recipe("bf16_params").replace(moment_dtype="bfloat16")
+    state = make_state(recipe, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+    moments = find_moments(state)
+    adam = moments.inner_state[1][0]
+    assert {leaf.dtype for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {jnp.dtype(jnp.bfloat16)}
+    assert {p.dtype for p in jax.tree.leaves(jaxmp.get_master_params(state))} == {
+        jnp.dtype(jnp.float32)
+    }
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    applied = step(state, jax.tree.map(jnp.ones_like, PARAMS))
+    skipped = step(applied, jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), PARAMS))
+    kept, before = map(find_moments, (skipped, applied))
+    assert before.count == 1
+    jax.tree.map(np.testing.assert_array_equal, kept, before)
+    report = jaxmp.audit(step, state, PARAMS, recipe=recipe)
+    assert "optimizer_state_16bit" not in {finding.check for finding in report.findings}
+
+
+def test_wrong_uses_are_refused():
+    with pytest.raises(CompositionError, match="squares of small gradients"):
+        moment_dtype(optax.adam(1e-3), jnp.float16)
+    with pytest.raises(RecipeError, match="bfloat16"):
+        jaxmp.load_recipe("bf16").replace(moment_dtype="float16")
+    with pytest.raises(CompositionError, match="Put it inside"):
+        moment_dtype(jaxmp.load_recipe("bf16").optimizer(optax.adam(1e-3))).init(PARAMS)
+    inner = optax.adam(1e-3)
+    assert moment_dtype(inner, jnp.float32).init(PARAMS)[0].mu["w"].dtype == jnp.float32
+    with pytest.warns(RecipeWarning, match="does not know the states DoGState"):
+        moment_dtype(optax.contrib.dog()).init(PARAMS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moment_dtype(optax.chain(optax.clip(1.0), optax.lion(1e-3))).init(PARAMS)
+
+
+@needs_compiler
+def test_adamw_moves_20_bytes_per_parameter():
+    params = {n: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for n in "ab"}
+
+    def moved(tx):
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = jax.eval_shape(tx.init, params)
+        traced = trace(jax.jit(step, donate_argnums=(0, 1)), (params, state, params), {})
+        program = Program(compile_for("h200", traced).text)
+        steps = list(kernels(program))
+        return sum(accessed(program, each) for each in steps) / 2**21, len(steps)
+
+    (wide, count), (narrow, more) = moved(optax.adamw(1e-3)), moved(moment_dtype(optax.adamw(1e-3)))
+    assert wide == pytest.approx(28, abs=0.1) and narrow == pytest.approx(20, abs=0.2)
+    assert more <= count + 3
+
+
+def make_state(recipe, inner=None):
+    tx = recipe.optimizer(optax.adamw(1e-3) if inner is None else inner)
+    params = recipe.cast_params(PARAMS)
+    return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+
+
+def test_checkpoints_migrate_both_ways_and_name_the_lossy_one(tmp_path):
+    wide = jaxmp.load_recipe("bf16_params")
+    narrow = wide.replace(moment_dtype="bfloat16")
+    step = jax.jit(lambda state: state.apply_gradients(grads=PARAMS))
+    for name, recipe in (("wide", wide), ("narrow", narrow)):
+        with jaxmp.checkpoint.Checkpointer(tmp_path / name) as checkpointer:
+            checkpointer.save(1, step(step(make_state(recipe))), recipe=recipe)
+    with jaxmp.checkpoint.Checkpointer(tmp_path / "wide") as checkpointer:
+        with pytest.raises(CheckpointError, match="loses information: 4 x leaf: float32 -> bf"):
+            checkpointer.restore(make_state(narrow), recipe=narrow, migrate=True)
+        state = checkpointer.restore(make_state(narrow), recipe=narrow, migrate="lossy")
+    assert find_moments(state).count == 0
+    with jaxmp.checkpoint.Checkpointer(tmp_path / "narrow") as checkpointer:
+        resumed = checkpointer.restore(make_state(narrow), recipe=narrow)
+        state = checkpointer.restore(make_state(wide), recipe=wide, migrate=True)
+    assert state.opt_state.inner_state.inner_state[0].nu["w"].dtype == jnp.float32
+    expected = step(step(step(make_state(narrow))))
+    leaves = map(jax.tree.leaves, (step(resumed), expected))
+    jax.tree.map(np.testing.assert_array_equal, *leaves)
+
+
+def find_moments(state):
+    is_moment = lambda node: isinstance(node, _moments.MomentState)
+    (node,) = filter(is_moment, jax.tree.leaves(state, is_leaf=is_moment))
+    return node
+
+
+def test_moments_are_sharded_as_their_parameters():
+    recipe = jaxmp.load_recipe("bf16").replace(moment_dtype="bfloat16")
+    state = jax.eval_shape(lambda: make_state(recipe))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    placed = jaxmp.state_shardings(state, jax.tree.map(lambda _: split, PARAMS))
+    moments = find_moments(placed)
+    assert moments.inner_state[0].nu["w"].spec == split.spec
+    assert moments.count.spec == PartitionSpec()
+
+
+@pytest.mark.parametrize("wrap", ["multi_steps", "partition"])
+def test_moments_work_inside_wrappers(wrap):
+    inner = optax.adamw(1e-2)
+    if wrap == "multi_steps":
+        inner = optax.MultiSteps(inner, 2)
+    else:
+        inner = optax.partition({"a": inner, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"})
+    recipe = jaxmp.load_recipe("bf16").replace(moment_dtype="bfloat16")
+    state = make_state(recipe, inner)
+    step = jax.jit(lambda state: state.apply_gradients(grads=jax.grad(loss_fn)(state.params)))
+    before = float(loss_fn(state.params))
+    for _ in range(20):
+        state = step(state)
+    assert step._cache_size() == 1 and float(loss_fn(state.params)) < 0.95 * before
+    assert np.dtype(jnp.bfloat16) in {m.dtype for m in jax.tree.leaves(find_moments(state))}
+
+
+def test_nnx_optimizers_store_16_bit_moments():
+    recipe = jaxmp.load_recipe("bf16").replace(moment_dtype="bfloat16")
+    model = recipe.wrap(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    optimizer = jaxmp.nnx.Optimizer(model, recipe.optimizer(optax.adamw(1e-2)))
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, grads = optimizer.value_and_grad(lambda m: jnp.mean((m(X) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(20)]
+    assert losses[-1] < 0.9 * losses[0]
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(optimizer))]
+    assert dtypes.count(jnp.bfloat16) == 4

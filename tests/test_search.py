@@ -1,0 +1,266 @@
+"""Results that models compare or return keep their FP32 sums, whatever their layers are called."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp._programs._jaxprs import equations, trace
+
+WIDTH, CLASSES = 16, 48
+X = jax.random.normal(jax.random.key(1), (4, WIDTH))
+
+
+# ---------------------------------------------------------------------------
+# Models: each has one decision, of CLASSES columns, and healthy layers of WIDTH columns
+# ---------------------------------------------------------------------------
+
+
+def cap(z):
+    return 30 * jnp.tanh(z / 30)
+
+
+class Decoder(nn.Module):
+    """Head below another module, with a soft-cap, a mask and a slice."""
+
+    @nn.compact
+    def __call__(self, x):
+        z = cap(nn.Dense(CLASSES, name="output")(x))
+        return jnp.where(jnp.arange(CLASSES) < 40, z, -1e9)[:, :40]
+
+
+class Body(nn.Module):
+    """Residual block with attention, a gate by sigmoid, and a result that feeds other layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(2)(x[None], x[None])[0]
+        return x + nn.Dense(WIDTH)(x) * nn.sigmoid(nn.Dense(WIDTH, name="gate")(x))
+
+
+class Head(nn.Module):
+    transform: str = ""
+
+    @nn.compact
+    def __call__(self, x):
+        body = nn.remat(Body) if self.transform == "remat" else Body
+        if self.transform == "scan":
+            step = lambda module, carry, _: (module(carry), None)
+            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            x, _ = nn.scan(step, length=2, **options)(Body(), x, None)
+        else:
+            x = body()(x)
+        return Decoder(name="decoder")(x)
+
+
+class Hidden(nn.Module):
+    """Model that also returns a hidden state, which feeds its head."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH)(x)
+        return x, nn.Dense(CLASSES)(x)
+
+
+class Tied(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        embed = nn.Embed(CLASSES, WIDTH)
+        return embed.attend(Body()(x + embed(jnp.arange(4))))
+
+
+class Routed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = Body()(x)
+        weights, index = jax.lax.top_k(jax.nn.softmax(nn.Dense(CLASSES, name="gate")(x)), 2)
+        return nn.LayerNorm()(x + nn.Dense(WIDTH)(x) * weights[:, :1] * (index[:, :1] < 40))
+
+
+class NnxBody(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, rngs=rngs, decode=False)
+        self.up, self.gate = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        x = x + self.attention(x[None])[0]
+        return x + self.up(x) * nnx.sigmoid(self.gate(x))
+
+
+class NnxHead(nnx.Module):
+    def __init__(self, rngs, kind="head"):
+        self.body, self.kind = NnxBody(rngs), kind
+        self.embed = nnx.Embed(CLASSES, WIDTH, rngs=rngs)
+        self.gate, self.norm = nnx.Linear(WIDTH, CLASSES, rngs=rngs), nnx.LayerNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.remat(NnxBody.__call__)(self.body, x) if self.kind == "remat" else self.body(x)
+        if self.kind == "tied":
+            return self.embed.attend(x)
+        z = self.gate(x)
+        if self.kind == "routed":
+            weights, _ = jax.lax.top_k(nnx.softmax(z), 2)
+            return jnp.mean(x, axis=-1) * weights[:, 0]
+        return cap(z)
+
+
+def linen(model):
+    return lambda recipe: (lambda m: (m, m.init(jax.random.key(0), X)))(recipe.wrap(model))
+
+
+def nnx_model(kind):
+    def make(recipe):
+        graph, state = nnx.split(recipe.wrap(NnxHead(nnx.Rngs(0), kind)))
+        return Merged(graph), state
+
+    return make
+
+
+class Merged:
+    """NNX model with the interface of a Linen one."""
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    def apply(self, state, x):
+        return nnx.merge(self.graph, state)(x)
+
+
+MODELS = {
+    **{f"linen-{name}": linen(Head(name)) for name in ("", "remat", "scan")},
+    **{f"linen-{cls.__name__}": linen(cls()) for cls in (Hidden, Tied, Routed)},
+    **{f"nnx-{kind}": nnx_model(kind) for kind in ("head", "tied", "routed", "remat")},
+}
+
+
+def results(model, variables):
+    """Returns (columns, dtypes) of all matmuls of a model."""
+    closed = trace(model.apply, (variables, X), {}).closed
+    return [
+        (e.outvars[0].aval.shape[-1], *(v.aval.dtype.name for v in (*e.invars, e.outvars[0])))
+        for e in equations(closed)
+        if e.primitive.name == "dot_general"
+    ]
+
+
+# ---------------------------------------------------------------------------
+# Tests
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decisions_keep_their_sums_and_their_neighbours_are_rounded(name):
+    with jax.numpy_dtype_promotion("standard"):
+        rows = results(*MODELS[name](jaxmp.load_recipe("bf16")))
+    assert {row[1:3] for row in rows} == {("bfloat16", "bfloat16")}
+    assert {row[3] for row in rows if row[0] == CLASSES} == {"float32"}
+    assert {row[3] for row in rows if row[0] == WIDTH} == {"bfloat16"}
+
+
+def test_decisions_pass_through_modules():
+    model, variables = MODELS["linen-"](jaxmp.load_recipe("bf16"))
+    z = model.apply(variables, X)
+    assert jnp.any(z != z.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("policy", ["o=bf16", "c=f32"])
+def test_a_rule_of_the_user_wins(policy):
+    recipe = jaxmp.load_recipe(
+        jaxmp.PolicyMap("bf16", [jaxmp.Rule("re:(decoder/output|gate)", policy)])
+    )
+    expected = "bfloat16" if policy == "o=bf16" else "float32"
+    for name in ("linen-", "nnx-head"):
+        rows = results(*MODELS[name](recipe))
+        assert {(row[1], row[3]) for row in rows if row[0] == CLASSES} == {(expected, expected)}
+
+
+def test_decisions_do_not_run_in_fp8_and_explain_names_the_reason():
+    with jax.numpy_dtype_promotion("standard"):
+        for model in (Routed(), NnxHead(nnx.Rngs(0), "routed")):
+            explanation = jaxmp.explain(model, "fp8")(X)
+            rows = {row.path: row for row in explanation.policies.rows}
+            assert rows["gate"].narrow.startswith("FP32 sums without FP8: argmax, top-k")
+            assert "gate" not in {row.path for row in explanation.fp8.rows}
+            assert not any(row.exclusion_reason for row in explanation.fp8.rows)
+
+
+def test_a_model_is_searched_once_per_shape():
+    calls = []
+
+    class Counted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            calls.append(x.shape)
+            return nn.Dense(CLASSES)(x)
+
+    model = jaxmp.load_recipe("bf16").wrap(Counted())
+    variables = model.init(jax.random.key(0), X)
+    calls.clear()
+    for x in (X, X + 1, X[:2], X):
+        model.apply(variables, x)
+    assert len(calls) == 4 + 2
+
+
+def test_a_carry_and_a_branch_keep_the_dtype_of_the_caller():
+    class Loops(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            y = jax.lax.cond(x.sum() > 0, self.dense, lambda x: x, x)
+            cell = lambda carry, _: (jnp.tanh(self.dense(carry)), None)
+            return jax.lax.scan(cell, y, length=2)[0]
+
+    assert jaxmp.load_recipe("bf16").wrap(Loops(nnx.Rngs(0)))(X).dtype == jnp.float32
+
+
+def test_objects_that_a_call_changes_are_changed_once():
+    class Cache:
+        def __init__(self):
+            self.values = []
+
+    class Writes(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+        def __call__(self, x, cache):
+            cache.values.append(x)
+            return self.dense(x)
+
+    cache = Cache()
+    jaxmp.load_recipe("bf16").wrap(Writes(nnx.Rngs(0)))(X, cache)
+    (value,) = cache.values
+    assert isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+
+
+def test_layers_of_a_closure_are_reported():
+    class UNet(nnx.Module):
+        def __init__(self, rngs):
+            a, b = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+            self.block, self.head = (lambda x: b(nnx.gelu(a(x)))), nnx.Linear(WIDTH, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.block(x))
+
+    model = jaxmp.load_recipe("bf16").wrap(UNet(nnx.Rngs(0)))
+    warns = pytest.warns(jaxmp.errors.RecipeWarning, match=r"of a closure.*jaxmp.autocast\(loss")
+    with warns, jax.numpy_dtype_promotion("standard"):
+        model(X)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("mixed_bfloat16", "bf16"), ("16-mixed", "fp16"), ("O2", "fp16_params")]
+)
+def test_names_of_other_frameworks_are_translated(name, recipe):
+    with pytest.raises(jaxmp.errors.RecipeError, match=f"Write load_recipe\\('{recipe}'\\)"):
+        jaxmp.load_recipe(name)
+
+
+def test_models_of_other_packages_are_refused():
+    with pytest.raises(jaxmp.errors.JaxmpError, match=r"jaxmp.autocast\(loss_fn, recipe\)"):
+        jaxmp.load_recipe("bf16").wrap({"w": X})
+    with pytest.raises(jaxmp.errors.CompositionError, match=r"recipe.optimizer.*\.init\(params\)"):
+        jaxmp.nnx.Optimizer({"w": X}, optax.sgd(1.0))
