@@ -17,7 +17,7 @@ from jaxmp._tools.audit._check_ops import NORM_16BIT
 from jaxmp._tools.audit._checks import LAYOUT, Check, OpOccurrence, dtype_of, half_of, named
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
-from jaxmp._tools.audit._origins import SUMS, fix_before, fix_expression, fix_operation
+from jaxmp._tools.audit._origins import SUMS, fix_expression, fix_operation
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import with_finite_numbers
@@ -89,9 +89,7 @@ def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
         divisor = op.equation.invars[-1:] if op.name == "div" else op.equation.invars[:1]
         harm = f", and the {op.name} at {audit.findings.where(op)} is not finite for 0"
         for label in audit.flow.labels(LostEpsilon, *divisor):
-            fix = fix_operation(op, audit.findings, "float16", SUMS) if op.name != "div" else ""
-            fix = fix or fix_before(op, [label.op], audit.findings, "float16")
-            label.fix = fix or label.fix
+            label.fix = fix_operation(op, audit.findings, "float16", SUMS) or label.fix
         audit.report(LostEpsilon, divisor, harm)
 
 

@@ -140,33 +140,6 @@ def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
     return "\n".join(_at_origins(casts, op, "", findings)[0])
 
 
-def fix_before(
-    result: OpOccurrence, origins: list[OpOccurrence], findings: PendingFindings, back: str
-) -> str:
-    """Returns the fix that computes some operations in FP32, and rounds the result made of them.
-
-    Args:
-      result: the operation whose result is cast back, if the user's own code has it.
-      origins: the operations to compute in FP32.
-      findings: for the lines of the source.
-      back: the dtype of the result.
-
-    Returns:
-      Sentences and code, words alone if a function is not known, or "" without source code.
-    """
-    own = expression_of(result, findings) if findings.is_own_call(result.equation) else None
-    if own is not None and not in_fp32(own):
-        return in_words(result, findings)
-    is_widened = _is_widened(result)
-    code = "" if own is None else ast.unparse(own.node if is_widened else cast(own.node, back))
-    lines, changed = _at_origins(origins, result, code, findings)
-    if not lines and changed == code:
-        return in_words(origins[0], findings)
-    is_needed = own is not None and own.replaced_by(changed)
-    last = f"Compute {result.name} in FP32:\n    {changed}"
-    return "\n".join([*lines, *([last] if is_needed else [])])
-
-
 def _at_origins(
     origins: list[OpOccurrence], op: OpOccurrence, code: str, findings: PendingFindings
 ) -> tuple[list[str], str]:

@@ -12,7 +12,7 @@ from jaxmp._programs._jaxprs import FORWARD, Path, is_literal
 from jaxmp._programs._locations import Lines, module_of, root_of
 from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.fixes._source import Edit
-from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, Problems, try_edits, unified
+from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, WORKS, Problems, try_edits, unified
 from jaxmp._tools.nonfinite._causes import Evidence, cause_of, cause_of_argument
 from jaxmp._tools.nonfinite._measure import (
     ScaleArgument,
@@ -80,7 +80,9 @@ def locate_nonfinite(
     is_code = any(line.startswith("    ") for line in fix.splitlines())
     places = set(search.places()) if try_fixes and edits is not None else set()
     if not places or edits is None:
-        return dataclasses.replace(report, trial=NOT_TRIED * (try_fixes and is_code))
+        # The search has run the step with the loss scale.
+        state = WORKS if report.cause == "loss_scale" else NOT_TRIED
+        return dataclasses.replace(report, trial=state * (try_fixes and is_code))
 
     def problems(_: bool) -> Problems:
         # Other values that are not finite come after those of the fix.
