@@ -204,10 +204,9 @@ def with_trials(
 
     def problems(has_fixes: bool) -> Problems:
         report, edits = again(has_fixes)
-        found = [f for f in report.findings if f.severity in SEVERITIES[:2]]
         # A new warning does not speak against a fix.
-        found = [f for f in found if f.severity == ERROR or key(f) in before]
-        return {key(f): unified(f.fix, f.file, f.line, edits) for f in found}
+        relevant = [f for f in report.findings if f.severity == ERROR or key(f) in before]
+        return {key(f): unified(f.fix, f.file, f.line, edits) for f in relevant}
 
     before = {key(f) for f in report.findings}
     tried = [group for group in groups if group is not None]
@@ -226,7 +225,7 @@ def with_trials(
 def _joined(findings: list[Finding]) -> list[Finding]:
     """Joins the findings of several checks that have the same fix, except for those of matmuls."""
     # That a result is a scalar is the least specific of them.
-    findings = sorted(findings, key=lambda f: f.check == LOSS_16BIT.id)
+    findings = sorted(findings, key=lambda f: (_sort_key(f)[0], f.check == LOSS_16BIT.id))
     first = findings[0]
     others = {f.check: f for f in findings if f.check != first.check and not f.flops}
     kept = [f for f in findings if f.check not in others]
@@ -243,11 +242,11 @@ def _with_trial(finding: Finding, state: str, more: list[str]) -> Finding:
     if state != FAILS:
         fix = functools.reduce(both, more, finding.fix)
         return dataclasses.replace(finding, fix=fix, trial=state)
-    words = (
+    remedy = (
         "Cast the arrays that this line reads to FP32 before it, and its results back after it."
         " jaxmp prints no code: what it tried does not remove the finding, or leads to another one."
     )
-    return dataclasses.replace(finding, fix=words)
+    return dataclasses.replace(finding, fix=remedy)
 
 
 def _target_notes(chip: Target | None, recipe: RecipeData | None) -> Iterator[str]:

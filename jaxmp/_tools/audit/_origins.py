@@ -101,8 +101,8 @@ def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindi
     if own is None:
         return f"{sentence}:\n    {default}"
     code = with_sums(own, dtype)
-    words = f"{sentence}: set preferred_element_type=jnp.{dtype} in the matmul `{own.text}`."
-    return f"{sentence}:\n    {code}" if code else words
+    remedy = f"{sentence}: set preferred_element_type=jnp.{dtype} in the matmul `{own.text}`."
+    return f"{sentence}:\n    {code}" if code else remedy
 
 
 def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
