@@ -150,6 +150,12 @@ def getkey():
 
 
 @pytest.fixture(autouse=True)
+def default_share(monkeypatch):
+    """Removes the share of GPU memory that some benchmarks set when they are imported."""
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def forget_gradients():
     """Drops warnings of float16 gradients that would come when NNX's traces are collected."""
     yield

@@ -127,7 +127,7 @@ def test_command(tmp_path, capsys, monkeypatch):
 # The largest batch
 # ---------------------------------------------------------------------------
 
-LIMIT = get_target("l4").usable
+LIMIT = get_target("l4").memory * 3 // 4
 
 
 @pytest.mark.parametrize(
