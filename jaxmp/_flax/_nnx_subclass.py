@@ -305,7 +305,7 @@ def call_method(
       call: the method, bound to the module.
       args, kwargs: its arguments.
     """
-    if _frames.stack:
+    if _frames.stack or bound.is_decision:
         return _call(bound, module, name, call, args, kwargs)
     # Before the model is searched: in that trace no warning is shown.
     check_device(bound.policies)
