@@ -1378,6 +1378,13 @@ MUTATIONS = [
         ("test_hints.py::test_each_training_whose_parts_do_not_fit_has_a_hint",),
     ),
     Mutation(
+        "the backward pass of a last einsum multiplies FP32",
+        "jaxmp/_flax/_linen_fields.py",
+        "    is_replaced = traits.embedding or traits.layer is nn.Einsum\n",
+        "    is_replaced = traits.embedding\n",
+        ("test_search.py::test_the_gradient_of_a_last_layer_multiplies_16_bits",),
+    ),
+    Mutation(
         "a loss that was scaled by hand counts as not scaled",
         "jaxmp/_gradients/_loss_scale.py",
         "        note_scaled(tree)\n",

@@ -92,7 +92,9 @@ def compiled():
 
 
 @pytest.mark.parametrize("values_of", [linen_values, nnx_values])
-@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "fp16", PolicyMap("bf16", Rule("**", fp32_outputs_below=1))], ids=repr
+)
 def test_a_head_returns_the_sums_of_its_matmul(values_of, recipe):
     values, activation, exact = values_of(recipe)
     assert values.dtype == F32 and not values.aval.weak_type
@@ -105,9 +107,7 @@ def test_a_head_returns_the_sums_of_its_matmul(values_of, recipe):
 
 @pytest.mark.parametrize("values_of", [linen_values, nnx_values])
 @pytest.mark.parametrize(
-    "rules",
-    [Rule("**", fp32_outputs_below=0), Rule("**/head", "o=bf16"), Rule("**", fp32_outputs_below=1)],
-    ids=repr,
+    "rules", [Rule("**", fp32_outputs_below=0), Rule("**/head", "o=bf16")], ids=repr
 )
 def test_a_rule_disables_it(values_of, rules):
     values, _, exact = values_of(PolicyMap("bf16", rules))
@@ -260,15 +260,17 @@ def test_a_difference_of_a_rounded_result_is_reported_with_its_fix():
         loss = functools.partial(squared_error, model)
         return rounded(jax.grad(loss), variables, y, policies=policies)
 
-    (finding,) = findings("bf16")
+    rounding = Rule("**", fp32_outputs_below=0)
+    assert not findings("bf16")
+    (finding,) = findings(PolicyMap("bf16", rounding))
     assert finding.severity == "error" and finding.module == "layers_2"
     assert "bfloat16, with steps of 2 around 300" in finding.message
     rule = eval(finding.fix.splitlines()[1], {"jaxmp": jaxmp})
-    assert not findings(PolicyMap("bf16", rule))
-    # The shipped recipes need no rule for a narrow head.
+    assert not findings(PolicyMap("bf16", [rule, rounding]))
+    # A head needs no rule.
     head, y = nn.Dense(1), np.zeros((16, 1), "f4")
     variables = head.init(jax.random.key(0), X)
-    for policies, count in (("bf16", 0), ("p=f32,c=bf16,o=f32", 1), ("fp32", 0)):
+    for policies, count in (("bf16", 0), (PolicyMap("bf16", rounding), 1), ("fp32", 0)):
         loss = functools.partial(squared_error, jaxmp.load_recipe(policies).wrap(head))
         assert len(rounded(loss, variables, y, policies=policies)) == count
 

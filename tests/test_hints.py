@@ -102,6 +102,15 @@ def test_each_training_whose_parts_do_not_fit_has_a_hint(make, options, message)
         assert hints_of(step) == []
 
 
+@pytest.mark.parametrize("layers", [[], [jnp.tanh]], ids=["last_layer", "hidden_layer"])
+def test_the_search_of_a_model_keeps_its_hint_for_the_call(layers):
+    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), *layers)
+    model = jaxmp.load_recipe("fp16").wrap(model)
+    gradient = jaxmp.nnx.value_and_grad(lambda model, x: model(x).mean())
+    (hint,) = hints_of(lambda: gradient(model, X))
+    assert NO_SCALE in hint
+
+
 @FORMS
 @pytest.mark.parametrize("recipe", ["fp16", "bf16"])
 def test_whole_trainings_do_not_warn(make, recipe):

@@ -148,15 +148,24 @@ def test_every_product_has_the_operands_that_the_rules_say(build):
         assert dtypes(equation)[:2] == (expected, expected), module_path(equation)
 
 
+# Networks that return the result of their last linear layer, or only select or reshape it.
+HEADS = {
+    *("cnn", "cnn_wide", "einsum", "fast_lstm", "grouped_queries", "gru", "hard_coded", "lstm"),
+    *("mgu", "mlp", "simple_cell", "tied", "vit"),
+}
+
+
 @every_build
 def test_products_are_wide_only_where_a_rule_or_a_softmax_asks(build):
-    """Only attention logits and modules with a rule have matmuls with FP32 results."""
+    """Only attention logits, heads, and modules with a rule have matmuls with FP32 results."""
     asked = [rule.path.strip("*/") for rule in build.case.rules]
     traced = products(build.forward(MIXED)[0])
     wide = {module_path(e) for e in traced if dtypes(e)[2] == "float32"}
     for equation in traced:
         path = module_path(equation)
-        expected = is_attention_logits(path) or any(f"/{name}" in path for name in asked)
+        is_head = build.case.name in HEADS and equation is traced[-1]
+        is_asked = any(f"/{name}" in path for name in asked)
+        expected = is_head or is_asked or is_attention_logits(path)
         assert dtypes(equation)[2] == ("float32" if expected else "bfloat16"), path
     assert all(any(f"/{name}" in path for path in wide) for name in asked)
 

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -164,6 +165,21 @@ def test_decisions_pass_through_modules():
     model, variables = MODELS["linen-"](jaxmp.load_recipe("bf16"))
     z = model.apply(variables, X)
     assert jnp.any(z != z.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Einsum((8, 2, 4), "...i,ihd->h...d"), nn.ConvTranspose(4, (3,))],
+    ids=["einsum", "conv"],
+)
+def test_the_gradient_of_a_last_layer_multiplies_16_bits(layer):
+    model, x = jaxmp.load_recipe("bf16").wrap(layer), jnp.linspace(-1, 1, 48).reshape(2, 3, 8)
+    params = jax.tree.map(lambda leaf: leaf + 0.5, model.init(jax.random.key(0), x))
+    loss = lambda params, x: model.apply(params, x).sum()
+    traced = equations(trace(jax.grad(loss, (0, 1)), (params, x), {}).closed)
+    products = [e for e in traced if e.primitive.name in ("dot_general", "conv_general_dilated")]
+    assert {v.aval.dtype.name for e in products for v in e.invars} == {"bfloat16"}
+    np.testing.assert_allclose(model.apply(params, x), layer.apply(params, x), atol=0.05)
 
 
 @pytest.mark.parametrize("policy", ["o=bf16", "c=f32"])

@@ -92,6 +92,11 @@ class LayerTraits:
     # The parameter whose rows `__call__` looks up. The rows are cast, and not the whole table.
     embedding: str = ""
 
+    @property
+    def is_convolution(self) -> bool:
+        """True for the convolutions of Flax, and their subclasses."""
+        return self.dot is CONV or self.layer.__name__ == "ConvTranspose"
+
 
 # ---------------------------------------------------------------------------
 # Tables

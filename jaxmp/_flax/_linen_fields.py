@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from jaxmp._flax._fp8_layers import (
     wide_operator,
 )
 from jaxmp._flax._layer_table import CONV, DOT_GENERAL, PREFERRED, LayerTable, LayerTraits
-from jaxmp._flax._method_call import MethodCall
+from jaxmp._flax._method_call import Boundary, MethodCall
 from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import CompositionError
 
@@ -201,16 +202,18 @@ def method_under_policy(under_policy: MethodCall, call: Callable[..., Any]) -> C
     module, module_policy = under_policy.module, under_policy.module_policy
     traits, method = module_policy.traits, under_policy.method
     own = getattr(author_class(module), method, None)
-    if not traits.embedding or own is not getattr(traits.layer, method, call):
+    is_replaced = traits.embedding or traits.layer is nn.Einsum
+    if not is_replaced or own is not getattr(traits.layer, method, call):
         return call
     wide = module_policy.resolved.wide_output
-    if not under_policy.at_boundary:
+    if under_policy.boundary is not Boundary.OUTER:
         return call
-    if method == "attend" and wide is not None and not under_policy.keeps_dtype:
+    if method == "attend" and wide is not None:
         return _wide_attend(module, wide)
-    is_lookup = method == "__call__" and not under_policy.keeps_dtype
-    if is_lookup and _looks_up_float32(module, module_policy):
+    if method == "__call__" and _looks_up_float32(module, module_policy):
         return _lookup(module, module_policy, call)
+    if method == "__call__" and _is_wide_einsum(module):
+        return functools.partial(_wide_einsum, module)
     return call
 
 
@@ -222,6 +225,33 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
         return wide_product(jnp.dot, query, embedding.T, wide)
 
     return attend
+
+
+def _is_wide_einsum(module: nn.Module) -> bool:
+    promotion = getattr(module, "promote_dtype", None)
+    is_wide = isinstance(promotion, Promotion) and promotion.wide is not None
+    return isinstance(module, nn.Einsum) and is_wide and module.has_variable(PARAMS, "kernel")
+
+
+def _wide_einsum(module: Any, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:
+    """Computes `Einsum.__call__` with a wide result. The function that it calls is not a field."""
+    equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str).replace(" ", "")
+    names = ("kernel", "bias") if module.use_bias else ("kernel",)
+    params = [nn.unbox(module.get_variable(PARAMS, name)) for name in names]
+    inputs, kernel, *biases = module.promote_dtype(inputs, *params, dtype=module.dtype)
+    product = functools.partial(jnp.einsum, equation, precision=module.precision)
+    out = wide_product(product, inputs, kernel, module.preferred_element_type)
+    if not biases:
+        return out
+    terms, _, result = equation.partition("->")
+    sizes = dict(zip(_axes(terms.partition(",")[2], kernel.ndim), kernel.shape, strict=True))
+    return out + biases[0].reshape([sizes.get(axis, 1) for axis in _axes(result, out.ndim)])
+
+
+def _axes(term: str, ndim: int) -> str:
+    """Returns the axes of an operand of an einsum; those of an ellipsis count from the right."""
+    count = ndim - len(term.replace(".", ""))
+    return term.replace("...", "".join(chr(256 + n) for n in reversed(range(count))))
 
 
 def _looks_up_float32(module: nn.Module, module_policy: ModulePolicy) -> bool:

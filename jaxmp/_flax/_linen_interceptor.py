@@ -23,7 +23,7 @@ from jaxmp._flax import _search
 from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype, resolve_module
 from jaxmp._flax._linen_fields import LINEN_LAYERS, method_under_policy, prepare
 from jaxmp._flax._method_call import MethodCall
-from jaxmp._policies._device import check_device, matmul_precision, precision_scope
+from jaxmp._policies._device import matmul_precision, precision_scope
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._required import check_required
 from jaxmp.errors import CompositionError
@@ -152,7 +152,6 @@ class PolicyInterceptor:
     """Interceptor that applies the policies of one root to every method called below it."""
 
     def __init__(self, root: Root) -> None:
-        check_device(root.policies)
         self.root = root
         self.frames: list[MethodCall] = []
         self.module_policies: dict[Any, ModulePolicy] = {}

@@ -37,7 +37,7 @@ from jaxmp._flax._linen_interceptor import (
 from jaxmp._flax._search import ModelSearch, copied, low_precision_share
 from jaxmp._flax._shardings import check_model, constrain_variables
 from jaxmp._gradients._hints import Mark
-from jaxmp._policies._device import check_gradient
+from jaxmp._policies._device import check_device, check_gradient
 from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map
 from jaxmp._policies._required import (
     PolicyExplanation,
@@ -239,6 +239,8 @@ def _entered(
     if is_by_path(root.policies):
         key_scopes(module)
     mark = module.__dict__["_jaxmp_mark"]
+    # Before the model is searched: in that trace no warning is shown.
+    check_device(root.policies)
     check_gradient(root.policies, lambda: module.variables.get("params", {}), mark)
     decisions = None if call is None else _decisions_of(module, root, *call)
     under_policies = context(policies=root, decisions=decisions)

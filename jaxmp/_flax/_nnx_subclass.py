@@ -305,8 +305,11 @@ def call_method(
       call: the method, bound to the module.
       args, kwargs: its arguments.
     """
-    if _frames.stack:
+    if _frames.stack or bound.is_decision:
         return _call(bound, module, name, call, args, kwargs)
+    # Before the model is searched: in that trace no warning is shown.
+    check_device(bound.policies)
+    check_gradient(bound.policies, lambda: nnx.state(module, nnx.Param), bound.mark)
     key = bound.cls, bound.policies, bound.path
     prepare = functools.partial(_separated, module, name, args, kwargs)
     method = getattr(bound.cls, name)
@@ -470,8 +473,6 @@ def _entered(frame: MethodCall, bound: Bound) -> Iterator[None]:
     """Runs one method under its precision and name scope, and a forward pass under its policies."""
     stack = _frames.stack
     if not stack:
-        check_device(bound.policies)
-        check_gradient(bound.policies, lambda: nnx.state(frame.module, nnx.Param), bound.mark)
         _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
     precision = lambda frame: matmul_precision(frame.module_policy.policy, _frames.ambient)
     outer = precision(stack[-1]) if stack else _frames.ambient

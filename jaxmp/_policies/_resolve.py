@@ -186,7 +186,8 @@ def resolve_policy(
       path, module_type: as in `Policies.resolve`.
       outputs: number of outputs of a linear layer; None for other modules.
       is_decision: the result of the linear layer is compared or is that of the model. It then
-        returns its FP32 sums and does not run in FP8, unless the deciding rule sets these itself.
+        returns its FP32 sums and does not run in FP8, unless the deciding rule sets these itself:
+        an output dtype, `fp32_outputs_below = 0`, or `matmul = "fp8"`.
     """
     key = path, module_type, outputs, is_decision
     if key in policies._resolved:
@@ -205,7 +206,8 @@ def resolve_policy(
     narrow = "" if is_half_root else narrow_reason(policy, outputs)
     sets_fp8 = deciding is not None and deciding.matmul == "fp8"
     uses_fp8 = policy.matmul == "fp8" and (sets_fp8 or not is_decision)
-    is_widened = is_decision and not names_output and is_16bit(policy.compute_dtype)
+    is_fixed = names_output or (deciding is not None and deciding.fp32_outputs_below == 0)
+    is_widened = is_decision and not is_fixed and is_16bit(policy.compute_dtype)
     returns_fp32 = narrow or (is_widened and not is_half_root)
     own_dtype = FLOAT32 if returns_fp32 else policy.compute_dtype
     resolved = policies._resolved[key] = ResolvedPolicy(

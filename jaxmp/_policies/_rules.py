@@ -53,7 +53,8 @@ class Rule:
       param_dtype, compute_dtype, output_dtype, matmul, implementation: fields of `Policy`. None:
         the default policy's value.
       mask, window: likewise. A rule with a mask and without a window declares no window.
-      keep_inputs, forward_methods, fp32_outputs_below: likewise.
+      keep_inputs, forward_methods, fp32_outputs_below: likewise. A rule with
+        `fp32_outputs_below=0` rounds the results of all its linear layers, also of a last one.
       why: the reason, which `explain` and `jaxmp show` print.
       required: refuse a model in which the rule matches nothing.
 

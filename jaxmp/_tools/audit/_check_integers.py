@@ -99,8 +99,8 @@ def label_value(op: OpOccurrence, audit: Auditor) -> RoundedValue | None:
 @ROUNDED_INPUT.on_result("sub")
 def label_complement(op: OpOccurrence, audit: Auditor) -> None:
     """Labels 1 minus a rounded array."""
-    one, var = op.equation.invars
-    if is_literal(one) and one.aval.size == 1 and float(one.val) == 1:
+    minuend, var = op.equation.invars
+    if is_literal(minuend) and minuend.aval.size == 1 and float(minuend.val) == 1:
         for label in audit.flow.labels(RoundedValue, var):
             audit.flow.mark(op.equation.outvars[0], _Complement(label))
 
