@@ -1,4 +1,4 @@
-"""What the first call of a model shows: results that must not be rounded, and missing precision.
+"""Findings of the first call of a model: results that must not be rounded, missing precision.
 
 The first call with arguments of these shapes is traced once more. In this trace each module labels
 its floating arguments and results by the primitive `name`, and `Uses` finds the labels whose values
@@ -72,7 +72,7 @@ class Labeling:
 
 
 class ModelSearch:
-    """What the calls of one model show. Copies of the model share it; a pickled one begins anew."""
+    """Findings of the calls of one model. Copies of the model share it; a pickled one is new."""
 
     def __init__(self) -> None:
         # Method, and shapes of its arguments -> labels of values -> why they are not rounded.
@@ -424,7 +424,7 @@ def _low_share(cls: type, closed: ClosedJaxpr, count: int, labeling: Labeling) -
         return ""
     matmuls, arguments = _WeightMatmuls(labeling.modules), len(closed.jaxpr.invars)
     matmuls.run(closed, [n < count for n in range(arguments)])
-    ignored, chosen = ({path: row[0] for path, row in found.items()} for found in matmuls.found)
+    ignored, chosen = ({path: row[0] for path, row in rows.items()} for rows in matmuls.found)
     if not ignored or sum(ignored.values()) < sum(chosen.values()):
         return ""
     path = max(ignored, key=ignored.__getitem__)
@@ -466,17 +466,17 @@ _NO_DOT = _explain.UNKNOWN_DOT
 
 def _unused_fp8(cls: type, rows: list[Any], labels: dict[str, str], jaxpr: Jaxpr) -> str:
     """Returns a warning of a model that has matmuls, none of which computes in FP8; else ""."""
-    found = [_without_decisions(row, labels) for row in rows]
-    if not found or not all(row.exclusion_reason for row in found):
+    decided = [_without_decisions(row, labels) for row in rows]
+    if not decided or not all(row.exclusion_reason for row in decided):
         return ""
     equations = list(_jaxprs.equations(jaxpr))
     if set(MATMULS).isdisjoint(equation.primitive.name for equation in equations):
         return ""
     # A layer that was jitted before records no decision.
     casts = (str(equation.params.get("new_dtype")) for equation in equations)
-    if found == rows and any("float8" in dtype for dtype in casts):
+    if decided == rows and any("float8" in dtype for dtype in casts):
         return ""
-    return _explain.unused_text(cls.__name__, [row for row in found if row.path or not row.k])
+    return _explain.unused_text(cls.__name__, [row for row in decided if row.path or not row.k])
 
 
 def _without_decisions(row: _explain.LayerDecision, labels: dict[str, str]) -> Any:

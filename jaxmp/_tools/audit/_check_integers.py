@@ -91,8 +91,8 @@ def label_value(op: OpOccurrence, audit: Auditor) -> RoundedValue | None:
 @ROUNDED_INPUT.on_result("sub")
 def label_complement(op: OpOccurrence, audit: Auditor) -> None:
     """Labels 1 minus a rounded array."""
-    one, var = op.equation.invars
-    if is_literal(one) and one.aval.size == 1 and float(one.val) == 1:
+    total, var = op.equation.invars
+    if is_literal(total) and total.aval.size == 1 and float(total.val) == 1:
         for label in audit.flow.labels(RoundedValue, var):
             audit.flow.mark(op.equation.outvars[0], _Complement(label))
 
