@@ -77,7 +77,7 @@ FORMS = {
 }
 
 
-def form_of(equation: Any) -> tuple[str, str]:
+def excluded_form(equation: Any) -> tuple[str, str]:
     """Returns the name of a form that never runs in FP8, and the reason; ("", "") for others."""
     name = equation.primitive.name
     is_plain = name == "dot_general" and not dot_of(equation).batch[0]
@@ -93,7 +93,7 @@ def share_notes(jaxpr: Any) -> Iterator[str]:
     flat = list(equations(jaxpr))
     scaled = (jaxpr for call in flat if name_of(call) == MX_MATMUL for jaxpr in sub_jaxprs(call))
     in_fp8 = {id(equation) for jaxpr in scaled for equation in equations(jaxpr)}
-    forms = Counter(form_of(equation) for equation in flat if id(equation) not in in_fp8)
+    forms = Counter(excluded_form(equation) for equation in flat if id(equation) not in in_fp8)
     for (name, reason), count in forms.items():
         if name:
             yield f"{count} x {name} in 16 bits: {reason}"

@@ -24,7 +24,7 @@ _EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "cbrt"})
 
 
-class Cause(NamedTuple):
+class NonfiniteCause(NamedTuple):
     """Cause that a measurement shows.
 
     id: name of the cause, such as "division_by_zero"; "" if it is not known.
@@ -42,7 +42,7 @@ class Cause(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class NonfiniteEvidence:
     """Measurements of an origin.
 
     Attributes:
@@ -92,12 +92,14 @@ class Evidence:
 
     def cause(
         self, name: str, message: str, sentence: str, code: str, operation: Operation | None = None
-    ) -> Cause:
+    ) -> NonfiniteCause:
         """Returns a cause whose fix replaces the expression of an operation."""
         old = self.expression(operation)
         if not code or old is None:
-            return Cause(name, message, f"{sentence}.", "", operation)
-        return Cause(name, message, f"{sentence}:\n    {code}", ast.unparse(old), operation)
+            return NonfiniteCause(name, message, f"{sentence}.", "", operation)
+        return NonfiniteCause(
+            name, message, f"{sentence}:\n    {code}", ast.unparse(old), operation
+        )
 
 
 def _occurrence(region: Region, number: int) -> OpOccurrence:
@@ -107,14 +109,14 @@ def _occurrence(region: Region, number: int) -> OpOccurrence:
     return OpOccurrence(equation, location, 1, region.index, outer)
 
 
-def cause_of(evidence: Evidence) -> Cause:
+def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
     """Returns the first cause that the measurements show."""
     for check in _CHECKS:
         cause = check(evidence)
         if cause is not None:
             return cause
     rows = ", ".join(f"{row.dtype} {_range(row)}" for row in evidence.source.operands)
-    return Cause("", f"{evidence.op.name} returns values that are not finite for {rows}.")
+    return NonfiniteCause("", f"{evidence.op.name} returns values that are not finite for {rows}.")
 
 
 # ---------------------------------------------------------------------------
@@ -122,7 +124,7 @@ def cause_of(evidence: Evidence) -> Cause:
 # ---------------------------------------------------------------------------
 
 
-def _where_gradient(e: Evidence) -> Cause | None:
+def _where_gradient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     shown = e.origin.operation
     if not shown.is_backward:
         return None
@@ -145,7 +147,7 @@ def _where_gradient(e: Evidence) -> Cause | None:
     return None
 
 
-def _masked_softmax(e: Evidence) -> Cause | None:
+def _masked_softmax(e: NonfiniteEvidence) -> NonfiniteCause | None:
     position = {"div": 1, "log": 0}.get(e.op.name)
     of_sum = position is not None and {"reduce_sum", "exp"} <= e.made_by(position)
     if not of_sum and not e.walk.is_masked_softmax(e.op):
@@ -159,14 +161,14 @@ def _masked_softmax(e: Evidence) -> Cause | None:
     return e.cause("masked_softmax", message, sentence, code)
 
 
-def _logarithm(e: Evidence) -> Cause | None:
+def _logarithm(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.op.name not in _LOGS:
         return None
     x = e.value(0) + (e.op.name == "log1p")
     return _of_log(e, x) if x <= 0 else None
 
 
-def _of_log(e: Evidence, x: float) -> Cause:
+def _of_log(e: NonfiniteEvidence, x: float) -> NonfiniteCause:
     old, row = e.expression(), e.source.operands[0]
     name = "log_of_negative" if x < 0 else "log_of_zero"
     message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
@@ -174,7 +176,7 @@ def _of_log(e: Evidence, x: float) -> Cause:
     return e.cause(name, message, "Keep the operand positive", code)
 
 
-def _root(e: Evidence) -> Cause | None:
+def _root(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.op.name not in _ROOTS or not e.value(0) <= 0:
         return None
     x = e.value(0)
@@ -182,7 +184,7 @@ def _root(e: Evidence) -> Cause | None:
     return _of_root(e, "root_of_negative" if x < 0 else "root_of_zero", message)
 
 
-def _of_root(e: Evidence, name: str, message: str) -> Cause:
+def _of_root(e: NonfiniteEvidence, name: str, message: str) -> NonfiniteCause:
     old = e.expression()
     is_inverse = isinstance(old, ast.Call) and "rsqrt" in ast.unparse(old.func)
     bound = _fixes.EPS if is_inverse else _fixes.TINY
@@ -190,7 +192,7 @@ def _of_root(e: Evidence, name: str, message: str) -> Cause:
     return e.cause(name, message, "Keep the operand positive", code)
 
 
-def _quotient(e: Evidence) -> Cause | None:
+def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.op.name not in ("div", "rem", "integer_pow"):
         return None
     position = int(e.op.name != "integer_pow")
@@ -210,7 +212,7 @@ def _quotient(e: Evidence) -> Cause | None:
             "zero in this dtype."
         )
         fix = "Set an epsilon:\n    tx = optax.adam(learning_rate, eps=1e-8)"
-        return Cause("optimizer_epsilon", message, fix)
+        return NonfiniteCause("optimizer_epsilon", message, fix)
     message = f"{row.zero:.1%} of the denominators are zero; they are {_range(row)}."
     code = _fixes.divided(old)
     if not code and is_in_custom_vjp(e.op.equation.source_info):
@@ -218,11 +220,11 @@ def _quotient(e: Evidence) -> Cause | None:
             "JAX records only the line that calls the custom_vjp function. In its rule, replace "
             "such denominators:\n    denominator = jnp.where(denominator == 0, 1, denominator)"
         )
-        return Cause("division_by_zero", message, fix)
+        return NonfiniteCause("division_by_zero", message, fix)
     return e.cause("division_by_zero", message, "Replace such denominators", code)
 
 
-def _exponential(e: Evidence) -> Cause | None:
+def _exponential(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.op.name not in _EXPONENTIALS or not np.isfinite(e.value(0)):
         return None
     dtype = e.result.dtype
@@ -241,7 +243,7 @@ def _exponential(e: Evidence) -> Cause | None:
 # ---------------------------------------------------------------------------
 
 
-def _loss_scale(e: Evidence) -> Cause | None:
+def _loss_scale(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.scale is None or e.passing_scale is None:
         return None
     message = (
@@ -255,10 +257,10 @@ def _loss_scale(e: Evidence) -> Cause | None:
     # All bits: a rounded number may be below the minimum scale.
     code = f"recipe = recipe.replace(loss_scale=jaxmp.{kind}({e.passing_scale:.17g}))"
     fix = f"{sentence}:\n    {code}"
-    return Cause("loss_scale", message, fix)
+    return NonfiniteCause("loss_scale", message, fix)
 
 
-def _diverged(e: Evidence) -> Cause | None:
+def _diverged(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if not e.overflows_in_fp32 or not e.walk.is_overflow(e.origin):
         return None
     message = (
@@ -269,10 +271,10 @@ def _diverged(e: Evidence) -> Cause | None:
         "Restart from an earlier checkpoint with a smaller learning rate, or clip the gradients:\n"
         "    tx = optax.chain(optax.clip_by_global_norm(1.0), tx)"
     )
-    return Cause("diverged", message, fix)
+    return NonfiniteCause("diverged", message, fix)
 
 
-def _range_exceeded(e: Evidence) -> Cause | None:
+def _range_exceeded(e: NonfiniteEvidence) -> NonfiniteCause | None:
     wide = e.source.in_fp32
     if not wide or wide[0].nonfinite or e.origin.from_infinite:
         return None
@@ -294,7 +296,7 @@ def _range_exceeded(e: Evidence) -> Cause | None:
         f"    rules = [jaxmp.Rule({module!r}, 'c=f32,o=f32')]\n"
         "    recipe = recipe.replace(policies=jaxmp.PolicyMap(recipe.policies, rules))"
     )
-    return Cause(f"{dtype}_range", message, fix)
+    return NonfiniteCause(f"{dtype}_range", message, fix)
 
 
 def _is_in_flax(op: Operation) -> bool:
@@ -309,7 +311,7 @@ def _range(row: ArrayRow) -> str:
     return f"from {row.low:g} to {row.high:g}"
 
 
-_CHECKS: tuple[Callable[[Evidence], Cause | None], ...] = (
+_CHECKS: tuple[Callable[[NonfiniteEvidence], NonfiniteCause | None], ...] = (
     *(_where_gradient, _masked_softmax, _logarithm, _root, _quotient, _exponential),
     *(_loss_scale, _diverged, _range_exceeded),
 )
@@ -327,7 +329,7 @@ _OF_ROLE = {
 }
 
 
-def cause_of_argument(row: ArgumentRow) -> Cause:
+def cause_of_argument(row: ArgumentRow) -> NonfiniteCause:
     """Returns the cause of an argument that is not finite."""
     message = (
         f"Before the step, elements of the {row.role} {row.name} are not finite ({row.count}); the "
@@ -344,4 +346,4 @@ def cause_of_argument(row: ArgumentRow) -> Cause:
             f"Remove such elements{where} from the data, or replace them:\n"
             f"    {row.name} = jnp.where(jnp.isfinite({row.name}), {row.name}, 0)"
         )
-    return Cause(_OF_ROLE.get(row.role, "poisoned_parameter"), message, fix)
+    return NonfiniteCause(_OF_ROLE.get(row.role, "poisoned_parameter"), message, fix)

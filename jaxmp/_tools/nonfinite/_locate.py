@@ -11,7 +11,7 @@ from typing import Any
 from jaxmp._programs._jaxprs import FORWARD, Path, is_literal
 from jaxmp._programs._locations import Lines, module_of, root_of
 from jaxmp._tools.audit._trace import Traced, check_function, trace
-from jaxmp._tools.nonfinite._causes import Evidence, cause_of, cause_of_argument
+from jaxmp._tools.nonfinite._causes import NonfiniteEvidence, cause_of, cause_of_argument
 from jaxmp._tools.nonfinite._measure import (
     ScaleArgument,
     bad_arguments,
@@ -115,7 +115,9 @@ class _Search:
             overflows = self._overflows_in_fp32(arrays)
             passing = self._passing_scale(arrays, value) if roots and value is not None else None
             names = self.program.recorder.locations.names
-            evidence = Evidence(walk, origin, made, measured, overflows, scale, passing, names)
+            evidence = NonfiniteEvidence(
+                walk, origin, made, measured, overflows, scale, passing, names
+            )
             cause = cause_of(evidence)
             report = dataclasses.replace(
                 report, **_location(cause.operation or shown, shown, names)
