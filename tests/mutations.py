@@ -1399,6 +1399,16 @@ MUTATIONS = [
         ("test_gradients.py::test_gradients_in_a_loss_are_differentiated_again",),
     ),
     Mutation(
+        "transposed copies of reduced weights have gradients of another type",
+        "jaxmp/_gradients/_fp32/_values.py",
+        "    return jnp.zeros_like(gradient, dtype) if is_unreduced else None\n",
+        "    return None\n",
+        (
+            "test_reduced_parameters.py"
+            "::test_gradients_of_reduced_parameters_are_summed_after_the_loop",
+        ),
+    ),
+    Mutation(
         "a recipe that was not applied is not said",
         "jaxmp/_gradients/_hints.py",
         "    if pairs and not any(bits(dtype) <= 16",

@@ -390,7 +390,7 @@ class Router(nn.Module):
     @nn.compact
     def __call__(self, x):
         gates = nn.Dense(64, name="gates")(x)
-        return jax.nn.softmax(gates)  # a bf16 softmax
+        return jax.nn.softmax(gates.astype(jnp.bfloat16))  # a bf16 softmax
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -399,7 +399,7 @@ def test_a_half_softmax(gradient):
     report = audit(jax.grad(loss) if gradient else loss, *args, recipe="bf16")
     assert_named(the_only(report, "softmax_16bit"), "", "a bf16 softmax")
     assert the_only(report, "softmax_16bit").primitive == "exp"
-    assert report.counts() == {"rounded_output": 1, "softmax_16bit": 1}
+    assert report.counts() == {"softmax_16bit": 1}
 
 
 def test_an_fp32_softmax_is_none():
@@ -561,7 +561,8 @@ def test_the_gradient_of_a_lookup_depends_on_the_rows_of_the_table():
     finding = the_only(audit(jax.grad(loss), shape(2, 64), ids), "reduction_16bit", "warning")
     assert "2,048 terms" in finding.message and "stops growing at 256" in finding.message
     gradient = jaxmp.autocast(jax.grad(loss), "bf16")
-    assert audit(gradient, shape(2, 64), ids).findings == ()
+    (note,) = audit(gradient, shape(2, 64), ids).findings
+    assert (note.check, note.severity) == ("wide_gather", "note")
 
 
 SUMS = {

@@ -1,5 +1,6 @@
 """Checkpoints: exact round trips, migrations, damage, foreign formats, placement."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -221,6 +222,12 @@ def test_another_recipe_is_refused_even_if_all_leaves_are_alike(tmp_path):
         checkpointer.restore(state, recipe=FP32)
     renamed = jaxmp.load_recipe("bf16").replace(name="mine", summary="")
     assert same(checkpointer.restore(state, recipe=renamed), make_state("bf16"))
+    for path, is_in_state in {"**/other": False, "**:other": False, "dense": True}.items():
+        rule = jaxmp.Rule(path, compute_dtype="float32", required=False)
+        changed = renamed.replace(policies=jaxmp.PolicyMap("bf16", [rule]))
+        refusal = pytest.raises(jaxmp.errors.CheckpointError, match="leaves are the same")
+        with refusal if is_in_state else contextlib.nullcontext():
+            assert same(checkpointer.restore(state, recipe=changed), make_state("bf16"))
     assert same(checkpointer.restore(state, recipe=FP32, migrate=True), make_state("bf16"))
 
 

@@ -140,7 +140,9 @@ X = jnp.ones((2, 32))
 def test_explain_and_audit_note_the_dependence_once(scaling, text):
     model = jaxmp.load_recipe("fp8").replace(fp8=scaling).wrap(Dense())
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
-    notes = jaxmp.explain(model.apply)(variables, X).fp8.notes
+    share, *notes = jaxmp.explain(model.apply)(variables, X).fp8.notes
+    # The last layer computes in 16 bits.
+    assert share == "50.0% of the FLOPs of all matmuls and convolutions are in FP8"
     expected = 0 if text is None else 1
     assert len(notes) == expected and all(re.search(text, n) for n in notes)
     report = audit(jax.grad(lambda v, x: model.apply(v, x).sum()), variables, X)

@@ -17,7 +17,7 @@ from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.cli import main
 from jaxmp._tools.hlo import Program as Hlo
 from jaxmp._tools.plan._bound import cost_of
-from jaxmp._tools.plan._programs import Candidate, Measured, relative
+from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative
 from jaxmp._tools.plan._report import PlanRow, recommend
 from jaxmp.errors import AuditError, JaxmpError, TargetError
 from jaxmp.typing import PlanReport
@@ -147,7 +147,7 @@ def test_the_search_finds_what_trying_each_batch_finds(memory, monkeypatch):
     def measure(self, batch):
         compiled.append(batch)
         row = PlanRow(recipe="bf16", target="l4", batch=batch, memory=memory(batch))
-        return Measured(PlanRow(**{**vars(row), "fits": row.memory <= LIMIT}), 1.0)
+        return MeasuredRow(PlanRow(**{**vars(row), "fits": row.memory <= LIMIT}), 1.0)
 
     monkeypatch.setattr(Candidate, "measure", measure)
     program = Candidate(make_step, jaxmp.load_recipe("bf16"), get_target("l4"), None, None)
@@ -182,8 +182,11 @@ def row_of(recipe, bound, *, fits=True, moved=10, fp8=0, batch=None):
 
 
 def test_bounds_are_relative_to_the_baseline_per_example():
-    rows = [Measured(row_of("fp16", None, batch=4), 4.0), Measured(row_of("bf16", None), None)]
-    rows += [Measured(row_of("bf16", None, batch=2), 1.0)]
+    rows = [
+        MeasuredRow(row_of("fp16", None, batch=4), 4.0),
+        MeasuredRow(row_of("bf16", None), None),
+    ]
+    rows += [MeasuredRow(row_of("bf16", None, batch=2), 1.0)]
     assert [row.bound for row in relative(rows, "bf16")] == [2.0, None, 1.0]
 
 

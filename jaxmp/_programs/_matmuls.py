@@ -30,6 +30,8 @@ MATMULS = (
 # Name of jitted functions that convert 16-bit operands to FP32 and multiply them, where a compiler
 # has no matmul with 16-bit operands and an FP32 result. Audits count them as 16-bit matmuls.
 WIDENED_MATMUL = "jaxmp_widened_matmul"
+# Name of the functions of MX matmuls. Their operands are in FP8; an emulated one converts them.
+MX_MATMUL = "mx_multiply"
 
 
 class Matmul(NamedTuple):
@@ -233,8 +235,10 @@ def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Counter[tuple[Any, Any]]:
         inside = [_multiplied(count_flops(inner.jaxpr), inner.times) for inner in inners(equation)]
         if form_of(equation) is Form.BRANCH:
             inside = [max(inside, key=Counter.total)]
-        elif name_of(equation) == WIDENED_MATMUL:
-            lhs, rhs = (var.aval.dtype for var in equation.invars[:2])
+        elif name_of(equation) in (WIDENED_MATMUL, MX_MATMUL):
+            # Scales of an MX matmul are integers.
+            dtypes = (var.aval.dtype for var in equation.invars)
+            lhs, rhs = [each for each in dtypes if jnp.issubdtype(each, jnp.floating)][:2]
             inside = [Counter({(lhs, rhs): flops.total()}) for flops in inside]
         for flops in inside:
             counts.update(flops)

@@ -105,9 +105,9 @@ def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> di
       results: uses of its results; None: those of `wide_results`.
 
     Example, the matmuls that should return FP32 sums:
-      >>> jaxpr = jax.make_jaxpr(lambda x, w: jax.nn.log_softmax(x @ w))(x, w)
-      >>> used = uses(jaxpr)
-      >>> [bool(used.get(e.outvars[0], Use.NONE) & DECISIONS) for e in matmuls(jaxpr)]
+      >>> jaxpr = jax.make_jaxpr(lambda x, w: jax.nn.log_softmax(x @ w))(x, x.T)
+      >>> used, matmuls = uses(jaxpr), [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+      >>> [bool(used.get(e.outvars[0], Use.NONE) & DECISIONS) for e in matmuls]
       [True]
     """
     analysis, used, body = Uses(), {}, jaxpr_body(jaxpr)[0]

@@ -429,7 +429,8 @@ class Checkpointer:
         """Returns the plan of a restore, and prints the plan of a migration."""
         source = manifest.description
         rows = differences(source, target)
-        if not rows and (wanted is None or is_same_recipe(manifest.recipe_toml, wanted)):
+        paths = source.by_path
+        if not rows and (wanted is None or is_same_recipe(manifest.recipe_toml, wanted, paths)):
             return plan_copy(source, target)
         before = f"under the recipe {manifest.recipe.name!r}"
         after = f"the recipe {wanted.name!r}" if wanted is not None else "another precision"

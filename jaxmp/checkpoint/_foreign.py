@@ -36,7 +36,7 @@ _STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Location:
+class ForeignCheckpoint:
     """A checkpoint without a manifest.
 
     Attributes:
@@ -50,7 +50,7 @@ class Location:
     step: int
 
 
-def find(directory: epath.Path, step: int | None) -> Location | None:
+def find(directory: epath.Path, step: int | None) -> ForeignCheckpoint | None:
     """Finds a checkpoint of orbax or Flax: that of a step, or (None) the latest one."""
     own = _at(directory, -1)
     if own is not None:
@@ -63,7 +63,7 @@ def find(directory: epath.Path, step: int | None) -> Location | None:
     return max(locations, key=lambda location: location.step, default=None)
 
 
-def _below(directory: epath.Path) -> Iterator[Location]:
+def _below(directory: epath.Path) -> Iterator[ForeignCheckpoint]:
     for path in directory.iterdir():
         match = _STEP_NAME.fullmatch(path.name)
         location = _at(path, int(match[1])) if match else None
@@ -71,13 +71,13 @@ def _below(directory: epath.Path) -> Iterator[Location]:
             yield location
 
 
-def _at(path: epath.Path, step: int) -> Location | None:
+def _at(path: epath.Path, step: int) -> ForeignCheckpoint | None:
     if not path.exists():
         return None
     if not path.is_dir():
-        return Location(path, "Flax", step)
+        return ForeignCheckpoint(path, "Flax", step)
     if (path / _ORBAX_FILE).exists():
-        return Location(path, "orbax", step)
+        return ForeignCheckpoint(path, "orbax", step)
     if step < 0 and not (path / _ORBAX_STEP_FILE).exists():
         return None
     items = [item for item in path.iterdir() if (item / _ORBAX_FILE).exists()]
@@ -87,7 +87,7 @@ def _at(path: epath.Path, step: int) -> Location | None:
             "it is unknown which of them is the state. Pass the directory of the item: "
             f"Checkpointer({str(items[0])!r})."
         )
-    return Location(items[0], "orbax", step) if items else None
+    return ForeignCheckpoint(items[0], "orbax", step) if items else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Stored:
         )
 
 
-def read(location: Location, target: Description) -> Stored:
+def read(location: ForeignCheckpoint, target: Description) -> Stored:
     """Reads a checkpoint into memory and infers the roles of its leaves.
 
     Args:
@@ -134,7 +134,7 @@ def read(location: Location, target: Description) -> Stored:
     return Stored(_infer(values, target), values)
 
 
-def _read_orbax(location: Location) -> Any:
+def _read_orbax(location: ForeignCheckpoint) -> Any:
     handler = ocp.PyTreeCheckpointHandler()
     tree = handler.metadata(location.path).tree
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
@@ -144,7 +144,7 @@ def _read_orbax(location: Location) -> Any:
         )
 
 
-def _read_flax(location: Location) -> Any:
+def _read_flax(location: ForeignCheckpoint) -> Any:
     serialization = sys.modules.get("flax.serialization")
     if serialization is None:
         raise missing_dependency("flax", "checkpoints of flax.training.checkpoints", "flax")

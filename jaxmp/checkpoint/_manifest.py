@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from etils import epath
 from jaxmp import __version__
 from jaxmp._core._plain import from_plain
 from jaxmp._core._typing import ArrayLike
+from jaxmp._policies._load import PolicyMap
+from jaxmp._policies._patterns import compile_pattern
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp.checkpoint._description import Description, Leaf
 from jaxmp.errors import CheckpointError, JaxmpError
@@ -300,9 +303,41 @@ def _check_keys(extra: object) -> None:
             _check_keys(value)
 
 
-def is_same_recipe(text: str, recipe: Recipe) -> bool:
-    """Returns True if the text of a TOML file specifies the same settings as a recipe."""
+def is_same_recipe(text: str, recipe: Recipe, leaves: Iterable[str]) -> bool:
+    """Returns True if the text of a TOML file specifies the same settings as a recipe.
+
+    Rules that match nothing in the state are ignored: a later version of a recipe may add some.
+
+    Args:
+      text: the TOML text of the recipe of a checkpoint.
+      recipe: the recipe to compare it with.
+      leaves: paths of the leaves of the state.
+    """
     if text == recipe.to_toml():
         return True
-    unnamed = recipe.replace(name="recipe", summary="")
-    return parse_recipe(text).replace(name="recipe", summary="") == unnamed
+    # The paths of modules and parameters do not contain where the state stores the parameters.
+    tails = {
+        tuple(each[n:])
+        for each in (re.split("[/:]", leaf) for leaf in leaves)
+        for n in range(len(each))
+    }
+    parameters = {f"{'/'.join(tail[:-1])}:{tail[-1]}" for tail in tails}
+    modules = {"/".join(tail[:n]) for tail in tails for n in range(len(tail))}
+
+    def applied(each: Recipe) -> Recipe:
+        policies = each.policies
+        rules = [
+            rule
+            for rule in policies.rules
+            if rule.path is None
+            or any(
+                map(
+                    compile_pattern(rule.path).fullmatch,
+                    parameters if rule.addresses_parameter else modules,
+                )
+            )
+        ]
+        policies = PolicyMap(policies.default, rules, policies.fp8)
+        return dataclasses.replace(each, name="recipe", summary="", policies=policies)
+
+    return applied(parse_recipe(text)) == applied(recipe)

@@ -15,9 +15,10 @@ from jaxmp._core import _compat
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._explanation import ExplanationRow, Section
 from jaxmp._core._targets import FP8_MATMULS, capability_text, unsupported_gpu
+from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp._programs._jaxprs import equations
-from jaxmp._programs._matmuls import count_flops
-from jaxmp._programs._operations import Dot, dot_of
+from jaxmp._programs._matmuls import MX_MATMUL, count_flops
+from jaxmp._programs._operations import Dot, dot_of, name_of
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._scaling import MX_BLOCK, Scaling
 
@@ -76,7 +77,7 @@ FORMS = {
 }
 
 
-def form_of(equation: Any) -> tuple[str, str]:
+def excluded_form(equation: Any) -> tuple[str, str]:
     """Returns the name of a form that never runs in FP8, and the reason; ("", "") for others."""
     name = equation.primitive.name
     is_plain = name == "dot_general" and not dot_of(equation).batch[0]
@@ -89,7 +90,10 @@ def share_notes(jaxpr: Any) -> Iterator[str]:
     fp8 = sum(count for dtypes, count in flops.items() if all(map(is_fp8, dtypes)))
     if flops:
         yield f"{fp8 / flops.total():.1%} of the FLOPs of all matmuls and convolutions are in FP8"
-    forms = Counter(form_of(equation) for equation in equations(jaxpr))
+    flat = list(equations(jaxpr))
+    scaled = (jaxpr for call in flat if name_of(call) == MX_MATMUL for jaxpr in sub_jaxprs(call))
+    in_fp8 = {id(equation) for jaxpr in scaled for equation in equations(jaxpr)}
+    forms = Counter(excluded_form(equation) for equation in flat if id(equation) not in in_fp8)
     for (name, reason), count in forms.items():
         if name:
             yield f"{count} x {name} in 16 bits: {reason}"

@@ -37,6 +37,7 @@ from jaxmp._gradients._fp32._values import (
     bound,
     copy_of,
     left,
+    no_gradient,
     results_of,
 )
 from jaxmp._programs._analysis import Body, primitives
@@ -107,7 +108,7 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
         (d_other,) = jax.linear_transpose(of_other, other)(cotangent)
         closed = jax.make_jaxpr(d_low)(other, cotangent, *rest)
         (d_carrier,) = run_in_fp32(closed, [other, cotangent, *rest], [True])
-        return d_other, None, as_stored(d_carrier, layout), None
+        return d_other, no_gradient(d_carrier, low.dtype), as_stored(d_carrier, layout), None
 
     matmul.defvjp(matmul_fwd, matmul_bwd)
     return matmul(other, copy.low, copy.carrier, rest)
@@ -224,7 +225,10 @@ class _OwnDerivative:
             closed = jax.make_jaxpr(lambda *saved: _all_gathered(closed, saved, marks))(*low)
         results = run_in_fp32(closed, saved, [n in self.copies for n in floating])
         by_operand = dict(zip(floating, results, strict=True))
-        narrow = [None if n in self.copies else by_operand.get(n) for n in range(len(avals))]
+        narrow = [
+            no_gradient(by_operand[n], avals[n].dtype) if n in self.copies else by_operand.get(n)
+            for n in range(len(avals))
+        ]
         return narrow, [self._stored(by_operand[n], self.layouts[n]) for n in self.copies]
 
     def _stored(self, gradient: Array, layout: Layout | None) -> Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxmp._core._compat import JaxprEqn
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._typing import Array
+from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._gradients._fp32._layout import Layout, gathered
 from jaxmp._programs._bind import bind
 
@@ -171,11 +171,21 @@ def _attached_fwd(low: Array, carrier: Array) -> tuple[Array, None]:
     return low, None
 
 
-def _attached_bwd(_: None, cotangent: Array) -> tuple[None, Array]:
-    return None, cotangent.astype(FLOAT32)
+def _attached_bwd(_: None, cotangent: Array) -> tuple[Array | None, Array]:
+    return no_gradient(cotangent, cotangent.dtype), cotangent.astype(FLOAT32)
 
 
 attached.defvjp(_attached_fwd, _attached_bwd)
+
+
+def no_gradient(gradient: Array, dtype: DTypeLike) -> Array | None:
+    """Returns the gradient of a 16-bit array, whose carrier has `gradient`: None for zeros.
+
+    JAX converts None to zeros of the type of the array, and refuses those of a `reduced` weight,
+    whose gradient is `unreduced`.
+    """
+    is_unreduced = jax.typeof(gradient).sharding.spec.unreduced
+    return jnp.zeros_like(gradient, dtype) if is_unreduced else None
 
 
 @jax.custom_vjp

@@ -94,7 +94,7 @@ def audit(
       ...     return jax.nn.softmax(q @ k.T)
       >>> x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
       >>> [finding.check for finding in audit(attend, x, x, recipe="bf16").findings]
-      ['softmax_16bit']
+      ['softmax_16bit', 'rounded_output']
     """
     check_function(fn, "audit")
     check_arguments(fn, args, kwargs)

@@ -20,7 +20,7 @@ from jaxmp._tools.audit._checks import NOTE, WARNING, Check, OpOccurrence
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp._tools.audit._trace import Traced
-from jaxmp.fp8._explain import FORMS, explain_exclusion, form_of
+from jaxmp.fp8._explain import FORMS, excluded_form, explain_exclusion
 from jaxmp.fp8._scaling import CurrentScaling
 
 FP32_GEMM = Check(
@@ -132,7 +132,7 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
     if op.location.phase != FORWARD or not is_low or not audit.context.requires_fp8(op.location):
         return
     assert audit.context.policies is not None
-    form, why = form_of(op.equation)
+    form, why = excluded_form(op.equation)
     if form:
         # The batched matmuls of attention have no kernel.
         if form != FORMS["dot_general"][0] or audit.flow.labels(From, *operands):

@@ -65,7 +65,7 @@ _BINARY = named("add sub mul div max min pow rem atan2 select_n concatenate")
 _BROADCASTS = named("broadcast_in_dim reshape")
 
 
-class Promotion(ConditionalFinding, WideValue):
+class PromotedValue(ConditionalFinding, WideValue):
     """Label of the wide result of an implicit promotion.
 
     It is harmful if an FP32 matmul reads it, if it promotes another 16-bit array, or if the program
@@ -108,7 +108,7 @@ def report_matmul(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) 
     if not is_wide or op.location.phase != FORWARD or is_internal_matmul(op, matmul):
         return
     harm = f", and the matmul at {audit.findings.where(op)} ({op.name}) reads it"
-    for label in audit.flow.labels(Promotion, *op.equation.invars[:2]):
+    for label in audit.flow.labels(PromotedValue, *op.equation.invars[:2]):
         label.report(harm, audit.findings, flops)
         key = op.location.names, audit.findings.line_of(op)
         fix = f"{label.fix}\nThis is the promotion at {audit.findings.where(label.op)}."
@@ -118,7 +118,7 @@ def report_matmul(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) 
 @IMPLICIT_PROMOTION.on_program
 def report_results(audit: Auditor, traced: Traced) -> None:
     """Reports promotions of values that the program returns."""
-    audit.report(Promotion, traced.jaxpr.outvars, ", and the program returns the wide result")
+    audit.report(PromotedValue, traced.jaxpr.outvars, ", and the program returns the wide result")
 
 
 def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
@@ -139,7 +139,7 @@ def _label_promotion(
     source, target = dtype_of(operand).name, dtype_of(result).name
     here = op._replace(equation=reader)
     message = f"{source} {_symbol(reader)} {target} is computed in {target}"
-    earlier = audit.flow.labels(Promotion, *others)
+    earlier = audit.flow.labels(PromotedValue, *others)
     if earlier:
         harm = f", and the result promotes another {source} array at {audit.findings.where(here)}"
         # Parts of one expression, such as `mean + noise * std`, are one promotion.
@@ -157,7 +157,7 @@ def _label_promotion(
         audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=WARNING)
     else:
         fix = _fix_promotion(here, result, others, source, audit.findings)
-        audit.flow.mark(result, Promotion(here, message, fix))
+        audit.flow.mark(result, PromotedValue(here, message, fix))
 
 
 def _own_line(op: OpOccurrence, findings: PendingFindings) -> tuple[str, int] | None:

@@ -231,7 +231,7 @@ WIDE_GATHER = Check(
 )
 
 
-class Rows(Fact):
+class TableRows(Fact):
     """Label of the rows that were looked up in an FP32 parameter."""
 
     survives = LAYOUT | named("select_n")
@@ -241,12 +241,12 @@ class Rows(Fact):
 
 
 @WIDE_GATHER.on_operation("gather")
-def label_rows(op: OpOccurrence, audit: Auditor) -> Rows | None:
+def label_rows(op: OpOccurrence, audit: Auditor) -> TableRows | None:
     """Labels rows of an FP32 argument."""
     table = op.equation.invars[0]
     is_argument = bool(audit.flow.labels(From, table))
     is_lookup = dtype_of(table) == FLOAT32 and is_argument and op.location.differentiated
-    return Rows(op) if is_lookup and op.location.phase == FORWARD else None
+    return TableRows(op) if is_lookup and op.location.phase == FORWARD else None
 
 
 @WIDE_GATHER.on_operation("convert_element_type")
@@ -256,7 +256,7 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
     dtype = dtype_of(result)
     if not is_16bit(dtype):
         return
-    for label in audit.flow.labels(Rows, operand):
+    for label in audit.flow.labels(TableRows, operand):
         table = label.op.equation.invars[0].aval
         # The lookup reads and writes FP32 or 16 bits; the cast reads FP32 and writes 16 bits.
         after = 14 * math.prod(result.aval.shape)

@@ -372,7 +372,7 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 # ---------------------------------------------------------------------------
 
 
-class Copy(Fact):
+class StateCopy(Fact):
     """Label of the 16-bit copy of an FP32 argument that the step updates with gradients."""
 
     survives = LAYOUT | named("select_n sharding_constraint")
@@ -385,7 +385,7 @@ class ChangedCopy(ConditionalFinding):
     """Label of a 16-bit copy that was changed after its master was rounded."""
 
     check = MISSING_MASTER
-    survives = Copy.survives | _CHANGES
+    survives = StateCopy.survives | _CHANGES
 
 
 @MISSING_MASTER.on_result("convert_element_type")
@@ -395,16 +395,16 @@ def label_copy(op: OpOccurrence, audit: Auditor) -> None:
     if dtype_of(operand) == FLOAT32 and is_16bit(dtype_of(result)):
         for label in audit.flow.labels(Update, operand):
             if label.has_gradient and operand.aval.size > 1:
-                audit.flow.mark(result, Copy(label.number, op))
+                audit.flow.mark(result, StateCopy(label.number, op))
 
 
 @MISSING_MASTER.on_operation(*_CHANGES)
 def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     """Labels the result of an operation on a copy."""
     labels = audit.flow.of_all(op.equation.invars)
-    copies = [x for x in labels if isinstance(x, Copy)]
+    copies = [x for x in labels if isinstance(x, StateCopy)]
     # A sum with another argument is an average.
-    numbers = {x.number for x in labels if isinstance(x, (Copy, From))}
+    numbers = {x.number for x in labels if isinstance(x, (StateCopy, From))}
     dtype = half_of(op.equation.outvars)
     if not copies or len(numbers) > 1 or dtype is None or op.location.differentiated:
         return None

@@ -82,7 +82,7 @@ class Content(NamedTuple):
     in_matmul: bool = False
 
 
-class Contents:
+class ArrayContents:
     """Tells weights, gradients and activations apart."""
 
     def __init__(self, flow: DataFlow, is_weight: Sequence[bool]) -> None:

@@ -11,7 +11,12 @@ from jaxmp._programs._jaxprs import BACKWARD, Path, phase_of
 from jaxmp._programs._locations import Lines, module_of
 from jaxmp._programs._matmuls import attention_flops
 from jaxmp._tools.audit._compile import Compiled
-from jaxmp._tools.audit._hlo_collectives import Contents, collective_name, mesh_axes, sent_arrays
+from jaxmp._tools.audit._hlo_collectives import (
+    ArrayContents,
+    collective_name,
+    mesh_axes,
+    sent_arrays,
+)
 from jaxmp._tools.audit._hlo_matmuls import (
     DataFlow,
     HloMatmul,
@@ -197,7 +202,7 @@ def read_program(
     """
     program = Program(compiled.text)
     flow, origins = DataFlow(program), Origins(program, names, root)
-    contents = Contents(flow, is_weight)
+    contents = ArrayContents(flow, is_weight)
     gemms: list[GemmRow] = []
     attention: list[AttentionRow] = []
     collectives: list[CollectiveRow] = []
@@ -260,7 +265,7 @@ def _collective_rows(
     part: Instruction,
     times: int,
     origins: Origins,
-    contents: Contents,
+    contents: ArrayContents,
     mesh: dict[str, int],
 ) -> Iterator[CollectiveRow]:
     """Yields a row for each array that a collective sends."""

@@ -254,14 +254,14 @@ def _planned(
     script: str, arguments: list[str], json: str | None, recipes: list[str], options: dict[str, Any]
 ) -> Any:
     """Returns the plan of a script, which runs once for each recipe."""
-    from jaxmp._tools.plan import Measured, PlanRow, check_plan, make_plan
+    from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan, make_plan
 
     _, chips = check_plan(lambda recipe: recipe, recipes=recipes, targets=options["targets"])
-    measured: dict[str, list[Measured]] = {chip.name: [] for chip in chips}
+    measured: dict[str, list[MeasuredRow]] = {chip.name: [] for chip in chips}
     for recipe in recipes:
         _, values = _in_script("plan", script, arguments, json, recipe=recipe, **options)
         for chip, (row, seconds) in zip(measured, values, strict=True):
-            measured[chip].append(Measured(_plain.from_plain(PlanRow, row), seconds))
+            measured[chip].append(MeasuredRow(_plain.from_plain(PlanRow, row), seconds))
     return make_plan(script, measured)
 
 

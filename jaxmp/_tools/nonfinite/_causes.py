@@ -41,8 +41,8 @@ _OPTIMIZERS = {
 }
 
 
-class Cause(NamedTuple):
-    """Cause that a measurement shows.
+class NonfiniteCause(NamedTuple):
+    """NonfiniteCause that a measurement shows.
 
     id: name of the cause, such as "division_by_zero"; "" if it is not known.
     message: the measurement, in one or two sentences.
@@ -61,7 +61,7 @@ class Cause(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class NonfiniteEvidence:
     """Measurements of an origin.
 
     Attributes:
@@ -123,13 +123,13 @@ class Evidence:
 
     def cause(
         self, name: str, message: str, sentence: str, code: str, operation: Operation | None = None
-    ) -> Cause:
+    ) -> NonfiniteCause:
         """Returns a cause whose fix replaces the expression of an operation."""
         old = self.expression(operation)
         if not code or old is None:
-            return Cause(name, message, f"{sentence}.", "", operation)
+            return NonfiniteCause(name, message, f"{sentence}.", "", operation)
         fix = f"{sentence}:\n    {code}"
-        return Cause(name, message, fix, old.text, operation, tuple(self.findings.edits))
+        return NonfiniteCause(name, message, fix, old.text, operation, tuple(self.findings.edits))
 
 
 def _occurrence(region: Region, number: int) -> OpOccurrence:
@@ -139,14 +139,14 @@ def _occurrence(region: Region, number: int) -> OpOccurrence:
     return OpOccurrence(equation, location, 1, region.index, outer)
 
 
-def cause_of(evidence: Evidence) -> Cause:
+def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
     """Returns the first cause that the measurements show."""
     for check in _CHECKS:
         cause = check(evidence)
         if cause is not None:
             return cause
     rows = ", ".join(f"{row.dtype} {_range(row)}" for row in evidence.source.operands)
-    return Cause("", f"{evidence.op.name} returns values that are not finite for {rows}.")
+    return NonfiniteCause("", f"{evidence.op.name} returns values that are not finite for {rows}.")
 
 
 # ---------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def cause_of(evidence: Evidence) -> Cause:
 # ---------------------------------------------------------------------------
 
 
-def _where_gradient(e: Evidence) -> Cause | None:
+def _where_gradient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     shown = e.origin.operation
     if not shown.is_backward:
         return None
@@ -177,7 +177,7 @@ def _where_gradient(e: Evidence) -> Cause | None:
     return None
 
 
-def _constant(e: Evidence) -> Cause | None:
+def _constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
     literals = [v.val for v in e.op.equation.invars if is_literal(v)]
     dtype = e.result.dtype
     if not any(np.ndim(x) == 0 and np.isinf(np.asarray(x, np.float32)) for x in literals):
@@ -188,7 +188,7 @@ def _constant(e: Evidence) -> Cause | None:
     return e.cause(f"{dtype}_range", message, sentence, code) if code else None
 
 
-def _masked_softmax(e: Evidence) -> Cause | None:
+def _masked_softmax(e: NonfiniteEvidence) -> NonfiniteCause | None:
     position = {"div": 1, "log": 0}.get(e.op.name)
     of_sum = position is not None and {"reduce_sum", "exp"} <= e.made_by(position)
     if not of_sum and not e.walk.is_masked_softmax(e.op):
@@ -197,21 +197,21 @@ def _masked_softmax(e: Evidence) -> Cause | None:
     if e.value(0) > 0:
         message = f"Logits of row {row} are inf: they are beyond the range of their dtype."
         fix = "Compute the logits in FP32, or scale the queries before their matmul."
-        return Cause("float16_range", message, fix)
+        return NonfiniteCause("float16_range", message, fix)
     code = _rewrite.at_least(e.expression(), _rewrite.LOWEST, "softmax")
     message = f"All logits of row {row} are -inf: the mask hides every element of this row."
     sentence = "Bound the logits, so that such a row has equal weights"
     return e.cause("masked_softmax", message, sentence, code)
 
 
-def _logarithm(e: Evidence) -> Cause | None:
+def _logarithm(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.op.name not in _LOGS:
         return None
     x = e.value(0) + (e.op.name == "log1p")
     return _of_log(e, x) if x <= 0 else None
 
 
-def _of_log(e: Evidence, x: float) -> Cause:
+def _of_log(e: NonfiniteEvidence, x: float) -> NonfiniteCause:
     old, row = e.expression(), e.source.operands[0]
     name = "log_of_negative" if x < 0 else "log_of_zero"
     message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
@@ -219,7 +219,7 @@ def _of_log(e: Evidence, x: float) -> Cause:
     return e.cause(name, message, "Keep the operand positive", code)
 
 
-def _root(e: Evidence) -> Cause | None:
+def _root(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.op.name not in _ROOTS or not e.value(0) <= 0:
         return None
     x = e.value(0)
@@ -227,7 +227,7 @@ def _root(e: Evidence) -> Cause | None:
     return _of_root(e, "root_of_negative" if x < 0 else "root_of_zero", message)
 
 
-def _of_root(e: Evidence, name: str, message: str) -> Cause:
+def _of_root(e: NonfiniteEvidence, name: str, message: str) -> NonfiniteCause:
     old = e.expression()
     is_inverse = old is not None and "rsqrt" in old.text.partition("(")[0]
     bound = _rewrite.EPS if is_inverse else _rewrite.TINY
@@ -235,7 +235,7 @@ def _of_root(e: Evidence, name: str, message: str) -> Cause:
     return e.cause(name, message, "Keep the operand positive", code)
 
 
-def _quotient(e: Evidence) -> Cause | None:
+def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.op.name not in ("div", "rem", "integer_pow"):
         return None
     position = int(e.op.name != "integer_pow")
@@ -260,7 +260,7 @@ def _quotient(e: Evidence) -> Cause | None:
         name = _optimizer_of(e.op)
         fix = f"Set an epsilon that is a normal number of {row.dtype}:\n"
         fix += f"    tx = optax.{name}(learning_rate, eps={max(1e-8, least):g})"
-        return Cause("optimizer_epsilon", message, fix)
+        return NonfiniteCause("optimizer_epsilon", message, fix)
     message = f"{row.zero:.1%} of the denominators are zero; they are {_range(row)}."
     code = _rewrite.divided(old)
     if not code and is_in_custom_vjp(e.op.equation.source_info):
@@ -268,7 +268,7 @@ def _quotient(e: Evidence) -> Cause | None:
             "JAX records only the line that calls the custom_vjp function. In its rule, replace "
             "such denominators:\n    denominator = jnp.where(denominator == 0, 1, denominator)"
         )
-        return Cause("division_by_zero", message, fix)
+        return NonfiniteCause("division_by_zero", message, fix)
     return e.cause("division_by_zero", message, "Replace such denominators", code)
 
 
@@ -280,7 +280,7 @@ def _optimizer_of(op: Operation) -> str:
     return next((_OPTIMIZERS[name] for name in scales if name in _OPTIMIZERS), "adam")
 
 
-def _exponential(e: Evidence) -> Cause | None:
+def _exponential(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.op.name not in _EXPONENTIALS or not np.isfinite(e.value(0)):
         return None
     dtype = e.result.dtype
@@ -299,7 +299,7 @@ def _exponential(e: Evidence) -> Cause | None:
 # ---------------------------------------------------------------------------
 
 
-def _loss_scale(e: Evidence) -> Cause | None:
+def _loss_scale(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if e.scale is None or e.passing_scale is None:
         return None
     message = (
@@ -313,10 +313,10 @@ def _loss_scale(e: Evidence) -> Cause | None:
     # All bits: a rounded number may be below the minimum scale.
     code = f"recipe = recipe.replace(loss_scale=jaxmp.{kind}({e.passing_scale:.17g}))"
     fix = f"{sentence}:\n    {code}"
-    return Cause("loss_scale", message, fix)
+    return NonfiniteCause("loss_scale", message, fix)
 
 
-def _diverged(e: Evidence) -> Cause | None:
+def _diverged(e: NonfiniteEvidence) -> NonfiniteCause | None:
     if not e.overflows_in_fp32 or not e.walk.is_overflow(e.origin):
         return None
     message = (
@@ -327,10 +327,10 @@ def _diverged(e: Evidence) -> Cause | None:
         "Restart from an earlier checkpoint with a smaller learning rate, or clip the gradients:\n"
         "    tx = optax.chain(optax.clip_by_global_norm(1.0), tx)"
     )
-    return Cause("diverged", message, fix)
+    return NonfiniteCause("diverged", message, fix)
 
 
-def _range_exceeded(e: Evidence) -> Cause | None:
+def _range_exceeded(e: NonfiniteEvidence) -> NonfiniteCause | None:
     wide = e.source.in_fp32
     if not wide or wide[0].nonfinite or e.origin.from_infinite:
         return None
@@ -352,14 +352,14 @@ def _range_exceeded(e: Evidence) -> Cause | None:
         f"    rules = [jaxmp.Rule({module!r}, 'c=f32,o=f32')]\n"
         "    recipe = recipe.replace(policies=jaxmp.PolicyMap(recipe.policies, rules))"
     )
-    return Cause(f"{dtype}_range", message, fix)
+    return NonfiniteCause(f"{dtype}_range", message, fix)
 
 
 def _range(row: ArrayRow) -> str:
     return f"from {row.low:g} to {row.high:g}"
 
 
-_CHECKS: tuple[Callable[[Evidence], Cause | None], ...] = (
+_CHECKS: tuple[Callable[[NonfiniteEvidence], NonfiniteCause | None], ...] = (
     *(_where_gradient, _constant, _masked_softmax, _logarithm, _root, _quotient, _exponential),
     *(_loss_scale, _diverged, _range_exceeded),
 )
@@ -377,7 +377,7 @@ _OF_ROLE = {
 }
 
 
-def cause_of_argument(row: ArgumentRow) -> Cause:
+def cause_of_argument(row: ArgumentRow) -> NonfiniteCause:
     """Returns the cause of an argument that is not finite."""
     message = (
         f"Before the step, elements of the {row.role} {row.name} are not finite ({row.count}); the "
@@ -394,4 +394,4 @@ def cause_of_argument(row: ArgumentRow) -> Cause:
             f"Remove such elements{where} from the data, or replace them:\n"
             f"    {row.name} = jnp.where(jnp.isfinite({row.name}), {row.name}, 0)"
         )
-    return Cause(_OF_ROLE.get(row.role, "poisoned_parameter"), message, fix)
+    return NonfiniteCause(_OF_ROLE.get(row.role, "poisoned_parameter"), message, fix)

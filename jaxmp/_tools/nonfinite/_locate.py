@@ -13,7 +13,7 @@ from jaxmp._programs._locations import Lines, module_of, root_of
 from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.fixes._source import Edit
 from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, WORKS, Problems, try_edits, unified
-from jaxmp._tools.nonfinite._causes import Evidence, cause_of, cause_of_argument
+from jaxmp._tools.nonfinite._causes import NonfiniteEvidence, cause_of, cause_of_argument
 from jaxmp._tools.nonfinite._measure import (
     ScaleArgument,
     bad_arguments,
@@ -142,7 +142,9 @@ class _Search:
             overflows = self._overflows_in_fp32(arrays)
             passing = self._passing_scale(arrays, value) if roots and value is not None else None
             names = self.program.recorder.locations.names
-            evidence = Evidence(walk, origin, made, measured, overflows, scale, passing, names)
+            evidence = NonfiniteEvidence(
+                walk, origin, made, measured, overflows, scale, passing, names
+            )
             cause = cause_of(evidence)
             self.edits = cause.edits
             report = dataclasses.replace(

@@ -13,7 +13,7 @@ from jaxmp._core._targets import Target, get_target
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools.audit._compile import check_compiler
-from jaxmp._tools.plan._programs import Candidate, Measured, relative
+from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative
 from jaxmp._tools.plan._report import PlanChoice as PlanChoice
 from jaxmp._tools.plan._report import PlanReport as PlanReport
 from jaxmp._tools.plan._report import PlanRow as PlanRow
@@ -74,7 +74,7 @@ def plan(
     sizes = [None] if batches is None or isinstance(batches, str) else list(batches)
     programs = list(itertools.product(remat or [None], sizes, loaded))
     folder = None if cache is None else Path(cache).expanduser()
-    measured: dict[str, list[Measured]] = {}
+    measured: dict[str, list[MeasuredRow]] = {}
     with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
         for chip, (form, size, recipe) in itertools.product(chips, programs):
             on_program(f"{chip.name}, {recipe.name}")
@@ -85,7 +85,7 @@ def plan(
     return make_plan(getattr(make_step, "__name__", "the step"), measured)
 
 
-def make_plan(function: str, measured: dict[str, list[Measured]]) -> PlanReport:
+def make_plan(function: str, measured: dict[str, list[MeasuredRow]]) -> PlanReport:
     """Returns the report on programs that were measured for each chip."""
     names = [row.recipe for row, _ in next(iter(measured.values()))]
     baseline = "bf16" if "bf16" in names else names[0]

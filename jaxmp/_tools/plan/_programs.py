@@ -36,7 +36,7 @@ _LINEAR = 6
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
-class Measured(NamedTuple):
+class MeasuredRow(NamedTuple):
     """A row without its bound, and the roofline in seconds; None if it was not compiled."""
 
     row: PlanRow
@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
     remat: Any
     cache: Path | None
 
-    def measure(self, batch: int | None) -> Measured:
+    def measure(self, batch: int | None) -> MeasuredRow:
         """Compiles the program for a batch size."""
         options = {} if batch is None else {"batch_size": batch}
         options |= {} if self.remat is None else {"remat": self.remat}
@@ -74,8 +74,8 @@ class Candidate(NamedTuple):
             need = re.search(r"does not fit .* requires ([\d.]+)([KMGT]?)", problem)
             if need and isinstance(error, TargetError):
                 size = int(float(need[1]) * 2 ** _UNITS[need[2]])
-                return Measured(dataclasses.replace(row, fits=False, memory=size))
-            return Measured(dataclasses.replace(row, problem=problem))
+                return MeasuredRow(dataclasses.replace(row, fits=False, memory=size))
+            return MeasuredRow(dataclasses.replace(row, problem=problem))
 
     def _made(self, options: dict[str, Any]) -> Sequence[Any]:
         made = self.make_step(self.recipe, **options)
@@ -86,13 +86,13 @@ class Candidate(NamedTuple):
             "arguments. Return them:\n    return train_step, state, batch"
         )
 
-    def _estimated(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> Measured:
+    def _estimated(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
         estimate = estimate_memory(step, *args, target=self.chip)
         problem = f"{self.chip.uncompiled}; the memory is estimated"
         known = {"fits": estimate.fits, "memory": estimate.total, "problem": problem}
-        return Measured(dataclasses.replace(row, **known))
+        return MeasuredRow(dataclasses.replace(row, **known))
 
-    def _compiled(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> Measured:
+    def _compiled(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
         chip = self.chip
         compiler = compile_lowered if self.cache is None else caching_compiler(self.cache, chip)
         context = PolicyContext(self.recipe, chip.platform, repr(self.recipe.name))
@@ -103,9 +103,9 @@ class Candidate(NamedTuple):
         cost = cost_of(compiled, report.attention)
         known = {"memory": total, "fits": total <= chip.usable, "fallbacks": _fallbacks(report)}
         known |= {"kernels": cost.kernels, "flops": cost.flops, "bytes": cost.bytes}
-        return Measured(dataclasses.replace(row, **known), cost.seconds)
+        return MeasuredRow(dataclasses.replace(row, **known), cost.seconds)
 
-    def largest(self) -> Measured:
+    def largest(self) -> MeasuredRow:
         """Finds the largest batch that fits, by compiling batches around the limit.
 
         It interpolates linearly between the programs next to the limit, and bisects if that does
@@ -145,7 +145,7 @@ def _fallbacks(report: AuditReport) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{f.module or 'the step'}: {f.message}" for f in findings))
 
 
-def relative(measured: list[Measured], baseline: str) -> list[PlanRow]:
+def relative(measured: list[MeasuredRow], baseline: str) -> list[PlanRow]:
     """Returns rows with bounds per example, relative to the first compiled row of the baseline."""
     own = [row.recipe == baseline for row, _ in measured]
     each = [s and s / (row.batch or 1) for row, s in measured]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from jaxmp._tools.audit import AuditReport, Finding
 from jaxmp._tools.validate._probe import Measurements
 from jaxmp._tools.validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow, percent
-from jaxmp._tools.validate._trials import SHARE, LineTrial, Origin, Trial, finite
+from jaxmp._tools.validate._trials import SHARE, LineOrigin, LineTrial, Trial, finite
 
 # Smallest shares of elements that count as a symptom.
 _UNDERFLOW, _STALLED = 0.02, 0.05
@@ -252,7 +252,7 @@ def _line_cause(evidence: Evidence, line: LineTrial, effect: str) -> Cause:
     )
 
 
-def _line_fix(origin: Origin, module: str, where: str) -> str:
+def _line_fix(origin: LineOrigin, module: str, where: str) -> str:
     """Returns code that computes a line in FP32."""
     if origin.dtype.startswith("float8"):
         return f'jaxmp.Rule({module!r}, "o=f32,matmul=default", why="its values do not fit FP8")'

@@ -51,7 +51,7 @@ _MOVES = frozenset({
 })  # fmt: skip
 
 
-class Origin(NamedTuple):
+class LineOrigin(NamedTuple):
     """Source line of 16-bit operations; conversions of the batch and of integers are separate.
 
     Args:
@@ -98,7 +98,7 @@ class RoundedLines(Interpreter):
 
     def __init__(self, run: PureRun) -> None:
         super().__init__()
-        self.origins: list[Origin] = []
+        self.origins: list[LineOrigin] = []
         self._run = run
         self._numbers: dict[tuple[str, str, str], int] = {}
         self._lines, self._locations = Lines(), Locations()
@@ -117,7 +117,7 @@ class RoundedLines(Interpreter):
             state=lambda state: inner.state(state[1]),
         )
 
-    def module(self, origin: Origin) -> str:
+    def module(self, origin: LineOrigin) -> str:
         """Returns the path of the module of a line."""
         return module_of(origin.names, root_of(self._locations.names))
 
@@ -200,7 +200,7 @@ class RoundedLines(Interpreter):
         key = location, "" if is_line else "/".join(inside.location.names), source
         if key not in self._numbers:
             self._numbers[key] = len(self.origins)
-            self.origins.append(Origin(location, inside.location.names, dtype, source))
+            self.origins.append(LineOrigin(location, inside.location.names, dtype, source))
         return self._numbers[key]
 
 
@@ -224,7 +224,7 @@ SHARE = 0.5
 class LineTrial(NamedTuple):
     """Errors of a step in which only one source line rounds."""
 
-    origin: Origin
+    origin: LineOrigin
     module: str
     row: GradientRow
 
