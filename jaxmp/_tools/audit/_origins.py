@@ -30,7 +30,7 @@ from jaxmp._tools.audit._checks import (
     half_of,
     named,
 )
-from jaxmp._tools.fixes._rewrite import cast, function_of, in_fp32, with_sums
+from jaxmp._tools.fixes._rewrite import cast, known_function, in_fp32, with_sums
 from jaxmp._tools.fixes._source import Expression, expression_of
 
 _MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
@@ -71,7 +71,7 @@ def fix_operation(
     own = expression_of(op, findings)
     if own is None or not in_fp32(own):
         return in_words(op, findings)
-    back = "" if _is_widened(op) or _is_read_exactly(op, function_of(own)[0]) else back
+    back = "" if _is_widened(op) or _is_read_exactly(op, known_function(own)[0]) else back
     lines, code = _at_origins(_rounded_by(op, through), op, in_fp32(own, back), findings)
     if lines and back:
         code = ast.unparse(cast(own.node, back))

@@ -30,7 +30,7 @@ TINY, EPS = "jnp.finfo(({array}).dtype).tiny", "jnp.finfo(({array}).dtype).eps"
 LOWEST = "jnp.finfo(({array}).dtype).min"
 
 
-def function_of(expression: Expression) -> tuple[str, Function | None]:
+def known_function(expression: Expression) -> tuple[str, Function | None]:
     """Returns the full name and the row of the table of the function that an expression calls."""
     node = expression.node
     if not isinstance(node, ast.Call):
@@ -57,7 +57,7 @@ def in_fp32(expression: Expression | None, back: str = "") -> str:
     changed = None if expression is None else _widened(expression)
     if expression is None or changed is None:
         return ""
-    row = function_of(expression)[1]
+    row = known_function(expression)[1]
     is_array = row is None or (row.returns_arrays and not row.is_tree)
     return expression.replaced_by(cast(changed, back) if back and is_array else changed)
 
@@ -79,7 +79,7 @@ def with_operand(expression: Expression | None, index: int, code: str) -> str:
         return ""
     changed = lambda operand: parsed(f"({ast.unparse(operand)})".join(code.split("_")))
     node = expression.copy()
-    name, row = function_of(expression)
+    name, row = known_function(expression)
     if isinstance(node, ast.BinOp):
         side = "right" if index else "left"
         setattr(node, side, changed(getattr(node, side)))
@@ -140,7 +140,7 @@ def _widened(expression: Expression) -> ast.expr | None:
         # A cast to integers reads what was rounded before.
         is_float = "int" not in ast.unparse(node)
         return ast.Call(function, [_WIDE], []) if is_float else None
-    name, row = function_of(expression)
+    name, row = known_function(expression)
     if name in DTYPES:
         return ast.Call(_WIDE, node.args, node.keywords)
     return None if row is None else _with_wide_arguments(node, name, row)
@@ -179,7 +179,7 @@ def with_sums(expression: Expression, dtype: str) -> str:
     node = expression.copy()
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         node = ast.Call(parsed("jnp.matmul"), [node.left, node.right], [])
-    elif not isinstance(node, ast.Call) or function_of(expression)[0] not in MATMULS:
+    elif not isinstance(node, ast.Call) or known_function(expression)[0] not in MATMULS:
         return ""
     name = "preferred_element_type"
     node.keywords = [k for k in node.keywords if k.arg != name]
@@ -296,7 +296,7 @@ def norm(expression: Expression | None) -> str:
     node = None if expression is None else expression.node
     if expression is None or not isinstance(node, ast.Call):
         return ""
-    name = function_of(expression)[0].rpartition(".")[2]
+    name = known_function(expression)[0].rpartition(".")[2]
     if name == "std":
         call = expression.copy()
         call.func.attr = "var"
@@ -355,7 +355,7 @@ def _bounded(expression: Expression | None, change: Callable[[str], str], domain
     """Returns a call of a known function, or a power, with another first operand."""
     if expression is None:
         return ""
-    node, (name, row) = expression.copy(), function_of(expression)
+    node, (name, row) = expression.copy(), known_function(expression)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and domain in ("root", ""):
         node.left = parsed(change(ast.unparse(node.left)))
         return expression.replaced_by(node)

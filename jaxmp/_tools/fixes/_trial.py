@@ -7,6 +7,7 @@ functions for the duration of a trace. All lines keep their numbers.
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import functools
 import itertools
@@ -103,7 +104,7 @@ def try_edits(
       before: the problems without edits.
       removed: the problems that each group must remove.
     """
-    functions = _functions_of(roots, {edit.file for group in groups for edit in group})
+    functions, is_complete = _functions_of(roots, {e.file for group in groups for e in group})
     states = ["" if is_reached else NOT_TRIED for is_reached in _reached(functions, groups)]
     more: list[list[str]] = [[] for _ in groups]
 
@@ -140,6 +141,8 @@ def try_edits(
     else:
         for n in waiting[:_MOST_TRIALS]:
             states[n] = alone(n)
+    if not is_complete:  # A function that runs may have kept its code.
+        states = [NOT_TRIED if state == FAILS else state for state in states]
     return [(state or NOT_TRIED, fixes) for state, fixes in zip(states, more, strict=True)]
 
 
@@ -148,14 +151,17 @@ def try_edits(
 # ---------------------------------------------------------------------------
 
 
-def _functions_of(roots: Iterable[Any], files: set[str]) -> list[types.FunctionType]:
-    """Returns the live functions of some files, at most once each."""
+def _functions_of(roots: Iterable[Any], files: set[str]) -> tuple[list[types.FunctionType], bool]:
+    """Returns the live functions of some files, once each, and whether all objects were seen.
+
+    The nearest objects are searched first.
+    """
     modules = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in files]
-    waiting: list[Any] = [*roots, *(value for m in modules for value in vars(m).values())]
+    waiting = collections.deque([*roots, *(value for m in modules for value in vars(m).values())])
     seen: set[int] = set()
     functions = []
     while waiting and len(seen) < _MOST_OBJECTS:
-        value = waiting.pop()
+        value = waiting.popleft()
         if id(value) in seen or isinstance(value, _ATOMS):
             continue
         seen.add(id(value))
@@ -163,7 +169,7 @@ def _functions_of(roots: Iterable[Any], files: set[str]) -> list[types.FunctionT
             functions.append(value)
             waiting += value.__globals__.values()
         waiting += _parts(value)
-    return functions
+    return functions, not waiting
 
 
 _ATOMS = (types.ModuleType, str, bytes, int, float, complex, type(None), np.ndarray, jax.Array)
