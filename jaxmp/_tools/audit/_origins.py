@@ -30,7 +30,7 @@ from jaxmp._tools.audit._checks import (
     half_of,
     named,
 )
-from jaxmp._tools.fixes._rewrite import cast, known_function, in_fp32, with_sums
+from jaxmp._tools.fixes._rewrite import cast, in_fp32, known_function, with_sums
 from jaxmp._tools.fixes._source import Expression, expression_of
 
 _MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
