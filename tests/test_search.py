@@ -208,16 +208,19 @@ def test_a_model_is_searched_once_per_shape():
 
     class Counted(nn.Module):
         @nn.compact
-        def __call__(self, x):
+        def __call__(self, x, time=0.0):
             calls.append(x.shape)
-            return nn.Dense(CLASSES)(x)
+            return nn.Dense(CLASSES)(x * time)
 
     model = jaxmp.load_recipe("bf16").wrap(Counted())
     variables = model.init(jax.random.key(0), X)
     calls.clear()
     for x in (X, X + 1, X[:2], X):
         model.apply(variables, x)
-    assert len(calls) == 4 + 2
+    # A number that changes with each call is no reason for another search.
+    for time in (1.0, 2.0, 3.0):
+        model.apply(variables, X, time)
+    assert len(calls) == 4 + 2 + 3 + 1
 
 
 def test_a_carry_and_a_branch_keep_the_dtype_of_the_caller():

@@ -186,10 +186,13 @@ def copied(arguments: PyTree) -> PyTree:
 
 
 def _described(leaf: Any) -> Hashable:
-    """Returns the shape and dtype of an array, a plain value, or the type of another object."""
+    """Returns the shape and dtype of an array, a bool or text, or the type of another object.
+
+    A number that changes with each call, such as a time, is no reason for another search.
+    """
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf)
+    return leaf if isinstance(leaf, (bool, str)) else type(leaf)
 
 
 # ---------------------------------------------------------------------------
