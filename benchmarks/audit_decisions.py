@@ -111,7 +111,7 @@ def nnx_in_a_scan_over_layers(d):
 
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.blocks = nnx.vmap(Block)(nnx.Rngs(0).fork(split=2))
+            self.blocks = nnx.split_rngs(splits=2)(nnx.vmap(Block))(nnx.Rngs(0))
             self.project = nnx.Linear(
                 WIDTH, CLASSES, use_bias=False, dtype=d.low, dot_general=dot_of(d), rngs=rngs
             )

@@ -443,14 +443,15 @@ PLANTS = [
             @nn.compact
             def __call__(self, x):
                 x = nn.Dense(16, name="hidden", kernel_init=nn.initializers.ones)(x)
-                return nn.Dense(32, name="readout", kernel_init=nn.initializers.ones)(x)
+                x = nn.Dense(32, name="readout", kernel_init=nn.initializers.ones)(x)
+                return nn.Dense(16, name="last")(x)
 
         def make(recipe="fp16"):
             loss = lambda y: jnp.mean(y) * 1e-9
             return train(Net(), jnp.full((2, 16), 400.0), recipe, loss=loss)
         """,
         "readout",
-        'return nn.Dense(32, name="readout", kernel_init=nn.initializers.ones)(x)',
+        'x = nn.Dense(32, name="readout", kernel_init=nn.initializers.ones)(x)',
         "forward",
         "float16_range",
         repair="recipe",
@@ -520,8 +521,8 @@ PLANTS = [
             x = jax.random.normal(jax.random.key(1), (4, 16))
             return train(Net(), x, recipe, loss=lambda y: jnp.sum(y**2))
         """,
-        "",
-        'loss_fn = lambda params, batch: loss(wrapped.apply(params, batch["x"]).astype(f32))',
+        "readout",
+        'return nn.Dense(16, name="readout")(x)',
         "backward",
         "loss_scale",
         repair="recipe",

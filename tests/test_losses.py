@@ -903,6 +903,7 @@ import json, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmp import losses
 from jaxmp._core import _compat
+from jaxmp._core._targets import get_target
 from jaxmp._tools.audit._compile import describe
 from jaxmp._tools.hlo import Program
 mesh = Mesh(np.array(_compat.described_gpus(describe(get_target("h200")), 8)), ("data",))
