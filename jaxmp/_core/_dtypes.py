@@ -124,7 +124,8 @@ def is_fp8(dtype: DTypeLike) -> bool:
 
 def bits(dtype: DTypeLike) -> int:
     """Returns the number of bits per element: 8 for float8, 4 for float4."""
-    return int(jnp.finfo(dtype).bits)
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    return int(jnp.finfo(dtype).bits) if is_float else 8 * np.dtype(dtype).itemsize
 
 
 def wide_dtype(dtype: DTypeLike) -> np.dtype:

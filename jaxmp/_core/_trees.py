@@ -256,23 +256,16 @@ def first_nonfinite(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
     return lax.reduce_min(masked, (0,))
 
 
-def all_zero(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
+def all_zero(tree: PyTree) -> jax.Array:
     """Returns True if the squares of all floating and complex elements of `tree` are zero.
 
-    Args:
-      tree, elementwise: as in `first_nonfinite`, with which XLA shares the sums or the squares.
-
-    Returns:
-      A bool scalar; False for a tree without floating leaves.
+    XLA shares the sums with `first_nonfinite`. The result is False for a tree without such leaves.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
-    squares = lambda leaf: _squares(leaf) if elementwise else [_sum_of_squares(leaf)]
-    flags = [
-        lax.reduce_and(lax.eq(part, lax.full_like(part, 0)), axes=tuple(range(part.ndim)))
-        for leaf in leaves
-        for part in squares(leaf)
-    ]
-    return functools.reduce(lax.bitwise_and, flags) if flags else jnp.array(False)
+    sums = [_sum_of_squares(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+    if not sums:
+        return jnp.array(False)
+    total = _stacked([cast(each, FLOAT32) for each in sums])
+    return lax.reduce_and(lax.eq(total, lax.full_like(total, 0)), axes=(0,))
 
 
 def _stacked(scalars: Sequence[jax.Array]) -> jax.Array:

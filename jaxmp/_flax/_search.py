@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -376,6 +377,8 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
 
 def _share(closed: ClosedJaxpr) -> float | None:
     flops = count_flops(closed)
+    is_float = lambda dtype: jnp.issubdtype(dtype, jnp.floating)
+    flops = Counter({pair: n for pair, n in flops.items() if all(map(is_float, pair))})
     low = sum(flops[pair] for pair in flops if all(bits(dtype) <= 16 for dtype in pair))
     return low / flops.total() if flops.total() else None
 

@@ -91,7 +91,7 @@ class SkipStats:
         step (or too large, see `skip_nonfinite`), in the gradients; -1 if there is none, or if it
         is unknown.
       zero_gradients: int32, number of consecutive steps whose gradients were all zero; counted only
-        with a loss scale.
+        with a loss scale, and not under `skip="cond"`, which is the form of CPUs.
     """
 
     total: jax.Array
@@ -308,8 +308,9 @@ def guard(
         if same_structure:
             nonfinite_leaf = lax.select(finite, jnp.full_like(first, -1), first)
         zero_gradients = state.stats.zero_gradients
-        if not isinstance(state.loss_scale, NoLossScale):
-            is_zero = _trees.all_zero(grads, elementwise=branches)
+        # The sums of squares are those of the finite check, which has none with branches.
+        if not isinstance(state.loss_scale, NoLossScale) and not branches:
+            is_zero = _trees.all_zero(grads)
             is_zero = _compat.agree(is_zero, axes) if axes else is_zero
             zero_gradients = lax.select(is_zero, zero_gradients + 1, jnp.int32(0))
         if state.settings.is_noted:
