@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -142,11 +143,16 @@ class Traced:
             for leaf, flag in zip(self.leaves, self.may_be_weights(), strict=True)
         ]
 
+    @functools.cached_property
+    def _bodies(self) -> dict[int, Body]:
+        """The id of a jaxpr of the program -> its makers and readers."""
+        return {}
+
     def maker_of(self, result: Atom) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
         jaxpr, var, op = self.jaxpr, result, None
         while var is not None:
-            body = Body(jaxpr)
+            body = self._bodies.setdefault(id(jaxpr), Body(jaxpr))
             maker = body.maker(var)
             if maker is None:
                 break
