@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp import losses
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, module_paths_of
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal, module_paths_of
 from jaxmp._programs._locations import call_site
 from jaxmp._programs._uses import EXACT, Use
 from jaxmp._tools.audit._auditor import Auditor
@@ -276,16 +276,33 @@ def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the difference of a rounded result and of a value that does not depend on it."""
     lhs, rhs = op.equation.invars
     for var, other in ((lhs, rhs), (rhs, lhs)) if op.location.phase == FORWARD else ():
-        for output in audit.flow.labels(RoundedOutput, var):
-            if not _depends(other, output, op, audit):
+        outputs = audit.flow.labels(RoundedOutput, var)
+        made = _made_of(other, op, audit) if outputs else set()
+        for output in outputs:
+            if id(output.op.equation) not in made:
                 audit.flow.mark(op.equation.outvars[0], _Difference(output))
 
 
-def _depends(var: Atom, output: RoundedOutput, op: OpOccurrence, audit: Auditor) -> bool:
-    """Returns True for a value that is computed from the same result, such as its mean."""
-    labels = audit.flow.of_all(op.body.sources([var]))
-    made = (x.op.equation for x in labels if isinstance(x, (RoundedOutput, Logits)))
-    return any(equation is output.op.equation for equation in made)
+def _made_of(var: Atom, op: OpOccurrence, audit: Auditor) -> set[int]:
+    """Returns the ids of the matmuls from which a value is computed, such as a mean of theirs."""
+    labels = audit.flow.of_all(_near_sources(var, op))
+    return {id(x.op.equation) for x in labels if isinstance(x, (RoundedOutput, Logits))}
+
+
+def _near_sources(var: Atom, op: OpOccurrence) -> set[Atom]:
+    """Returns a value and the nearest values from which it is computed."""
+    found, waiting = set[Atom](), [var]
+    while waiting and len(found) < _NEAR:
+        source = waiting.pop(0)
+        if not is_literal(source) and source not in found:
+            found.add(source)
+            maker = op.body.maker(source)
+            waiting += maker.invars if maker is not None else ()
+    return found
+
+
+# A mean or a largest element is made of its array by few operations.
+_NEAR = 32
 
 
 @ROUNDED_OUTPUT.on_operation("reduce_sum")
