@@ -291,14 +291,14 @@ def _made_of(var: Atom, op: OpOccurrence, audit: Auditor) -> set[int]:
 
 def _near_sources(var: Atom, op: OpOccurrence) -> set[Atom]:
     """Returns a value and the nearest values from which it is computed."""
-    found, waiting = set[Atom](), [var]
-    while waiting and len(found) < _NEAR:
+    sources, waiting = set[Atom](), [var]
+    while waiting and len(sources) < _NEAR:
         source = waiting.pop(0)
-        if not is_literal(source) and source not in found:
-            found.add(source)
+        if not is_literal(source) and source not in sources:
+            sources.add(source)
             maker = op.body.maker(source)
             waiting += maker.invars if maker is not None else ()
-    return found
+    return sources
 
 
 # A mean or a largest element is made of its array by few operations.
