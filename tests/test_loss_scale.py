@@ -818,6 +818,12 @@ def test_scales_of_other_libraries_are_taken_wherever_ours_are():
     assert as_loss_scale(jmp.NoOpLossScale()) == NoLossScale()
 
 
+def test_a_state_with_a_loss_scale_is_refused_with_the_call_that_reads_it():
+    opt_state = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1)).init({"w": jnp.ones(2)})
+    with pytest.raises(LossScaleError, match=r"Write loss_scale=jaxmp.get_loss_scale\(opt_state\)"):
+        as_loss_scale(opt_state)
+
+
 def test_a_foreign_class_of_the_same_name_is_refused():
     foreign = type("DynamicLossScale", (), {"loss_scale": 8.0})()
     with pytest.raises(LossScaleError, match=r"is not a loss scale.* DynamicLossScale\(init_scale"):

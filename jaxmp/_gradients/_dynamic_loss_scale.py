@@ -288,6 +288,12 @@ def as_loss_scale(value: LossScaleLike) -> LossScale:
     convert = _OTHERS.get((type(value).__module__.partition(".")[0], type(value).__name__))
     if convert is not None:
         return convert(value)
+    is_scale = lambda leaf: isinstance(leaf, LossScale)
+    if any(map(is_scale, jax.tree.leaves(value, is_leaf=is_scale))):
+        raise LossScaleError(
+            f"This {type(value).__name__} is not a loss scale, but contains one. Write "
+            "loss_scale=jaxmp.get_loss_scale(opt_state) with this state in place of opt_state."
+        )
     raise LossScaleError(
         f"{value!r} is not a loss scale. Allowed: None, a positive number, NoLossScale(), "
         "StaticLossScale(1024), DynamicLossScale(), and those of jmp and Flax; for example "
