@@ -30,6 +30,7 @@ from jaxmp._gradients._fp32._layout import (
 from jaxmp._gradients._fp32._values import (
     Constant,
     Copy,
+    Selected,
     Value,
     Weight,
     are_weights,
@@ -49,17 +50,19 @@ from jaxmp._programs._matmuls import wide_product, widened_product
 from jaxmp._programs._operations import arithmetic_of, dot_of
 
 
-def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
+def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs a matmul or convolution with a copy, whose gradient is computed in FP32.
 
     In a product of weights, XLA may split the contracted axis, and sum over devices in the forward
     pass, too.
     """
-    operands = [as_array(v) if _is_rows(v, operands) else v for v in operands]
+    if sum(isinstance(operand, Copy) for operand in operands) > 1:
+        # Rows of a table that are multiplied by a weight are activations.
+        operands = [as_array(v) if isinstance(v, Selected) else v for v in operands]
     side = 1 if isinstance(operands[1], Copy) else 0
     copy, other = operands[side], operands[1 - side]
     if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
-        return run_custom_derivative(equation, operands)[0]
+        return run_custom_derivative(equation, operands)
     # Integers, such as the sizes of the groups of a ragged matmul.
     rest = list(map(as_array, operands[2:]))
 
@@ -111,7 +114,7 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
         return d_other, no_gradient(d_carrier, low.dtype), as_stored(d_carrier, layout), None
 
     matmul.defvjp(matmul_fwd, matmul_bwd)
-    return matmul(other, copy.low, copy.carrier, rest)
+    return [matmul(other, copy.low, copy.carrier, rest)]
 
 
 def transposed_dot(
@@ -144,12 +147,6 @@ def transposed_dot(
         out = product(cotangent, other, preferred_element_type=dtype)
     by_other = [sums[side][n] for n in np.argsort(sums[1 - side])]
     return lax.transpose(out, np.argsort([*batch[side], *kept, *by_other]))
-
-
-def _is_rows(value: Value, operands: list[Value]) -> bool:
-    """Returns True for rows of a table that are multiplied by a weight, as activations are."""
-    copies = [operand for operand in operands if isinstance(operand, Copy)]
-    return isinstance(value, Copy) and value.rows == () and len(copies) > 1
 
 
 def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:

@@ -19,7 +19,6 @@ from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxp
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array
 from jaxmp._programs._analysis import Forward, primitives
-from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import (
     CALLS,
     CUSTOM_DERIVATIVES,
@@ -379,15 +378,14 @@ class _Gathering(Interpreter):
         if equation.primitive.name in CALLS and _has_split(operands):
             return self.enter(equation, operands, frame, state=own)
         if _is_identity(equation):
-            out = bind(equation, [array for array, _ in operands])
+            out = self.bound(equation, [array for array, _ in operands])
             return list(zip(out, _returned_marks(equation, operands), strict=True))
         can_wait, mark = _mark(equation, operands)
         read = (lambda _, value: value[0]) if can_wait else own.array
         arrays = list(map(read, equation.invars, operands))
         if can_wait and mark is not None and mark.is_split:
             arrays = [_split_like(array, mark) for array in arrays]
-        out = bind(equation, arrays)
-        out = list(out) if isinstance(out, (list, tuple)) else [out]
+        out = self.bound(equation, arrays)
         if mark is _LOCAL and any(m is not None and m.is_explicit for _, m in operands):
             out = list(map(_as_recorded_sharding, out, equation.outvars))
         return [(array, mark) for array in out]

@@ -37,14 +37,11 @@ class Copy(NamedTuple):
     carrier: FP32 array of the same shape. Its value is never used, and the gradient passes through
       it.
     layout: the sharding of `low`, and that in which matmuls read it; None: it is unknown.
-    rows: () if data selects the elements, as the rows of a table, so that they may be activations;
-      otherwise None. (Neither value adds leaves to the pytree.)
     """
 
     low: Array
     carrier: Array
     layout: Layout | None = None
-    rows: tuple[()] | None = None
 
     @property
     def whole(self) -> Array:
@@ -54,6 +51,12 @@ class Copy(NamedTuple):
 
 class Repeated(Copy):
     """Copy with repeated elements, such as a bias for all rows. With data, it is an activation."""
+
+    __slots__ = ()
+
+
+class Selected(Copy):
+    """Copy whose elements data selects, as the rows of a table: they may be activations."""
 
     __slots__ = ()
 
@@ -109,7 +112,7 @@ def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = Fal
         array = value.array if isinstance(value, Weight) else value.low
         sliced = layout.of_a_slice(array.ndim)
         if isinstance(value, Copy) and layout.is_split and not sliced.is_split:
-            return Copy(value.whole, value.carrier, sliced, value.rows)
+            return value._replace(low=value.whole, layout=sliced)
         layout = sliced
     if isinstance(value, Weight):
         return Weight(value.array, layout)
@@ -137,7 +140,7 @@ def computed_weight(value: Value, layout: Layout | None = None) -> Value:
 def are_weights(values: Sequence[Value]) -> bool:
     """Returns True for weights and constants, from which every operation computes a weight."""
     return all(
-        isinstance(value, (Weight, Copy, Constant)) and getattr(value, "rows", None) is None
+        isinstance(value, (Weight, Copy, Constant)) and not isinstance(value, Selected)
         for value in values
     )
 
