@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._attention._arguments import NO_KEY, AttentionArguments, sees
+from jaxmp._attention._arguments import NO_KEY, AttentionArguments, masks_at
 from jaxmp._core._dtypes import wide_dtype
 from jaxmp._programs._matmuls import wide_product
 
@@ -196,12 +196,7 @@ def whole_mask(args: AttentionArguments) -> jax.Array | None:
     _, _, queries, keys = args.logits_shape
     rows = lax.broadcasted_iota(jnp.int32, (1, 1, queries, 1), 2)
     columns = lax.broadcasted_iota(jnp.int32, (1, 1, 1, keys), 3)
-    masks = [] if args.mask is None else [args.mask]
-    if args.settings.is_causal or args.settings.window is not None:
-        masks.append(sees(args.settings, rows, columns))
-    for lengths, positions in ((args.query_lengths, rows), (args.key_lengths, columns)):
-        if lengths is not None:
-            masks.append(positions < lengths[:, None, None, None])
+    masks = [*([] if args.mask is None else [args.mask]), *masks_at(args, rows, columns)]
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 

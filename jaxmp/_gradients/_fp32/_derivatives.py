@@ -18,8 +18,8 @@ from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._fp32._layout import (
     ELEMENTWISE,
     REDUCTIONS,
-    Layout,
     Saved,
+    WeightLayout,
     as_gathered,
     as_stored,
     gathered,
@@ -179,7 +179,7 @@ class _OwnDerivative:
     """
 
     equation: JaxprEqn
-    layouts: list[Layout | None]
+    layouts: list[WeightLayout | None]
     copies: list[int]
     is_weight: bool
 
@@ -228,7 +228,7 @@ class _OwnDerivative:
         ]
         return narrow, [self._stored(by_operand[n], self.layouts[n]) for n in self.copies]
 
-    def _stored(self, gradient: Array, layout: Layout | None) -> Array:
+    def _stored(self, gradient: Array, layout: WeightLayout | None) -> Array:
         # A loop over chunks of the batch that adds to a split gradient sums it over devices in each
         # iteration, if the mesh has several axes. The sum of a whole one moves behind the loop.
         if loops(self.equation) and layout is not None and not layout.is_explicit:
@@ -237,7 +237,7 @@ class _OwnDerivative:
 
 
 def _gathered_vjp(
-    forward: Callable[..., list[Array]], *arrays: Array, layouts: list[Layout | None]
+    forward: Callable[..., list[Array]], *arrays: Array, layouts: list[WeightLayout | None]
 ) -> tuple[list[Array], PyTree]:
     """Returns `jax.vjp(forward, *arrays)`; weights are gathered where `forward` reads them.
 
@@ -260,7 +260,9 @@ def _gathered_vjp(
     return structure.unflatten(leaves)
 
 
-def _after_cotangents(saved: list[Array], marks: list[Layout | None], count: int) -> list[Array]:
+def _after_cotangents(
+    saved: list[Array], marks: list[WeightLayout | None], count: int
+) -> list[Array]:
     """Makes weights depend on the cotangents, the last `count` arrays; see `run_matmul`."""
     first = len(saved) - count
     tied = [
@@ -275,7 +277,7 @@ def _after_cotangents(saved: list[Array], marks: list[Layout | None], count: int
 
 
 def _all_gathered(
-    closed: ClosedJaxpr, args: Sequence[Array], layouts: list[Layout | None]
+    closed: ClosedJaxpr, args: Sequence[Array], layouts: list[WeightLayout | None]
 ) -> list[Array]:
     results, marks = run_gathered(closed, args, layouts)
     return list(map(gathered, results, marks))

@@ -25,7 +25,7 @@ from jaxmp._gradients._fp32._derivatives import (
 from jaxmp._gradients._fp32._layout import (
     ELEMENTWISE,
     REDUCTIONS,
-    Layout,
+    WeightLayout,
     batch_axes,
     forwarded,
     quantizes,
@@ -91,7 +91,7 @@ def run(
       The results of the function.
     """
     jaxpr, _ = jaxpr_body(closed)
-    layout = Layout(batch_axes=batch_axes(closed, is_param), again=regather)
+    layout = WeightLayout(batch_axes=batch_axes(closed, is_param), again=regather)
     values: list[Value] = []
     for var, arg, differentiated in zip(jaxpr.invars, args, is_param, strict=True):
         if differentiated and is_16bit_aval(var.aval):
@@ -377,7 +377,7 @@ def _merge(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     return [kind(bind(equation, low), bind(equation, wide), layout)]
 
 
-def _common_layout(equation: JaxprEqn, operands: list[Value]) -> Layout | None:
+def _common_layout(equation: JaxprEqn, operands: list[Value]) -> WeightLayout | None:
     """Returns the layout of the result of an operation on copies; None if they must be gathered."""
     layouts = {operand.layout for operand in operands if isinstance(operand, Copy)}
     if len(layouts) > 1 or equation.primitive.name not in ELEMENTWISE:

@@ -75,7 +75,7 @@ _SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """Sharding of a weight, and the sharding in which operations read it.
 
     stored: the sharding of the weight; None: unknown.
@@ -99,14 +99,14 @@ class Layout:
         """True if the sharding is part of the type of the array."""
         return self.stored is not None and AxisType.Explicit in self.stored.mesh.axis_types
 
-    def placed(self, sharding: NamedSharding, ndim: int) -> Layout:
+    def placed(self, sharding: NamedSharding, ndim: int) -> WeightLayout:
         """Returns the layout of a weight that has a sharding."""
         entries = tuple(_without(entry, self.batch_axes) for entry in _entries(sharding, ndim))
         gathered = NamedSharding(sharding.mesh, PartitionSpec(*entries))
         stored = NamedSharding(sharding.mesh, PartitionSpec(*_entries(sharding, ndim)))
         return dataclasses.replace(self, stored=stored, gathered=gathered)
 
-    def constrained(self, sharding: NamedSharding, ndim: int) -> Layout:
+    def constrained(self, sharding: NamedSharding, ndim: int) -> WeightLayout:
         """Returns the layout of a weight after a sharding constraint.
 
         The first constraint is the sharding of the weight. If a second one leaves out some of its
@@ -120,7 +120,7 @@ class Layout:
             return dataclasses.replace(self, gathered=new.stored)
         return new
 
-    def moved(self, equation: JaxprEqn) -> Layout | None:
+    def moved(self, equation: JaxprEqn) -> WeightLayout | None:
         """Returns the layout after an operation that moves elements; None: it cannot be applied."""
         if self.stored is None or self.gathered is None:
             return self
@@ -133,11 +133,11 @@ class Layout:
             shardings.append(NamedSharding(sharding.mesh, PartitionSpec(*entries)))
         return dataclasses.replace(self, stored=shardings[0], gathered=shardings[1])
 
-    def unplaced(self) -> Layout:
+    def unplaced(self) -> WeightLayout:
         """Returns the layout of an array whose sharding is unknown."""
-        return Layout(batch_axes=self.batch_axes, again=self.again)
+        return WeightLayout(batch_axes=self.batch_axes, again=self.again)
 
-    def of_a_slice(self, ndim: int) -> Layout:
+    def of_a_slice(self, ndim: int) -> WeightLayout:
         """Returns the layout of `array[i]`, where the array has `ndim` dimensions."""
         if self.stored is None or self.gathered is None:
             return self
@@ -151,12 +151,12 @@ class Layout:
         return dataclasses.replace(self, stored=stored_sharding, gathered=gathered_sharding)
 
 
-def gathered(array: Array, layout: Layout | None) -> Array:
+def gathered(array: Array, layout: WeightLayout | None) -> Array:
     """Returns a weight in the sharding in which matmuls read it."""
     return gathered_again(as_stored(array, layout), layout)
 
 
-def as_stored(array: Array, layout: Layout | None) -> Array:
+def as_stored(array: Array, layout: WeightLayout | None) -> Array:
     """Constrains a weight, or its gradient, to the sharding of the weight.
 
     Otherwise XLA may gather the weight before it was cast.
@@ -170,7 +170,7 @@ def as_stored(array: Array, layout: Layout | None) -> Array:
     return lax.with_sharding_constraint(array, layout.stored)
 
 
-def gathered_again(array: Array, layout: Layout | None) -> Array:
+def gathered_again(array: Array, layout: WeightLayout | None) -> Array:
     """Returns the result of `as_stored` in the sharding in which matmuls read it."""
     if layout is None or not layout.is_split:
         return array
@@ -180,7 +180,7 @@ def gathered_again(array: Array, layout: Layout | None) -> Array:
     return lax.with_sharding_constraint(array, layout.gathered)
 
 
-def as_gathered(array: Array, layout: Layout | None) -> Array | jax.ShapeDtypeStruct:
+def as_gathered(array: Array, layout: WeightLayout | None) -> Array | jax.ShapeDtypeStruct:
     """Returns an array or the shape of one for tracing a function that reads a gathered weight."""
     if layout is None or not (layout.is_split and layout.is_explicit):
         return array
@@ -299,12 +299,12 @@ def _reshaped(
 # ---------------------------------------------------------------------------
 
 # Mark of an array that a device can compute from its part of the weights and from scalars.
-_LOCAL = Layout()
+_LOCAL = WeightLayout()
 
 
 def run_gathered(
-    closed: ClosedJaxpr, args: Sequence[Array], layouts: Sequence[Layout | None]
-) -> tuple[list[Array], list[Layout | None]]:
+    closed: ClosedJaxpr, args: Sequence[Array], layouts: Sequence[WeightLayout | None]
+) -> tuple[list[Array], list[WeightLayout | None]]:
     """Runs a jaxpr that is not differentiated, and gathers weights before their uses.
 
     Args:
@@ -323,7 +323,7 @@ def run_gathered(
     )
 
 
-_Marked: TypeAlias = tuple[Any, Layout | None]
+_Marked: TypeAlias = tuple[Any, WeightLayout | None]
 
 
 class _Gathered:
@@ -391,7 +391,7 @@ class _Gathering(Interpreter):
         return [(array, mark) for array in out]
 
 
-def _split_like(array: Array, layout: Layout) -> Array:
+def _split_like(array: Array, layout: WeightLayout) -> Array:
     """Gives an operand of a split weight the weight's sharding, on explicit axes."""
     stored = layout.stored
     if not layout.is_explicit or stored is None or jax.numpy.ndim(array) != len(stored.spec):
@@ -413,7 +413,7 @@ def _is_identity(equation: JaxprEqn) -> bool:
     return is_function and call_of(equation).is_empty
 
 
-def _returned_marks(equation: JaxprEqn, operands: Sequence[_Marked]) -> list[Layout | None]:
+def _returned_marks(equation: JaxprEqn, operands: Sequence[_Marked]) -> list[WeightLayout | None]:
     sources = forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
     return [None if n is None else operands[n][1] for n in sources]
 
@@ -422,7 +422,7 @@ def _has_split(operands: Sequence[_Marked]) -> bool:
     return any(mark is not None and mark.is_split for _, mark in operands)
 
 
-def _mark(equation: JaxprEqn, operands: Sequence[_Marked]) -> tuple[bool, Layout | None]:
+def _mark(equation: JaxprEqn, operands: Sequence[_Marked]) -> tuple[bool, WeightLayout | None]:
     """Returns True if an equation can read weights that are split, and the mark of its result."""
     name = equation.primitive.name
     is_local = all(mark is not None or jax.numpy.size(array) == 1 for array, mark in operands)
@@ -465,7 +465,7 @@ class Saved:
     """Array that a backward pass requires, and its layout if it has not been gathered."""
 
     array: Array
-    layout: Layout | None = dataclasses.field(metadata={"static": True})
+    layout: WeightLayout | None = dataclasses.field(metadata={"static": True})
 
 
 # ---------------------------------------------------------------------------

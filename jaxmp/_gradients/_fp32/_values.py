@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxmp._core._compat import JaxprEqn
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._gradients._fp32._layout import Layout, gathered
+from jaxmp._gradients._fp32._layout import WeightLayout, gathered
 from jaxmp._programs._bind import bind
 
 
@@ -26,7 +26,7 @@ class Weight(NamedTuple):
     """
 
     array: Array
-    layout: Layout | None = None
+    layout: WeightLayout | None = None
     origin: tuple[Weight, JaxprEqn, list[Any]] | None = None
 
 
@@ -41,7 +41,7 @@ class Copy(NamedTuple):
 
     low: Array
     carrier: Array
-    layout: Layout | None = None
+    layout: WeightLayout | None = None
 
     @property
     def whole(self) -> Array:
@@ -88,7 +88,7 @@ def as_array(value: Value) -> Array:
     return value.array if isinstance(value, (Weight, Constant, Rows)) else value
 
 
-def copy_of(array: Array, low: Array, layout: Layout | None = None) -> Copy:
+def copy_of(array: Array, low: Array, layout: WeightLayout | None = None) -> Copy:
     """Returns the copy `low` of an array in FP32."""
     return Copy(_detached(low), array, layout)
 
@@ -119,7 +119,7 @@ def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = Fal
     return value._replace(layout=layout)
 
 
-def computed_weight(value: Value, layout: Layout | None = None) -> Value:
+def computed_weight(value: Value, layout: WeightLayout | None = None) -> Value:
     """Converts a value that was computed from weights and constants alone to a `Weight` or `Copy`.
 
     Its sharding is unknown, until it is constrained; `layout` is that of one of the weights. The
