@@ -8,7 +8,7 @@ operations on single elements come first, so that the weight is gathered in the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -28,7 +28,7 @@ from jaxmp._programs._constructs import (
     sub_jaxprs,
 )
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import equations
+from jaxmp._programs._jaxprs import array_aval, equations
 from jaxmp._programs._operations import dimensions_of, new_dtype_of, sharding_of_result
 
 # Axes over which each dimension of an array is split.
@@ -101,10 +101,9 @@ class WeightLayout:
 
     def placed(self, sharding: NamedSharding, ndim: int) -> WeightLayout:
         """Returns the layout of a weight that has a sharding."""
-        entries = tuple(_without(entry, self.batch_axes) for entry in _entries(sharding, ndim))
-        gathered = NamedSharding(sharding.mesh, PartitionSpec(*entries))
-        stored = NamedSharding(sharding.mesh, PartitionSpec(*_entries(sharding, ndim)))
-        return dataclasses.replace(self, stored=stored, gathered=gathered)
+        stored = _entries(sharding, ndim)
+        gathered = (_without(entry, self.batch_axes) for entry in stored)
+        return self._with(sharding.mesh, stored, gathered)
 
     def constrained(self, sharding: NamedSharding, ndim: int) -> WeightLayout:
         """Returns the layout of a weight after a sharding constraint.
@@ -124,14 +123,15 @@ class WeightLayout:
         """Returns the layout after an operation that moves elements; None: it cannot be applied."""
         if self.stored is None or self.gathered is None:
             return self
-        aval: Any = equation.invars[0].aval
-        shardings: list[NamedSharding] = []
-        for sharding in (self.stored, self.gathered):
-            entries = _moved(equation, _entries(sharding, len(aval.shape)))
-            if entries is None:
-                return None
-            shardings.append(NamedSharding(sharding.mesh, PartitionSpec(*entries)))
-        return dataclasses.replace(self, stored=shardings[0], gathered=shardings[1])
+        ndim = array_aval(equation.invars[0]).ndim
+        stored, gathered = (
+            _moved(equation, _entries(sharding, ndim)) for sharding in (self.stored, self.gathered)
+        )
+        return (
+            None
+            if stored is None or gathered is None
+            else self._with(self.stored.mesh, stored, gathered)
+        )
 
     def unplaced(self) -> WeightLayout:
         """Returns the layout of an array whose sharding is unknown."""
@@ -145,10 +145,12 @@ class WeightLayout:
         _, *gathered = _entries(self.gathered, ndim)
         if first is not None:
             return self.unplaced()
-        mesh = self.stored.mesh
-        shardings = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (stored, gathered))
-        stored_sharding, gathered_sharding = shardings
-        return dataclasses.replace(self, stored=stored_sharding, gathered=gathered_sharding)
+        return self._with(self.stored.mesh, stored, gathered)
+
+    def _with(self, mesh: Any, stored: Iterable[Any], gathered: Iterable[Any]) -> WeightLayout:
+        """Returns the layout with other axes of the dimensions, before and in matmuls."""
+        on_mesh = lambda entries: NamedSharding(mesh, PartitionSpec(*entries))
+        return dataclasses.replace(self, stored=on_mesh(stored), gathered=on_mesh(gathered))
 
 
 def gathered(array: Array, layout: WeightLayout | None) -> Array:
@@ -375,7 +377,8 @@ class _Gathering(Interpreter):
             operand, result = equation.invars[0], equation.outvars[0]
             if isinstance(operand, Var) and isinstance(result, Var):
                 own.sources[result] = own.sources.get(operand, operand)
-        if equation.primitive.name in CALLS and _has_split(operands):
+        is_split = any(mark is not None and mark.is_split for _, mark in operands)
+        if equation.primitive.name in CALLS and is_split:
             return self.enter(equation, operands, frame, state=own)
         if _is_identity(equation):
             out = self.bound(equation, [array for array, _ in operands])
@@ -416,10 +419,6 @@ def _is_identity(equation: JaxprEqn) -> bool:
 def _returned_marks(equation: JaxprEqn, operands: Sequence[_Marked]) -> list[WeightLayout | None]:
     sources = forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
     return [None if n is None else operands[n][1] for n in sources]
-
-
-def _has_split(operands: Sequence[_Marked]) -> bool:
-    return any(mark is not None and mark.is_split for _, mark in operands)
 
 
 def _mark(equation: JaxprEqn, operands: Sequence[_Marked]) -> tuple[bool, WeightLayout | None]:
