@@ -212,13 +212,9 @@ def seeing_queries(args: AttentionArguments) -> jax.Array | None:
             mask = finite if mask is None else finite & mask
         assert mask is not None
         return mask.any(-1).transpose(0, 2, 1)[..., None]
+    # Without a mask, a query that sees any key sees the one nearest to its own position.
     rows = jnp.arange(queries, dtype=jnp.int32)[None, :]
-    last = jnp.full((1, 1), keys, jnp.int32) - 1
-    if args.key_lengths is not None:
-        last = args.key_lengths[:, None] - 1
-    window = args.settings.window
-    first = jnp.zeros_like(rows) if window is None else jnp.maximum(rows - window[0], 0)
-    seeing = first <= last
-    if args.query_lengths is not None:
-        seeing = seeing & (rows < args.query_lengths[:, None])
+    last = keys - 1 if args.key_lengths is None else args.key_lengths[:, None] - 1
+    nearest = jnp.minimum(rows, last)
+    seeing = functools.reduce(jnp.logical_and, [nearest >= 0, *masks_at(args, rows, nearest)])
     return seeing[..., None, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -80,16 +80,14 @@ def matmul_precision(policy: Policy, default: str | None) -> str | None:
     return _PRECISIONS.get(policy.matmul, default)
 
 
-@contextlib.contextmanager
-def precision_scope(precision: str | None, outer: str | None) -> Iterator[None]:
+def precision_scope(
+    precision: str | None, outer: str | None
+) -> contextlib.AbstractContextManager[None]:
     """Runs a block with a matmul precision.
 
     Args:
       precision: the value of `jax.default_matmul_precision` in the block.
       outer: the present value; if it is equal, the block runs unchanged.
     """
-    if precision == outer:
-        yield
-    else:
-        with jax.default_matmul_precision(precision):
-            yield
+    same = precision == outer
+    return contextlib.nullcontext() if same else jax.default_matmul_precision(precision)

@@ -282,6 +282,18 @@ def _keeps_or_hides(state: PyTree) -> bool:
     return bool(arrays or find(state, (optax.ZeroNansState, optax.ApplyIfFiniteState)))
 
 
+# Wrappers that break training, and the reason.
+_REFUSED = {
+    optax.MultiStepsState: (
+        "optax.MultiSteps around mixed_precision: an overflow would remain in its accumulator "
+        "forever. Accumulate inside: recipe.optimizer(optax.MultiSteps(inner, every_k)), or use "
+        "value_and_grad(..., microbatches=k)."
+    ),
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, which "
+        "would never back off. Remove it: recipe.optimizer(inner) already skips such steps."
+    ),
+}
 # Wrappers that pass gradients and updates through unchanged, for their parameters.
 _TRANSPARENT = (
     optax.MaskedState,
@@ -301,18 +313,8 @@ def _check_node(node: PyTree, *, plain: bool = False) -> None:
         return
     if not find(node, SkipNonfiniteState) and not _has_masters(node):
         return
-    if isinstance(node, optax.MultiStepsState):
-        raise CompositionError(
-            "optax.MultiSteps around mixed_precision: an overflow would remain in its accumulator "
-            "forever. Accumulate inside: recipe.optimizer(optax.MultiSteps(inner, every_k)),"
-            " or use value_and_grad(..., microbatches=k)."
-        )
-    if isinstance(node, optax.ApplyIfFiniteState):
-        raise CompositionError(
-            "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, "
-            "which would never back off. Remove it: recipe.optimizer(inner) already skips such "
-            "steps."
-        )
+    if type(node) in _REFUSED:
+        raise CompositionError(_REFUSED[type(node)])
     if _has_masters(node):
         _check_assignable(node)
     if plain:

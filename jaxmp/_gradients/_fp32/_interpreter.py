@@ -119,9 +119,7 @@ class _Gradients(Interpreter):
             return values
         if entry is Entry.CARRY:
             return left(values, operands)
-        flags = {"is_recomputed": entry is Entry.REMAT, "is_scanned": entry is Entry.ROWS}
-        inside = [entered(value, **flags) for value in values]
-        return list(map(_unplaced, inside)) if entry is Entry.SHARD else inside
+        return [entered(value, entry) for value in values]
 
     def left(self, results: list[Any], operands: list[Any]) -> list[Any]:
         return left(results, operands)
@@ -155,12 +153,6 @@ def _sources(equation: JaxprEqn) -> list[int | None]:
         first = loop.consts + loop.carry
         sources[loop.carry :] = [n if n is not None and n >= first else None for n in returned]
     return sources
-
-
-def _unplaced(value: Value) -> Value:
-    if isinstance(value, Weight):
-        return Weight(value.array)
-    return Copy(value.low, value.carrier) if isinstance(value, Copy) else value
 
 
 def _operation(equation: JaxprEqn, operands: list[Value]) -> list[Value]:

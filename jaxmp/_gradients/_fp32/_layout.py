@@ -380,9 +380,12 @@ class _Gathering(Interpreter):
         is_split = any(mark is not None and mark.is_split for _, mark in operands)
         if equation.primitive.name in CALLS and is_split:
             return self.enter(equation, operands, frame, state=own)
-        if _is_identity(equation):
+        if equation.primitive.name in CUSTOM_DERIVATIVES and call_of(equation).is_empty:
+            # A function that returns arguments unchanged.
             out = self.bound(equation, [array for array, _ in operands])
-            return list(zip(out, _returned_marks(equation, operands), strict=True))
+            sources = forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
+            marks = (None if n is None else operands[n][1] for n in sources)
+            return list(zip(out, marks, strict=True))
         can_wait, mark = _mark(equation, operands)
         read = (lambda _, value: value[0]) if can_wait else own.array
         arrays = list(map(read, equation.invars, operands))
@@ -408,17 +411,6 @@ def _as_recorded_sharding(array: Array, var: Var) -> Array:
     """Gives the result of a reduction the sharding that it has for a gathered weight."""
     aval: Any = var.aval
     return jax.reshard(array, aval.sharding.spec)
-
-
-def _is_identity(equation: JaxprEqn) -> bool:
-    """Returns True for a function with a custom derivative that returns arguments unchanged."""
-    is_function = equation.primitive.name in CUSTOM_DERIVATIVES
-    return is_function and call_of(equation).is_empty
-
-
-def _returned_marks(equation: JaxprEqn, operands: Sequence[_Marked]) -> list[WeightLayout | None]:
-    sources = forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
-    return [None if n is None else operands[n][1] for n in sources]
 
 
 def _mark(equation: JaxprEqn, operands: Sequence[_Marked]) -> tuple[bool, WeightLayout | None]:

@@ -14,6 +14,7 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._gradients._fp32._layout import WeightLayout, gathered
 from jaxmp._programs._bind import bind
+from jaxmp._programs._interpreter import Entry
 
 
 class Weight(NamedTuple):
@@ -93,30 +94,26 @@ def copy_of(array: Array, low: Array, layout: WeightLayout | None = None) -> Cop
     return Copy(_detached(low), array, layout)
 
 
-def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = False) -> Value:
-    """Returns a value as an argument of the body of another operation.
-
-    Args:
-      value: the operand of the operation.
-      is_recomputed: the backward pass runs the body again, and gathers its weights.
-      is_scanned: the body receives slices of the value.
-    """
+def entered(value: Value, entry: Entry) -> Value:
+    """Returns an operand of another operation as an argument of the body of that operation."""
     if isinstance(value, Rows):
         return value.array
-    if not isinstance(value, (Weight, Copy)) or value.layout is None:
-        return Weight(value.array) if isinstance(value, Weight) else value
-    layout = value.layout
-    if is_recomputed:
+    if not isinstance(value, (Weight, Copy)):
+        return value
+    layout = None if entry is Entry.SHARD else value.layout
+    if layout is not None and entry is Entry.REMAT:
+        # The backward pass runs the body again, and gathers its weights.
         layout = dataclasses.replace(layout, again=False)
-    if is_scanned:
+    if layout is not None and entry is Entry.ROWS:
         array = value.array if isinstance(value, Weight) else value.low
         sliced = layout.of_a_slice(array.ndim)
         if isinstance(value, Copy) and layout.is_split and not sliced.is_split:
             return value._replace(low=value.whole, layout=sliced)
         layout = sliced
-    if isinstance(value, Weight):
-        return Weight(value.array, layout)
-    return value._replace(layout=layout)
+    # A weight inside is not moved back to where it was gathered outside.
+    return (
+        Weight(value.array, layout) if isinstance(value, Weight) else value._replace(layout=layout)
+    )
 
 
 def computed_weight(value: Value, layout: WeightLayout | None = None) -> Value:
