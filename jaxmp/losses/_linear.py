@@ -236,7 +236,7 @@ class _Gradients(NamedTuple):
         bias = None if self.bias is None else cast(self.bias, arrays.bias)
         kernel = cast(self.kernel, arrays.kernel)
         zeros = lambda array: None if array is None else np.zeros(array.shape, jax.dtypes.float0)
-        others = zeros(arrays.labels), zeros(arrays.valid)
+        others: Any = zeros(arrays.labels), zeros(arrays.valid)
         return _Arrays(cast(self.hidden, arrays.hidden), kernel, bias, *others)
 
 
