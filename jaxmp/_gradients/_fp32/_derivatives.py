@@ -35,11 +35,11 @@ from jaxmp._gradients._fp32._values import (
     Weight,
     are_weights,
     as_array,
+    as_list,
     bound,
     copy_of,
     left,
     no_gradient,
-    results_of,
 )
 from jaxmp._programs._analysis import Body, primitives
 from jaxmp._programs._bind import bind
@@ -184,7 +184,7 @@ class _OwnDerivative:
     is_weight: bool
 
     def run(self, *arrays: Array) -> list[Array]:
-        return results_of(self.equation, run_forward(self.equation, list(arrays)))
+        return as_list(run_forward(self.equation, list(arrays)))
 
     def outputs(self, results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
         """Returns the results, each with its carrier if it has one."""
@@ -370,7 +370,7 @@ class _Wide(Interpreter):
         is_wide = not self.variables.isdisjoint(equation.outvars)
         if not is_wide or equation.primitive.name in MATMULS:
             operands = list(map(rounded, operands, equation.invars))
-        return results_of(equation, (_in_fp32 if is_wide else bind)(equation, operands))
+        return as_list((_in_fp32 if is_wide else bind)(equation, operands))
 
 
 class _Inline(Interpreter):

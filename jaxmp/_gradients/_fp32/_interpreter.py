@@ -39,13 +39,13 @@ from jaxmp._gradients._fp32._values import (
     Value,
     Weight,
     as_array,
+    as_list,
     attached,
     bound,
     computed_weight,
     copy_of,
     entered,
     left,
-    results_of,
 )
 from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import BRANCHES, CALLS, REMATS, Form, call_of, form_of, scan_of
@@ -254,10 +254,8 @@ def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     assert isinstance(copy, Copy)
     others = list(map(as_array, rest))
     layout = None if copy.layout is None else copy.layout.moved(equation)
-    low = results_of(
-        equation, bind(equation, [copy.whole if layout is None else copy.low, *others])
-    )
-    carrier = results_of(equation, bind(equation, [copy.carrier, *others]))
+    low = as_list(bind(equation, [copy.whole if layout is None else copy.low, *others]))
+    carrier = as_list(bind(equation, [copy.carrier, *others]))
     kind = type(copy)
     if name == "gather" and any(map(_is_data, rest)):
         kind = Selected

@@ -153,12 +153,12 @@ def left(results: Sequence[Value], operands: Sequence[Value]) -> list[Value]:
 
 def bound(equation: JaxprEqn, operands: list[Value]) -> list[Array]:
     """Returns the results of an equation with other operands."""
-    return results_of(equation, bind(equation, list(map(as_array, operands))))
+    return as_list(bind(equation, list(map(as_array, operands))))
 
 
-def results_of(equation: JaxprEqn, out: Array | list[Array]) -> list[Array]:
+def as_list(out: Array | list[Array]) -> list[Array]:
     """Returns the result of `bind` as a list."""
-    return list(out) if isinstance(out, (list, tuple)) else [out]
+    return out if isinstance(out, list) else [out]
 
 
 @jax.custom_vjp
