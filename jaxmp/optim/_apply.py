@@ -48,8 +48,7 @@ def apply_update(
         # The loss reads the fast parameters, and `optax.lookahead` takes only their gradients.
         grads = grads.fast
     params, opt_state = set_master_params(params, opt_state)
-    # The state of `mixed_precision` itself, without wrappers.
-    if _is_guarded(opt_state) and isinstance(opt_state.inner_state, MasterParamsState):
+    if _is_mixed_precision(opt_state):
         unpacked = unpack_parameters(opt_state, params)
         _, new_state = update(grads, unpacked, params, **extra_args)
         return Applied(*assign(params, new_state), _applied(new_state))
@@ -76,6 +75,11 @@ def _note_finite(opt_state: PyTree, finite: jax.Array) -> PyTree:
         return dataclasses.replace(node, stats=stats, settings=settings)
 
     return jax.tree.map(note, opt_state, is_leaf=_is_guarded)
+
+
+def _is_mixed_precision(opt_state: PyTree) -> bool:
+    """Returns True for the state of `mixed_precision` itself, without wrappers."""
+    return _is_guarded(opt_state) and isinstance(opt_state.inner_state, MasterParamsState)
 
 
 def _is_guarded(node: PyTree) -> bool:
