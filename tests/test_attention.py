@@ -463,14 +463,6 @@ def test_float16_logits_beyond_65504_stay_finite(name):
     assert all(np.isfinite(a).all() for a in got)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
-def test_float16_runs_jitted_on_a_cpu_under_a_mask(implementation):
-    query, key, value = inputs(8, 8, dtype=jnp.float16)
-    fn = functools.partial(dot_product_attention, is_causal=True, implementation=implementation)
-    out = jax.jit(fn)(query, key, value)
-    assert out.dtype == jnp.float16 and bool(jnp.isfinite(out).all())
-
-
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @fast_cases("blockwise")
 def test_a_nan_is_not_hidden(name):
@@ -647,12 +639,7 @@ def test_sixteen_thousand_positions_train_on_a_cpu():
     for _ in range(3):
         loss, key = step(key)
         losses.append(float(loss))
-    assert (
-        jaxmp.explain(jaxmp.dot_product_attention)(query, key, value, is_causal=True)
-        .attention[0]
-        .implementation
-        == "blockwise"
-    )
+    assert choice(query, key, value, is_causal=True).implementation == "blockwise"
     assert losses[2] < losses[1] < losses[0]
 
 
@@ -687,25 +674,18 @@ def gpu(monkeypatch):
         yield
 
 
+def choice(*args, **options):
+    return jaxmp.explain(jaxmp.dot_product_attention)(*args, **options).attention[0]
+
+
 def blockers(*args, **options):
-    return [
-        blocker.argument
-        for blocker in jaxmp.explain(jaxmp.dot_product_attention)(*args, **options)
-        .attention[0]
-        .rows
-    ]
+    return [blocker.argument for blocker in choice(*args, **options).rows]
 
 
 def test_a_cpu_takes_the_whole_while_it_is_small():
-    small, large = (
-        jaxmp.explain(jaxmp.dot_product_attention)(QUERY, QUERY, QUERY).attention[0],
-        shapes(2, 4096, 8, 64),
-    )
+    small, large = choice(QUERY, QUERY, QUERY), shapes(2, 4096, 8, 64)
     assert small.implementation == "xla" and "0.2 MiB" in small.reason
-    assert (
-        jaxmp.explain(jaxmp.dot_product_attention)(large, large, large).attention[0].implementation
-        == "blockwise"
-    )
+    assert choice(large, large, large).implementation == "blockwise"
     assert blockers(QUERY, QUERY, QUERY) == ["device"]
 
 
@@ -719,10 +699,8 @@ def test_a_gpu_takes_cudnn(gpu):
         {"mask": shapes(1, 1, 1, 64, dtype=bool)},
         {"bias": shapes(8, 64, 64)},
     ):
-        choice = jaxmp.explain(jaxmp.dot_product_attention)(
-            QUERY, QUERY, QUERY, **options
-        ).attention[0]
-        assert choice.implementation == "cudnn", str(choice)
+        chosen = choice(QUERY, QUERY, QUERY, **options)
+        assert chosen.implementation == "cudnn", str(chosen)
 
 
 @pytest.mark.parametrize(
@@ -738,19 +716,17 @@ def test_a_gpu_takes_cudnn(gpu):
 )
 def test_what_cudnn_cannot_serve_is_named_and_refused(gpu, query, options, blocker):
     assert blockers(query, query, query, **options) == [blocker]
-    choice = jaxmp.explain(jaxmp.dot_product_attention)(query, query, query, **options).attention[0]
-    assert choice.implementation == "xla" and choice.rows[0].change
+    chosen = choice(query, query, query, **options)
+    assert chosen.implementation == "xla" and chosen.rows[0].change
     message = rf"does not support this call:\n  {blocker}: .*\n.*auto"
     with pytest.raises(AttentionError, match=message):
-        jaxmp.explain(jaxmp.dot_product_attention)(
-            query, query, query, implementation="cudnn", **options
-        ).attention[0]
+        choice(query, query, query, implementation="cudnn", **options)
 
 
 def test_heads_are_padded_where_that_buys_the_kernel(gpu):
     query, value = shapes(2, 64, 8, 20), shapes(2, 64, 8, 12)
-    choice = jaxmp.explain(jaxmp.dot_product_attention)(query, query, value).attention[0]
-    assert choice.implementation == "cudnn" and "12 and 20 are padded to 24" in choice.notes[0]
+    chosen = choice(query, query, value)
+    assert chosen.implementation == "cudnn" and "12 and 20 are padded to 24" in chosen.notes[0]
 
 
 def test_a_note_names_automatic_axes_that_key_heads_cannot_follow(gpu):
@@ -759,11 +735,7 @@ def test_a_note_names_automatic_axes_that_key_heads_cannot_follow(gpu):
     notes = []
 
     def note(query, key):
-        notes.append(
-            jaxmp.explain(jaxmp.dot_product_attention)(query, key, key, is_causal=True)
-            .attention[0]
-            .notes
-        )
+        notes.append(choice(query, key, key, is_causal=True).notes)
 
     whole = lambda heads: jax.ShapeDtypeStruct(
         (2, 64, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
@@ -782,13 +754,7 @@ def test_without_cudnn_or_on_an_old_gpu(gpu, monkeypatch):
     large = shapes(2, 64, 8, 192)
     assert blockers(large, large, large) == ["query"]
     monkeypatch.setattr(_choice, "cudnn_version", lambda: None)
-    assert (
-        "no cuDNN"
-        in jaxmp.explain(jaxmp.dot_product_attention)(QUERY, QUERY, QUERY)
-        .attention[0]
-        .rows[0]
-        .reason
-    )
+    assert "no cuDNN" in choice(QUERY, QUERY, QUERY).rows[0].reason
 
 
 def test_a_choice_is_logged_once(caplog, monkeypatch):
@@ -876,33 +842,28 @@ def test_bad_arguments(changes, words):
 # Flax
 # ---------------------------------------------------------------------------
 
-LAYERS = {
-    "linen": (jaxmp.attention_fn, nn.dot_product_attention),
-    "nnx": (jaxmp.attention_fn, nnx.dot_product_attention),
-}
+LAYERS = [nn.dot_product_attention, nnx.dot_product_attention]
 
 
 @EXPENSIVE
-@pytest.mark.parametrize("framework", LAYERS)
-def test_what_a_layer_states_agrees_with_the_mask(framework):
-    make, flax = LAYERS[framework]
+@pytest.mark.parametrize("flax", LAYERS, ids=["linen", "nnx"])
+def test_what_a_layer_states_agrees_with_the_mask(flax):
     query, key, value = inputs(12, 12)
     causal = jnp.tri(12, dtype=bool)[None, None]
     window = causal & (jnp.arange(12)[None, :] >= jnp.arange(12)[:, None] - 3)[None, None]
     for options, mask in (({"is_causal": True}, causal), ({"local_window_size": (3, 0)}, window)):
-        got = make(**options, implementation="blockwise")(query, key, value)
+        got = jaxmp.attention_fn(**options, implementation="blockwise")(query, key, value)
         with standard():
             want = flax(query, key, value, mask=mask)
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
 @EXPENSIVE
-@pytest.mark.parametrize("framework", LAYERS)
-def test_leading_dimensions(framework):
-    make, flax = LAYERS[framework]
+@pytest.mark.parametrize("flax", LAYERS, ids=["linen", "nnx"])
+def test_leading_dimensions(flax):
     query, key, value = (jnp.stack([a, 2 * a, 3 * a]) for a in inputs(6, 6))
     mask = jnp.tri(6, dtype=bool)[None, None, None]
-    got = make()(query, key, value, mask=mask)
+    got = jaxmp.attention_fn()(query, key, value, mask=mask)
     with standard():
         want = flax(query, key, value, mask=mask)
     assert got.shape == (3, 2, 6, 4, 8)
@@ -968,9 +929,8 @@ def test_weights_that_are_asked_for_are_held_or_refused():
         model.apply(variables, x, sow_weights=True, mutable=["intermediates"])
 
 
-@pytest.mark.parametrize("framework", LAYERS)
-def test_a_function_is_told_by_what_it_states_and_pickles(framework):
-    make, _ = LAYERS[framework]
+def test_a_function_is_told_by_what_it_states_and_pickles():
+    make = jaxmp.attention_fn
     mine = make(is_causal=True, local_window_size=[3, 0])
     assert (
         pickle.loads(pickle.dumps(mine)) == mine == make(is_causal=True, local_window_size=(3, 0))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from grids import fast_cases
-from jaxmp._gradients._fp32._layout import Layout, _reshaped, batch_axes
+from jaxmp._gradients._fp32._layout import WeightLayout, _reshaped, batch_axes
 from jaxmp._programs._jaxprs import equations
 from jaxmp.errors import JaxmpError
 
@@ -437,9 +437,9 @@ def test_axes_of_the_batch_come_from_the_first_constrained_activation():
 
 
 def test_a_second_constraint_is_where_matmuls_read_a_weight():
-    layout = Layout(batch_axes=("data",)).placed(on(None, "data"), 2)
+    layout = WeightLayout(batch_axes=("data",)).placed(on(None, "data"), 2)
     assert layout.gathered.spec == P(None, None) and layout.is_split
-    by_hand = Layout().constrained(on("data", "model"), 2).constrained(on(None, "model"), 2)
+    by_hand = WeightLayout().constrained(on("data", "model"), 2).constrained(on(None, "model"), 2)
     assert by_hand.stored.spec == P("data", "model") and by_hand.gathered.spec == P(None, "model")
     moved = by_hand.constrained(on("model", "data"), 2)
     assert moved.stored.spec == P("model", "data") and not moved.is_split

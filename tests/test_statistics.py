@@ -22,7 +22,7 @@ import training_stats
 from grids import EXPENSIVE
 from jaxmp import fp8
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.stats._measure import FORMATS, measure
+from jaxmp._tools.stats._measure import FORMATS, measure_tensor
 from jaxmp._tools.stats._with_stats import _Program
 from jaxmp.errors import AuditError
 
@@ -70,7 +70,7 @@ def test_fractions_are_those_of_numpy(name, kind):
         x = np.float32([[3.0, -1e-9], [0.0, 1.0]])
     if kind == "small":
         x = x[np.isfinite(x) & (np.abs(x) < 2.0**-20)]
-    stats = jax.jit(measure)(x)
+    stats = jax.jit(measure_tensor)(x)
     with np.errstate(all="ignore"):
         scaled = x * scale_of(x, name)
         rounded = scaled.astype(name).astype(np.float32)
@@ -91,13 +91,13 @@ def test_exponents_are_counted_as_numpy_reads_them():
     column = (bits & 0x7FFFFF != 0).astype(int) + (bits & 0x7FFFFF >= 0x7FF000)
     want = np.zeros((256, 3), np.uint32)
     np.add.at(want, (bits >> 23, column), 1)
-    np.testing.assert_array_equal(jax.jit(measure)(x).exponents, want)
+    np.testing.assert_array_equal(jax.jit(measure_tensor)(x).exponents, want)
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 2.0**-100, 2.0**90])
 def test_noise_and_power_of_a_tensor_of_any_magnitude(magnitude):
     x = np.asarray(normal(2, 64, 32)) * np.float32(magnitude)
-    stats = jax.jit(measure)(x)
+    stats = jax.jit(measure_tensor)(x)
     wide = x.astype(np.float64)
     assert float(stats.rms) == pytest.approx(np.sqrt(np.mean(wide**2)), rel=1e-5)
     for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):

@@ -382,9 +382,29 @@ def _checked_rng(rate: object, rng: jax.Array | None) -> jax.Array | None:
     return rng if rate else None
 
 
-def sees(settings: AttentionSettings, queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Returns the bool mask of causality and window for int32 positions, which are broadcast."""
-    if settings.window is None:
-        return keys <= queries if settings.is_causal else (keys >= 0) | (queries >= 0)
-    left, right = settings.window
+def sees(window: tuple[int, int] | None, queries: Any, keys: Any) -> Any:
+    """Returns a bool mask for int32 positions, which are broadcast.
+
+    Args:
+      window: positions to the left and right of a query that it sees; None: it sees the positions
+        up to its own, as with a causal mask.
+      queries, keys: arrays of JAX or NumPy.
+    """
+    if window is None:
+        return keys <= queries
+    left, right = window
     return (keys >= queries - left) & (keys <= queries + right)
+
+
+def masks_at(args: AttentionArguments, queries: jax.Array, keys: jax.Array) -> list[jax.Array]:
+    """Returns bool masks of causality, window and lengths for int32 positions, which are broadcast.
+
+    The first of their dimensions is the batch.
+    """
+    masks = []
+    if args.settings.is_causal or args.settings.window is not None:
+        masks.append(sees(args.settings.window, queries, keys))
+    for lengths, positions in ((args.query_lengths, queries), (args.key_lengths, keys)):
+        if lengths is not None:
+            masks.append(positions < lengths.reshape(-1, *(1,) * (positions.ndim - 1)))
+    return masks

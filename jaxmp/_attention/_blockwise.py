@@ -22,7 +22,7 @@ from jaxmp._attention._arguments import (
     NO_KEY,
     AttentionArguments,
     AttentionSettings,
-    sees,
+    masks_at,
     with_scaled_query,
 )
 from jaxmp._core._compat import vary, varying_axes
@@ -206,14 +206,9 @@ class _Blocks:
         columns = j * shape.key_block + lax.broadcasted_iota(
             jnp.int32, (1, 1, 1, 1, shape.key_block), 4
         )
-        seen = sees(self.settings, rows, columns) & (columns < shape.keys)
-        for lengths, positions in (
-            (self.operands.query_lengths, rows),
-            (self.operands.key_lengths, columns),
-        ):
-            if lengths is not None:
-                seen = seen & (positions < lengths[:, None, None, None, None])
-        return seen if self.mask is None else seen & _at(self.mask, i, j)
+        masks = [columns < shape.keys, *masks_at(self.operands, rows, columns)]
+        masks += [] if self.mask is None else [_at(self.mask, i, j)]
+        return functools.reduce(jnp.logical_and, masks)
 
     def kept(self, i: jax.Array, j: jax.Array) -> jax.Array | None:
         """Returns the dropout factors of the weights of a pair, the same in both passes."""

@@ -16,7 +16,7 @@ from jaxmp._attention._arguments import AttentionArguments
 from jaxmp._attention._cudnn import padded_size
 from jaxmp._core._compat import compute_capability, cudnn_version, target
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._explanation import ExplanationRow, ExplanationSection
 from jaxmp._core._messages import install_command
 from jaxmp._core._targets import (
     FUSED_ATTENTION,
@@ -58,7 +58,7 @@ class Blocker(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionExplanation(Section[Blocker]):
+class AttentionExplanation(ExplanationSection[Blocker]):
     """Implementation of an attention call, with the reason.
 
     Attributes:

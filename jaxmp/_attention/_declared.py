@@ -19,6 +19,8 @@ import jax
 import numpy as np
 from jax import lax
 
+from jaxmp._attention._arguments import sees
+from jaxmp._policies._toml import literal
 from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, equations, is_literal
 from jaxmp._programs._locations import Location, Locations, module_of, root_of
 from jaxmp._programs._operations import name_of
@@ -62,17 +64,7 @@ class Declaration:
         return {"mask": self.mask, "window": left if is_short else (left, right)}
 
     def __str__(self) -> str:
-        return ", ".join(f"{key} = {_toml(value)}" for key, value in self.settings().items())
-
-
-def _quoted(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, tuple):
-        return str(list(value))
-    return _quoted(value)
+        return ", ".join(f"{key} = {literal(value)}" for key, value in self.settings().items())
 
 
 # ---------------------------------------------------------------------------
@@ -126,11 +118,8 @@ def _expected(mask: np.ndarray, declared: Declaration) -> np.ndarray:
     rows = np.arange(queries, dtype=np.int32)[:, None]
     columns = np.arange(keys, dtype=np.int32)[None, :]
     seen = np.ones((1, 1, queries, keys), bool)
-    if declared.is_causal:
-        seen &= columns <= rows
-    if declared.window is not None:
-        left, right = declared.window
-        seen &= (columns >= rows - left) & (columns <= rows + right)
+    if declared.is_square:
+        seen = seen & sees(declared.window, rows, columns)
     if declared.is_padded:
         lengths = sequence_lengths(mask, declared)
         of_queries, of_keys = (length[:, None, None, None] for length in lengths)
@@ -208,8 +197,9 @@ def declaration_code(actual: Declaration, path: str | None) -> tuple[str, list[s
       path: path of the layer; None: all attention layers of the recipe.
     """
     settings = actual.settings()
-    python = ", ".join(f"{key}={_quoted(value)}" for key, value in settings.items())
-    toml = [f"{key} = {_toml(value)}" for key, value in settings.items()]
+    code = lambda value: f'"{value}"' if isinstance(value, str) else str(value)
+    python = ", ".join(f"{key}={code(value)}" for key, value in settings.items())
+    toml = [f"{key} = {literal(value)}" for key, value in settings.items()]
     if path is None:
         return f"recipe = recipe.replace({python})", ["[attention]", *toml]
     return f'jaxmp.Rule("{path}", {python})', ["[[rules]]", f'path = "{path}"', *toml]

@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 
 from jaxmp._attention import run_attention
 from jaxmp._attention._arguments import (
-    AttentionSettings,
     arguments,
     check_implementation,
     sees,
@@ -336,12 +335,11 @@ def _with_hints(
     if not hints.is_causal and hints.local_window_size is None:
         return mask
     query, key, _ = operands
-    is_causal, window = structure(hints.is_causal, hints.local_window_size)
-    settings = AttentionSettings(scale=1.0, is_causal=is_causal, window=window)
+    _, window = structure(hints.is_causal, hints.local_window_size)
     ones = (1,) * (query.ndim - 2)
     rows = jnp.arange(query.shape[-3], dtype=jnp.int32).reshape(*ones, -1, 1)
     columns = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape(*ones, 1, -1)
-    visible = sees(settings, rows, columns)
+    visible = sees(window, rows, columns)
     return visible if mask is None else jnp.logical_and(_rank(mask, visible.ndim), visible)
 
 

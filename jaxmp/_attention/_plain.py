@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._attention._arguments import NO_KEY, AttentionArguments, sees
+from jaxmp._attention._arguments import NO_KEY, AttentionArguments, masks_at
 from jaxmp._core._dtypes import wide_dtype
 from jaxmp._programs._matmuls import wide_product
 
@@ -196,12 +196,7 @@ def whole_mask(args: AttentionArguments) -> jax.Array | None:
     _, _, queries, keys = args.logits_shape
     rows = lax.broadcasted_iota(jnp.int32, (1, 1, queries, 1), 2)
     columns = lax.broadcasted_iota(jnp.int32, (1, 1, 1, keys), 3)
-    masks = [] if args.mask is None else [args.mask]
-    if args.settings.is_causal or args.settings.window is not None:
-        masks.append(sees(args.settings, rows, columns))
-    for lengths, positions in ((args.query_lengths, rows), (args.key_lengths, columns)):
-        if lengths is not None:
-            masks.append(positions < lengths[:, None, None, None])
+    masks = [*([] if args.mask is None else [args.mask]), *masks_at(args, rows, columns)]
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
@@ -217,13 +212,9 @@ def seeing_queries(args: AttentionArguments) -> jax.Array | None:
             mask = finite if mask is None else finite & mask
         assert mask is not None
         return mask.any(-1).transpose(0, 2, 1)[..., None]
+    # Without a mask, a query that sees any key sees the one nearest to its own position.
     rows = jnp.arange(queries, dtype=jnp.int32)[None, :]
-    last = jnp.full((1, 1), keys, jnp.int32) - 1
-    if args.key_lengths is not None:
-        last = args.key_lengths[:, None] - 1
-    window = args.settings.window
-    first = jnp.zeros_like(rows) if window is None else jnp.maximum(rows - window[0], 0)
-    seeing = first <= last
-    if args.query_lengths is not None:
-        seeing = seeing & (rows < args.query_lengths[:, None])
+    last = keys - 1 if args.key_lengths is None else args.key_lengths[:, None] - 1
+    nearest = jnp.minimum(rows, last)
+    seeing = functools.reduce(jnp.logical_and, [nearest >= 0, *masks_at(args, rows, nearest)])
     return seeing[..., None, None]

@@ -16,7 +16,7 @@ from jaxmp._autocast._resolve import AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import is_castable_aval
 from jaxmp._core._compat import JaxprEqn
 from jaxmp._core._dtypes import bits
-from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._explanation import ExplanationRow, ExplanationSection
 from jaxmp._core._typing import Array
 from jaxmp._programs._constructs import Form, form_of, inners
 from jaxmp._programs._jaxprs import FORWARD, Path, array_aval, equations, phase_of
@@ -73,7 +73,7 @@ class AutocastDecision(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AutocastExplanation(Section[AutocastDecision]):
+class AutocastExplanation(ExplanationSection[AutocastDecision]):
     """The matmuls and convolutions of a function under autocast; `str()` prints a table.
 
     Attributes:

@@ -43,8 +43,8 @@ DTYPE_NAMES: dict[str, np.dtype] = {
     "double": np.dtype("float64"),
 }
 
-FLOATS_16BIT = frozenset({np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)})
-FLOAT16 = np.dtype("float16")
+FLOAT16, BFLOAT16 = np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)
+FLOATS_16BIT = frozenset({FLOAT16, BFLOAT16})
 FLOAT32 = np.dtype("float32")
 FLOAT64 = np.dtype("float64")
 # Formats between which `cast_floating` converts by default.

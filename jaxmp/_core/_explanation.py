@@ -19,7 +19,7 @@ RowT = TypeVar("RowT", bound=ExplanationRow)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Section(abc.ABC, Generic[RowT]):
+class ExplanationSection(abc.ABC, Generic[RowT]):
     """Section of an explanation: typed rows and a summary.
 
     `str()` formats the summary, the rows as a table, and the notes.

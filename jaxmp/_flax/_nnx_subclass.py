@@ -211,8 +211,7 @@ def _changes(module: nnx.Module, module_policy: ModulePolicy) -> dict[str, Any]:
     if traits.attention_fn in attributes:
         current, default = attributes[traits.attention_fn], nnx.dot_product_attention
         policy, path = module_policy.policy, module_policy.resolved.path
-        function = attention_under_policy(current, default, policy, path)
-        changes[traits.attention_fn] = function
+        changes[traits.attention_fn] = attention_under_policy(current, default, policy, path)
     return changes | _dot_changes(attributes, module_policy)
 
 
@@ -460,8 +459,7 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
     """Returns `Embed.attend` with a wide result. The dot of the layer is not an attribute."""
 
     def attend(query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        arrays = query, module.embedding[...]
-        query, embedding = module.promote_dtype(arrays, dtype=module.dtype)
+        query, embedding = module.promote_dtype((query, module.embedding[...]), dtype=module.dtype)
         product = functools.partial(jnp.dot, out_sharding=out_sharding)
         return wide_product(product, query, embedding.T, wide)
 

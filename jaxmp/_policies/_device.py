@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core import _compat
+from jaxmp._core._dtypes import BFLOAT16, FLOAT16
 from jaxmp._core._targets import BFLOAT16_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._typing import PyTree
 from jaxmp._gradients._hints import Mark, expect_scale
@@ -19,8 +19,6 @@ from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies
 from jaxmp.errors import RecipeWarning
-
-_BFLOAT16, _FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(np.float16)
 
 
 def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: Mark) -> None:
@@ -31,7 +29,7 @@ def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: Mark)
       inputs: returns the parameters, or other arrays that the model reads.
       mark: that of the model.
     """
-    if not mark.is_checked and computes_in(policies, _FLOAT16):
+    if not mark.is_checked and computes_in(policies, FLOAT16):
         expect_scale(inputs(), mark)
 
 
@@ -41,9 +39,9 @@ def check_device(policies: Policies) -> None:
     Called while a model is traced, because the device that is compiled for is known only then.
     """
     if _compat.target() == "tpu":
-        lacks, other, device = _FLOAT16, "bf16", "TPUs multiply bfloat16 natively, and not float16"
+        lacks, other, device = FLOAT16, "bf16", "TPUs multiply bfloat16 natively, and not float16"
     elif gpu := unsupported_gpu(BFLOAT16_MATMULS):
-        lacks, other = _BFLOAT16, "fp16"
+        lacks, other = BFLOAT16, "fp16"
         device = f"{gpu} has no bfloat16 matmuls: they require compute capability "
         device += f"{capability_text(BFLOAT16_MATMULS)}"
     else:
@@ -82,16 +80,14 @@ def matmul_precision(policy: Policy, default: str | None) -> str | None:
     return _PRECISIONS.get(policy.matmul, default)
 
 
-@contextlib.contextmanager
-def precision_scope(precision: str | None, outer: str | None) -> Iterator[None]:
+def precision_scope(
+    precision: str | None, outer: str | None
+) -> contextlib.AbstractContextManager[None]:
     """Runs a block with a matmul precision.
 
     Args:
       precision: the value of `jax.default_matmul_precision` in the block.
       outer: the present value; if it is equal, the block runs unchanged.
     """
-    if precision == outer:
-        yield
-    else:
-        with jax.default_matmul_precision(precision):
-            yield
+    same = precision == outer
+    return contextlib.nullcontext() if same else jax.default_matmul_precision(precision)

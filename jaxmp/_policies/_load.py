@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
-import numpy as np
 
+from jaxmp._core._dtypes import FLOAT16
 from jaxmp._core._messages import did_you_mean
 from jaxmp._policies import _scaling_table, _toml
 from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, read_loss_scale
@@ -25,8 +25,6 @@ from jaxmp._policies._schema import TABLES, Settings, fix_line, read_contents
 from jaxmp._policies._toml import Setting, recipe_names, shipped
 from jaxmp.errors import PolicyError, RecipeError
 from jaxmp.fp8._scaling import Scaling
-
-_FLOAT16 = np.dtype("float16")
 
 # ---------------------------------------------------------------------------
 # Data
@@ -370,7 +368,7 @@ def check_recipe(data: D, locate: Callable[[str, str], str] | None = None) -> D:
     check_module_dtypes(data.policies)
     if data.master == "packed":
         for owner, field, dtype in named_dtypes(data.policies):
-            if (field, dtype) == ("param_dtype", _FLOAT16):
+            if (field, dtype) == ("param_dtype", FLOAT16):
                 raise RecipeError(
                     f'{locate("optimizer", "master")}: master = "packed" stores the 16 bits of '
                     f"FP32 that bfloat16 drops, but {owner} stores parameters in float16. Write:\n"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
+from jaxmp._core._dtypes import FLOAT16
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp._policies import _toml
@@ -18,8 +18,6 @@ from jaxmp._policies._resolve import Policies
 from jaxmp._policies._schema import DYNAMIC, fix_line, read_contents
 from jaxmp._policies._toml import Setting
 from jaxmp.errors import LossScaleError, RecipeError
-
-_FLOAT16 = np.dtype("float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +125,7 @@ def read_loss_scale(settings: Mapping[str, Setting], policies: Policies) -> Loss
 
 def automatic_kind(policies: Policies) -> str:
     """Returns the kind of "auto": "dynamic" if any dtype is float16, otherwise "none"."""
-    return "dynamic" if _FLOAT16 in [dtype for _, _, dtype in named_dtypes(policies)] else "none"
+    return "dynamic" if FLOAT16 in [dtype for _, _, dtype in named_dtypes(policies)] else "none"
 
 
 def _contradiction(key: str, setting: Setting, kind: str) -> RecipeError:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._trees import cast_floating
-from jaxmp._core._typing import DTypeLike, PyTree
+from jaxmp._core._typing import DTypeLike
 from jaxmp._policies._patterns import Names, canonical_names, names_text
 from jaxmp._policies._toml import shipped
 from jaxmp.errors import PolicyError
@@ -160,6 +160,19 @@ def mask_window(mask: str, window: tuple[int, int] | None) -> tuple[int, int] | 
 # ---------------------------------------------------------------------------
 
 
+def fields_text(fields: Mapping[str, Any]) -> str:
+    """Formats policy fields as a policy string, such as "compute_dtype=f32,matmul=tf32"."""
+    return ",".join(f"{name}={_value_text(name, value)}" for name, value in fields.items())
+
+
+def _value_text(name: str, value: Any) -> str:
+    if name.endswith("_dtype"):
+        return short_name(value)
+    if name == "window":
+        return window_text(value)
+    return names_text(value) if isinstance(value, tuple) else str(value)
+
+
 def split_pairs(text: str) -> list[tuple[str, str]]:
     """Splits `"p=f32, c=bf16"` into `[("p", "f32"), ("c", "bf16")]`.
 
@@ -304,46 +317,34 @@ class Policy:
 
     def cast_to_param(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `param_dtype`; other leaves are unchanged."""
-        return self._cast(tree, self.param_dtype)
+        return cast_floating(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `compute_dtype`; other leaves are unchanged."""
-        return self._cast(tree, self.compute_dtype)
+        return cast_floating(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
         """Casts the floating arrays of `tree` to `output_dtype`; other leaves are unchanged."""
-        return self._cast(tree, self.output_dtype)
+        return cast_floating(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
         """Returns the policy with another `output_dtype`."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
-    def _cast(self, tree: PyTree, dtype: np.dtype) -> PyTree:
-        return cast_floating(tree, dtype)
-
     def __str__(self) -> str:
         dtypes = {"p": self.param_dtype, "c": self.compute_dtype, "o": self.output_dtype}
         parts = [f"{key}={short_name(dtype)}" for key, dtype in dtypes.items()]
-        if self.matmul != "default":
-            parts.append(f"matmul={self.matmul}")
-        if self.implementation != "auto":
-            parts.append(f"implementation={self.implementation}")
-        if self.mask != "array":
-            parts.append(f"mask={self.mask}")
-        if self.window is not None:
-            parts.append(f"window={window_text(self.window)}")
-        for name in ("keep_inputs", "forward_methods"):
-            if getattr(self, name):
-                parts.append(f"{name}={names_text(getattr(self, name))}")
-        if self.fp32_outputs_below:
-            parts.append(f"fp32_outputs_below={self.fp32_outputs_below}")
-        return ",".join(parts)
+        others = {name: getattr(self, name) for name in FIELD_NAMES[len(dtypes) :]}
+        changed = {k: v for k, v in others.items() if v != getattr(_PLAIN, k)}
+        return ",".join([*parts, *filter(None, [fields_text(changed)])])
 
     def __repr__(self) -> str:
         return f"Policy({str(self)!r})"
 
 
 FIELD_NAMES = tuple(field.name for field in dataclasses.fields(Policy))
+# Its settings besides the dtypes are those that the text of a policy leaves out.
+_PLAIN = Policy("float32", "float32", "float32")
 
 # Arguments that `get_policy` accepts.
 PolicyLike: TypeAlias = Policy | PolicyDtypes | Mapping[str, Any] | DTypeLike

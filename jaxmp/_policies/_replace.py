@@ -157,20 +157,15 @@ def recipe_text(data: RecipeData) -> str:
     policies, scaling = data.policies, data.policies.fp8
     default = _policy_fields(policies.default)
     attention = {name: default.pop(name) for name in ATTENTION_FIELDS if name in default}
-    gradients = {
-        "accumulate_dtype": data.accumulate_dtype,
-        "reduce_dtype": data.reduce_dtype,
-        "regather": data.regather,
-        "widen_params": data.widen_params,
-    }
+    of_data = lambda table: {key: getattr(data, key) for key in TABLES[table]}
     blocks = [
         _block(_HEAD, {"name": data.name, "summary": data.summary}),
         _block("[policy]", default),
         _block("[loss_scale]", _loss_scale(data.loss_scale_data)),
-        _block("[optimizer]", {key: getattr(data, key) for key in TABLES["optimizer"]}),
+        _block("[optimizer]", of_data("optimizer")),
         _block("[attention]", attention),
         *([] if scaling is None else [_block(f"[{TABLE}]", scaling_settings(scaling))]),
-        _block("[gradients]", gradients),
+        _block("[gradients]", of_data("gradients")),
         *([_block("[ops]", dict(data.ops.edits))] if data.ops.edits else []),
         *(_block("[[rules]]", _rule_fields(rule)) for rule in policies.rules),
     ]

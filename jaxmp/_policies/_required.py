@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxmp._core._dtypes import bits, is_16bit, short_name
-from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._explanation import ExplanationRow, ExplanationSection
 from jaxmp._core._messages import nearest
 from jaxmp._policies._patterns import ModuleType, methods_of, module_type_names, own_inputs
 from jaxmp._policies._policy import Policy, with_fields
@@ -47,7 +47,7 @@ class PolicyDecision(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyExplanation(Section[PolicyDecision]):
+class PolicyExplanation(ExplanationSection[PolicyDecision]):
     """Policies of a model's modules.
 
     Attributes:

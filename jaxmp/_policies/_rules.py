@@ -19,18 +19,17 @@ from jaxmp._policies._patterns import (
     compile_type_pattern,
     module_type_names,
     names_parameter,
-    names_text,
 )
 from jaxmp._policies._policy import (
     FIELD_NAMES,
     Policy,
     PolicyLike,
     canonical_fields,
+    fields_text,
     get_policy,
     is_policy,
     policy_fields,
     split_pairs,
-    window_text,
 )
 from jaxmp._policies._toml import shipped
 from jaxmp.errors import RuleError
@@ -177,19 +176,6 @@ def _selector_code(rule: Rule) -> str:
     parts = [] if rule.path is None else [repr(rule.path)]
     parts += [] if rule.module_type is None else [f"module_type={rule.module_type!r}"]
     return ", ".join(parts)
-
-
-def fields_text(fields: Mapping[str, Any]) -> str:
-    """Formats policy fields as a policy string, such as "compute_dtype=f32,matmul=tf32"."""
-    return ",".join(f"{name}={_value_text(name, value)}" for name, value in fields.items())
-
-
-def _value_text(name: str, value: Any) -> str:
-    if name.endswith("_dtype"):
-        return short_name(value)
-    if name == "window":
-        return window_text(value)
-    return names_text(value) if isinstance(value, tuple) else str(value).lower()
 
 
 # ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from jaxmp._autocast import autocast, explain_operations
 from jaxmp._autocast._explain import AutocastExplanation
 from jaxmp._autocast._resolve import trace
 from jaxmp._core import _compat
-from jaxmp._core._explanation import Section, to_text
+from jaxmp._core._explanation import ExplanationSection, to_text
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import ADAPTERS, adapter_name, load_recipe
 from jaxmp._policies._required import PolicyExplanation
@@ -52,9 +52,9 @@ class Explanation:
     fp8: Fp8Explanation = dataclasses.field(default_factory=Fp8Explanation)
     attention: tuple[AttentionExplanation, ...] = ()
 
-    def sections(self) -> list[tuple[str, Section[Any]]]:
+    def sections(self) -> list[tuple[str, ExplanationSection[Any]]]:
         """Returns the sections with content, by title."""
-        titled: list[tuple[str, Section[Any] | None]] = [
+        titled: list[tuple[str, ExplanationSection[Any] | None]] = [
             ("policies", self.policies),
             ("autocast", self.autocast),
             ("fp8", self.fp8 if self.fp8.rows else None),

@@ -16,7 +16,6 @@ from jaxmp import __version__
 from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
 from jaxmp._core._trees import Path
 from jaxmp._core._typing import PyTree
-from jaxmp._gradients._loss_scale import NoLossScale
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._policies._resolve import storage_dtype
@@ -28,8 +27,7 @@ from jaxmp.checkpoint._handler import (
     SaveState,
     StateHandler,
     is_written,
-    run_plan,
-    split,
+    make_leaves,
     start_tests,
     to_stored,
 )
@@ -58,7 +56,7 @@ from jaxmp.errors import CheckpointError
 from jaxmp.optim._assign import warn_of_replaced
 
 
-def check_recipe(description: Description, recipe: Recipe, name: str) -> None:
+def check_made_with(description: Description, recipe: Recipe, name: str) -> None:
     """Checks that a recipe stores parameters as the state does.
 
     Raises:
@@ -81,11 +79,9 @@ def check_recipe(description: Description, recipe: Recipe, name: str) -> None:
                 )
 
 
-def initial_scale(recipe: Recipe | None) -> dict[str, Any] | None:
-    """Returns field -> value of the initial loss scale of a recipe; None: it has none."""
+def initial_scale(recipe: Recipe | None) -> dict[str, Any]:
+    """Returns field -> value of the initial loss scale of a recipe; empty if it has none."""
     scale = None if recipe is None else recipe.loss_scale
-    if scale is None or isinstance(scale, NoLossScale):
-        return None
     flat, _ = jax.tree_util.tree_flatten_with_path(scale)
     return {str(path[-1]).lstrip("."): np.asarray(leaf) for path, leaf in flat}
 
@@ -203,7 +199,7 @@ class Checkpointer:
                 "save received an abstract state, whose leaves have shapes but no values."
             )
         flat = flatten_state(state, by_values=True)
-        check_recipe(flat.description, recipe, "The state")
+        check_made_with(flat.description, recipe, "The state")
         if params is not None:
             flat = dataclasses.replace(flat, description=declare(flat.description, params))
         step, metrics, extra = as_step(step), as_metrics(metrics), as_json(extra)
@@ -237,7 +233,7 @@ class Checkpointer:
         )
         args = SaveState(
             leaves={
-                split(leaf.path): value
+                leaf.names: value
                 for leaf, value in zip(leaves, stored, strict=True)
                 if is_written(leaf)
             },
@@ -312,7 +308,7 @@ class Checkpointer:
         wanted = None if recipe is None else load_recipe(recipe)
         flat = flatten_state(state_like)
         if wanted is not None:
-            check_recipe(flat.description, wanted, "state_like")
+            check_made_with(flat.description, wanted, "state_like")
         step, directory = self._find(step)
         if step is None or not has_manifest(directory):
             return self._restore_foreign(flat, step, wanted, migrate, params)
@@ -324,7 +320,7 @@ class Checkpointer:
         else:
             plan = self._plan(flat.description, manifest, wanted, migrate, params)
         read = lambda targets: self._read(directory, targets)
-        values = run_plan(plan, manifest.description, flat, read)
+        values = make_leaves(plan, manifest.description, flat, read)
         return flat.rebuild(values)
 
     def verify(self, step: int | None = None) -> CheckpointInfo:
@@ -372,7 +368,7 @@ class Checkpointer:
         """Returns a step, or None for a checkpoint that has none, and the directory of its data."""
         steps = self.all_steps()
         step = self.latest_step() if step is None else step
-        if step not in steps and _foreign.find(self._directory, step) is None:
+        if step not in steps and _foreign.find_checkpoint(self._directory, step) is None:
             listed = f"the steps {', '.join(map(str, steps))}" if steps else "no step"
             missing = "a checkpoint" if step is None else f"step {step}"
             raise CheckpointError(f"{self._directory} does not contain {missing}. It has {listed}.")
@@ -457,7 +453,7 @@ class Checkpointer:
         migrate: Migrate,
         params: Declared,
     ) -> PyTree:
-        location = _foreign.find(self._directory, step)
+        location = _foreign.find_checkpoint(self._directory, step)
         if location is None:
             raise CheckpointError(
                 f"{self._path(step) if step is not None else self._directory} is not a "
@@ -478,7 +474,7 @@ class Checkpointer:
             plan,
             migrate,
         )
-        return flat.rebuild(run_plan(plan, stored.description, flat, stored.read))
+        return flat.rebuild(make_leaves(plan, stored.description, flat, stored.read))
 
 
 def _announce(head: str, plan: Plan, migrate: Migrate) -> None:

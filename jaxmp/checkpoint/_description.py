@@ -50,6 +50,11 @@ class Leaf:
     role: str = OTHER
 
     @property
+    def names(self) -> Path:
+        """The parts of `path`; a name that contains "/" is divided, too, and remains unique."""
+        return tuple(self.path.split("/"))
+
+    @property
     def is_key(self) -> bool:
         """Returns True for an array of PRNG keys."""
         return self.dtype.startswith("key<")
@@ -117,11 +122,6 @@ class Description:
         return "mixed" if len(layouts) > 1 else next(iter(layouts), "none")
 
 
-def join(names: Path) -> str:
-    """Returns the path of a leaf as text."""
-    return "/".join(names)
-
-
 def is_below(path: str, prefix: str) -> bool:
     """Returns True if `path` is `prefix` or below it; everything is below ""."""
     return not prefix or path == prefix or path.startswith(f"{prefix}/")
@@ -179,13 +179,13 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
     # The state with the classes of jaxmp's optimizer states.
     typed = with_nodes(_nnx_nodes.optimizer_states)
     roles = {
-        join(_trees.path_names(leaf.path)): leaf.role
+        "/".join(_trees.path_names(leaf.path)): leaf.role
         for tree in (with_nodes(_nnx_nodes.variables), typed)
         for leaf in _roles.leaves_with_roles(tree)
         if leaf.role in (FP8, COUNTER) or isinstance(leaf.owner, LossScale)
     }
-    values = {join(names): value for names, value in rows} if by_values else {}
-    models = {join(path): join(model) for path, model in _nnx_nodes.trained_models(nodes)}
+    values = {"/".join(names): value for names, value in rows} if by_values else {}
+    models = {"/".join(path): "/".join(model) for path, model in _nnx_nodes.trained_models(nodes)}
     description = _describe(rows, typed, roles, values, models)
     return FlatState([value for _, value in rows], description, rebuild)
 
@@ -211,17 +211,17 @@ def _describe(
     values: Mapping[str, Any],
     models: Mapping[str, str],
 ) -> Description:
-    paths = [join(names) for names, _ in rows]
+    paths = ["/".join(names) for names, _ in rows]
     _check_unique(paths)
     dtypes = [_dtype_name(path, value) for path, (_, value) in zip(paths, rows, strict=True)]
     guards = _nodes(typed, (SkipNonfiniteState, MasterParamsState))
     outside = [
-        (join(names), dtype)
+        ("/".join(names), dtype)
         for (names, _), dtype in zip(rows, dtypes, strict=True)
         if not any(names[: len(guard)] == guard for guard, _ in guards)
     ]
     model_of = lambda names: next(
-        (root for path, root in models.items() if is_below(join(names), path)), None
+        (root for path, root in models.items() if is_below("/".join(names), path)), None
     )
     masters = tuple(
         _describe_masters(names, node, outside, values, model_of(names))
@@ -238,8 +238,8 @@ def _describe(
             for path, dtype, (_, value) in zip(paths, dtypes, rows, strict=True)
         ),
         masters,
-        tuple(Scale(join(names), type(node).__name__) for names, node in scales),
-        tuple(join(names) for names, _ in guards),
+        tuple(Scale("/".join(names), type(node).__name__) for names, node in scales),
+        tuple("/".join(names) for names, _ in guards),
     )
 
 
@@ -311,13 +311,13 @@ def _describe_masters(
             path,
             "",
             storage,
-            join(inside_of[path]),
-            join((*names, layout.key, *inside_of[path])) if layout.has_master(i) else "",
+            "/".join(inside_of[path]),
+            "/".join((*names, layout.key, *inside_of[path])) if layout.has_master(i) else "",
         )
         for i, (path, storage) in enumerate(layout.storage)
         if storage
     )
-    masters = Masters(join(names), layout.key.removesuffix("_masters"), parameters)
+    masters = Masters("/".join(names), layout.key.removesuffix("_masters"), parameters)
     tests: list[Callable[[str, dict[str, str]], bool]] = []
     if values:
         tests.append(lambda _, leaves: _rounds_to(node, leaves, values))
@@ -436,9 +436,9 @@ def _candidates(masters: Masters, outside: list[tuple[str, str]]) -> dict[str, d
     for leaf, dtype in outside:
         names = tuple(leaf.split("/"))
         for start in range(len(names) + 1):
-            path, storage = wanted.get(join(names[start:]), ("", ""))
+            path, storage = wanted.get("/".join(names[start:]), ("", ""))
             if storage == dtype:
-                fits[join(names[:start])][path] = leaf
+                fits["/".join(names[:start])][path] = leaf
     return {root: leaves for root, leaves in fits.items() if len(leaves) == len(wanted)}
 
 
@@ -446,5 +446,5 @@ def _is_beside(root: str, optimizer: str) -> bool:
     """Returns True for `params` beside the `opt_state` that contains the optimizer."""
     names = optimizer.split("/")
     ends = [i for i, name in enumerate(names) if name == "opt_state"]
-    nodes = [join((*names[:end], "params")) for end in ends]
+    nodes = ["/".join((*names[:end], "params")) for end in ends]
     return any(root in (node, f"{node}/params") for node in nodes)

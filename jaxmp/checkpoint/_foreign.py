@@ -23,11 +23,9 @@ from jaxmp.checkpoint._description import (
     Masters,
     Scale,
     is_below,
-    join,
 )
 from jaxmp.errors import CheckpointError
-from jaxmp.fp8._overwritten import OVERWRITE
-from jaxmp.optim._roles import COUNTER, FP8, LOSS_SCALE, MASTER, OTHER, REMAINDER
+from jaxmp.optim._roles import COLLECTIONS, COUNTER, FP8, LOSS_SCALE, MASTER, OTHER, REMAINDER
 
 _ORBAX_FILE = "_METADATA"
 # In the directory of a step, or of a checkpoint that `orbax.checkpoint.v1` wrote under any name.
@@ -50,7 +48,7 @@ class ForeignCheckpoint:
     step: int
 
 
-def find(directory: epath.Path, step: int | None) -> ForeignCheckpoint | None:
+def find_checkpoint(directory: epath.Path, step: int | None) -> ForeignCheckpoint | None:
     """Finds a checkpoint of orbax or Flax: that of a step, or (None) the latest one."""
     own = _at(directory, -1)
     if own is not None:
@@ -102,7 +100,7 @@ class Stored:
         return {path: self._placed(path, target) for path, target in targets.items()}
 
     def _placed(self, path: Path, target: jax.ShapeDtypeStruct) -> Any:
-        value = self.values[join(path)]
+        value = self.values["/".join(path)]
         if target.sharding is None:
             return value
         return jax.make_array_from_callback(
@@ -126,7 +124,7 @@ def read(location: ForeignCheckpoint, target: Description) -> Stored:
         raise CheckpointError(f"{location.path} cannot be read: {error}") from error
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     values = {
-        join(path_names(key_path)): np.asarray(value)
+        "/".join(path_names(key_path)): np.asarray(value)
         for key_path, value in flat
         if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
     }
@@ -198,7 +196,8 @@ def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
     for leaf in target.leaves:
         if leaf.role in (COUNTER, FP8) and leaf.path in values:
             roles[leaf.path] = leaf.role
-    roles |= {path: FP8 for path in values if OVERWRITE in path.split("/")}
+    is_fp8 = lambda path: FP8 in map(COLLECTIONS.get, path.split("/"))
+    roles |= dict.fromkeys(filter(is_fp8, values), FP8)
     leaves = tuple(
         Leaf(path, jnp.dtype(value.dtype).name, value.shape, roles.get(path, OTHER))
         for path, value in values.items()

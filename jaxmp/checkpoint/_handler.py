@@ -280,15 +280,10 @@ def _read_leaves(leaves: list[tuple[Leaf, Any]], read: Reader) -> dict[str, Any]
         if not is_written(leaf):
             result[leaf.path] = np.zeros(shape.shape, shape.dtype)
         else:
-            targets[split(leaf.path)] = shape.update(sharding=sharding)
+            targets[leaf.names] = shape.update(sharding=sharding)
     if targets:
         result |= {"/".join(path): value for path, value in read(targets).items()}
     return result
-
-
-def split(path: str) -> Path:
-    """Undoes `join`; names that contain "/" are split too, which keeps paths unique."""
-    return tuple(path.split("/"))
 
 
 # ---------------------------------------------------------------------------
@@ -296,7 +291,7 @@ def split(path: str) -> Path:
 # ---------------------------------------------------------------------------
 
 
-def run_plan(plan: Plan, stored: Description, flat: FlatState, read: Reader) -> list[Any]:
+def make_leaves(plan: Plan, stored: Description, flat: FlatState, read: Reader) -> list[Any]:
     """Makes the leaves of a state from those of a checkpoint.
 
     Args:

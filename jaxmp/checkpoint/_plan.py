@@ -110,7 +110,7 @@ def differences(source: Description, target: Description) -> list[str]:
 def plan_migration(
     source: Description,
     target: Description,
-    first_scale: Mapping[str, Any] | None,
+    first_scale: Mapping[str, Any],
     params: Declared = None,
 ) -> Plan:
     """Plans a migration.
@@ -118,8 +118,8 @@ def plan_migration(
     Args:
       source: description of the checkpoint.
       target: description of the state to make.
-      first_scale: initial values of the loss scale of the new recipe, by their names; None: those
-        of the given state.
+      first_scale: initial values of the loss scale of the new recipe, by their names; for others,
+        those of the given state are taken.
       params: declared paths of parameters, as in `declare`.
 
     Raises:
@@ -147,7 +147,7 @@ def plan_parameters(source: Description, target: Description, params: Declared =
         choose_parameters(row, root, source) if root in row.candidates else row
         for row in source.masters
     ]
-    return _Migration(dataclasses.replace(source, masters=tuple(rows)), target, None).plan()
+    return _Migration(dataclasses.replace(source, masters=tuple(rows)), target, {}).plan()
 
 
 # Master layout and parameter of a checkpoint.
@@ -158,7 +158,7 @@ class _Migration:
     """Builds the plan of one migration."""
 
     def __init__(
-        self, source: Description, target: Description, first_scale: Mapping[str, Any] | None
+        self, source: Description, target: Description, first_scale: Mapping[str, Any]
     ) -> None:
         self._source, self._target, self._first_scale = source, target, first_scale
         self._stored = source.by_path
@@ -310,7 +310,7 @@ class _Migration:
             is_same = self._stored[source].dtype == leaf.dtype
             return Action("copy" if is_same else "cast", (source,))
         name = leaf.path.rpartition("/")[2]
-        value = None if self._first_scale is None else self._first_scale.get(name)
+        value = self._first_scale.get(name)
         if name == "scale_value":
             at = "" if value is None else f" at {float(value):g}"
             self._note(f"loss scale: created{at}")

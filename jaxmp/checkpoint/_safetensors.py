@@ -20,7 +20,6 @@ import numpy as np
 from jaxmp._core._trees import path_names
 from jaxmp._core._typing import PyTree
 from jaxmp.checkpoint import _nnx_nodes
-from jaxmp.checkpoint._description import join
 from jaxmp.checkpoint._handler import nest, placement
 from jaxmp.errors import CheckpointError
 
@@ -163,7 +162,7 @@ def _placed(array: np.ndarray, value: object) -> Any:
 def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     tree = _nnx_nodes.pure_state(tree) if _nnx_nodes.is_node(tree) else tree
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(join(path_names(key_path)).replace("/", "."), leaf) for key_path, leaf in flat]
+    return [("/".join(path_names(key_path)).replace("/", "."), leaf) for key_path, leaf in flat]
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from jaxmp._core import _compat
 from jaxmp._core._dtypes import is_fp8
-from jaxmp._core._explanation import ExplanationRow, Section
+from jaxmp._core._explanation import ExplanationRow, ExplanationSection
 from jaxmp._core._targets import FP8_MATMULS, capability_text, unsupported_gpu
 from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp._programs._jaxprs import equations
@@ -125,7 +125,7 @@ class LayerDecision(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8Explanation(Section[LayerDecision]):
+class Fp8Explanation(ExplanationSection[LayerDecision]):
     """FP8 decisions for the linear layers of a model or function.
 
     Attributes:

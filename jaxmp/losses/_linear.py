@@ -235,12 +235,9 @@ class _Gradients(NamedTuple):
         cast = lambda slope, array: (slope * factor).astype(array.dtype)
         bias = None if self.bias is None else cast(self.bias, arrays.bias)
         kernel = cast(self.kernel, arrays.kernel)
-        return _Arrays(cast(self.hidden, arrays.hidden), kernel, bias, *_no_cotangents(arrays))
-
-
-def _no_cotangents(arrays: _Arrays) -> tuple[Any, Any]:
-    zeros = lambda array: None if array is None else np.zeros(array.shape, jax.dtypes.float0)
-    return zeros(arrays.labels), zeros(arrays.valid)
+        zeros = lambda array: None if array is None else np.zeros(array.shape, jax.dtypes.float0)
+        others: Any = zeros(arrays.labels), zeros(arrays.valid)
+        return _Arrays(cast(self.hidden, arrays.hidden), kernel, bias, *others)
 
 
 def _check_logits_dtype(dtype: DTypeLike | None, hidden: DTypeLike) -> np.dtype:

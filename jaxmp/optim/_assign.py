@@ -23,9 +23,10 @@ from jaxmp.optim._layout import (
     MasterParamsState,
     UnpackedMasters,
     UnpackedParameters,
+    leaves_by_path,
+    map_by_path,
     map_master_states,
     master_states,
-    path_of,
 )
 from jaxmp.optim._master import first_saturated, read_master
 from jaxmp.optim._rounding import StochasticRoundingState
@@ -38,8 +39,7 @@ def unpack_masters(state: PyTree, params: PyTree) -> PyTree:
       state: an optimizer state.
       params: the parameters.
     """
-    collections = _trees.has_collections(params)
-    stored = {path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
+    stored = leaves_by_path(params)
 
     def unpack(node: MasterParamsState) -> MasterParamsState:
         full = [read_master(stored[path], value) for _, path, value in node.values()]
@@ -102,9 +102,7 @@ def assign(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         return MasterParamsState(tree, node.overflow, node.fits, node.inner_state, node.layout)
 
     state = map_master_states(pack, state)
-    collections = _trees.has_collections(params)
-    write = lambda names, leaf: written.get(path_of(names, collections), leaf)
-    return _trees.map_with_path(write, params), state
+    return map_by_path(written.get, params), state
 
 
 def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -134,8 +132,7 @@ def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree
     leaves = zip(jax.tree.leaves(params), jax.tree.leaves(stored), strict=True)
     if all(old is new for old, new in leaves):
         return params, opt_state
-    collections = _trees.has_collections(params)
-    by_path = {path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
+    by_path = leaves_by_path(params)
 
     def take(node: MasterParamsState) -> MasterParamsState:
         masters = []
@@ -196,15 +193,12 @@ def store(params: PyTree, state: PyTree) -> PyTree:
         for i, (path, name) in enumerate(node.layout.storage)
         if name
     }
-    collections = _trees.has_collections(params)
 
-    def cast_leaf(
-        names: _trees.Path, leaf: Array | jax.ShapeDtypeStruct
-    ) -> Array | jax.ShapeDtypeStruct:
-        dtype, master = storage.get(path_of(names, collections), (None, "fp32"))
+    def cast_leaf(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Array | jax.ShapeDtypeStruct:
+        dtype, master = storage.get(path, (None, "fp32"))
         return leaf if dtype is None else _master.to_storage(leaf, dtype, master)
 
-    return _trees.map_with_path(cast_leaf, params)
+    return map_by_path(cast_leaf, params)
 
 
 def warn_without_masters(params: PyTree, state: PyTree, policies: Policies | None) -> None:

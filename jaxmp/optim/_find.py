@@ -13,26 +13,21 @@ import jax
 import optax
 
 from jaxmp._core import _compat, _trees
-from jaxmp._core._typing import Array, PyTree
+from jaxmp._core._typing import PyTree
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import unpack_masters
-from jaxmp.optim._layout import MasterParamsState, master_states
+from jaxmp.optim._layout import MasterParamsState, map_by_path, master_states
 from jaxmp.optim._skip import SkipNonfiniteState, as_axes
 
 
 def find(state: PyTree, classes: type | tuple[type, ...]) -> list[tuple[str, Any]]:
     """Returns `[(path, node), ...]` of all nodes of the given classes, outermost first."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        _tree(state), is_leaf=lambda x: isinstance(x, classes)
-    )
-    return [(jax.tree_util.keystr(path), node) for path, node in flat if isinstance(node, classes)]
-
-
-def _tree(state: PyTree) -> PyTree:
-    """Returns the optimizer state of a train state or NNX optimizer; otherwise `state`."""
-    return getattr(state, "opt_state", state)
+    # Of a train state or NNX optimizer, only the state of the optimizer is searched.
+    tree, is_node = getattr(state, "opt_state", state), lambda x: isinstance(x, classes)
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)
+    return [(jax.tree_util.keystr(path), node) for path, node in flat if is_node(node)]
 
 
 def guard_of(opt_state: PyTree) -> SkipNonfiniteState | None:
@@ -91,7 +86,7 @@ def own_loss_scale(opt_state: PyTree) -> LossScale:
     """Returns the loss scale of an optimizer state; `NoLossScale()` if it has none."""
     guard = guard_of(opt_state)
     scale = NoLossScale() if guard is None else guard.loss_scale
-    return jax.tree.map(_compat.plain_array, scale, is_leaf=is_variable)
+    return plain(scale)
 
 
 def only(nodes: list[tuple[str, Any]], description: str) -> Any:
@@ -107,12 +102,13 @@ def only(nodes: list[tuple[str, Any]], description: str) -> Any:
             f"This state contains {len(nodes)} {description}s, at {paths}. Pass the part of the "
             "state that contains the one to read."
         )
-    return jax.tree.map(_compat.plain_array, nodes[0][1], is_leaf=is_variable)
+    return plain(nodes[0][1])
 
 
-def is_variable(node: PyTree) -> bool:
-    """Returns True for a Variable of Flax NNX."""
-    return hasattr(node, "get_value")
+def plain(tree: PyTree) -> PyTree:
+    """Returns a tree with arrays in place of the Variables of Flax NNX."""
+    is_variable = lambda node: hasattr(node, "get_value")
+    return jax.tree.map(_compat.plain_array, tree, is_leaf=is_variable)
 
 
 def get_loss_scale(state: PyTree) -> LossScale:
@@ -191,13 +187,7 @@ def replace_by_masters(params: PyTree, opt_state: PyTree) -> PyTree:
     masters: dict[str, Any] = {}
     for node in master_states(unpack_masters(opt_state, params)):
         masters.update((path, value) for _, path, value in node.values())
-    collections = _trees.has_collections(params)
-
-    def read(names: _trees.Path, leaf: Array) -> Array:
-        inside = _trees.strip_collection(names) if collections else names
-        return masters.get(_trees.parameter_path(inside), leaf)
-
-    return _trees.map_with_path(read, params)
+    return map_by_path(masters.get, params)
 
 
 # ---------------------------------------------------------------------------
@@ -292,6 +282,18 @@ def _keeps_or_hides(state: PyTree) -> bool:
     return bool(arrays or find(state, (optax.ZeroNansState, optax.ApplyIfFiniteState)))
 
 
+# Wrappers that break training, and the reason.
+_REFUSED = {
+    optax.MultiStepsState: (
+        "optax.MultiSteps around mixed_precision: an overflow would remain in its accumulator "
+        "forever. Accumulate inside: recipe.optimizer(optax.MultiSteps(inner, every_k)), or use "
+        "value_and_grad(..., microbatches=k)."
+    ),
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, which "
+        "would never back off. Remove it: recipe.optimizer(inner) already skips such steps."
+    ),
+}
 # Wrappers that pass gradients and updates through unchanged, for their parameters.
 _TRANSPARENT = (
     optax.MaskedState,
@@ -311,18 +313,8 @@ def _check_node(node: PyTree, *, plain: bool = False) -> None:
         return
     if not find(node, SkipNonfiniteState) and not _has_masters(node):
         return
-    if isinstance(node, optax.MultiStepsState):
-        raise CompositionError(
-            "optax.MultiSteps around mixed_precision: an overflow would remain in its accumulator "
-            "forever. Accumulate inside: recipe.optimizer(optax.MultiSteps(inner, every_k)),"
-            " or use value_and_grad(..., microbatches=k)."
-        )
-    if isinstance(node, optax.ApplyIfFiniteState):
-        raise CompositionError(
-            "optax.apply_if_finite around mixed_precision hides overflows from the loss scale, "
-            "which would never back off. Remove it: recipe.optimizer(inner) already skips such "
-            "steps."
-        )
+    if type(node) in _REFUSED:
+        raise CompositionError(_REFUSED[type(node)])
     if _has_masters(node):
         _check_assignable(node)
     if plain:

@@ -11,12 +11,11 @@ import numpy as np
 import optax
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT16, canonical_dtype, is_16bit, short_name
+from jaxmp._core._dtypes import BFLOAT16, FLOAT16, canonical_dtype, is_16bit, short_name
 from jaxmp._core._typing import PyTree
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._resolve import storage_dtype
 from jaxmp.errors import CompositionError
-from jaxmp.optim._rounding import BFLOAT16
 
 
 @jax.tree_util.register_static
@@ -164,7 +163,7 @@ def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layo
     storage: list[tuple[str, str]] = []
     seen: set[str] = set()
     for names, leaf in _trees.leaves_with_path(params):
-        path = path_of(names, collections)
+        path = _path_of(names, collections)
         if path in seen:
             raise CompositionError(
                 f"Two parameters have the path {path!r}, because one has a '/' in its name. Rules "
@@ -190,7 +189,19 @@ def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layo
     return Layout(policies, master, tuple(storage), prefix, is_open)
 
 
-def path_of(names: _trees.Path, collections: bool) -> str:
+def leaves_by_path(params: PyTree) -> dict[str, Any]:
+    """Returns the leaves of a tree of parameters by their paths in the form of rules."""
+    collections = _trees.has_collections(params)
+    return {_path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
+
+
+def map_by_path(fn: Callable[[str, Any], Any], params: PyTree) -> PyTree:
+    """Returns a tree of parameters with the results of `fn(path, leaf)`."""
+    collections = _trees.has_collections(params)
+    return _trees.map_with_path(lambda n, leaf: fn(_path_of(n, collections), leaf), params)
+
+
+def _path_of(names: _trees.Path, collections: bool) -> str:
     return _trees.parameter_path(_trees.strip_collection(names) if collections else names)
 
 

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._dtypes import BFLOAT16, FLOAT16, FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._gradients._hints import warn_user
 from jaxmp._policies import _load
@@ -32,7 +32,7 @@ from jaxmp._policies._resolve import storage_dtype
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._layout import Layout, MasterParamsState, UnpackedMasters, entries_of, make_layout
-from jaxmp.optim._rounding import BFLOAT16, OVERFLOW_THRESHOLD, pack, remainder_to, unpack
+from jaxmp.optim._rounding import OVERFLOW_THRESHOLD, pack, remainder_to, unpack
 
 
 def to_storage(value: PyTree, dtype: DTypeLike, master: str) -> PyTree:
@@ -69,10 +69,9 @@ def cast_params(params: PyTree, policies: PolicyMap, master: str = "fp32") -> Py
 # ---------------------------------------------------------------------------
 
 
-FLOAT16 = np.dtype(np.float16)
+MASTER_MODES = ("auto", "fp32", "packed", "none")
 # A saturated master of a bfloat16 parameter: larger ones round to infinity.
 _LARGEST_MASTER = np.nextafter(OVERFLOW_THRESHOLD[BFLOAT16], np.float32(0), dtype=np.float32)
-MASTER_MODES = ("auto", "fp32", "packed", "none")
 
 
 # ---------------------------------------------------------------------------

@@ -26,7 +26,7 @@ LOSS_SCALE, FP8, COUNTER, OTHER = "loss_scale", "fp8", "counter", ""
 
 KeyPath = tuple[Any, ...]
 # Collections of Flax, which are also fields of train states.
-_COLLECTIONS = {
+COLLECTIONS = {
     _overwritten.OVERWRITE: FP8,
     _trees.PARAMS: PARAMETER,
     "batch_stats": STATISTICS,
@@ -124,6 +124,6 @@ def _role_of_field(node: object, name: str) -> str:
         return AVERAGE
     if isinstance(node, Mapping):
         is_fp8 = name in _overwritten.names_of_state(node)
-        return FP8 if is_fp8 else _COLLECTIONS.get(name, OTHER)
+        return FP8 if is_fp8 else COLLECTIONS.get(name, OTHER)
     is_train_state = any(cls.__qualname__ == "TrainState" for cls in type(node).__mro__)
-    return _COLLECTIONS.get(name, OTHER) if is_train_state else OTHER
+    return COLLECTIONS.get(name, OTHER) if is_train_state else OTHER

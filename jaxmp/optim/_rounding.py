@@ -11,18 +11,17 @@ import optax
 from jax import lax
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._dtypes import BFLOAT16, FLOAT16, FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp.errors import CompositionError
 
-BFLOAT16 = np.dtype(jnp.bfloat16)
 _HALF_ULP = np.uint32(0x8000)
 _QUIET_NAN = np.uint32(0x7FC00000)
 
 # Finite FP32 values of at least this magnitude become infinite by the cast: the largest finite
 # value plus half a unit in its last place (65504 + 16 for float16).
 OVERFLOW_THRESHOLD = {
-    np.dtype(np.float16): np.float32(65520.0),
+    FLOAT16: np.float32(65520.0),
     BFLOAT16: np.array(0x7F7F8000, np.uint32).view(np.float32)[()],
 }
 

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._core import _compat, _trees
+from jaxmp._core import _compat
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp.errors import JaxmpError, MasterOverflowError, ScaleCollapsedError, SkippedStepsWarning
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import warn_of_replaced
-from jaxmp.optim._find import check_plain_loop, find, is_variable, only
-from jaxmp.optim._layout import master_states, path_of
+from jaxmp.optim._find import check_plain_loop, find, only, plain
+from jaxmp.optim._layout import leaves_by_path, master_states
 from jaxmp.optim._skip import SkipNonfiniteState, SkipStats
 
 # Number of consecutive skipped steps after which a dynamic scale of 2**16 has fallen to 64.
@@ -74,7 +74,7 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
     check_plain_loop(state)
     nodes = find(state, SkipNonfiniteState)
     for _, node in nodes or [only([], "set of skip counters")]:
-        stats = jax.tree.map(_compat.plain_array, node.stats, is_leaf=is_variable)
+        stats = plain(node.stats)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(stats)):
             raise JaxmpError(
                 "check reads values, but this state is traced. Call it on the host, outside of "
@@ -108,10 +108,8 @@ def _pairs(state: PyTree) -> Iterator[tuple[str, Array, Array]]:
     for node in filter(has_state, jax.tree.leaves(state, is_leaf=has_state)):
         of_model = getattr(node, "_trained_params", None)
         params, _ = _overwritten.split(of_model() if of_model else getattr(node, "params", None))
-        opt_state = jax.tree.map(_compat.plain_array, node.opt_state, is_leaf=is_variable)
-        collections = _trees.has_collections(params)
-        by_path = {path_of(n, collections): leaf for n, leaf in _trees.leaves_with_path(params)}
-        for masters in master_states(opt_state):
+        by_path = leaves_by_path(params)
+        for masters in master_states(plain(node.opt_state)):
             for _, path, master in masters.values():
                 if path in by_path:
                     yield path, by_path[path], master

@@ -291,11 +291,9 @@ def current_context() -> Context:
     return _context.value
 
 
-@contextlib.contextmanager
-def context(**changes: object) -> Iterator[None]:
+def context(**changes: object) -> contextlib.AbstractContextManager[None]:
     """Changes the context of a block, and of all that it traces."""
-    with _context(_context.value._replace(**changes)):
-        yield
+    return _context(_context.value._replace(**changes))
 
 
 def target() -> str:

@@ -18,8 +18,8 @@ from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._fp32._layout import (
     ELEMENTWISE,
     REDUCTIONS,
-    Layout,
     Saved,
+    WeightLayout,
     as_gathered,
     as_stored,
     gathered,
@@ -30,15 +30,16 @@ from jaxmp._gradients._fp32._layout import (
 from jaxmp._gradients._fp32._values import (
     Constant,
     Copy,
+    Selected,
     Value,
     Weight,
     are_weights,
     as_array,
+    as_list,
     bound,
     copy_of,
     left,
     no_gradient,
-    results_of,
 )
 from jaxmp._programs._analysis import Body, primitives
 from jaxmp._programs._bind import bind
@@ -49,17 +50,19 @@ from jaxmp._programs._matmuls import wide_product, widened_product
 from jaxmp._programs._operations import arithmetic_of, dot_of
 
 
-def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
+def run_matmul(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs a matmul or convolution with a copy, whose gradient is computed in FP32.
 
     In a product of weights, XLA may split the contracted axis, and sum over devices in the forward
     pass, too.
     """
-    operands = [as_array(v) if _is_rows(v, operands) else v for v in operands]
+    if sum(isinstance(operand, Copy) for operand in operands) > 1:
+        # Rows of a table that are multiplied by a weight are activations.
+        operands = [as_array(v) if isinstance(v, Selected) else v for v in operands]
     side = 1 if isinstance(operands[1], Copy) else 0
     copy, other = operands[side], operands[1 - side]
     if not isinstance(copy, Copy) or isinstance(other, (Weight, Copy, Constant)):
-        return run_custom_derivative(equation, operands)[0]
+        return run_custom_derivative(equation, operands)
     # Integers, such as the sizes of the groups of a ragged matmul.
     rest = list(map(as_array, operands[2:]))
 
@@ -111,7 +114,7 @@ def run_matmul(equation: JaxprEqn, operands: list[Value]) -> Value:
         return d_other, no_gradient(d_carrier, low.dtype), as_stored(d_carrier, layout), None
 
     matmul.defvjp(matmul_fwd, matmul_bwd)
-    return matmul(other, copy.low, copy.carrier, rest)
+    return [matmul(other, copy.low, copy.carrier, rest)]
 
 
 def transposed_dot(
@@ -146,12 +149,6 @@ def transposed_dot(
     return lax.transpose(out, np.argsort([*batch[side], *kept, *by_other]))
 
 
-def _is_rows(value: Value, operands: list[Value]) -> bool:
-    """Returns True for rows of a table that are multiplied by a weight, as activations are."""
-    copies = [operand for operand in operands if isinstance(operand, Copy)]
-    return isinstance(value, Copy) and value.rows == () and len(copies) > 1
-
-
 def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs a `custom_vjp` or `custom_jvp` function; gradients of copies are not rounded."""
     copies = {n: operand for n, operand in enumerate(operands) if isinstance(operand, Copy)}
@@ -182,12 +179,12 @@ class _OwnDerivative:
     """
 
     equation: JaxprEqn
-    layouts: list[Layout | None]
+    layouts: list[WeightLayout | None]
     copies: list[int]
     is_weight: bool
 
     def run(self, *arrays: Array) -> list[Array]:
-        return results_of(self.equation, run_forward(self.equation, list(arrays)))
+        return as_list(run_forward(self.equation, list(arrays)))
 
     def outputs(self, results: Sequence[Array | Saved]) -> list[tuple[Array, ...]]:
         """Returns the results, each with its carrier if it has one."""
@@ -231,7 +228,7 @@ class _OwnDerivative:
         ]
         return narrow, [self._stored(by_operand[n], self.layouts[n]) for n in self.copies]
 
-    def _stored(self, gradient: Array, layout: Layout | None) -> Array:
+    def _stored(self, gradient: Array, layout: WeightLayout | None) -> Array:
         # A loop over chunks of the batch that adds to a split gradient sums it over devices in each
         # iteration, if the mesh has several axes. The sum of a whole one moves behind the loop.
         if loops(self.equation) and layout is not None and not layout.is_explicit:
@@ -240,7 +237,7 @@ class _OwnDerivative:
 
 
 def _gathered_vjp(
-    forward: Callable[..., list[Array]], *arrays: Array, layouts: list[Layout | None]
+    forward: Callable[..., list[Array]], *arrays: Array, layouts: list[WeightLayout | None]
 ) -> tuple[list[Array], PyTree]:
     """Returns `jax.vjp(forward, *arrays)`; weights are gathered where `forward` reads them.
 
@@ -263,7 +260,9 @@ def _gathered_vjp(
     return structure.unflatten(leaves)
 
 
-def _after_cotangents(saved: list[Array], marks: list[Layout | None], count: int) -> list[Array]:
+def _after_cotangents(
+    saved: list[Array], marks: list[WeightLayout | None], count: int
+) -> list[Array]:
     """Makes weights depend on the cotangents, the last `count` arrays; see `run_matmul`."""
     first = len(saved) - count
     tied = [
@@ -278,7 +277,7 @@ def _after_cotangents(saved: list[Array], marks: list[Layout | None], count: int
 
 
 def _all_gathered(
-    closed: ClosedJaxpr, args: Sequence[Array], layouts: list[Layout | None]
+    closed: ClosedJaxpr, args: Sequence[Array], layouts: list[WeightLayout | None]
 ) -> list[Array]:
     results, marks = run_gathered(closed, args, layouts)
     return list(map(gathered, results, marks))
@@ -371,7 +370,7 @@ class _Wide(Interpreter):
         is_wide = not self.variables.isdisjoint(equation.outvars)
         if not is_wide or equation.primitive.name in MATMULS:
             operands = list(map(rounded, operands, equation.invars))
-        return results_of(equation, (_in_fp32 if is_wide else bind)(equation, operands))
+        return as_list((_in_fp32 if is_wide else bind)(equation, operands))
 
 
 class _Inline(Interpreter):

@@ -25,7 +25,7 @@ from jaxmp._gradients._fp32._derivatives import (
 from jaxmp._gradients._fp32._layout import (
     ELEMENTWISE,
     REDUCTIONS,
-    Layout,
+    WeightLayout,
     batch_axes,
     forwarded,
     quantizes,
@@ -35,16 +35,17 @@ from jaxmp._gradients._fp32._values import (
     Copy,
     Repeated,
     Rows,
+    Selected,
     Value,
     Weight,
     as_array,
+    as_list,
     attached,
     bound,
     computed_weight,
     copy_of,
     entered,
     left,
-    results_of,
 )
 from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import BRANCHES, CALLS, REMATS, Form, call_of, form_of, scan_of
@@ -64,7 +65,7 @@ _MERGES = frozenset(
 # Constructs that the interpreter enters, if they read weights.
 _ENTERED = {Form.CALL, Form.REMAT, Form.BRANCH, Form.SCAN, Form.SHARDS}
 
-# Operations for which rows of a table remain a copy: they may be weights that data selects.
+# Operations for which selected rows remain a copy: they may be weights that data selects.
 _OF_ROWS = (
     MOVES
     | MATMULS
@@ -90,7 +91,7 @@ def run(
       The results of the function.
     """
     jaxpr, _ = jaxpr_body(closed)
-    layout = Layout(batch_axes=batch_axes(closed, is_param), again=regather)
+    layout = WeightLayout(batch_axes=batch_axes(closed, is_param), again=regather)
     values: list[Value] = []
     for var, arg, differentiated in zip(jaxpr.invars, args, is_param, strict=True):
         if differentiated and is_16bit_aval(var.aval):
@@ -118,19 +119,17 @@ class _Gradients(Interpreter):
             return values
         if entry is Entry.CARRY:
             return left(values, operands)
-        flags = {"is_recomputed": entry is Entry.REMAT, "is_scanned": entry is Entry.ROWS}
-        inside = [entered(value, **flags) for value in values]
-        return list(map(_unplaced, inside)) if entry is Entry.SHARD else inside
+        return [entered(value, entry) for value in values]
 
     def left(self, results: list[Any], operands: list[Any]) -> list[Any]:
         return left(results, operands)
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         name = equation.primitive.name
-        operands = _without_rows(name, operands)
-        if not any(isinstance(operand, (Weight, Copy)) for operand in operands):
-            return _operation(equation, operands)
-        if form_of(equation) not in _ENTERED:
+        if name not in _OF_ROWS:
+            operands = [as_array(v) if isinstance(v, Selected) else v for v in operands]
+        reads_weights = any(isinstance(operand, (Weight, Copy)) for operand in operands)
+        if not reads_weights or form_of(equation) not in _ENTERED:
             self.check_known(equation)
             return _operation(equation, operands)
         results = self.enter(equation, operands, frame)
@@ -156,55 +155,41 @@ def _sources(equation: JaxprEqn) -> list[int | None]:
     return sources
 
 
-def _unplaced(value: Value) -> Value:
-    if isinstance(value, Weight):
-        return Weight(value.array)
-    return Copy(value.low, value.carrier) if isinstance(value, Copy) else value
-
-
-def _without_rows(name: str, operands: list[Value]) -> list[Value]:
-    """Converts rows of a table to activations, unless they remain copies in this operation."""
-    if name in _OF_ROWS:
-        return operands
-    return [as_array(v) if _is_selected(v) else v for v in operands]
-
-
 def _operation(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs an equation that the interpreter does not enter."""
-    if all(isinstance(operand, Constant) for operand in operands):
-        return [Constant(out) for out in bound(equation, operands)]
     name = equation.primitive.name
-    operands = _without_rows(name, operands)
-    if name == "convert_element_type" and isinstance(operands[0], Rows):
-        return [_narrowed_rows(operands[0], equation)]
-    if not any(isinstance(operand, (Weight, Copy)) for operand in operands):
-        return list(bound(equation, operands))
-    if name in _RULES:
-        return _RULES[name](equation, operands)
-    copies = [isinstance(operand, Copy) for operand in operands]
-    if any(copies):
-        if name in MOVES and copies[0]:
-            return _move(equation, operands)
-        if name in REDUCTIONS:
-            operands = [v._replace(layout=None) if isinstance(v, Copy) else v for v in operands]
-        if name in _BROADCASTING:
-            operands = [_broadcast(operand, equation) for operand in operands]
-        if name in _COPY_RULES:
-            result = _COPY_RULES[name](equation, operands)
-            if result is not None:
-                return [result]
+    rule = _RULES.get((name, _kind(name, operands)), _compute)
+    return rule(equation, operands)
+
+
+def _kind(name: str, operands: list[Value]) -> type | None:
+    """Returns the class of values that decides how an operation is run; None: only data."""
+    if all(isinstance(operand, Constant) for operand in operands):
+        return Constant
+    # Operands that follow the moved array are positions.
+    decisive = operands[:1] if name in MOVES else operands
+    kinds = (Copy, Weight, Rows)
+    return next((kind for kind in kinds if any(isinstance(v, kind) for v in decisive)), None)
+
+
+def _compute(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs an operation as it was recorded. A result of weights alone is a weight."""
     results = bound(equation, operands)
-    if name in MOVES and isinstance(operands[0], Weight):
-        return _moved_weight(equation, operands[0], operands[1:], results)
+    if all(isinstance(operand, Constant) for operand in operands):
+        return list(map(Constant, results))
     return left(results, operands)
 
 
-def _moved_weight(
-    equation: JaxprEqn, weight: Weight, rest: list[Value], results: list[Array]
-) -> list[Value]:
-    """Returns moved elements of a weight, which a cast to 16 bits may gather after the cast."""
-    if any(isinstance(operand, Copy) for operand in rest):
-        return list(results)
+# ---------------------------------------------------------------------------
+# Operations with weights
+# ---------------------------------------------------------------------------
+
+
+def _move_weight(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Moves elements of a weight, which a cast to 16 bits may gather after the cast."""
+    weight, *rest = operands
+    assert isinstance(weight, Weight)
+    results = bound(equation, operands)
     gathers = equation.primitive.name in ("all_gather", "reshard")
     is_split = weight.layout is not None and weight.layout.is_split
     is_weight = equation.primitive.name == "dynamic_slice" or not any(map(_is_data, rest))
@@ -214,179 +199,21 @@ def _moved_weight(
     return [Weight(results[0], None, origin) if is_weight else Rows(results[0], origin)]
 
 
-# ---------------------------------------------------------------------------
-# Operations with copies
-# ---------------------------------------------------------------------------
+def _convert_weight(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    (weight,), dtype = operands, new_dtype_of(equation)
+    assert isinstance(weight, Weight)
+    if is_16bit(dtype) and weight.array.dtype == FLOAT32:
+        return [_narrowed(weight, dtype)]
+    return [computed_weight(result) for result in bound(equation, operands)]
 
 
-def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Moves the elements of a copy and of its carrier."""
-    copy, *rest = operands
-    assert isinstance(copy, Copy)
-    others = list(map(as_array, rest))
-    layout = None if copy.layout is None else copy.layout.moved(equation)
-    low = results_of(
-        equation, bind(equation, [copy.whole if layout is None else copy.low, *others])
-    )
-    carrier = results_of(equation, bind(equation, [copy.carrier, *others]))
-    is_selected = equation.primitive.name == "gather" and any(map(_is_data, rest))
-    rows = () if is_selected else copy.rows
-    repeats = equation.primitive.name == "broadcast_in_dim" and low[0].size > copy.low.size
-    kind = Repeated if repeats else type(copy)
-    return [kind(*pair, layout, rows) for pair in zip(low, carrier, strict=True)]
-
-
-def _is_selected(value: Value) -> bool:
-    return isinstance(value, Copy) and value.rows == ()
-
-
-def _is_data(value: Value) -> bool:
-    return not isinstance(value, (Weight, Copy, Constant))
-
-
-def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Applies a sharding constraint. That of a parameter is its sharding."""
-    (value,), sharding = operands, sharding_of_result(equation)
-    if not isinstance(value, (Weight, Copy)):
-        return list(bound(equation, operands))
-    is_spec = isinstance(sharding, NamedSharding) and not is_partial(equation)
-    if value.layout is None or not is_spec:
-        if isinstance(value, Copy):
-            return _move(equation, operands)
-        return [value._replace(array=bound(equation, operands)[0])]
-    layout = value.layout.constrained(sharding, as_array(value._replace(layout=None)).ndim)
-    if layout.stored == value.layout.stored:
-        # Matmuls read the weight in this sharding, after it was cast.
-        if isinstance(value, Copy):
-            return [value._replace(layout=layout)]
-        if layout != value.layout:
-            return [Weight(bound(equation, operands)[0], None, (value, equation, []))]
-    if isinstance(value, Copy):
-        low, carrier = (bind(equation, [array]) for array in (value.low, value.carrier))
-        return [Copy(low, carrier, layout, value.rows)]
-    return [Weight(bound(equation, operands)[0], layout)]
-
-
-def _reshard(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """Moves a weight to another sharding of explicit mesh axes, after it was cast."""
-    (value,), sharding = operands, sharding_of_result(equation)
-    stored = jax.typeof(value.low if isinstance(value, Copy) else as_array(value)).sharding
-    if stored.mesh != sharding.mesh:
-        # Functions of `auto_axes` enter a mesh with automatic axes, where they read the weight.
-        if isinstance(value, Copy):
-            return _move(equation, [value._replace(layout=None)])
-        return [Weight(array) for array in bound(equation, operands)]
-    if isinstance(value, Weight):
-        return _moved_weight(equation, value, [], bound(equation, operands))
-    if not isinstance(value, Copy) or value.layout is None or value.layout.is_split:
-        return (
-            _move(equation, operands) if isinstance(value, Copy) else [*bound(equation, operands)]
-        )
-    carrier = bind(equation, [value.carrier])
-    layout = dataclasses.replace(value.layout, stored=stored, gathered=sharding)
-    return [Copy(value.low, carrier, layout)]
-
-
-def _broadcast(value: Value, equation: JaxprEqn) -> Value:
-    """Broadcasts a copy to the shape of the result, so that its gradient is summed in FP32."""
-    aval: Any = equation.outvars[0].aval
-    if not isinstance(value, Copy) or value.low.shape == aval.shape:
-        return value
-    # Arithmetic also accepts a scalar beside an array.
-    axes = range(len(aval.shape)) if value.low.ndim else ()
-    sharding = aval.sharding if any(aval.sharding.spec) else None
-    low, carrier = (
-        lax.broadcast_in_dim(array, aval.shape, axes, out_sharding=sharding)
-        for array in (value.whole, value.carrier)
-    )
-    return Repeated(low, carrier)
-
-
-def _merge(equation: JaxprEqn, operands: list[Value]) -> Value | None:
-    """Runs an operation on copies and constants, and on their carriers.
-
-    Examples are the parts of a matrix, the rows of a table and NaN, a matrix and its scale, and a
-    matrix and a mask from data.
-    """
-    layout = _common_layout(equation, operands)
-    kinds = {type(operand) for operand in operands if isinstance(operand, Copy)}
-    kind = Repeated if kinds == {Repeated} else Copy
-    is_masked = kind is Copy and equation.primitive.name in ELEMENTWISE
-    rows = None
-    low, wide = [], []
-    for operand, var in zip(operands, equation.invars, strict=True):
-        if isinstance(operand, Copy):
-            array = operand.whole if layout is None else operand.low
-        else:
-            array = as_array(operand)
-        low.append(array)
-        if not is_16bit_aval(var.aval):
-            wide.append(array)
-        elif isinstance(operand, Copy):
-            wide.append(operand.carrier)
-        elif isinstance(operand, Constant) or is_masked:
-            wide.append(jnp.asarray(array).astype(FLOAT32))
-            rows = rows if isinstance(operand, Constant) else ()
-        else:
-            return None
-    return kind(bind(equation, low), bind(equation, wide), layout, rows)
-
-
-def _common_layout(equation: JaxprEqn, operands: list[Value]) -> Layout | None:
-    """Returns the layout of the result of an operation on copies; None if they must be gathered."""
-    layouts = {operand.layout for operand in operands if isinstance(operand, Copy)}
-    if len(layouts) > 1 or equation.primitive.name not in ELEMENTWISE:
-        return None
-    (layout,) = layouts
-    # On explicit axes, data has the sharding of a gathered weight.
-    is_gathered = layout is not None and layout.is_explicit and any(map(_is_data, operands))
-    return None if is_gathered else layout
-
-
-def _name(equation: JaxprEqn, operands: list[Value]) -> Value | None:
-    """Names a copy for the policies of `jax.checkpoint`."""
-    (copy,) = operands
-    assert isinstance(copy, Copy)
-    return Copy(bind(equation, [copy.low]), copy.carrier, copy.layout, copy.rows)
-
-
-_COPY_RULES: dict[str, Callable[[JaxprEqn, list[Value]], Value | None]] = {
-    "name": _name,
-    **dict.fromkeys(_MERGES, _merge),
-    **dict.fromkeys(MATMULS, run_matmul),
-}
-
-
-# ---------------------------------------------------------------------------
-# Operations with a special rule
-# ---------------------------------------------------------------------------
-
-
-def _convert(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    (operand,), dtype = operands, new_dtype_of(equation)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return list(bound(equation, operands))
-    if isinstance(operand, Copy):
-        if operand.rows == () and not is_16bit(dtype):
-            return list(bound(equation, operands))
-        converted = bind(equation, [operand.low])
-        if is_16bit(dtype):
-            return [operand._replace(low=converted)]
-        return [Weight(attached(converted, operand.carrier), operand.layout)]
-    array = as_array(operand)
-    if is_16bit(dtype) and array.dtype == FLOAT32:
-        if isinstance(operand, Weight):
-            return [_narrowed(operand, dtype)]
-        return [copy_of(array, bind(equation, [array]))]
-    return [computed_weight(bind(equation, [array]))]
-
-
-def _narrowed_rows(rows: Rows, equation: JaxprEqn) -> Array:
+def _convert_rows(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Returns rows of the 16-bit copy of a table, which is gathered in 16 bits."""
-    dtype = new_dtype_of(equation)
+    (rows,), dtype = operands, new_dtype_of(equation)
+    assert isinstance(rows, Rows)
     if not is_16bit(dtype):
-        return bind(equation, [rows.array])
-    return as_array(_narrowed(Weight(rows.array, None, rows.origin), dtype))
+        return [*bound(equation, operands)]
+    return [as_array(_narrowed(Weight(rows.array, None, rows.origin), dtype))]
 
 
 def _narrowed(weight: Weight, dtype: np.dtype) -> Value:
@@ -416,10 +243,173 @@ def _is_gathered_later(value: Value) -> bool:
     return value.origin is not None or (value.layout is not None and value.layout.is_split)
 
 
-_RULES: dict[str, Callable[[JaxprEqn, list[Value]], list[Value]]] = {
-    "convert_element_type": _convert,
-    "custom_jvp_call": run_custom_derivative,
-    "custom_vjp_call": _custom_derivative,
-    "reshard": _reshard,
-    "sharding_constraint": _constrain,
+# ---------------------------------------------------------------------------
+# Operations with copies
+# ---------------------------------------------------------------------------
+
+
+def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Moves the elements of a copy and of its carrier."""
+    (copy, *rest), name = operands, equation.primitive.name
+    assert isinstance(copy, Copy)
+    others = list(map(as_array, rest))
+    layout = None if copy.layout is None else copy.layout.moved(equation)
+    low = as_list(bind(equation, [copy.whole if layout is None else copy.low, *others]))
+    carrier = as_list(bind(equation, [copy.carrier, *others]))
+    kind = type(copy)
+    if name == "gather" and any(map(_is_data, rest)):
+        kind = Selected
+    elif kind is Copy and name == "broadcast_in_dim" and low[0].size > copy.low.size:
+        kind = Repeated
+    return [kind(*pair, layout) for pair in zip(low, carrier, strict=True)]
+
+
+def _is_data(value: Value) -> bool:
+    return not isinstance(value, (Weight, Copy, Constant))
+
+
+def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Applies a sharding constraint. That of a parameter is its sharding."""
+    (value,), sharding = operands, sharding_of_result(equation)
+    assert isinstance(value, (Weight, Copy))
+    is_spec = isinstance(sharding, NamedSharding) and not is_partial(equation)
+    if value.layout is None or not is_spec:
+        if isinstance(value, Copy):
+            return _move(equation, operands)
+        return [value._replace(array=bound(equation, operands)[0])]
+    layout = value.layout.constrained(sharding, as_array(value._replace(layout=None)).ndim)
+    if layout.stored == value.layout.stored:
+        # Matmuls read the weight in this sharding, after it was cast.
+        if isinstance(value, Copy):
+            return [value._replace(layout=layout)]
+        if layout != value.layout:
+            return [Weight(bound(equation, operands)[0], None, (value, equation, []))]
+    if isinstance(value, Copy):
+        low, carrier = (bind(equation, [array]) for array in (value.low, value.carrier))
+        return [value._replace(low=low, carrier=carrier, layout=layout)]
+    return [Weight(bound(equation, operands)[0], layout)]
+
+
+def _reshard(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Moves a weight to another sharding of explicit mesh axes, after it was cast."""
+    (value,), sharding = operands, sharding_of_result(equation)
+    assert isinstance(value, (Weight, Copy))
+    stored = jax.typeof(value.low if isinstance(value, Copy) else value.array).sharding
+    if stored.mesh != sharding.mesh:
+        # Functions of `auto_axes` enter a mesh with automatic axes, where they read the weight.
+        if isinstance(value, Copy):
+            return _move(equation, [value._replace(layout=None)])
+        return [Weight(array) for array in bound(equation, operands)]
+    if isinstance(value, Weight):
+        return _move_weight(equation, operands)
+    if value.layout is None or value.layout.is_split:
+        return _move(equation, operands)
+    carrier = bind(equation, [value.carrier])
+    layout = dataclasses.replace(value.layout, stored=stored, gathered=sharding)
+    return [Copy(value.low, carrier, layout)]
+
+
+def _reduce(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Reduces copies, of which each device reads its part."""
+    return _compute(
+        equation, [v._replace(layout=None) if isinstance(v, Copy) else v for v in operands]
+    )
+
+
+def _calculate(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs arithmetic on arrays of one shape, so that the gradient of a copy is summed in FP32."""
+    operands = [_broadcast(operand, equation) for operand in operands]
+    rule = _merge if equation.primitive.name in _MERGES else _compute
+    return rule(equation, operands)
+
+
+def _broadcast(value: Value, equation: JaxprEqn) -> Value:
+    """Broadcasts a copy to the shape of the result."""
+    aval: Any = equation.outvars[0].aval
+    if not isinstance(value, Copy) or value.low.shape == aval.shape:
+        return value
+    # Arithmetic also accepts a scalar beside an array.
+    axes = range(len(aval.shape)) if value.low.ndim else ()
+    sharding = aval.sharding if any(aval.sharding.spec) else None
+    low, carrier = (
+        lax.broadcast_in_dim(array, aval.shape, axes, out_sharding=sharding)
+        for array in (value.whole, value.carrier)
+    )
+    return Repeated(low, carrier)
+
+
+def _merge(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Runs an operation on copies and constants, and on their carriers.
+
+    Examples are the parts of a matrix, the rows of a table and NaN, a matrix and its scale, and a
+    matrix and a mask from data.
+    """
+    layout = _common_layout(equation, operands)
+    kinds = {type(operand) for operand in operands if isinstance(operand, Copy)}
+    kind = Repeated if kinds == {Repeated} else Copy
+    is_masked = kind is Copy and equation.primitive.name in ELEMENTWISE
+    low, wide = [], []
+    for operand, var in zip(operands, equation.invars, strict=True):
+        if isinstance(operand, Copy):
+            array = operand.whole if layout is None else operand.low
+        else:
+            array = as_array(operand)
+        low.append(array)
+        if not is_16bit_aval(var.aval):
+            wide.append(array)
+        elif isinstance(operand, Copy):
+            wide.append(operand.carrier)
+        elif isinstance(operand, Constant) or is_masked:
+            wide.append(jnp.asarray(array).astype(FLOAT32))
+            kind = kind if isinstance(operand, Constant) else Selected
+        else:
+            return _compute(equation, operands)
+    return [kind(bind(equation, low), bind(equation, wide), layout)]
+
+
+def _common_layout(equation: JaxprEqn, operands: list[Value]) -> WeightLayout | None:
+    """Returns the layout of the result of an operation on copies; None if they must be gathered."""
+    layouts = {operand.layout for operand in operands if isinstance(operand, Copy)}
+    if len(layouts) > 1 or equation.primitive.name not in ELEMENTWISE:
+        return None
+    (layout,) = layouts
+    # On explicit axes, data has the sharding of a gathered weight.
+    is_gathered = layout is not None and layout.is_explicit and any(map(_is_data, operands))
+    return None if is_gathered else layout
+
+
+def _name(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Names a copy for the policies of `jax.checkpoint`."""
+    (copy,) = operands
+    assert isinstance(copy, Copy)
+    return [copy._replace(low=bind(equation, [copy.low]))]
+
+
+def _convert_copy(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    (copy,), dtype = operands, new_dtype_of(equation)
+    assert isinstance(copy, Copy)
+    if is_16bit(dtype):
+        return [copy._replace(low=bind(equation, [copy.low]))]
+    if isinstance(copy, Selected) or not jnp.issubdtype(dtype, jnp.floating):
+        return [*bound(equation, operands)]
+    return [Weight(attached(bind(equation, [copy.low]), copy.carrier), copy.layout)]
+
+
+# Rule for an operation, and for the class of its operands that decides. Others are computed.
+_RULES: dict[tuple[str, type | None], Callable[[JaxprEqn, list[Value]], list[Value]]] = {
+    **{(name, Weight): _move_weight for name in MOVES},
+    ("convert_element_type", Weight): _convert_weight,
+    ("convert_element_type", Rows): _convert_rows,
+    ("custom_vjp_call", Weight): _custom_derivative,
+    **{(name, Copy): _move for name in MOVES},
+    **{(name, Copy): _reduce for name in REDUCTIONS},
+    **{(name, Copy): _merge for name in _MERGES},
+    **{(name, Copy): _calculate for name in _BROADCASTING},
+    **{(name, Copy): run_matmul for name in MATMULS},
+    ("convert_element_type", Copy): _convert_copy,
+    ("custom_jvp_call", Copy): run_custom_derivative,
+    ("custom_vjp_call", Copy): _custom_derivative,
+    ("name", Copy): _name,
+    **{("reshard", kind): _reshard for kind in (Weight, Copy)},
+    **{("sharding_constraint", kind): _constrain for kind in (Weight, Copy)},
 }

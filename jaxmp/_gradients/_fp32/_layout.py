@@ -8,7 +8,7 @@ operations on single elements come first, so that the weight is gathered in the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -19,7 +19,6 @@ from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxp
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array
 from jaxmp._programs._analysis import Forward, primitives
-from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import (
     CALLS,
     CUSTOM_DERIVATIVES,
@@ -29,7 +28,7 @@ from jaxmp._programs._constructs import (
     sub_jaxprs,
 )
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import equations
+from jaxmp._programs._jaxprs import array_aval, equations
 from jaxmp._programs._operations import dimensions_of, new_dtype_of, sharding_of_result
 
 # Axes over which each dimension of an array is split.
@@ -76,7 +75,7 @@ _SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """Sharding of a weight, and the sharding in which operations read it.
 
     stored: the sharding of the weight; None: unknown.
@@ -100,14 +99,13 @@ class Layout:
         """True if the sharding is part of the type of the array."""
         return self.stored is not None and AxisType.Explicit in self.stored.mesh.axis_types
 
-    def placed(self, sharding: NamedSharding, ndim: int) -> Layout:
+    def placed(self, sharding: NamedSharding, ndim: int) -> WeightLayout:
         """Returns the layout of a weight that has a sharding."""
-        entries = tuple(_without(entry, self.batch_axes) for entry in _entries(sharding, ndim))
-        gathered = NamedSharding(sharding.mesh, PartitionSpec(*entries))
-        stored = NamedSharding(sharding.mesh, PartitionSpec(*_entries(sharding, ndim)))
-        return dataclasses.replace(self, stored=stored, gathered=gathered)
+        stored = _entries(sharding, ndim)
+        gathered = (_without(entry, self.batch_axes) for entry in stored)
+        return self._with(sharding.mesh, stored, gathered)
 
-    def constrained(self, sharding: NamedSharding, ndim: int) -> Layout:
+    def constrained(self, sharding: NamedSharding, ndim: int) -> WeightLayout:
         """Returns the layout of a weight after a sharding constraint.
 
         The first constraint is the sharding of the weight. If a second one leaves out some of its
@@ -121,24 +119,25 @@ class Layout:
             return dataclasses.replace(self, gathered=new.stored)
         return new
 
-    def moved(self, equation: JaxprEqn) -> Layout | None:
+    def moved(self, equation: JaxprEqn) -> WeightLayout | None:
         """Returns the layout after an operation that moves elements; None: it cannot be applied."""
         if self.stored is None or self.gathered is None:
             return self
-        aval: Any = equation.invars[0].aval
-        shardings: list[NamedSharding] = []
-        for sharding in (self.stored, self.gathered):
-            entries = _moved(equation, _entries(sharding, len(aval.shape)))
-            if entries is None:
-                return None
-            shardings.append(NamedSharding(sharding.mesh, PartitionSpec(*entries)))
-        return dataclasses.replace(self, stored=shardings[0], gathered=shardings[1])
+        ndim = array_aval(equation.invars[0]).ndim
+        stored, gathered = (
+            _moved(equation, _entries(sharding, ndim)) for sharding in (self.stored, self.gathered)
+        )
+        return (
+            None
+            if stored is None or gathered is None
+            else self._with(self.stored.mesh, stored, gathered)
+        )
 
-    def unplaced(self) -> Layout:
+    def unplaced(self) -> WeightLayout:
         """Returns the layout of an array whose sharding is unknown."""
-        return Layout(batch_axes=self.batch_axes, again=self.again)
+        return WeightLayout(batch_axes=self.batch_axes, again=self.again)
 
-    def of_a_slice(self, ndim: int) -> Layout:
+    def of_a_slice(self, ndim: int) -> WeightLayout:
         """Returns the layout of `array[i]`, where the array has `ndim` dimensions."""
         if self.stored is None or self.gathered is None:
             return self
@@ -146,18 +145,20 @@ class Layout:
         _, *gathered = _entries(self.gathered, ndim)
         if first is not None:
             return self.unplaced()
-        mesh = self.stored.mesh
-        shardings = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (stored, gathered))
-        stored_sharding, gathered_sharding = shardings
-        return dataclasses.replace(self, stored=stored_sharding, gathered=gathered_sharding)
+        return self._with(self.stored.mesh, stored, gathered)
+
+    def _with(self, mesh: Any, stored: Iterable[Any], gathered: Iterable[Any]) -> WeightLayout:
+        """Returns the layout with other axes of the dimensions, before and in matmuls."""
+        on_mesh = lambda entries: NamedSharding(mesh, PartitionSpec(*entries))
+        return dataclasses.replace(self, stored=on_mesh(stored), gathered=on_mesh(gathered))
 
 
-def gathered(array: Array, layout: Layout | None) -> Array:
+def gathered(array: Array, layout: WeightLayout | None) -> Array:
     """Returns a weight in the sharding in which matmuls read it."""
     return gathered_again(as_stored(array, layout), layout)
 
 
-def as_stored(array: Array, layout: Layout | None) -> Array:
+def as_stored(array: Array, layout: WeightLayout | None) -> Array:
     """Constrains a weight, or its gradient, to the sharding of the weight.
 
     Otherwise XLA may gather the weight before it was cast.
@@ -171,7 +172,7 @@ def as_stored(array: Array, layout: Layout | None) -> Array:
     return lax.with_sharding_constraint(array, layout.stored)
 
 
-def gathered_again(array: Array, layout: Layout | None) -> Array:
+def gathered_again(array: Array, layout: WeightLayout | None) -> Array:
     """Returns the result of `as_stored` in the sharding in which matmuls read it."""
     if layout is None or not layout.is_split:
         return array
@@ -181,7 +182,7 @@ def gathered_again(array: Array, layout: Layout | None) -> Array:
     return lax.with_sharding_constraint(array, layout.gathered)
 
 
-def as_gathered(array: Array, layout: Layout | None) -> Array | jax.ShapeDtypeStruct:
+def as_gathered(array: Array, layout: WeightLayout | None) -> Array | jax.ShapeDtypeStruct:
     """Returns an array or the shape of one for tracing a function that reads a gathered weight."""
     if layout is None or not (layout.is_split and layout.is_explicit):
         return array
@@ -300,12 +301,12 @@ def _reshaped(
 # ---------------------------------------------------------------------------
 
 # Mark of an array that a device can compute from its part of the weights and from scalars.
-_LOCAL = Layout()
+_LOCAL = WeightLayout()
 
 
 def run_gathered(
-    closed: ClosedJaxpr, args: Sequence[Array], layouts: Sequence[Layout | None]
-) -> tuple[list[Array], list[Layout | None]]:
+    closed: ClosedJaxpr, args: Sequence[Array], layouts: Sequence[WeightLayout | None]
+) -> tuple[list[Array], list[WeightLayout | None]]:
     """Runs a jaxpr that is not differentiated, and gathers weights before their uses.
 
     Args:
@@ -324,7 +325,7 @@ def run_gathered(
     )
 
 
-_Marked: TypeAlias = tuple[Any, Layout | None]
+_Marked: TypeAlias = tuple[Any, WeightLayout | None]
 
 
 class _Gathered:
@@ -376,24 +377,27 @@ class _Gathering(Interpreter):
             operand, result = equation.invars[0], equation.outvars[0]
             if isinstance(operand, Var) and isinstance(result, Var):
                 own.sources[result] = own.sources.get(operand, operand)
-        if equation.primitive.name in CALLS and _has_split(operands):
+        is_split = any(mark is not None and mark.is_split for _, mark in operands)
+        if equation.primitive.name in CALLS and is_split:
             return self.enter(equation, operands, frame, state=own)
-        if _is_identity(equation):
-            out = bind(equation, [array for array, _ in operands])
-            return list(zip(out, _returned_marks(equation, operands), strict=True))
+        if equation.primitive.name in CUSTOM_DERIVATIVES and call_of(equation).is_empty:
+            # A function that returns arguments unchanged.
+            out = self.bound(equation, [array for array, _ in operands])
+            sources = forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
+            marks = (None if n is None else operands[n][1] for n in sources)
+            return list(zip(out, marks, strict=True))
         can_wait, mark = _mark(equation, operands)
         read = (lambda _, value: value[0]) if can_wait else own.array
         arrays = list(map(read, equation.invars, operands))
         if can_wait and mark is not None and mark.is_split:
             arrays = [_split_like(array, mark) for array in arrays]
-        out = bind(equation, arrays)
-        out = list(out) if isinstance(out, (list, tuple)) else [out]
+        out = self.bound(equation, arrays)
         if mark is _LOCAL and any(m is not None and m.is_explicit for _, m in operands):
             out = list(map(_as_recorded_sharding, out, equation.outvars))
         return [(array, mark) for array in out]
 
 
-def _split_like(array: Array, layout: Layout) -> Array:
+def _split_like(array: Array, layout: WeightLayout) -> Array:
     """Gives an operand of a split weight the weight's sharding, on explicit axes."""
     stored = layout.stored
     if not layout.is_explicit or stored is None or jax.numpy.ndim(array) != len(stored.spec):
@@ -409,22 +413,7 @@ def _as_recorded_sharding(array: Array, var: Var) -> Array:
     return jax.reshard(array, aval.sharding.spec)
 
 
-def _is_identity(equation: JaxprEqn) -> bool:
-    """Returns True for a function with a custom derivative that returns arguments unchanged."""
-    is_function = equation.primitive.name in CUSTOM_DERIVATIVES
-    return is_function and call_of(equation).is_empty
-
-
-def _returned_marks(equation: JaxprEqn, operands: Sequence[_Marked]) -> list[Layout | None]:
-    sources = forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
-    return [None if n is None else operands[n][1] for n in sources]
-
-
-def _has_split(operands: Sequence[_Marked]) -> bool:
-    return any(mark is not None and mark.is_split for _, mark in operands)
-
-
-def _mark(equation: JaxprEqn, operands: Sequence[_Marked]) -> tuple[bool, Layout | None]:
+def _mark(equation: JaxprEqn, operands: Sequence[_Marked]) -> tuple[bool, WeightLayout | None]:
     """Returns True if an equation can read weights that are split, and the mark of its result."""
     name = equation.primitive.name
     is_local = all(mark is not None or jax.numpy.size(array) == 1 for array, mark in operands)
@@ -467,7 +456,7 @@ class Saved:
     """Array that a backward pass requires, and its layout if it has not been gathered."""
 
     array: Array
-    layout: Layout | None = dataclasses.field(metadata={"static": True})
+    layout: WeightLayout | None = dataclasses.field(metadata={"static": True})
 
 
 # ---------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxmp._core._compat import JaxprEqn
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._gradients._fp32._layout import Layout, gathered
+from jaxmp._gradients._fp32._layout import WeightLayout, gathered
 from jaxmp._programs._bind import bind
+from jaxmp._programs._interpreter import Entry
 
 
 class Weight(NamedTuple):
@@ -26,7 +27,7 @@ class Weight(NamedTuple):
     """
 
     array: Array
-    layout: Layout | None = None
+    layout: WeightLayout | None = None
     origin: tuple[Weight, JaxprEqn, list[Any]] | None = None
 
 
@@ -37,14 +38,11 @@ class Copy(NamedTuple):
     carrier: FP32 array of the same shape. Its value is never used, and the gradient passes through
       it.
     layout: the sharding of `low`, and that in which matmuls read it; None: it is unknown.
-    rows: () if data selects the elements, as the rows of a table, so that they may be activations;
-      otherwise None. (Neither value adds leaves to the pytree.)
     """
 
     low: Array
     carrier: Array
-    layout: Layout | None = None
-    rows: tuple[()] | None = None
+    layout: WeightLayout | None = None
 
     @property
     def whole(self) -> Array:
@@ -54,6 +52,12 @@ class Copy(NamedTuple):
 
 class Repeated(Copy):
     """Copy with repeated elements, such as a bias for all rows. With data, it is an activation."""
+
+    __slots__ = ()
+
+
+class Selected(Copy):
+    """Copy whose elements data selects, as the rows of a table: they may be activations."""
 
     __slots__ = ()
 
@@ -85,38 +89,34 @@ def as_array(value: Value) -> Array:
     return value.array if isinstance(value, (Weight, Constant, Rows)) else value
 
 
-def copy_of(array: Array, low: Array, layout: Layout | None = None) -> Copy:
+def copy_of(array: Array, low: Array, layout: WeightLayout | None = None) -> Copy:
     """Returns the copy `low` of an array in FP32."""
     return Copy(_detached(low), array, layout)
 
 
-def entered(value: Value, *, is_recomputed: bool = False, is_scanned: bool = False) -> Value:
-    """Returns a value as an argument of the body of another operation.
-
-    Args:
-      value: the operand of the operation.
-      is_recomputed: the backward pass runs the body again, and gathers its weights.
-      is_scanned: the body receives slices of the value.
-    """
+def entered(value: Value, entry: Entry) -> Value:
+    """Returns an operand of another operation as an argument of the body of that operation."""
     if isinstance(value, Rows):
         return value.array
-    if not isinstance(value, (Weight, Copy)) or value.layout is None:
-        return Weight(value.array) if isinstance(value, Weight) else value
-    layout = value.layout
-    if is_recomputed:
+    if not isinstance(value, (Weight, Copy)):
+        return value
+    layout = None if entry is Entry.SHARD else value.layout
+    if layout is not None and entry is Entry.REMAT:
+        # The backward pass runs the body again, and gathers its weights.
         layout = dataclasses.replace(layout, again=False)
-    if is_scanned:
+    if layout is not None and entry is Entry.ROWS:
         array = value.array if isinstance(value, Weight) else value.low
         sliced = layout.of_a_slice(array.ndim)
         if isinstance(value, Copy) and layout.is_split and not sliced.is_split:
-            return Copy(value.whole, value.carrier, sliced, value.rows)
+            return value._replace(low=value.whole, layout=sliced)
         layout = sliced
-    if isinstance(value, Weight):
-        return Weight(value.array, layout)
-    return value._replace(layout=layout)
+    # A weight inside is not moved back to where it was gathered outside.
+    return (
+        Weight(value.array, layout) if isinstance(value, Weight) else value._replace(layout=layout)
+    )
 
 
-def computed_weight(value: Value, layout: Layout | None = None) -> Value:
+def computed_weight(value: Value, layout: WeightLayout | None = None) -> Value:
     """Converts a value that was computed from weights and constants alone to a `Weight` or `Copy`.
 
     Its sharding is unknown, until it is constrained; `layout` is that of one of the weights. The
@@ -137,7 +137,7 @@ def computed_weight(value: Value, layout: Layout | None = None) -> Value:
 def are_weights(values: Sequence[Value]) -> bool:
     """Returns True for weights and constants, from which every operation computes a weight."""
     return all(
-        isinstance(value, (Weight, Copy, Constant)) and getattr(value, "rows", None) is None
+        isinstance(value, (Weight, Copy, Constant)) and not isinstance(value, Selected)
         for value in values
     )
 
@@ -153,12 +153,12 @@ def left(results: Sequence[Value], operands: Sequence[Value]) -> list[Value]:
 
 def bound(equation: JaxprEqn, operands: list[Value]) -> list[Array]:
     """Returns the results of an equation with other operands."""
-    return results_of(equation, bind(equation, list(map(as_array, operands))))
+    return as_list(bind(equation, list(map(as_array, operands))))
 
 
-def results_of(equation: JaxprEqn, out: Array | list[Array]) -> list[Array]:
+def as_list(out: Array | list[Array]) -> list[Array]:
     """Returns the result of `bind` as a list."""
-    return list(out) if isinstance(out, (list, tuple)) else [out]
+    return out if isinstance(out, list) else [out]
 
 
 @jax.custom_vjp

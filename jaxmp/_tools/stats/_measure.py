@@ -81,7 +81,9 @@ def _range_of(name: str) -> tuple[int, int, float]:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def measure(x: Array, factor: Array | None = None, dtype: DTypeLike | None = None) -> TensorStats:
+def measure_tensor(
+    x: Array, factor: Array | None = None, dtype: DTypeLike | None = None
+) -> TensorStats:
     """Measures a tensor.
 
     Args:

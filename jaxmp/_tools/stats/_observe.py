@@ -27,7 +27,7 @@ from jaxmp._programs._jaxprs import (
 )
 from jaxmp._programs._locations import module_of, root_of
 from jaxmp._programs._operations import name_of
-from jaxmp._tools.stats._measure import TensorStats, measure
+from jaxmp._tools.stats._measure import TensorStats, measure_tensor
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
 MATMULS = ("dot_general", "conv_general_dilated")
@@ -115,7 +115,7 @@ class Observer(Interpreter):
     consequence = "the tensors inside of it are not measured"
     has_side_results = True
     drops_derivatives = True
-    measure: Callable[..., Any] = staticmethod(measure)
+    measure: Callable[..., Any] = staticmethod(measure_tensor)
     # True for a client that reads only the outputs of modules.
     only_outputs = False
 

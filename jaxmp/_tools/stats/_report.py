@@ -194,7 +194,7 @@ def _cells(row: TensorRow, names: list[str]) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------
 
 
-def make_report(
+def make_stats_report(
     tensors: Mapping[str, Mapping[str, TensorStats]],
     loss_scale: Any,
     errors: Any,

@@ -15,9 +15,9 @@ from jax import lax
 from jaxmp._core._typing import Array
 from jaxmp._tools.audit._trace import Traced, check_function, is_array, trace
 from jaxmp._tools.stats._emulate import EMULATED, Emulation, Sampler, Samples, errors_of
-from jaxmp._tools.stats._measure import TensorStats, measure
+from jaxmp._tools.stats._measure import TensorStats, measure_tensor
 from jaxmp._tools.stats._observe import ACTIVATIONS, GRADIENTS, SCALES, Key, Observer, modules_of
-from jaxmp._tools.stats._report import StatsReport, make_report
+from jaxmp._tools.stats._report import StatsReport, make_stats_report
 from jaxmp.errors import AuditError
 from jaxmp.optim._roles import AVERAGE, FP8, MASTER, PARAMETER, STATISTICS
 
@@ -50,7 +50,7 @@ class TrainingStats:
 
     def report(self) -> StatsReport:
         """Returns the losses in each candidate format, and the loss scale to start with."""
-        return make_report(self.tensors, self.loss_scale, self.errors, self.modules)
+        return make_stats_report(self.tensors, self.loss_scale, self.errors, self.modules)
 
 
 def with_stats(
@@ -155,7 +155,7 @@ class _Program:
 
         for kind, numbers in (("parameters", self._parameters()), (SCALES, self._of_role(FP8))):
             for number in numbers:
-                add(kind, self.names[number], measure(arrays[number]))
+                add(kind, self.names[number], measure_tensor(arrays[number]))
         for key, module, stats in self._by_module(observer):
             if key.kind == GRADIENTS:
                 add(GRADIENTS, self._parameter(key, module), stats)
@@ -164,7 +164,7 @@ class _Program:
         for number, new in self._updated(results):
             old = lax.convert_element_type(arrays[number], jnp.float32)
             update = lax.sub(lax.convert_element_type(new, jnp.float32), old)
-            add("updates", self.names[number], measure(update))
+            add("updates", self.names[number], measure_tensor(update))
         scale = next((arrays[number] for number in self.traced.scales()), 1.0)
         return TrainingStats(rows, jnp.asarray(scale, jnp.float32))
 

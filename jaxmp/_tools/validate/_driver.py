@@ -317,7 +317,8 @@ def _train_recipe(
             own = make_program(current)
         elif not each.evaluation or each.evaluation != hashes.evaluation:
             own = program.with_evaluation(current)
-        compared = comparer if seed == seeds[0] else _ignore
+        # Only the first seed is compared.
+        compared = comparer if seed == seeds[0] else lambda *_: None
         return train(name, seed, current, own, schedule, on_compare=compared, on_step=on_step)
 
     def repeat(step: int) -> Trial:
@@ -340,10 +341,6 @@ def _with_leaves(run: PureRun, leaves: Leaves, arrays: PyTree = None) -> PyTree:
     params = run.params(arrays)
     new = _trees.map_with_path(lambda path, _: leaves[_trees.parameter_path(path)], params)
     return run.with_params(arrays, new)
-
-
-def _ignore(step: int, arrays: PyTree, batch: PyTree) -> None:
-    """Compares nothing: only the first seed is compared."""
 
 
 def _check_initial(

@@ -179,12 +179,13 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         (new, result), outputs = with_outputs(run.step)(arrays, batch)
         paths[:] = outputs
         before, after = run.params(arrays), run.params(new)
-        changes = _stalled(before, after, result.grads), _update_norm(before, after)
+        update = jax.tree.map(_difference, after, before)
+        changes = _stalled(before, after, result.grads), global_norm(update)
         state, other = (
             {k: x for k, x in run.state(y).items() if not _trees.is_key(x)} for y in (arrays, new)
         )
         samples = (
-            _samples(jax.tree.map(_difference, after, before)),
+            _samples(update),
             {path: sampled(_difference(other[path], leaf)) for path, leaf in state.items()},
             _samples(before),
         )
@@ -235,11 +236,6 @@ def _stalled(before: PyTree, after: PyTree, grads: PyTree | None) -> Array:
     unchanged = sum(jnp.sum((p == q) & moving(g), dtype=jnp.float32) for p, q, g in leaves)
     moved = sum(jnp.sum(moving(g), dtype=jnp.float32) for _, _, g in leaves)
     return jnp.asarray(unchanged / jnp.maximum(moved, 1.0), jnp.float32)
-
-
-def _update_norm(before: PyTree, after: PyTree) -> Array:
-    """Returns the norm of the difference of two trees of parameters, in FP32."""
-    return global_norm(jax.tree.map(_difference, after, before))
 
 
 def _difference(x: Array, y: Array) -> Array:

@@ -301,7 +301,9 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
             )
         new = nnx.as_pure(state)
         check_state(arrays, new)
-        return new, result._replace(grads=_pure_grads(result.grads))
+        grads = result.grads
+        grads = None if grads is None else nnx.as_pure(nnx.state(grads, nnx.Param))
+        return new, result._replace(grads=grads)
 
     def with_params(arrays: PyTree, params: PyTree) -> PyTree:
         live = objects(arrays)
@@ -350,10 +352,6 @@ def _number_of_model(nodes: tuple[Any, ...]) -> int:
 
 def _opt_states(nodes: tuple[Any, ...]) -> PyTree:
     return [nnx.as_pure(node.opt_state) for node in nodes if hasattr(node, "opt_state")]
-
-
-def _pure_grads(grads: PyTree) -> PyTree:
-    return None if grads is None else nnx.as_pure(nnx.state(grads, nnx.Param))
 
 
 # ---------------------------------------------------------------------------

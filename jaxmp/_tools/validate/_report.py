@@ -60,7 +60,7 @@ from jaxmp._tools.validate._rows import (
     TrainingRecord,
     figure_text,
     percent,
-    report_sections,
+    validation_sections,
 )
 from jaxmp.errors import ValidationError, ValidationFailedError
 
@@ -150,7 +150,7 @@ class ValidationReport(Report):
         return f"<ValidationReport of {verdicts or 'no candidates'}>"
 
     def _sections(self, full: bool) -> list[Section]:
-        return report_sections(self, full)
+        return validation_sections(self, full)
 
     def to_html(self, *, full: bool = True) -> str:
         """Returns the report as one HTML page with charts, without scripts or links.
@@ -268,7 +268,7 @@ def render_page(report: ValidationReport, full: bool = True) -> str:
       report: the report.
       full: True for all tables.
     """
-    sections = report_sections(report, full)
+    sections = validation_sections(report, full)
     verdicts = len(report.candidates)
     tables = sections[verdicts:]
     figures = next((n for n, section in enumerate(tables, 1) if section.rows), 0)

@@ -311,7 +311,7 @@ _MOODS = {PASS: "good", FAIL: "bad", DIFFERS: "bad", INCONCLUSIVE: "open"}
 _ERRORS = ("gradient_error", "loss_error")
 
 
-def report_sections(report: ValidationReport, full: bool) -> list[Section]:
+def validation_sections(report: ValidationReport, full: bool) -> list[Section]:
     """Returns the sections of a report.
 
     Args:

@@ -48,7 +48,7 @@ class StepRow(NamedTuple):
 
 
 @dataclasses.dataclass
-class Program:
+class CompiledRun:
     """Compiled step and evaluation of a recipe.
 
     Args:
@@ -59,15 +59,15 @@ class Program:
     advance: Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
     evaluate: Callable[[PyTree], dict[str, Array]]
 
-    def with_evaluation(self, run: PureRun) -> Program:
+    def with_evaluation(self, run: PureRun) -> CompiledRun:
         """Returns the program of a run with the same step and another evaluation."""
         return dataclasses.replace(self, evaluate=_traceable(run.evaluate, run.arrays))
 
 
-def make_program(run: PureRun) -> Program:
+def make_program(run: PureRun) -> CompiledRun:
     """Compiles the step of a run."""
     lowered = jax.jit(_advance(run), donate_argnums=0).lower(run.arrays, run.first)
-    return Program(lowered.compile(), _traceable(run.evaluate, run.arrays))
+    return CompiledRun(lowered.compile(), _traceable(run.evaluate, run.arrays))
 
 
 def _advance(run: PureRun) -> Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]:
@@ -151,7 +151,7 @@ def train(
     name: str,
     seed: int,
     run: PureRun,
-    program: Program,
+    program: CompiledRun,
     schedule: Schedule,
     *,
     on_compare: OnCompare,

@@ -13,8 +13,8 @@ import optax
 from flax import nnx
 from flax.errors import InvalidRngError
 
-from jaxmp import nnx as mp_nnx
 from jaxmp._core._typing import ArrayLike, PyTree
+from jaxmp._flax._nnx_optimizer import Optimizer
 from jaxmp._flax._train_state import TrainState
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
@@ -292,9 +292,9 @@ def _nnx_run(recipe: Recipe, model: Any, loss_fn: LossFn, inner: Any) -> _Parts:
             "function: model=lambda seed: Net(rngs=nnx.Rngs(seed))."
         )
     wrapped = recipe.wrap(model)
-    tx = mp_nnx.Optimizer(wrapped, inner)
+    tx = Optimizer(wrapped, inner)
 
-    def step(model: nnx.Module, tx: mp_nnx.Optimizer, batch: PyTree) -> dict[str, PyTree]:
+    def step(model: nnx.Module, tx: Optimizer, batch: PyTree) -> dict[str, PyTree]:
         loss, grads = tx.value_and_grad(loss_fn)(model, batch)
         tx.update(model, grads)
         return {"loss": loss, "grads": grads}
