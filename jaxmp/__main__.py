@@ -7,7 +7,8 @@ from jaxmp.errors import MissingDependencyError
 try:
     from jaxmp._tools.cli import main as run
 except MissingDependencyError as error:
-    sys.exit(f"jaxmp: {error}")
+    print(f"jaxmp: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> None:
