@@ -207,9 +207,10 @@ def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     reasons = [] if best.bound else ["The chip multiplies its formats, and the estimate fits."]
     if best is not base:
         ratio = f"{_value(best) / _value(base):.2f}"
-        low, high = (f"{value / _value(base):.2f}" for value in best.interval)
+        ends = [f"{value / _value(base):.2f}" for value in best.interval]
+        between = f" ({' to '.join(ends)})" if ends else ""
         reasons.append(
-            f"Its bound is {ratio} ({low} to {high}) of that of {_name(base)}: {_work(best, base)}."
+            f"Its bound is {ratio}{between} of that of {_name(base)}: {_work(best, base)}."
         )
     for recipe in dict.fromkeys(row.recipe for row in rows if row.recipe != best.recipe):
         other = min((row for row in rows if row.recipe == recipe), key=_value)
@@ -242,7 +243,7 @@ def _comparison(other: PlanRow, best: PlanRow) -> str:
         cannot = "does not fit" if other.fits is False else "was not compiled"
         cannot = "computes in a format that the chip lacks" if other.lacking else cannot
         return f"{_name(other)} {cannot}."
-    is_clear = min(other.interval) >= best.bound
+    is_clear = min(other.interval, default=other.bound) >= best.bound
     gain = "gains nothing" if is_clear else f"has no clear gain, {_interval(other)}"
     return f"{_name(other)} {gain}: {_work(other, best)}."
 
