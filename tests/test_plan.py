@@ -114,7 +114,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     )
     command = ["plan", "run_plan.py:make_step", "--recipes", "bf16,fp16", "--targets", "v100"]
     with pytest.raises(SystemExit) as stop:
-        main([*command, "--batches", "2,4", "--remat", "false,true", "--json", "plan.json"])
+        main([*command, "--batches", "2, 4", "--remat", "false,true", "--json", "plan.json"])
     assert stop.value.code == 0
     assert "Plan of make_step" in capsys.readouterr().out
     report = PlanReport.from_json((tmp_path / "plan.json").read_text())
@@ -122,8 +122,31 @@ def test_command(tmp_path, capsys, monkeypatch):
         (size, form) for size in (2, 4) for form in ("False", "True")
     }
     with pytest.raises(SystemExit) as stop:
+        main([*command, "--remat", "maybe"])
+    assert stop.value.code == 2 and "--remat false,true" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
         main([*command, "--batches", "many"])
     assert stop.value.code == 2 and "batches=[8, 16]" in capsys.readouterr().err
+
+
+def test_an_interrupted_plan_writes_the_programs_that_it_has(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run_stopped.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def make_step(recipe):\n"
+        "    if recipe.name == 'fp32': raise KeyboardInterrupt\n"
+        "    return lambda w: w @ w, jnp.ones((8, 8))\n"
+    )
+    command = ["plan", "run_stopped.py:make_step", "--targets", "v100", "--json", "plan.json"]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--recipes", "fp16, fp32"])
+    assert stop.value.code == 130
+    assert "Run the same command to go on" in capsys.readouterr().err
+    report = PlanReport.from_json((tmp_path / "plan.json").read_text())
+    assert [row.recipe for row in report.rows] == ["fp16"]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--recipes", "fp32"])
+    assert stop.value.code == 130
 
 
 # ---------------------------------------------------------------------------

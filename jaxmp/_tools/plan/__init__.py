@@ -169,6 +169,13 @@ def check_plan(
                 f"{function} has no parameter for {name}={values!r}. Write\n"
                 f"    def {function}(recipe, {parameter}):"
             )
+    default = getattr(parameters.get("remat"), "default", None)
+    for value in lists.get("remat") or ():
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise AuditError(
+                f"remat={value!r}: the default of the parameter is {default}. Write"
+                " remat=[False, True], or --remat false,true."
+            )
     chips = list(dict.fromkeys(map(get_target, lists["targets"])))
     for chip in chips:
         if not chip.uncompiled:
