@@ -18,7 +18,7 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from jaxmp._tools.cli import main
 from jaxmp._tools.memory import STATE, _errors
-from jaxmp.errors import AuditError, TargetError
+from jaxmp.errors import AuditError, MissingDependencyError, TargetError
 from jaxmp.typing import MemoryEstimate
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -202,6 +202,14 @@ def test_a_step_that_cannot_be_compiled_is_estimated_with_the_reason():
     assert "calls Python on the host" in estimate.reason and estimate.least < estimate.most
     with pytest.raises(AuditError, match="calls Python on the host"):
         jaxmp.estimate_memory(step, PARAMS, ROWS, target="h200", exact=True)
+
+
+def test_without_the_compiler_the_reason_is_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None)
+    estimate = jaxmp.estimate_memory(jax.grad(squares), PARAMS, ROWS, target="h200")
+    assert 'pip install "jaxmp[aot]"' in estimate.reason
+    with pytest.raises(MissingDependencyError, match="aot"):
+        jaxmp.estimate_memory(jax.grad(squares), PARAMS, ROWS, target="h200", exact=True)
 
 
 def test_programs_of_tpus_are_compiled_on_request():

@@ -146,7 +146,7 @@ class MemoryEstimate(Report):
             text = f"It may fit in {self.target}, of which {usable} are usable."
         else:
             lack += " or more" * (not self.compiler)
-            text = f"It does not fit in {self.target}: it lacks {lack} beside {usable}."
+            text = f"It does not fit in {self.target}: it lacks {lack} beside the usable {usable}."
         if self.preallocates:
             text += f" JAX uses {self.share:.0%} of {bytes_text(self.memory)};"
             text += " XLA_PYTHON_CLIENT_MEM_FRACTION sets the share."
@@ -226,22 +226,24 @@ def estimate_memory(
     """
     check_function(fn, "estimate_memory")
     chip = None if target is None else get_target(target)
-    name = getattr(fn, "__name__", "")
-    reason = _why_not_compiled(chip, exact)
+    name, reason = getattr(fn, "__name__", ""), "exact=False"
     with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
         with contextlib.nullcontext() if chip is None else default_target(chip):
             traced = trace(fn, args, kwargs)
-        if chip is not None and not reason:
-            try:
+        try:
+            if exact is not False:
+                chip = _check_compiled(chip, exact)
                 with progress_bar(None, progress) as (on_program, _):
                     on_program(f"compiling {name} for {chip.name}")
-                    kinds = _compiled(chip, traced, None if cache is None else Path(cache))
+                    kinds = _compiled(chip, traced, cache)
                 compiler = f"jaxlib {importlib.metadata.version('jaxlib')}"
                 return _made(name, chip, kinds, sum(kinds.values()), compiler=compiler)
-            except AuditError as error:
-                if exact:
-                    raise
-                reason = str(error).partition(". ")[0].rstrip(".")
+        except (AuditError, TargetError, MissingDependencyError) as error:
+            if exact:
+                raise
+            text = " ".join(str(error).split())
+            is_missing = isinstance(error, MissingDependencyError)
+            reason = (text if is_missing else text.partition(". ")[0]).rstrip(".")
     for construct, equation in unknown_constructs(traced.closed).items():
         warn_of_unknown(construct, equation, "the memory of the operations inside is not counted")
     kinds, devices = _estimated(traced)
@@ -252,31 +254,21 @@ def estimate_memory(
     return _made(name, chip, kinds, least, most, reason=reason)
 
 
-def _why_not_compiled(chip: Target | None, exact: bool | None) -> str:
-    """Returns the reason why a program is not compiled; "" if it is.
+def _check_compiled(chip: Target | None, exact: bool | None) -> Target:
+    """Returns the chip that a program is compiled for.
 
     Raises:
-      TargetError, MissingDependencyError: if it cannot be compiled, and `exact` is True.
+      TargetError: if none is named, no program can be compiled for it, or that takes minutes.
+      MissingDependencyError: if the compiler is not installed.
     """
     if chip is None:
-        if exact:
-            raise TargetError("exact=True compiles for a chip. Name it: exact=True, target='h200'.")
-        return "no chip is named, such as target='h200'"
+        raise TargetError("no chip is named. Write exact=True, target='h200'.")
     if chip.uncompiled:
-        if exact:
-            raise TargetError(f"no program can be compiled for {chip.name!r}: {chip.uncompiled}.")
-        return chip.uncompiled
-    if exact is False:
-        return "exact=False"
-    if chip.platform == "tpu" and exact is None:
-        return "for a TPU it takes minutes, and requires exact=True (--exact)"
-    try:
-        check_compiler(chip)
-    except MissingDependencyError as error:
-        if exact:
-            raise
-        return str(error)
-    return ""
+        raise TargetError(f"no program can be compiled for {chip.name!r}: {chip.uncompiled}.")
+    if chip.platform == "tpu" and not exact:
+        raise TargetError("it takes minutes for a TPU, and requires exact=True (--exact).")
+    check_compiler(chip)
+    return chip
 
 
 def _made(
@@ -295,7 +287,7 @@ def _made(
     )
 
 
-def _compiled(chip: Target, traced: Traced, folder: Path | None) -> Counter[str]:
+def _compiled(chip: Target, traced: Traced, folder: str | os.PathLike[str] | None) -> Counter[str]:
     """Returns the bytes of each kind in the program that XLA compiles."""
     program = compile_for(chip, traced, compiler_of(folder, chip))
     memory, kinds = program.memory, Counter[str]()

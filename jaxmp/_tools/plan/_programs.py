@@ -85,9 +85,9 @@ class Candidate(NamedTuple):
 
     def _estimated(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
         estimate = estimate_memory(step, *args, target=self.chip)
-        problem = f"{self.chip.uncompiled}; the memory is estimated"
-        known = {"fits": estimate.fits, "memory": estimate.total, "problem": problem}
-        return MeasuredRow(dataclasses.replace(row, **known))
+        problem = f"{self.chip.uncompiled}; the memory is estimated: at most this"
+        known = {"fits": estimate.most <= row.usable, "memory": estimate.most}
+        return MeasuredRow(dataclasses.replace(row, **known, problem=problem))
 
     def _compiled(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
         chip = self.chip

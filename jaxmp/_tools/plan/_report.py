@@ -30,7 +30,8 @@ class PlanRow:
       batch: number of examples; None if the function has no such argument.
       remat: argument of the function, as text; "" without one.
       fits: True if the program fits into the usable memory; None if it is not known.
-      memory: bytes that the program requires on each device; 0 if they are not known.
+      memory: bytes that the program requires on each device, at most if they are estimated; 0 if
+        they are not known.
       usable: bytes of each device that JAX allocates.
       bound: roofline of the program per example, relative to the first program of the plan's
         baseline on this chip; None if the program was not compiled.
