@@ -17,7 +17,7 @@ _BOUND = (
     " interval behind it comes from the errors of {} measured ratios (docs/choose.md)."
 )
 _CHECK = " Compare the loss: {}"
-_COST = " The cost is that of a billion tokens at your prices; a bound is the least that it can be."
+_COST = "Of a billion tokens, at your prices. From the bound, it is the least that the cost can be."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,8 @@ class PlanChoice:
       batch: number of examples; None without batch sizes.
       remat: argument of the function, as text.
       reason: one or more sentences.
-      check: the command that trains with the recipe and compares its loss; "" if no program fits.
+      check: the command that trains with the recipe and compares its loss; "" if no program fits,
+        or for fp32.
     """
 
     target: str
@@ -130,12 +131,18 @@ class PlanReport(Report):
     def _sections(self, full: bool) -> list[Section]:
         del full
         choices = [
-            (each.target, _name(each) or "none", each.reason + _CHECK.format(each.check))
-            if each.check
-            else (each.target, "none", each.reason)
+            (
+                each.target,
+                _name(each) or "none",
+                each.reason + _CHECK.format(each.check) * bool(each.check),
+            )
             for each in self.choices
         ]
-        has_cost = any(row.cost is not None for row in self.rows)
+        costs = [
+            (row.target, _name(row), f"{row.cost:,.2f}", row.cost_from)
+            for row in self.rows
+            if row.cost is not None
+        ]
         programs = [
             (
                 row.target,
@@ -145,7 +152,6 @@ class PlanReport(Report):
                 _shares(row.bytes, bytes_text(sum(row.bytes.values()))),
                 _shares(row.flops),
                 _interval(row),
-                *[_cost(row)] * has_cost,
             )
             for row in self.rows
         ]
@@ -157,12 +163,14 @@ class PlanReport(Report):
         ]
         mood = "good" if all(each.recipe for each in self.choices) else "bad"
         columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
-        columns += ("cost",) * has_cost
-        text = _BOUND.format(self.baseline, len(measured()["cases"])) + _COST * has_cost
+        text = _BOUND.format(self.baseline, len(measured()["cases"]))
         of_choices = ("chip", "recommended", "reason")
         return [
             Section(f"Plan of {self.function}", "", of_choices, tuple(choices), mood=mood),
             Section("Programs", text, columns, tuple(programs)),
+            Section(
+                "Costs", _COST if costs else "", ("chip", "program", "cost", "from"), tuple(costs)
+            ),
             Section("Remarks", "", ("chip", "program", "remark"), tuple(remarks)),
         ]
 
@@ -179,10 +187,6 @@ def _interval(row: PlanRow) -> str:
         return ""
     low, high = row.interval or (row.bound, row.bound)
     return f"{row.bound:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
-
-
-def _cost(row: PlanRow) -> str:
-    return "" if row.cost is None else f"{row.cost:,.2f} ({row.cost_from})"
 
 
 def _shares(counts: dict[str, int], total: str = "") -> str:
@@ -219,6 +223,7 @@ def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     chosen = {name: getattr(best, name) for name in ("recipe", "batch", "remat")}
     reference = "fp32" if best.recipe == baseline else baseline
     check = f"jaxmp validate run.py:make_run --recipes {best.recipe} --reference-recipe {reference}"
+    check *= best.recipe != reference
     return PlanChoice(target=target, **chosen, reason=" ".join(reasons) or "It fits.", check=check)
 
 
