@@ -16,7 +16,7 @@ results of modules like the batch. Nothing is run, and no GPU is required, but X
 pip install -e ".[aot]". With a file that exists, only the programs that it lacks are compiled; the
 estimates of the chosen programs are made again. The file is written after each row. With
 --calibrate, jaxmp/_tools/memory/errors.toml is written: the ratios of XLA's temporary memory and
-the estimate, without the 2.5 % of programs at each end. Columns, per device:
+the estimate, without the 5 % of programs at each end. Columns, per device:
 
     state       largest relative error of parameters, masters, moments, FP8 state and batch
     temporary   everything else but results: estimate, XLA, and their ratio, in MB
@@ -370,7 +370,7 @@ def calibrate(rows: list[Row]) -> None:
     for name in ("one", "several"):
         own = [row for row in rows if (row["devices"] == 1) == (name == "one")]
         ratios = sorted(row["xla_temporary"] / row["temporary"] for row in own)
-        left_out = len(ratios) // 40
+        left_out = len(ratios) // 20
         low, high = ratios[left_out], ratios[-1 - left_out]
         low, high = math.floor(low * 100) / 100, math.ceil(high * 100) / 100
         inside = sum(low <= ratio <= high for ratio in ratios)

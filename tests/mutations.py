@@ -81,8 +81,8 @@ MUTATIONS = [
     Mutation(
         "recomputed arrays are estimated in the order of the program",
         "jaxmp/_tools/memory/_liveness.py",
-        "elif not operation.is_library or made",
-        "elif made",
+        "for late in (False, True))",
+        "for late in (False, False))",
         ("test_memory.py::test_recomputed_arrays_do_not_all_exist_at_once",),
     ),
     Mutation(

@@ -112,7 +112,8 @@ def largest_use(jaxpr: Any, arguments: Sequence[Value], size_of: _SizeOf) -> int
             kernels.append((operation, roots))
         else:
             operation.results[0].roots = roots
-    return _peak(_ordered(kernels))
+    # XLA takes the order with the smallest peak.
+    return min(_peak(_ordered(kernels, late)) for late in (False, True))
 
 
 def _flatten(
@@ -154,8 +155,13 @@ def _flatten(
     return [read(var) for var in jaxpr.outvars]
 
 
-def _ordered(kernels: list[_Kernel]) -> list[_Kernel]:
-    """Moves generated kernels to their first reader, and those of results behind their operands."""
+def _ordered(kernels: list[_Kernel], late: bool) -> list[_Kernel]:
+    """Moves kernels of results behind their operands, and others to their first reader.
+
+    Args:
+      kernels: those of the program.
+      late: True to move all generated kernels to their first reader; False for those of arguments.
+    """
     made = {value: n for n, (operation, _) in enumerate(kernels) for value in operation.results}
     places = [float(n) for n in range(len(kernels))]
     first: dict[Value, float] = {}
@@ -163,7 +169,7 @@ def _ordered(kernels: list[_Kernel]) -> list[_Kernel]:
         results = operation.results
         if not operation.is_library and all(value.is_result for value in results):
             places[n] = max((made[value] + 0.5 for value in read if value in made), default=n)
-        elif not operation.is_library or made.keys().isdisjoint(read):
+        elif (late and not operation.is_library) or made.keys().isdisjoint(read):
             places[n] = min((first[value] - 0.5 for value in results if value in first), default=n)
         for value in read:
             first[value] = min(places[n], first.get(value, places[n]))

@@ -221,7 +221,7 @@ def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
         other = min((row for row in rows if row.recipe == recipe), key=_value)
         reasons += [_comparison(other, best)] * (other is not base)
     chosen = {name: getattr(best, name) for name in ("recipe", "batch", "remat")}
-    reference = "fp32" if best.recipe == baseline else baseline
+    reference = "fp32" if best is base else base.recipe
     check = f"jaxmp validate run.py:make_run --recipes {best.recipe} --reference-recipe {reference}"
     check *= best.recipe != reference
     return PlanChoice(target=target, **chosen, reason=" ".join(reasons) or "It fits.", check=check)
