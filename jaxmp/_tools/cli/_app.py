@@ -52,6 +52,8 @@ for _name, _function in _COMMANDS.items():
     _is_script = _name in ("audit", "memory", "plan", "locate")
     _settings = {"ignore_unknown_options": True} if _is_script else None
     app.command(_name, cls=_Command, context_settings=_settings)(_function)
+for _registered in _show.checkpoint.registered_commands:
+    _registered.cls = _Command
 app.add_typer(_show.checkpoint, name="checkpoint")
 
 
