@@ -123,6 +123,17 @@ def test_shards_are_counted_on_one_device():
     assert {kind: 4 * size for kind, size in quarter.kinds.items()} == whole.kinds
 
 
+def test_with_tensor_parallelism_the_range_has_divided_and_whole_activations():
+    mesh = AbstractMesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    columns = NamedSharding(mesh, P(None, "model"))
+    params = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=columns) for w in PARAMS]
+    rows = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=NamedSharding(mesh, P()))
+    estimate = jaxmp.estimate_memory(jax.grad(squares), params, rows)
+    data = jaxmp.estimate_memory(jax.grad(squares), PARAMS, ROWS)
+    assert estimate.temporary == pytest.approx(data.temporary, rel=0.05)
+    assert estimate.least - estimate.arguments < estimate.temporary / 3
+
+
 def test_it_says_whether_the_step_fits():
     params = {"w": jax.ShapeDtypeStruct((50_000, 50_000), jnp.float32)}
     tx = optax.sgd(0.1)

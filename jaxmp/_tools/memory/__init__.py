@@ -246,11 +246,11 @@ def estimate_memory(
             reason = (text if is_missing else text.partition(". ")[0]).rstrip(".")
     for construct, equation in unknown_constructs(traced.closed).items():
         warn_of_unknown(construct, equation, "the memory of the operations inside is not counted")
-    kinds, devices = _estimated(traced)
+    kinds, divided, devices = _estimated(traced)
     error = _errors()["one" if devices == 1 else "several"]
-    known, rest = sum(kinds.values()) - kinds["temporary"], kinds["temporary"]
-    least, most = (known + int(rest * error[key]) for key in ("low", "high"))
-    most += _WORKSPACE
+    known = sum(kinds.values()) - kinds["temporary"]
+    least = known + int(divided * error["low"])
+    most = known + int(kinds["temporary"] * error["high"]) + _WORKSPACE
     return _made(name, chip, kinds, least, most, reason=reason)
 
 
@@ -301,8 +301,12 @@ def _compiled(chip: Target, traced: Traced, folder: str | os.PathLike[str] | Non
     return kinds
 
 
-def _estimated(traced: Traced) -> tuple[Counter[str], int]:
-    """Returns the bytes of each kind from shapes, and the number of devices."""
+def _estimated(traced: Traced) -> tuple[Counter[str], int, int]:
+    """Returns the bytes of each kind from shapes.
+
+    The second value are the temporary bytes if all devices divide each array: with tensor
+    parallelism, XLA decides which arrays of the batch are divided. The third one are the devices.
+    """
     asked, donated = asked_by(traced.jaxpr)
     divisors = [
         _divisor(array, getattr(array, "sharding", None) or asked.get(n))
@@ -316,15 +320,20 @@ def _estimated(traced: Traced) -> tuple[Counter[str], int]:
     rows = list(zip(traced.arrays, divisors, kinds, strict=True))
     weights = {array.size: divisor for array, divisor, kind in rows if kind == "parameters"}
     batch = max((divisor for _, divisor, kind in rows if kind == "inputs"), default=1)
+    devices = max(divisors, default=1)
 
-    def size_of(aval: Any) -> int:
-        return _bytes(aval) // weights.get(getattr(aval, "size", 0), batch)
+    def size_of(aval: Any, others: int = batch) -> int:
+        return _bytes(aval) // weights.get(getattr(aval, "size", 0), others)
 
-    arguments = [Value(0, read=size) for size in sizes]
-    counts["temporary"] = largest_use(traced.closed, arguments, size_of)
+    def temporary(others: int) -> int:
+        arguments = [Value(0, read=size) for size in sizes]
+        return largest_use(traced.closed, arguments, functools.partial(size_of, others=others))
+
+    counts["temporary"] = temporary(batch)
+    divided = temporary(devices) if batch < devices else counts["temporary"]
     outputs = sum(size_of(var.aval) for var in traced.jaxpr.outvars)
     counts["results"] = max(0, outputs - sum(sizes[n] for n in donated))
-    return counts, max(divisors, default=1)
+    return counts, divided, devices
 
 
 def _kinds_of_arguments(traced: Traced) -> list[str]:
