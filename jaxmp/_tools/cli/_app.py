@@ -4,7 +4,7 @@ import inspect
 import platform
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import typer
@@ -28,7 +28,7 @@ app = typer.Typer(
 class _Command(typer.core.TyperCommand):
     """Command that checks its files before it starts, and whose summary is not cut."""
 
-    def invoke(self, ctx: typer.Context) -> object:
+    def invoke(self, ctx: Any) -> Any:
         check_files(ctx.params)
         return super().invoke(ctx)
 

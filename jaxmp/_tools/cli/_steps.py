@@ -279,8 +279,8 @@ def run_plan(
             make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
             lists = {"batches": _values(batches), "remat": _values(remat)}
             checked = check_plan(make, **options, **lists)
-            rest = (*lists.values(), folder, None)
-            call(f"planning {path}", lambda: measure_programs(make, *checked, measured, *rest))
+            more = {**lists, "cache": folder, "progress": None}
+            call(f"planning {path}", lambda: measure_programs(make, *checked, measured, **more))
     if not measured:
         raise typer.Exit(130)
     report = make_plan(path.rpartition(":")[2], measured, options["prices"], options["rates"])

@@ -143,11 +143,8 @@ def _flatten(
                 sizes = [(size_of(var.aval), n is None) for var, n in pairs]
                 own_arguments = [Value(size * is_new, read=size) for size, is_new in sizes]
                 below = max(below, largest_use(inner.jaxpr, own_arguments, size_of))
-                carried += [
-                    operands[inner.indices[n]]
-                    for n in inner.carried
-                    if inner.indices[n] is not None
-                ]
+                outside = (inner.indices[n] for n in inner.carried)
+                carried += [operands[n] for n in outside if n is not None]
             operations.append(
                 _Operation(_APART if is_apart else name, operands, results, below, carried)
             )
