@@ -260,50 +260,53 @@ def run_plan(
     The exit status is 1 if no program fits one of the chips. A script runs once for each recipe,
     which replaces the one that the script loads with jaxmp.load_recipe.
     """
-    from jaxmp._tools.plan import check_plan, make_plan, measure_programs
+    from jaxmp._tools.plan import make_plan
 
     del share  # its callback sets the environment variable
-    chips, folder = split_items(targets), cache or None
-    options: dict[str, Any] = {"recipes": split_items(recipes), "targets": chips}
+    options: dict[str, Any] = {"recipes": split_items(recipes), "targets": split_items(targets)}
     options |= {"prices": _numbers(price, "--price"), "rates": _numbers(rate, "--rate")}
-    measured: dict[str, list[Any]] = {}
-    with _interruptible() as stopped:
-        if script is not None:
-            if batches is not None or remat is not None:
-                raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
-            more = {"function": name, "max_seconds": max_seconds, "cache": folder, "targets": chips}
-            _plan_script(script, function or [], json, measured, options, more)
-            path = script
-        else:
-            path = only_function("plan", function, name)
-            make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
-            lists = {"batches": _values(batches), "remat": _values(remat)}
-            checked = check_plan(make, **options, **lists)
-            more = {**lists, "cache": folder, "progress": None}
-            call(f"planning {path}", lambda: measure_programs(make, *checked, measured, **more))
-    if not measured:
-        raise typer.Exit(130)
-    report = make_plan(path.rpartition(":")[2], measured, options["prices"], options["rates"])
-    write_report(report, json, html)
-    if stopped:
-        raise typer.Exit(130)
-    raise typer.Exit(0 if all(choice.recipe for choice in report.choices) else 1)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[list[str]]:
-    """Ends a block at Ctrl-C, and yields a list that then has a message."""
-    stopped: list[str] = []
+    lists = {"batches": _values(batches), "remat": _values(remat)}
+    is_stopped, measured = False, dict[str, list[Any]]()
+    path = only_function("plan", function, name) if script is None else script
+    if script is not None and lists != {"batches": None, "remat": None}:
+        raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
     try:
-        yield stopped
+        if script is None:
+            _plan_function(path, measured, options, lists, cache or None)
+        else:
+            more = {"function": name, "max_seconds": max_seconds, "cache": cache or None}
+            _plan_script([script, *(function or [])], json, measured, options, more)
     except KeyboardInterrupt:
-        stopped.append("Interrupted: the programs that are compiled are in the cache.")
-        print(stopped[0], "Run the same command to go on.", file=sys.stderr)
+        is_stopped = True
+        text = "Interrupted: the programs that are compiled are in the cache."
+        print(text, "Run the same command to go on.", file=sys.stderr)
+    if measured:
+        name = path.rpartition(":")[2]
+        report = make_plan(name, measured, options["prices"], options["rates"])
+        write_report(report, json, html)
+        is_good = all(choice.recipe for choice in report.choices)
+        raise typer.Exit(130 if is_stopped else int(not is_good))
+    raise typer.Exit(130)
+
+
+def _plan_function(
+    path: str,
+    measured: dict[str, list[Any]],
+    options: dict[str, Any],
+    lists: dict[str, Any],
+    cache: str | None,
+) -> None:
+    """Adds the rows of each chip to `measured`."""
+    from jaxmp._tools.plan import check_plan, measure_programs
+
+    make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
+    more = {**lists, "cache": cache, "progress": None}
+    checked = check_plan(make, **options, **lists)
+    call(f"planning {path}", lambda: measure_programs(make, *checked, measured, **more))
 
 
 def _plan_script(
-    script: str,
-    arguments: list[str],
+    command: list[str],
     json: str | None,
     measured: dict[str, list[Any]],
     options: dict[str, Any],
@@ -313,8 +316,9 @@ def _plan_script(
     from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan
 
     _, chips = check_plan(lambda recipe: recipe, **options)
+    more["targets"] = options["targets"]
     for recipe in options["recipes"]:
-        _, values = _in_script("plan", script, arguments, json, recipe=recipe, **more)
+        _, values = _in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
         for chip, (row, seconds) in zip(chips, values, strict=True):
             made = MeasuredRow(_plain.from_plain(PlanRow, row), seconds)
             measured.setdefault(chip.name, []).append(made)
