@@ -171,11 +171,11 @@ def _errors() -> dict[str, dict[str, Any]]:
 
 
 def _range_text() -> str:
-    one, several = _errors()["one"], _errors()["several"]
+    single, several = _errors()["one"], _errors()["several"]
     return (
         "The arguments are exact; the range of the rest contains"
-        f" {one['inside']} of {one['programs']} programs that were compiled for one device, and"
-        f" {several['inside']} of {several['programs']} for several."
+        f" {single['inside']} of {single['programs']} programs that were compiled for one device,"
+        f" and {several['inside']} of {several['programs']} for several."
     )
 
 
