@@ -16,7 +16,8 @@ results of modules like the batch. Nothing is run, and no GPU is required, but X
 pip install -e ".[aot]". With a file that exists, only the programs that it lacks are compiled; the
 estimates of the chosen programs are made again. The file is written after each row. With
 --calibrate, jaxmp/_tools/memory/errors.toml is written: the ratios of XLA's temporary memory and
-the estimate, without the 5 % of programs at each end, and for several devices 10 % further. Columns, per device:
+the estimate, without the 5 % of programs at each end, and for several devices 10 % further.
+Columns, per device:
 
     state       largest relative error of parameters, masters, moments, FP8 state and batch
     temporary   everything else but results: estimate, XLA, and their ratio, in MB
