@@ -3,16 +3,21 @@
     python benchmarks/memory_estimates.py                  # all models, prints the table
     python benchmarks/memory_estimates.py --models bert vit --recipes bf16 --devices 1 4
     python benchmarks/memory_estimates.py --out benchmarks/results/memory_estimates_h200.json
+    python benchmarks/memory_estimates.py --calibrate      # the ranges of estimates, from the file
     python benchmarks/memory_estimates.py --llama-2-7b     # the table of docs/choose.md
 
 Each row is a training step with AdamW and donated state: of a foreign model of `transformers` at
-the width of its smallest published form, with fewer layers, or of examples/gpt.py. With remat, the
+the width of its smallest published form, with fewer layers, of examples/gpt.py, or of a small model
+of this file, whose programs are unlike those: convolutions, a mixer, two towers, a recurrent net,
+and microbatches. With remat, the
 results of matmuls are kept and everything else is computed again (in examples/gpt.py, all but the
 input of each block). On several devices, parameters and optimizer state are split (FSDP), and the
 results of modules like the batch. Nothing is run, and no GPU is required, but XLA's GPU compiler:
 pip install -e ".[aot]". With a file that exists, only the programs that it lacks are compiled; the
-estimates of the chosen programs are made again. The file is written after each row. Columns, per
-device:
+estimates of the chosen programs are made again. The file is written after each row. With
+--calibrate, jaxmp/_tools/memory/errors.toml is written: the ratios of XLA's temporary memory and
+the estimate, without the 5 % of programs at each end, and for several devices 10 % further.
+Columns, per device:
 
     state       largest relative error of parameters, masters, moments, FP8 state and batch
     temporary   everything else but results: estimate, XLA, and their ratio, in MB
@@ -22,6 +27,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -50,9 +56,14 @@ from transformers.models.vit import modeling_flax_vit
 import gpt
 import jaxmp
 import llama
+from jaxmp._tools import memory
+from jaxmp._tools.memory import STATE
 from result_file import write_result
 
 TARGET = "h200"
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "memory_estimates_h200.json"
+ERRORS = Path(memory.__file__).with_name("errors.toml")
 RECIPES = ("fp32", "bf16", "bf16_params", "fp16", "fp8", "fp8_delayed")
 
 
@@ -129,6 +140,65 @@ FOREIGN: dict[str, ForeignModel] = {
 }
 
 
+class Convolutions(nn.Module):
+    """Residual blocks at two resolutions."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array]:
+        for width in (64, 64, 128, 128):
+            y = nn.Conv(width, (3, 3), strides=2 if width != x.shape[-1] else 1)(x)
+            z = nn.Conv(width, (3, 3))(nn.silu(nn.GroupNorm(16)(y)))
+            x = y + nn.Conv(width, (3, 3))(nn.silu(nn.GroupNorm(16)(z)))
+        return (nn.Dense(1000)(x.mean((1, 2))),)
+
+
+class Mixer(nn.Module):
+    """MLP-Mixer with four layers of 512 features."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array]:
+        x = nn.Conv(512, (16, 16), strides=16)(x)
+        x = x.reshape(x.shape[0], -1, 512)
+        for _ in range(4):
+            y = nn.gelu(nn.Dense(256)(nn.LayerNorm()(x).swapaxes(1, 2)))
+            x = x + nn.Dense(x.shape[1])(y).swapaxes(1, 2)
+            x = x + nn.Dense(512)(nn.gelu(nn.Dense(2048)(nn.LayerNorm()(x))))
+        return (nn.Dense(1000)(x.mean(1)),)
+
+
+class Towers(nn.Module):
+    """Retrieval: each row of one tower is classified among those of the other."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array]:
+        rows = []
+        for n in range(2):
+            x = nn.Embed(50_000, 128)(tokens[:, n])
+            for width in (1024, 512, 128):
+                x = nn.Dense(width)(nn.relu(x))
+            rows.append(x)
+        return (rows[0] @ rows[1].T,)
+
+
+class Recurrent(nn.Module):
+    """Two layers of an LSTM over 128 tokens."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array]:
+        x = nn.Embed(32_000, 512)(tokens)
+        for _ in range(2):
+            x = nn.RNN(nn.OptimizedLSTMCell(512))(x)
+        return (nn.Dense(32_000, use_bias=False)(x),)
+
+
+OWN: dict[str, ForeignModel] = {
+    "convolutions": (lambda _: Convolutions(), None, images(32, 128, 128, 3), lambda x: (x,)),
+    "mixer": (lambda _: Mixer(), None, images(64, 224, 224, 3), lambda x: (x,)),
+    "towers": (lambda _: Towers(), None, ids(4096, 2), lambda x: (x,)),
+    "recurrent": (lambda _: Recurrent(), None, ids(32, 128), lambda x: (x,)),
+}
+
+
 class State(jaxmp.TrainState):
     """Train state with batch statistics."""
 
@@ -136,7 +206,11 @@ class State(jaxmp.TrainState):
 
 
 def foreign_step(
-    row: ForeignModel, recipe: jaxmp.Recipe, remat: bool = False, autocast: bool = False
+    row: ForeignModel,
+    recipe: jaxmp.Recipe,
+    remat: bool = False,
+    autocast: bool = False,
+    microbatches: int = 1,
 ) -> tuple[Any, ...]:
     """Returns the train step of a model of `transformers`, and the shapes of its arguments."""
     cls, config, batch, arguments = row
@@ -165,7 +239,7 @@ def foreign_step(
         loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.dots_saveable)
 
     def train_step(state: State, inputs: jax.Array) -> tuple[State, jax.Array]:
-        run = state.value_and_grad(loss, has_aux=True)
+        run = state.value_and_grad(loss, has_aux=True, microbatches=microbatches)
         (value, stats), grads = run(inputs, state.batch_stats)
         return state.apply_gradients(grads=grads, batch_stats=stats), value
 
@@ -221,8 +295,11 @@ MAKERS: dict[str, Callable[[str, bool], tuple[Any, ...]]] = {
     "example gpt, scanned": lambda recipe, remat: gpt_step(recipe, remat, False),
     **{
         name: lambda recipe, remat, row=row: foreign_step(row, jaxmp.load_recipe(recipe), remat)
-        for name, row in FOREIGN.items()
+        for name, row in (FOREIGN | OWN).items()
     },
+    "llama, 4 microbatches": lambda recipe, remat: foreign_step(
+        FOREIGN["llama"], jaxmp.load_recipe(recipe), remat, microbatches=4
+    ),
 }
 
 
@@ -240,11 +317,11 @@ def measure(model: str, recipe: str, remat: bool, devices: int, known: Row | Non
     if devices > 1:
         arguments = fsdp(arguments, devices)
         step = split_rows(step, arguments[-1])
-    quick = jaxmp.estimate_memory(step, *arguments, target=TARGET)
+    quick = jaxmp.estimate_memory(step, *arguments, target=TARGET, exact=False)
     if known is None:
-        exact = jaxmp.estimate_memory(step, *arguments, target=TARGET, exact=True).compiled
-        assert exact is not None
-        known = {"xla_kinds": exact.kinds, "xla_temporary": exact.temporary}
+        exact = jaxmp.estimate_memory(step, *arguments, target=TARGET, exact=True)
+        sizes = {kind: size for kind, size in exact.kinds.items() if kind in STATE}
+        known = {"xla_kinds": sizes, "xla_temporary": exact.temporary}
     return {
         "model": model,
         "recipe": recipe,
@@ -260,8 +337,7 @@ def measure(model: str, recipe: str, remat: bool, devices: int, known: Row | Non
 def llama_2_7b() -> None:
     """Prints the memory of Llama 2 7B, one sequence of 4,096 tokens, by kind and in GB."""
     shape = llama.Shape(32, 4096, 32, 32, 11008, 32000, 4096, rope_base=10000.0)
-    kinds = ("parameters", "masters", "moments", "FP8 state")
-    kinds += ("working copies", "gradients", "activations", "logits")
+    kinds = ("parameters", "masters", "moments", "FP8 state", "temporary")
     print("|", " | ".join(("recipe", "remat", *kinds, "total")), "|")
     print("|---" * (len(kinds) + 3) + "|")
     for recipe in ("fp32", "bf16", "bf16_params", "fp8"):
@@ -286,6 +362,27 @@ def summary(rows: list[Row]) -> dict[str, float]:
     }
 
 
+def calibrate(rows: list[Row]) -> None:
+    """Writes the range of XLA's temporary memory relative to the estimate."""
+    lines = [
+        "# Written by `python benchmarks/memory_estimates.py --calibrate`: XLA's temporary memory"
+    ]
+    lines += ["# relative to the estimate, for the programs of", f"# {RESULT.relative_to(ROOT)}."]
+    for name in ("one", "several"):
+        own = [row for row in rows if (row["devices"] == 1) == (name == "one")]
+        ratios = sorted(row["xla_temporary"] / row["temporary"] for row in own)
+        left_out = len(ratios) // 20
+        # Those for several devices are few, and all of them are split in one way.
+        margin = 1.1 if name == "several" else 1.0
+        low, high = ratios[left_out] / margin, ratios[-1 - left_out] * margin
+        low, high = math.floor(low * 100) / 100, math.ceil(high * 100) / 100
+        inside = sum(low <= ratio <= high for ratio in ratios)
+        lines += ["", f"[{name}]", f"low = {low}", f"high = {high}"]
+        lines += [f"inside = {inside}", f"programs = {len(ratios)}"]
+    ERRORS.write_text("\n".join(lines) + "\n", "utf-8")
+    print(*lines, sep="\n")
+
+
 def write_rows(path: Path | None, rows: list[Row]) -> None:
     """Writes all rows, in the order of the models."""
     order = list(MAKERS)
@@ -300,11 +397,15 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--devices", nargs="+", type=int, default=[1], help="sizes of FSDP meshes")
     parser.add_argument("--known", action="store_true", help="compile nothing that --out lacks")
+    parser.add_argument("--calibrate", action="store_true", help="write the ranges of estimates")
     parser.add_argument("--llama-2-7b", action="store_true", help="print the table of 7B instead")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
     if options.llama_2_7b:
         llama_2_7b()
+        return
+    if options.calibrate:
+        calibrate(json.loads(RESULT.read_text("utf-8"))["rows"])
         return
     known: dict[tuple[Any, ...], Row] = {}
     if options.out is not None and options.out.exists():

@@ -4,6 +4,7 @@
     python benchmarks/plan_checks.py timed --out benchmarks/results/plan_timed.json
     python benchmarks/plan_checks.py batches --out benchmarks/results/plan_batches.json
     python benchmarks/plan_checks.py time --out benchmarks/results/plan_time.json
+    python benchmarks/plan_checks.py calibrate
 
 Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". The exit
 status is 1 if a limit is exceeded. Sections:
@@ -18,12 +19,20 @@ status is 1 if a limit is exceeded. Sections:
              exceed the memory, so that larger ones may fit, too; they are listed
     time     user CPU time of a plan of GPT-2 124M: 3 recipes on 3 GPUs, at most 300 s. With --tpu,
              the plan has a TPU, too, and requires libtpu: pip install -e ".[tpu-aot]"
+    calibrate
+             writes jaxmp/_tools/plan/measured.toml: the shares of the peaks, from the rates in the
+             archives of benchmarks/results/gpu, and the cases, from the results of pairs and timed,
+             which are to be made again if the shares have changed. Each case must be inside of the
+             interval that is made without it, except for one; no interval of a chip that was timed
+             is wider than 25 %. It compiles nothing.
 """
 
 import argparse
 import functools
 import itertools
+import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +51,9 @@ import plan_llama
 import train_step
 import workload_sizes
 from gpu_record import archived
-from jaxmp._core._targets import get_target, targets
+from jaxmp._core._targets import find_target, get_target, targets
+from jaxmp._tools.plan import _bound
+from jaxmp._tools.plan._bound import error_of, measured, shares_of
 from jaxmp._tools.plan._programs import Candidate
 from result_file import write_result
 
@@ -156,9 +167,9 @@ def check_timed(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool
     for timed in archived(Path(__file__).parent / "results" / "gpu", "step_*.json"):
         size = workload_sizes.WORKLOADS[timed["workload"]]
         measured = {
-            arm.removeprefix("jaxmp-"): row["rate_over_jaxmp-bf16"]
-            for arm, row in timed["summary"].items()
-            if arm.startswith("jaxmp-") and "rate_over_jaxmp-bf16" in row
+            recipe: timed["summary"][f"jaxmp-{recipe}"]["rate_over_jaxmp-bf16"]
+            for recipe in jaxmp.list_recipes()
+            if "rate_over_jaxmp-bf16" in timed["summary"].get(f"jaxmp-{recipe}", {})
         }
         if len(measured) < 2:
             continue
@@ -257,7 +268,99 @@ def check_time(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]
     return [row], user <= 300
 
 
+# ---------------------------------------------------------------------------
+# Calibration
+# ---------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parent / "results"
+MEASURED = Path(_bound.__file__).with_name("measured.toml")
+
+
+def timed_shares() -> dict[str, dict[str, Any]]:
+    """Returns chip -> the shares of its peaks, from the rates that run_gpu.py measured."""
+    shares: dict[str, dict[str, Any]] = {}
+    for rates in archived(RESULTS / "gpu", "ceilings.json"):
+        chip = find_target(rates["environment"]["device"])
+        shares[chip.name] = {
+            "matmuls": rates["bf16_tflops"]["median"] * 1e12 / chip.peak["bfloat16"],
+            "float8": rates["fp8_tflops"]["median"] * 1e12 / chip.peak["float8_e4m3fn"],
+            "memory": rates["copy_terabytes_per_second"]["median"] * 1e12 / chip.bandwidth,
+        }
+    for report in archived(RESULTS / "gpu", "attention.json"):
+        chip = find_target(report["environment"]["device"])
+        shares[chip.name] |= attention_shares(report["speed"], chip.peak["bfloat16"])
+    for own in shares.values():
+        own["source"] = "benchmarks/results/gpu: ceilings.py and attention_gpu.py"
+    return shares
+
+
+def attention_shares(rows: list[dict[str, Any]], peak: float) -> dict[str, float]:
+    """Returns the shares of causal attention at 8,192 positions, and that of small heads."""
+    rates = {
+        (row["heads"][-1], row["pass"]): row["jaxmp_tflops"]["median"] * 1e12
+        for row in rows
+        if row["causal"]
+    }
+    length = next(row["length"] for row in rows)
+    scale = (length / 8192) ** shares_of(get_target("h100"))["growth"]
+    forward, both = (rates[128, name] for name in ("forward", "forward+backward"))
+    # The backward pass has 2.5 times the FLOPs of the forward pass.
+    backward = 2.5 / (3.5 / both - 1 / forward)
+    return {
+        "attention_forward": forward / peak / scale,
+        "attention_backward": backward / peak / scale,
+        "small_head": rates[64, "forward"] / forward,
+    }
+
+
+def cases() -> list[dict[str, Any]]:
+    """Returns the measured ratios in the results of the sections pairs and timed."""
+    read = lambda name: json.loads((RESULTS / name).read_text("utf-8"))["rows"]
+    rows = [
+        {"chip": "h100", "measured": row["published"], **row} for row in read("plan_pairs.json")
+    ]
+    for row in read("plan_timed.json"):
+        size = workload_sizes.WORKLOADS[row["workload"]]
+        more = {"chip": "h200", "width": size.width, "source": "benchmarks/results/gpu: run_gpu.py"}
+        rows.append({"model": f"{size.size}, {size.layers} layers", **more, **row})
+    keys = ("chip", "model", "recipe", "width", "bound", "measured", "source")
+    return [{key: {"bound": row["speed_over_bf16"], **row}[key] for key in keys} for row in rows]
+
+
+def measured_toml() -> str:
+    """Returns the text of the file: its own comments and defaults, then shares and cases."""
+    head = re.split(r"\n\[shares\.(?!default)|\n\[\[cases", MEASURED.read_text("utf-8"))[0]
+    tables = [(f"[shares.{name}]", own) for name, own in timed_shares().items()]
+    tables += [("[[cases]]", case) for case in cases()]
+    lines = [head.rstrip()]
+    for title, table in tables:
+        rounded = ((k, round(v, 3) if isinstance(v, float) else v) for k, v in table.items())
+        lines += ["", title, *(f"{key} = {json.dumps(value)}" for key, value in rounded)]
+    return "\n".join(lines) + "\n"
+
+
+def check_calibration(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Writes the file, and returns each case with the interval that is made without it."""
+    del options
+    MEASURED.write_text(measured_toml(), "utf-8")
+    measured.cache_clear()
+    rows = []
+    for number, case in enumerate(known := measured()["cases"]):
+        others = [*known[:number], *known[number + 1 :]]
+        narrow = case["width"] < 4096
+        low, high = (case["bound"] * f for f in error_of(case["chip"], narrow, others))
+        is_inside = low <= case["measured"] <= high
+        row = {key: case[key] for key in ("model", "recipe", "bound", "measured")}
+        rows.append(row | {"interval": [round(low, 3), round(high, 3)], "inside": is_inside})
+        print(rows[-1], flush=True)
+    widths = [high - low for low, high in (error_of("h100", n, known) for n in (False, True))]
+    print("width of an interval:", widths)
+    is_ok = sum(row["inside"] for row in rows) >= len(rows) - 1 and max(widths) <= 0.25
+    return rows, is_ok
+
+
 SECTIONS = {
+    "calibrate": check_calibration,
     "pairs": check_pairs,
     "timed": check_timed,
     "batches": check_batches,

@@ -1,13 +1,21 @@
 """The entry point of the `jaxmp` command, which needs the extra `cli`."""
 
+import os
 import sys
 
 from jaxmp.errors import MissingDependencyError
 
+# Messages of XLA and libtpu about their own work; the first is the default that JAX sets.
+if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
+
 try:
     from jaxmp._tools.cli import main as run
 except MissingDependencyError as error:
-    sys.exit(f"jaxmp: {error}")
+    print(f"jaxmp: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> None:

@@ -86,6 +86,20 @@ MUTATIONS = [
         ("test_memory.py::test_recomputed_arrays_do_not_all_exist_at_once",),
     ),
     Mutation(
+        "an interval ignores that the matmuls are narrow",
+        "jaxmp/_tools/plan/_bound.py",
+        'factors["narrow"] ** (width < _WIDE)',
+        "1",
+        ("test_plan.py::test_intervals_come_from_the_measured_ratios",),
+    ),
+    Mutation(
+        "a result of the command replaces its input",
+        "jaxmp/_tools/cli/_output.py",
+        'if file != "-" and path in used:',
+        'if file != "-" and used.get(path, "an input") != "an input":',
+        ("test_cli_inputs.py::test_results_do_not_replace_inputs_or_each_other",),
+    ),
+    Mutation(
         "float16 on a TPU is accepted",
         "jaxmp/_policies/_device.py",
         'if _compat.target() == "tpu":',
@@ -110,8 +124,8 @@ MUTATIONS = [
     Mutation(
         "plan: a recipe is recommended for a gain within the error of the roofline",
         "jaxmp/_tools/plan/_report.py",
-        "(1 - MARGIN) * _value(base)",
-        "_value(base)",
+        "max(best.interval, default=_value(best))",
+        "_value(best)",
         ("test_plan.py::test_the_recommendation_names_bytes_and_formats",),
     ),
     Mutation(

@@ -219,3 +219,77 @@ def test_without_a_terminal_there_are_no_colors(tmp_path):
     process = start(["show", "bf61"], tmp_path)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 2 and output.startswith("Error: 'bf61'") and "\x1b" not in output
+
+
+STEP = """
+import jax.numpy as jnp
+def make_step(recipe=None):
+    return lambda w: w @ w, jnp.ones((2, 2))
+"""
+
+
+def run_memory(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["memory", *arguments])
+    return stop.value.code
+
+
+def test_results_do_not_replace_inputs_or_each_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"step.py": STEP, "my.toml": 'extends = "bf16"\n'}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link.py").symlink_to("step.py")
+    for result in ("step.py", "link.py", "./step.py", "my.toml"):
+        arguments = ["step.py:make_step", "--recipe", "my.toml", "--json", result]
+        assert run_memory(*arguments) == 2
+        assert "is an input of this command" in capsys.readouterr().err
+    assert run_memory("step.py:make_step", "--json", "new", "--html", "./new") == 2
+    assert "is the --json of this command" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["show", "my.toml", "--json", "my.toml"])
+    assert stop.value.code == 2 and not (tmp_path / "new").exists()
+    assert (tmp_path / "step.py").read_text() == STEP
+    # An earlier result is replaced.
+    (tmp_path / "old.json").write_text("old")
+    assert run_memory("step.py:make_step", "--json", "old.json") == 0
+    assert "parameters" in (tmp_path / "old.json").read_text()
+
+
+PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("types.py", STEP),
+        ("jax.py", STEP),
+        ("parser.py", PARSER + STEP),
+        (
+            "my_package/inner/train.py",
+            "from ..shapes import W\n" + STEP.replace("jnp.ones((2, 2))", "W"),
+        ),
+    ],
+)
+def test_a_file_is_loaded_by_its_path(file, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["jaxmp", "memory"])
+    monkeypatch.setattr("sys.path", sys.path.copy())
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    if "/" in file:
+        for name in ("my_package", "my_package/inner"):
+            (tmp_path / name / "__init__.py").write_text("")
+        (tmp_path / "my_package" / "shapes.py").write_text(
+            "import jax.numpy as jnp\nW = jnp.ones((2, 2))\n"
+        )
+    assert run_memory(f"{file}:make_step") == 0
+    assert "Memory of" in capsys.readouterr().out
+
+
+def test_a_missing_package_has_the_exit_status_of_an_error(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "jaxmp", "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and 'pip install "jaxmp[cli]"' in done.stderr

@@ -59,6 +59,7 @@ def test_the_recipe_and_the_kernels_follow_the_chip(name):
         assert (text == "available") == any(word in feature for word in available), feature
     assert report.problems == ()
     assert "No problem was found." in str(report)
+    assert 'compiled for: none: pip install "jaxmp[aot]"' in str(report)
     assert (f"target '{target}': " in str(report)) == bool(target)
 
 
@@ -183,3 +184,11 @@ def test_the_command_prints_the_report_and_its_json(monkeypatch, capsys):
     assert report["recipe"] == "bf16"
     assert report["machine"]["driver"] == "580.65.06"
     assert report["problems"][0]["message"] == "JAX finds no cuDNN."
+
+
+def test_measured_memory_and_compilers_are_printed():
+    machine = H100._replace(memory=63_500_000_000, compilers=("NVIDIA's GPUs", "TPUs"))
+    text = str(report_of(machine))
+    assert "memory that JAX may allocate: 63.5 GB" in text
+    assert "programs can be compiled for: NVIDIA's GPUs and TPUs" in text
+    assert isinstance(_doctor.read_machine().compilers, tuple)

@@ -1,5 +1,6 @@
 """`jaxmp.plan`: arguments, the search for the largest batch, rooflines, the cache, the command."""
 
+import dataclasses
 import json
 import re
 import types
@@ -16,7 +17,7 @@ from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.cli import main
 from jaxmp._tools.hlo import Program as Hlo
-from jaxmp._tools.plan._bound import cost_of
+from jaxmp._tools.plan._bound import cost_of, error_of, measured, shares_of
 from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative
 from jaxmp._tools.plan._report import PlanRow, recommend
 from jaxmp.errors import AuditError, JaxmpError, TargetError
@@ -55,11 +56,13 @@ GOOD = {"recipes": ["bf16"], "targets": ["v100"]}
         ({"recipes": []}, "Write recipes=['bf16', 'fp8']"),
         ({"recipes": ["bf61"]}, "Did you mean 'bf16'?"),
         ({"targets": "h100"}, "targets=['h100']"),
-        ({"targets": ["h10"]}, "target='h200'"),
+        ({"targets": ["h10"]}, "Did you mean 'h100'?"),
         ({"batches": [8]}, "def never(recipe, batch_size=8):"),
         ({"batches": [0]}, "batches=[8, 16], or batches='largest'"),
         ({"batches": "large"}, "batches=[8, 16], or batches='largest'"),
         ({"remat": [True]}, "def never(recipe, remat=False):"),
+        ({"prices": {"h100": 2}}, "prices={'v100': 2.5}"),
+        ({"rates": {"v100": 2}}, "rates={'v100/bf16': 2.5}"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_computed(changes, message):
@@ -111,7 +114,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     )
     command = ["plan", "run_plan.py:make_step", "--recipes", "bf16,fp16", "--targets", "v100"]
     with pytest.raises(SystemExit) as stop:
-        main([*command, "--batches", "2,4", "--remat", "false,true", "--json", "plan.json"])
+        main([*command, "--batches", "2, 4", "--remat", "false,true", "--json", "plan.json"])
     assert stop.value.code == 0
     assert "Plan of make_step" in capsys.readouterr().out
     report = PlanReport.from_json((tmp_path / "plan.json").read_text())
@@ -119,8 +122,31 @@ def test_command(tmp_path, capsys, monkeypatch):
         (size, form) for size in (2, 4) for form in ("False", "True")
     }
     with pytest.raises(SystemExit) as stop:
+        main([*command, "--remat", "maybe"])
+    assert stop.value.code == 2 and "--remat false,true" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
         main([*command, "--batches", "many"])
     assert stop.value.code == 2 and "batches=[8, 16]" in capsys.readouterr().err
+
+
+def test_an_interrupted_plan_writes_the_programs_that_it_has(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run_stopped.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def make_step(recipe):\n"
+        "    if recipe.name == 'fp32': raise KeyboardInterrupt\n"
+        "    return lambda w: w @ w, jnp.ones((8, 8))\n"
+    )
+    command = ["plan", "run_stopped.py:make_step", "--targets", "v100", "--json", "plan.json"]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--recipes", "fp16, fp32"])
+    assert stop.value.code == 130
+    assert "Run the same command to go on" in capsys.readouterr().err
+    report = PlanReport.from_json((tmp_path / "plan.json").read_text())
+    assert [row.recipe for row in report.rows] == ["fp16"]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--recipes", "fp32"])
+    assert stop.value.code == 130
 
 
 # ---------------------------------------------------------------------------
@@ -171,6 +197,7 @@ NO_MEMORY = types.SimpleNamespace(
 
 def row_of(recipe, bound, *, fits=True, moved=10, fp8=0, batch=None):
     return PlanRow(
+        interval=(bound * 0.9, bound * 1.1) if bound and recipe != "bf16" else (),
         recipe=recipe,
         target="h100",
         batch=batch,
@@ -192,20 +219,52 @@ def test_bounds_are_relative_to_the_baseline_per_example():
 
 def test_the_recommendation_names_bytes_and_formats():
     gains = recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.8, fp8=60)])
-    assert gains.recipe == "fp8" and "0.80 of that of bf16" in gains.reason
-    nothing = recommend(
-        "h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 1.02, moved=12, fp8=37)]
-    )
+    assert gains.recipe == "fp8" and "0.80 (0.72 to 0.88) of that of bf16" in gains.reason
+    assert gains.check == ("jaxmp validate run.py:make_run --recipes fp8 --reference-recipe bf16")
+    nothing = recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 1.2, moved=12, fp8=37)])
     assert nothing.recipe == "bf16"
     assert nothing.reason == (
         "fp8 gains nothing: it moves 12 B instead of 10 B, and computes 63% bfloat16, 37% float8."
     )
     little = recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.97)])
-    assert little.recipe == "bf16" and "less than 5%" in little.reason
+    assert little.recipe == "bf16" and "no clear gain, 0.97 (0.87 to 1.07)" in little.reason
     large = recommend("h100", "bf16", [row_of("bf16", 1.0), row_of("fp8", 0.8, fits=False)])
     assert large.recipe == "bf16" and "fp8 does not fit" in large.reason
     none = recommend("h100", "bf16", [row_of("bf16", 1.0, fits=False)])
-    assert none.recipe == ""
+    assert none.recipe == "" and none.check == ""
+    failed = PlanRow(recipe="bf16", target="h100", problem="the program calls Python (run.py:3)")
+    reason = recommend("h100", "bf16", [failed]).reason
+    assert reason == "No program was compiled: the program calls Python (run.py:3)."
+
+
+def test_intervals_come_from_the_measured_ratios():
+    cases = measured()["cases"]
+    assert len(cases) == 7 and all(case["source"] for case in cases)
+    inside = 0
+    for number, case in enumerate(cases):
+        others = [*cases[:number], *cases[number + 1 :]]
+        low, high = error_of(case["chip"], case["width"] < 4096, others)
+        inside += low <= case["measured"] / case["bound"] <= high
+    assert inside >= 6
+    timed, narrow, other = (
+        error_of(*row, cases) for row in (("h100", False), ("h100", True), ("l4", False))
+    )
+    assert timed[1] - timed[0] < narrow[1] - narrow[0] <= 0.26 and timed[1] < other[1]
+
+
+def test_the_h100_reaches_the_shares_of_the_timed_h200():
+    assert shares_of(get_target("h100")) == shares_of(get_target("h200"))
+    assert shares_of(get_target("l4")) == measured()["shares"]["default"]
+
+
+def test_prices_give_the_cost_of_a_billion_tokens():
+    row = dataclasses.replace(row_of("bf16", None), devices=8, tokens=1000)
+    (bound,) = relative([MeasuredRow(row, 2.0)], "bf16", price=3.6)
+    # 500 tokens per second cost 8 x 3.6 / 3600 per second.
+    assert bound.cost == pytest.approx(8 * 3.6 / 3600 / 500 * 1e9) and bound.cost_from == "bound"
+    (timed,) = relative([MeasuredRow(row, 2.0)], "bf16", price=3.6, rates={"bf16": 250})
+    assert timed.cost == pytest.approx(2 * bound.cost) and timed.cost_from == "measured"
+    assert relative([MeasuredRow(row, 2.0)], "bf16")[0].cost is None
 
 
 HLO = """HloModule step, entry_computation_layout={()->()}

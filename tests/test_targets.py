@@ -82,7 +82,7 @@ def test_peaks_are_dense_and_of_one_device():
     [
         ("h20", "Did you mean 'h200'"),
         ("H200", "in lower case: target='h200'"),
-        (["h200"], "Allowed: 'v100', 'v100-16', 'v100-pcie', 't4', 'a100-40', 'a100'"),
+        (["h200"], "Known chips: v100, v100-16, v100-pcie, t4, a100-40, a100"),
     ],
 )
 def test_an_unknown_chip_is_refused(name, message):
@@ -125,7 +125,14 @@ def test_a_user_describes_a_chip(tmp_path):
         'name = "mine"\nlike = "h100"\nmemory = 96e9\npeak = {half = 800, fp8 = 1600}\n'
     )
     assert get_target(file)._replace(name="", kinds=()) == chip._replace(name="", kinds=())
-    estimate = jaxmp.estimate_memory(lambda w: jax.grad(jnp.sum)(w), X, target=str(file))
+    section = tmp_path / "section.toml"
+    section.write_text('[other]\nlike = "h100"\nmemory = 96e9\n')
+    assert (get_target(section).name, get_target(section).memory) == ("other", 96 * 10**9)
+    section.write_text('[a]\nlike = "h100"\n[b]\nlike = "h200"\n')
+    with pytest.raises(jaxmp.errors.TargetError, match=r"has a, b\. A file describes one chip"):
+        get_target(section)
+    step = lambda w: jax.grad(jnp.sum)(w)
+    estimate = jaxmp.estimate_memory(step, X, target=str(file), exact=False)
     assert (estimate.target, estimate.memory) == ("mine", 96 * 10**9)
 
 
@@ -134,7 +141,9 @@ def test_a_user_describes_a_chip(tmp_path):
     [
         ({"like": "h100", "memroy": 1e9}, "has the key 'memroy'. Did you mean 'memory'?"),
         ({"memory": 1e9}, "has no 'bandwidth'. Write it, or name a chip of the table"),
-        ({"like": "h100", "memory": "96 GB"}, "has a value of another type"),
+        ({"like": "h100", "memory": "96GB"}, "memory = '96GB'. It is a number of bytes, such as"),
+        ({"like": "h100", "peak": {"half": "1"}}, "peak.half = '1'. It is a number of TFLOP/s"),
+        ({"like": "h100", "capability": 9}, "has a value of another type"),
         ({"like": "h100", "memory": 0}, "must be positive"),
         ({"like": "h1000"}, "is not a chip that jaxmp knows. Did you mean 'h100'?"),
         ("missing.toml", "cannot be read"),

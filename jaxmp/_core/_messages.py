@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import platform
+import sys
 from collections.abc import Iterable
 
 from jaxmp.errors import MissingDependencyError
@@ -19,10 +21,13 @@ def missing_dependency(package: str, purpose: str, extra: str) -> MissingDepende
     Returns:
       The exception to raise.
     """
-    return MissingDependencyError(
-        f"{package} is not installed; jaxmp requires it for {purpose}. Install it with:\n"
-        f"    {install_command(extra)}"
-    )
+    text = f"{package} is not installed; jaxmp requires it for {purpose}. "
+    if extra == "aot" and sys.version_info < (3, 12):
+        own = platform.python_version()
+        text += f"Its packages require Python 3.12 or newer, and this is {own}. In another"
+        text += " environment, run:"
+        return MissingDependencyError(f"{text}\n    {install_command(extra)}")
+    return MissingDependencyError(f"{text}Install it with:\n    {install_command(extra)}")
 
 
 def install_command(extra: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -115,6 +116,15 @@ _FORMATS = {"half": ("bfloat16", "float16"), "fp8": ("float8_e4m3fn", "float8_e5
 _REQUIRED = ("memory", "bandwidth", "peak", "link", "source")
 _OPTIONAL = {"kinds": [], "platform": "gpu", "domain": 1, "network": 0.0, "uncompiled": ""}
 
+_UNITS = {
+    "memory": "bytes, such as 96e9",
+    "bandwidth": "bytes per second, such as 3.35e12",
+    "link": "bytes per second in both directions, such as 900e9",
+    "network": "bytes per second in both directions, such as 100e9",
+    "domain": "devices, such as 8",
+    "peak": "TFLOP/s for each format, such as peak = { half = 989, fp8 = 1979 }",
+}
+
 
 @functools.cache
 def targets() -> dict[str, Target]:
@@ -205,20 +215,29 @@ def get_target(chip: TargetLike) -> Target:
     if isinstance(chip, str) and chip in targets():
         return targets()[chip]
     if isinstance(chip, Mapping):
-        return _described(str(chip.get("name", "described chip")), chip)
+        return _described(str(chip.get("name", "the described chip")), chip)
     if isinstance(chip, Path) or (isinstance(chip, str) and chip.endswith(".toml")):
         try:
-            return _described(Path(chip).stem, tomllib.loads(Path(chip).read_text("utf-8")))
+            keys = tomllib.loads(Path(chip).read_text("utf-8"))
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise TargetError(f"target={str(chip)!r} cannot be read: {error}.") from error
+        sections = [name for name, value in keys.items() if _is_section(name, value)]
+        if not sections:
+            return _described(Path(chip).stem, keys)
+        if len(keys) > 1:
+            raise TargetError(
+                f"target={str(chip)!r} has {', '.join(keys)}. A file describes one chip: write its "
+                "keys without a section, or one section with the name of the chip."
+            )
+        return _described(sections[0], keys[sections[0]])
     lower = str(chip).lower()
     if lower in targets():
         raise TargetError(f"target={chip!r}: write the chip in lower case: target={lower!r}.")
-    known = ", ".join(map(repr, targets()))
+    known = ", ".join(targets())
     raise TargetError(
-        f"target={chip!r} is not a chip that jaxmp knows.{did_you_mean(lower, targets())} "
-        f"Allowed: {known}; for example target='h200'. Describe another one: target="
-        "{'like': 'h100', 'memory': 96e9, 'bandwidth': 4e12}."
+        f"target={chip!r} is not a chip that jaxmp knows.{did_you_mean(lower, targets())} Describe "
+        "another one: target={'like': 'h100', 'memory': 96e9}, or target='mychip.toml', a file "
+        f'with the lines\n    like = "h100"\n    memory = 96e9\nKnown chips: {known}.'
     )
 
 
@@ -242,13 +261,32 @@ def _described(name: str, keys: Mapping[str, Any]) -> Target:
                 f"The chip {name!r} has no {key!r}. Write it, or name a chip of the table that it "
                 "is like: {'like': 'h100', 'memory': 96e9}."
             )
+    for key, unit in _UNITS.items():
+        values = whole.get(key, 0.0)
+        for part, value in values.items() if isinstance(values, Mapping) else (("", values),):
+            has_parts = (key == "peak") == isinstance(values, Mapping)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not has_parts or not is_number or not 0 <= value < math.inf:
+                where = f"{key}.{part}" if part else key
+                raise TargetError(
+                    f"The chip {name!r} has {where} = {value!r}. It is a number of {unit}."
+                )
     try:
         made = _target(name, whole)
     except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise TargetError(f"The chip {name!r} has a value of another type: {error}.") from error
-    if min(made.memory, made.bandwidth, *made.peak.values()) <= 0 or made.link < 0:
-        raise TargetError(f"The memory, bandwidth and peaks of the chip {name!r} must be positive.")
+        raise TargetError(
+            f"The chip {name!r} has a value of another type: {error}. The types of all keys are "
+            f"those of {_FILE}."
+        ) from error
+    if min(made.memory, made.bandwidth, made.domain, *made.peak.values()) <= 0:
+        raise TargetError(
+            f"The memory, bandwidth, domain and peaks of the chip {name!r} must be positive."
+        )
     return made
+
+
+def _is_section(name: str, value: object) -> bool:
+    return isinstance(value, Mapping) and name not in ("peak", "multiprocessors")
 
 
 @contextlib.contextmanager

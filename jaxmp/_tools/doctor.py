@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 
 from jaxmp._core._compat import compute_capability, cudnn_version
+from jaxmp._core._messages import install_command
 from jaxmp._core._targets import (
     BFLOAT16_MATMULS,
     FP8_MATMULS,
@@ -23,7 +24,10 @@ from jaxmp._core._targets import (
     Target,
     capability_text,
     find_target,
+    get_target,
 )
+from jaxmp._tools.audit._compile import check_compiler
+from jaxmp.errors import MissingDependencyError
 
 # Packages whose versions belong together or matter for precision.
 _PACKAGES = (
@@ -31,6 +35,8 @@ _PACKAGES = (
     *("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12"),
     *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13", "libtpu"),
 )
+# Chips whose compilers are those of their kind.
+_COMPILED = {"NVIDIA's GPUs": "h100", "TPUs": "v6e"}
 # Lowest driver and compute capability of each major version of CUDA: "Installing JAX" in JAX's
 # documentation.
 _DRIVERS = {12: 525, 13: 580}
@@ -51,6 +57,8 @@ class Machine(NamedTuple):
       environment: the environment variables that influence JAX.
       failure: message of JAX if it cannot use any device; "" otherwise.
       libtpu: version of libtpu that the installed JAX requires, such as "0.0.50".
+      memory: bytes that JAX may allocate on the first device, as it reports them; 0 if it does not.
+      compilers: "NVIDIA's GPUs" and "TPUs", for which programs can be compiled here.
     """
 
     versions: Mapping[str, str]
@@ -63,6 +71,8 @@ class Machine(NamedTuple):
     environment: Mapping[str, str] = {}
     failure: str = ""
     libtpu: str = ""
+    memory: int = 0
+    compilers: tuple[str, ...] = ()
 
     @property
     def chip(self) -> Target | None:
@@ -110,6 +120,12 @@ class MachineReport(NamedTuple):
             peaks = ", ".join(f"{dtype} {peak / 1e12:,.0f}" for dtype, peak in chip.peak.items())
             text = f"{chip.memory / 1e9:.1f} GB at {chip.bandwidth / 1e9:,.0f} GB/s"
             rows |= {f"target {chip.name!r}": f"{text}; TFLOP/s of dense matmuls: {peaks}"}
+        if machine.memory:
+            rows |= {
+                "memory that JAX may allocate": f"{machine.memory / 1e9:.1f} GB of each device"
+            }
+        compilers = " and ".join(machine.compilers)
+        rows |= {"programs can be compiled for": compilers or f"none: {install_command('aot')}"}
         rows |= self.features
         rows["recipe"] = f"{self.recipe}: {self.reason}"
         lines = [f"{name}: {text}" for name, text in rows.items()]
@@ -168,7 +184,25 @@ def read_machine() -> Machine:
         {name: text for name, text in os.environ.items() if name.startswith(prefixes)},
         failure,
         next((text.partition("==")[2].partition(".*")[0] for text in required), ""),
+        0 if failure else _memory(),
+        tuple(name for name, chip in _COMPILED.items() if _compiles(chip)),
     )
+
+
+def _memory() -> int:
+    """Returns the bytes that JAX may allocate on the first device; 0 if it does not report them."""
+    try:
+        return int((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0))
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _compiles(chip: str) -> bool:
+    try:
+        check_compiler(get_target(chip))
+    except MissingDependencyError:
+        return False
+    return True
 
 
 @functools.cache

@@ -1,17 +1,19 @@
 """Assembles the commands, and prints errors."""
 
+import inspect
 import platform
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import typer
+import typer.core
 from rich.console import Console
 
 import jaxmp
 from jaxmp._tools.cli import _show, _steps
-from jaxmp._tools.cli._output import console, escape
+from jaxmp._tools.cli._output import check_files, console, escape
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(
@@ -21,16 +23,37 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("recipes")(_show.show_recipes)
-app.command("show")(_show.show_recipe)
-app.command("doctor")(_show.show_doctor)
-app.command("validate")(_steps.run_validate)
-# With `--script`, other options are those of the script.
-_WITH_SCRIPT = {"ignore_unknown_options": True}
-app.command("audit", context_settings=_WITH_SCRIPT)(_steps.run_audit)
-app.command("memory", context_settings=_WITH_SCRIPT)(_steps.run_memory)
-app.command("plan", context_settings=_WITH_SCRIPT)(_steps.run_plan)
-app.command("locate", context_settings=_WITH_SCRIPT)(_steps.run_locate)
+
+
+class _Command(typer.core.TyperCommand):
+    """Command that checks its files before it starts, and whose summary is not cut."""
+
+    def invoke(self, ctx: Any) -> Any:
+        check_files(ctx.params)
+        return super().invoke(ctx)
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        del limit
+        return inspect.cleandoc(self.help or "").partition("\n")[0]
+
+
+_COMMANDS = {
+    "recipes": _show.show_recipes,
+    "show": _show.show_recipe,
+    "doctor": _show.show_doctor,
+    "validate": _steps.run_validate,
+    "audit": _steps.run_audit,
+    "memory": _steps.run_memory,
+    "plan": _steps.run_plan,
+    "locate": _steps.run_locate,
+}
+for _name, _function in _COMMANDS.items():
+    # With `--script`, other options are those of the script.
+    _is_script = _name in ("audit", "memory", "plan", "locate")
+    _settings = {"ignore_unknown_options": True} if _is_script else None
+    app.command(_name, cls=_Command, context_settings=_settings)(_function)
+for _registered in _show.checkpoint.registered_commands:
+    _registered.cls = _Command
 app.add_typer(_show.checkpoint, name="checkpoint")
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import math
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 import jaxmp
+from jaxmp._core import _targets
 from jaxmp._core._messages import did_you_mean
 from jaxmp._tools.cli._output import check_output
 from jaxmp.errors import JaxmpError
@@ -60,6 +63,30 @@ def _check_seconds(seconds: float) -> float:
 
 SecondsOption = Annotated[
     float, typer.Option(callback=_check_seconds, help="With --script: maximum run time of it.")
+]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Chip, such as h200 or v6e, or a TOML file that describes one. It does not have to be"
+        " present."
+    ),
+]
+
+
+def _set_share(share: float | None) -> float | None:
+    if share is not None:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(share)
+        _targets.usable_share()
+    return share
+
+
+ShareOption = Annotated[
+    float | None,
+    typer.Option(
+        callback=_set_share,
+        help="Share of the memory that JAX allocates, by default that of the environment variable"
+        " XLA_PYTHON_CLIENT_MEM_FRACTION, or 0.75.",
+    ),
 ]
 # How a command line names a function of the user, as in `jaxmp audit my_package.train:make_step`.
 FUNCTION_HELP = "package.module:function, or file.py:function."
@@ -119,17 +146,17 @@ def load_function(
             f"{name!r} does not name a function. Write package.module:function or "
             f"file.py:function, such as:\n    {example}"
         )
-    folder = os.getcwd()
+    file = ""
     if module_name.endswith(".py"):
-        if not os.path.exists(module_name):
+        file = os.path.abspath(module_name)
+        if not os.path.exists(file):
             raise JaxmpError(
-                f"The file {module_name!r} does not exist in {folder}. Name a file relative to "
-                f"this directory, such as:\n    {example}"
+                f"The file {module_name!r} does not exist in {os.getcwd()}. Name a file relative to"
+                f" this directory, such as:\n    {example}"
             )
-        folder, file = os.path.split(os.path.abspath(module_name))
-        module_name = file.removesuffix(".py")
-    sys.path.insert(0, folder)
-    module = call(f"importing {module_name!r}", lambda: importlib.import_module(module_name))
+    # A parser of arguments in the module reads those of `python file.py`.
+    sys.argv = [file or module_name]
+    module = call(f"importing {module_name!r}", lambda: _import(file, module_name))
     if not callable(getattr(module, function, None)):
         defined = [key for key, value in vars(module).items() if callable(value)]
         raise JaxmpError(
@@ -138,6 +165,33 @@ def load_function(
             f"    def {function}({parameters}):\n        return {returned}"
         )
     return getattr(module, function)
+
+
+def _import(file: str, module: str) -> ModuleType:
+    """Imports a module by its name from the current directory, or a file by its path."""
+    folder = os.getcwd()
+    if file:
+        folder, name = os.path.split(file)
+        module = name.removesuffix(".py")
+        while os.path.exists(os.path.join(folder, "__init__.py")):
+            folder, package = os.path.split(folder)
+            module = f"{package}.{module}"
+    sys.path.insert(0, folder)
+    if file and module in sys.modules and getattr(sys.modules[module], "__file__", "") != file:
+        # Another module has this name, such as `types` or `jax`.
+        module = f"{module}.py"
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+        return sys.modules[module]
+    return importlib.import_module(module)
+
+
+def split_items(text: str) -> list[str]:
+    """Returns the items of a list with commas, once each and without spaces around them."""
+    items = (item.strip() for item in text.split(","))
+    return list(dict.fromkeys(item for item in items if item))
 
 
 def call(description: str, function: Callable[[], T]) -> T:

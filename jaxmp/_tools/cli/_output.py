@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections.abc import Mapping
 
 import rich.box
 from rich.console import Console
@@ -81,6 +83,34 @@ def check_output(file: str | None) -> str | None:
         f"{file!r} cannot be written. Name a file in a directory that exists, and that this user"
         " may write to."
     )
+
+
+def check_files(parameters: Mapping[str, object]) -> None:
+    """Checks that the outputs of a command are not its inputs, and not each other.
+
+    Args:
+      parameters: name -> argument of the command line. Files among them are inputs, also as a part:
+        `file.py:function`, or one of several recipes.
+
+    Raises:
+      JaxmpError: if a result would replace an input or another result.
+    """
+    outputs = {name: parameters[name] for name in ("json", "html") if parameters.get(name)}
+    used: dict[str, str] = {}
+    inputs = [value for name, value in parameters.items() if name not in outputs]
+    lists = (value if isinstance(value, list) else [value] for value in inputs)
+    for text in map(str, itertools.chain.from_iterable(lists)):
+        for part in (text, *text.split(",")):
+            for file in (part.strip(), part.strip().rpartition(":")[0]):
+                used |= {os.path.realpath(file): "an input"} if os.path.isfile(file) else {}
+    for name, file in outputs.items():
+        path = os.path.realpath(str(file))
+        if file != "-" and path in used:
+            raise JaxmpError(
+                f"--{name} {str(file)!r} is {used[path]} of this command. "
+                f"Write another file: --{name} result.{name}"
+            )
+        used[path] = f"the --{name}"
 
 
 def write_file(file: str, text: str) -> None:

@@ -5,6 +5,7 @@ strings here, because typer would evaluate each of them at every start.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -24,15 +25,18 @@ from jaxmp._tools.cli._arguments import (
     NameOption,
     ScriptOption,
     SecondsOption,
+    ShareOption,
     StepArgument,
+    TargetOption,
     call,
     load_function,
     make_step,
     only_function,
+    split_items,
 )
 from jaxmp._tools.cli._output import console, escape, write_report
 from jaxmp._tools.cli._show import open_run
-from jaxmp._tools.report import _views
+from jaxmp._tools.report import _progress, _views
 from jaxmp.errors import JaxmpError
 
 if TYPE_CHECKING:
@@ -84,10 +88,7 @@ def run_audit(
         typer.Option(help="Recipe that the step should follow; the function receives it."),
     ] = None,
     json: JsonOption = None,
-    target: Annotated[
-        str | None,
-        typer.Option(help="GPU to compile for, such as h200 or l4. No GPU is required."),
-    ] = None,
+    target: TargetOption = None,
     script: ScriptOption = None,
     name: NameOption = None,
     max_seconds: SecondsOption = 600.0,
@@ -113,7 +114,7 @@ def run_audit(
     from jaxmp._tools.audit import _report
 
     wanted = (
-        None if fail_on == "any" else [check for check in fail_on.split(",") if check != "none"]
+        None if fail_on == "any" else [check for check in split_items(fail_on) if check != "none"]
     )
     checks = _report.known_checks(wanted)
     cls = jaxmp.typing.AuditReport
@@ -142,18 +143,31 @@ def _audited(name: str, recipe: str | None, target: str | None, try_fixes: bool)
     with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
         example = "jaxmp audit my_package.train:make_step --recipe bf16"
         step, *arguments = make_step(name, example, *loaded)
-        return call(f"the step of {name}", lambda: jaxmp.audit(step, *arguments, **settings))
+        with _busy(f"auditing {name}"):
+            return call(f"the step of {name}", lambda: jaxmp.audit(step, *arguments, **settings))
+
+
+@contextlib.contextmanager
+def _busy(description: str) -> Iterator[None]:
+    """Shows on a terminal that a command works."""
+    with _progress.progress_bar(None, None) as (on_run, _):
+        on_run(description)
+        yield
 
 
 def run_memory(
     function: StepArgument = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe; the function receives it.")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Chip, such as h200 or v6e; it does not have to be present.")
-    ] = None,
+    target: TargetOption = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="Compile for the target, and print XLA's figures too.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--exact/--estimate",
+            help="Compile for the target, or estimate. By default, compile for GPUs if XLA's"
+            " compiler is installed.",
+        ),
+    ] = None,
+    share: ShareOption = None,
     script: ScriptOption = None,
     name: NameOption = None,
     max_seconds: SecondsOption = 600.0,
@@ -162,8 +176,10 @@ def run_memory(
 ) -> None:
     """Print the memory that a training step requires, by kind, and whether it fits a chip.
 
-    The exit status is 1 if it does not fit. Of several steps of a script, the largest counts.
+    The exit status is 1 if it does not fit, and 0 if it may. Of several steps of a script, the
+    largest counts.
     """
+    del share  # its callback sets the environment variable
     settings: dict[str, Any] = {"target": target, "exact": exact}
     if script is not None:
         if recipe is not None:
@@ -197,7 +213,11 @@ _PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
 
 def run_plan(
     targets: Annotated[
-        str, typer.Option(help="Chips, separated by commas; they do not have to be present.")
+        str,
+        typer.Option(
+            help="Chips, or TOML files that describe them, separated by commas; they do not have"
+            " to be present."
+        ),
     ],
     function: StepArgument = None,
     recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = "bf16,fp8",
@@ -212,6 +232,20 @@ def run_plan(
         str | None,
         typer.Option(help="Values of the argument remat, such as false,true."),
     ] = None,
+    price: Annotated[
+        str,
+        typer.Option(
+            help="Prices of a device for an hour, such as h100=2.10,a100=1.2; adds the cost of a"
+            " billion tokens."
+        ),
+    ] = "",
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Measured tokens per second of all devices, such as h100/bf16=39000, for the cost."
+        ),
+    ] = "",
+    share: ShareOption = None,
     cache: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
     ] = "~/.cache/jaxmp",
@@ -226,53 +260,88 @@ def run_plan(
     The exit status is 1 if no program fits one of the chips. A script runs once for each recipe,
     which replaces the one that the script loads with jaxmp.load_recipe.
     """
-    chips, folder = _items(targets), cache or None
-    if script is not None:
-        if batches is not None or remat is not None:
-            raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
-        options = {"function": name, "max_seconds": max_seconds, "cache": folder, "targets": chips}
-        report = _planned(script, function or [], json, _items(recipes), options)
-    else:
-        path = only_function("plan", function, name)
-        make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
-        report = call(
-            f"planning {path}",
-            lambda: jaxmp.plan(
-                make,
-                recipes=_items(recipes),
-                targets=chips,
-                batches=_values(batches),
-                remat=_values(remat),
-                cache=folder,
-            ),
-        )
-    write_report(report, json, html)
-    raise typer.Exit(0 if all(choice.recipe for choice in report.choices) else 1)
+    from jaxmp._tools.plan import make_plan
+
+    del share  # its callback sets the environment variable
+    options: dict[str, Any] = {"recipes": split_items(recipes), "targets": split_items(targets)}
+    options |= {"prices": _numbers(price, "--price"), "rates": _numbers(rate, "--rate")}
+    lists = {"batches": _values(batches), "remat": _values(remat)}
+    is_stopped, measured = False, dict[str, list[Any]]()
+    path = only_function("plan", function, name) if script is None else script
+    if script is not None and lists != {"batches": None, "remat": None}:
+        raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
+    try:
+        if script is None:
+            _plan_function(path, measured, options, lists, cache or None)
+        else:
+            more = {"function": name, "max_seconds": max_seconds, "cache": cache or None}
+            _plan_script([script, *(function or [])], json, measured, options, more)
+    except KeyboardInterrupt:
+        is_stopped = True
+        text = "Interrupted: the programs that are compiled are in the cache."
+        print(text, "Run the same command to go on.", file=sys.stderr)
+    if measured:
+        name = path.rpartition(":")[2]
+        report = make_plan(name, measured, options["prices"], options["rates"])
+        write_report(report, json, html)
+        is_good = all(choice.recipe for choice in report.choices)
+        raise typer.Exit(130 if is_stopped else int(not is_good))
+    raise typer.Exit(130)
 
 
-def _planned(
-    script: str, arguments: list[str], json: str | None, recipes: list[str], options: dict[str, Any]
-) -> Any:
-    """Returns the plan of a script, which runs once for each recipe."""
-    from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan, make_plan
+def _plan_function(
+    path: str,
+    measured: dict[str, list[Any]],
+    options: dict[str, Any],
+    lists: dict[str, Any],
+    cache: str | None,
+) -> None:
+    """Adds the rows of each chip to `measured`."""
+    from jaxmp._tools.plan import check_plan, measure_programs
 
-    _, chips = check_plan(lambda recipe: recipe, recipes=recipes, targets=options["targets"])
-    measured: dict[str, list[MeasuredRow]] = {chip.name: [] for chip in chips}
-    for recipe in recipes:
-        _, values = _in_script("plan", script, arguments, json, recipe=recipe, **options)
-        for chip, (row, seconds) in zip(measured, values, strict=True):
-            measured[chip].append(MeasuredRow(_plain.from_plain(PlanRow, row), seconds))
-    return make_plan(script, measured)
+    make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
+    more = {**lists, "cache": cache, "progress": None}
+    checked = check_plan(make, **options, **lists)
+    call(f"planning {path}", lambda: measure_programs(make, *checked, measured, **more))
 
 
-def _items(text: str) -> list[str]:
-    return list(dict.fromkeys(item for item in text.split(",") if item))
+def _plan_script(
+    command: list[str],
+    json: str | None,
+    measured: dict[str, list[Any]],
+    options: dict[str, Any],
+    more: dict[str, Any],
+) -> None:
+    """Runs a script once for each recipe, and adds the rows of each chip to `measured`."""
+    from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan
+
+    _, chips = check_plan(lambda recipe: recipe, **options)
+    more["targets"] = options["targets"]
+    for recipe in options["recipes"]:
+        _, values = _in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
+        for chip, (row, seconds) in zip(chips, values, strict=True):
+            made = MeasuredRow(_plain.from_plain(PlanRow, row), seconds)
+            measured.setdefault(chip.name, []).append(made)
+
+
+def _numbers(text: str, option: str) -> dict[str, float]:
+    """Returns the numbers of `name=number,...`."""
+    numbers = {}
+    for item in split_items(text):
+        name, _, number = item.partition("=")
+        try:
+            numbers[name.strip()] = float(number)
+        except ValueError:
+            raise JaxmpError(
+                f"{option} {item!r} is not a number: write {option} h100=2.5."
+            ) from None
+    return numbers
 
 
 def _values(text: str | None) -> Any:
     """Returns numbers, booleans and words; "largest" is not a list."""
     named: dict[str, Any] = {"true": True, "false": False}
-    items = [named.get(x, int(x) if x.isdecimal() else x) for x in _items(text or "")]
+    items = [named.get(x, int(x) if x.isdecimal() else x) for x in split_items(text or "")]
     return text if text in (None, "largest") else items
 
 
@@ -319,7 +388,7 @@ def run_validate(
     """
     from jaxmp._tools.validate._report import DIFFERS, FAIL, find_regressions
 
-    directions = [item.partition("=") for item in metrics.split(",") if item]
+    directions = [item.partition("=") for item in split_items(metrics)]
     cls = jaxmp.typing.ValidationReport
     before = None if baseline is None else _views.read_report(cls, baseline)
     make_run = load_function(function, _VALIDATE, "jaxmp.TrainingRun(...)", "recipe, seed")
@@ -327,12 +396,12 @@ def run_validate(
         f"validating {function}",
         lambda: jaxmp.validate(
             make_run,
-            [name for name in recipes.split(",") if name],
+            split_items(recipes),
             reference_recipe=reference_recipe,
             seeds=seeds,
             steps=steps,
             budgets=budget,
-            metrics={name: direction for name, _, direction in directions},
+            metrics={name.strip(): direction.strip() for name, _, direction in directions},
         ),
     )
     write_report(report, json, html, full=full)
@@ -422,8 +491,12 @@ def _located(
                 "requires a single state. Return the batch of the failed step instead:\n"
                 "    return train_step, model, optimizer, batch"
             )
-        state, rest = _failing(train_step, state, islice(rest[-1], batches))
-    return call(f"the step of {function}", lambda: jaxmp.locate_nonfinite(train_step, state, *rest))
+        with _busy(f"training with {function}"):
+            state, rest = _failing(train_step, state, islice(rest[-1], batches))
+    with _busy(f"following the values of {function}"):
+        return call(
+            f"the step of {function}", lambda: jaxmp.locate_nonfinite(train_step, state, *rest)
+        )
 
 
 def _count(info: "CheckpointInfo", first: object) -> int | None:

@@ -1,13 +1,18 @@
-"""The memory that a training step requires: by kind, from shapes, or from the compiler."""
+"""The memory that a training step requires: of the compiled program, or a range from shapes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib.metadata
 import math
+import os
+import tomllib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar
 
 from jax.sharding import NamedSharding
 
@@ -16,52 +21,36 @@ from jaxmp._core._targets import Target, TargetLike, default_target, get_target,
 from jaxmp._core._typing import PyTree
 from jaxmp._programs._constructs import unknown_constructs
 from jaxmp._programs._interpreter import warn_of_unknown
-from jaxmp._tools.audit._compile import asked_by, compile_for
+from jaxmp._tools.audit._compile import asked_by, check_compiler, compile_for
 from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.hlo import Program
-from jaxmp._tools.memory._liveness import Liveness, Value
+from jaxmp._tools.memory._cache import compiler_of
+from jaxmp._tools.memory._liveness import Value, largest_use
+from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._section import Section, bytes_text, share_text
 from jaxmp._tools.report._views import Report
-from jaxmp.errors import AuditError, TargetError
+from jaxmp.errors import AuditError, MissingDependencyError, TargetError
 from jaxmp.optim._roles import AVERAGE, FP8, MASTER, PARAMETER, REMAINDER, STATISTICS
 
-STATE = ("parameters", "masters", "moments", "FP8 state", "inputs")
 _MASTERS = (MASTER, REMAINDER)
 _KINDS = {
     **dict.fromkeys((PARAMETER, AVERAGE, STATISTICS), "parameters"),
     **dict.fromkeys(_MASTERS, "masters"),
     FP8: "FP8 state",
 }
-TEMPORARY = ("working copies", "gradients", "activations", "logits")
-KINDS = (*STATE, *TEMPORARY, "results")
 _MEANING = {
     "parameters": "as the step receives them",
     "masters": "FP32 parameters, or their low bits, in the optimizer's state",
     "moments": "the rest of the optimizer's state",
     "FP8 state": "scales and their histories",
     "inputs": "the batch, and other arguments",
-    "working copies": "of parameters, in the dtype of the computation",
-    "gradients": "of parameters",
-    "activations": "and other temporary arrays",
-    "logits": "the result of the last matmul of the forward pass, and its gradient",
+    "temporary": "gradients, activations, working copies and workspaces",
     "results": "that do not replace donated arguments",
 }
-
-
-class CompiledMemory(NamedTuple):
-    """Bytes on each device that XLA reports for the compiled program.
-
-    Args:
-      arguments: bytes of the arguments.
-      results: bytes of the results that do not replace donated arguments.
-      temporary: all other memory.
-      kinds: kind -> bytes of the arguments of the compiled program.
-    """
-
-    arguments: int
-    results: int
-    temporary: int
-    kinds: dict[str, int]
+KINDS = tuple(_MEANING)
+# Bytes of temporary memory that cuBLAS uses on an H100, however small the matmuls are.
+_WORKSPACE = 2**25
+STATE = KINDS[:5]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,11 +62,13 @@ class MemoryEstimate(Report):
       target: name of the chip; "" without one.
       memory: bytes of the chip's memory; 0 without a target.
       preallocates: True if JAX allocates a share of the memory when it starts, as it does on GPUs.
-      kinds: kind -> bytes at the moment of the largest use: parameters, masters, moments, FP8 state
-        and inputs are arguments; working copies, gradients, activations and logits are temporary;
-        results are those that do not replace donated arguments.
-      compiled: the figures of XLA; None without `exact=True`.
       share: the share that JAX allocates, 0.75 or that of XLA_PYTHON_CLIENT_MEM_FRACTION.
+      kinds: kind -> bytes: parameters, masters, moments, FP8 state and inputs are arguments;
+        results are those that do not replace donated arguments; everything else is temporary.
+      least, most: bytes that the step requires at least and at most; both are those of the program
+        if it was compiled.
+      compiler: the compiler, such as "jaxlib 0.12.0"; "" if the temporary memory is estimated.
+      reason: why the program was not compiled; "" if it was.
 
     Example:
       >>> step = lambda w, x: jax.grad(lambda w: jnp.sum(x @ w))(w)
@@ -90,16 +81,19 @@ class MemoryEstimate(Report):
     _title = "Memory"
     _command = "jaxmp memory my_package.train:make_step --json memory.json"
     _error = AuditError
-    _schema: ClassVar = {"schema_version": 1}
+    _schema: ClassVar = {"schema_version": 2}
     _summary = ("total", "usable", "fits")
 
     function: str = ""
     target: str = ""
     memory: int = 0
     preallocates: bool = False
-    kinds: dict[str, int] = dataclasses.field(default_factory=dict)
-    compiled: CompiledMemory | None = None
     share: float = 0.75
+    kinds: dict[str, int] = dataclasses.field(default_factory=dict)
+    least: int = 0
+    most: int = 0
+    compiler: str = ""
+    reason: str = ""
 
     @property
     def arguments(self) -> int:
@@ -108,13 +102,13 @@ class MemoryEstimate(Report):
 
     @property
     def temporary(self) -> int:
-        """Estimated bytes of temporary arrays."""
-        return sum(self.kinds.get(kind, 0) for kind in TEMPORARY)
+        """Bytes of temporary arrays: of the compiled program, or estimated."""
+        return self.kinds.get("temporary", 0)
 
     @property
     def total(self) -> int:
-        """Bytes that the step requires: those of the compiled program if they are known."""
-        return sum(self.kinds.values()) if self.compiled is None else sum(self.compiled[:3])
+        """Bytes that the step requires: of the compiled program, or estimated."""
+        return sum(self.kinds.values())
 
     @property
     def usable(self) -> int:
@@ -123,8 +117,10 @@ class MemoryEstimate(Report):
 
     @property
     def fits(self) -> bool | None:
-        """True if the step fits into the usable memory; None without a target."""
-        return self.total <= self.usable if self.target else None
+        """True if the step fits into the usable memory; None without a target, or if it may."""
+        if not self.target or self.least <= self.usable < self.most:
+            return None
+        return self.most <= self.usable
 
     def __repr__(self) -> str:
         return f"<MemoryEstimate of {bytes_text(self.total)}>"
@@ -134,64 +130,90 @@ class MemoryEstimate(Report):
         return [self._verdict(), self._table()]
 
     def _verdict(self) -> Section:
-        by = "estimated" if self.compiled is None else "compiled"
-        title = f"Memory of {self.function or 'the step'}: {bytes_text(self.total)} ({by})"
+        if self.compiler:
+            size = f"{bytes_text(self.total)} (compiled by {self.compiler})"
+        else:
+            size = f"{bytes_text(self.least)} to {bytes_text(self.most)} (estimated)"
+        title = f"Memory of {self.function or 'the step'}: {size}"
+        texts = [] if self.compiler else [f"{_range_text()} Not compiled: {self.reason}."]
         if not self.target:
-            return Section(title, "On each device, at the moment of the largest use.")
-        room = self.usable - self.total
-        text = f"It fits in {self.target}, and leaves {bytes_text(room)}" if self.fits else ""
-        text = text or f"It does not fit in {self.target}: it lacks {bytes_text(-room)}"
-        text += f" of the usable {bytes_text(self.usable)}."
+            return Section(title, " ".join(["The bytes are those of one device.", *texts]))
+        usable, lack = bytes_text(self.usable), bytes_text(abs(self.usable - self.least))
+        if self.fits:
+            left = bytes_text(self.usable - self.most)
+            text = f"It fits in {self.target}, and leaves {left} of the usable {usable}."
+        elif self.fits is None:
+            text = f"It may fit in {self.target}, of which {usable} are usable."
+        else:
+            lack += " or more" * (not self.compiler)
+            text = f"It does not fit in {self.target}: it lacks {lack} beside the usable {usable}."
         if self.preallocates:
             text += f" JAX uses {self.share:.0%} of {bytes_text(self.memory)};"
             text += " XLA_PYTHON_CLIENT_MEM_FRACTION sets the share."
-        return Section(title, text, mood="good" if self.fits else "bad")
+        mood = "bad" if self.fits is False else "good" if self.fits else ""
+        return Section(title, " ".join([text, *texts]), mood=mood)
 
     def _table(self) -> Section:
-        whole, columns = sum(self.kinds.values()), ("kind", "bytes", "share")
-        rows = [
-            (kind, bytes_text(size), share_text(size, whole)) for kind, size in self.kinds.items()
-        ]
-        if self.compiled is None:
-            cells = tuple((*row, _MEANING[row[0]]) for row in rows)
-            return Section("By kind", "", (*columns, "content"), cells)
-        known = self.compiled.kinds | {"results": self.compiled.results}
-        cells = tuple((*row, bytes_text(known[row[0]]) if row[0] in known else "") for row in rows)
-        text = f"XLA reports {bytes_text(self.compiled.temporary)} of temporary arrays; estimated: "
-        return Section("By kind", text + bytes_text(self.temporary), (*columns, "XLA"), cells)
+        rows = tuple(
+            (kind, bytes_text(size), share_text(size, self.total), _MEANING[kind])
+            for kind, size in self.kinds.items()
+        )
+        return Section("By kind", "", ("kind", "bytes", "share", "content"), rows)
+
+
+@functools.cache
+def _errors() -> dict[str, dict[str, Any]]:
+    """Returns the measured range of XLA's temporary memory relative to the estimate.
+
+    `python benchmarks/memory_estimates.py --calibrate` writes the file.
+    """
+    return tomllib.loads(Path(__file__).with_name("errors.toml").read_text("utf-8"))
+
+
+def _range_text() -> str:
+    single, several = _errors()["one"], _errors()["several"]
+    return (
+        "The arguments are exact; the range of the rest contains"
+        f" {single['inside']} of {single['programs']} programs that were compiled for one device,"
+        f" and {several['inside']} of {several['programs']} for several."
+    )
 
 
 def estimate_memory(
     fn: Callable[..., Any],
     *args: PyTree,
     target: TargetLike | None = None,
-    exact: bool = False,
+    exact: bool | None = None,
+    cache: str | os.PathLike[str] | None = "~/.cache/jaxmp",
+    progress: bool | None = None,
     **kwargs: PyTree,
 ) -> MemoryEstimate:
-    """Estimates the memory of a training step on each device, by kind, without allocating it.
+    """Returns the memory of a training step on each device, by kind, without allocating it.
 
-    The step is traced for its shapes. Parameters, masters, moments and FP8 state are its arguments,
-    whose bytes are exact. The rest is estimated with a model of the compiler: which values its
-    kernels write into memory, and how long they remain there. `docs/choose.md` states the measured
-    errors.
+    With XLA's compiler for the target, the program is compiled, and the figures are XLA's.
+    Otherwise, the step is traced for its shapes: parameters, masters, moments and FP8 state are its
+    arguments, whose bytes are exact, and the temporary memory is a range, from the errors of
+    `benchmarks/results/memory_estimates_h200.json`.
 
     Args:
       fn: a train step, jitted or not. If it donates its state, results occupy no more memory.
       *args: its arguments, which may be `jax.ShapeDtypeStruct`, such as
         `jax.eval_shape(init)`, with shardings for several devices.
       target: a chip such as "h200" or "v6e", or its description, as in `jaxmp.audit`. The
-        estimate then says whether the step fits. None:
-        the step is traced for this machine.
-      exact: True to compile the program for the target, too, and to report the memory that XLA
-        allocates beside the estimate. It requires a target that programs can be compiled for.
+        result then says whether the step fits. None: the step is traced for this machine.
+      exact: True to compile the program, and to raise if that is not possible; False to estimate.
+        None compiles for a GPU if its compiler is installed; for a TPU it takes minutes.
+      cache: folder for compiled programs; None for none.
+      progress: True for a progress bar on standard error. None: if it is a terminal.
       **kwargs: keyword arguments of `fn`.
 
     Returns:
-      The estimate, with `.kinds`, `.total` and `.fits`; it prints as a table.
+      The memory, with `.kinds`, `.total`, `.least`, `.most` and `.fits`; it prints as a table.
 
     Raises:
-      AuditError: if `fn` is not a function, or XLA cannot compile the program.
-      TargetError: if `target` is not a known chip, or no program can be compiled for it.
+      AuditError: if `fn` is not a function, or `exact` is True and XLA cannot compile the program.
+      TargetError: if `target` is not a known chip, or `exact` is True and no program can be
+        compiled for it.
       MissingDependencyError: if `exact` is True and XLA's compiler is not installed.
 
     Example:
@@ -204,75 +226,114 @@ def estimate_memory(
     """
     check_function(fn, "estimate_memory")
     chip = None if target is None else get_target(target)
-    if exact and chip is None:
-        raise TargetError("exact=True compiles for a chip. Name it: exact=True, target='h200'.")
-    if exact and chip is not None and chip.uncompiled:
-        raise TargetError(f"no program can be compiled for {chip.name!r}: {chip.uncompiled}.")
+    name, reason = getattr(fn, "__name__", ""), "exact=False"
     with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
         with contextlib.nullcontext() if chip is None else default_target(chip):
             traced = trace(fn, args, kwargs)
-        compiled = None
-        if exact and chip is not None:
-            program = compile_for(chip, traced)
-            memory, kinds = program.memory, Counter[str]()
-            parameters = Program(program.text).entry.parameters
-            for n, kind in enumerate(_kinds_of_arguments(traced)):
-                kinds[kind] += sum(shape.bytes for shape in parameters[n].shapes)
-            compiled = CompiledMemory(
-                memory.argument_size_in_bytes,
-                memory.output_size_in_bytes - memory.alias_size_in_bytes,
-                memory.temp_size_in_bytes,
-                dict(kinds),
-            )
-    for name, equation in unknown_constructs(traced.closed).items():
-        warn_of_unknown(name, equation, "the memory of the operations inside is not counted")
-    return _estimate(traced, getattr(fn, "__name__", ""), chip, compiled)
+        try:
+            if exact is not False:
+                chip = _check_compiled(chip, exact)
+                with progress_bar(None, progress) as (on_program, _):
+                    on_program(f"compiling {name} for {chip.name}")
+                    kinds = _compiled(chip, traced, cache)
+                compiler = f"jaxlib {importlib.metadata.version('jaxlib')}"
+                return _made(name, chip, kinds, sum(kinds.values()), compiler=compiler)
+        except (AuditError, TargetError, MissingDependencyError) as error:
+            if exact:
+                raise
+            text = " ".join(str(error).split())
+            is_missing = isinstance(error, MissingDependencyError)
+            reason = (text if is_missing else text.partition(". ")[0]).rstrip(".")
+    for construct, equation in unknown_constructs(traced.closed).items():
+        warn_of_unknown(construct, equation, "the memory of the operations inside is not counted")
+    kinds, divided, devices = _estimated(traced)
+    error = _errors()["one" if devices == 1 else "several"]
+    known = sum(kinds.values()) - kinds["temporary"]
+    least = known + int(divided * error["low"])
+    most = known + int(kinds["temporary"] * error["high"]) + _WORKSPACE
+    return _made(name, chip, kinds, least, most, reason=reason)
 
 
-def _estimate(
-    traced: Traced, function: str, chip: Target | None, compiled: CompiledMemory | None
+def _check_compiled(chip: Target | None, exact: bool | None) -> Target:
+    """Returns the chip that a program is compiled for.
+
+    Raises:
+      TargetError: if none is named, no program can be compiled for it, or that takes minutes.
+      MissingDependencyError: if the compiler is not installed.
+    """
+    if chip is None:
+        raise TargetError("no chip is named. Write exact=True, target='h200'.")
+    if chip.uncompiled:
+        raise TargetError(f"no program can be compiled for {chip.name!r}: {chip.uncompiled}.")
+    if chip.platform == "tpu" and not exact:
+        raise TargetError("it takes minutes for a TPU, and requires exact=True (--exact).")
+    check_compiler(chip)
+    return chip
+
+
+def _made(
+    function: str, chip: Target | None, kinds: Counter[str], least: int, most: int = 0, **more: str
 ) -> MemoryEstimate:
+    return MemoryEstimate(
+        function=function,
+        target=chip.name if chip else "",
+        memory=chip.memory if chip else 0,
+        preallocates=chip is not None and chip.preallocates,
+        share=usable_share(),
+        kinds={kind: kinds[kind] for kind in KINDS if kinds[kind] or kind == KINDS[0]},
+        least=least,
+        most=most or least,
+        **more,
+    )
+
+
+def _compiled(chip: Target, traced: Traced, folder: str | os.PathLike[str] | None) -> Counter[str]:
+    """Returns the bytes of each kind in the program that XLA compiles."""
+    program = compile_for(chip, traced, compiler_of(folder, chip))
+    memory, kinds = program.memory, Counter[str]()
+    parameters = Program(program.text).entry.parameters
+    for n, kind in enumerate(_kinds_of_arguments(traced)):
+        kinds[kind] += sum(shape.bytes for shape in parameters[n].shapes)
+    # Padding, as in the layouts of TPUs.
+    kinds["inputs"] += memory.argument_size_in_bytes - sum(kinds.values())
+    kinds["temporary"] = memory.temp_size_in_bytes
+    kinds["results"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return kinds
+
+
+def _estimated(traced: Traced) -> tuple[Counter[str], int, int]:
+    """Returns the bytes of each kind from shapes.
+
+    The second value are the temporary bytes if all devices divide each array: with tensor
+    parallelism, XLA decides which arrays of the batch are divided. The third one are the devices.
+    """
     asked, donated = asked_by(traced.jaxpr)
     divisors = [
         _divisor(array, getattr(array, "sharding", None) or asked.get(n))
         for n, array in enumerate(traced.arrays)
     ]
     sizes = [_bytes(a) // d for a, d in zip(traced.arrays, divisors, strict=True)]
-    kinds = _kinds_of_arguments(traced)
-    counts: Counter[str] = Counter()
+    kinds, counts = _kinds_of_arguments(traced), Counter[str]()
     for kind, size in zip(kinds, sizes, strict=True):
         counts[kind] += size
     # Arrays of the size of a parameter are divided as it is, and others as the batch is.
-    weights = {
-        array.size: divisor
-        for array, divisor, kind in zip(traced.arrays, divisors, kinds, strict=True)
-        if kind == "parameters"
-    }
-    rows = [d for d, kind in zip(divisors, kinds, strict=True) if kind == "inputs"]
-    batch = max(rows, default=1)
+    rows = list(zip(traced.arrays, divisors, kinds, strict=True))
+    weights = {array.size: divisor for array, divisor, kind in rows if kind == "parameters"}
+    batch = max((divisor for _, divisor, kind in rows if kind == "inputs"), default=1)
+    devices = max(divisors, default=1)
 
-    def size_of(aval: Any) -> int:
-        return _bytes(aval) // weights.get(getattr(aval, "size", 0), batch)
+    def size_of(aval: Any, others: int = batch) -> int:
+        return _bytes(aval) // weights.get(getattr(aval, "size", 0), others)
 
-    arguments = []
-    for array, divisor, kind in zip(traced.arrays, divisors, kinds, strict=True):
-        value = Value(tuple(array.shape), array.dtype, 0, kind)
-        value.elements = array.size // divisor
-        arguments.append(value)
-    liveness = Liveness(size_of, (size // d for size, d in weights.items()))
-    counts += liveness.peak(traced.closed, arguments)
+    def temporary(others: int) -> int:
+        arguments = [Value(0, read=size) for size in sizes]
+        return largest_use(traced.closed, arguments, functools.partial(size_of, others=others))
+
+    counts["temporary"] = temporary(batch)
+    divided = temporary(devices) if batch < devices else counts["temporary"]
     outputs = sum(size_of(var.aval) for var in traced.jaxpr.outvars)
     counts["results"] = max(0, outputs - sum(sizes[n] for n in donated))
-    ordered = {kind: counts[kind] for kind in KINDS if counts[kind] or kind in STATE[:1]}
-    return MemoryEstimate(
-        function=function,
-        target=chip.name if chip else "",
-        memory=chip.memory if chip else 0,
-        preallocates=chip is not None and chip.preallocates,
-        kinds=ordered,
-        compiled=compiled,
-        share=usable_share(),
-    )
+    return counts, divided, devices
 
 
 def _kinds_of_arguments(traced: Traced) -> list[str]:

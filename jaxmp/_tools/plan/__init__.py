@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from jaxmp._core._targets import Target, get_target
 from jaxmp._policies._load import RecipeLike
@@ -22,6 +22,7 @@ from jaxmp._tools.report._progress import progress_bar
 from jaxmp.errors import AuditError
 
 _LARGEST = "largest"
+Measured: TypeAlias = dict[str, list[MeasuredRow]]
 
 
 def plan(
@@ -31,6 +32,8 @@ def plan(
     targets: Sequence[str],
     batches: Sequence[int] | str | None = None,
     remat: Sequence[Any] | None = None,
+    prices: Mapping[str, float] | None = None,
+    rates: Mapping[str, float] | None = None,
     cache: str | os.PathLike[str] | None = "~/.cache/jaxmp",
     progress: bool | None = None,
 ) -> PlanReport:
@@ -39,7 +42,9 @@ def plan(
     No chip has to be present, and nothing is run. For each program, the report has the memory, the
     FLOPs and bytes by kind, the kernels that were replaced, and a bound: the roofline of the
     compiled kernels relative to that of `bf16` on the same chip. The bound ranks recipes; it does
-    not predict a time. `docs/recommend.md` compares it with published measurements.
+    not predict a time. `docs/choose.md` compares it with measured speeds, from whose errors the
+    interval of each bound comes. A recipe is recommended instead of `bf16` if its interval is
+    below that of `bf16`.
 
     Args:
       make_step: takes a recipe, and returns the train step and its arguments, which may be shapes.
@@ -49,6 +54,10 @@ def plan(
       batches: batch sizes; "largest" to find the largest that fits, by compilation; None for the
         step as it is.
       remat: values of the argument `remat` to try.
+      prices: chip -> price of one JAX device for an hour, such as {"h100": 2.10}. The report then
+        has the cost of a billion tokens.
+      rates: "chip/recipe" -> measured tokens per second of all devices, such as
+        {"h100/bf16": 39000}. The cost uses them where there are some, and otherwise the bound.
       cache: folder for compiled programs; None for none.
       progress: True for a progress bar on standard error. None: if it is a terminal.
 
@@ -67,29 +76,56 @@ def plan(
       >>> plan(make_step, recipes=["fp16"], targets=["v100"]).choices[0].recipe
       'fp16'
     """
-    loaded, chips = check_plan(
-        make_step, recipes=recipes, targets=targets, batches=batches, remat=remat
+    checked = check_plan(
+        make_step,
+        recipes=recipes,
+        targets=targets,
+        batches=batches,
+        remat=remat,
+        prices=prices,
+        rates=rates,
     )
-    is_search = batches == _LARGEST
+    measured: Measured = {}
+    measure_programs(make_step, *checked, measured, batches, remat, cache, progress)
+    return make_plan(getattr(make_step, "__name__", "the step"), measured, prices, rates)
+
+
+def measure_programs(
+    make_step: Callable[..., Any],
+    recipes: Sequence[Recipe],
+    chips: Sequence[Target],
+    measured: Measured,
+    batches: Sequence[int] | str | None,
+    remat: Sequence[Any] | None,
+    cache: str | os.PathLike[str] | None,
+    progress: bool | None,
+) -> None:
+    """Adds the programs of each chip to `measured`, one by one, so that an interrupt keeps them."""
     sizes = [None] if batches is None or isinstance(batches, str) else list(batches)
-    programs = list(itertools.product(remat or [None], sizes, loaded))
-    folder = None if cache is None else Path(cache).expanduser()
-    measured: dict[str, list[MeasuredRow]] = {}
+    programs = list(itertools.product(remat or [None], sizes, recipes))
     with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
         for chip, (form, size, recipe) in itertools.product(chips, programs):
             on_program(f"{chip.name}, {recipe.name}")
-            program = Candidate(make_step, recipe, chip, form, folder)
-            result = program.largest() if is_search else program.measure(size)
+            program = Candidate(make_step, recipe, chip, form, cache)
+            result = program.largest() if batches == _LARGEST else program.measure(size)
             measured.setdefault(chip.name, []).append(result)
             on_end()
-    return make_plan(getattr(make_step, "__name__", "the step"), measured)
 
 
-def make_plan(function: str, measured: dict[str, list[MeasuredRow]]) -> PlanReport:
+def make_plan(
+    function: str,
+    measured: Measured,
+    prices: Mapping[str, float] | None = None,
+    rates: Mapping[str, float] | None = None,
+) -> PlanReport:
     """Returns the report on programs that were measured for each chip."""
     names = [row.recipe for row, _ in next(iter(measured.values()))]
     baseline = "bf16" if "bf16" in names else names[0]
-    rows = {chip: relative(programs, baseline) for chip, programs in measured.items()}
+    rows = {}
+    for chip, programs in measured.items():
+        pairs = ((key.partition("/"), rate) for key, rate in (rates or {}).items())
+        own = {recipe: rate for (name, _, recipe), rate in pairs if name == chip}
+        rows[chip] = relative(programs, baseline, (prices or {}).get(chip), own)
     return PlanReport(
         function=function,
         baseline=baseline,
@@ -101,7 +137,13 @@ def make_plan(function: str, measured: dict[str, list[MeasuredRow]]) -> PlanRepo
 _EXAMPLE = "recipes=['bf16', 'fp8'], targets=['h100'], batches=[8, 16], or batches='largest'"
 
 
-def check_plan(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Target]]:
+def check_plan(
+    make_step: object,
+    *,
+    prices: Mapping[str, float] | None = None,
+    rates: Mapping[str, float] | None = None,
+    **lists: Any,
+) -> tuple[list[Recipe], list[Target]]:
     """Checks the arguments of `plan`, and returns its recipes and chips."""
     if not callable(make_step):
         raise AuditError(
@@ -127,8 +169,26 @@ def check_plan(make_step: object, **lists: Any) -> tuple[list[Recipe], list[Targ
                 f"{function} has no parameter for {name}={values!r}. Write\n"
                 f"    def {function}(recipe, {parameter}):"
             )
+    default = getattr(parameters.get("remat"), "default", None)
+    for value in lists.get("remat") or ():
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise AuditError(
+                f"remat={value!r}: the default of the parameter is {default}. Write"
+                " remat=[False, True], or --remat false,true."
+            )
     chips = list(dict.fromkeys(map(get_target, lists["targets"])))
     for chip in chips:
         if not chip.uncompiled:
             check_compiler(chip)
-    return list(dict.fromkeys(map(load_recipe, lists["recipes"]))), chips
+    recipes = list(dict.fromkeys(map(load_recipe, lists["recipes"])))
+    names = [chip.name for chip in chips]
+    pairs = [f"{name}/{recipe.name}" for name in names for recipe in recipes]
+    for option, values, known in (("prices", prices, names), ("rates", rates, pairs)):
+        for key, value in (values or {}).items():
+            if key not in known or not 0 < value < math.inf:
+                allowed = ", ".join(known)
+                raise AuditError(
+                    f"{option}={{{key!r}: {value!r}}}: write positive numbers for {allowed}, such"
+                    f" as {option}={{{known[0]!r}: 2.5}}."
+                )
+    return recipes, chips

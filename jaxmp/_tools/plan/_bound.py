@@ -1,33 +1,75 @@
-"""Roofline of a compiled program: the least time that its kernels take."""
+"""Roofline of a compiled program: the least time that its kernels take, and the error of ratios."""
 
 from __future__ import annotations
 
+import functools
+import math
+import tomllib
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._core._targets import Target
+from jaxmp._core._targets import Target, targets
 from jaxmp._programs._jaxprs import BACKWARD
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo_collectives import collective_name, groups_of, sent_arrays
-from jaxmp._tools.audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts
+from jaxmp._tools.audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts, shape_of
 from jaxmp._tools.audit._hlo_stats import fused_attention
-from jaxmp._tools.hlo import Instruction, Program
+from jaxmp._tools.hlo import Computation, Instruction, Program
 from jaxmp._tools.hlo._kernels import accessed, kernels
 from jaxmp.errors import TargetError
 
-# Shares of the peaks that matmuls and memory reach on an H100 (torchao,
-# `torchao/testing/training/roofline_utils.py`).
-_MATMULS, _MEMORY = 0.78, 0.92
-# Fused attention, forward and backward: cuDNN on an H200, with 128 features per head and 8,192
-# positions (cudnn-frontend, `sdpa_benchmark_training/results/h200_919_only_cudnn`). Shorter
-# sequences and smaller heads reach less.
-_ATTENTION = {False: 0.65, True: 0.55}
-_SMALL_HEAD, _GROWTH = 0.55, 0.2
 # Seconds to start a kernel, and seconds on a TPU, whose program starts them itself.
 _LAUNCH = {"gpu": 2e-6, "tpu": 1e-6}
+# Matmuls with a smaller dimension reach less of the peak, most of all in FP8.
+_WIDE = 4096
+
+
+@functools.cache
+def measured() -> dict[str, Any]:
+    """Returns the shares of the peaks that chips reach, and the measured ratios of recipes.
+
+    `python benchmarks/plan_checks.py calibrate` writes the file.
+    """
+    return tomllib.loads(Path(__file__).with_name("measured.toml").read_text("utf-8"))
+
+
+def shares_of(chip: Target) -> dict[str, Any]:
+    """Returns the shares of the peaks of a chip.
+
+    They are those of a timed chip with the same peaks, as the H200 has those of the H100; of other
+    chips, the default.
+    """
+    shares = measured()["shares"]
+    timed = (name for name in shares if name in targets() and targets()[name].peak == chip.peak)
+    return shares["default"] | shares.get(next(timed, ""), {})
+
+
+def error_of(chip: str, narrow: bool, cases: Iterable[dict[str, Any]]) -> tuple[float, float]:
+    """Returns the factors by which the ratio of two bounds is to be multiplied for its interval.
+
+    Its half width is the largest logarithm of the measured errors of `cases`, each relative to its
+    factor: a ratio of narrow matmuls, or of a chip that was not timed, is less certain. Of n cases
+    and a new one of the same kind, each is the largest with a probability of 1 / (n + 1).
+
+    Args:
+      chip: name of the target.
+      narrow: True if most FLOPs are those of narrow matmuls.
+      cases: rows of the file.
+    """
+    errors = (abs(math.log(case["measured"] / case["bound"])) / _factor(**case) for case in cases)
+    half = max(errors) * _factor(chip=chip, width=0 if narrow else _WIDE)
+    return math.exp(-half), math.exp(half)
+
+
+def _factor(*, chip: str, width: int, **other: object) -> float:
+    """Returns the factor of the error of a case."""
+    del other
+    factors, timed = measured()["factors"], {case["chip"] for case in measured()["cases"]}
+    return factors["narrow"] ** (width < _WIDE) * factors["untimed"] ** (chip not in timed)
 
 
 class Cost(NamedTuple):
@@ -38,12 +80,14 @@ class Cost(NamedTuple):
       kernels: number of kernels that the step starts.
       flops: dtype in which the chip multiplies -> FLOPs of matmuls, "attention" for fused kernels.
       bytes: "matmuls", "attention", "collectives" or "other" -> bytes that kernels access.
+      narrow: True if most FLOPs are those of matmuls with a dimension below 4,096.
     """
 
     seconds: float
     kernels: int
     flops: dict[str, int]
     bytes: dict[str, int]
+    narrow: bool
 
 
 def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
@@ -58,8 +102,8 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
     """
     program, chip = Program(compiled.text), compiled.chip
     flow = DataFlow(program)
-    flops, moved = Counter[str](), Counter[str]()
-    seconds, sent, count = 0.0, 0.0, 0
+    flops, moved, shares = Counter[str](), Counter[str](), shares_of(chip)
+    seconds, sent, count, narrow = 0.0, 0.0, 0, 0
     for step in kernels(program):
         kind, computing, size = "other", 0.0, 0
         for inside, part in parts(program, step):
@@ -67,7 +111,10 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
             if matmul is not None:
                 kind, dtype = "matmuls", _multiplied_in(matmul.lhs, matmul.rhs, chip)
                 flops[dtype] += matmul.flops * step.times
-                computing += matmul.flops / (_MATMULS * _peak(dtype, chip))
+                computing += matmul.flops / (
+                    shares.get(dtype, shares["matmuls"]) * _peak(dtype, chip)
+                )
+                narrow += matmul.flops * step.times * (_width(inside, part, matmul.flops) < _WIDE)
             elif fused_attention(part):
                 kind = "attention"
             elif collective_name(part):
@@ -79,12 +126,13 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
         moved[kind] += size * step.times
         count += step.times
         if kind != "collectives":
-            memory = size / (_MEMORY * chip.bandwidth)
+            memory = size / (shares["memory"] * chip.bandwidth)
             seconds += step.times * (max(computing, memory) + _LAUNCH.get(chip.platform, 0.0))
+    is_narrow = 2 * narrow > flops.total()
     for row in attention:
         flops["attention"] += row.flops
         seconds += row.flops / _attention_rate(row, chip)
-    return Cost(max(seconds, sent), count, dict(flops), dict(moved))
+    return Cost(max(seconds, sent), count, dict(flops), dict(moved), is_narrow)
 
 
 def _link_of(collective: Instruction, compiled: Compiled) -> float:
@@ -115,10 +163,17 @@ def _multiplied_in(lhs: str, rhs: str, chip: Target) -> str:
     return chip.rounded_fp32 if wide == "tf32" else wide
 
 
+def _width(inside: Computation, matmul: Instruction, flops: int) -> int:
+    """Returns the smallest dimension of a matmul: rows, columns, or the contracted axis."""
+    arrays = [shape_of(inside, name) for name in matmul.operands[:2]] + [matmul.shapes[0]]
+    return min(flops // (2 * max(1, array.elements)) for array in arrays)
+
+
 def _attention_rate(row: Any, chip: Target) -> float:
-    share = _ATTENTION[row.phase == BACKWARD] * (1 if row.shape[-1] > 64 else _SMALL_HEAD)
-    length = max(row.shape[1:3])  # larger than the number of heads
-    return _peak(row.dtype, chip) * share * min(1, length / 8192) ** _GROWTH
+    shares, length = shares_of(chip), max(row.shape[1:3])  # larger than the number of heads
+    share = shares["attention_backward" if row.phase == BACKWARD else "attention_forward"]
+    share *= 1 if row.shape[-1] > 64 else shares["small_head"]
+    return _peak(row.dtype, chip) * share * min(1, length / 8192) ** shares["growth"]
 
 
 def _peak(dtype: str, chip: Target) -> float:

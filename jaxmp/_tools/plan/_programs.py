@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import importlib.metadata
 import inspect
-import json
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jaxmp._core import _compat
 from jaxmp._core._targets import Target, default_target
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit import AuditReport, audit_program
 from jaxmp._tools.audit._auditor import PolicyContext
-from jaxmp._tools.audit._compile import compile_lowered
 from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.memory import estimate_memory
-from jaxmp._tools.plan._bound import cost_of
+from jaxmp._tools.memory._cache import compiler_of
+from jaxmp._tools.plan._bound import cost_of, error_of, measured
 from jaxmp._tools.plan._report import PlanRow
 from jaxmp.errors import JaxmpError, TargetError
 
@@ -50,7 +47,7 @@ class Candidate(NamedTuple):
     recipe: Recipe
     chip: Target
     remat: Any
-    cache: Path | None
+    cache: str | os.PathLike[str] | None
 
     def measure(self, batch: int | None) -> MeasuredRow:
         """Compiles the program for a batch size."""
@@ -88,21 +85,23 @@ class Candidate(NamedTuple):
 
     def _estimated(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
         estimate = estimate_memory(step, *args, target=self.chip)
-        problem = f"{self.chip.uncompiled}; the memory is estimated"
-        known = {"fits": estimate.fits, "memory": estimate.total, "problem": problem}
-        return MeasuredRow(dataclasses.replace(row, **known))
+        problem = f"{self.chip.uncompiled}; the memory is estimated: at most this"
+        known = {"fits": estimate.most <= row.usable, "memory": estimate.most}
+        return MeasuredRow(dataclasses.replace(row, **known, problem=problem))
 
     def _compiled(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
         chip = self.chip
-        compiler = compile_lowered if self.cache is None else caching_compiler(self.cache, chip)
         context = PolicyContext(self.recipe, chip.platform, repr(self.recipe.name))
-        report, compiled = audit_program(context, step, args, {}, chip, compiler)
+        report, compiled = audit_program(
+            context, step, args, {}, chip, compiler_of(self.cache, chip)
+        )
         assert compiled is not None and report.memory is not None
         memory = report.memory
         total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
         cost = cost_of(compiled, report.attention)
         known = {"memory": total, "fits": total <= chip.usable, "fallbacks": _fallbacks(report)}
         known |= {"kernels": cost.kernels, "flops": cost.flops, "bytes": cost.bytes}
+        known |= {"narrow": cost.narrow, "devices": compiled.devices, "tokens": _tokens(args)}
         return MeasuredRow(dataclasses.replace(row, **known), cost.seconds)
 
     def largest(self) -> MeasuredRow:
@@ -145,64 +144,48 @@ def _fallbacks(report: AuditReport) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{f.module or 'the step'}: {f.message}" for f in findings))
 
 
-def relative(measured: list[MeasuredRow], baseline: str) -> list[PlanRow]:
-    """Returns rows with bounds per example, relative to the first compiled row of the baseline."""
-    own = [row.recipe == baseline for row, _ in measured]
-    each = [s and s / (row.batch or 1) for row, s in measured]
+def _tokens(args: tuple[Any, ...]) -> int:
+    """Returns the elements of the largest integer array of two or more axes of the batch."""
+    leaves = jax.tree.leaves(args[-1:])
+    integers = (
+        leaf.size
+        for leaf in leaves
+        if getattr(leaf, "ndim", 0) > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
+    )
+    return max(integers, default=0)
+
+
+def relative(
+    programs: list[MeasuredRow],
+    baseline: str,
+    price: float | None = None,
+    rates: Mapping[str, float] | None = None,
+) -> list[PlanRow]:
+    """Returns rows with bounds per example, relative to the first compiled row of the baseline.
+
+    Args:
+      programs: those of one chip.
+      baseline: name of a recipe.
+      price: of one device for an hour.
+      rates: recipe -> measured tokens per second of all devices.
+    """
+    own = [row.recipe == baseline for row, _ in programs]
+    each = [s and s / (row.batch or 1) for row, s in programs]
     unit = next((s for s, is_base in zip(each, own, strict=True) if s and is_base), None)
     unit = unit or next(filter(None, each), None)
-    return [
-        dataclasses.replace(row, bound=round(s / unit, 4) if s and unit else None)
-        for (row, _), s in zip(measured, each, strict=True)
-    ]
-
-
-# ---------------------------------------------------------------------------
-# Cache
-# ---------------------------------------------------------------------------
-
-_COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-
-
-class StoredMemory(NamedTuple):
-    """The fields of `CompiledMemoryStats` that reports use, in bytes on each device."""
-
-    argument_size_in_bytes: int
-    output_size_in_bytes: int
-    alias_size_in_bytes: int
-    temp_size_in_bytes: int
-
-
-def caching_compiler(folder: Path, chip: Target) -> Callable[[Any, Any], tuple[str, Any]]:
-    """Returns a function that compiles a lowered program, or reads its result from a folder.
-
-    The key of a result is the text of the lowered program, the chip, and the versions and options
-    of the compilers. A file that cannot be read or written is ignored.
-    """
-
-    def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
-        settings = [repr(chip), options, *_versions(), *map(os.environ.get, _FLAGS)]
-        text = json.dumps(settings) + lowered.as_text()
-        file = folder / hashlib.sha256(text.encode()).hexdigest()
-        with contextlib.suppress(OSError, ValueError, zlib.error):
-            program, *sizes = json.loads(zlib.decompress(file.read_bytes()))
-            return program, StoredMemory(*sizes)
-        compiled = lowered.compile(compiler_options=options)
-        stats = compiled.memory_analysis()
-        memory = StoredMemory(*(getattr(stats, name) for name in StoredMemory._fields))
-        program = compiled.as_text() or ""
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(f".partial-{os.getpid()}")
-            partial.write_bytes(zlib.compress(json.dumps([program, *memory]).encode()))
-            partial.replace(file)
-        return program, memory
-
-    return compile_lowered
-
-
-def _versions() -> Iterator[str]:
-    for package in _COMPILERS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            yield f"{package} {importlib.metadata.version(package)}"
+    rows = []
+    for (row, seconds), per_example in zip(programs, each, strict=True):
+        changes: dict[str, Any] = {}
+        if unit and per_example:
+            bound = per_example / unit
+            low, high = (1.0, 1.0)
+            if per_example != unit:
+                low, high = error_of(row.target, row.narrow, measured()["cases"])
+            changes["interval"] = (round(bound / high, 4), round(bound / low, 4))
+            changes["bound"] = round(bound, 4)
+        rate = (rates or {}).get(row.recipe) or (row.tokens / seconds if seconds else 0)
+        if price and rate:
+            changes["cost"] = round(price * row.devices / 3600 / rate * 1e9, 4)
+            changes["cost_from"] = "measured" if row.recipe in (rates or {}) else "bound"
+        rows.append(dataclasses.replace(row, **changes))
+    return rows

@@ -6,17 +6,18 @@ import dataclasses
 import math
 from typing import ClassVar
 
+from jaxmp._tools.plan._bound import measured
 from jaxmp._tools.report._section import Section, bytes_text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError
 
-# Smaller differences of two bounds are within the error of the roofline.
-MARGIN = 0.05
 _BOUND = (
     "The bound is the least time that the kernels of the compiled program take for their FLOPs and"
-    " bytes, per example of the batch, relative to {} on the same chip: less is faster. Differences"
-    f" of {MARGIN:.0%} are within its error, and of 15% for layers narrower than 4,096."
+    " bytes, per example of the batch, relative to {} on the same chip: less is faster. The"
+    " interval behind it comes from the errors of {} measured ratios (docs/choose.md)."
 )
+_CHECK = " Compare the loss: {}"
+_COST = "Of a billion tokens, at your prices. From the bound, it is the least that the cost can be."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,18 @@ class PlanRow:
       batch: number of examples; None if the function has no such argument.
       remat: argument of the function, as text; "" without one.
       fits: True if the program fits into the usable memory; None if it is not known.
-      memory: bytes that the program requires on each device; 0 if they are not known.
+      memory: bytes that the program requires on each device, at most if they are estimated; 0 if
+        they are not known.
       usable: bytes of each device that JAX allocates.
       bound: roofline of the program per example, relative to the first program of the plan's
         baseline on this chip; None if the program was not compiled.
+      interval: the least and the largest value of the bound, by the errors of measured ratios;
+        empty without a bound.
+      narrow: True if most FLOPs are those of matmuls with a dimension below 4,096.
+      devices: number of devices of the program; 0 if it was not compiled.
+      tokens: elements of the largest integer array of the last argument, with two axes or more.
+      cost: price of a billion tokens; None without the price of the chip, or tokens.
+      cost_from: "measured" tokens per second, or the "bound".
       kernels: number of kernels that one step starts.
       flops: dtype in which the chip multiplies, or "attention" -> FLOPs per device.
       bytes: "matmuls", "attention", "collectives" or "other" kernels -> bytes that they access.
@@ -50,6 +59,12 @@ class PlanRow:
     memory: int = 0
     usable: int = 0
     bound: float | None = None
+    interval: tuple[float, ...] = ()
+    narrow: bool = False
+    devices: int = 0
+    tokens: int = 0
+    cost: float | None = None
+    cost_from: str = ""
     kernels: int = 0
     flops: dict[str, int] = dataclasses.field(default_factory=dict)
     bytes: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -68,6 +83,8 @@ class PlanChoice:
       batch: number of examples; None without batch sizes.
       remat: argument of the function, as text.
       reason: one or more sentences.
+      check: the command that trains with the recipe and compares its loss; "" if no program fits,
+        or for fp32.
     """
 
     target: str
@@ -75,6 +92,7 @@ class PlanChoice:
     batch: int | None = None
     remat: str = ""
     reason: str = ""
+    check: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +130,19 @@ class PlanReport(Report):
 
     def _sections(self, full: bool) -> list[Section]:
         del full
-        choices = [(each.target, _name(each) or "none", each.reason) for each in self.choices]
+        choices = [
+            (
+                each.target,
+                _name(each) or "none",
+                each.reason + _CHECK.format(each.check) * bool(each.check),
+            )
+            for each in self.choices
+        ]
+        costs = [
+            (row.target, _name(row), f"{row.cost:,.2f}", row.cost_from)
+            for row in self.rows
+            if row.cost is not None
+        ]
         programs = [
             (
                 row.target,
@@ -121,7 +151,7 @@ class PlanReport(Report):
                 bytes_text(row.memory) if row.memory else "",
                 _shares(row.bytes, bytes_text(sum(row.bytes.values()))),
                 _shares(row.flops),
-                "" if row.bound is None else f"{row.bound:.2f}",
+                _interval(row),
             )
             for row in self.rows
         ]
@@ -133,10 +163,14 @@ class PlanReport(Report):
         ]
         mood = "good" if all(each.recipe for each in self.choices) else "bad"
         columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
+        text = _BOUND.format(self.baseline, len(measured()["cases"]))
         of_choices = ("chip", "recommended", "reason")
         return [
             Section(f"Plan of {self.function}", "", of_choices, tuple(choices), mood=mood),
-            Section("Programs", _BOUND.format(self.baseline), columns, tuple(programs)),
+            Section("Programs", text, columns, tuple(programs)),
+            Section(
+                "Costs", _COST if costs else "", ("chip", "program", "cost", "from"), tuple(costs)
+            ),
             Section("Remarks", "", ("chip", "program", "remark"), tuple(remarks)),
         ]
 
@@ -146,6 +180,13 @@ def _name(program: PlanRow | PlanChoice) -> str:
     batch = f"batch {program.batch}" if program.batch else ""
     remat = f"remat {program.remat}" if program.remat else ""
     return ", ".join(filter(None, (program.recipe, batch, remat)))
+
+
+def _interval(row: PlanRow) -> str:
+    if row.bound is None:
+        return ""
+    low, high = row.interval or (row.bound, row.bound)
+    return f"{row.bound:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
 
 
 def _shares(counts: dict[str, int], total: str = "") -> str:
@@ -161,22 +202,29 @@ def _shares(counts: dict[str, int], total: str = "") -> str:
 
 
 def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
-    """Returns the recommendation for a chip: the least bound, or the baseline within the margin."""
+    """Returns the recommendation for a chip: the least bound, or the baseline if that may be 1."""
     fitting = [row for row in rows if row.fits and not row.lacking]
     if not fitting:
         return PlanChoice(target=target, reason=_why_none(rows))
     best = min(fitting, key=_value)
     base = min((row for row in fitting if row.recipe == baseline), key=_value, default=best)
-    best = best if _value(best) < (1 - MARGIN) * _value(base) else base
+    best = best if max(best.interval, default=_value(best)) < _value(base) else base
     reasons = [] if best.bound else ["The chip multiplies its formats, and the estimate fits."]
     if best is not base:
         ratio = f"{_value(best) / _value(base):.2f}"
-        reasons.append(f"Its bound is {ratio} of that of {_name(base)}: {_work(best, base)}.")
+        ends = [f"{value / _value(base):.2f}" for value in best.interval]
+        between = f" ({' to '.join(ends)})" if ends else ""
+        reasons.append(
+            f"Its bound is {ratio}{between} of that of {_name(base)}: {_work(best, base)}."
+        )
     for recipe in dict.fromkeys(row.recipe for row in rows if row.recipe != best.recipe):
         other = min((row for row in rows if row.recipe == recipe), key=_value)
         reasons += [_comparison(other, best)] * (other is not base)
     chosen = {name: getattr(best, name) for name in ("recipe", "batch", "remat")}
-    return PlanChoice(target=target, **chosen, reason=" ".join(reasons) or "It fits.")
+    reference = "fp32" if best is base else base.recipe
+    check = f"jaxmp validate run.py:make_run --recipes {best.recipe} --reference-recipe {reference}"
+    check *= best.recipe != reference
+    return PlanChoice(target=target, **chosen, reason=" ".join(reasons) or "It fits.", check=check)
 
 
 def _value(row: PlanRow) -> float:
@@ -185,6 +233,9 @@ def _value(row: PlanRow) -> float:
 
 def _why_none(rows: list[PlanRow]) -> str:
     known = [row for row in rows if row.memory and not row.lacking]
+    problems = [row.problem for row in rows if row.problem and not row.lacking]
+    if not known and problems:
+        return f"No program was compiled: {problems[0]}."
     if not known:
         return "The chip does not multiply the formats of these recipes."
     least = min(known, key=lambda row: row.memory)
@@ -198,8 +249,9 @@ def _comparison(other: PlanRow, best: PlanRow) -> str:
         cannot = "does not fit" if other.fits is False else "was not compiled"
         cannot = "computes in a format that the chip lacks" if other.lacking else cannot
         return f"{_name(other)} {cannot}."
-    gain = f"less than {MARGIN:.0%}" if other.bound < best.bound else "nothing"
-    return f"{_name(other)} gains {gain}: {_work(other, best)}."
+    is_clear = min(other.interval, default=other.bound) >= best.bound
+    gain = "gains nothing" if is_clear else f"has no clear gain, {_interval(other)}"
+    return f"{_name(other)} {gain}: {_work(other, best)}."
 
 
 def _work(row: PlanRow, base: PlanRow) -> str:

@@ -14,11 +14,11 @@ OnStep = Callable[[], None]
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, enabled: bool | None) -> Iterator[tuple[OnRun, OnStep]]:
+def progress_bar(total: int | None, enabled: bool | None) -> Iterator[tuple[OnRun, OnStep]]:
     """Shows a progress bar during a block, if rich is installed.
 
     Args:
-      total: number of steps of the whole bar.
+      total: number of steps of the whole bar; None if it is not known.
       enabled: None to show it if standard error is a terminal.
     """
     is_enabled = sys.stderr.isatty() if enabled is None else enabled

@@ -1,0 +1,68 @@
+"""Compiled programs, stored in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmp._core._targets import Target
+from jaxmp._tools.audit._compile import compile_lowered
+
+_COMPILERS = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+class StoredMemory(NamedTuple):
+    """The fields of `CompiledMemoryStats` that reports use, in bytes on each device."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+
+
+def compiler_of(
+    folder: str | os.PathLike[str] | None, chip: Target
+) -> Callable[[Any, Any], tuple[str, Any]]:
+    """Returns a function that compiles a lowered program, or reads its result from a folder.
+
+    The key of a result is the text of the lowered program, the chip, and the versions and options
+    of the compilers. A file that cannot be read or written is ignored.
+
+    Args:
+      folder: None to compile each program.
+      chip: the target.
+    """
+    if folder is None:
+        return compile_lowered
+
+    def compile_once(lowered: Any, options: Any) -> tuple[str, Any]:
+        settings = [repr(chip), options, *_versions(), *map(os.environ.get, _FLAGS)]
+        text = json.dumps(settings) + lowered.as_text()
+        file = Path(folder).expanduser() / hashlib.sha256(text.encode()).hexdigest()
+        with contextlib.suppress(OSError, ValueError, zlib.error):
+            program, *sizes = json.loads(zlib.decompress(file.read_bytes()))
+            return program, StoredMemory(*sizes)
+        program, stats = compile_lowered(lowered, options)
+        memory = StoredMemory(*(getattr(stats, name) for name in StoredMemory._fields))
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial = file.with_suffix(f".partial-{os.getpid()}")
+            partial.write_bytes(zlib.compress(json.dumps([program, *memory]).encode()))
+            partial.replace(file)
+        return program, memory
+
+    return compile_once
+
+
+def _versions() -> Iterator[str]:
+    for package in _COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield f"{package} {importlib.metadata.version(package)}"
