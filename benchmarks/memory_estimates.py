@@ -3,7 +3,6 @@
     python benchmarks/memory_estimates.py                  # all models, prints the table
     python benchmarks/memory_estimates.py --models bert vit --recipes bf16 --devices 1 4
     python benchmarks/memory_estimates.py --out benchmarks/results/memory_estimates_h200.json
-    python benchmarks/memory_estimates.py --llama-2-7b     # the table of docs/choose.md
 
 Each row is a training step with AdamW and donated state: of a foreign model of `transformers` at
 the width of its smallest published form, with fewer layers, or of examples/gpt.py. With remat, the
@@ -19,7 +18,6 @@ device:
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -49,7 +47,6 @@ from transformers.models.vit import modeling_flax_vit
 
 import gpt
 import jaxmp
-import llama
 from result_file import write_result
 
 TARGET = "h200"
@@ -257,22 +254,6 @@ def measure(model: str, recipe: str, remat: bool, devices: int, known: Row | Non
     }
 
 
-def llama_2_7b() -> None:
-    """Prints the memory of Llama 2 7B, one sequence of 4,096 tokens, by kind and in GB."""
-    shape = llama.Shape(32, 4096, 32, 32, 11008, 32000, 4096, rope_base=10000.0)
-    kinds = ("parameters", "masters", "moments", "FP8 state")
-    kinds += ("working copies", "gradients", "activations", "logits")
-    print("|", " | ".join(("recipe", "remat", *kinds, "total")), "|")
-    print("|---" * (len(kinds) + 3) + "|")
-    for recipe in ("fp32", "bf16", "bf16_params", "fp8"):
-        for remat in ("none", "full"):
-            made = llama.make_step(recipe, dataclasses.replace(shape, remat=remat), 1)
-            estimate = jaxmp.estimate_memory(*made, target=TARGET)
-            cells = [f"{estimate.kinds.get(kind, 0) / 1e9:.1f}" for kind in kinds]
-            total = f"{estimate.total / 1e9:.1f}"
-            print("|", " | ".join((f"`{recipe}`", remat, *cells, total)), "|", flush=True)
-
-
 def summary(rows: list[Row]) -> dict[str, float]:
     """Returns the errors of the temporary memory on one device, relative to XLA's."""
     rows = [row for row in rows if row["devices"] == 1] or rows
@@ -300,12 +281,8 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--devices", nargs="+", type=int, default=[1], help="sizes of FSDP meshes")
     parser.add_argument("--known", action="store_true", help="compile nothing that --out lacks")
-    parser.add_argument("--llama-2-7b", action="store_true", help="print the table of 7B instead")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    if options.llama_2_7b:
-        llama_2_7b()
-        return
     known: dict[tuple[Any, ...], Row] = {}
     if options.out is not None and options.out.exists():
         known = {key(row): row for row in json.loads(options.out.read_text("utf-8"))["rows"]}
