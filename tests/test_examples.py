@@ -633,9 +633,8 @@ def test_the_audit_in_readme_is_that_of_the_command(capfd, monkeypatch):
     assert len(lines) == 6 and all(line in printed for line in lines)  # in this order
 
 
-PAGES = ["recipes", "how-it-works", "nnx", "audit", "averages", "checkpoints"]
-PAGES += ["choose", "loss-scaling", "numerics"]
-SLOW_PAGES = ["get-started", "autocast", "attention", "losses", "fp8", "sharding", "validate"]
+PAGES = ["recipes", "how-it-works", "audit", "checkpoints", "choose", "questions"]
+SLOW_PAGES = ["get-started", "autocast", "attention", "fp8", "sharding", "validate"]
 
 
 @pytest.mark.parametrize(

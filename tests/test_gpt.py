@@ -397,7 +397,7 @@ def test_the_table_in_the_documents_is_what_was_counted():
         if row["framework"] == "linen"
     }
     rows = read("gpt_programs")["rows"]
-    page = (root / "docs/how-it-works.md").read_text()
+    page = (root / "docs/measurements.md").read_text()
     for linen, in_nnx in zip(rows[::2], rows[1::2], strict=True):
         assert abs(linen["temporary"] - in_nnx["temporary"]) <= 5_000_000
         same = {"framework": "nnx", "temporary": in_nnx["temporary"]}

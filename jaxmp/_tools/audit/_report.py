@@ -92,7 +92,7 @@ class AuditReport(Report):
     _title = "Precision audit"
     _command = "jaxmp audit my_package.train:make_step --json audit.json"
     _error = AuditError
-    # The version is increased if a field changes; `docs/audit.md` describes them.
+    # The version is increased if a field changes; `docs/findings.md` describes them.
     _schema: ClassVar = {"schema_version": 2}
     _summary = ("ok", "low_precision_share")
 

@@ -172,8 +172,8 @@ def estimate_memory(
 
     The step is traced for its shapes. Parameters, masters, moments and FP8 state are its arguments,
     whose bytes are exact. The rest is estimated with a model of the compiler: which values its
-    kernels write into memory, and how long they remain there. `docs/choose.md` states the measured
-    errors.
+    kernels write into memory, and how long they remain there. `docs/measurements.md` states the
+    measured errors.
 
     Args:
       fn: a train step, jitted or not. If it donates its state, results occupy no more memory.
