@@ -101,10 +101,7 @@ MODULES = {
 
 
 def copy_page(path: str) -> str:
-    """Returns a Markdown file of the repository with links that are relative to this folder.
-
-    README's list of links is that of the columns of the site.
-    """
+    """Returns a Markdown file of the repository with links that are relative to this folder."""
     folder = (ROOT / path).parent
     pages = {(ROOT / file).resolve(): f"{page}.md" for page, file in OUTSIDE.items()}
 
@@ -128,7 +125,7 @@ def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
 def public_names() -> dict[str, list[str]]:
     """Returns module -> the names that its page of reference describes.
 
-    A name that several modules export is described by the last of them in `MODULES`.
+    An object that several modules export is described by the last of them in `MODULES`.
 
     Raises:
       ValueError: if a public module has no page, or a public name has no docstring.
@@ -137,9 +134,13 @@ def public_names() -> dict[str, list[str]]:
     missing = {f"jaxmp.{each}" for each in jaxmp.__all__ if inspect.ismodule(getattr(jaxmp, each))}
     if missing - set(modules):
         raise ValueError(f"MODULES in docs/conf.py lacks {sorted(missing - set(modules))}.")
-    places = {each: name for name, module in modules.items() for each in module.__all__}
+    places = {
+        (each, id(getattr(module, each))): name
+        for name, module in modules.items()
+        for each in module.__all__
+    }
     names: dict[str, list[str]] = {name: [] for name in modules}
-    for each, name in sorted(places.items(), key=lambda item: item[0].lower()):
+    for (each, _), name in sorted(places.items(), key=lambda item: item[0][0].lower()):
         value = getattr(modules[name], each)
         if not inspect.ismodule(value):
             if callable(value) and not inspect.getdoc(value):
