@@ -295,7 +295,7 @@ def error_sections(groups: Groups, full: bool) -> list[Section]:
     """
     shown = groups if full else groups[:_MAX_ERRORS]
     more = len(groups) - len(shown)
-    text = f"The first {len(shown)}; use --full to print {more} more." if more else ""
+    text = f"The first {len(shown)}; the full report has {more} more." if more else ""
     return finding_sections("Errors", shown, "Fixes", text)
 
 
