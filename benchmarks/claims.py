@@ -25,6 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 
+import claims_ablations
 import claims_cost
 import claims_precision
 from claims_result import Result
@@ -127,6 +128,59 @@ CLAIMS = [
         "Bytes that the compiled training step of GPT-2 (124 million parameters, 8 sequences of "
         "1,024 tokens) allocates in addition to its arguments and results.",
         claims_cost.activation_memory,
+    ),
+    Claim(
+        "grad_scaler",
+        "A dynamic loss scale starts at 65536, doubles after N finite steps, and halves and skips "
+        "after a NaN or infinity.",
+        "The preset of torch, with N = 3, against the rule of `GradScaler.update` in plain Python; "
+        "the optimizer clips to a norm of 1.",
+        claims_ablations.grad_scaler,
+    ),
+    Claim(
+        "without_fp32",
+        "Softmax, norms, accumulation and attention logits must be in FP32.",
+        "Each of the four in 16 bits, on inputs of a size that occurs in training, against FP64.",
+        claims_ablations.without_fp32,
+    ),
+    Claim(
+        "scale_changes",
+        "A loss scale must be adjusted all the time.",
+        "A GPT is trained in FP16 with static scales, and with dynamic ones that double after "
+        "between 1 and 2,000 finite steps.",
+        claims_ablations.scale_changes,
+    ),
+    Claim(
+        "alignment",
+        "Dimensions must be multiples of 8 for Tensor Cores.",
+        "A matmul of 8,192 rows with its gradients in BF16, of widths 500, 504 and 512.",
+        claims_cost.alignment,
+    ),
+    Claim(
+        "peaks",
+        "GPUs reach their published peaks.",
+        "Rates of a large matmul and of training steps over the dense peak of the data sheet.",
+        claims_cost.peaks,
+    ),
+    Claim(
+        "seven_billion",
+        "A model of 7 billion parameters requires 28 GB in FP32, and 14 GB in BF16.",
+        "That is the size of its parameters. Training Llama 2 7B with AdamW, one sequence of 4,096 "
+        "tokens and donated state, in GB.",
+        claims_cost.seven_billion,
+    ),
+    Claim(
+        "int8_training",
+        "INT8 training is twice as fast as FP16.",
+        "Its matmuls are. INT8 has evenly spaced values, so that small gradients become zero: the "
+        "share for a byte-level GPT, with one scale per parameter array.",
+        claims_ablations.int8_training,
+    ),
+    Claim(
+        "cost",
+        "Mixed precision reduces the cost of a training.",
+        "The price of a billion tokens on a chip at your price of an hour.",
+        claims_cost.cost,
     ),
 ]
 

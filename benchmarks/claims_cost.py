@@ -1,5 +1,7 @@
 """Rows of `claims.py` about memory and speed, from shapes and recorded results."""
 
+import dataclasses
+import inspect
 import json
 import shlex
 from pathlib import Path
@@ -10,8 +12,10 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
+import llama
 from claims_result import NOT_MEASURED, Result
 from gpu_record import archived
+from jaxmp._core._targets import find_target
 
 RESULTS = Path(__file__).parent / "results"
 GB, MIB = 1e9, 2**20
@@ -104,9 +108,51 @@ def state_memory() -> Result:
     return Result(finding, "shapes of the train state and the gradients", columns, table)
 
 
+KINDS = ("parameters", "masters", "moments", "temporary")
+SEVEN_BILLION = llama.Shape(32, 4096, 32, 32, 11008, 32000, 4096, rope_base=10000.0)
+
+
+def seven_billion(shape: llama.Shape = SEVEN_BILLION) -> Result:
+    """Compiles the training step of Llama 2 7B for an H200, with one sequence of 4,096 tokens."""
+    table, totals = [], {}
+    for recipe in ("fp32", "bf16", "bf16_params", "fp8"):
+        for remat in ("none", "full"):
+            made = llama.make_step(recipe, dataclasses.replace(shape, remat=remat), 1)
+            estimate = jaxmp.estimate_memory(*made, target="h200")
+            sizes = [*(estimate.kinds.get(kind, 0) for kind in KINDS), estimate.total]
+            totals[recipe, remat] = f"{estimate.total / GB:.1f}"
+            table.append([f"`{recipe}`", remat, *(f"{size / GB:.1f}" for size in sizes)])
+    finding = (
+        f"The total is {totals['fp32', 'none']} GB under `fp32`, {totals['bf16', 'none']} GB "
+        f"under `bf16` and {totals['bf16', 'full']} GB with remat: FP32 parameters or masters and "
+        "moments remain under every recipe."
+    )
+    columns = ["recipe", "remat", *KINDS, "total"]
+    return Result(finding, "compiled for an H200, nothing was run", columns, table)
+
+
 # ---------------------------------------------------------------------------
 # Memory of compiled programs
 # ---------------------------------------------------------------------------
+
+
+def alignment() -> Result:
+    """Reads the programs of matmuls of aligned and misaligned widths."""
+    table, evidence = [], []
+    for report in recorded("alignment_*.json"):
+        evidence.append(evidence_of(report))
+        for row in report["rows"]:
+            sizes = (f"{row[name] / 1e6:,.1f}" for name in ("accessed", "temporary"))
+            time = f"{row['milliseconds']:.3f}" if "milliseconds" in row else "not measured here"
+            table.append([f"{row['width']}", f"{row['kernels']}", *sizes, time])
+    rows = {row[0]: row for row in table}
+    finding = (
+        f"For a width of 500, XLA pads the operands of each matmul: {rows['500'][1]} kernels that "
+        f"move {rows['500'][2]} MB, instead of {rows['512'][1]} that move {rows['512'][2]} MB for "
+        "512. A multiple of 8 suffices: 504 is not padded."
+    )
+    columns = ["width", "kernels", "MB moved", "temporary, MB", "ms"]
+    return Result(finding, "; ".join(evidence), columns, table)
 
 
 def activation_memory() -> Result:
@@ -164,7 +210,7 @@ def flash_memory() -> Result:
 
 def not_measured(*command: str) -> Result:
     """Returns a row without a figure, which names the command for it."""
-    return Result(f"Not measured yet. On a GPU: `{shlex.join(command)}`.", NOT_MEASURED)
+    return Result(f"Not measured here. On a GPU: `{shlex.join(command)}`.", NOT_MEASURED)
 
 
 def measured_on(report: dict[str, Any]) -> str:
@@ -252,3 +298,67 @@ def flash_speed() -> Result:
         return not_measured("python", "benchmarks/attention_gpu.py")
     columns = ["GPU", "pass", "mask", "heads", "length", "TFLOP/s", "cuDNN directly", "ratio"]
     return Result(" ".join(findings), "; ".join(map(measured_on, reports)), columns, table)
+
+
+def peaks() -> Result:
+    """Reads the rates of matmuls, attention and training steps, over the published peak."""
+    table, evidence = [], []
+    for report in archived(RESULTS / "gpu", "ceilings.json"):
+        evidence.append(f"{environment_of(report)['device']}; `python benchmarks/ceilings.py`")
+        for name, kind in (("bf16", "bfloat16"), ("fp8", "float8_e4m3fn")):
+            rate = report[f"{name}_tflops"]["median"]
+            table.append(peak_row(report, f"matmul of width {report['size']:,}", name, rate, kind))
+    for report in archived(RESULTS / "gpu", "step_*.json"):
+        evidence.append(f"{device_of(report)}; `python benchmarks/run_gpu.py`")
+        for arm, row in report["summary"].items():
+            # The peak of a step in which some matmuls are in FP8 is between two peaks.
+            if "fp8" not in arm:
+                name = f"step of {report['workload']}, {arm}"
+                table.append(peak_row(report, name, "bf16", row["tflops"], "bfloat16"))
+    if not table:
+        return not_measured("python", "benchmarks/ceilings.py")
+    steps = [row for row in table if row[1].startswith("step") and "jaxmp-bf16" in row[1]]
+    matmul = next(row for row in table if row[1].startswith("matmul"))
+    low, high = (pick(steps, key=lambda row: float(row[-1][:-1])) for pick in (min, max))
+    finding = (
+        f"A large matmul in {matmul[2]} reaches {matmul[-1]} of the published peak, and training "
+        f"steps of jaxmp {low[-1]} to {high[-1]}."
+    )
+    columns = ["GPU", "program", "format", "TFLOP/s", "published peak", "share"]
+    return Result(finding, "; ".join(dict.fromkeys(evidence)), columns, table)
+
+
+def peak_row(report: dict[str, Any], program: str, name: str, rate: float, kind: str) -> list[str]:
+    """Returns a rate beside the dense peak of its GPU."""
+    chip = find_target(device_of(report))
+    assert chip is not None
+    peak = chip.peak[kind] / 1e12
+    return [device_of(report), program, name, f"{rate:.0f}", f"{peak:.0f}", f"{rate / peak:.0%}"]
+
+
+PRICE = 2.0
+
+
+def cost(targets: tuple[str, ...] = ("v100", "h100")) -> Result:
+    """Prices a billion tokens of a small Llama on chips that are not present."""
+    command = "jaxmp plan examples/llama.py:make_step --recipes fp32,bf16 --price h100=2.10"
+    if "prices" not in inspect.signature(jaxmp.plan).parameters:
+        return Result(
+            "Not measured here: `jaxmp plan` of this version has no prices.", NOT_MEASURED
+        )
+    prices = {target: PRICE for target in targets}
+    report = jaxmp.plan(
+        lambda recipe: llama.make_step(recipe, llama.SIZES["tiny"], 8),
+        recipes=["fp32", "bf16"],
+        targets=list(targets),
+        prices=prices,  # pyright: ignore[reportCallIssue]
+        cache=None,
+        progress=False,
+    )
+    table = [
+        [row.target, row.recipe, "" if row.cost is None else f"{row.cost:.4f}"]
+        for row in report.rows
+    ]
+    finding = f"Bounds of the price for a tiny Llama, at {PRICE:.2f} per chip and hour."
+    columns = ["chip", "recipe", "price of a billion tokens"]
+    return Result(finding, f"compiled, nothing was run; `{command}`", columns, table)

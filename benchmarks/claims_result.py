@@ -2,7 +2,7 @@
 
 import dataclasses
 
-NOT_MEASURED = "not measured yet"
+NOT_MEASURED = "not measured here"
 
 
 @dataclasses.dataclass(frozen=True)

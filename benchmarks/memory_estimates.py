@@ -4,7 +4,6 @@
     python benchmarks/memory_estimates.py --models bert vit --recipes bf16 --devices 1 4
     python benchmarks/memory_estimates.py --out benchmarks/results/memory_estimates_h200.json
     python benchmarks/memory_estimates.py --calibrate      # the ranges of estimates, from the file
-    python benchmarks/memory_estimates.py --llama-2-7b     # the table of docs/choose.md
 
 Each row is a training step with AdamW and donated state: of a foreign model of `transformers` at
 the width of its smallest published form, with fewer layers, of examples/gpt.py, or of a small model
@@ -24,7 +23,6 @@ Columns, per device:
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
@@ -55,7 +53,6 @@ from transformers.models.vit import modeling_flax_vit
 
 import gpt
 import jaxmp
-import llama
 from jaxmp._tools import memory
 from jaxmp._tools.memory import STATE
 from result_file import write_result
@@ -334,21 +331,6 @@ def measure(model: str, recipe: str, remat: bool, devices: int, known: Row | Non
     }
 
 
-def llama_2_7b() -> None:
-    """Prints the memory of Llama 2 7B, one sequence of 4,096 tokens, by kind and in GB."""
-    shape = llama.Shape(32, 4096, 32, 32, 11008, 32000, 4096, rope_base=10000.0)
-    kinds = ("parameters", "masters", "moments", "FP8 state", "temporary")
-    print("|", " | ".join(("recipe", "remat", *kinds, "total")), "|")
-    print("|---" * (len(kinds) + 3) + "|")
-    for recipe in ("fp32", "bf16", "bf16_params", "fp8"):
-        for remat in ("none", "full"):
-            made = llama.make_step(recipe, dataclasses.replace(shape, remat=remat), 1)
-            estimate = jaxmp.estimate_memory(*made, target=TARGET)
-            cells = [f"{estimate.kinds.get(kind, 0) / 1e9:.1f}" for kind in kinds]
-            total = f"{estimate.total / 1e9:.1f}"
-            print("|", " | ".join((f"`{recipe}`", remat, *cells, total)), "|", flush=True)
-
-
 def summary(rows: list[Row]) -> dict[str, float]:
     """Returns the errors of the temporary memory on one device, relative to XLA's."""
     rows = [row for row in rows if row["devices"] == 1] or rows
@@ -398,12 +380,8 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", type=int, default=[1], help="sizes of FSDP meshes")
     parser.add_argument("--known", action="store_true", help="compile nothing that --out lacks")
     parser.add_argument("--calibrate", action="store_true", help="write the ranges of estimates")
-    parser.add_argument("--llama-2-7b", action="store_true", help="print the table of 7B instead")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args()
-    if options.llama_2_7b:
-        llama_2_7b()
-        return
     if options.calibrate:
         calibrate(json.loads(RESULT.read_text("utf-8"))["rows"])
         return

@@ -113,7 +113,7 @@ AIMS = (
 OTHER_AIMS = """
 The optimizer's time over its byte limit (at most 1.05, job `optimizer`) and the longest sequence
 with fused over plain attention (at least 16 times, job `longest sequence`) were not measured yet.
-[Attention](attention.md#evidence) has the rates of attention.
+[Attention](measurements.md#attention) has the rates of attention.
 """
 
 

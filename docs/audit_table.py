@@ -1,10 +1,10 @@
-"""Writes the table of checks of jaxmp/_tools/audit/_checks.py into docs/audit.md."""
+"""Writes the table of checks of jaxmp/_tools/audit/_checks.py into docs/findings.md."""
 
 from pathlib import Path
 
 from jaxmp._tools.audit._checks import CHECKS, Check
 
-PAGE = Path(__file__).with_name("audit.md")
+PAGE = Path(__file__).with_name("findings.md")
 
 
 def row(check: Check) -> str:

@@ -1,10 +1,10 @@
-"""Writes the table of chips into docs/choose.md, from jaxmp/_core/chips.toml."""
+"""Writes the table of chips into docs/chips.md, from jaxmp/_core/chips.toml."""
 
 from pathlib import Path
 
 from jaxmp._core._targets import Target, targets
 
-PAGE = Path(__file__).with_name("choose.md")
+PAGE = Path(__file__).with_name("chips.md")
 FORMATS = {
     "FP32": "float32",
     "TF32": "tf32",

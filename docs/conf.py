@@ -73,6 +73,19 @@ OUTSIDE = {
     "changelog": "CHANGELOG.md",
     "contributing": "CONTRIBUTING.md",
 }
+# Groups of the names of `jaxmp`, in the order in which a training needs them.
+GROUPS = {
+    "Recipes and policies": "load_recipe list_recipes Recipe Policy PolicyMap Rule get_policy",
+    "Layers and code in FP32": "register_layer full_precision",
+    "Training state": "TrainState get_master_params get_skip_stats check state_shardings",
+    "Gradients and loss scales": "value_and_grad grad DynamicLossScale StaticLossScale NoLossScale "
+    "get_loss_scale",
+    "Functions and attention": "autocast dot_product_attention attention_fn",
+    "Audit": "audit explain default_target doctor",
+    "Debugging": "locate_nonfinite with_stats",
+    "Memory and plans": "estimate_memory plan",
+    "Validation": "validate TrainingRun Budget",
+}
 # Public module -> the subject of its page of reference.
 MODULES = {
     "jaxmp": "Recipes, training states, audit and validation",
@@ -112,7 +125,7 @@ def link_copies(app: Sphinx, page: str, source: list[str]) -> None:
 def public_names() -> dict[str, list[str]]:
     """Returns module -> the names that its page of reference describes.
 
-    A name that several modules export is described by the last of them in `MODULES`.
+    An object that several modules export is described by the last of them in `MODULES`.
 
     Raises:
       ValueError: if a public module has no page, or a public name has no docstring.
@@ -121,9 +134,13 @@ def public_names() -> dict[str, list[str]]:
     missing = {f"jaxmp.{each}" for each in jaxmp.__all__ if inspect.ismodule(getattr(jaxmp, each))}
     if missing - set(modules):
         raise ValueError(f"MODULES in docs/conf.py lacks {sorted(missing - set(modules))}.")
-    places = {each: name for name, module in modules.items() for each in module.__all__}
+    places = {
+        (each, id(getattr(module, each))): name
+        for name, module in modules.items()
+        for each in module.__all__
+    }
     names: dict[str, list[str]] = {name: [] for name in modules}
-    for each, name in sorted(places.items(), key=lambda item: item[0].lower()):
+    for (each, _), name in sorted(places.items(), key=lambda item: item[0][0].lower()):
         value = getattr(modules[name], each)
         if not inspect.ismodule(value):
             if callable(value) and not inspect.getdoc(value):
@@ -132,22 +149,48 @@ def public_names() -> dict[str, list[str]]:
     return names
 
 
+def grouped(names: list[str]) -> dict[str, list[str]]:
+    """Returns title -> names of `jaxmp`, in the order of `GROUPS`.
+
+    Raises:
+      ValueError: if a name is in no group, or a group has a name that is not public.
+    """
+    groups = {title: text.split() for title, text in GROUPS.items()}
+    listed = [each for group in groups.values() for each in group]
+    if sorted(listed) != sorted(names):
+        raise ValueError(f"GROUPS in docs/conf.py differs in {sorted({*listed} ^ {*names})}.")
+    return groups
+
+
 def reference_page(name: str, title: str, names: list[str]) -> str:
     """Returns the page of reference of a module."""
     module = importlib.import_module(name)
     lines = [f"# {title}: `{name}`", "", (module.__doc__ or "").strip(), ""]
-    for each in names:
-        value = getattr(module, each)
-        is_class = isinstance(value, type)
-        if is_class and issubclass(value, BaseException):
-            block = [f".. autoexception:: {name}.{each}"]
-        elif is_class:
-            block = [f".. autoclass:: {name}.{each}", "   :members:"]
-        else:
-            kind = "autofunction" if callable(value) else "autodata"
-            block = [f".. {kind}:: {name}.{each}"]
-        lines += ["```{eval-rst}", *block, "```", ""]
+    for group, members in (grouped(names) if name == "jaxmp" else {"": names}).items():
+        lines += [f"## {group}", ""] if group else []
+        for each in members:
+            lines += ["```{eval-rst}", *directive(name, each, getattr(module, each)), "```", ""]
     return "\n".join(lines)
+
+
+def directive(module: str, name: str, value: object) -> list[str]:
+    """Returns the directive that describes a public name."""
+    if isinstance(value, type) and issubclass(value, BaseException):
+        return [f".. autoexception:: {module}.{name}"]
+    if isinstance(value, type):
+        return [f".. autoclass:: {module}.{name}", "   :members:"]
+    kind = "autofunction" if callable(value) else "autodata"
+    return [f".. {kind}:: {module}.{name}"]
+
+
+def reference_index() -> str:
+    """Returns the first page of the reference: the names by group, and the modules."""
+    lines = ["# Reference", "", "| | |", "|---|---|"]
+    for group, text in GROUPS.items():
+        links = ", ".join(f"[`{each}`](#jaxmp.{each})" for each in text.split())
+        lines.append(f"| {group} | {links} |")
+    lines += ["", "```{toctree}", ":maxdepth: 1", "", *MODULES, "```"]
+    return "\n".join(lines) + "\n"
 
 
 def drop_docstring_of_unions(
@@ -164,6 +207,7 @@ def write_pages(app: Sphinx) -> None:
         write(DOCS / f"{page}.md", copy_page(path))
     (DOCS / "reference").mkdir(exist_ok=True)
     names = public_names()
+    write(DOCS / "reference" / "index.md", reference_index())
     for name, title in MODULES.items():
         write(DOCS / "reference" / f"{name}.md", reference_page(name, title, names[name]))
     for path in (DOCS / "notebooks").glob("*.md"):

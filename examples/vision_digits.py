@@ -4,8 +4,10 @@
     python examples/vision_digits.py --all
     python examples/vision_digits.py --recipe my.toml --epochs 30 --width 32
 
-The model is written in Flax NNX. Prints a table, writes OUT/digits_RECIPE.png, and exits with 1 if
-a recipe reaches less than 98 % on the test images. Install first: pip install -e ".[examples]".
+The model is written in Flax NNX. With a dynamic loss scale, the example sets the first scale to
+2**24 itself, so that the first steps are skipped until it has decreased. Prints a table, writes
+OUT/digits_RECIPE.png, and exits with 1 if a recipe reaches less than 98 % on the test images.
+Install first: pip install -e ".[examples]".
 
 The data requires no download: scikit-learn contains 1797 images of 8x8 pixels, which are the test
 images of E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine

@@ -1,4 +1,4 @@
-"""Writes the list of what is public, which docs/stability.md promises, to tests/public_api.txt.
+"""Writes the list of what is public, which docs/questions.md promises, to tests/public_api.txt.
 
     python tests/public_api.py
 

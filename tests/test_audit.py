@@ -1254,7 +1254,7 @@ def test_a_baseline_of_another_target_is_refused():
 # JSON
 # ---------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[1] / "docs" / "audit.md"
+PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
 JSON_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
 
 

@@ -385,7 +385,7 @@ def test_the_benchmark_runs_a_script_with_stand_ins(folder):
 def test_the_page_shows_a_script_as_measured():
     measured = json.loads((ROOT / "benchmarks/results" / MEASURED).read_text())["scripts"]
     assert set(measured) == set(script_audits.SCRIPTS)
-    page = (ROOT / "docs/audit.md").read_text()
+    page = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("audit", "measurements"))
     lm1b = measured["lm1b"]
     assert MEASURED in page and f"Function {lm1b['function']}" in page
     assert f"audit: {len(lm1b['errors'])} errors" in page

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import claims
+import claims_ablations
 import claims_cost
 import claims_precision
+import jaxmp
 from claims_precision import UPDATE, UPDATES, shares_of, sum_of_updates
 from claims_result import NOT_MEASURED
 from grids import EXPENSIVE
@@ -44,7 +46,7 @@ def test_rows_that_do_not_depend_on_the_machine(name, capsys):
     assert ROWS[name]["finding"] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["flash_memory", "activation_memory"])
+@pytest.mark.parametrize("name", ["flash_memory", "activation_memory", "alignment"])
 def test_rows_of_recorded_results(name):
     (row,) = claims.measure([name])
     advice = f"copy the row of python benchmarks/claims.py --only {name} --out FILE; then --page"
@@ -160,3 +162,46 @@ def test_bytes_of_the_state_of_a_small_model():
         assert 0 <= scalars < 100
         measured["masters"] -= scalars
         assert list(measured.values()) == [size * count for size in per_parameter]
+
+
+# ---------------------------------------------------------------------------
+# Ablations
+# ---------------------------------------------------------------------------
+
+
+def test_the_scales_are_those_of_grad_scaler():
+    result = claims_ablations.grad_scaler("..x...x.")
+    assert " NOT " not in result.finding
+    moved = "".join(row[4][0] for row in result.table)
+    assert moved == "11011101"
+    # The rule is another one with another interval.
+    assert claims_ablations.grad_scaler_rule("....", interval=2)[-1] == 2.0**18
+
+
+@EXPENSIVE
+def test_each_plant_breaks_without_fp32_and_not_under_autocast():
+    for name, _, in_half, in_fp32, in_autocast in claims_ablations.without_fp32().table:
+        assert in_half.endswith("not finite") or float(in_half[:-1]) > 0.2, name
+        assert float(in_fp32[:-1]) < 0.02 and float(in_autocast[:-1]) < 0.02, name
+
+
+@EXPENSIVE
+def test_a_scale_that_changes_in_each_step_skips_steps(monkeypatch):
+    scales = {
+        "doubles after 1 step": jaxmp.DynamicLossScale(growth_interval=1),
+        "doubles after 2,000 steps": jaxmp.DynamicLossScale(),
+    }
+    monkeypatch.setattr(claims_ablations, "SCALES", scales)
+    _, fast, slow = claims_ablations.scale_changes(TINY, steps=20).table
+    assert int(fast[2]) > 0 and int(fast[1]) > int(slow[1]) == 0
+
+
+def test_int8_loses_small_values():
+    values = np.array([1.0, -1.0, 2.0**-9])
+    assert claims_ablations.to_int8(values)[2] == 0
+    assert claims_ablations.to_e5m2(values)[2] == claims_ablations.to_e4m3(values)[2] == 2.0**-9
+
+
+def test_a_misaligned_width_moves_more_bytes():
+    rows = {row[0]: row for row in claims_cost.alignment().table}
+    assert float(rows["500"][2]) > 1.3 * float(rows["512"][2]) > 1.3 * float(rows["504"][2])

@@ -151,6 +151,13 @@ def test_a_machine_without_a_gpu_has_no_problem_with_the_compiler_for_gpus():
     assert "JAX computes on a CPU" in report.features["FP8 matmuls"]
 
 
+def test_messages_of_the_compiler_for_gpus_are_explained():
+    machine = Machine(VERSIONS | CUDA13, {"cpu": 1}, "cpu")
+    assert "JAX_PLATFORMS=cpu" in str(report_of(machine))
+    for other in (machine._replace(environment={"JAX_PLATFORMS": "cpu"}), H100):
+        assert "cuFFT" not in str(report_of(other))
+
+
 def test_the_report_describes_this_machine():
     machine = jaxmp.doctor().machine
     assert machine.versions["jax"] == jax.__version__ and machine.libtpu.startswith("0.0.")

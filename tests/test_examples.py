@@ -37,6 +37,7 @@ import train_lm
 import train_sharded
 import vision_digits
 from grids import EXPENSIVE, fast_cases
+from jaxmp._tools import cli
 from vision_digits import Digits, handwritten_digits, shuffled_batches
 
 ROOT = Path(__file__).parents[1]
@@ -591,36 +592,49 @@ def python_blocks(document: str) -> list[str]:
 
 
 def without_recipe(program: str) -> str:
-    """Returns a program of README without its new lines, and with those that they replace."""
-    lines = []
-    for line in program.splitlines():
-        code, _, comment = line.partition("# ")
-        if comment.startswith("was: "):
-            indent = code[: len(code) - len(code.lstrip())]
-            lines.append(indent + comment.removeprefix("was: "))
-        elif not comment.startswith("new"):
-            lines.append(line)
-    return "\n".join(lines)
+    """Returns a program of the documents without its new lines, and with those they replace."""
+    lines = program.splitlines()
+    kept = []
+    while lines:
+        line = lines.pop(0)
+        indent, was, before = line.partition("# was: ")
+        if was:
+            kept.append(indent + before)
+            lines.pop(0)
+        elif "  # new" not in line:
+            kept.append(line)
+    return "\n".join(kept)
 
 
-def test_readme_programs_train_as_without_their_five_lines():
-    programs = python_blocks("README.md")
-    assert len(programs) == 2
-    for program in programs:
-        assert len(re.findall("# (new|was)", program)) == 5
-        assert "recipe" not in without_recipe(program)
-        losses = []
-        for text in (program, without_recipe(program)):
-            names: dict = {}
-            exec(text, names)
-            losses.append(float(names["loss"]))
-        assert losses[0] != losses[1]
-        assert losses[0] == pytest.approx(losses[1], rel=0.01)
+@pytest.mark.parametrize("document", ["README.md", "docs/get-started.md"])
+def test_first_programs_train_as_without_their_five_lines(document):
+    (program,) = (block for block in python_blocks(document) if "# was: " in block)
+    assert len(re.findall("# (new|was)", program)) == 5
+    assert "recipe" not in without_recipe(program)
+    losses = []
+    for text in (program, without_recipe(program)):
+        names: dict = {}
+        exec(text, names)
+        losses.append(float(names["loss"]))
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
-PAGES = ["recipes", "how-it-works", "nnx", "audit", "averages", "checkpoints"]
-PAGES += ["choose", "loss-scaling", "numerics"]
-SLOW_PAGES = ["get-started", "autocast", "attention", "losses", "fp8", "sharding", "validate"]
+@EXPENSIVE
+def test_the_audit_in_readme_is_that_of_the_command(capfd, monkeypatch):
+    readme = (ROOT / "README.md").read_text("utf-8")
+    shown = readme.partition("$ jaxmp audit --script ")[2].partition("\n```")[0].splitlines()
+    script, lines = shown[0], shown[1:]
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        cli.main(["audit", "--script", script])
+    printed = iter(capfd.readouterr().out.splitlines())
+    assert len(lines) == 6 and all(line in printed for line in lines)  # in this order
+
+
+PAGES = ["recipes", "how-it-works", "audit", "checkpoints", "choose", "questions"]
+SLOW_PAGES = ["get-started", "autocast", "attention", "fp8", "sharding", "validate"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/fp8.md").read_text("utf-8")
+PAGE = "".join((ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("fp8", "measurements"))
 
 
 def recorded(name):

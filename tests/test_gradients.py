@@ -592,7 +592,7 @@ def test_a_leaf_that_is_no_array_is_named_with_the_way_to_split_it_off():
     [
         (lambda w: jax.checkpoint(lambda w: w * 0.5)(w.astype(jnp.float16)), True),
         (lambda w: jnp.tanh(w.astype(jnp.float16)), False),
-        (lambda w: jnp.tanh(w).astype(jnp.float16), True),  # as docs/loss-scaling.md advises
+        (lambda w: jnp.tanh(w).astype(jnp.float16), True),  # as docs/recipes.md advises
     ],
 )
 def test_one_device_sums_float16_gradients_in_the_range_of_several(weight, is_finite):

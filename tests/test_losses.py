@@ -782,7 +782,8 @@ def test_a_quarter_of_the_memory_at_a_vocabulary_of_fifty_thousand(dtype):
 @pytest.mark.parametrize("target", ["cpu", "h200"])
 def test_the_committed_figures_hold_what_the_document_says(target):
     report = json.loads((ROOT / f"benchmarks/results/loss_memory_{target}.json").read_text())
-    text = (ROOT / "docs/losses.md").read_text(encoding="utf-8")
+    pages = (ROOT / f"docs/{name}.md" for name in ("attention", "measurements"))
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for name, workload in report["workloads"].items():
         for row in workload["rows"]:
             if row["way"] == "linear_cross_entropy" and row["chunk"] is None:
@@ -793,7 +794,7 @@ def test_the_committed_figures_hold_what_the_document_says(target):
 
 def test_the_document_states_the_committed_errors():
     report = json.loads((ROOT / "benchmarks/results/loss_errors_cpu.json").read_text())
-    text = (ROOT / "docs/losses.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
     for name, forms in report["rows"].items():
         for form in ("float32", "float16", "bfloat16"):
             row = " | ".join(f"{forms[form][key]:.1e}" for key in ("loss", "hidden", "kernel"))

@@ -20,7 +20,9 @@ import jaxmp
 from grids import EXPENSIVE, fast_cases
 from programs import relative_error
 
-GUIDE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text("utf-8")
+DOCS = Path(__file__).parents[1] / "docs"
+GUIDE = (DOCS / "migration.md").read_text("utf-8")
+TABLES = (DOCS / "names.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 SETUP, *PATTERNS, INFERENCE = [text for language, text in BLOCKS if language == "python"]
 DIFFS = [text for language, text in BLOCKS if language == "diff"]
@@ -292,7 +294,7 @@ def test_flax_applies_a_step_whose_loss_alone_is_not_finite():
 
 
 def test_every_name_in_the_guide_exists():
-    names = set(re.findall(r"jaxmp(?:\.\w+)+", GUIDE))
+    names = set(re.findall(r"jaxmp(?:\.\w+)+", GUIDE + TABLES))
     assert len(names) > 12
     for name in names:
         value = jaxmp
@@ -311,9 +313,9 @@ def test_patterns_inference_and_export_run():
 def test_the_code_in_the_tables_runs():
     model, tx = nn.Dense(2), optax.sgd(0.1)
     recipe = jaxmp.load_recipe("fp16")
-    of_jmp = GUIDE.partition("\n| jmp | ")[2].partition("\n\n")[0]
+    of_jmp = TABLES.partition("\n| jmp | ")[2].partition("\n\n")[0]
     assert all(f"jmp.{name}" in of_jmp for name in jmp.__all__ if name != "LossScale")
-    table = of_jmp + GUIDE.partition("## Names from PyTorch and Keras")[2]
+    table = TABLES.partition("## Sharding\n")[0]
     state = jaxmp.TrainState.create(
         apply_fn=model.apply, params={"w": jnp.ones(2)}, tx=recipe.optimizer(tx)
     )

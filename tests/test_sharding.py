@@ -341,7 +341,9 @@ def test_an_unknown_axis_is_refused():
 def test_the_page_shows_the_programs_as_measured():
     root = Path(__file__).parents[1]
     results = json.loads((root / "benchmarks/results/sharded_programs_h200.json").read_text())
-    assert sharded_programs.table_of(results["rows"], 8) in (root / "docs/sharding.md").read_text()
+    assert (
+        sharded_programs.table_of(results["rows"], 8) in (root / "docs/measurements.md").read_text()
+    )
     for row in results["rows"]:
         is_jaxmp = row["recipe"] in sharded_programs.RECIPES
         assert bool(row["sums_16_bit"]) == (not is_jaxmp)
@@ -353,6 +355,6 @@ def test_the_page_shows_the_plan_as_compiled():
     root = Path(__file__).parents[1]
     results = json.loads((root / "benchmarks/results/plan_llama_h200.json").read_text())
     table = [plan_llama.HEADER, *map(plan_llama.markdown, results["rows"])]
-    page = (root / "docs/sharding.md").read_text()
+    page = (root / "docs/measurements.md").read_text()
     assert "\n".join(table) in page and f"JAX {results['jax']}" in page
     assert [(row["size"], row["gpus"], row["model"]) for row in results["rows"]] == plan_llama.PLANS

@@ -1,4 +1,4 @@
-"""What docs/stability.md promises: public names, signatures, keys, fields and checkpoints."""
+"""What docs/questions.md promises: public names, signatures, keys, fields and checkpoints."""
 
 import importlib
 import re

@@ -85,6 +85,12 @@ def test_fractions_are_those_of_numpy(name, kind):
     assert float(stats.amax) == np.abs(x[np.isfinite(x)]).max()
 
 
+def test_statistics_print_their_report():
+    step = jax.grad(lambda w, x: (x @ w).sum())
+    stats = jaxmp.with_stats(step)(jnp.ones((16, 32)), jnp.ones((8, 16)))
+    assert str(stats) == str(stats.report())
+
+
 def test_exponents_are_counted_as_numpy_reads_them():
     x = spread(1)
     bits = x.view(np.uint32) & 0x7FFFFFFF

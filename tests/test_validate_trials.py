@@ -18,7 +18,7 @@ from jaxmp._tools.validate._pure import as_pure
 from jaxmp._tools.validate._trials import EXACT, MAX_LINES, ROUNDED, RoundedLines
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-PAGE = (Path(__file__).parents[1] / "docs" / "validate.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "measurements.md").read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------

@@ -258,7 +258,12 @@ def _features(machine: Machine) -> dict[str, str]:
         return {attention: "available", fp8: units}
     if machine.platform != "gpu":
         why = f"no: JAX computes on a {machine.platform.upper()}"
-        return {attention: why, fp8: why}
+        texts = {attention: why, fp8: why}
+        chosen = machine.gpus or "JAX_PLATFORMS" in machine.environment
+        if _cuda_versions(machine) and not chosen:
+            # The extra `aot`, whose plugin looks for libraries of CUDA that it does not require.
+            texts['messages "Unable to load cuFFT"'] = "harmless; stop them: JAX_PLATFORMS=cpu"
+        return texts
     if chip is not None and chip.capability is None:
         return dict.fromkeys((attention, fp8), "no: jaxmp knows the kernels of NVIDIA's GPUs only")
     capability = chip.capability if chip else machine.capability

@@ -75,7 +75,7 @@ def linear_cross_entropy(
     Adjacent rows belong to different chunks. If `hidden` is sharded over devices along its first
     axis, all devices therefore work on every chunk. A kernel that is sharded along V stays sharded.
     In a data-parallel `jit`, every device adds to the same gradient of the kernel: see
-    docs/losses.md.
+    docs/attention.md.
 
     With float16, the gradient of the logits is multiplied by a power of two before it is rounded,
     and divided by it after the matmul, so that small entries are preserved for every loss scale.
@@ -99,7 +99,7 @@ def linear_cross_entropy(
         float16: half the memory, and gradients nearly as exact as with float32; what is stored is
         the difference from the logit of the label, times 2**-8, so that magnitudes up to 1.6e7 are
         finite. bfloat16: half the memory with 8 bits of precision, as PyTorch trains under
-        autocast. docs/losses.md has the errors and times of each.
+        autocast. docs/attention.md has the errors and times of each.
 
     Returns:
       As in `softmax_cross_entropy`.

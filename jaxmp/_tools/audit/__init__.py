@@ -65,7 +65,7 @@ def audit(
         `Policy`, a `PolicyMap` or a `Recipe`. None: an FP32 matmul is an error if an operand was
         cast up from 16 bits. A program contains no module types, so a dtype that a rule by type
         requires is allowed in every module.
-      target: a chip, such as "h200" or "v6e", to compile the program for it, too; docs/choose.md
+      target: a chip, such as "h200" or "v6e", to compile the program for it, too; docs/chips.md
         lists them. A mapping or a TOML file describes another one: {"like": "h100", "memory":
         96e9}. It does not have to be present (the extras `aot` and `tpu-aot` of jaxmp). For
         "v100", "cpu" and the chips of other vendors the program is only traced, and a note has

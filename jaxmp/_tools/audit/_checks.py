@@ -31,7 +31,7 @@ class Check:
 
     Args:
       id: its name in findings, such as "fp32_matmul".
-      explanation: what it reports, for `docs/audit.md`.
+      explanation: what it reports, for `docs/findings.md`.
       fix: the remedy, as code. A function may report a more specific one.
       severity: "error", "warning" or "note". A function may report a warning for a check that is an
         error.

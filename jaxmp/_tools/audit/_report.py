@@ -92,7 +92,7 @@ class AuditReport(Report):
     _title = "Precision audit"
     _command = "jaxmp audit my_package.train:make_step --json audit.json"
     _error = AuditError
-    # The version is increased if a field changes; `docs/audit.md` describes them.
+    # The version is increased if a field changes; `docs/findings.md` describes them.
     _schema: ClassVar = {"schema_version": 2}
     _summary = ("ok", "low_precision_share")
 
@@ -295,7 +295,7 @@ def error_sections(groups: Groups, full: bool) -> list[Section]:
     """
     shown = groups if full else groups[:_MAX_ERRORS]
     more = len(groups) - len(shown)
-    text = f"The first {len(shown)}; use --full to print {more} more." if more else ""
+    text = f"The first {len(shown)}; the full report has {more} more." if more else ""
     return finding_sections("Errors", shown, "Fixes", text)
 
 

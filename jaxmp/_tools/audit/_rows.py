@@ -65,7 +65,7 @@ class Located:
 class Finding(Located):
     """Result of one check of an audit, at one source line of the audited program.
 
-    `AuditReport.findings` contains them; `docs/audit.md` explains every check.
+    `AuditReport.findings` contains them; `docs/findings.md` explains every check.
 
     Args:
       check: id of the check, such as "fp32_matmul".

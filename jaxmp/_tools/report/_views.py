@@ -74,7 +74,9 @@ class Report(abc.ABC):
         Args:
           full: as in `to_text`.
         """
-        return html_document(self._title, html_sections(self._sections(full)))
+        # A page has no command line: it leaves out the section that names its options.
+        sections = [each for each in self._sections(full) if each.title != "Details"]
+        return html_document(self._title, html_sections(sections))
 
     def _repr_html_(self) -> str:
         return self.to_html()

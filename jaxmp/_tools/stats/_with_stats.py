@@ -52,6 +52,9 @@ class TrainingStats:
         """Returns the losses in each candidate format, and the loss scale to start with."""
         return make_stats_report(self.tensors, self.loss_scale, self.errors, self.modules)
 
+    def __str__(self) -> str:
+        return str(self.report())
+
 
 def with_stats(
     step: Callable[..., Any], *, what_if: Sequence[str] = ()
