@@ -441,7 +441,7 @@ def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array]
     """
     mesh, options = jax.typeof(operands[0]).sharding.mesh, equation.params
     convolve = lambda *pair: bind(equation, [*pair], out_sharding=None).astype(FLOAT32)
-    if mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}:
+    if mesh.size <= 1 or set(mesh.axis_types) == {AxisType.Manual}:
         return convolve
     lhs, rhs, _ = options["dimension_numbers"]
     is_whole = options["feature_group_count"] == 1 and set(mesh.axis_types) == {AxisType.Auto}
