@@ -190,13 +190,13 @@ def master_params(
         new_masters = treedef.unflatten(new for _, new, _ in steps)
         if isinstance(state.masters, optax.MaskedNode):
             new_masters = state.masters
-        new_state = dataclasses.replace(
-            state,
-            masters=new_masters,
-            overflow=lax.select(first >= 0, first, state.overflow) if is_unpacked else first,
-            fits=_first_index(of_float16) < 0,
-            inner_state=inner_state,
-        )
+        new_state = dataclasses.replace(state, masters=new_masters, inner_state=inner_state)
+        if state.records_overflow:
+            new_state = dataclasses.replace(
+                new_state,
+                overflow=lax.select(first >= 0, first, state.overflow) if is_unpacked else first,
+                fits=_first_index(of_float16) < 0,
+            )
         return treedef.unflatten(delta for delta, _, _ in steps), new_state
 
     def _step(
@@ -359,6 +359,8 @@ def first_saturated(state: MasterParamsState) -> jax.Array:
     kernels, and the first one writes the new masters in FP32 for the second: 40 bytes per parameter
     instead of 28, if the optimizer clips.
     """
+    if not state.records_overflow:
+        return state.overflow
     flags = {}
     for index, _, value in state.values():
         if state.layout.has_master(index) and state.layout.dtype(index) == BFLOAT16:
