@@ -153,12 +153,13 @@ def master_params(
         inner_state = _trees.owned(inner.init(full), (params, full, masters))
         none, fits = jnp.array(-1, jnp.int32), jnp.array(True)
         state = MasterParamsState(masters, none, fits, inner_state, layout)
-        overflows = {
-            index: _is_too_large(value, layout.dtype(index))
-            for index, _, value in state.values()
-            if value.dtype == FLOAT32
-        }
-        return dataclasses.replace(state, overflow=_first_index(overflows))
+        values = {index: value for index, _, value in state.values() if value.dtype == FLOAT32}
+
+        def first_overflow(values: dict[int, jax.Array]) -> jax.Array:
+            too_large = {n: _is_too_large(v, layout.dtype(n)) for n, v in values.items()}
+            return _first_index(too_large)
+
+        return dataclasses.replace(state, overflow=_trees.in_one_program(first_overflow, values))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -269,8 +270,9 @@ def add_update(param: Array | None, update: Array) -> Any:
 
 def make_master(param: Array, master: str) -> jax.Array:
     """Returns the entry of an FP32 parameter in `MasterParamsState.masters`, as a new array."""
-    full = jnp.array(param, dtype=FLOAT32, copy=True)
-    return pack(full)[1] if master == "packed" else full
+    if master == "packed":
+        return pack(_trees.cast(param, FLOAT32))[1]
+    return _trees.copied(param) if param.dtype == FLOAT32 else param.astype(FLOAT32)
 
 
 def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
