@@ -354,7 +354,7 @@ def test_a_narrow_model_on_a_gpu_warns_with_the_limit():
     with _compat.context(target="gpu"), pytest.warns(RecipeWarning) as warned:
         call()
     text = str(warned[0].message)
-    assert "K = 32 <= 4096 and N = 48 <= 1024: too narrow to gain" in text
+    assert "K = 32 and N = 48 are too narrow for 8192 tokens" in text
     assert "write min_width = 0 in the table [fp8]" in text
 
 
