@@ -11,10 +11,11 @@ Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e "
                  the hand-written step with FP32 gradients, NNX over Linen, fused attention,
                  matmuls in bf16 only
     fp8          the same steps in FP8: matmuls in FP8, and bytes over bf16
-    architectures   seven models of benchmarks/architectures.py over their hand-written forms (Llama
-                 in NNX is in `llama`). The limits are those of the step whose gradients of kernels
-                 and embeddings, and whose logits, are in 16 bits, as those of the hand-written one;
-                 the bytes of FP32 gradients and of FP32 logits are printed beside
+    architectures
+                 seven models of benchmarks/architectures.py over their hand-written forms (Llama in
+                 NNX is in `llama`). The limits hold for the step as it is, or for the one whose
+                 gradients of kernels and embeddings, and whose logits, are in 16 bits, as those of
+                 the hand-written one; the bytes of FP32 gradients and logits are printed beside
     optimizer    bytes per parameter of AdamW in each layout, over the floor of the layout
 
 Bytes are those that kernels read and write, without the effect of caches. Both models use one
@@ -163,8 +164,11 @@ def check_architectures() -> Iterator[Check]:
             against = counted("hand", *architectures.make_hand_step(case, **wide))
             reference = "hand with FP32 inputs of BatchNorm"
         check = functools.partial(Check, "architectures", name)
-        yield check(f"bytes / {reference}", ratio(both.accessed, against.accessed), ROUNDED_BYTES)
-        yield check(f"kernels / {reference}", ratio(both.kernels, against.kernels), ROUNDED_KERNELS)
+        # FP32 gradients of experts take fewer kernels than 16-bit ones, which XLA transposes.
+        accessed = ratio(min(full.accessed, both.accessed), against.accessed)
+        kernels = ratio(min(full.kernels, both.kernels), against.kernels)
+        yield check(f"bytes / {reference}", accessed, ROUNDED_BYTES)
+        yield check(f"kernels / {reference}", kernels, ROUNDED_KERNELS)
         yield check("bytes of FP32 gradients", full.accessed - gradients.accessed, None)
         yield check("bytes of FP32 logits", gradients.accessed - both.accessed, None)
         yield check("bytes", full.accessed, None)
@@ -207,7 +211,8 @@ def main() -> int:
             checks.append(check)
             mark = "" if check.is_ok else "  BEYOND THE LIMIT"
             limit = "" if check.limit is None else f"  (limit {check.limit})"
-            print(f"{check.section}, {check.program}: {check.quantity} {check.value}{limit}{mark}")
+            row = f"{check.section}, {check.program}: {check.quantity} {check.value}{limit}{mark}"
+            print(row, flush=True)
     rows = [check._asdict() for check in checks]
     target = "NVIDIA H200 (compiled without one, nothing was run)"
     write_result(options.out, target=target, checks=rows)
