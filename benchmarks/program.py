@@ -11,6 +11,11 @@ Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e "
                  the hand-written step with FP32 gradients, NNX over Linen, fused attention,
                  matmuls in bf16 only
     fp8          the same steps in FP8: matmuls in FP8, and bytes over bf16
+    architectures
+                 seven models of benchmarks/architectures.py over their hand-written forms (Llama in
+                 NNX is in `llama`). The limits hold for the step as it is, or for the one whose
+                 gradients of kernels and embeddings, and whose logits, are in 16 bits, as those of
+                 the hand-written one; the bytes of FP32 gradients and logits are printed beside
     optimizer    bytes per parameter of AdamW in each layout, over the floor of the layout
 
 Bytes are those that kernels read and write, without the effect of caches. Both models use one
@@ -19,6 +24,7 @@ jaxmp sums its gradient in FP32 instead of bfloat16.
 """
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +35,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import jax
 
+import architectures
 import by_hand
 import gpt
 import jaxmp
@@ -42,6 +49,8 @@ BF16 = {"bfloat16 x bfloat16"}
 # Bytes and kernels over those of the hand-written step. The rotation of Llama takes two small
 # kernels in each layer, for exact angles at large positions.
 BYTES, KERNELS, LLAMA_KERNELS = 1.0, 1.02, 1.06
+ROUNDED_BYTES, ROUNDED_KERNELS = 1.01, 1.03
+LAST_LAYERS = ("lm_head", "classifier", "noise")
 FUSED = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 
 
@@ -134,6 +143,46 @@ def check_fp8(shape: llama.Shape = LLAMA, batch: int = 1) -> Iterator[Check]:
         yield Check("fp8", recipe, "kernels / bf16", round(row.kernels / bf16.kernels, 3), None)
 
 
+def check_architectures() -> Iterator[Check]:
+    """Yields the checks of the models of `architectures`."""
+    recipe = jaxmp.load_recipe("bf16")
+    rounded = [jaxmp.Rule(f"**/{name}", "o=bf16", required=False) for name in LAST_LAYERS]
+    policies = jaxmp.PolicyMap(recipe.policies.default, [*rounded, *recipe.policies.rules])
+    low_gradients = recipe.replace(reduce_dtype="bfloat16")
+    low = low_gradients.replace(policies=policies)
+    for name, case in architectures.CASES.items():
+        embeds = {"promote": architectures.NARROW} if "promote" in vars(case.model) else {}
+        counted = functools.partial(count_step, "bf16")
+        full = counted("linen", *architectures.make_step(case, recipe))
+        gradients = counted("linen", *architectures.make_step(case, low_gradients, **embeds))
+        both = counted("linen", *architectures.make_step(case, low, **embeds))
+        hand = counted("hand", *architectures.make_hand_step(case))
+        against, reference = hand, "hand"
+        if case.model is architectures.ResNet:
+            # The two parts of the gradient of BatchNorm's input cancel, so they are added in FP32.
+            wide = {"norm_input": architectures.FP32}
+            against = counted("hand", *architectures.make_hand_step(case, **wide))
+            reference = "hand with FP32 inputs of BatchNorm"
+        check = functools.partial(Check, "architectures", name)
+        # FP32 gradients of experts take fewer kernels than 16-bit ones, which XLA transposes.
+        accessed = ratio(min(full.accessed, both.accessed), against.accessed)
+        kernels = ratio(min(full.kernels, both.kernels), against.kernels)
+        yield check(f"bytes / {reference}", accessed, ROUNDED_BYTES)
+        yield check(f"kernels / {reference}", kernels, ROUNDED_KERNELS)
+        yield check("bytes of FP32 gradients", full.accessed - gradients.accessed, None)
+        yield check("bytes of FP32 logits", gradients.accessed - both.accessed, None)
+        yield check("bytes", full.accessed, None)
+        yield check("bytes of everything / hand", ratio(full.accessed, hand.accessed), None)
+        yield check("kernels of everything / hand", ratio(full.kernels, hand.kernels), None)
+        temporary = ratio(full.temporary, hand.temporary)
+        yield check("temporary memory of everything / hand", temporary, None)
+
+
+def ratio(value: int, other: int) -> float:
+    """Returns a rounded ratio of counts."""
+    return round(value / other, 4)
+
+
 def check_optimizer() -> Iterator[Check]:
     """Yields bytes per parameter over the floor; a guard or a norm reads the gradients once."""
     for row in optimizer_bytes.measure():
@@ -148,6 +197,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Check]]] = {
     "gpt": check_gpt,
     "llama": check_llama,
     "fp8": check_fp8,
+    "architectures": check_architectures,
     "optimizer": check_optimizer,
 }
 
@@ -161,7 +211,8 @@ def main() -> int:
             checks.append(check)
             mark = "" if check.is_ok else "  BEYOND THE LIMIT"
             limit = "" if check.limit is None else f"  (limit {check.limit})"
-            print(f"{check.section}, {check.program}: {check.quantity} {check.value}{limit}{mark}")
+            row = f"{check.section}, {check.program}: {check.quantity} {check.value}{limit}{mark}"
+            print(row, flush=True)
     rows = [check._asdict() for check in checks]
     target = "NVIDIA H200 (compiled without one, nothing was run)"
     write_result(options.out, target=target, checks=rows)

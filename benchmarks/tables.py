@@ -31,6 +31,16 @@ the effect of caches. The hand-written steps clip by the global norm and skip no
 as the recipe does.
 """
 
+ARCHITECTURES = """
+Seven models of `benchmarks/architectures.py`, each over the same model with `dtype=bfloat16`, the
+same clipping and the same attention. *Apart*: with gradients of kernels and embeddings, and with
+logits, that are rounded to bfloat16, as by hand; beside it the gigabytes that FP32 takes there. The
+gradients of experts are an exception: XLA transposes them if they are in bfloat16, and not as jaxmp
+computes them. ResNet is compared with a hand-written step whose BatchNorm gets FP32, as that of a
+recipe: the two parts of the gradient of its input are then added before they are rounded.
+
+"""
+
 OVERHEAD = """
 ## What a recipe adds on a CPU
 
@@ -137,7 +147,7 @@ def program_section(report: dict[str, Any]) -> str:
     for check in report["checks"]:
         values.setdefault((check["section"], check["program"]), {})[check["quantity"]] = check
     cell = lambda row, name: row[name]["value"]
-    steps, fp8, optimizer = [], [], []
+    steps, fp8, models, optimizer = [], [], [], []
     for (section, name), row in values.items():
         if section in ("gpt", "llama"):
             model = "GPT-2 124M" if section == "gpt" else "Llama 1B widths, 4 layers"
@@ -152,6 +162,17 @@ def program_section(report: dict[str, Any]) -> str:
         elif section == "fp8":
             figures = ("FLOPs in FP8", "bytes / bf16", "kernels / bf16")
             fp8.append((f"`{name}`", *(f"{cell(row, figure):.3f}" for figure in figures)))
+        elif section == "architectures":
+            reference = next(key.partition(" / ")[2] for key in row if key.startswith("bytes / "))
+            figures = (
+                f"{cell(row, 'bytes') / 1e9:.2f} GB",
+                f"{cell(row, 'bytes of everything / hand'):.3f}",
+                f"{cell(row, f'bytes / {reference}'):.3f}",
+                f"{cell(row, f'kernels / {reference}'):.3f}",
+                f"{cell(row, 'bytes of FP32 gradients') / 1e9:.2f}",
+                f"{cell(row, 'bytes of FP32 logits') / 1e9:.2f}",
+            )
+            models.append((name, *figures))
         else:
             bound = row["bytes"]
             optimizer.append((name, f"{bound['value']:.2f}", f"{bound['limit'] - 0.02:.0f}"))
@@ -160,6 +181,9 @@ def program_section(report: dict[str, Any]) -> str:
     parts.append("\n" + table(header, steps))
     parts.append("\nThe Llama step in FP8:\n\n")
     parts.append(table(("recipe", "FLOPs in FP8", "bytes over bf16", "kernels over bf16"), fp8))
+    if models:
+        header = ("model", "bytes", "over hand", "apart", "kernels apart", "gradients", "logits")
+        parts += [ARCHITECTURES, table(header, models)]
     parts.append("\nBytes per parameter of AdamW, and the least that the layout allows:\n\n")
     parts.append(table(("layout", "bytes", "least"), optimizer))
     return "".join(parts)

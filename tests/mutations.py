@@ -590,6 +590,30 @@ MUTATIONS = [
         ("test_optim.py::test_optax_maps_over_the_states_that_are_like_the_parameters",),
     ),
     Mutation(
+        "gradients of kernels are written in the order of the gradient of the result",
+        "jaxmp/_gradients/_fp32/_derivatives.py",
+        "    operands.sort(key=lambda operand: max(operand[-1], default=-1))\n",
+        "",
+        (
+            "test_fp32_gradients.py"
+            "::test_gradients_of_kernels_end_with_the_last_axis_of_the_kernel[experts]",
+        ),
+    ),
+    Mutation(
+        "convolutions on one device have FP32 results, which a GPU computes in TF32",
+        "jaxmp/_gradients/_fp32/_derivatives.py",
+        "    if mesh.size <= 1 or ",
+        "    if mesh.size == 1 or ",
+        ("test_fp32_gradients.py::test_a_convolution_on_one_device_is_not_computed_in_tf32",),
+    ),
+    Mutation(
+        "FP8 is decided on without the tokens of a step",
+        "jaxmp/fp8/_explain.py",
+        "> _added_seconds(k, n, scaling.tokens)",
+        "> _added_seconds(k, n, 8192)",
+        ("test_fp8_einsum.py::test_eligible_layers",),
+    ),
+    Mutation(
         "a scale of Flax grows one step too early",
         "jaxmp/_gradients/_dynamic_loss_scale.py",
         "growth_interval=value.growth_interval + 1,",

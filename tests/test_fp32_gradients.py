@@ -23,6 +23,7 @@ import jaxmp
 import sharded_functions
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, fast_cases
+from jaxmp._core import _compat
 from jaxmp._core._compat import described_gpus
 from jaxmp._core._targets import get_target
 from jaxmp._programs._jaxprs import equations
@@ -294,6 +295,53 @@ def test_a_convolution_casts_its_gradient_to_fp32_before_the_sum_over_devices(ax
     # On explicit axes, the convolution itself has an FP32 result.
     assert sums == [jnp.float32] * (axis_type == AxisType.Auto)
     assert is_wide(convolutions[-1]) == (axis_type == AxisType.Explicit)
+
+
+def test_a_convolution_on_one_device_is_not_computed_in_tf32():
+    """XLA converts 16-bit operands of a convolution with an FP32 result to FP32, on a GPU."""
+    loss_fn = lambda params, x: full(convolution(params, x, jnp.bfloat16))
+    with _compat.context(target="gpu"):
+        traced = jax.jit(jaxmp.grad(loss_fn)).trace(MATRIX, uniform((ROWS, WIDTH), 2))
+    convolutions = [
+        e for e in equations(traced.jaxpr) if e.primitive.name == "conv_general_dilated"
+    ]
+    assert len(convolutions) >= 2 and not any(map(is_wide, convolutions))
+
+
+KERNELS = {
+    "linear": ("td,df->tf", (ROWS, WIDTH), (WIDTH, 3 * WIDTH)),
+    "transposed": ("td,fd->tf", (ROWS, WIDTH), (3 * WIDTH, WIDTH)),
+    "heads": ("td,dhk->thk", (ROWS, WIDTH), (WIDTH, 2, 4)),
+    "output": ("thk,hkd->td", (ROWS, 2, 4), (2, 4, WIDTH)),
+    "experts": ("td,ndf->ntf", (ROWS, WIDTH), (2, WIDTH, 3 * WIDTH)),
+    "stacked": ("ntf,nfd->ntd", (2, ROWS, WIDTH), (2, WIDTH, 4)),
+}
+
+
+@pytest.mark.parametrize("equation", KERNELS)
+def test_gradients_of_kernels_end_with_the_last_axis_of_the_kernel(equation):
+    """Otherwise a GPU writes the FP32 gradient once more, transposed."""
+    einsum, of_x, of_kernel = KERNELS[equation]
+    x, kernel = uniform(of_x, 1), uniform(of_kernel, 2)
+
+    def loss_fn(kernel, dtype):
+        return (
+            jnp.einsum(einsum, x.astype(dtype), kernel.astype(dtype)).astype(jnp.float32) ** 2
+        ).sum()
+
+    with _compat.context(target="gpu"):
+        traced = jax.jit(jaxmp.grad(lambda kernel: loss_fn(kernel, jnp.bfloat16))).trace(kernel)
+    flat = list(equations(traced.jaxpr))
+    (dot,) = (e for e in flat if e.primitive.name == "dot_general" and is_wide(e))
+    orders = [
+        e.params["permutation"]
+        for e in flat
+        if e.primitive.name == "transpose" and e.invars[0] is dot.outvars[0]
+    ]
+    assert all(order[-1] == len(order) - 1 for order in orders)
+    result = jaxmp.grad(lambda kernel: loss_fn(kernel, jnp.bfloat16))(kernel)
+    exact = jax.grad(lambda kernel: loss_fn(kernel, jnp.float32))(kernel)
+    np.testing.assert_allclose(result, exact, atol=2**-6 * abs(exact).max())
 
 
 @pytest.mark.parametrize("groups", [1, WIDTH])

@@ -354,8 +354,27 @@ def test_a_narrow_model_on_a_gpu_warns_with_the_limit():
     with _compat.context(target="gpu"), pytest.warns(RecipeWarning) as warned:
         call()
     text = str(warned[0].message)
-    assert "K = 32 <= 4096 and N = 48 <= 1024: too narrow to gain" in text
+    assert "K = 32 and N = 48 are too narrow for 8192 tokens" in text
     assert "write min_width = 0 in the table [fp8]" in text
+
+
+@pytest.mark.parametrize(("rows", "is_noted"), [(16, True), (4096, False)])
+def test_tools_compare_the_key_tokens_with_the_program(rows, is_noted):
+    recipe = jaxmp.load_recipe("fp8").replace(fp8=fp8.CurrentScaling(tokens=8192))
+    x, kernel = jnp.ones((rows, 1024)), jnp.ones((1024, 4096))
+
+    def loss(kernel, x):
+        with jax.named_scope("up"):
+            return (x @ kernel).astype(jnp.float32).sum()
+
+    explained = jaxmp.explain(loss, recipe, target="h200")(kernel, x).fp8
+    cast = jaxmp.autocast(loss, recipe)
+    audited = jaxmp.audit(jax.grad(cast), kernel, x, recipe=recipe, target="h200")
+    (row,) = explained.rows
+    assert row.exclusion_reason == ""
+    for notes in (explained.notes, audited.notes):
+        assert any(note.startswith("up has 16 rows") for note in notes) == is_noted
+        assert any("write tokens = 16 in the table [fp8]" in note for note in notes) == is_noted
 
 
 def test_nnx_models_without_fp8_warn_once():

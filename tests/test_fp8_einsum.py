@@ -92,17 +92,36 @@ def test_equations_that_are_no_product(equation, message):
 ROWWISE = fp8.RowwiseScaling()
 
 
+FEW_TOKENS = "K = 1024 and N = 4096 are too narrow for 2048 tokens"
+
+
 @pytest.mark.parametrize(
     ("k", "n", "recipe", "target", "reason"),
     [
         (64, 32, None, "cpu", ""),
         (64, 31, None, "cpu", "N = 31 is not a multiple of 16"),
         (8, 24, "rowwise", "gpu", "K = 8 and N = 24 are not multiples of 16"),
+        # The rule of tokens, K and N is symmetric.
+        (1024, 1024, None, "gpu", "K = 1024 and N = 1024 are too narrow for 8192 tokens"),
+        (1024, 1024, fp8.CurrentScaling(tokens=32768), "gpu", ""),
+        (1024, 4096, fp8.CurrentScaling(tokens=2048), "gpu", FEW_TOKENS),
+        (
+            4096,
+            1024,
+            fp8.DelayedScaling(tokens=2048),
+            "gpu",
+            FEW_TOKENS.replace("1024 and N = 4096", "4096 and N = 1024"),
+        ),
+        (1024, 4096, "delayed", "gpu", ""),
+        (4096, 1024, None, "tpu", ""),
+        (
+            64,
+            4096,
+            fp8.CurrentScaling(tokens=2**40),
+            "gpu",
+            "K = 64 and N = 4096 are too narrow for 1099511627776 tokens",
+        ),
         # torchao's limits.
-        (4096, 1024, None, "gpu", "K = 4096 <= 4096 and N = 1024 <= 1024: too narrow to gain"),
-        (4112, 1024, None, "gpu", ""),
-        (4096, 1040, None, "gpu", ""),
-        (64, 4096, "delayed", "gpu", ""),
         (8192, 2048, ROWWISE, "gpu", "N = 2048 <= 2048: too narrow to gain"),
         (1024, 8192, ROWWISE, "gpu", "K = 1024 <= 1024: too narrow to gain"),
         (2048, 4096, ROWWISE, "gpu", "K = 2048 <= 2048 and N = 4096 <= 4096: too narrow to gain"),

@@ -4,6 +4,9 @@ import json
 import re
 from pathlib import Path
 
+from jaxmp import fp8
+from jaxmp.fp8._explain import explain_exclusion
+
 ROOT = Path(__file__).parents[1]
 PAGE = "".join((ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("fp8", "measurements"))
 
@@ -20,6 +23,20 @@ def test_memory_traffic():
     table = PAGE.split("| | MB | kernels | temporary MB |")[1].split("\n\n")[0]
     shown = re.findall(r"\| ([\d,]+) \| (\d+) \| (\d+) \|", table)
     assert len(shown) >= 4 and set(shown) <= counted
+
+
+def test_models_that_gain():
+    rows = recorded("fp8_gain_h200")["rows"]
+    assert len(rows) == 15 and all(row["is_right"] for row in rows)
+    assert {row["is_admitted"] for row in rows} == {True, False}
+    for row in rows:
+        rule = fp8.CurrentScaling(tokens=row["tokens"])
+        admitted = explain_exclusion(row["width"], 4 * row["width"], rule, "gpu") == ""
+        assert admitted == row["is_admitted"]
+        before, after = row["temporary_mb"]
+        cell = f"{row['speed']:.2f}, {row['kernels'][1]}, {after / before:.2f}"
+        (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {row['width']:,} | "))
+        assert cell in line
 
 
 def test_signal_to_noise():

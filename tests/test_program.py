@@ -1,11 +1,15 @@
 """Limits of compiled steps over hand-written ones, at sizes that compile fast."""
 
+import jax
 import pytest
 
+import architectures
 import gpt
+import jaxmp
 import llama
 import program
 from gpu_compiler import needs_compiler
+from grids import fast_cases
 
 # The width of GPT-2. At 1,024 features, XLA converts the bias of each `mlp_up` in a kernel of its
 # own, instead of the backward kernel that recomputes GELU. 4 texts are two chunks of the loss.
@@ -47,3 +51,19 @@ def test_a_figure_beyond_its_limit_is_reported(monkeypatch, capsys):
     assert capsys.readouterr().out.count("BEYOND") == 1
     monkeypatch.setitem(program.SECTIONS, "gpt", lambda: iter(checks[1:]))
     assert program.main() == 0
+
+
+@fast_cases("ViT, 197 tokens")
+@pytest.mark.parametrize("name", architectures.CASES)
+def test_hand_written_models_have_the_parameters_of_the_recipe(name):
+    case = architectures.CASES[name]
+    (_, state, rest, *_), (_, hand, hand_rest, *_) = (
+        make(case, *recipe)
+        for make, recipe in (
+            (architectures.make_step, (jaxmp.load_recipe("bf16"),)),
+            (architectures.make_hand_step, ()),
+        )
+    )
+    types = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+    assert types(state.params) == types(hand[0])
+    assert types(rest) == types(hand_rest)

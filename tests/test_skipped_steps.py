@@ -1,5 +1,6 @@
 """Warnings about successive skipped steps: counts, causes, and functions that warn."""
 
+import dataclasses
 import re
 
 import flax.linen as nn
@@ -295,3 +296,23 @@ def test_a_branch_tests_each_element(skip):
     name = {"select": "reduce_sum", "cond": "reduce_and"}[skip]
     assert primitives.count(name) == len(grads)
     assert primitives.count("reduce_sum") + primitives.count("reduce_and") == len(grads)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changing"), [("bf16", {"total", "consecutive", "last_finite", "nonfinite_leaf"})]
+)
+def test_counters_that_cannot_change_are_passed_through(recipe, changing):
+    """A GPU starts a kernel for each scalar of the state that a step computes."""
+    tx = jaxmp.load_recipe(recipe).replace(skip="select").optimizer(optax.sgd(0.1))
+    state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    step = lambda state, grads: state.apply_gradients(grads=grads).opt_state
+    closed = jax.make_jaxpr(step)(state, GOOD)
+    paths = [path for path, _ in jax.tree.leaves_with_path(step(state, GOOD))]
+    kept = {
+        path[-1].name
+        for path, var in zip(paths, closed.jaxpr.outvars, strict=True)
+        if var in closed.jaxpr.invars
+    }
+    counters = {field.name for field in dataclasses.fields(optim._skip.SkipStats)}
+    assert counters - kept == changing
+    assert {"overflow", "fits"} <= kept

@@ -1,5 +1,6 @@
 """TrainState: the values that applied and skipped steps change."""
 
+import functools
 from typing import Any
 
 import flax
@@ -543,3 +544,23 @@ def test_a_loss_may_take_the_parameters_of_the_state_as_data():
     state = jaxmp.TrainState.create(**arguments)
     loss, _ = state.value_and_grad(lambda params, old: params["w"] @ old["w"])(state.params)
     assert loss == 2
+
+
+@pytest.mark.parametrize(("recipe", "more"), [("bf16", 5), ("bf16_params", 7), ("fp16_params", 9)])
+def test_creating_a_state_compiles_few_programs(recipe, more, caplog):
+    """The number does not grow with the shapes of the parameters, beyond that of the optimizer."""
+    params = {f"w{n}": jnp.ones((n + 2, 3)) for n in range(8)}
+    recipe, inner = jaxmp.load_recipe(recipe), optax.adam(1e-3)
+
+    def programs(call):
+        jax.clear_caches()
+        caplog.clear()
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            call()
+        return sum(text.startswith("Compiling ") for text in caplog.messages)
+
+    of_optimizer = programs(lambda: inner.init(params))
+    tx = recipe.optimizer(inner)
+    create = functools.partial(jaxmp.TrainState.create, apply_fn=None, params=params, tx=tx)
+    assert of_optimizer >= 8
+    assert programs(create) <= of_optimizer + more

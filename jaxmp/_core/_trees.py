@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit, wide_dtype
-from jaxmp._core._typing import ArrayLike, DTypeLike, PyTree
+from jaxmp._core._typing import Array, ArrayLike, DTypeLike, PyTree
 
 Path = tuple[str, ...]
 # Array with a dtype: of JAX or NumPy, or only its shape.
@@ -320,6 +321,27 @@ def select_leaf(pred: jax.Array, new: ArrayLike, old: ArrayLike) -> ArrayLike:
     return new if new is old else lax.select_n(pred, jnp.asarray(old), jnp.asarray(new))
 
 
+def in_one_program(fn: Callable[..., Any], *trees: PyTree) -> Any:
+    """Calls a function of arrays, as one program instead of a program for each operation and shape.
+
+    Arrays on different devices cannot be arguments of one program.
+    """
+    leaves = jax.tree.leaves(trees)
+    if any(isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array) for leaf in leaves):
+        return fn(*trees)
+    placements = {
+        (frozenset(leaf.sharding.device_set), leaf.sharding.memory_kind) for leaf in leaves
+    }
+    return (jax.jit(fn) if len(placements) == 1 else fn)(*trees)
+
+
+def copied(array: Array) -> jax.Array:
+    """Copies an array on its devices, without compiling a program for its shape."""
+    if isinstance(array, Tracer) or not isinstance(array, jax.Array):
+        return jnp.array(array, copy=True)
+    return jax.device_put(array, may_alias=False)
+
+
 def owned(tree: PyTree, *others: PyTree) -> PyTree:
     """Copies arrays of `tree` that are also in `others`, scalars, and repeated arrays.
 
@@ -331,7 +353,7 @@ def owned(tree: PyTree, *others: PyTree) -> PyTree:
         if not isinstance(leaf, jax.Array):
             return leaf
         if id(leaf) in taken or leaf.size <= 1:
-            leaf = jnp.array(leaf, copy=True)
+            leaf = copied(leaf)
         taken.add(id(leaf))
         return leaf
 

@@ -40,7 +40,8 @@ class ModulePolicy:
       policies: the policies that were resolved.
       policy: the policy of the module.
       upcast_dtype: FP32 if the policy computes in 16 bits, otherwise the compute dtype.
-      input_dtype: dtype of the inputs. Norms compute their statistics in FP32.
+      input_dtype: dtype of the inputs. Norms compute their statistics in FP32, and so is the sum of
+        the two parts of their input's gradient, which can cancel: through the statistics, and not.
       field_dtype: value of the `dtype` field or attribute that Flax defined for the class.
     """
 

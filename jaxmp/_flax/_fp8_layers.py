@@ -62,7 +62,7 @@ class _LayerFunction:
           sizes: from `einsum_sizes`.
         """
         k, n, exclusion = sizes
-        if not decide(self.scaling, self.path, k, n, exclusion):
+        if not decide(self.scaling, self.path, k, n, exclusion, operands[0].size // max(k, 1)):
             return _plain(product, *operands, self.wide, preferred)
         wide = _result_dtype(*operands, preferred, self.wide)
         state = {} if self.state is None else {"state": self.state()}

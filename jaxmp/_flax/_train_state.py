@@ -342,11 +342,11 @@ def _strong(leaf: PyTree) -> PyTree:
 
 
 def _fresh_array(leaf: object) -> object:
-    return jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
+    return _trees.copied(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _fresh(new: Array, original: Array) -> Array:
-    return jnp.array(new, copy=True) if new is original else new
+    return _trees.copied(new) if new is original else new
 
 
 def _check_rules(opt_state: PyTree, params: PyTree) -> None:

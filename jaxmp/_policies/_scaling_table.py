@@ -35,6 +35,7 @@ FIELDS = {
         names={"auto": "auto"},
         bounds=(0, 2**31 - 1),
     ),
+    "tokens": COUNT._replace(example="8192"),
     "emulate": BOOLEAN,
     "amax_history_len": COUNT._replace(example="1024"),
     "amax_compute": choice("max", "most_recent"),

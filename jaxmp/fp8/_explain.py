@@ -31,13 +31,14 @@ def explain_exclusion(k: int, n: int, scaling: Scaling, target: str) -> str:
     """Returns the reason why a linear layer does not run in FP8, or "" if it does.
 
     K and N must be multiples of 16, or with `MXScaling` of its block size 32. On an accelerator, a
-    layer must also be wide enough for FP8 to save more time than the quantization costs. By default
-    (`min_width="auto"`) the limits are those of torchao's `auto_filter_for_recipe`, chosen for an
-    H100. With per-tensor scales, layers with K <= 4096 and N <= 1024 are too
-    narrow. With rowwise scales, these are layers with N <= 2048, with K <= 1024, or with N <= 4096
-    and K <= 2048. No limits were published for `MXScaling`, which uses those of rowwise scales,
-    because both quantize each operand twice. An integer `min_width` is a minimum of both K and N.
-    `fp8.dot_general` itself applies no limits and always quantizes.
+    layer must also be large enough for FP8 to save more time than the quantization costs. By
+    default (`min_width="auto"`), this is decided for `scaling.tokens` rows of the input. With
+    per-tensor scales, the rule is a fit to 15 MLP blocks that were compiled for an H200, with the
+    rates of its matmuls and of its memory as they were measured. No such fit exists for rowwise
+    scales, which use the limits of torchao's `auto_filter_for_recipe`, chosen for an H100: layers
+    with N <= 2048, with K <= 1024, or with N <= 4096 and K <= 2048 are too narrow. `MXScaling` uses
+    them, too, because both quantize each operand twice. An integer `min_width` is a minimum of both
+    K and N. `fp8.dot_general` itself applies no limits and always quantizes.
 
     Args:
       k: K, the contracted size of the forward dot: the input features of the layer.
@@ -60,13 +61,33 @@ def _too_narrow(k: int, n: int, scaling: Scaling) -> str:
     if isinstance(scaling.min_width, int):
         narrow = min(k, n) < scaling.min_width
         return f"K = {k} or N = {n} is below min_width = {scaling.min_width}" if narrow else ""
-    limits = _ROWWISE if scaling.kind in ("rowwise", "mx") else _PER_TENSOR
-    for most_k, most_n in limits:
+    if scaling.kind not in ("rowwise", "mx"):
+        gains = _saved_seconds(k, n, scaling.tokens) > _added_seconds(k, n, scaling.tokens)
+        return "" if gains else f"K = {k} and N = {n} are too narrow for {scaling.tokens} tokens"
+    for most_k, most_n in _ROWWISE:
         if (most_k is None or k <= most_k) and (most_n is None or n <= most_n):
             of_k = [f"K = {k} <= {most_k}"] if most_k else []
             of_n = [f"N = {n} <= {most_n}"] if most_n else []
             return f"{' and '.join(of_k + of_n)}: too narrow to gain"
     return ""
+
+
+def decides_otherwise(k: int, n: int, scaling: Scaling, tokens: int, target: str) -> bool:
+    """Returns True if a layer whose input has `tokens` rows would be decided on differently."""
+    if min(k, n, tokens) < 1:
+        return False
+    by_rows = dataclasses.replace(scaling, tokens=tokens)
+    decisions = {explain_exclusion(k, n, each, target) == "" for each in (scaling, by_rows)}
+    return len(decisions) == 2
+
+
+def other_tokens(path: str, tokens: int, count: int) -> str:
+    """Returns the note on layers that are decided on for another number of tokens."""
+    others = f" (and {count - 1} more)" if count > 1 else ""
+    return (
+        f"{path or '(root)'}{others} has {tokens} rows in this program, with which FP8 would be "
+        f"decided on differently: write tokens = {tokens} in the table [fp8]"
+    )
 
 
 # Form of a matmul that always runs in 16 bits -> its name, and the reason.
@@ -99,8 +120,25 @@ def share_notes(jaxpr: Any) -> Iterator[str]:
             yield f"{count} x {name} in 16 bits: {reason}"
 
 
-# (largest K, largest N) of layers that are too narrow for FP8; None: any size.
-_PER_TENSOR = ((4096, 1024),)
+# The three matmuls of a layer have 6 T K N FLOPs. Measured rates of an H200 (`benchmarks/
+# fp8_linear.py`): 737e12 FLOP/s in bfloat16 and 1337e12 in FP8.
+_FLOPS = 6
+_SECONDS_SAVED = 1 / 737e12 - 1 / 1337e12
+# Fit to the compiled blocks of `benchmarks/fp8_gain.py`, at 4.22e12 bytes per second: seconds for
+# each element of the input and of the gradient of the output, seconds for each element of the
+# kernel, and additional kernels, of about 2 microseconds each.
+_SECONDS_OF_ACTIVATION, _SECONDS_OF_KERNEL, _LAUNCHES = 1.23e-12, 1.9e-12, 10.5 * 2e-6
+
+
+def _saved_seconds(k: int, n: int, tokens: int) -> float:
+    return _FLOPS * _SECONDS_SAVED * tokens * k * n
+
+
+def _added_seconds(k: int, n: int, tokens: int) -> float:
+    return _SECONDS_OF_ACTIVATION * (k + n) * tokens + _SECONDS_OF_KERNEL * k * n + _LAUNCHES
+
+
+# (largest K, largest N) of layers that are too narrow for rowwise FP8; None: any size.
 _ROWWISE = ((None, 2048), (1024, None), (2048, 4096))
 
 
@@ -150,6 +188,8 @@ class Record(NamedTuple):
     scalings: dict[Scaling, None]
     # False if it suffices to record one call of a function that is called several times.
     is_full: bool
+    # Path -> rows of the input in this program, with which another decision would be made.
+    otherwise: dict[str, int]
 
 
 _record: contextvars.ContextVar[Record | None] = contextvars.ContextVar(
@@ -170,7 +210,7 @@ def decisions(is_examined: bool) -> Iterator[list[LayerDecision]]:
 @contextlib.contextmanager
 def recorded(*, is_full: bool = False) -> Iterator[Record]:
     """Records the decisions of a block."""
-    record = Record([], {}, is_full)
+    record = Record([], {}, is_full, {})
     token = _record.set(record)
     try:
         yield record
@@ -189,6 +229,9 @@ def explanation_of(record: Record, jaxpr: Any = None) -> Fp8Explanation:
     tensor.
     """
     notes = tuple(filter(None, (scaling.batch_note for scaling in record.scalings)))
+    if record.otherwise:
+        path, tokens = next(iter(record.otherwise.items()))
+        notes = (other_tokens(path, tokens, len(record.otherwise)), *notes)
     if jaxpr is not None and record.rows:
         notes = (*share_notes(jaxpr), *notes)
     return Fp8Explanation(rows=tuple(record.rows), notes=notes)
@@ -243,7 +286,7 @@ def warn_if_unused(subject: str, rows: list[LayerDecision], stacklevel: int) -> 
         warnings.warn(text, RecipeWarning, stacklevel=stacklevel + 1)
 
 
-def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
+def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "", tokens: int = 0) -> bool:
     """Decides if a layer runs in FP8, and records the decision for `explain`.
 
     Args:
@@ -251,6 +294,7 @@ def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
       path: path of the layer's module, or the name scopes of a matmul.
       k, n: input and output features of the layer; 0 if they cannot be determined.
       why: reason to exclude the layer whatever its sizes are; "" if there is none.
+      tokens: rows of the layer's input in this program, which only a note of `explain` reads.
 
     Returns:
       True if the layer runs in FP8.
@@ -261,10 +305,11 @@ def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> bool:
     target = _compat.target()
     if not scaling.emulate:
         _check_device(path)
-    why = why or explain_exclusion(
-        max(k, 1), max(n, 1), scaling, "cpu" if scaling.emulate else target
-    )
+    target = "cpu" if scaling.emulate else target
     record = _record.get()
+    if record is not None and not why and decides_otherwise(k, n, scaling, tokens, target):
+        record.otherwise[path] = tokens
+    why = why or explain_exclusion(max(k, 1), max(n, 1), scaling, target)
     if record is not None:
         record.rows.append(LayerDecision(path, k, n, why))
         record.scalings.update({} if why else {scaling: None})
@@ -301,7 +346,7 @@ def decide_product(
     n = math.prod(shapes[kernel]) // max(k * batch_size, 1)
     if batch[kernel]:
         why = why or "batch dimensions: two activations, as in attention, or a kernel for each"
-    return decide(scaling, path, k, n, why)
+    return decide(scaling, path, k, n, why, math.prod(shapes[1 - kernel]) // max(k, 1))
 
 
 def _check_device(path: str) -> None:

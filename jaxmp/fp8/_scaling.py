@@ -47,6 +47,7 @@ class Scaling:
     power_of_two: bool = True
     fast_accumulation: tuple[str, ...] = ("fprop",)
     min_width: int | str = "auto"
+    tokens: int = 8192
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +55,7 @@ class Scaling:
         for gemm in GEMMS:
             set_field(gemm, _formats(self, gemm))
         check_integer(self, "margin", low=0, high=64)
+        check_integer(self, "tokens", low=1, high=2**40)
         width = self.min_width
         if width != "auto" and (isinstance(width, bool) or not isinstance(width, int) or width < 0):
             raise _bad(self, "min_width", "'auto' or an integer that is not negative", "2048")
@@ -173,6 +175,9 @@ class CurrentScaling(Scaling):
       min_width: minimum number of input features and of output features of a layer that runs in
         FP8 on an accelerator, where a recipe decides for a whole model. "auto" uses the limits
         described in docs/fp8.md.
+      tokens: number of rows of a layer's input for which min_width="auto" decides. It is a setting
+        and not the size of the batch, so that the state and the numerics never depend on a batch;
+        `jaxmp.explain` and `jaxmp.audit` compare it with a program.
       emulate: allow devices without FP8 matmuls. Operands are rounded to FP8 in the same way.
 
     Raises:
@@ -201,8 +206,8 @@ class DelayedScaling(Scaling):
       amax_compute: "max" of the history, or its "most_recent" entry.
       calibrate: if a history is empty, use the tensor's own amax. With False the scale is then 1,
         so that the cast never waits for an amax.
-      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
-        `CurrentScaling`.
+      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, tokens, emulate: as
+        in `CurrentScaling`.
 
     Raises:
       RecipeError: with the setting, its allowed values and a valid call.
@@ -238,8 +243,8 @@ class RowwiseScaling(Scaling):
     torchao's "rowwise" scaling: E4M3 throughout.
 
     Args:
-      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, emulate: as in
-        `CurrentScaling`.
+      fprop, dgrad, wgrad, margin, power_of_two, fast_accumulation, min_width, tokens, emulate: as
+        in `CurrentScaling`.
 
     Raises:
       RecipeError: with the setting, its allowed values and a valid call.
@@ -272,7 +277,7 @@ class MXScaling(Scaling):
         which the block does not saturate, as in JAX, cuDNN and Transformer Engine. "down": the rule
         of the specification (section 6.3), `2**(floor(log2(amax)) - 8)` for E4M3, with which values
         from 448 to 512 times the scale saturate.
-      fprop, dgrad, wgrad, min_width, emulate: as in `CurrentScaling`.
+      fprop, dgrad, wgrad, min_width, tokens, emulate: as in `CurrentScaling`.
       margin, power_of_two: must be 0 and True, the only values that the format allows.
       fast_accumulation: has no effect.
 

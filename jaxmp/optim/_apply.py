@@ -6,9 +6,11 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 
-from jaxmp._core import _trees
+from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp.optim._assign import assign, set_master_params, unpack_masters, unpack_parameters
 from jaxmp.optim._find import guard_of
@@ -54,7 +56,7 @@ def apply_update(
         return Applied(*assign(params, new_state), _applied(new_state))
     unpacked = unpack_masters(opt_state, params)
     if _applied(opt_state) is not None:
-        unpacked = _note_finite(unpacked, _trees.all_finite(grads))
+        unpacked = _note_finite(unpacked, _is_finite(grads))
     updates, new_state = update(grads, unpacked, params, **extra_args)
     new_params = jax.tree.map(add_update, params, updates)
     applied = _applied(new_state)
@@ -62,6 +64,12 @@ def apply_update(
         new_state = _restore(applied, new_state, unpacked)
         new_params = _trees.select(applied, new_params, params)
     return Applied(*assign(new_params, new_state), applied)
+
+
+def _is_finite(grads: PyTree) -> jax.Array:
+    """Returns True if all gradients are finite, by the sums of squares that the guard computes."""
+    first = _trees.first_nonfinite(grads, elementwise=_compat.target() == "cpu")
+    return lax.eq(first, jnp.int32(len(jax.tree.leaves(grads))))
 
 
 def _note_finite(opt_state: PyTree, finite: jax.Array) -> PyTree:

@@ -13,7 +13,7 @@ import optax
 from jax.core import Tracer
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
+from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_16bit
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._hints import warn_user
 from jaxmp._policies._resolve import Policies, storage_dtype
@@ -188,17 +188,24 @@ def _differs(param: Array, master: Array) -> bool:
 def store(params: PyTree, state: PyTree) -> PyTree:
     """Casts newly initialized parameters to the storage dtypes that `state` records."""
     storage = {
-        path: (node.layout.dtype(i), node.layout.master)
+        path: (canonical_dtype(name), node.layout.master)
         for node in master_states(state)
         for i, (path, name) in enumerate(node.layout.storage)
         if name
     }
 
-    def cast_leaf(path: str, leaf: Array | jax.ShapeDtypeStruct) -> Array | jax.ShapeDtypeStruct:
-        dtype, master = storage.get(path, (None, "fp32"))
-        return leaf if dtype is None else _master.to_storage(leaf, dtype, master)
+    flat = leaves_by_path(params)
+    wide = {
+        path: leaf
+        for path, leaf in flat.items()
+        if path in storage and _trees.dtype_of(leaf) != storage[path][0]
+    }
 
-    return map_by_path(cast_leaf, params)
+    def cast_leaves(wide: dict[str, Any]) -> dict[str, Any]:
+        return {path: _master.to_storage(leaf, *storage[path]) for path, leaf in wide.items()}
+
+    cast = _trees.in_one_program(cast_leaves, wide)
+    return map_by_path(cast.get, params)
 
 
 def warn_without_masters(params: PyTree, state: PyTree, policies: Policies | None) -> None:

@@ -133,6 +133,12 @@ class MasterParamsState:
             yield index, self.layout.storage[index][0], value
 
     @property
+    def records_overflow(self) -> bool:
+        """False if all parameters are wider: `overflow` and `fits` keep their first values."""
+        dtypes = map(self.layout.dtype, range(len(self.layout.storage)))
+        return any(dtype is None or is_16bit(dtype) for dtype in dtypes)
+
+    @property
     def can_overflow(self) -> bool:
         """True if a float16 parameter may be unable to represent its new value."""
         indices = filter(self.has_value, range(len(self.layout.storage)))

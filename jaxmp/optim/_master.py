@@ -152,12 +152,13 @@ def master_params(
         inner_state = _trees.owned(inner.init(full), (params, full, masters))
         none, fits = jnp.array(-1, jnp.int32), jnp.array(True)
         state = MasterParamsState(masters, none, fits, inner_state, layout)
-        overflows = {
-            index: _is_too_large(value, layout.dtype(index))
-            for index, _, value in state.values()
-            if value.dtype == FLOAT32
-        }
-        return dataclasses.replace(state, overflow=_first_index(overflows))
+        values = {index: value for index, _, value in state.values() if value.dtype == FLOAT32}
+
+        def first_overflow(values: dict[int, jax.Array]) -> jax.Array:
+            too_large = {n: _is_too_large(v, layout.dtype(n)) for n, v in values.items()}
+            return _first_index(too_large)
+
+        return dataclasses.replace(state, overflow=_trees.in_one_program(first_overflow, values))
 
     def update_fn(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: object
@@ -189,13 +190,13 @@ def master_params(
         new_masters = treedef.unflatten(new for _, new, _ in steps)
         if isinstance(state.masters, optax.MaskedNode):
             new_masters = state.masters
-        new_state = dataclasses.replace(
-            state,
-            masters=new_masters,
-            overflow=lax.select(first >= 0, first, state.overflow) if is_unpacked else first,
-            fits=_first_index(of_float16) < 0,
-            inner_state=inner_state,
-        )
+        new_state = dataclasses.replace(state, masters=new_masters, inner_state=inner_state)
+        if state.records_overflow:
+            new_state = dataclasses.replace(
+                new_state,
+                overflow=lax.select(first >= 0, first, state.overflow) if is_unpacked else first,
+                fits=_first_index(of_float16) < 0,
+            )
         return treedef.unflatten(delta for delta, _, _ in steps), new_state
 
     def _step(
@@ -268,8 +269,9 @@ def add_update(param: Array | None, update: Array) -> Any:
 
 def make_master(param: Array, master: str) -> jax.Array:
     """Returns the entry of an FP32 parameter in `MasterParamsState.masters`, as a new array."""
-    full = jnp.array(param, dtype=FLOAT32, copy=True)
-    return pack(full)[1] if master == "packed" else full
+    if master == "packed":
+        return pack(_trees.cast(param, FLOAT32))[1]
+    return _trees.copied(param) if param.dtype == FLOAT32 else param.astype(FLOAT32)
 
 
 def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:
@@ -358,6 +360,8 @@ def first_saturated(state: MasterParamsState) -> jax.Array:
     kernels, and the first one writes the new masters in FP32 for the second: 40 bytes per parameter
     instead of 28, if the optimizer clips.
     """
+    if not state.records_overflow:
+        return state.overflow
     flags = {}
     for index, _, value in state.values():
         if state.layout.has_master(index) and state.layout.dtype(index) == BFLOAT16:

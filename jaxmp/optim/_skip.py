@@ -112,20 +112,25 @@ class SkipStats:
     def after(
         self,
         applied: jax.Array,
-        at_floor: jax.Array,
+        loss_scale: LossScale,
         overflow_leaf: jax.Array,
         nonfinite_leaf: jax.Array,
         zero_gradients: jax.Array,
     ) -> SkipStats:
-        """Returns the counters after another step."""
+        """Returns the counters after another step.
+
+        A GPU starts a kernel for each counter that may change.
+        """
         zero = jnp.zeros((), jnp.int32)
         skipped = lax.bitwise_not(applied)
+        at_floor = self.at_floor
+        if not isinstance(loss_scale, NoLossScale):
+            at_floor += lax.bitwise_and(skipped, loss_scale.at_floor).astype(jnp.int32)
+            at_floor = lax.select(applied, zero, at_floor)
         return SkipStats(
             total=self.total + skipped.astype(jnp.int32),
             consecutive=lax.select(applied, zero, self.consecutive + 1),
-            at_floor=lax.select(
-                applied, zero, self.at_floor + lax.bitwise_and(skipped, at_floor).astype(jnp.int32)
-            ),
+            at_floor=at_floor,
             last_finite=applied,
             overflow_leaf=overflow_leaf,
             nonfinite_leaf=nonfinite_leaf,
@@ -332,10 +337,12 @@ def guard(
             return jnp.array(False), zeros, state.inner_state, overflow
 
         applied, emitted, inner_state, overflow = guarded_update(finite, do_update, reject)
+        if not any(node.records_overflow for node in master_states(state.inner_state)):
+            overflow = state.stats.overflow_leaf
         return emitted, SkipNonfiniteState(
             loss_scale=state.loss_scale.adjust(applied),
             stats=state.stats.after(
-                applied, state.loss_scale.at_floor, overflow, nonfinite_leaf, zero_gradients
+                applied, state.loss_scale, overflow, nonfinite_leaf, zero_gradients
             ),
             inner_state=inner_state,
             settings=state.settings,

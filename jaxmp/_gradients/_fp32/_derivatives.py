@@ -135,18 +135,26 @@ def transposed_dot(
         for var, s, b in zip(equation.invars, sums, batch, strict=True)
     ]
     kept, same = free[side], len(batch[0])
+    by_other = [sums[side][n] for n in np.argsort(sums[1 - side])]
     start = same + (0 if side else len(kept))
-    contracted = range(start, start + len(free[1 - side])), free[1 - side]
-    dimensions = (contracted, (range(same), batch[1 - side]))
+    operands = [
+        (cotangent, range(start, start + len(free[1 - side])), range(same), kept),
+        (other, free[1 - side], batch[1 - side], by_other),
+    ]
+    # A matmul writes its result in the order of its operands. XLA copies a result to another order.
+    operands.sort(key=lambda operand: max(operand[-1], default=-1))
+    (lhs, *left), (rhs, *right) = operands
+    (contracted, batched, axes) = zip(left, right, strict=True)
     product = functools.partial(
-        lax.dot_general, dimension_numbers=dimensions, precision=equation.params["precision"]
+        lax.dot_general,
+        dimension_numbers=(contracted, batched),
+        precision=equation.params["precision"],
     )
     if dtype == FLOAT32 and target() == "cpu":
-        out = widened_product(product, cotangent, other)
+        out = widened_product(product, lhs, rhs)
     else:
-        out = product(cotangent, other, preferred_element_type=dtype)
-    by_other = [sums[side][n] for n in np.argsort(sums[1 - side])]
-    return lax.transpose(out, np.argsort([*batch[side], *kept, *by_other]))
+        out = product(lhs, rhs, preferred_element_type=dtype)
+    return lax.transpose(out, np.argsort([*batch[side], *axes[0], *axes[1]]))
 
 
 def run_custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -432,7 +440,7 @@ def _in_parts(equation: JaxprEqn, operands: list[Array]) -> Callable[..., Array]
     """
     mesh, options = jax.typeof(operands[0]).sharding.mesh, equation.params
     convolve = lambda *pair: bind(equation, [*pair], out_sharding=None).astype(FLOAT32)
-    if mesh.size == 1 or set(mesh.axis_types) == {AxisType.Manual}:
+    if mesh.size <= 1 or set(mesh.axis_types) == {AxisType.Manual}:
         return convolve
     lhs, rhs, _ = options["dimension_numbers"]
     is_whole = options["feature_group_count"] == 1 and set(mesh.axis_types) == {AxisType.Auto}

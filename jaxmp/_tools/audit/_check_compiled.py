@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._dtypes import FLOAT32, is_16bit, is_fp8
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._targets import Target
 from jaxmp._policies._rules import Rule, rule_text
@@ -20,7 +20,13 @@ from jaxmp._tools.audit._checks import NOTE, WARNING, Check, OpOccurrence
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp._tools.audit._trace import Traced
-from jaxmp.fp8._explain import FORMS, excluded_form, explain_exclusion
+from jaxmp.fp8._explain import (
+    FORMS,
+    decides_otherwise,
+    excluded_form,
+    explain_exclusion,
+    other_tokens,
+)
 from jaxmp.fp8._scaling import CurrentScaling
 
 FP32_GEMM = Check(
@@ -129,7 +135,11 @@ FP8_FALLBACK = Check(
 def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
     operands, is_low = op.equation.invars[:2], is_16bit(matmul.lhs) and is_16bit(matmul.rhs)
-    if op.location.phase != FORWARD or not is_low or not audit.context.requires_fp8(op.location):
+    if op.location.phase != FORWARD or not audit.context.requires_fp8(op.location):
+        return
+    if is_fp8(matmul.lhs) and is_fp8(matmul.rhs):
+        _note_tokens(op, audit)
+    if not is_low:
         return
     assert audit.context.policies is not None
     form, why = excluded_form(op.equation)
@@ -141,10 +151,7 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
         return
     if op.name != "dot_general":
         return
-    _, contracted = dot_of(op.equation).contracted
-    shape = operands[1].aval.shape
-    inputs = math.prod(shape[axis] for axis in contracted)
-    sizes = inputs, math.prod(shape) // max(inputs, 1)
+    sizes = _note_tokens(op, audit)
     scaling = audit.context.policies.fp8 or CurrentScaling()
     reason = explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
     message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
@@ -154,6 +161,19 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
         toml = "    [fp8]\n    min_width = 0"
         fix = f"Use FP8 for narrow layers, too, in the recipe file:\n{toml}\n{fix}"
     audit.add(NOT_FP8, op, f"{message}.", fix, flops=flops)
+
+
+def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
+    """Returns the input and output features of a dot, and notes a decision for other tokens."""
+    _, contracted = dot_of(op.equation).contracted
+    rows, shape = (math.prod(var.aval.shape) for var in op.equation.invars[:2])
+    k = math.prod(op.equation.invars[1].aval.shape[axis] for axis in contracted)
+    n, tokens = shape // max(k, 1), rows // max(k, 1)
+    assert audit.context.policies is not None
+    scaling = audit.context.policies.fp8 or CurrentScaling()
+    if not scaling.emulate and decides_otherwise(k, n, scaling, tokens, audit.context.target):
+        audit.notes[other_tokens("/".join(op.location.names), tokens, 1)] = None
+    return k, n
 
 
 def _exclude(op: OpOccurrence) -> str:
