@@ -928,7 +928,7 @@ MUTATIONS = [
     ),
     Mutation(
         "modules with weights that no FP8 dot multiplies are not reported",
-        "jaxmp/_flax/_search.py",
+        "jaxmp/_flax/_missing_precision.py",
         "        _explain.note_unsupported(",
         "        print(",
         (
@@ -938,7 +938,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights without matmuls, and layers that were traced before, count as not in FP8",
-        "jaxmp/_flax/_search.py",
+        "jaxmp/_flax/_missing_precision.py",
         "    if set(MATMULS).isdisjoint(",
         "    if False and set().isdisjoint(",
         (

@@ -74,8 +74,11 @@ def sub_jaxprs(equation: Any) -> list[Any]:
     """Returns the jaxprs among the parameters of an equation, in order."""
     jaxprs = []
     for value in equation.params.values():
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        jaxprs += [inner for inner in values if is_jaxpr(inner)]
+        # Other tuples, such as the shardings of a step, may have thousands of elements.
+        if isinstance(value, (tuple, list)) and value and is_jaxpr(value[0]):
+            jaxprs += [inner for inner in value if is_jaxpr(inner)]
+        elif is_jaxpr(value):
+            jaxprs.append(value)
     return jaxprs
 
 

@@ -156,7 +156,7 @@ class Uses(Backward):
             for equation in body.eqns:
                 if equation.primitive.name == "broadcast_in_dim":
                     operand, result = equation.invars[0], equation.outvars[0]
-                    if operand.aval.size < result.aval.size:
+                    if operand.aval.size != result.aval.size:
                         self._broadcast.add(result)
             self.known[key] = body, super().facts(body, results, place, state)
         return self.known[key][1]
@@ -210,7 +210,8 @@ class Uses(Backward):
 
     def _is_small(self, var: Any, equation: JaxprEqn) -> bool:
         result: Any = equation.outvars[0].aval
-        return is_literal(var) or var in self._broadcast or var.aval.size < result.size
+        # Sizes of symbolic shapes can only be compared for equality.
+        return is_literal(var) or var in self._broadcast or var.aval.size != result.size
 
 
 def _of_factor(equation: JaxprEqn, n: int) -> Use:
