@@ -564,7 +564,7 @@ MUTATIONS = [
     Mutation(
         "steps whose gradients are all zero are not counted in a row",
         "jaxmp/optim/_skip.py",
-        "lax.select(is_zero, zero_gradients + 1, jnp.int32(0))",
+        "lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0))",
         "lax.select(is_zero, jnp.int32(1), jnp.int32(0))",
         ("test_skipped_steps.py::test_gradients_that_are_all_zero_are_counted_and_named",),
     ),
