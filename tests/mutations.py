@@ -920,6 +920,37 @@ MUTATIONS = [
         ("test_search.py::test_decisions_keep_their_sums_and_their_neighbours_are_rounded",),
     ),
     Mutation(
+        "modules round the FP32 sums of a layer of the user's own class",
+        "jaxmp/_flax/_search.py",
+        "fact = _REACHED if is_wide else _DATA",
+        "fact = _DATA",
+        (
+            "test_search.py::test_modules_pass_the_fp32_results_of_own_layers_to_a_decision",
+            "test_fp32_outputs.py::test_the_fix_of_an_own_layer_is_its_line_and_no_rule",
+        ),
+    ),
+    Mutation(
+        "a call that chooses another head has the decisions of the first one",
+        "jaxmp/_flax/_search.py",
+        "    is_choice = isinstance(leaf, int) and abs(leaf) < _MAX_CHOICE\n",
+        "    is_choice = False\n",
+        ("test_search.py::test_numbers_fields_functions_and_attributes_choose_a_head",),
+    ),
+    Mutation(
+        "a model that cannot be traced is not reported",
+        "jaxmp/_flax/_search.py",
+        "            messages.append(self._failure)\n",
+        "",
+        ("test_search.py::test_a_model_that_cannot_be_traced_is_reported_with_its_fix",),
+    ),
+    Mutation(
+        "a custom_vmap function stays in FP32 under autocast",
+        "jaxmp/_autocast/_replay.py",
+        'is_own_vmap = equation.primitive.name == "custom_vmap_call" and',
+        "is_own_vmap = False and",
+        ("test_autocast.py::test_functions_with_their_own_vmap_and_their_rules_are_cast",),
+    ),
+    Mutation(
         "modules round a decision that they pass on",
         "jaxmp/_flax/_casts.py",
         "        if id(leaf) in unrounded:\n            return leaf\n",

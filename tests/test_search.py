@@ -407,6 +407,39 @@ def test_functions_that_multiply_outside_of_all_modules():
     assert model.apply(variables, X, method=nn.Embed.attend).dtype == jnp.float32
 
 
+class Own(nn.Module):
+    """Layer of a user's own class that returns FP32 sums, or multiplies FP32 operands."""
+
+    is_wide: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (WIDTH, CLASSES))
+        if self.is_wide:
+            return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        return x.astype(jnp.float32) @ kernel.astype(jnp.float32)
+
+
+class OwnRouter(nn.Module):
+    is_wide: bool
+
+    @nn.compact
+    def __call__(self, x):
+        z = Own(self.is_wide)(nn.Dense(WIDTH)(nn.Dense(8 * WIDTH)(x)))
+        self.sow("intermediates", "logits", z)
+        return nn.Dense(WIDTH)(x) * jax.lax.top_k(jax.nn.softmax(z), 2)[0][:, :1]
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_modules_pass_the_fp32_results_of_own_layers_to_a_decision(is_wide):
+    model = jaxmp.load_recipe("bf16").wrap(OwnRouter(is_wide))
+    with jax.numpy_dtype_promotion("standard"):
+        variables = model.init(jax.random.key(0), X)
+        _, sown = model.apply({"params": variables["params"]}, X, mutable="intermediates")
+    (z,) = sown["intermediates"]["logits"]
+    assert jnp.any(z != z.astype(jnp.bfloat16).astype(jnp.float32))
+
+
 def test_symbolic_shapes():
     (rows,) = jax.export.symbolic_shape("rows")
     model, variables = MODELS["linen-"](jaxmp.load_recipe("bf16"))

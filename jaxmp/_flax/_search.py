@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxmp._autocast._resolve import is_traced_by_autocast
 from jaxmp._core._compat import JaxprEqn, context, current_context
-from jaxmp._core._dtypes import is_16bit
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._trees import is_float
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _labels, _missing_precision
@@ -37,6 +37,7 @@ from jaxmp._programs import _jaxprs
 from jaxmp._programs._analysis import Forward
 from jaxmp._programs._constructs import Form, form_of, scan_of, sub_jaxprs
 from jaxmp._programs._interpreter import Frame
+from jaxmp._programs._jaxprs import array_aval
 from jaxmp._programs._matmuls import MATMULS
 from jaxmp._programs._operations import label_of
 from jaxmp._programs._uses import Use, Uses, wide_results
@@ -159,10 +160,10 @@ class ModelSearch:
             reasons = {label: reason for label, reason in reasons.items() if reason != _OF_MODEL}
         reasons = {label: reason for label, reason in reasons.items() if reason}
         self._layers |= labeling.layers
-        reached = _Reached(labeling.layers & reasons.keys())
-        reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
         # Strict promotion refuses an operation of FP32 sums and a 16-bit array.
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
+        reached = _Reached(labeling.layers & reasons.keys(), is_strict)
+        reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
         is_refused = is_strict and reached.meets_16_bits
         found = set() if is_refused else reached.labels & reasons.keys()
         labels = {label: reasons[label] for label in found}
@@ -283,17 +284,18 @@ _CONSTANT, _DATA, _REACHED = range(3)
 
 
 class _Reached(Forward):
-    """Finds the labels of values that are computed from the results of layers, without a matmul.
+    """Finds the labels of values that are computed from FP32 sums, without another matmul.
 
     Args:
-      layers: labels of the results of the layers.
+      layers: labels of the results of the layers that return their sums.
+      is_strict: True under strict promotion, in which only these layers return FP32.
     """
 
     nothing = _DATA
 
-    def __init__(self, layers: set[str]) -> None:
+    def __init__(self, layers: set[str], is_strict: bool) -> None:
         super().__init__()
-        self._layers, self.labels = layers, set[str]()
+        self._layers, self._is_strict, self.labels = layers, is_strict, set[str]()
         # True if such a value and a 16-bit array are operands of one operation.
         self.meets_16_bits = False
 
@@ -312,7 +314,9 @@ class _Reached(Forward):
             fact = _REACHED if label in self._layers else fact
             self.labels |= {label} if fact == _REACHED else set()
         elif name in MATMULS:
-            fact = _DATA
+            # The author of a layer, or a rule, may return FP32.
+            is_wide = array_aval(equation.outvars[0]).dtype == FLOAT32 and not self._is_strict
+            fact = _REACHED if is_wide else _DATA
         elif fact == _REACHED:
             others = (equation.invars[n].aval for n, each in enumerate(operands) if each == _DATA)
             self.meets_16_bits |= any(map(_is_strong_16bit, others))

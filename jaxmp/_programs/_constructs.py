@@ -293,6 +293,11 @@ def custom_jvp_of(equation: Any) -> CustomJvp:
     return CustomJvp(params["call_jaxpr"], rule, params["symbolic_zeros"])
 
 
+def custom_vmap_of(equation: Any) -> tuple[Any, Callable[..., Any]]:
+    """Returns the jaxpr of a `custom_vmap_call`, and its rule."""
+    return equation.params["call"], equation.params["rule"]
+
+
 # ---------------------------------------------------------------------------
 # The jaxprs of all constructs
 # ---------------------------------------------------------------------------
