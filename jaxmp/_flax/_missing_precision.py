@@ -124,7 +124,11 @@ def low_share(cls: type, closed: ClosedJaxpr, count: int, labeling: Labeling) ->
 def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) -> None:
     """Records a module with a policy for FP8 and weights, `own()`, that no FP8 dot multiplies."""
     traits, cls, path = module_policy.traits, module_policy.cls, module_policy.resolved.path
-    if not _explain.is_recording() or module_policy.resolved.scaling is None:
+    if not _explain.is_recording() or module_policy.policy.matmul != "fp8":
+        return
+    if module_policy.resolved.scaling is None:
+        kernel = next(array for array in own() if array.ndim > 1)
+        _explain.note_decision(path, kernel.shape[::-1] if traits.embedding else kernel.shape)
         return
     has_fp8 = getattr(traits.dot, "fp8", None) is not None
     # A layer of Flax that is wrapped alone is a part of a model.
