@@ -941,6 +941,20 @@ MUTATIONS = [
         ("test_search.py::test_a_model_that_cannot_be_traced_is_reported_with_its_fix",),
     ),
     Mutation(
+        "a parameter that is rounded before its softplus is not found",
+        "jaxmp/_tools/audit/_check_ops.py",
+        "    return RoundedParameter(op, message, fix) if fix and",
+        "    return RoundedParameter(op, message, fix) if False and",
+        ("test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32",),
+    ),
+    Mutation(
+        "a sum of a gradient makes the exponential of a softplus a softmax",
+        "jaxmp/_programs/_uses.py",
+        'of_mul = Use.PRODUCT | Use.SUMMED if name == "mul"',
+        'of_mul = Use.PRODUCT if name == "mul"',
+        ("test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32",),
+    ),
+    Mutation(
         "a custom_vmap function stays in FP32 under autocast",
         "jaxmp/_autocast/_replay.py",
         'is_own_vmap = equation.primitive.name == "custom_vmap_call" and',

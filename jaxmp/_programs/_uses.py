@@ -189,10 +189,11 @@ class Uses(Backward):
             used[0] |= Use.MAGNIFIED
         if name == "div":
             used[1] = used[1] & (DECISIONS | Use.SOLVED) | Use.MAGNIFIED
-        # The gradient of a softmax multiplies it with other arrays, which attention does not, and
-        # the gradient of a bias is a sum, which is no loss.
-        hidden = Use.LOSS if name in _SUMS else Use.PRODUCT if name == "mul" else Use.NONE
-        if hidden and hidden in used[0]:
+        # The gradient of a softmax multiplies it with other arrays, which attention does not. The
+        # gradient of a bias is a sum, which is no loss, and none of a softmax.
+        of_mul = Use.PRODUCT | Use.SUMMED if name == "mul" else Use.NONE
+        hidden = Use.LOSS if name in _SUMS else of_mul
+        if hidden and hidden & used[0]:
             stack = str(equation.source_info.name_stack)
             is_backward = phase_of(stack, frame.place.phase) == BACKWARD
             used = [use & ~hidden for use in used] if is_backward else used
