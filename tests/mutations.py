@@ -929,7 +929,7 @@ MUTATIONS = [
     Mutation(
         "a call that chooses another head has the decisions of the first one",
         "jaxmp/_flax/_search.py",
-        "    is_choice = isinstance(leaf, int) and abs(leaf) < _MAX_CHOICE\n",
+        "    is_choice = isinstance(number, int) and abs(number) < _MAX_CHOICE\n",
         "    is_choice = False\n",
         ("test_search.py::test_numbers_fields_functions_and_attributes_choose_a_head",),
     ),

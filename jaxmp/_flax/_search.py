@@ -219,11 +219,10 @@ def _described(leaf: Any) -> Hashable:
     Values that choose are bools, text, members of an enum, and small numbers, such as the number of
     a head. Functions are described by their code, and other objects by their type.
     """
-    if isinstance(leaf, (np.bool_, np.integer)):
-        leaf = leaf.item()
-    is_choice = isinstance(leaf, int) and abs(leaf) < _MAX_CHOICE
-    if is_choice or isinstance(leaf, (bool, str, enum.Enum)):
-        return type(leaf), leaf
+    number = leaf.item() if isinstance(leaf, (np.bool_, np.integer)) else leaf
+    is_choice = isinstance(number, int) and abs(number) < _MAX_CHOICE
+    if is_choice or isinstance(number, (bool, str, enum.Enum)):
+        return type(number), number
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return leaf.shape, leaf.dtype
     return getattr(leaf, "__code__", type(leaf))

@@ -73,8 +73,8 @@ REDUCTION_16BIT = Check(
 EXP_16BIT = Check(
     id="exp_16bit",
     explanation="An exponential, logarithm, power or trigonometric function of the forward pass is"
-    " computed in 16 bits, or a parameter is rounded before its exponential or softplus. A warning for squares and other integer powers in float16, which"
-    " overflow.",
+    " computed in 16 bits, or a parameter is rounded before its exponential or softplus. A warning"
+    " for squares and other integer powers in float16, which overflow.",
     fix="x = x.astype(jnp.float32)",
 )
 ACCUMULATOR_16BIT = Check(
