@@ -429,7 +429,7 @@ class NnxDecay(nnx.Module):
         self.dense, self.out = (nnx.Linear(32, 32, rngs=rngs) for _ in range(2))
 
     def __call__(self, x):
-        step = jax.nn.softplus(self.dense(x) + self.step_bias[...])
+        step = jax.nn.softplus((self.dense(x) + self.step_bias[...]).astype(jnp.float32))
         return self.out(jnp.exp(-jnp.exp(self.log_rate[...]) * step))
 
 
