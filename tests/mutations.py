@@ -578,7 +578,7 @@ MUTATIONS = [
     Mutation(
         "steps whose gradients are all zero are not counted in a row",
         "jaxmp/optim/_skip.py",
-        "lax.select(is_zero, zero_gradients + 1, jnp.int32(0))",
+        "lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0))",
         "lax.select(is_zero, jnp.int32(1), jnp.int32(0))",
         ("test_skipped_steps.py::test_gradients_that_are_all_zero_are_counted_and_named",),
     ),
@@ -958,6 +958,48 @@ MUTATIONS = [
         ("test_search.py::test_decisions_keep_their_sums_and_their_neighbours_are_rounded",),
     ),
     Mutation(
+        "modules round the FP32 sums of a layer of the user's own class",
+        "jaxmp/_flax/_search.py",
+        "fact = _REACHED if is_wide else _DATA",
+        "fact = _DATA",
+        ("test_search.py::test_modules_pass_the_fp32_results_of_own_layers_to_a_decision",),
+    ),
+    Mutation(
+        "a call that chooses another head has the decisions of the first one",
+        "jaxmp/_flax/_search.py",
+        "    is_choice = isinstance(number, int) and abs(number) < _MAX_CHOICE\n",
+        "    is_choice = False\n",
+        ("test_search.py::test_numbers_fields_functions_and_attributes_choose_a_head",),
+    ),
+    Mutation(
+        "a model that cannot be traced is not reported",
+        "jaxmp/_flax/_search.py",
+        "            messages.append(self._failure)\n",
+        "",
+        ("test_search.py::test_a_model_that_cannot_be_traced_is_reported_with_its_fix",),
+    ),
+    Mutation(
+        "a parameter that is rounded before its softplus is not found",
+        "jaxmp/_tools/audit/_check_ops.py",
+        "    return RoundedParameter(op, message, fix) if fix and",
+        "    return RoundedParameter(op, message, fix) if False and",
+        ("test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32",),
+    ),
+    Mutation(
+        "a sum of a gradient makes the exponential of a softplus a softmax",
+        "jaxmp/_programs/_uses.py",
+        'of_mul = Use.PRODUCT | Use.SUMMED if name == "mul"',
+        'of_mul = Use.PRODUCT if name == "mul"',
+        ("test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32",),
+    ),
+    Mutation(
+        "a custom_vmap function stays in FP32 under autocast",
+        "jaxmp/_autocast/_replay.py",
+        'is_own_vmap = equation.primitive.name == "custom_vmap_call" and',
+        "is_own_vmap = False and",
+        ("test_autocast.py::test_functions_with_their_own_vmap_and_their_rules_are_cast",),
+    ),
+    Mutation(
         "modules round a decision that they pass on",
         "jaxmp/_flax/_casts.py",
         "        if id(leaf) in unrounded:\n            return leaf\n",
@@ -966,7 +1008,7 @@ MUTATIONS = [
     ),
     Mutation(
         "modules with weights that no FP8 dot multiplies are not reported",
-        "jaxmp/_flax/_search.py",
+        "jaxmp/_flax/_missing_precision.py",
         "        _explain.note_unsupported(",
         "        print(",
         (
@@ -976,7 +1018,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights without matmuls, and layers that were traced before, count as not in FP8",
-        "jaxmp/_flax/_search.py",
+        "jaxmp/_flax/_missing_precision.py",
         "    if set(MATMULS).isdisjoint(",
         "    if False and set().isdisjoint(",
         (

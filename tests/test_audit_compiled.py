@@ -612,6 +612,17 @@ def test_convolutions_and_both_their_gradients():
 
 
 @needs_compiler
+def test_a_convolution_that_returns_its_fp32_sums_is_a_note():
+    """cuDNN has none; the rule of `rounded_output` for a head must not lead to another error."""
+    recipe = jaxmp.load_recipe(jaxmp.PolicyMap("bf16", jaxmp.Rule("**", "o=f32")))
+    model = recipe.wrap(nn.Sequential([nn.Conv(64, (1, 1))]))
+    images = shape(8, 16, 16, 64, dtype=jnp.float32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    report = audit(model.apply, variables, images, recipe=recipe, target="h200")
+    assert report.ok and any("cuDNN has no convolution" in note for note in report.notes)
+
+
+@needs_compiler
 def test_state_that_is_not_donated_is_a_note():
     def step(w, x):
         return w - 0.1 * jax.grad(lambda w: (x @ w).sum())(w)

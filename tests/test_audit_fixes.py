@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxmp
 
@@ -409,6 +410,55 @@ def test_the_fix_of_a_step_is_its_own_code(name, tmp_path):
             source = with_fix(source, errors[0])
             errors = errors_of(source, tmp_path, *args)
     assert not errors, f"{source}\n{errors}"
+
+
+class Decay(nn.Module):
+    """Decay of a state-space model: two parameters enter an exponential, one of them a softplus."""
+
+    @nn.compact
+    def __call__(self, x):
+        step = nn.Dense(32)(x) + self.param("step_bias", nn.initializers.normal(), (32,))
+        rate = jnp.exp(self.param("log_rate", nn.initializers.normal(), (32,)))
+        weights = jax.nn.softmax(x + self.param("bias_of_logits", nn.initializers.normal(), (32,)))
+        return nn.Dense(32)(jnp.exp(-rate * jax.nn.softplus(step)) * weights)
+
+
+class NnxDecay(nnx.Module):
+    def __init__(self, rngs):
+        self.step_bias, self.log_rate = (nnx.Param(jnp.linspace(-3, 0, 32)) for _ in range(2))
+        self.dense, self.out = (nnx.Linear(32, 32, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        step = jax.nn.softplus((self.dense(x) + self.step_bias[...]).astype(jnp.float32))
+        return self.out(jnp.exp(-jnp.exp(self.log_rate[...]) * step))
+
+
+@pytest.mark.usefixtures("standard_promotion", "rank_promotion")
+@pytest.mark.parametrize("is_nnx", [False, True])
+def test_parameters_that_enter_an_exponential_are_read_in_fp32(is_nnx):
+    x = jnp.linspace(-1, 1, 256).reshape(8, 32)
+
+    def rules_for(rules):
+        recipe = jaxmp.load_recipe(jaxmp.PolicyMap("bf16", rules))
+        if is_nnx:
+            graph, params = nnx.split(recipe.wrap(NnxDecay(nnx.Rngs(0))))
+            apply = lambda params: nnx.merge(graph, params)(x)
+        else:
+            model = recipe.wrap(Decay())
+            params, apply = model.init(jax.random.key(0), x), lambda params: model.apply(params, x)
+        loss = lambda params: (apply(params) ** 2).mean()
+        report = jaxmp.audit(jax.grad(loss), params, recipe=recipe)
+        fixes = "".join(error.fix for error in report.errors)
+        return {ast.unparse(call) for call in calls_of(fixes)}
+
+    expected = {f"jaxmp.Rule('**:{name}', 'c=f32')" for name in ("step_bias", "log_rate")}
+    assert rules_for([]) >= expected and not any("logits" in rule for rule in rules_for([]))
+    assert not rules_for([eval(rule) for rule in expected])
+
+
+def calls_of(text):
+    """Returns the calls of rules in the code of fixes."""
+    return [ast.parse(code) for code in re.findall(r"jaxmp\.Rule\([^)]*\)", text)]
 
 
 def test_matmuls_that_leave_16_bits_have_their_share_of_bytes(tmp_path):

@@ -260,6 +260,7 @@ INDICES = jnp.zeros(600, jnp.int32)
         (lambda m: jnp.cos(m[:, :1].astype(F32) * FREQUENCIES), None),
         (lambda m: m[:, :1] * jnp.sqrt(1 - FREQUENCIES.astype(BF16)), "rounded_input"),
         (lambda m: jnp.sin(m.astype(F16)).astype(BF16) * 2, "float16_range"),
+        (lambda m: m.astype(F16).astype(BF16) * 2, "float16_range"),
         (lambda m: 0.999 * m + 0.001 * m, None),
     ],
 )

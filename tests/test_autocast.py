@@ -894,3 +894,34 @@ def test_a_mask_of_the_fp32_minimum_stays_finite():
         out = autocast(fn, policy)(W, X, lengths)
         assert np.isfinite(out).all()
         assert relative_error(out[:2], fn(W, X, lengths)[:2]) < 0.02
+
+
+@jax.custom_batching.custom_vmap
+def multiplied(x, w):
+    return x @ w
+
+
+@multiplied.def_vmap
+def multiply_rows(size, is_batched, x, w):
+    x, w = (v if is_one else v[None] for v, is_one in zip((x, w), is_batched, strict=True))
+    return jnp.einsum("bij,bjk->bik", x, jnp.broadcast_to(w, (size, *w.shape[1:]))), True
+
+
+@pytest.mark.parametrize("order", ["inside", "outside", "jitted"])
+def test_functions_with_their_own_vmap_and_their_rules_are_cast(order):
+    def layer(x, w):
+        return jnp.tanh(multiplied(x, w)) @ w
+
+    x, w = jnp.linspace(-1, 1, 512).reshape(2, 16, 16), jnp.linspace(-1, 1, 256).reshape(16, 16)
+    cast = {
+        "inside": lambda x, w: jaxmp.autocast(jax.vmap(layer, (0, None)), "bf16")(x, w),
+        "outside": jax.vmap(jaxmp.autocast(layer, "bf16"), (0, None)),
+        "jitted": jax.vmap(jax.jit(jaxmp.autocast(layer, "bf16")), (0, None)),
+    }[order]
+    traced = equations(jax.make_jaxpr(cast)(x, w).jaxpr)
+    operands = [v.aval.dtype for e in traced if e.primitive.name == "dot_general" for v in e.invars]
+    assert len(operands) == 4 and set(operands) == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_allclose(cast(x, w), jax.vmap(layer, (0, None))(x, w), atol=0.1)
+    tangents = jax.jvp(lambda w: cast(x, w), (w,), (w,))
+    expected = jax.jvp(lambda w: jax.vmap(layer, (0, None))(x, w), (w,), (w,))
+    np.testing.assert_allclose(tangents, expected, atol=0.3)

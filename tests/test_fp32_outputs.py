@@ -275,6 +275,35 @@ def test_a_difference_of_a_rounded_result_is_reported_with_its_fix():
         assert len(rounded(loss, variables, y, policies=policies)) == count
 
 
+class Unembed(nn.Module):
+    """Head of a user's own class, which the user repairs as the audit prints."""
+
+    is_wide: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (64, 48))
+        if self.is_wide:
+            return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        return x @ kernel.astype(x.dtype)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_fix_of_an_own_layer_is_its_line_and_no_rule():
+    def findings(is_wide):
+        plain = nn.Sequential([nn.Dense(64), nn.relu, Unembed(is_wide)])
+        variables = plain.init(jax.random.key(0), X)
+        model = jaxmp.load_recipe("bf16").wrap(plain)
+        loss = lambda variables: -jax.nn.log_softmax(model.apply(variables, X))[:, 3].mean()
+        return rounded(loss, variables, policies="bf16")
+
+    (finding,) = findings(False)
+    assert "Rule(" not in finding.fix
+    code = "jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)"
+    assert finding.fix.splitlines()[1].strip() == code
+    assert not findings(True)
+
+
 def test_differences_of_one_result_are_not_reported():
     def features(w, x):
         return (x.astype(BF16) @ w.astype(BF16)).astype(F32)

@@ -85,8 +85,8 @@ def choose_implementation(args: AttentionArguments, implementation: str) -> Atte
     Args:
       args: the checked arguments.
       implementation: a name, or "auto". "auto" chooses cuDNN's fused kernel if it can serve the
-        call; otherwise "xla" if the FP32 logits of all pairs take at most 16 MiB; otherwise
-        "blockwise". An empty result is computed by "xla", whatever the name.
+        call; otherwise "xla" if the FP32 logits of all pairs take at most 16 MiB, or if their shape
+        is symbolic; otherwise "blockwise". An empty result is computed by "xla", whatever the name.
 
     Raises:
       AttentionError: if the named implementation cannot serve the call.
@@ -121,6 +121,8 @@ def _choice(
         )
     if not blockers:
         return "cudnn", ASKED if implementation == "cudnn" else "cuDNN's fused kernel fits"
+    if not isinstance(size, int):
+        return "xla", "the shape of its logits is symbolic"
     mebibytes = f"{size / 2**20:,.1f} MiB in FP32"
     if size > _WHOLE_LOGITS:
         return "blockwise", f"the logits of all pairs would take {mebibytes}"

@@ -127,7 +127,9 @@ class Autocast(InPlace):
             scope_path = (*scope_path, IN_BACKWARD)
         if self.is_as_written(equation):
             return self.run_as_written(equation, frame.state, operands, scope_path)
-        if equation.primitive.name in CONSTRUCTS:
+        # FP8 dots have no rule for the derivatives that `custom_vmap` takes.
+        is_own_vmap = equation.primitive.name == "custom_vmap_call" and self.config.scaling is None
+        if is_own_vmap or equation.primitive.name in CONSTRUCTS:
             with contextlib.nullcontext() if self.record is None else self.record.inside(equation):
                 return self.run_construct(equation, operands, frame.state, place)
         return self.run_equation(equation, operands, frame.state, scope_path)
@@ -148,11 +150,13 @@ class Autocast(InPlace):
     def run_construct(
         self, equation: JaxprEqn, values: list[Value], env: Environment, place: Place
     ) -> list[Value]:
-        """Runs a call, loop, branch or function with a custom derivative."""
+        """Runs a call, loop, branch, or function with a custom derivative or `vmap`."""
         name, scope_path = equation.primitive.name, place.scopes
         if name == "custom_vjp_call":
             return self.run_as_written(equation, env, values, scope_path)
         used = self.uses.facts_of_results(inners(equation)[-1], env.uses_of(equation), place)
+        if name == "custom_vmap_call":
+            return self.custom_vmap(equation, values, place, tuple(used))
         if name != "custom_jvp_call":
             return self.in_place(equation, values, env, place, tuple(used))
         if self.config.scaling is not None:

@@ -13,6 +13,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
+from jaxmp._core import _compat
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit, wide_dtype
 from jaxmp._core._typing import Array, ArrayLike, DTypeLike, PyTree
 
@@ -257,16 +258,36 @@ def first_nonfinite(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
     return lax.reduce_min(masked, (0,))
 
 
-def all_zero(tree: PyTree) -> jax.Array:
+def all_zero(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
     """Returns True if the squares of all floating and complex elements of `tree` are zero.
 
     XLA shares the sums with `first_nonfinite`. The result is False for a tree without such leaves.
+
+    Args:
+      tree: arrays of any dtypes.
+      elementwise: as in `first_nonfinite`, which then has no sums. Only if all elements of the
+        smallest array are zero does the program read the others.
     """
-    sums = [_sum_of_squares(leaf) for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
-    if not sums:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf) and jnp.size(leaf)]
+    if not leaves:
         return jnp.array(False)
-    total = _stacked([cast(each, FLOAT32) for each in sums])
-    return lax.reduce_and(lax.eq(total, lax.full_like(total, 0)), axes=(0,))
+    if not elementwise:
+        total = _stacked([cast(_sum_of_squares(leaf), FLOAT32) for leaf in leaves])
+        return lax.reduce_and(lax.eq(total, lax.full_like(total, 0)), axes=(0,))
+    axes, smallest = _compat.varying_axes(leaves), min(leaves, key=jnp.size)
+    are_zero = lambda leaves: functools.reduce(lax.bitwise_and, map(_is_zero, leaves))
+    return lax.cond(
+        are_zero([smallest]),
+        lambda: _compat.vary(are_zero(leaves), axes),
+        lambda: _compat.vary(jnp.array(False), axes),
+    )
+
+
+def _is_zero(leaf: ArrayLike) -> jax.Array:
+    zeros = [lax.eq(part, lax.full_like(part, 0)) for part in _squares(leaf)]
+    return functools.reduce(
+        lax.bitwise_and, (lax.reduce_and(part, axes=tuple(range(part.ndim))) for part in zeros)
+    )
 
 
 def _stacked(scalars: Sequence[jax.Array]) -> jax.Array:

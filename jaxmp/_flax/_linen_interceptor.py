@@ -19,7 +19,7 @@ from jaxmp._autocast._resolve import trace
 from jaxmp._core._compat import context, current_context
 from jaxmp._core._trees import PARAMS, is_castable, leaves_with_path, parameter_path
 from jaxmp._core._typing import PyTree
-from jaxmp._flax import _search
+from jaxmp._flax import _labels
 from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype, resolve_module
 from jaxmp._flax._linen_fields import LINEN_LAYERS, method_under_policy, prepare
 from jaxmp._flax._method_call import MethodCall
@@ -240,7 +240,7 @@ class PolicyInterceptor:
     def _module_policy(self, module: nn.Module, path: Path, method: str) -> ModulePolicy:
         cls = type(module)
         outputs, traits = LINEN_LAYERS.outputs(module), LINEN_LAYERS.traits(cls)
-        is_decision = _search.is_decision(traits, cls, path, method)
+        is_decision = _labels.is_decision(traits, cls, path, method)
         key = (path, cls, outputs, is_decision)
         if key not in self.module_policies:
             _check_bridge(module, path)
@@ -353,7 +353,10 @@ def module_paths(
 
     rngs = jax.random.key(0) if rngs is None else rngs
     with context(policies=Plain(object())), nn.intercept_methods(record):
-        traced, _ = trace(model.init, (rngs, *args), dict(kwargs))
-    variables = traced.results(traced.closed.out_avals)
+        try:
+            traced, _ = trace(model.init, (rngs, *args), dict(kwargs))
+            variables = traced.results(traced.closed.out_avals)
+        except jax.errors.JAXTypeError:  # The model reads values of arrays.
+            variables = model.init(rngs, *args, **kwargs)
     names = [path for path, _ in leaves_with_path(variables.get("params", {}))]
     return {**paths, **dict.fromkeys(map(parameter_path, names))}

@@ -34,7 +34,8 @@ from jaxmp._flax._linen_interceptor import (
     make_root,
     modules_in,
 )
-from jaxmp._flax._search import ModelSearch, copied, low_precision_share
+from jaxmp._flax._missing_precision import low_precision_share
+from jaxmp._flax._search import ModelSearch, copied
 from jaxmp._flax._shardings import check_model, constrain_variables
 from jaxmp._gradients._hints import Mark
 from jaxmp._policies._device import check_device, check_gradient
@@ -293,7 +294,7 @@ def _method_of_apply(
 
     @functools.wraps(method)
     def run(bound: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        with _entered(bound, (method, args, kwargs)):
+        with _entered(bound, (run, args, kwargs)):
             out = method(bound, *args, **kwargs)
         return _cast_to_output(bound, out) if _is_foreign(module, method) else out
 
@@ -433,7 +434,11 @@ class _UnderPolicies(_Base):
         module: Any = self
         with context(policies=Plain()), _author_fields_in(module):
             copy = super().clone(**changes)
-        for name in {"_jaxmp_shardings", "_jaxmp_mark", "_jaxmp_search"} & self.__dict__.keys():
+        kept = {"_jaxmp_shardings", "_jaxmp_mark", "_jaxmp_search"} & self.__dict__.keys()
+        if module.scope is None and changes.keys() - {"parent", "name", "_deep_clone"}:
+            # A model with other fields, such as another head, is searched again.
+            kept -= {"_jaxmp_search"}
+        for name in kept:
             object.__setattr__(copy, name, self.__dict__[name])
         if "_jaxmp_root_path" not in self.__dict__:
             return copy

@@ -24,7 +24,7 @@ import numpy as np
 from jaxmp._core._dtypes import bits, is_16bit
 from jaxmp._core._trees import saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._flax import _search
+from jaxmp._flax import _labels, _missing_precision
 from jaxmp._flax._casts import (
     IsLeaf,
     ModulePolicy,
@@ -33,6 +33,7 @@ from jaxmp._flax._casts import (
     split_carry,
     widen_outputs,
 )
+from jaxmp._programs import _jaxprs
 
 # ---------------------------------------------------------------------------
 # Calls
@@ -107,11 +108,11 @@ class MethodCall:
     ) -> PyTree:
         """Calls the method with cast arguments, within `entered`, and casts its results."""
         module_policy, incoming, originals = self.module_policy, (args, kwargs), {}
-        _search.note_module(module_policy, self.method, is_forward=self.is_forward)
+        _labels.note_module(module_policy, self.method, is_forward=self.is_forward)
         if self.boundary is Boundary.OUTER:
-            of_arguments = module_policy, self.method, _search.ARGUMENT
-            args, kwargs = _search.labeled(*of_arguments, incoming, self.is_leaf)
-            unrounded = _search.unrounded(*of_arguments, incoming, self.is_leaf)
+            of_arguments = module_policy, self.method, _labels.ARGUMENT
+            args, kwargs = _labels.labeled(*of_arguments, incoming, self.is_leaf)
+            unrounded = _labels.unrounded(*of_arguments, incoming, self.is_leaf)
             args, kwargs, originals = cast_inputs(
                 module_policy, self.method, args, kwargs, self.is_leaf, unrounded
             )
@@ -122,14 +123,15 @@ class MethodCall:
                 explain_mismatch(error, module_policy, "" if self.is_forward else self.method)
                 raise
             if self.at_boundary:
-                _search.note_weights(module_policy, lambda: self.own_params(self.module))
+                own = functools.partial(self.own_params, self.module)
+                _missing_precision.note_weights(module_policy, own)
         traits = module_policy.traits
         out, carry = split_carry(traits, self.module, self.method, out, incoming, self.lifted)
         if self.boundary is Boundary.OUTER:
-            of_results = module_policy, self.method, _search.RESULT
-            unrounded = _search.unrounded(*of_results, out, self.is_leaf)
+            of_results = module_policy, self.method, _labels.RESULT
+            unrounded = _labels.unrounded(*of_results, out, self.is_leaf)
             out = cast_outputs(module_policy, out, self.is_leaf, unrounded)
-            out = _search.labeled(*of_results, out, self.is_leaf)
+            out = _labels.labeled(*of_results, out, self.is_leaf)
         elif self.boundary is Boundary.AUTHOR and module_policy.resolved.casts_output:
             out = cast_outputs(module_policy, out, self.is_leaf)
         elif self.boundary is Boundary.METHOD:
@@ -237,15 +239,22 @@ def _cast_input(leaf: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarra
 
 
 _NOTE = "jaxmp: "
+# Of a function or list outside of a model that kept an array of the search for its first call.
+_KEPT = (
+    f"{_NOTE}the first call of a wrapped model is traced once more, and a cached function, or a "
+    "list or object that the model changes, has kept an array of that trace. Keep NumPy arrays "
+    "(np.sin instead of jnp.sin), or compute what is kept in a block of "
+    "jax.ensure_compile_time_eval()."
+)
 # JAX's messages for an operation that has no 16-bit form; the last one is that of JAX 0.10.
 _NO_16BIT = re.compile("does not accept dtype|input must be|Unsupported dtype")
 
 
 def explain_mismatch(error: Exception, module_policy: ModulePolicy, method: str = "") -> None:
-    """Adds a note to an error of JAX about the dtypes of a module that computes in 16 bits.
+    """Adds a note to an error of JAX that a module under a policy raises.
 
-    Either two dtypes do not match, or an operation such as `lu` or `rfft` has no 16-bit form. The
-    note contains the module and the fixes.
+    It contains the module and the fixes, if two dtypes do not match, if an operation such as `lu`
+    or `rfft` has no 16-bit form, or if something has kept an array of the search of a model.
 
     Args:
       error: raised by a method of the module.
@@ -254,6 +263,10 @@ def explain_mismatch(error: Exception, module_policy: ModulePolicy, method: str 
     """
     policy, text = module_policy.policy, str(error)
     has_note = any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        if _jaxprs.__file__ in text and not has_note:
+            error.add_note(_KEPT)
+        return
     is_refused = _NO_16BIT.search(text) is not None
     concerns = policy.compute_dtype.name in text and ("float32" in text or is_refused)
     if not (is_16bit(policy.compute_dtype) and concerns) or has_note:
@@ -274,11 +287,12 @@ def explain_mismatch(error: Exception, module_policy: ModulePolicy, method: str 
         )
     else:
         fix = (
-            "Another array is float32. Create the initial carry of a loop, or a cache, in the "
-            "dtype of what is computed: jnp.zeros(shape, x.dtype). If modules return the carry, "
-            f"they can also return float32: Rule({below!r}, 'o=f32'). Layers with few outputs "
-            f"return it already, unless you write Rule({subtree!r}, fp32_outputs_below=0). Or "
-            f"compute this module in float32: Rule({subtree!r}, 'c=f32')."
+            "Another array is float32. Create the initial carry of a loop, a cache, or a cotangent "
+            "for jax.vjp in the dtype of what is computed: jnp.zeros(shape, x.dtype). If modules "
+            f"return the carry, they can also return float32: Rule({below!r}, 'o=f32'). Layers "
+            "with few outputs return it already, "
+            f"unless you write Rule({subtree!r}, fp32_outputs_below=0). Or compute this module in "
+            f"float32: Rule({subtree!r}, 'c=f32')."
         )
     error.add_note(
         f"{_NOTE}this happened in {module_policy.cls.__name__}, "

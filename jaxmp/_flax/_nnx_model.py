@@ -17,10 +17,10 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import short_name
 from jaxmp._core._shardings import check_tree, shardings_by_path, without_contents
 from jaxmp._core._typing import PyTree
+from jaxmp._flax._missing_precision import low_precision_share
 from jaxmp._flax._nnx_cast_on_read import Path, author_class, bound_of, is_member
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_subclass import bind, unbind
-from jaxmp._flax._search import low_precision_share
 from jaxmp._flax._shardings import SPEC, check_model
 from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map
 from jaxmp._policies._required import (

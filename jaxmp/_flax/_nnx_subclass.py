@@ -21,7 +21,7 @@ from jaxmp._core._compat import context, current_context, declares_pytree
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import DTypeLike, PyTree
-from jaxmp._flax import _search
+from jaxmp._flax import _labels, _search
 from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
 from jaxmp._flax._fp8_layers import Promotion, quantizes_float32_kernels, wide_operator
 from jaxmp._flax._layer_table import PREFERRED, DotAttribute, is_flax
@@ -143,7 +143,7 @@ def _make_setattr(inherited: Callable[[Any, str, Any], None]) -> Callable[[Any, 
         if bound is None or not isinstance(value, _CONTAINERS) or name.startswith("_pytree__"):
             return
         # `nnx.data` returns a field, and the setter of a property assigns another attribute.
-        warn_of_unwrapped(bound, name, vars(self).get(name))
+        _warn_of_unwrapped(bound, name, vars(self).get(name))
         if name in cast_on_read(self, bound.module_policy.traits):
             wrapped_class(bound.cls, frozenset({name}))
 
@@ -311,8 +311,10 @@ def call_method(
     check_gradient(bound.policies, lambda: nnx.state(module, nnx.Param), bound.mark)
     key = bound.cls, bound.policies, bound.path
     prepare = functools.partial(_separated, module, name, args, kwargs)
-    method = getattr(bound.cls, name)
-    with context(decisions=bound.search.of_call(key, method, (args, kwargs), prepare)):
+    # An attribute may choose a head, as an argument does.
+    own = [value for value in vars(module).values() if isinstance(value, (bool, int, str))]
+    operands, method = (args, kwargs, own), getattr(bound.cls, name)
+    with context(decisions=bound.search.of_call(key, method, operands, prepare)):
         out = _call(bound, module, name, call, args, kwargs)
     bound.search.warn(3)
     return out
@@ -344,11 +346,14 @@ def _call(
     caller = _frames.stack[-1] if _frames.stack else None
     caller = caller if caller and bound_of(caller.module) == bound else None
     if caller is None:
-        _check_containers(bound, module)
+        # Modules may have been added to a Python list or dict.
+        containers = (item for item in vars(module).items() if type(item[1]) in (list, dict))
+        for attribute, value in containers:
+            _warn_of_unwrapped(bound, attribute, value, stacklevel=5)
     is_forward = caller is None or not caller.is_forward
     is_forward = is_forward and policy.is_forward(name)
     as_author = is_forward and _keeps_dtype(module, bound, (args, kwargs))
-    is_decision = is_forward and _search.is_decision(policy.traits, bound.cls, bound.path, name)
+    is_decision = is_forward and _labels.is_decision(policy.traits, bound.cls, bound.path, name)
     if is_decision and not (as_author or bound.is_decision):
         copy = _author_copy(bound, module)
         decision = Bound(bound.policies, bound.path, bound.cls, bound.author, bound.outputs, True)
@@ -377,14 +382,7 @@ def _replaced(
     return call
 
 
-def _check_containers(bound: Bound, module: nnx.Module) -> None:
-    """Warns about modules that were added to a Python list or dict of a wrapped model."""
-    for name, value in vars(module).items():
-        if type(value) in (list, dict):
-            warn_of_unwrapped(bound, name, value, stacklevel=6)
-
-
-def warn_of_unwrapped(bound: Bound, name: str, value: PyTree, stacklevel: int = 3) -> None:
+def _warn_of_unwrapped(bound: Bound, name: str, value: PyTree, stacklevel: int = 3) -> None:
     """Warns about modules without policies in an attribute of a wrapped model."""
     for leaf in jax.tree.leaves(value, is_leaf=is_member):
         if isinstance(leaf, nnx.Module) and bound_of(leaf) is None:

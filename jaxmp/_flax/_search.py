@@ -13,34 +13,34 @@ model of which no layer uses FP8.
 from __future__ import annotations
 
 import copy
-import dataclasses
-import os
+import enum
+import functools
+import inspect
+import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._autocast._resolve import is_traced_by_autocast
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, context, current_context
-from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
+from jaxmp._core._compat import JaxprEqn, context, current_context
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._trees import is_float
 from jaxmp._core._typing import PyTree
-from jaxmp._flax._casts import IsLeaf, ModulePolicy, computes_in_16_bits
-from jaxmp._flax._layer_table import CONV, LayerTraits
+from jaxmp._flax import _labels, _missing_precision
+from jaxmp._flax._casts import computes_in_16_bits
 from jaxmp._policies._load import PolicyMap
 from jaxmp._programs import _jaxprs
 from jaxmp._programs._analysis import Forward
 from jaxmp._programs._constructs import Form, form_of, scan_of, sub_jaxprs
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._locations import Lines
-from jaxmp._programs._matmuls import MATMULS, WIDENED_MATMUL, count_flops, matmul_of
-from jaxmp._programs._operations import label_of, name_of, new_dtype_of
-from jaxmp._programs._uses import EXACT, Use, Uses, wide_results
+from jaxmp._programs._jaxprs import array_aval
+from jaxmp._programs._matmuls import MATMULS
+from jaxmp._programs._operations import label_of
+from jaxmp._programs._uses import Use, Uses, wide_results
 from jaxmp.errors import RecipeWarning
 from jaxmp.fp8 import _explain
 
@@ -49,35 +49,16 @@ from jaxmp.fp8 import _explain
 # ---------------------------------------------------------------------------
 
 
-class _Module(NamedTuple):
-    """Module that was called.
-
-    Attributes:
-      cls: name of its class.
-      method: the method, if it is not a forward pass; otherwise "".
-      is_low: True if its matmuls should read 16 bits.
-    """
-
-    cls: str
-    method: str
-    is_low: bool
-
-
-class Labeling:
-    """`Context.decisions` while a model is traced with labels: the modules that were called."""
-
-    def __init__(self) -> None:
-        self.modules: dict[str, _Module] = {}
-        # Labels of the results of linear layers.
-        self.layers: set[str] = set()
-
-
 class ModelSearch:
     """Findings of the calls of one model. Copies of it share them; a pickled one begins anew."""
 
     def __init__(self) -> None:
         # Method, and shapes of its arguments -> labels of values -> why they are not rounded.
         self._labels: dict[Hashable, dict[str, str]] = {}
+        # The same keys -> number of searches that failed.
+        self._failed: Counter[Hashable] = Counter()
+        # Why the last search failed, and True if a warning has shown it.
+        self._failure, self._is_told = "", False
         # Labels of the results of linear layers.
         self._layers: set[str] = set()
         self._messages: list[str] = []
@@ -105,14 +86,27 @@ class ModelSearch:
         is_low = policies.default.matmul == "fp8" or computes_in_16_bits(policies)
         if active is not None or not is_low:
             return active
-        leaves, structure = jax.tree.flatten(arguments)
-        name = getattr(called, "__qualname__", ""), getattr(called, "__code__", called)
-        call = key[2], name, structure, *map(_described, leaves)
-        if call not in self._labels:
+        name = getattr(called, "__qualname__", "")
+        call = key[2], name, _described_function(called), *_described_tree(arguments)
+        try:
+            is_known = call in self._labels
+        except Exception:
+            # Static fields of a pytree, such as NumPy arrays, that cannot be compared.
+            call = *call[:3], *map(str, call[3:])
+            is_known = call in self._labels
+        if not is_known:
+            self._failure = ""
             # Only a call of the whole model shows that no layer uses FP8; `explain` lists them.
-            is_whole = name[0].endswith("__call__") and not _explain.is_recording()
-            is_first, self._labels[call] = not self._labels, {}
-            self._search(call, key, prepare, is_first=is_first, is_whole=is_whole)
+            is_whole = name.endswith("__call__") and not _explain.is_recording()
+            labels = self._search(key, prepare, is_first=not self._labels, is_whole=is_whole)
+            if labels is None:
+                # The call itself will raise, or it cannot be searched. If it is repeated, it may
+                # succeed with other variables, or with the RNG that was missing.
+                self._failed[call] += 1
+                if self._failed[call] < _MAX_FAILED:
+                    return frozenset()
+            # Another thread may have found them, but none may see an unfinished search.
+            self._labels.setdefault(call, labels or {})
         return frozenset(self._labels[call])
 
     def warn(self, stacklevel: int) -> None:
@@ -122,13 +116,16 @@ class ModelSearch:
           stacklevel: of the user's call, counted from the caller, as in `warnings.warn`.
         """
         messages, self._messages = self._messages, []
+        if self._failure and not self._is_told:  # The call itself has succeeded.
+            self._is_told = True
+            messages.append(self._failure)
         for message in messages:
             warnings.warn(message, RecipeWarning, stacklevel=stacklevel + 1)
 
     def reasons(self) -> dict[str, str]:
         """Returns path -> why the results of the layer are not rounded."""
         return {
-            label.removeprefix(_PREFIX).rpartition(".")[0]: reason
+            label.removeprefix(_labels.PREFIX).rpartition(".")[0]: reason
             for labels in self._labels.values()
             for label, reason in labels.items()
             if label in self._layers
@@ -136,23 +133,24 @@ class ModelSearch:
 
     def _search(
         self,
-        call: Hashable,
         key: tuple[type, PolicyMap, tuple[str, ...]],
         prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, int]],
         *,
         is_first: bool,
         is_whole: bool,
-    ) -> None:
-        labeling, is_cast = Labeling(), is_traced_by_autocast()
+    ) -> dict[str, str] | None:
+        """Returns label -> why its value is not rounded; None if the call cannot be traced."""
+        labeling, is_cast = _labels.Labeling(), is_traced_by_autocast()
         try:
             fn, arrays, count = prepare()
             search = context(decisions=labeling)
             with search, _explain.recorded() as fp8, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 closed = _jaxprs.trace(fn, (arrays,), {}).closed
-        except Exception:
+        except Exception as error:
             # The call itself raises the same error, or it reads values of arrays outside of `jit`.
-            return
+            self._failure = _failure_text(key, labeling, error)
+            return None
         uses = _LabelUses()
         uses.facts(closed.jaxpr, wide_results(closed.jaxpr))
         reasons = {label: _reason(use) for label, use in uses.of_labels.items()}
@@ -162,117 +160,99 @@ class ModelSearch:
             reasons = {label: reason for label, reason in reasons.items() if reason != _OF_MODEL}
         reasons = {label: reason for label, reason in reasons.items() if reason}
         self._layers |= labeling.layers
-        reached = _Reached(labeling.layers & reasons.keys())
-        reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
         # Strict promotion refuses an operation of FP32 sums and a 16-bit array.
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
-        if not (is_strict and reached.meets_16_bits):
-            self._labels[call] = {
-                label: reasons[label] for label in reached.labels & reasons.keys()
-            }
+        reached = _Reached(labeling.layers & reasons.keys(), is_strict)
+        reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
+        is_refused = is_strict and reached.meets_16_bits
+        found = set() if is_refused else reached.labels & reasons.keys()
+        labels = {label: reasons[label] for label in found}
         if is_first and not path:
-            low = "" if is_cast else _low_share(cls, closed, count, labeling)
-            unused = (
-                _unused_fp8(cls, fp8.rows, self._labels[call], closed.jaxpr)
-                if in_fp8 and is_whole
-                else ""
-            )
+            low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
+            unused = ""
+            if in_fp8 and is_whole:
+                unused = _missing_precision.unused_fp8(cls, fp8.rows, labels, closed.jaxpr)
             self._messages += filter(None, (low, unused))
+        return labels
 
 
-def copied(arguments: PyTree) -> PyTree:
-    """Copies the arguments of a call that are not arrays, because the call may change them."""
-    is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else copy.deepcopy(leaf), arguments)
-
-
-def _described(leaf: Any) -> Hashable:
-    """Returns the shape and dtype of an array, a bool or text, or the type of another object.
-
-    A number that changes with each call, such as a time, is no reason for another search.
-    """
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, (bool, str)) else type(leaf)
-
-
-# ---------------------------------------------------------------------------
-# Labels
-# ---------------------------------------------------------------------------
-
-ARGUMENT, RESULT = "argument", "result"
-_PREFIX = "jaxmp "
-
-
-def _owner(path: str, method: str, kind: str) -> str:
-    """Returns the first part of the labels of the arguments or results of a method."""
-    return f"{_PREFIX}{path}.{method} {kind} "
-
-
-def labeled(
-    module_policy: ModulePolicy, method: str, kind: str, tree: PyTree, is_leaf: IsLeaf
-) -> PyTree:
-    """Labels the floating arrays of arguments or results while a model is searched.
-
-    Args:
-      module_policy, method: of the module.
-      kind: `ARGUMENT` or `RESULT`.
-      tree: the arguments or results.
-      is_leaf: as in `jax.tree.map`.
-    """
-    if not isinstance(current_context().decisions, Labeling):
-        return tree
-    owner = _owner(module_policy.resolved.path, method, kind)
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
-    is_float = lambda leaf: isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
-    return structure.unflatten(
-        checkpoint_name(leaf, f"{owner}{n}") if is_float(leaf) else leaf
-        for n, leaf in enumerate(leaves)
+def _failure_text(
+    key: tuple[type, PolicyMap, tuple[str, ...]], labeling: _labels.Labeling, error: Exception
+) -> str:
+    """Returns a warning of a call that cannot be traced, and so is not searched."""
+    paths = [path for path in labeling.modules if path] or ["head"]
+    text = next(iter(str(error).splitlines()), "")
+    return (
+        f"{key[0].__name__} cannot be traced: {type(error).__name__}: {text} So jaxmp does not "
+        "know which of its results a softmax, a choice or a loss reads, and rounds them all to "
+        f"{key[1].default.compute_dtype}. Make it a function that jax.jit can trace, or name the "
+        f"layers whose results must stay in FP32: Rule({paths[-1]!r}, 'o=f32')."
     )
 
 
-def unrounded(
-    module_policy: ModulePolicy, method: str, kind: str, tree: PyTree, is_leaf: IsLeaf
-) -> frozenset[int]:
-    """Returns the ids of the arrays that are not rounded; arguments as in `labeled`."""
-    decisions: Any = current_context().decisions
-    if not decisions or isinstance(decisions, Labeling):
-        return frozenset()
-    owner = _owner(module_policy.resolved.path, method, kind)
-    leaves = enumerate(jax.tree.leaves(tree, is_leaf=is_leaf))
-    return frozenset(id(leaf) for n, leaf in leaves if f"{owner}{n}" in decisions)
+# Searches of one call that may fail; later calls are not searched.
+_MAX_FAILED = 3
 
 
-def is_decision(traits: LayerTraits, cls: type, path: Sequence[str], method: str) -> bool:
-    """Returns True if a method of a module is the matmul of a layer with an unrounded result.
+def copied(arguments: PyTree) -> PyTree:
+    """Copies the arguments of a call that are not arrays, because the call may change them.
 
-    A method that a user overrides in a subclass may multiply by the kernel itself.
+    Integers and bools of NumPy become those of Python, whose values a model may read.
     """
-    decisions: Any = current_context().decisions
-    name = "/".join(path)
-    is_matmul = method == ("attend" if traits.embedding else "__call__")
-    is_layer = bool(traits.kernel or traits.embedding) and not traits.is_convolution
-    if not decisions or not is_matmul or not is_layer:
-        return False
-    author, owner = getattr(cls, "_jaxmp_class", cls), traits.registered or traits.layer
-    if getattr(author, method) is not getattr(owner, method, None):
-        return False
-    label = f"{_owner(name, method, RESULT)}0"
-    if isinstance(decisions, Labeling):
-        decisions.layers.add(label)
-        return False
-    return label in decisions
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, (np.bool_, np.integer)):
+            return leaf.item()
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        return leaf if is_array else copy.deepcopy(leaf)
+
+    return jax.tree.map(copy_of, arguments)
 
 
-def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -> None:
-    """Records a call of a module while a model is searched."""
-    labeling = current_context().decisions
-    if isinstance(labeling, Labeling):
-        traits, dtype = module_policy.traits, module_policy.policy.compute_dtype
-        # Those of Flax's layers that do not are meant to be in FP32.
-        is_low = is_16bit(dtype) and not (traits.is_norm or traits.upcasts_params or traits.dtype)
-        module = _Module(module_policy.cls.__name__, "" if is_forward else method, is_low)
-        labeling.modules[module_policy.resolved.path] = module
+# A larger number, or one with a fraction, is no reason for another search: a step or a time.
+_MAX_CHOICE = 32
+
+
+def _described(leaf: Any) -> Hashable:
+    """Returns what a search depends on: the shape and dtype of an array, or a value that chooses.
+
+    Values that choose are bools, text, members of an enum, and small numbers, such as the number of
+    a head. Functions are described by their code, and other objects by their type.
+    """
+    number = leaf.item() if isinstance(leaf, (np.bool_, np.integer)) else leaf
+    is_choice = isinstance(number, int) and abs(number) < _MAX_CHOICE
+    if is_choice or isinstance(number, (bool, str, enum.Enum)):
+        return type(number), number
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return leaf.shape, leaf.dtype
+    return getattr(leaf, "__code__", type(leaf))
+
+
+def _described_tree(tree: PyTree) -> tuple[Hashable, ...]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *map(_described, leaves)
+
+
+def _described_function(function: Any) -> Hashable:
+    """Returns what a search depends on in a function: its code, and all that it contains.
+
+    It contains no array, so that it outlives the transformation that called the function.
+    """
+    function = inspect.unwrap(function)
+    if isinstance(function, functools.partial):
+        bound = function.args, function.keywords
+        return _described_function(function.func), *_described_tree(bound)
+    if not hasattr(function, "__code__"):
+        return function
+    cells = getattr(function, "__closure__", None) or ()
+    # Not those in a list, to which a call may append.
+    values = (_described(cell.cell_contents) for cell in cells if cell != _EMPTY)
+    defaults = function.__defaults__, function.__kwdefaults__
+    return function.__code__, *values, *_described_tree(defaults)
+
+
+# The cell of a variable that is not assigned yet.
+_EMPTY = types.CellType()
 
 
 # ---------------------------------------------------------------------------
@@ -303,17 +283,18 @@ _CONSTANT, _DATA, _REACHED = range(3)
 
 
 class _Reached(Forward):
-    """Finds the labels of values that are computed from the results of layers, without a matmul.
+    """Finds the labels of values that are computed from FP32 sums, without another matmul.
 
     Args:
-      layers: labels of the results of the layers.
+      layers: labels of the results of the layers that return their sums.
+      is_strict: True under strict promotion, in which only these layers return FP32.
     """
 
     nothing = _DATA
 
-    def __init__(self, layers: set[str]) -> None:
+    def __init__(self, layers: set[str], is_strict: bool) -> None:
         super().__init__()
-        self._layers, self.labels = layers, set[str]()
+        self._layers, self._is_strict, self.labels = layers, is_strict, set[str]()
         # True if such a value and a 16-bit array are operands of one operation.
         self.meets_16_bits = False
 
@@ -332,7 +313,9 @@ class _Reached(Forward):
             fact = _REACHED if label in self._layers else fact
             self.labels |= {label} if fact == _REACHED else set()
         elif name in MATMULS:
-            fact = _DATA
+            # The author of a layer, or a rule, may return FP32.
+            is_wide = array_aval(equation.outvars[0]).dtype == FLOAT32 and not self._is_strict
+            fact = _REACHED if is_wide else _DATA
         elif fact == _REACHED:
             others = (equation.invars[n].aval for n, each in enumerate(operands) if each == _DATA)
             self.meets_16_bits |= any(map(_is_strong_16bit, others))
@@ -356,136 +339,3 @@ def _reason(use: Use) -> str:
     if use == Use.RESULT:
         return _OF_MODEL
     return next((reasons[each] for each in reasons if each in use), "")
-
-
-# ---------------------------------------------------------------------------
-# Missing precision
-# ---------------------------------------------------------------------------
-
-
-def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> float | None:
-    """Returns the share of a function's matmul FLOPs in 16 bits or fewer; None without matmuls.
-
-    Args:
-      fn: any JAX function; nothing is computed.
-      *args, **kwargs: its arguments, or their shapes.
-    """
-    args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
-    with _explain.recorded():
-        return _share(_jaxprs.trace(fn, args, kwargs).closed)
-
-
-def _share(closed: ClosedJaxpr) -> float | None:
-    flops = count_flops(closed)
-    is_float = lambda dtype: jnp.issubdtype(dtype, jnp.floating)
-    flops = Counter({pair: n for pair, n in flops.items() if all(map(is_float, pair))})
-    low = sum(flops[pair] for pair in flops if all(bits(dtype) <= 16 for dtype in pair))
-    return low / flops.total() if flops.total() else None
-
-
-def _shape_of(leaf: object) -> object:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-
-
-class _WeightMatmuls(Forward):
-    """Finds the FP32 matmuls whose operand is a weight: an argument or constant, also if cast."""
-
-    nothing = False
-
-    def __init__(self, modules: dict[str, _Module]) -> None:
-        super().__init__()
-        self._modules = modules
-        # Path -> FLOPs and an equation; first of modules that should read 16 bits, then of others.
-        self.found: tuple[dict[str, tuple[float, JaxprEqn]], ...] = {}, {}
-
-    def constant(self, array: Any) -> bool:
-        return np.ndim(array) > 1
-
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        name = equation.primitive.name
-        if name in MATMULS and any(operands):
-            matmul = matmul_of(equation)
-            if FLOAT32 in (matmul.lhs, matmul.rhs):
-                path = self._path(frame.place.of(equation).scopes)
-                self.found[not self._modules[path].is_low][path] = matmul.flops, equation
-            return [False]
-        if name in EXACT:
-            return [any(operands)] * len(equation.outvars)
-        is_converted = name_of(equation) == WIDENED_MATMUL
-        return [False] if is_converted else self.enter(equation, operands, frame)
-
-    def _path(self, scopes: _jaxprs.Path) -> str:
-        """Returns the path of the innermost module of the scopes of an equation."""
-        inward = [scopes[:length] for length in range(len(scopes), -1, -1)]
-        paths = (path for each in inward for path in _jaxprs.module_paths_of(each))
-        return next((path for path in paths if path in self._modules), "")
-
-
-def _low_share(cls: type, closed: ClosedJaxpr, count: int, labeling: Labeling) -> str:
-    """Returns a warning of a model whose matmuls mostly ignore its 16-bit policy; "" for others."""
-    share = _share(closed)
-    if share is None or share >= 0.5:
-        return ""
-    matmuls, arguments = _WeightMatmuls(labeling.modules), len(closed.jaxpr.invars)
-    matmuls.run(closed, [n < count for n in range(arguments)])
-    ignored, chosen = ({path: row[0] for path, row in rows.items()} for rows in matmuls.found)
-    if not ignored or sum(ignored.values()) < sum(chosen.values()):
-        return ""
-    path = max(ignored, key=ignored.__getitem__)
-    name, method, _ = labeling.modules[path]
-    file, line = Lines().of([matmuls.found[0][path][1]])
-    where = f"the module {path!r}" if path else "the model"
-    if method:
-        reason = (
-            f"The method {method!r} of the module {path!r} multiplies by its own parameters, but "
-            "its arguments are cast only in a forward pass. Declare the method as one: "
-            f"Rule({path!r}, forward_methods=[{method!r}])."
-        )
-    else:
-        reason = (
-            f"Matmuls of {where}, a {name} ({os.path.basename(file)}, line {line}), "
-            "read float32 operands: it casts them, or it calls layers that are not its attributes, "
-            "such as those of a closure, which policies do not reach and Flax NNX does not train. "
-            "Apply the same recipe to each operation: loss_fn = jaxmp.autocast(loss_fn, recipe)."
-        )
-    return f"{share:.0%} of the matmul FLOPs of {cls.__name__} run in 16 bits or fewer. {reason}"
-
-
-def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) -> None:
-    """Records a module with a policy for FP8 and weights, `own()`, that no FP8 dot multiplies."""
-    traits, cls, path = module_policy.traits, module_policy.cls, module_policy.resolved.path
-    if not _explain.is_recording() or module_policy.resolved.scaling is None:
-        return
-    has_fp8 = getattr(traits.dot, "fp8", None) is not None
-    # A layer of Flax that is wrapped alone is a part of a model.
-    is_part = not path and cls.__module__.startswith("flax.")
-    has_matrix = lambda: any(getattr(array, "ndim", 0) > 1 for array in own())
-    if not (has_fp8 or is_part or traits.is_norm or traits.embedding) and has_matrix():
-        why = "FP8 has no convolutions" if traits.dot is CONV else f"{cls.__name__} {_NO_DOT}"
-        _explain.note_unsupported(path, why)
-
-
-_NO_DOT = _explain.UNKNOWN_DOT
-
-
-def _unused_fp8(cls: type, rows: list[Any], labels: dict[str, str], jaxpr: Jaxpr) -> str:
-    """Returns a warning of a model that has matmuls, none of which computes in FP8; else ""."""
-    decided = [_without_decisions(row, labels) for row in rows]
-    if not decided or not all(row.exclusion_reason for row in decided):
-        return ""
-    equations = list(_jaxprs.equations(jaxpr))
-    if set(MATMULS).isdisjoint(equation.primitive.name for equation in equations):
-        return ""
-    # A layer that was jitted before records no decision.
-    casts = (each for each in equations if each.primitive.name == "convert_element_type")
-    if decided == rows and any("float8" in str(new_dtype_of(each)) for each in casts):
-        return ""
-    return _explain.unused_text(cls.__name__, [row for row in decided if row.path or not row.k])
-
-
-def _without_decisions(row: _explain.LayerDecision, labels: dict[str, str]) -> Any:
-    """Returns the decision on a layer, which does not run in FP8 if its results are not rounded."""
-    why = labels.get(f"{_owner(row.path, '__call__', RESULT)}0", "")
-    return row if row.exclusion_reason else dataclasses.replace(row, exclusion_reason=why)

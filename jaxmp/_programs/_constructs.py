@@ -74,8 +74,11 @@ def sub_jaxprs(equation: Any) -> list[Any]:
     """Returns the jaxprs among the parameters of an equation, in order."""
     jaxprs = []
     for value in equation.params.values():
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        jaxprs += [inner for inner in values if is_jaxpr(inner)]
+        # Other tuples, such as the shardings of a step, may have thousands of elements.
+        if isinstance(value, (tuple, list)) and value and is_jaxpr(value[0]):
+            jaxprs += [inner for inner in value if is_jaxpr(inner)]
+        elif is_jaxpr(value):
+            jaxprs.append(value)
     return jaxprs
 
 
@@ -288,6 +291,11 @@ def custom_jvp_of(equation: Any) -> CustomJvp:
     params = equation.params
     rule = equation.primitive.get_bind_params(params)["subfuns"][1]
     return CustomJvp(params["call_jaxpr"], rule, params["symbolic_zeros"])
+
+
+def custom_vmap_of(equation: Any) -> tuple[Any, Callable[..., Any]]:
+    """Returns the jaxpr of a `custom_vmap_call`, and its rule."""
+    return equation.params["call"], equation.params["rule"]
 
 
 # ---------------------------------------------------------------------------

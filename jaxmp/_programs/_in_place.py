@@ -16,12 +16,13 @@ from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxpr_body, jaxpr_like
-from jaxmp._core._typing import Array
+from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import (
     CustomJvp,
     Form,
     custom_jvp_of,
+    custom_vmap_of,
     form_of,
     inners,
     parameters_with,
@@ -194,6 +195,40 @@ class InPlace(Interpreter):
 
         call.defjvp(call_jvp, symbolic_zeros=function.symbolic_zeros)
         outs = call(*map(self.array, operands))
+        return list(map(self.noted, outs, notes))
+
+    def custom_vmap(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        """Runs a `custom_vmap` function and its rule, both for the current types of their operands.
+
+        Args:
+          equation, operands, place, state: as in `in_place`.
+        """
+        recorded, author_rule = custom_vmap_of(equation)
+        jaxpr, notes = self.retraced(recorded, operands, place, state)
+        avals = [array_aval(var) for var in equation.invars]
+        out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
+
+        def rule(size: int, is_batched: list[Any], *args: Any) -> tuple[PyTree, PyTree]:
+            arrays, structure = jax.tree.flatten(args)
+            shapes = [
+                jax.ShapeDtypeStruct(array.shape, aval.dtype)
+                for array, aval in zip(arrays, avals, strict=True)
+            ]
+            batched: list[PyTree] = []
+
+            def run(*arrays: Array) -> PyTree:
+                out, is_out_batched = author_rule(size, is_batched, *structure.unflatten(arrays))
+                batched.append(is_out_batched)
+                return out
+
+            closed, out_shapes = jax.make_jaxpr(run, return_shape=True)(*shapes)
+            outs = self.run(closed, list(map(self.with_array, operands, arrays)), place, state)
+            outs = map(self.array, map(self.as_result, outs, out_avals))
+            return jax.tree.unflatten(jax.tree.structure(out_shapes), outs), batched[0]
+
+        outs = bind(equation, list(map(self.array, operands)), call=jaxpr, rule=rule)
         return list(map(self.noted, outs, notes))
 
 

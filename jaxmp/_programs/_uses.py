@@ -156,7 +156,7 @@ class Uses(Backward):
             for equation in body.eqns:
                 if equation.primitive.name == "broadcast_in_dim":
                     operand, result = equation.invars[0], equation.outvars[0]
-                    if operand.aval.size < result.aval.size:
+                    if operand.aval.size != result.aval.size:
                         self._broadcast.add(result)
             self.known[key] = body, super().facts(body, results, place, state)
         return self.known[key][1]
@@ -189,10 +189,11 @@ class Uses(Backward):
             used[0] |= Use.MAGNIFIED
         if name == "div":
             used[1] = used[1] & (DECISIONS | Use.SOLVED) | Use.MAGNIFIED
-        # The gradient of a softmax multiplies it with other arrays, which attention does not, and
-        # the gradient of a bias is a sum, which is no loss.
-        hidden = Use.LOSS if name in _SUMS else Use.PRODUCT if name == "mul" else Use.NONE
-        if hidden and hidden in used[0]:
+        # The gradient of a softmax multiplies it with other arrays, which attention does not. The
+        # gradient of a bias is a sum, which is no loss, and none of a softmax.
+        of_mul = Use.PRODUCT | Use.SUMMED if name == "mul" else Use.NONE
+        hidden = Use.LOSS if name in _SUMS else of_mul
+        if hidden and hidden & used[0]:
             stack = str(equation.source_info.name_stack)
             is_backward = phase_of(stack, frame.place.phase) == BACKWARD
             used = [use & ~hidden for use in used] if is_backward else used
@@ -210,7 +211,8 @@ class Uses(Backward):
 
     def _is_small(self, var: Any, equation: JaxprEqn) -> bool:
         result: Any = equation.outvars[0].aval
-        return is_literal(var) or var in self._broadcast or var.aval.size < result.size
+        # Sizes of symbolic shapes can only be compared for equality.
+        return is_literal(var) or var in self._broadcast or var.aval.size != result.size
 
 
 def _of_factor(equation: JaxprEqn, n: int) -> Use:

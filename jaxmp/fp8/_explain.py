@@ -8,7 +8,7 @@ import dataclasses
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from jaxmp._core import _compat
@@ -253,6 +253,19 @@ def note_unsupported(path: str, why: str) -> None:
     record = _record.get()
     if record is not None and not record.is_full:
         record.rows.append(LayerDecision(path, 0, 0, why))
+
+
+def note_decision(path: str, kernel: Sequence[int]) -> None:
+    """Records, if `explain` traces the function, a layer whose FP32 sums decide.
+
+    Args:
+      path: path of the layer's module.
+      kernel: shape of its kernel, the output features last.
+    """
+    record = _record.get()
+    if record is not None and record.is_full:
+        why = "a softmax, a choice, a loss or the caller reads its FP32 sums"
+        record.rows.append(LayerDecision(path, math.prod(kernel[:-1]), kernel[-1], why))
 
 
 UNKNOWN_DOT = "has no dot that jaxmp replaces"

@@ -21,7 +21,7 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
 from jaxmp._gradients._hints import Mark, is_in_loss, warn_user
-from jaxmp._gradients._loss_scale import LossScale, NoLossScale
+from jaxmp._gradients._loss_scale import LossScale
 from jaxmp._policies._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
@@ -90,8 +90,7 @@ class SkipStats:
       nonfinite_leaf: int32, index of the first parameter whose gradient was not finite in the last
         step (or too large, see `skip_nonfinite`), in the gradients; -1 if there is none, or if it
         is unknown.
-      zero_gradients: int32, number of consecutive steps whose gradients were all zero; counted only
-        with a loss scale, and not under `skip="cond"`, which is the form of CPUs.
+      zero_gradients: int32, number of consecutive steps whose gradients were all zero.
     """
 
     total: jax.Array
@@ -312,12 +311,9 @@ def guard(
         nonfinite_leaf = state.stats.nonfinite_leaf
         if same_structure:
             nonfinite_leaf = lax.select(finite, jnp.full_like(first, -1), first)
-        zero_gradients = state.stats.zero_gradients
-        # The sums of squares are those of the finite check, which has none with branches.
-        if not isinstance(state.loss_scale, NoLossScale) and not branches:
-            is_zero = _trees.all_zero(grads)
-            is_zero = _compat.agree(is_zero, axes) if axes else is_zero
-            zero_gradients = lax.select(is_zero, zero_gradients + 1, jnp.int32(0))
+        is_zero = _trees.all_zero(grads, elementwise=branches)
+        is_zero = _compat.agree(is_zero, axes) if axes else is_zero
+        zero_gradients = lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0))
         if state.settings.is_noted:
             noted = state.stats.last_finite
             finite = lax.bitwise_and(finite, _compat.agree(noted, axes) if axes else noted)

@@ -26,7 +26,7 @@ _SKIPPED_IN_A_ROW = 10
 def get_skip_stats(state: PyTree) -> SkipStats:
     """Returns the counters of skipped steps: `.total .consecutive .at_floor .last_finite`.
 
-    With a loss scale, `.zero_gradients` counts consecutive steps whose gradients were all zero.
+    `.zero_gradients` counts consecutive steps whose gradients were all zero.
 
     Args:
       state: an optimizer state, a train state or any other tree that contains counters.
@@ -53,7 +53,7 @@ def check(state: PyTree, *, skipped_in_a_row: int = _SKIPPED_IN_A_ROW) -> None:
     Args:
       state: a train state, optimizer state, or any other tree that contains one.
       skipped_in_a_row: warn if at least this number of consecutive steps were skipped, or had
-        gradients that were all zero under a loss scale.
+        gradients that were all zero.
 
     Warns:
       SkippedStepsWarning: with the number of steps, the loss scale, the first parameter whose
@@ -148,7 +148,8 @@ _ALL_ZERO = (
     "In float16, the derivative of a norm, a variance or a quotient is zero where a value in it "
     "exceeded 65504 and became infinite. Compute it in FP32, such as jnp.linalg.norm(x.astype("
     "jnp.float32)); let its module do so by jaxmp.Rule('path/of/module', 'c=f32'); or use "
-    "jaxmp.load_recipe('bf16')."
+    "jaxmp.load_recipe('bf16'). In any format, a stop_gradient, a rounding, or a mask that leaves "
+    "no example between the parameters and the loss has this effect too."
 )
 _NOT_FINITE = "The batch or the loss is not finite: check jnp.isfinite(loss)."
 _DIVERGED = (

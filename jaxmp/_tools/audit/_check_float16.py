@@ -119,9 +119,11 @@ def check_formats(op: OpOccurrence, audit: Auditor) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
     (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
     source = half_of([op.body.source_of(operand, named("convert_element_type"))])
-    if source is None or not is_16bit(dtype) or source == dtype or op.location.phase == BACKWARD:
+    if source is None or not is_16bit(dtype) or op.location.phase == BACKWARD:
         return None
     audit.report(OtherFormat, [operand], f", and back at {audit.findings.where(op)}")
+    if source == dtype:
+        return None
     loss = "beyond 65504 it is inf" if dtype == FLOAT16 else "it loses 3 bits of precision"
     fix = f"Keep one 16-bit format: remove .astype(jnp.{dtype.name}) at {audit.findings.where(op)}."
     return OtherFormat(op, f"a {source.name} value is cast to {dtype.name}, where {loss}", fix)

@@ -263,9 +263,10 @@ def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
     context, path = audit.context, module_paths_of(op.location.names)[0]
     sums = fix_sums("Return the FP32 sums", op, "float32", audit.findings)
     code = f"{sums}\nMultiply their gradients in 16 bits:\n    {context.loss_code}"
-    # The rule does not help where a policy returns FP32 already, but does not reach the layer.
+    # The rule does not help where a policy returns FP32 already, but does not reach the layer, or
+    # where the line of the user contains the matmul itself.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
-    if not path or has_rule:
+    if not path or has_rule or "\n" in sums:
         return code
     rule = f"Return the FP32 sums of this layer:\n    jaxmp.Rule({path!r}, 'o=f32')"
     return f"{rule}\nIn a model that no recipe wraps:\n{code}"

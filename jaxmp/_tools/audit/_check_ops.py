@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Iterator
 
 import jax.tree_util as jtu
@@ -17,6 +16,7 @@ from jaxmp._programs._jaxprs import (
     Equation,
     equations,
     is_literal,
+    module_paths_of,
     sub_jaxprs,
 )
 from jaxmp._programs._operations import name_of
@@ -32,7 +32,7 @@ from jaxmp._tools.audit._checks import (
     half_of,
     named,
 )
-from jaxmp._tools.audit._labels import REDUCES, ConditionalFinding, RoundedInput
+from jaxmp._tools.audit._labels import REDUCES, ConditionalFinding, RoundedInput, Summand
 from jaxmp._tools.audit._origins import SUMS, fix_operation, fix_origins
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
@@ -73,8 +73,8 @@ REDUCTION_16BIT = Check(
 EXP_16BIT = Check(
     id="exp_16bit",
     explanation="An exponential, logarithm, power or trigonometric function of the forward pass is"
-    " computed in 16 bits. A warning for squares and other integer powers in float16, which"
-    " overflow.",
+    " computed in 16 bits, or a parameter is rounded before its exponential or softplus. A warning"
+    " for squares and other integer powers in float16, which overflow.",
     fix="x = x.astype(jnp.float32)",
 )
 ACCUMULATOR_16BIT = Check(
@@ -267,12 +267,13 @@ def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> Forw
     is_rounded = op.name in PERIODIC and audit.flow.labels(RoundedInput, op.equation.invars[0])
     if _role_of_exponential(op) or is_rounded:
         return None
-    if op.caller in _BOUNDED or _is_bounded(op.equation, op.body):
+    keep = _keep_parameter(op, audit)
+    if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
         return None
     # A logarithm that is rounded again is reported where a loss sums it.
     back = "" if op.name in ("log", "log1p") and audit.findings.is_own_call(op.equation) else dtype
     fix = fix_operation(op, audit.findings, back and dtype.name)
-    fix = _keep_parameter(op, audit) or fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
+    fix = keep or fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
     return _report_forward_use(ForwardUse(op, f"{op.name} in {dtype.name}", fix, ERROR), audit)
 
 
@@ -280,16 +281,44 @@ def _keep_parameter(op: OpOccurrence, audit: Auditor) -> str:
     """Returns the rule that keeps a parameter in FP32, which a policy rounds before the operation.
 
     Returns:
-      "" if the line does not read a parameter, or if no policy casts it.
+      "" if the operation reads no parameter of its module, or if no policy casts it.
     """
-    own = expression_of(op, audit.findings) if op.location.names else None
-    for call in ast.walk(own.node) if own is not None and audit.context.policies else ():
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "self.param" and call.args:
-            name = call.args[0]
-            if isinstance(name, ast.Constant):
-                rule = f"jaxmp.Rule('**:{name.value}', 'c=f32')"
-                return f"Read the parameter in FP32, by a rule:\n    {rule}"
+    if not op.location.names or audit.context.policies is None:
+        return ""
+    module = module_paths_of(op.location.names)[0]
+    for label in audit.flow.labels(Summand, *op.equation.invars):
+        owner = label.owner
+        is_own = owner[-len(module.split("/")) :] == tuple(module.split("/"))
+        if is_own or (not module and (not owner or owner[-1] in _ROOTS or owner[-1].isdigit())):
+            rule = f"jaxmp.Rule('**:{label.name}', 'c=f32')"
+            return f"Read the parameter in FP32, by a rule:\n    {rule}"
     return ""
+
+
+class RoundedParameter(ConditionalFinding):
+    """Label of a parameter of a user's own module that was rounded to 16 bits."""
+
+    check, survives = EXP_16BIT, Summand.survives
+
+
+@EXP_16BIT.on_operation("convert_element_type")
+def label_parameter(op: OpOccurrence, audit: Auditor) -> RoundedParameter | None:
+    """Labels a parameter that a policy rounds."""
+    fix = _keep_parameter(op, audit) if half_of(op.equation.outvars) is not None else ""
+    message = "a parameter is rounded to 16 bits"
+    return RoundedParameter(op, message, fix) if fix and op.location.phase == FORWARD else None
+
+
+@EXP_16BIT.on_operation("exp", "exp2", "expm1")
+def check_parameter(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports an exponential in FP32 of a rounded parameter, such as a softplus, but no softmax."""
+    if half_of(op.equation.invars) is None and not _role_of_exponential(op):
+        harm = f" before its {op.name} at {audit.findings.where(op)}, which magnifies the rounding"
+        audit.report(RoundedParameter, op.equation.invars, harm)
+
+
+# Keys of the parameters of a root module, besides the number of an argument.
+_ROOTS = ("params", "model")
 
 
 @EXP_16BIT.on_operation(*REDUCES)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT16, FLOAT32, FLOATS_16BIT, is_16bit
 from jaxmp._programs._jaxprs import BACKWARD
 from jaxmp._programs._matmuls import MATMULS
@@ -35,6 +36,7 @@ from jaxmp._tools.audit._dataflow import (
     is_scale,
     powers_of,
 )
+from jaxmp._tools.audit._labels import Summand
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import in_fp32
@@ -106,15 +108,22 @@ _TEXTS = {
 }
 
 
+# Parameters of Flax's layers, whose sums are those of the whole residual stream.
+_OF_FLAX = frozenset(("kernel", "bias", "scale", "embedding"))
+
+
 def label_arguments(audit: Auditor, traced: Traced) -> None:
     """Labels the arguments before the walk, so that updates of them are known."""
     for label, var in traced.inputs():
         audit.flow.mark(var, label)
     # Under `vmap`, a loss scale is an array.
     scales = {var for _, var in traced.dynamic_scales()}
-    for number, var in enumerate(traced.variables):
+    for number, (var, leaf) in enumerate(zip(traced.variables, traced.leaves, strict=True)):
         if dtype_of(var) in FLOATS:
             audit.flow.mark(var, From(number, PLUS))
+            *owner, name = _trees.path_names(leaf.path)
+            if name not in _OF_FLAX:
+                audit.flow.mark(var, Summand(tuple(owner), name))
             if var.aval.size == 1:
                 audit.flow.mark(var, SCALAR)
             if var.aval.size == 1 or var in scales:

@@ -105,6 +105,20 @@ class FloatInput(Fact):
 
 
 @dataclasses.dataclass(frozen=True)
+class Summand(Fact):
+    """Label of a value that has a parameter of a user's own module as a summand.
+
+    Attributes:
+      owner: the keys of its path among the arguments, without the last one.
+      name: the last key.
+    """
+
+    owner: tuple[str, ...]
+    name: str
+    survives: ClassVar = _MOVES | named("add sub neg max abs")
+
+
+@dataclasses.dataclass(frozen=True)
 class RoundedInput(Fact):
     """Label of an FP32 argument that was rounded to 16 bits and only shifted or scaled since."""
 

@@ -1,0 +1,163 @@
+"""Matmuls of a model that ignore its policy, found in the program that the search traces."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
+from jaxmp._core._dtypes import FLOAT32, bits
+from jaxmp._core._typing import PyTree
+from jaxmp._flax._casts import ModulePolicy
+from jaxmp._flax._labels import RESULT, CalledModule, Labeling, label_owner
+from jaxmp._flax._layer_table import CONV
+from jaxmp._programs import _jaxprs
+from jaxmp._programs._analysis import Forward
+from jaxmp._programs._interpreter import Frame
+from jaxmp._programs._locations import Lines
+from jaxmp._programs._matmuls import MATMULS, WIDENED_MATMUL, count_flops, matmul_of
+from jaxmp._programs._operations import name_of, new_dtype_of
+from jaxmp._programs._uses import EXACT
+from jaxmp.fp8 import _explain
+
+
+def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> float | None:
+    """Returns the share of a function's matmul FLOPs in 16 bits or fewer; None without matmuls.
+
+    Args:
+      fn: any JAX function; nothing is computed.
+      *args, **kwargs: its arguments, or their shapes.
+    """
+    args, kwargs = jax.tree.map(_shape_of, (args, kwargs))
+    with _explain.recorded():
+        return _share(_jaxprs.trace(fn, args, kwargs).closed)
+
+
+def _share(closed: ClosedJaxpr) -> float | None:
+    flops = count_flops(closed)
+    is_float = lambda dtype: jnp.issubdtype(dtype, jnp.floating)
+    flops = Counter({pair: n for pair, n in flops.items() if all(map(is_float, pair))})
+    if not isinstance(flops.total(), (int, float)):  # They depend on a symbolic shape.
+        return None
+    low = sum(flops[pair] for pair in flops if all(bits(dtype) <= 16 for dtype in pair))
+    return low / flops.total() if flops.total() else None
+
+
+def _shape_of(leaf: object) -> object:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+
+
+class _WeightMatmuls(Forward):
+    """Finds the FP32 matmuls whose operand is a weight: an argument or constant, also if cast."""
+
+    nothing = False
+
+    def __init__(self, modules: dict[str, CalledModule]) -> None:
+        super().__init__()
+        self._modules = modules
+        # Path -> FLOPs and an equation; first of modules that should read 16 bits, then of others.
+        self.found: tuple[dict[str, tuple[float, JaxprEqn]], ...] = {}, {}
+
+    def constant(self, array: Any) -> bool:
+        return np.ndim(array) > 1
+
+    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        name = equation.primitive.name
+        if name in MATMULS and any(operands):
+            matmul = matmul_of(equation)
+            path = self._path(frame.place.of(equation).scopes)
+            # A function that `apply` calls with the model may multiply outside of all modules.
+            if FLOAT32 in (matmul.lhs, matmul.rhs) and path in self._modules:
+                self.found[not self._modules[path].is_low][path] = matmul.flops, equation
+            return [False]
+        if name in EXACT:
+            return [any(operands)] * len(equation.outvars)
+        is_converted = name_of(equation) == WIDENED_MATMUL
+        return [False] if is_converted else self.enter(equation, operands, frame)
+
+    def _path(self, scopes: _jaxprs.Path) -> str:
+        """Returns the path of the innermost module of the scopes of an equation."""
+        inward = [scopes[:length] for length in range(len(scopes), -1, -1)]
+        paths = (path for each in inward for path in _jaxprs.module_paths_of(each))
+        return next((path for path in paths if path in self._modules), "")
+
+
+def low_share(cls: type, closed: ClosedJaxpr, count: int, labeling: Labeling) -> str:
+    """Returns a warning of a model whose matmuls mostly ignore its 16-bit policy; "" for others."""
+    share = _share(closed)
+    if share is None or share >= 0.5:
+        return ""
+    matmuls, arguments = _WeightMatmuls(labeling.modules), len(closed.jaxpr.invars)
+    matmuls.run(closed, [n < count for n in range(arguments)])
+    ignored, chosen = ({path: row[0] for path, row in rows.items()} for rows in matmuls.found)
+    if not ignored or sum(ignored.values()) < sum(chosen.values()):
+        return ""
+    path = max(ignored, key=ignored.__getitem__)
+    name, method, _ = labeling.modules[path]
+    file, line = Lines().of([matmuls.found[0][path][1]])
+    where = f"the module {path!r}" if path else "the model"
+    if method:
+        reason = (
+            f"The method {method!r} of the module {path!r} multiplies by its own parameters, but "
+            "its arguments are cast only in a forward pass. Declare the method as one: "
+            f"Rule({path!r}, forward_methods=[{method!r}])."
+        )
+    else:
+        reason = (
+            f"Matmuls of {where}, a {name} ({os.path.basename(file)}, line {line}), "
+            "read float32 operands: it casts them, or it calls layers that are not its attributes, "
+            "such as those of a closure, which policies do not reach and Flax NNX does not train. "
+            "Apply the same recipe to each operation: loss_fn = jaxmp.autocast(loss_fn, recipe)."
+        )
+    return f"{share:.0%} of the matmul FLOPs of {cls.__name__} run in 16 bits or fewer. {reason}"
+
+
+def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) -> None:
+    """Records a module with a policy for FP8 and weights, `own()`, that no FP8 dot multiplies."""
+    traits, cls, path = module_policy.traits, module_policy.cls, module_policy.resolved.path
+    if not _explain.is_recording() or module_policy.policy.matmul != "fp8":
+        return
+    if module_policy.resolved.scaling is None:
+        kernel = next(array for array in own() if array.ndim > 1)
+        _explain.note_decision(path, kernel.shape[::-1] if traits.embedding else kernel.shape)
+        return
+    has_fp8 = getattr(traits.dot, "fp8", None) is not None
+    # A layer of Flax that is wrapped alone is a part of a model.
+    is_part = not path and cls.__module__.startswith("flax.")
+    has_matrix = lambda: any(getattr(array, "ndim", 0) > 1 for array in own())
+    if not (has_fp8 or is_part or traits.is_norm or traits.embedding) and has_matrix():
+        why = "FP8 has no convolutions" if traits.dot is CONV else f"{cls.__name__} {_NO_DOT}"
+        _explain.note_unsupported(path, why)
+
+
+_NO_DOT = _explain.UNKNOWN_DOT
+
+
+def unused_fp8(cls: type, rows: list[Any], labels: dict[str, str], jaxpr: Jaxpr) -> str:
+    """Returns a warning of a model that has matmuls, none of which computes in FP8; else ""."""
+    decided = [_without_decisions(row, labels) for row in rows]
+    if not decided or not all(row.exclusion_reason for row in decided):
+        return ""
+    equations = list(_jaxprs.equations(jaxpr))
+    if set(MATMULS).isdisjoint(equation.primitive.name for equation in equations):
+        return ""
+    # A layer that was jitted before records no decision.
+    casts = (each for each in equations if each.primitive.name == "convert_element_type")
+    if decided == rows and any("float8" in str(new_dtype_of(each)) for each in casts):
+        return ""
+    return _explain.unused_text(cls.__name__, [row for row in decided if row.path or not row.k])
+
+
+def _without_decisions(row: _explain.LayerDecision, labels: dict[str, str]) -> Any:
+    """Returns the decision on a layer, which does not run in FP8 if its results are not rounded."""
+    why = labels.get(f"{label_owner(row.path, '__call__', RESULT)}0", "")
+    return row if row.exclusion_reason else dataclasses.replace(row, exclusion_reason=why)
