@@ -21,7 +21,7 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
 from jaxmp._gradients._hints import Mark, is_in_loss, warn_user
-from jaxmp._gradients._loss_scale import LossScale
+from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp._policies._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
