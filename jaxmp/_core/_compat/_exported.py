@@ -1,0 +1,170 @@
+"""Runs exported programs so that they return the results of their operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+
+from jaxmp._core._compat import load_private
+from jaxmp._core._typing import Array
+
+_FLOATS = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16"}
+# Operations that hold or move values, and have no record.
+_NOT_RECORDED = ("constant", "broadcast_in_dim", "reshape", "return", "call", "iota")
+
+
+class Row(NamedTuple):
+    """Floating-point result of an operation of StableHLO.
+
+    Args:
+      scopes: its name scopes.
+      name: name of the JAX primitive that it implements.
+      frames: (file, line) of the source, the innermost first.
+      makers: for each operand, the index of the row that made it; -1 if there is none.
+      value: the result.
+    """
+
+    scopes: tuple[str, ...]
+    name: str
+    frames: tuple[tuple[str, int], ...]
+    makers: tuple[int, ...]
+    value: Array
+
+
+def values_of(exported: Any, args: Sequence[Array]) -> tuple[list[Row], list[tuple[Array, int]]]:
+    """Runs an exported program.
+
+    Loops and branches have one row each. XLA rounds as the program does.
+
+    Args:
+      exported: a `jax.export.Exported`.
+      args: its flat arguments.
+
+    Returns:
+      The rows, and (result, index of its row) of each result.
+    """
+    with mlir.make_ir_context():
+        module = ir.Module.parse(exported.mlir_module())
+        prefixes = _inline(module)
+        main = _functions(module)["main"]
+        operations = list(main.regions[0].blocks[0].operations)
+        kept = [op.operation for op in operations if _is_recorded(op.operation)]
+        number = {op.results[0]: n for n, op in enumerate(kept)}
+        finish = operations[-1].operation
+        last = [_maker(value, number) for value in finish.operands]
+        rows = [(_location(op, prefixes), tuple(_maker(x, number) for x in op.operands)) for op in kept]
+        values = [*finish.operands, *(op.results[0] for op in kept)]
+        with ir.InsertionPoint(finish), finish.location:
+            ir.Operation.create(finish.name, operands=values)
+        finish.erase()
+        inputs = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).inputs
+        function = ir.FunctionType.get(inputs, [value.type for value in values])
+        main.attributes["function_type"] = ir.TypeAttr.get(function)
+        if "res_attrs" in main.attributes:
+            del main.attributes["res_attrs"]
+        avals = [*exported.out_avals, *(_aval(op.results[0].type) for op in kept)]
+        changed = _replaced(exported, module, avals)
+    options = {"xla_allow_excess_precision": False}
+    flat = jax.jit(lambda *xs: changed.call(*xs)).lower(*args).compile(options)(*args)
+    count = len(last)
+    made = zip(rows, flat[count:], strict=True)
+    records = [Row(*location, makers, value) for (location, makers), value in made]
+    return records, list(zip(flat[:count], last, strict=True))
+
+
+def _functions(module: Any) -> dict[str, Any]:
+    found = (op.operation for op in module.body.operations)
+    return {ir.StringAttr(op.attributes["sym_name"]).value: op for op in found}
+
+
+def _inline(module: Any) -> dict[Any, str]:
+    """Replaces the calls of the main function, and returns operation -> scopes of its call."""
+    functions, prefixes = _functions(module), {}
+    block = functions["main"].regions[0].blocks[0]
+    while True:
+        call = next((op.operation for op in block.operations if op.operation.name == "func.call"), None)
+        if call is None:
+            return prefixes
+        name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+        prefix = "/".join(filter(None, (prefixes.get(call, ""), _text(call.location))))
+        body = functions[name].regions[0].blocks[0]
+        known = dict(zip(body.arguments, call.operands, strict=True))
+        with ir.InsertionPoint(call):
+            for each in body.operations:
+                inner = each.operation
+                if inner.name == "func.return":
+                    results = [known[value] for value in inner.operands]
+                    break
+                copy = inner.clone()
+                copy = copy.operation
+                for n, value in enumerate(inner.operands):
+                    copy.operands[n] = known[value]
+                known |= zip(inner.results, copy.results, strict=True)
+                prefixes[copy] = prefix
+        for old, new in zip(call.results, results, strict=True):
+            old.replace_all_uses_with(new)
+        call.erase()
+
+
+def _is_recorded(op: Any) -> bool:
+    is_one = len(op.results) == 1 and not op.name.endswith(_NOT_RECORDED)
+    return is_one and isinstance(_element(op.results[0].type), ir.FloatType)
+
+
+def _element(kind: Any) -> Any:
+    return ir.RankedTensorType(kind).element_type if ir.RankedTensorType.isinstance(kind) else None
+
+
+def _maker(value: Any, number: dict[Any, int]) -> int:
+    """Returns the index of the row that makes a value, through operations without a row."""
+    while value not in number:
+        if ir.BlockArgument.isinstance(value):
+            return -1
+        owner = value.owner
+        if not len(owner.operands):
+            return -1
+        value = owner.operands[0]
+    return number[value]
+
+
+def _text(location: Any) -> str:
+    match = re.match(r'loc\("([^"]*)"', str(location))
+    return match[1] if match else ""
+
+
+def _location(op: Any, prefixes: dict[Any, str]) -> tuple[Any, ...]:
+    """Returns the scopes of an operation, the name of its primitive, and its frames."""
+    path = "/".join(filter(None, (prefixes.get(op, ""), _text(op.location))))
+    *scopes, name = path.split("/")
+    own = tuple(each for each in scopes if "(" not in each)
+    frames = re.findall(r'"([^"]+)":(\d+)', str(op.location))
+    return own, name or op.name, tuple((file, int(line)) for file, line in frames)
+
+
+def _aval(kind: Any) -> Any:
+    """Returns the type of an array of floats."""
+    tensor = ir.RankedTensorType(kind)
+    name = str(tensor.element_type)
+    name = _FLOATS.get(name, name.lower().replace("f8", "float8_"))
+    return jax.core.ShapedArray(tuple(tensor.shape), jax.numpy.dtype(name))
+
+
+def _replaced(exported: Any, module: Any, avals: list[Any]) -> Any:
+    """Returns an exported program with another module, whose results are more arrays."""
+    flat = jax.tree.structure([0] * len(avals))
+    inputs = jax.tree.structure((tuple(exported.in_avals), {}))
+    changes: dict[str, Any] = {"in_tree": inputs, "out_tree": flat, "out_avals": tuple(avals)}
+    for field in dataclasses.fields(exported):
+        if field.name in ("_out_named_shardings", "out_shardings_hlo"):
+            changes[field.name] = (None,) * len(avals)
+    private = load_private("jax._src.export._export")
+    module = private._module_to_bytecode(module)
+    return dataclasses.replace(
+        exported, mlir_module_serialized=module, _get_vjp=None, **changes
+    )
