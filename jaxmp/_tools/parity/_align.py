@@ -28,6 +28,7 @@ from jaxmp._core._typing import Array
 from jaxmp._programs import _bind, _locations
 from jaxmp._tools.parity._walk import INPUT, Record
 from jaxmp._tools.report import _section
+from jaxmp._tools.stats import _measure
 
 # Operations that only move elements or change their type.
 MOVES = frozenset(
@@ -175,7 +176,7 @@ def is_different(train: Record, serve: Record, value: Array) -> bool:
     x, y = x[small], y[small]
     norm = lambda z: math.sqrt(np.mean(np.square(z))) if z.size else 0.0
     distance, scale = norm(y - x), norm(x)
-    if _bind.is_narrow(jnp.zeros((), dtype)):
+    if _bind.is_narrow_dtype(dtype):
         return distance > _HALF * float(jnp.finfo(dtype).eps) / math.sqrt(24) * scale
     if train.primitive in _SUMS and train.operands:
         sizes = [np.size(each) for each in train.operands]
@@ -186,9 +187,7 @@ def is_different(train: Record, serve: Record, value: Array) -> bool:
 
 
 def _rounded(x: Array, dtype: np.dtype) -> Array:
-    from jaxmp._tools.stats import _measure
-
-    return _measure.rounded_to(x, dtype) if _bind.is_narrow(jnp.zeros((), dtype)) else x
+    return _measure.rounded_to(x, dtype) if _bind.is_narrow_dtype(dtype) else x
 
 
 def unpaired_before(records: Sequence[Record], index: int, paired: set[int]) -> list[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import linecache
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxmp._core._typing import Array
 from jaxmp._programs import _bind
 from jaxmp._tools.parity import _align
 from jaxmp._tools.parity._align import Pair
-from jaxmp._tools.parity._walk import Change, Record, walk
+from jaxmp._tools.parity._walk import INPUT, Change, Record, walk
 from jaxmp._tools.stats import _measure
 
 # Part of the mismatch that a change has to remove.
@@ -126,10 +126,10 @@ class _Search:
         for key in list(groups)[:_MOST]:
             after[key] = self._with(changes[key])
             if after[key] <= limit:
-                return self._cause(groups[key], after[key], ()), self.before
+                return self._cause(groups[key], changes[key], after[key]), self.before
         first = next((k for k in after if after[k] < 0.95 * self.before), min(after, key=after.get))
         others = tuple(key for key in groups if key != first)
-        return self._cause(groups[first], together, others), self.before
+        return self._cause(groups[first], changes[first], together, others), self.before
 
     # -- candidates -----------------------------------------------------------------------------
 
@@ -169,19 +169,30 @@ class _Search:
             [n for n in _align.unpaired_before(records, index, paired) if _computes(records[n])]
             for records, index, paired in zip(self.records, indices, self._paired, strict=True)
         ]
-        signs = [
-            collections.Counter((r[n].primitive, str(r[n].dtype)) for n in region)
-            for r, region in zip(self.records, regions, strict=True)
-        ]
-        only = tuple(
-            [n for n in region if (signs[s] - signs[1 - s])[_sign(self.records[s][n])] > 0]
-            for s, region in enumerate(regions)
-        )
+        only = self._only(regions, _sign)
+        if only == ([], []):
+            only = self._only(regions, lambda r: (*_sign(r), *map(np.shape, r.operands)))
         first, second = (self.records[s][indices[s]] for s in (0, 1))
         if first.dtype == second.dtype and (only[0] or only[1]):
             side = 1 if only[1] else 0
-            return _Place(pair, value, only, (side, only[side][-1]))
+            own = [n for n in only[side] if not _is_rounding(self.records[side][n])]
+            computed = [n for n in own if self.records[side][n].primitive not in _bind.MOVES]
+            return _Place(pair, value, only, (side, (computed or own or only[side])[-1]))
         return _Place(pair, value, only, (1, indices[1]))
+
+    def _only(
+        self, regions: Sequence[list[int]], sign: Callable[[Record], Any]
+    ) -> tuple[list[int], list[int]]:
+        """Returns the operations of each region whose sign the other one has less often."""
+        signs = [
+            collections.Counter(sign(records[n]) for n in region)
+            for records, region in zip(self.records, regions, strict=True)
+        ]
+        first, second = (
+            [n for n in region if sign(records[n]) in signs[side] - signs[1 - side]]
+            for side, (records, region) in enumerate(zip(self.records, regions, strict=True))
+        )
+        return first, second
 
     # -- changes --------------------------------------------------------------------------------
 
@@ -211,11 +222,19 @@ class _Search:
         for n, partner in self._partner.items():
             if self._key(1, n) in keys and serve[n].dtype != train[partner].dtype:
                 changes[n] = Change(dtype=train[partner].dtype)
-        for place in places:
-            for n in place.only[1]:
-                if _bind.is_narrow(jnp.zeros((), serve[n].dtype)):
-                    changes[n] = Change(dtype=_dtypes.FLOAT32)
+        # Roundings of serving that training does not have.
+        own = {_sign(r) for n, r in enumerate(train) if self._is_alone(0, n, keys)}
+        new = {n for place in places for n in place.only[1]}
+        for n, record in enumerate(serve):
+            is_new = n in new or (self._is_alone(1, n, keys) and _sign(record) not in own)
+            if is_new and _bind.is_narrow_dtype(record.dtype):
+                changes[n] = Change(dtype=_dtypes.FLOAT32)
         return changes
+
+    def _is_alone(self, side: int, n: int, keys: set[str]) -> bool:
+        """Returns True for an operation of some groups that has no counterpart."""
+        is_paired = n in self._paired[side]
+        return not is_paired and _computes(self.records[side][n]) and self._key(side, n) in keys
 
     def _key(self, side: int, index: int) -> str:
         return _align.numberless(self.modules[side][index], self.records[side][index].line)
@@ -223,14 +242,17 @@ class _Search:
     # -- texts ----------------------------------------------------------------------------------
 
     def _cause(
-        self, places: Sequence[_Place], after: float, others: tuple[str, ...]
+        self,
+        places: Sequence[_Place],
+        changes: Mapping[int, Change],
+        after: float,
+        others: tuple[str, ...] = (),
     ) -> ParityCause:
         place = places[0]
         side, index = place.named
         record, module = self.records[side][index], self.modules[side][index]
-        kind, changes = "kernel", self._dtypes(places)
-        reason = self._arguments(place)
-        if changes and self._with(changes) <= (1 - SHARE) * self.before:
+        kind, reason = "kernel", self._arguments(place)
+        if all(change.value is None for change in changes.values()):
             kind = "dtype"
         elif reason:
             kind = "arguments"
@@ -279,11 +301,10 @@ class _Search:
 
     def _arguments(self, place: _Place) -> str:
         """Returns a text on the first operand that differs and that no operation computes."""
-        train = self.records[0][place.pair.train].operands
-        serve = self._local[place.pair.serve[0]].operands
-        if place.only[0] or place.only[1]:
-            return ""
-        for n, (x, y) in enumerate(zip(train, serve, strict=False)):
+        train, serve = self.records[0][place.pair.train], self._local[place.pair.serve[0]]
+        for n, (x, y) in enumerate(zip(train.operands, serve.operands, strict=False)):
+            if not self._is_input(serve.makers[n]):
+                continue
             if np.shape(x) != np.shape(y) or not jnp.issubdtype(jnp.result_type(x), jnp.number):
                 continue
             if bool(jnp.array_equal(x, y)):
@@ -296,6 +317,14 @@ class _Search:
                         return f"operand {n} is rounded to {name} in {('serving', 'training')[s]}"
             return f"operand {n} has other values"
         return ""
+
+    def _is_input(self, index: int) -> bool:
+        """Returns True for an argument or a constant, also if it is reshaped or cast."""
+        if index == INPUT:
+            return True
+        record = self._local[index]
+        is_move = record.primitive in _align.MOVES and index not in self._paired[1]
+        return is_move and all(map(self._is_input, record.makers))
 
 
 def find_cause(
@@ -313,10 +342,11 @@ def find_cause(
 def _computes(record: Record) -> bool:
     """Returns True for an operation that computes or rounds floats."""
     is_float = jnp.issubdtype(record.dtype, jnp.floating)
-    is_rounding = record.primitive == "convert_element_type" and _bind.is_narrow(
-        jnp.zeros((), record.dtype)
-    )
-    return is_float and (record.primitive not in _align.MOVES or is_rounding)
+    return is_float and (record.primitive not in _align.MOVES or _is_rounding(record))
+
+
+def _is_rounding(record: Record) -> bool:
+    return record.primitive == "convert_element_type" and _bind.is_narrow_dtype(record.dtype)
 
 
 def _sign(record: Record) -> tuple[str, str]:
@@ -330,7 +360,7 @@ def _text(records: Sequence[Record]) -> str:
 
 def _as_stored(x: Array, dtype: np.dtype) -> Array:
     """Returns a value rounded to the dtype in which a program stores it."""
-    return _measure.rounded_to(x, dtype) if _bind.is_narrow(jnp.zeros((), dtype)) else x
+    return _measure.rounded_to(x, dtype) if _bind.is_narrow_dtype(dtype) else x
 
 
 def _flat(outputs: Sequence[Array]) -> np.ndarray:

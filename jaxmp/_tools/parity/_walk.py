@@ -133,7 +133,8 @@ class Walk(Interpreter):
     def _recorded(self, x: Any, record: Record) -> _Value:
         change = self._changes.get(len(self.records), Change())
         dtype = change.dtype or record.dtype
-        x = _measure.rounded_to(x, dtype) if _bind.is_narrow(_Typed(dtype)) else x
+        if record.primitive not in _bind.MOVES and _bind.is_narrow_dtype(dtype):
+            x = _measure.rounded_to(x, dtype)
         self.records.append(record._replace(value=x))
         x = x if change.value is None else change.value(x)
         return _Value(x, len(self.records) - 1)
@@ -189,10 +190,6 @@ class Walk(Interpreter):
         while bool(self.run(loop.test, [*of_test, *carry], place)[0].array):
             carry = self.run(loop.body, [*of_body, *carry], place)
         return carry
-
-
-class _Typed(NamedTuple):
-    dtype: np.dtype
 
 
 _RULES: dict[Form | None, Callable[..., list[Any] | None]] = {
