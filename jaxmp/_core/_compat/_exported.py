@@ -15,8 +15,8 @@ from jaxmp._core._compat import load_private
 from jaxmp._core._typing import Array
 
 _FLOATS = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16"}
-# Operations that hold or move values, and have no record.
-_NOT_RECORDED = ("constant", "broadcast_in_dim", "reshape", "return", "call", "iota")
+
+_PREPARING = ("broadcast_in_dim", "constant", "reshape", "transpose")
 
 
 class Row(NamedTuple):
@@ -47,19 +47,23 @@ def values_of(exported: Any, args: Sequence[Array]) -> tuple[list[Row], list[tup
       args: its flat arguments.
 
     Returns:
-      The rows, and (result, index of its row) of each result.
+      The rows, of which the first are the arguments that it uses, and (result, index of its row) of
+      each result.
     """
     with mlir.make_ir_context():
         module = ir.Module.parse(exported.mlir_module())
         prefixes = _inline(module)
         main = _functions(module)["main"]
-        operations = list(main.regions[0].blocks[0].operations)
-        kept = [op.operation for op in operations if _is_recorded(op.operation)]
-        number = {op.results[0]: n for n, op in enumerate(kept)}
-        finish = operations[-1].operation
-        last = [_maker(value, number) for value in finish.operands]
-        rows = [(_location(op, prefixes), tuple(_maker(x, number) for x in op.operands)) for op in kept]
-        values = [*finish.operands, *(op.results[0] for op in kept)]
+        block = main.regions[0].blocks[0]
+        operations = [each.operation for each in block.operations]
+        made = list(filter(_is_recorded, operations))
+        rows = [((), "parameter", ())] * len(block.arguments)
+        rows += [_location(op, prefixes) for op in made]
+        number = {x: n for n, x in enumerate((*block.arguments, *(op.results[0] for op in made)))}
+        makers = [tuple(number.get(x, -1) for x in op.operands) for op in made]
+        finish = operations[-1]
+        last = [number.get(x, -1) for x in finish.operands]
+        values = [*finish.operands, *(op.results[0] for op in made)]
         with ir.InsertionPoint(finish), finish.location:
             ir.Operation.create(finish.name, operands=values)
         finish.erase()
@@ -68,14 +72,15 @@ def values_of(exported: Any, args: Sequence[Array]) -> tuple[list[Row], list[tup
         main.attributes["function_type"] = ir.TypeAttr.get(function)
         if "res_attrs" in main.attributes:
             del main.attributes["res_attrs"]
-        avals = [*exported.out_avals, *(_aval(op.results[0].type) for op in kept)]
+        avals = [*exported.out_avals, *(_aval(op.results[0].type) for op in made)]
         changed = _replaced(exported, module, avals)
     options = {"xla_allow_excess_precision": False}
     flat = jax.jit(lambda *xs: changed.call(*xs)).lower(*args).compile(options)(*args)
-    count = len(last)
-    made = zip(rows, flat[count:], strict=True)
-    records = [Row(*location, makers, value) for (location, makers), value in made]
-    return records, list(zip(flat[:count], last, strict=True))
+    used = [args[n] for n in exported.module_kept_var_idx]
+    makers = [*[()] * len(used), *makers]
+    every = [*used, *flat[len(last) :]]
+    records = [Row(*row, *each) for row, *each in zip(rows, makers, every, strict=True)]
+    return records, list(zip(flat[: len(last)], last, strict=True))
 
 
 def _functions(module: Any) -> dict[str, Any]:
@@ -113,24 +118,9 @@ def _inline(module: Any) -> dict[Any, str]:
 
 
 def _is_recorded(op: Any) -> bool:
-    is_one = len(op.results) == 1 and not op.name.endswith(_NOT_RECORDED)
-    return is_one and isinstance(_element(op.results[0].type), ir.FloatType)
-
-
-def _element(kind: Any) -> Any:
-    return ir.RankedTensorType(kind).element_type if ir.RankedTensorType.isinstance(kind) else None
-
-
-def _maker(value: Any, number: dict[Any, int]) -> int:
-    """Returns the index of the row that makes a value, through operations without a row."""
-    while value not in number:
-        if ir.BlockArgument.isinstance(value):
-            return -1
-        owner = value.owner
-        if not len(owner.operands):
-            return -1
-        value = owner.operands[0]
-    return number[value]
+    """Returns True for an operation with one result, an array of floats."""
+    kind = op.results[0].type if len(op.results) == 1 else None
+    return isinstance(kind, ir.RankedTensorType) and isinstance(kind.element_type, ir.FloatType)
 
 
 def _text(location: Any) -> str:
@@ -144,7 +134,9 @@ def _location(op: Any, prefixes: dict[Any, str]) -> tuple[Any, ...]:
     *scopes, name = path.split("/")
     own = tuple(each for each in scopes if "(" not in each)
     frames = re.findall(r'"([^"]+)":(\d+)', str(op.location))
-    return own, name or op.name, tuple((file, int(line)) for file, line in frames)
+    # Other operations than the last one prepare the operands of a primitive.
+    name = op.name.rpartition(".")[2] if op.name.endswith(_PREPARING) else name
+    return own, name, tuple((file, int(line)) for file, line in frames)
 
 
 def _aval(kind: Any) -> Any:

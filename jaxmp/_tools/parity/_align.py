@@ -34,6 +34,7 @@ from jaxmp._tools.stats import _measure
 MOVES = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "pad", "reshape"}
     | {"optimization_barrier", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose"}
+    | {"constant", "parameter"}  # of exported programs
 )
 _SUMS = ("dot_general", "reduce_sum", "conv_general_dilated", "cumsum", "add_any")
 # Relative differences of FP32 results that the order of sums explains.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,16 +22,20 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxmp._core import _dtypes
 from jaxmp._core._typing import Array
-from jaxmp._programs import _bind
+from jaxmp._programs import _analysis, _bind
 from jaxmp._tools.parity import _align
 from jaxmp._tools.parity._align import Pair
 from jaxmp._tools.parity._walk import INPUT, Change, Record, walk
 from jaxmp._tools.stats import _measure
 
+# The two programs in texts.
+_NAMES = ("training", "serving")
 # Part of the mismatch that a change has to remove.
 SHARE = 0.4
 # Outputs that differ by less, relative to their root mean square, are equal.
 _EQUAL = 1e-5
+# A change with less effect does not count as one.
+_SMALLER = 0.95
 # Groups that are tried one by one.
 _MOST = 16
 
@@ -88,8 +93,10 @@ class _Place(NamedTuple):
 class _Search:
     """Search in two programs."""
 
-    def __init__(self, train: Program, serve: Program, shift: int) -> None:
-        self.serve, self.shift = serve, shift
+    def __init__(
+        self, train: Program, serve: Program, shift: int, names: tuple[str, str] = _NAMES
+    ) -> None:
+        self.serve, self.shift, self.names = serve, shift, names
         first, self.outputs = walk(*train)
         second, others = walk(*serve)
         self.records = first, second
@@ -113,23 +120,21 @@ class _Search:
         scale = float(np.sqrt(np.mean(np.square(x[np.isfinite(x)])))) if np.isfinite(x).any() else 0
         if self.before <= _EQUAL * scale:
             return None, self.before
-        groups = self._groups()
-        changes = {key: self._changes(places) for key, places in groups.items()}
-        joined: dict[int, Change] = {}
-        for each in changes.values():
-            joined |= each
-        limit = (1 - SHARE) * self.before
-        together = self._with(joined) if joined else self.before
+        groups, joined = self._groups(), {}
+        limit, after = (1 - SHARE) * self.before, {}
+        for key, places in itertools.islice(groups.items(), _MOST):
+            changes = self._changes(places)
+            after[key] = self._with(changes)
+            if after[key] <= limit:
+                return self._cause(places, changes, after[key]), self.before
+            joined |= changes
+        together = self._with(joined) if len(after) > 1 else self.before
         if together > limit:
             return None, self.before
-        after: dict[str, float] = {}
-        for key in list(groups)[:_MOST]:
-            after[key] = self._with(changes[key])
-            if after[key] <= limit:
-                return self._cause(groups[key], changes[key], after[key]), self.before
-        first = next((k for k in after if after[k] < 0.95 * self.before), min(after, key=after.get))
+        first = next((key for key in after if after[key] < _SMALLER * self.before), next(iter(after)))
         others = tuple(key for key in groups if key != first)
-        return self._cause(groups[first], changes[first], together, others), self.before
+        changes = self._changes(groups[first])
+        return self._cause(groups[first], changes, together, others), self.before
 
     # -- candidates -----------------------------------------------------------------------------
 
@@ -139,6 +144,10 @@ class _Search:
         pairs = sorted(_align.pairs_of(train, serve), key=lambda pair: pair.serve)
         self._paired = {p.train for p in pairs}, {n for p in pairs for n in p.serve}
         self._partner = {n: pair.train for pair in pairs for n in pair.serve}
+        self._readers: dict[int, list[int]] = {}
+        for n, record in enumerate(train):
+            for maker in record.makers:
+                self._readers.setdefault(maker, []).append(n)
         forced: dict[int, Change] = {}
         for pair in pairs:
             whole = self._moved(train[pair.train].value, self.shift)
@@ -220,8 +229,11 @@ class _Search:
         keys = {self._key(*place.named) for place in places}
         changes: dict[int, Change] = {}
         for n, partner in self._partner.items():
-            if self._key(1, n) in keys and serve[n].dtype != train[partner].dtype:
-                changes[n] = Change(dtype=train[partner].dtype)
+            dtype = train[partner].dtype
+            is_other = serve[n].dtype not in (dtype, self._stored_as(partner))
+            is_move = serve[n].primitive in _bind.MOVES
+            if is_other and not is_move and self._key(1, n) in keys:
+                changes[n] = Change(dtype=dtype)
         # Roundings of serving that training does not have.
         own = {_sign(r) for n, r in enumerate(train) if self._is_alone(0, n, keys)}
         new = {n for place in places for n in place.only[1]}
@@ -230,6 +242,12 @@ class _Search:
             if is_new and _bind.is_narrow_dtype(record.dtype):
                 changes[n] = Change(dtype=_dtypes.FLOAT32)
         return changes
+
+    def _stored_as(self, index: int) -> np.dtype | None:
+        """Returns the dtype to which all readers of a result of training round it."""
+        readers = [self.records[0][n] for n in self._readers.get(index, ())]
+        dtypes = {record.dtype if _is_rounding(record) else None for record in readers}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
     def _is_alone(self, side: int, n: int, keys: set[str]) -> bool:
         """Returns True for an operation of some groups that has no counterpart."""
@@ -258,17 +276,18 @@ class _Search:
             kind = "arguments"
         elif place.only[0] or place.only[1]:
             kind = "operations"
-        sides = [
-            _text([self.records[s][n] for n in (*place.only[s], index)])
-            for s, index in ((0, place.pair.train), (1, place.pair.serve[0]))
-        ]
+        ends = place.pair.train, place.pair.serve[0]
+        sides = {
+            name: _text([records[n] for n in (*only, end)])
+            for name, records, only, end in zip(self.names, self.records, place.only, ends, strict=True)
+        }
         file, line = record.line
         cause = ParityCause(
             module=module,
             operation=record.primitive,
             kind=kind,
-            train=sides[0],
-            serve=sides[1],
+            train=sides["training"],
+            serve=sides["serving"],
             file=file,
             line=line,
             text=linecache.getline(file, line).strip() if file else "",
@@ -279,25 +298,34 @@ class _Search:
         return dataclasses.replace(cause, fix=self._fix(cause, changes, reason))
 
     def _fix(self, cause: ParityCause, changes: Mapping[int, Change], reason: str) -> str:
-        where = f"{cause.module or 'the program'}" + (f" ({cause.file}:{cause.line})" * bool(cause.file))
-        if cause.kind == "dtype":
-            names: dict[str, list[str]] = {}
-            for n, change in changes.items():
-                names.setdefault(str(change.dtype), []).append(self.records[1][n].primitive)
-            texts = [f"{', '.join(dict.fromkeys(v))} in {dtype}" for dtype, v in names.items()]
-            dtype = next(iter(names))
-            return (
-                f"In the serving program, compute {'; '.join(texts)} in {where}, as in training, by "
-                f"a cast of the operands:\n    x = x.astype(jnp.{dtype})"
-            )
+        """Returns the change that was run, as sentences and code."""
+        where = cause.module or "the program"
+        where += f" ({cause.file}:{cause.line})" if cause.file else ""
+        base, changed = self.names
         if cause.kind == "arguments":
-            return f"Run both programs with the same arrays: in {where}, {reason}."
+            return f"Pass the same arrays to both programs: in {where}, {reason}."
         if cause.kind == "operations":
             return (
-                f"Run the same code in both programs in {where}: training computes {cause.train}, "
-                f"and serving {cause.serve}."
+                f"Run the same code in both programs in {where}. {base.capitalize()}: "
+                f"{cause.train if base == _NAMES[0] else cause.serve}."
             )
-        return f"Use the same kernel, with the same shapes, for {cause.operation} in {where}."
+        if cause.kind != "dtype":
+            return (
+                f"Use the same kernel and shapes, and the same values of the operands, for "
+                f"{cause.operation} in {where}."
+            )
+        texts: dict[str, None] = {}
+        for n, change in changes.items():
+            record = self.records[1][n]
+            if _is_rounding(record):
+                texts[f"without the cast to {record.dtype}"] = None
+            else:
+                texts[f"{record.primitive} in {change.dtype}"] = None
+        dtype = next(change.dtype for change in changes.values())
+        return (
+            f"In the {changed} program, compute {where} as in {base}: {', '.join(texts)}.\n"
+            f"    x = x.astype(jnp.{dtype})  # the operands"
+        )
 
     def _arguments(self, place: _Place) -> str:
         """Returns a text on the first operand that differs and that no operation computes."""
@@ -314,7 +342,7 @@ class _Search:
                     if jnp.issubdtype(jnp.result_type(a), jnp.floating) and bool(
                         jnp.array_equal(_measure.rounded_to(a, name), b)
                     ):
-                        return f"operand {n} is rounded to {name} in {('serving', 'training')[s]}"
+                        return f"operand {n} is rounded to {name} in {self.names[1 - s]}"
             return f"operand {n} has other values"
         return ""
 
@@ -336,7 +364,14 @@ def find_cause(
       train, serve: the programs.
       shift: number of positions by which the examples of serving are moved in the batch.
     """
-    return _Search(train, serve, shift).cause()
+    if not _is_exported(serve) or _is_exported(train):
+        return _Search(train, serve, shift).cause()
+    # The operations of an exported program cannot be changed: those of training are.
+    return _Search(serve, train, -shift, ("serving", "training")).cause()
+
+
+def _is_exported(program: Program) -> bool:
+    return "call_exported" in _analysis.primitives(program.closed)
 
 
 def _computes(record: Record) -> bool:

@@ -117,10 +117,9 @@ class Walk(Interpreter):
     def _computed(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         """Runs an operation, rounds its results and records them."""
         self.check_known(equation)
+        if equation.primitive.name == "call_exported":
+            return self._exported(equation, operands, frame)
         arrays = list(map(self.array, operands))
-        exported = equation.params.get("exported")
-        if exported is not None:
-            return self._exported(exported, arrays, frame)
         scopes, line = frame.place.of(equation).scopes, self._lines.of(self._enclosing)
         makers = tuple(value.maker for value in operands)
         values = []
@@ -139,19 +138,24 @@ class Walk(Interpreter):
         x = x if change.value is None else change.value(x)
         return _Value(x, len(self.records) - 1)
 
-    def _exported(self, exported: Any, arrays: list[Any], frame: Frame) -> list[Any]:
+    def _exported(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         """Runs an exported program, whose operations are in StableHLO, with all its results."""
-        first, scopes = len(self.records), frame.place.scopes
-        args = [jnp.asarray(x, aval.dtype) for x, aval in zip(arrays, exported.in_avals, strict=True)]
-        rows, results = _exported.values_of(exported, args)
-        for row in rows:
-            makers = tuple(first + n if n >= 0 else INPUT for n in row.makers)
+        exported = equation.params["exported"]
+        first, scopes = len(self.records), frame.place.of(equation).scopes
+        arrays = [
+            jnp.asarray(x.array, aval.dtype)
+            for x, aval in zip(operands, exported.in_avals, strict=True)
+        ]
+        rows, results = _exported.values_of(exported, arrays)
+        outer = [operands[n].maker for n in exported.module_kept_var_idx]
+        index = lambda n: first + n if n >= 0 else INPUT
+        for n, row in enumerate(rows):
+            made = (outer[n],) if n < len(outer) else tuple(map(index, row.makers))
+            known = tuple(_bind.wide(rows[n].value) for n in row.makers if n >= 0)
+            parts = (*scopes, *row.scopes), row.name, row.value.dtype
             line = self._lines.first_own(row.frames)
-            value = _bind.wide(row.value)
-            self.records.append(
-                Record((*scopes, *row.scopes), row.name, row.value.dtype, line, makers, (), value)
-            )
-        return [_Value(_bind.wide(x), first + n if n >= 0 else INPUT) for x, n in results]
+            self.records.append(Record(*parts, line, made, known, _bind.wide(row.value)))
+        return [_Value(_bind.wide(x), index(n)) for x, n in results]
 
     # -- constructs ---------------------------------------------------------------------------
 
