@@ -6,32 +6,31 @@
 Each model is trained in FP32 on the source code of Python's standard library, and its
 log-probabilities of held-out text are then compared by `jaxmp.parity`:
 
-    serving     a full pass with plain attention, as in training, and one with attention in blocks
-                for one example at a time, both with the recipe
-    fp32        the same full pass with the recipe, and in FP32
-    fp32 head   as serving, with the last matmul in FP32 in both
+    serving     plain attention, as in training, and attention in blocks, one example at a time,
+                both with the recipe
+    fp32        the pass of training with the recipe, and in FP32
 
 Parameters are FP32 in all programs. The difference is the mean absolute difference of the
 log-probability of a token. Requires pip install -e ".[examples]"; takes five minutes on one core.
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import byte_gpt
 import gpt
 import jaxmp
 import llama
-from jaxmp import losses
 from result_file import parser_of, write_result
 
 LENGTH, BATCH, STEPS = 64, 8, 150
@@ -40,17 +39,22 @@ MODELS = {
     "gpt": gpt.GPT(layers=4, width=128, heads=4, vocabulary=256, max_length=LENGTH),
     "llama": llama.Llama(llama.SIZES["tiny"]),
 }
-# Modules that multiply by the last table.
-HEADS = {"byte_gpt": "lm_head", "gpt": "", "llama": ""}
 RECIPES = ("bf16", "fp16", "fp8")
 
 
-def log_probs(model: Any, recipe: jaxmp.Recipe) -> Callable[..., jax.Array]:
-    """Returns the program of a recipe: the log-probability of each next token."""
+def log_probs(model: Any, recipe: jaxmp.Recipe, implementation: str) -> Callable[..., jax.Array]:
+    """Returns the program of a recipe: the log-probability of each next token.
+
+    `implementation` is that of attention, in Flax's layers and in calls of the models.
+    """
+    default = dataclasses.replace(recipe.policies.default, implementation=implementation)
+    recipe = recipe.replace(policies=dataclasses.replace(recipe.policies, default=default))
     wrapped = recipe.wrap(model)
+    attention = functools.partial(jaxmp.dot_product_attention, implementation=implementation)
 
     def run(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = wrapped.apply(params, tokens[:, :-1]).astype(jnp.float32)
+        with mock.patch.object(jaxmp, "dot_product_attention", attention):
+            logits = wrapped.apply(params, tokens[:, :-1]).astype(jnp.float32)
         labels = tokens[:, 1:, None]
         return jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=-1)[..., 0]
 
@@ -62,7 +66,8 @@ def trained(model: Any, steps: int) -> Any:
     text = byte_gpt.standard_library_text().train
     params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     tx = optax.adam(1e-3)
-    loss = lambda params, tokens: -jnp.mean(log_probs(model, jaxmp.load_recipe("fp32"))(params, tokens))
+    run = log_probs(model, jaxmp.load_recipe("fp32"), "xla")
+    loss = lambda params, tokens: -jnp.mean(run(params, tokens))
 
     @jax.jit
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
@@ -75,12 +80,6 @@ def trained(model: Any, steps: int) -> Any:
         tokens = byte_gpt.random_batch(text, BATCH, LENGTH - 1, 0, n)
         params, state, value = step(params, state, jnp.asarray(tokens))
     return params, float(value)
-
-
-def with_attention(recipe: jaxmp.Recipe, implementation: str) -> jaxmp.Recipe:
-    """Returns a recipe whose attention has an implementation."""
-    default = dataclasses.replace(recipe.policies.default, implementation=implementation)
-    return recipe.replace(policies=dataclasses.replace(recipe.policies, default=default))
 
 
 def main() -> None:
@@ -97,18 +96,26 @@ def main() -> None:
             (params, jnp.asarray(tokens))
             for tokens in byte_gpt.even_batches(held_out, 4, BATCH, LENGTH - 1)
         ]
+        exact = log_probs(model, jaxmp.load_recipe("fp32"), "xla")
         for recipe_name in RECIPES:
             recipe = jaxmp.load_recipe(recipe_name)
-            plain, blocks = (with_attention(recipe, each) for each in ("xla", "blockwise"))
-            pairs = {"serving": (plain, blocks, 1), "fp32": (jaxmp.load_recipe("fp32"), plain, None)}
-            for comparison, (train, serve, size) in pairs.items():
-                report = jaxmp.parity(
-                    log_probs(model, train), log_probs(model, serve), batches, batch_size=size, search=False
-                )
+            plain, blocks = (log_probs(model, recipe, each) for each in ("xla", "blockwise"))
+            for comparison, programs, size in (
+                ("serving", (plain, blocks), 1),
+                ("fp32", (exact, plain), None),
+            ):
+                report = jaxmp.parity(*programs, batches, batch_size=size, search=False)
                 row = {"model": name, "recipe": recipe_name, "comparison": comparison, "loss": loss}
                 rows.append(row | dataclasses.asdict(report.rows[0]))
-                print({k: v for k, v in rows[-1].items() if k not in ("positions", "count")}, flush=True)
-    write_result(args.out, steps=args.steps, rows=rows)
+                print(*rows[-1].values(), flush=True)
+    mean = {(row["model"], row["comparison"], row["recipe"]): row["difference"] for row in rows}
+    ratios = {
+        f"{model}, {comparison}": mean[model, comparison, "bf16"] / mean[model, comparison, "fp16"]
+        for model, comparison, recipe in mean
+        if recipe == "bf16"
+    }
+    print(ratios)
+    write_result(args.out, steps=args.steps, bf16_over_fp16=ratios, rows=rows)
 
 
 if __name__ == "__main__":

@@ -193,12 +193,21 @@ def _rounded(x: Array, dtype: np.dtype) -> Array:
 
 def unpaired_before(records: Sequence[Record], index: int, paired: set[int]) -> list[int]:
     """Returns the operations without a counterpart that compute the operands of a record."""
+    return [n for n in _before(records, index, paired) if n not in paired]
+
+
+def paired_before(records: Sequence[Record], index: int, paired: set[int]) -> list[int]:
+    """Returns the nearest operations with a counterpart that compute the operands of a record."""
+    return [n for n in _before(records, index, paired) if n in paired]
+
+
+def _before(records: Sequence[Record], index: int, paired: set[int]) -> list[int]:
     waiting, seen = list(records[index].makers), set()
     while waiting:
         n = waiting.pop()
-        if n != INPUT and n not in paired and n not in seen:
+        if n != INPUT and n not in seen:
             seen.add(n)
-            waiting += records[n].makers
+            waiting += () if n in paired else records[n].makers
     return sorted(seen)
 
 

@@ -93,8 +93,8 @@ def parity(
     cause, before = None, 0.0
     is_equal = all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
     if search and not is_equal:
-        distance = lambda n: float(np.nanmean(np.abs(np.subtract(*pairs[n], dtype=np.float64))))
-        batch = batches[max(range(len(pairs)), key=distance)]
+        distances = [_metrics.rows_of(x, y, outputs)[0].difference for x, y in pairs]
+        batch = batches[int(np.argmax(distances))]
         traced = [_jaxprs.trace(each, batch, {}) for each in (functions[0], served)]
         programs = [_search.Program(each.closed, each.arrays) for each in traced]
         cause, before = _search.find_cause(*programs, shift)

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import itertools
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -97,6 +97,8 @@ class _Search:
         self, train: Program, serve: Program, shift: int, names: tuple[str, str] = _NAMES
     ) -> None:
         self.serve, self.shift, self.names = serve, shift, names
+        # True if a result of the first program has a coarser dtype, or it has the cast of the cause.
+        self.is_training_coarser = False
         first, self.outputs = walk(*train)
         second, others = walk(*serve)
         self.records = first, second
@@ -150,6 +152,8 @@ class _Search:
                 self._readers.setdefault(maker, []).append(n)
         forced: dict[int, Change] = {}
         for pair in pairs:
+            dtypes = train[pair.train].dtype, serve[pair.serve[0]].dtype
+            self.is_training_coarser |= dtypes[0] != dtypes[1] and _align.coarser(*dtypes) == dtypes[0]
             whole = self._moved(train[pair.train].value, self.shift)
             for n, part in zip(pair.serve, _align.parts(whole, pair), strict=True):
                 part = _as_stored(part, serve[n].dtype)
@@ -186,8 +190,18 @@ class _Search:
             side = 1 if only[1] else 0
             own = [n for n in only[side] if not _is_rounding(self.records[side][n])]
             computed = [n for n in own if self.records[side][n].primitive not in _bind.MOVES]
-            return _Place(pair, value, only, (side, (computed or own or only[side])[-1]))
+            casts = [n for n in only[side] if n not in own]
+            return _Place(pair, value, only, (side, (computed or casts or own)[-1]))
+        if first.dtype == second.dtype:
+            # An operand that serving stores in another dtype.
+            before = _align.paired_before(self.records[1], indices[1], self._paired[1])
+            stored = [n for n in before if self._is_stored_coarser(n)]
+            return _Place(pair, value, only, (1, max(stored, default=indices[1])))
         return _Place(pair, value, only, (1, indices[1]))
+
+    def _is_stored_coarser(self, index: int) -> bool:
+        train, serve = self.records[0][self._partner[index]].dtype, self.records[1][index].dtype
+        return train != serve and _align.coarser(train, serve) == serve
 
     def _only(
         self, regions: Sequence[list[int]], sign: Callable[[Record], Any]
@@ -277,9 +291,12 @@ class _Search:
         elif place.only[0] or place.only[1]:
             kind = "operations"
         ends = place.pair.train, place.pair.serve[0]
+        if side == 1 and index in self._partner:
+            ends = self._partner[index], index
+        self.is_training_coarser |= any(map(_is_rounding, self._of(0, place.only[0])))
         sides = {
-            name: _text([records[n] for n in (*only, end)])
-            for name, records, only, end in zip(self.names, self.records, place.only, ends, strict=True)
+            name: _text(self._of(s, (*place.only[s], ends[s])))
+            for s, name in enumerate(self.names)
         }
         file, line = record.line
         cause = ParityCause(
@@ -296,6 +313,9 @@ class _Search:
             others=others,
         )
         return dataclasses.replace(cause, fix=self._fix(cause, changes, reason))
+
+    def _of(self, side: int, indices: Iterable[int]) -> list[Record]:
+        return [self.records[side][n] for n in indices]
 
     def _fix(self, cause: ParityCause, changes: Mapping[int, Change], reason: str) -> str:
         """Returns the change that was run, as sentences and code."""
@@ -365,9 +385,16 @@ def find_cause(
       shift: number of positions by which the examples of serving are moved in the batch.
     """
     if not _is_exported(serve) or _is_exported(train):
-        return _Search(train, serve, shift).cause()
+        search = _Search(train, serve, shift)
+        cause, before = search.cause()
+        is_done = cause is not None and cause.kind == "dtype"
+        if is_done or not search.is_training_coarser or _is_exported(train):
+            return cause, before
+        # The program that rounds more is the one to change.
+        other, _ = _Search(serve, train, -shift, _NAMES[::-1]).cause()
+        return (other if other is not None and other.kind == "dtype" else cause), before
     # The operations of an exported program cannot be changed: those of training are.
-    return _Search(serve, train, -shift, ("serving", "training")).cause()
+    return _Search(serve, train, -shift, _NAMES[::-1]).cause()
 
 
 def _is_exported(program: Program) -> bool:
