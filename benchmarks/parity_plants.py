@@ -152,7 +152,9 @@ def rotate(x: jax.Array, positions: jax.Array, dtype: Any) -> jax.Array:
     """Returns queries or keys, rotated by their positions."""
     size = x.shape[-1] // 2
     angles = positions[:, None] * 100.0 ** (-jnp.arange(size) / size)
-    sin, cos = (f(angles)[:, None].astype(dtype).astype(FP32) for f in (jnp.sin, jnp.cos))  # plant: rope
+    sin, cos = (
+        f(angles)[:, None].astype(dtype).astype(FP32) for f in (jnp.sin, jnp.cos)
+    )  # plant: rope
     first, second = jnp.split(x.astype(FP32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
     return rotated.astype(x.dtype)
@@ -161,7 +163,9 @@ def rotate(x: jax.Array, positions: jax.Array, dtype: Any) -> jax.Array:
 def attend(q: Any, k: Any, v: Any, mask: jax.Array, choices: Choices) -> jax.Array:
     """Returns softmax(q k) v."""
     if choices.kernel == "blocks":
-        return jaxmp.dot_product_attention(q, k, v, is_causal=True, implementation="blockwise")  # plant: kernel
+        return jaxmp.dot_product_attention(
+            q, k, v, is_causal=True, implementation="blockwise"
+        )  # plant: kernel
     scale = q.shape[-1] ** -0.5
     if choices.kernel == "scaled":
         q, scale = q * jnp.asarray(scale, q.dtype), 1.0
@@ -203,7 +207,9 @@ class Block(nn.Module):
         y, cache = attention(Norm(self.choices, name="norm_1")(x), positions, cache)
         y = nn.Dropout(0.1, deterministic=not self.choices.dropout, name="dropout")(y)
         x = x + y
-        return x + Experts(self.choices, name="experts")(Norm(self.choices, name="norm_2")(x)), cache
+        return x + Experts(self.choices, name="experts")(
+            Norm(self.choices, name="norm_2")(x)
+        ), cache
 
 
 class Model(nn.Module):
@@ -308,9 +314,7 @@ class Pair(NamedTuple):
     line: str = ""
 
 
-def plant(
-    module: str, operations: str, train: dict[str, Any] | None = None, **serve: Any
-) -> Pair:
+def plant(module: str, operations: str, train: dict[str, Any] | None = None, **serve: Any) -> Pair:
     """Returns the pair of two full passes."""
     first, second = Choices(**(train or {})), Choices(**(train or {}) | serve)
     return Pair(lambda *_: full(first), lambda *_: full(second), module, operations)
@@ -320,8 +324,16 @@ WIDE = {"dtype": FP32, "cache": FP32}
 ATTENTION, EXPERT = r"block_\d/attention", r"block_\d/experts"
 PLANTS = {
     "softmax": plant(ATTENTION, "exp|sub|reduce_sum|reduce_max|div|max|convert", softmax=BF16),
-    "kernel": plant(ATTENTION, "dot_general|exp|div|mul|custom|scan|pallas|reduce|sub|max|convert|while", kernel="blocks"),
-    "norm": plant(r"block_\d/norm_\d|final_norm", "reduce_sum|div|sqrt|mul|add|square|convert|integer_pow", norm="unfused"),
+    "kernel": plant(
+        ATTENTION,
+        "dot_general|exp|div|mul|custom|scan|pallas|reduce|sub|max|convert|while",
+        kernel="blocks",
+    ),
+    "norm": plant(
+        r"block_\d/norm_\d|final_norm",
+        "reduce_sum|div|sqrt|mul|add|square|convert|integer_pow",
+        norm="unfused",
+    ),
     "head": plant("head", "dot_general|convert|div|transpose", head=BF16),
     "cache": Pair(
         lambda *_: full(Choices(**WIDE)),
@@ -424,8 +436,11 @@ def main() -> None:
     for name in args.only:
         rows.append(measure(name))
         row = rows[-1]
-        print(f"{name:12} {row['outcome']:7} {row['seconds']:6.1f} s  {row['operation']} in {row['module']} ({row['line']}), {row['kind']}: {row['before']:.3g} -> {row['after']}", flush=True)
-        print(row['train'], '|', row['serve'], '|', row['others'], '\n', row['fix'])
+        print(
+            f"{name:12} {row['outcome']:7} {row['seconds']:6.1f} s  {row['operation']} in {row['module']} ({row['line']}), {row['kind']}: {row['before']:.3g} -> {row['after']}",
+            flush=True,
+        )
+        print(row["train"], "|", row["serve"], "|", row["others"], "\n", row["fix"])
     counts = Counter(row["outcome"] for row in rows)
     print(dict(counts))
     write_result(args.out, counts=dict(counts), pairs=rows)

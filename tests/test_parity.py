@@ -122,7 +122,9 @@ def test_programs_in_loops_and_branches():
 
     w = normal(2, 3, 16, 16)
     assert jaxmp.parity(unrolled, scanned, [(w, X)], outputs="outputs").cause is None
-    cause = jaxmp.parity(unrolled, lambda w, x: scanned(w, x, BF16), [(w, X)], outputs="outputs").cause
+    cause = jaxmp.parity(
+        unrolled, lambda w, x: scanned(w, x, BF16), [(w, X)], outputs="outputs"
+    ).cause
     assert cause.operation in ("tanh", "convert_element_type") and cause.after < 0.1 * cause.before
 
 
@@ -194,7 +196,9 @@ def test_recorded_plants():
         assert parity_plants.outcome(pair, cause) == row["outcome"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=EXPENSIVE) for name in ("head", "shift")])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=EXPENSIVE) for name in ("head", "shift")]
+)
 def test_plants_are_named_as_recorded(name):
     recorded = next(row for row in PLANTS["pairs"] if row["name"] == name)
     assert parity_plants.measure(name)["outcome"] == recorded["outcome"]
@@ -214,7 +218,9 @@ def test_the_criterion_accepts_last_bits_and_finds_roundings():
     half = np.asarray(jnp.asarray(x).astype(BF16).astype(FP32))
     few = half.copy()
     few[:50] *= 1 + 2.0**-7  # the last bit of 0.5 % of the elements
-    is_different = lambda a, b, s, t: _align.is_different(record(a, s), record(b, t), jnp.asarray(b))
+    is_different = lambda a, b, s, t: _align.is_different(
+        record(a, s), record(b, t), jnp.asarray(b)
+    )
     assert not is_different(half, few, BF16, BF16)
     assert not is_different(x, half, FP32, BF16)  # the rounding of the coarser dtype
     coarse = x * (1 + 2.0**-9 * np.random.default_rng(0).choice([-1, 1], x.size)).astype(np.float32)
@@ -284,10 +290,18 @@ def refuse(*_):
         ((refuse, refuse, [X]), {"batch_size": 0}, "batch_size=0"),
         ((refuse, refuse, [X]), {"batch_size": 3}, "no multiple of batch_size=3"),
         ((refuse, refuse, [jnp.ones(())]), {"shift": 1}, "along its first axis"),
-        ((lambda x: {"a": x, "b": x}, lambda x: x, [X]), {}, "train returns float32[4, 16], float32[4, 16]"),
+        (
+            (lambda x: {"a": x, "b": x}, lambda x: x, [X]),
+            {},
+            "train returns float32[4, 16], float32[4, 16]",
+        ),
         ((lambda x: x.astype(int), lambda x: x, [X]), {}, "train returns int32[4, 16]"),
         ((lambda x: x, lambda x: x[1:], [X]), {}, "shape (4, 16), and serve of (3, 16)"),
-        ((lambda x: x[0], lambda x: x[0], [X]), {"outputs": "logits"}, "Return one array of floats"),
+        (
+            (lambda x: x[0], lambda x: x[0], [X]),
+            {"outputs": "logits"},
+            "Return one array of floats",
+        ),
     ],
 )
 def test_bad_input_raises_before_anything_is_computed(arguments, options, text):

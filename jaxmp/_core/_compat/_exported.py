@@ -93,7 +93,9 @@ def _inline(module: Any) -> dict[Any, str]:
     functions, prefixes = _functions(module), {}
     block = functions["main"].regions[0].blocks[0]
     while True:
-        call = next((op.operation for op in block.operations if op.operation.name == "func.call"), None)
+        call = next(
+            (op.operation for op in block.operations if op.operation.name == "func.call"), None
+        )
         if call is None:
             return prefixes
         name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
@@ -157,6 +159,4 @@ def _replaced(exported: Any, module: Any, avals: list[Any]) -> Any:
             changes[field.name] = (None,) * len(avals)
     private = load_private("jax._src.export._export")
     module = private._module_to_bytecode(module)
-    return dataclasses.replace(
-        exported, mlir_module_serialized=module, _get_vjp=None, **changes
-    )
+    return dataclasses.replace(exported, mlir_module_serialized=module, _get_vjp=None, **changes)

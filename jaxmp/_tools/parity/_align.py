@@ -18,7 +18,7 @@ import collections
 import difflib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,9 +26,7 @@ import numpy as np
 
 from jaxmp._core._typing import Array
 from jaxmp._programs import _bind, _locations
-from jaxmp._tools.parity._walk import INPUT, Record
-from jaxmp._tools.report import _section
-from jaxmp._tools.stats import _measure
+from jaxmp._tools.parity._walk import INPUT, Record, as_stored
 
 # Operations that only move elements or change their type.
 MOVES = frozenset(
@@ -48,15 +46,22 @@ _MASKED = 1e4
 class Pair(NamedTuple):
     """A result of training, and those of serving that contain it.
 
-    Args:
-      train: index of its record.
-      serve: indices of the records of serving, which are parts of it along `axis`.
-      axis: the axis.
+    train: index of its record.
+    serve: indices of the records of serving, which are parts of it along `axis`.
+    axis: the axis.
     """
 
     train: int
     serve: tuple[int, ...]
     axis: int
+
+    def join(self, values: Sequence[Array]) -> Array:
+        """Returns the value of serving in the shape of that of training."""
+        return values[0] if len(values) == 1 else jnp.concatenate(values, self.axis)
+
+    def split(self, value: Array) -> Sequence[Array]:
+        """Returns the parts of a value of training for each record of serving."""
+        return [value] if len(self.serve) == 1 else jnp.split(value, len(self.serve), self.axis)
 
 
 def is_compared(record: Record) -> bool:
@@ -76,51 +81,52 @@ def pairs_of(train: Sequence[Record], serve: Sequence[Record]) -> list[Pair]:
     """Pairs records by their modules, operations and shapes, in the order of execution.
 
     If serving repeats each operation for parts of the batch or for single tokens, the repetitions
-    are joined.
+    are joined. Modules do not count if their names differ.
     """
     best: list[Pair] = []
     for with_modules in (True, False):
-        labels = _labels(train, with_modules), _labels(serve, with_modules)
+        labels = [_labels(records, with_modules) for records in (train, serve)]
         counts = [collections.Counter(label.values()) for label in labels]
         common = counts[0].keys() & counts[1].keys()
         ratios = collections.Counter(counts[1][key] / counts[0][key] for key in common)
-        ratio = max(ratios, key=lambda r: (ratios[r], -r), default=1.0)
-        pairs = _repeated(train, serve, labels) if ratio > 1 else _sequence(train, serve, labels)
+        is_repeated = bool(ratios) and max(ratios, key=lambda r: (ratios[r], -r)) > 1
+        pairs = (_repeated if is_repeated else _sequence)((train, serve), labels)
         best = max(best, pairs, key=len)
         if 2 * len(best) > len(labels[0]):
             break
     return best
 
 
-def _labels(records: Sequence[Record], with_modules: bool) -> dict[int, tuple[str, str]]:
+# Index of a record -> its module without numbers, and its operation.
+_Labels = dict[int, tuple[str, str]]
+
+
+def _labels(records: Sequence[Record], with_modules: bool) -> _Labels:
     paths = modules(records) if with_modules else [""] * len(records)
-    plain = lambda path: re.sub(r"_?\d+", "", path)
     return {
-        n: (plain(path), record.primitive)
+        n: (re.sub(r"_?\d+", "", path), record.primitive)
         for n, (path, record) in enumerate(zip(paths, records, strict=True))
         if is_compared(record)
     }
 
 
-def _sequence(
-    train: Sequence[Record], serve: Sequence[Record], labels: Sequence[dict[int, tuple[str, str]]]
-) -> list[Pair]:
-    first, second = (list(each) for each in labels)
+def _sequence(programs: Sequence[Sequence[Record]], labels: Sequence[_Labels]) -> list[Pair]:
+    """Pairs the longest common sequences of operations."""
     keys = [
-        [(*label[n], records[n].value.shape) for n in label]
-        for label, records in zip(labels, (train, serve), strict=True)
+        [(*key, records[n].value.shape) for n, key in label.items()]
+        for label, records in zip(labels, programs, strict=True)
     ]
-    matcher = difflib.SequenceMatcher(None, *keys, autojunk=False)
+    first, second = map(list, labels)
+    blocks = difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
     return [
         Pair(first[block.a + n], (second[block.b + n],), 0)
-        for block in matcher.get_matching_blocks()
+        for block in blocks
         for n in range(block.size)
     ]
 
 
-def _repeated(
-    train: Sequence[Record], serve: Sequence[Record], labels: Sequence[dict[int, tuple[str, str]]]
-) -> list[Pair]:
+def _repeated(programs: Sequence[Sequence[Record]], labels: Sequence[_Labels]) -> list[Pair]:
+    """Pairs each operation with all its repetitions."""
     groups: list[dict[Any, list[int]]] = [{}, {}]
     for group, label in zip(groups, labels, strict=True):
         for n, key in label.items():
@@ -128,25 +134,21 @@ def _repeated(
     pairs = []
     for key, own in groups[0].items():
         others = groups[1].get(key, [])
-        if not others or len(others) % len(own):
-            continue
-        for n, index in enumerate(own):
+        for n, index in enumerate(own if len(others) % len(own) == 0 else ()):
             parts = tuple(others[n :: len(own)])
-            axis = _axis(train[index].value.shape, [serve[part].value.shape for part in parts])
+            shapes = [programs[1][part].value.shape for part in parts]
+            axis = _axis(programs[0][index].value.shape, shapes)
             if axis is not None:
                 pairs.append(Pair(index, parts, axis))
-    return sorted(pairs)
+    return pairs
 
 
 def _axis(whole: tuple[int, ...], parts: list[tuple[int, ...]]) -> int | None:
     """Returns the axis along which parts have the shape of the whole together."""
-    if any(part != parts[0] or len(part) != len(whole) for part in parts):
+    if not parts or any(part != parts[0] or len(part) != len(whole) for part in parts):
         return None
-    for axis in range(len(whole)):
-        joined = (*parts[0][:axis], len(parts) * parts[0][axis], *parts[0][axis + 1 :])
-        if joined == whole:
-            return axis
-    return 0 if not whole and len(parts) == 1 else None
+    scaled = lambda axis: (*parts[0][:axis], len(parts) * parts[0][axis], *parts[0][axis + 1 :])
+    return next((axis for axis in range(len(whole)) if scaled(axis) == whole), None)
 
 
 # ---------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def is_different(train: Record, serve: Record, value: Array) -> bool:
       value: the value of serving, in the shape of that of training.
     """
     dtype = coarser(train.dtype, serve.dtype)
-    x, y = (np.asarray(_rounded(each, dtype), np.float64) for each in (train.value, value))
+    x, y = (np.asarray(as_stored(each, dtype), np.float64) for each in (train.value, value))
     finite = np.isfinite(x) & np.isfinite(y)
     if not (finite | (x == y) | (np.isnan(x) & np.isnan(y))).all():
         return True
@@ -187,21 +189,8 @@ def is_different(train: Record, serve: Record, value: Array) -> bool:
     return distance > _FP32 * scale
 
 
-def _rounded(x: Array, dtype: np.dtype) -> Array:
-    return _measure.rounded_to(x, dtype) if _bind.is_narrow_dtype(dtype) else x
-
-
-def unpaired_before(records: Sequence[Record], index: int, paired: set[int]) -> list[int]:
-    """Returns the operations without a counterpart that compute the operands of a record."""
-    return [n for n in _before(records, index, paired) if n not in paired]
-
-
-def paired_before(records: Sequence[Record], index: int, paired: set[int]) -> list[int]:
-    """Returns the nearest operations with a counterpart that compute the operands of a record."""
-    return [n for n in _before(records, index, paired) if n in paired]
-
-
-def _before(records: Sequence[Record], index: int, paired: set[int]) -> list[int]:
+def before(records: Sequence[Record], index: int, paired: Collection[int]) -> list[int]:
+    """Returns the operations before a record up to the nearest ones with a counterpart."""
     waiting, seen = list(records[index].makers), set()
     while waiting:
         n = waiting.pop()
@@ -209,22 +198,3 @@ def _before(records: Sequence[Record], index: int, paired: set[int]) -> list[int
             seen.add(n)
             waiting += () if n in paired else records[n].makers
     return sorted(seen)
-
-
-def numberless(path: str, line: tuple[str, int]) -> str:
-    """Returns the class of a place: the module without numbers, or the line outside of modules."""
-    return _section.numberless(path) if path else f"{line[0]}:{line[1]}"
-
-
-def joined(records: Sequence[Record], pair: Pair) -> Array:
-    """Returns the value of serving in the shape of that of training."""
-    values = [records[n].value for n in pair.serve]
-    return values[0] if len(values) == 1 else jnp.concatenate(values, pair.axis)
-
-
-def parts(value: Array, pair: Pair) -> Iterator[Array]:
-    """Yields the parts of a value of training for each record of serving."""
-    if len(pair.serve) == 1:
-        yield value
-    else:
-        yield from jnp.split(value, len(pair.serve), pair.axis)

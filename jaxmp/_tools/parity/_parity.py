@@ -161,7 +161,11 @@ def assert_parity(
 
 
 def _check(batches: object, outputs: object, batch_size: object, shift: object) -> None:
-    if isinstance(batches, (Mapping, tuple, str)) or not isinstance(batches, Sequence) or not batches:
+    if (
+        isinstance(batches, (Mapping, tuple, str))
+        or not isinstance(batches, Sequence)
+        or not batches
+    ):
         text = "is empty" if isinstance(batches, list) else f"is a {type(batches).__name__}"
         raise ValidationError(f"batches {text}. Pass a list of batches:\n    {_CALL}")
     if outputs not in _metrics.KINDS:

@@ -1,10 +1,11 @@
 """Finds the first place at which two programs differ by more than rounding explains.
 
 A place is a *candidate* if it fails the criterion of `_align`. Candidates are grouped by modules,
-without numbers. Each group has a change: its operations in the dtypes of the training program, or,
-if no dtype differs, its results without the differences that were measured for equal operands. The
-serving program is run with the change. The cause is the first group whose change removes `SHARE` of
-the mismatch, or the first of several that do so together. Without such a group there is no cause.
+without numbers, or by lines outside of modules. Each group has a change: its operations in the
+dtypes of the training program or, if that is not enough, its results without the differences that
+were measured for equal operands. The serving program is run with it. The cause is the first group
+whose change removes `SHARE` of the mismatch, or the first of several that do so together; without
+one there is no cause. If training has the coarser dtype, the two programs change roles.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ from jaxmp._core._typing import Array
 from jaxmp._programs import _analysis, _bind
 from jaxmp._tools.parity import _align
 from jaxmp._tools.parity._align import Pair
-from jaxmp._tools.parity._walk import INPUT, Change, Record, walk
-from jaxmp._tools.stats import _measure
+from jaxmp._tools.parity._walk import INPUT, Change, Record, as_stored, walk
+from jaxmp._tools.report import _section
 
-# The two programs in texts.
-_NAMES = ("training", "serving")
+NAMES = ("training", "serving")
 # Part of the mismatch that a change has to remove.
 SHARE = 0.4
 # Outputs that differ by less, relative to their root mean square, are equal.
 _EQUAL = 1e-5
-# A change with less effect does not count as one.
-_SMALLER = 0.95
+# A change that removes less has no effect.
+_EFFECT = 0.05
 # Groups that are tried one by one.
 _MOST = 16
+_FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+Changes = Mapping[int, Change]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +50,8 @@ class ParityCause:
     Args:
       module: path of the module, such as "block_0/attention"; "" outside of modules.
       operation: name of the primitive.
-      kind: "dtype", "arguments" (the operands are other arguments or constants), "operations" (one
-        program has operations that the other one does not have) or "kernel".
+      kind: "dtype"; "arguments" (the operands are other arguments or constants); "operations" (the
+        operations or kernels, or the values of their operands, are others).
       train, serve: the operations of both programs, with their dtypes.
       file, line, text: the source line.
       before: mean absolute difference of the outputs of both programs, run one operation at a time.
@@ -67,8 +70,8 @@ class ParityCause:
     text: str
     before: float
     after: float
-    others: tuple[str, ...] = ()
-    fix: str = ""
+    others: tuple[str, ...]
+    fix: str
 
 
 class Program(NamedTuple):
@@ -77,131 +80,158 @@ class Program(NamedTuple):
     closed: ClosedJaxpr
     arrays: Sequence[Any]
 
+    @property
+    def is_exported(self) -> bool:
+        """True if the operations are those of an exported program, which cannot be changed."""
+        return "call_exported" in _analysis.primitives(self.closed)
+
 
 class _Place(NamedTuple):
-    """A pair of results that differ by more than rounding explains."""
+    """A candidate.
+
+    pair: the results that differ.
+    value: results of serving for equal operands.
+    only: operations before them that the other program does not have, of training and of serving.
+    named: the program (0: training) and the index of the record to name.
+    """
 
     pair: Pair
-    # Results of serving for equal operands.
     value: Array
-    # The operations of each program that the other one does not have.
     only: tuple[list[int], list[int]]
-    # The program (0: training, 1: serving) and the index of the record to name.
     named: tuple[int, int]
 
 
+def find_cause(train: Program, serve: Program, shift: int) -> tuple[ParityCause | None, float]:
+    """Returns the cause of a mismatch, and the mismatch of both programs run by operations.
+
+    Args:
+      train, serve: the programs.
+      shift: number of positions by which the examples of serving are moved in the batch.
+    """
+    swapped = (serve, train), -shift, NAMES[::-1]
+    if serve.is_exported and not train.is_exported:
+        return _Search(*swapped).cause()
+    search = _Search((train, serve), shift, NAMES)
+    cause, before = search.cause()
+    is_done = cause is not None and cause.kind == "dtype"
+    if not is_done and search.is_coarser and not train.is_exported:
+        other, _ = _Search(*swapped).cause()
+        cause = other if other is not None and other.kind == "dtype" else cause
+    return cause, before
+
+
 class _Search:
-    """Search in two programs."""
+    """Search in two programs, of which the second one is changed.
+
+    Args:
+      programs: the programs.
+      shift: number of positions by which the second one moves examples.
+      names: of the programs.
+    """
 
     def __init__(
-        self, train: Program, serve: Program, shift: int, names: tuple[str, str] = _NAMES
+        self, programs: tuple[Program, Program], shift: int, names: tuple[str, ...]
     ) -> None:
-        self.serve, self.shift, self.names = serve, shift, names
-        # True if a result of the first program has a coarser dtype, or it has the cast of the cause.
-        self.is_training_coarser = False
-        first, self.outputs = walk(*train)
-        second, others = walk(*serve)
+        self.changed, self.shift, self.names = programs[1], shift, names
+        (first, self.outputs), (second, others) = (walk(*each) for each in programs)
         self.records = first, second
         self.modules = _align.modules(first), _align.modules(second)
         self.before = self._mismatch(others)
+        # True if the first program rounds more.
+        self.is_coarser = False
 
     def _mismatch(self, outputs: Sequence[Array]) -> float:
-        """Returns the mean absolute difference from the outputs of training."""
+        """Returns the mean absolute difference from the outputs of the first program."""
         x, y = (_flat(each) for each in (self.outputs, outputs))
-        used = ~(np.isnan(x) & np.isnan(y))
+        used = ~((np.isnan(x) & np.isnan(y)) | (x == y))
         with np.errstate(invalid="ignore"):
-            difference = np.where(x == y, 0.0, np.abs(x - y))[used]
-        return float(np.mean(difference)) if difference.size else 0.0
+            return float(np.sum(np.abs(x - y)[used]) / max(x.size, 1))
 
-    def _with(self, changes: Mapping[int, Change]) -> float:
-        return self._mismatch(walk(*self.serve, changes)[1])
+    def _with(self, changes: Changes) -> float:
+        return self._mismatch(walk(*self.changed, changes)[1])
 
     def cause(self) -> tuple[ParityCause | None, float]:
-        """Returns the cause, and the mismatch of the programs run one operation at a time."""
+        """Returns the cause, and the mismatch."""
         x = _flat(self.outputs)
-        scale = float(np.sqrt(np.mean(np.square(x[np.isfinite(x)])))) if np.isfinite(x).any() else 0
-        if self.before <= _EQUAL * scale:
+        x, limit = x[np.isfinite(x)], (1 - SHARE) * self.before
+        if not x.size or self.before <= _EQUAL * np.sqrt(np.mean(np.square(x))):
             return None, self.before
-        groups, joined = self._groups(), {}
-        limit, after = (1 - SHARE) * self.before, {}
-        for key, places in itertools.islice(groups.items(), _MOST):
+        groups, joined, tried = self._groups(), {}, []
+        for places in itertools.islice(groups.values(), _MOST):
             changes = self._changes(places)
-            after[key] = self._with(changes)
-            if after[key] <= limit:
-                return self._cause(places, changes, after[key]), self.before
+            after = self._with(changes)
+            if after <= limit:
+                return self._cause(places, changes, after, ()), self.before
             joined |= changes
-        together = self._with(joined) if len(after) > 1 else self.before
-        if together > limit:
+            tried.append((after > (1 - _EFFECT) * self.before, places, changes))
+        after = self._with(joined) if len(tried) > 1 else self.before
+        if after > limit:
             return None, self.before
-        first = next((key for key in after if after[key] < _SMALLER * self.before), next(iter(after)))
-        others = tuple(key for key in groups if key != first)
-        changes = self._changes(groups[first])
-        return self._cause(groups[first], changes, together, others), self.before
+        _, places, changes = min(tried, key=lambda row: row[0])
+        others = tuple(key for key, group in groups.items() if group is not places)
+        return self._cause(places, changes, after, others), self.before
 
     # -- candidates -----------------------------------------------------------------------------
 
     def _groups(self) -> dict[str, list[_Place]]:
-        """Returns the candidates by module, in the order of the serving program."""
+        """Returns the candidates by their classes, in the order of the second program."""
         train, serve = self.records
         pairs = sorted(_align.pairs_of(train, serve), key=lambda pair: pair.serve)
-        self._paired = {p.train for p in pairs}, {n for p in pairs for n in p.serve}
         self._partner = {n: pair.train for pair in pairs for n in pair.serve}
-        self._readers: dict[int, list[int]] = {}
-        for n, record in enumerate(train):
-            for maker in record.makers:
-                self._readers.setdefault(maker, []).append(n)
+        self._paired = {pair.train for pair in pairs}, self._partner.keys()
+        self._readers: dict[int, list[Record]] = {}
+        for record, maker in ((record, maker) for record in train for maker in record.makers):
+            self._readers.setdefault(maker, []).append(record)
+        self.is_coarser = any(self._coarser(n) == 0 for n in self._partner)
         forced: dict[int, Change] = {}
         for pair in pairs:
-            dtypes = train[pair.train].dtype, serve[pair.serve[0]].dtype
-            self.is_training_coarser |= dtypes[0] != dtypes[1] and _align.coarser(*dtypes) == dtypes[0]
             whole = self._moved(train[pair.train].value, self.shift)
-            for n, part in zip(pair.serve, _align.parts(whole, pair), strict=True):
-                part = _as_stored(part, serve[n].dtype)
+            for n, part in zip(pair.serve, pair.split(whole), strict=True):
+                part = as_stored(part, serve[n].dtype)
                 forced[n] = Change(value=lambda _, part=part: part)
-        local, _ = walk(*self.serve, forced)
+        self._local, _ = walk(*self.changed, forced)
         groups: dict[str, list[_Place]] = {}
         for pair in pairs:
-            value = self._moved(_align.joined(local, pair), -self.shift)
-            record = serve[pair.serve[0]]
-            if not _align.is_different(train[pair.train], record, value):
-                continue
-            place = self._place(pair, value, local)
-            side, index = place.named
-            key = _align.numberless(self.modules[side][index], self.records[side][index].line)
-            groups.setdefault(key, []).append(place)
-        self._local = local
+            value = self._moved(pair.join([self._local[n].value for n in pair.serve]), -self.shift)
+            if _align.is_different(train[pair.train], serve[pair.serve[0]], value):
+                place = self._place(pair, value)
+                groups.setdefault(self._class(*place.named), []).append(place)
         return groups
 
     def _moved(self, value: Array, shift: int) -> Array:
         """Returns a value of all examples with its examples at other positions."""
         return jnp.roll(value, shift, 0) if shift and value.ndim else value
 
-    def _place(self, pair: Pair, value: Array, local: Sequence[Record]) -> _Place:
-        indices = pair.train, pair.serve[0]
+    def _class(self, side: int, index: int) -> str:
+        """Returns the module of a record without numbers; outside of modules, its line."""
+        line = self.records[side][index].line
+        return _section.numberless(self.modules[side][index]) or f"{line[0]}:{line[1]}"
+
+    def _coarser(self, index: int) -> int | None:
+        """Returns the program that stores a result with a counterpart in a coarser dtype."""
+        dtypes = self.records[0][self._partner[index]].dtype, self.records[1][index].dtype
+        return None if dtypes[0] == dtypes[1] else dtypes.index(_align.coarser(*dtypes))
+
+    def _place(self, pair: Pair, value: Array) -> _Place:
+        ends = pair.train, pair.serve[0]
+        nearest = [
+            _align.before(*each) for each in zip(self.records, ends, self._paired, strict=True)
+        ]
         regions = [
-            [n for n in _align.unpaired_before(records, index, paired) if _computes(records[n])]
-            for records, index, paired in zip(self.records, indices, self._paired, strict=True)
+            [n for n in near if n not in paired and _computes(records[n])]
+            for near, paired, records in zip(nearest, self._paired, self.records, strict=True)
         ]
         only = self._only(regions, _sign)
         if only == ([], []):
             only = self._only(regions, lambda r: (*_sign(r), *map(np.shape, r.operands)))
-        first, second = (self.records[s][indices[s]] for s in (0, 1))
-        if first.dtype == second.dtype and (only[0] or only[1]):
-            side = 1 if only[1] else 0
-            own = [n for n in only[side] if not _is_rounding(self.records[side][n])]
-            computed = [n for n in own if self.records[side][n].primitive not in _bind.MOVES]
-            casts = [n for n in only[side] if n not in own]
-            return _Place(pair, value, only, (side, (computed or casts or own)[-1]))
-        if first.dtype == second.dtype:
-            # An operand that serving stores in another dtype.
-            before = _align.paired_before(self.records[1], indices[1], self._paired[1])
-            stored = [n for n in before if self._is_stored_coarser(n)]
-            return _Place(pair, value, only, (1, max(stored, default=indices[1])))
-        return _Place(pair, value, only, (1, indices[1]))
-
-    def _is_stored_coarser(self, index: int) -> bool:
-        train, serve = self.records[0][self._partner[index]].dtype, self.records[1][index].dtype
-        return train != serve and _align.coarser(train, serve) == serve
+        if self._coarser(ends[1]) is None and only == ([], []):
+            stored = (n for n in nearest[1] if n in self._partner and self._coarser(n) == 1)
+            return _Place(pair, value, only, (1, max(stored, default=ends[1])))
+        if self._coarser(ends[1]) is not None:
+            return _Place(pair, value, only, (1, ends[1]))
+        side = 1 if only[1] else 0
+        named = max(only[side], key=lambda n: (_rank(self.records[side][n]), n))
+        return _Place(pair, value, only, (side, named))
 
     def _only(
         self, regions: Sequence[list[int]], sign: Callable[[Record], Any]
@@ -212,217 +242,155 @@ class _Search:
             for records, region in zip(self.records, regions, strict=True)
         ]
         first, second = (
-            [n for n in region if sign(records[n]) in signs[side] - signs[1 - side]]
-            for side, (records, region) in enumerate(zip(self.records, regions, strict=True))
+            [
+                n
+                for n in regions[side]
+                if sign(self.records[side][n]) in signs[side] - signs[1 - side]
+            ]
+            for side in (0, 1)
         )
         return first, second
 
     # -- changes --------------------------------------------------------------------------------
 
-    def _changes(self, places: Sequence[_Place]) -> dict[int, Change]:
-        """Returns the change of the serving program that removes the differences of some places."""
+    def _changes(self, places: Sequence[_Place]) -> Changes:
+        """Returns the change of the second program that removes the differences of some places."""
         changes = self._dtypes(places)
         if changes and self._with(changes) <= (1 - SHARE) * self.before:
             return changes
-        train, serve = self.records
         corrected: dict[int, Change] = {}
-        for place in places:
-            x, y = train[place.pair.train].value, place.value
-            error = jnp.where(jnp.isfinite(x) & jnp.isfinite(y), y - x, 0)
-            error = self._moved(error, self.shift)
-            for n, part in zip(place.pair.serve, _align.parts(error, place.pair), strict=True):
-                dtype = serve[n].dtype
+        for pair, y, *_ in places:
+            x = self.records[0][pair.train].value
+            error = self._moved(jnp.where(jnp.isfinite(x) & jnp.isfinite(y), y - x, 0), self.shift)
+            for n, part in zip(pair.serve, pair.split(error), strict=True):
+                dtype = self.records[1][n].dtype
                 corrected[n] = Change(
-                    value=lambda z, part=part, dtype=dtype: _as_stored(z - part, dtype)
+                    value=lambda z, part=part, dtype=dtype: as_stored(z - part, dtype)
                 )
         return corrected
 
-    def _dtypes(self, places: Sequence[_Place]) -> dict[int, Change]:
-        """Returns the dtypes of training for the operations of the modules of some places."""
+    def _dtypes(self, places: Sequence[_Place]) -> Changes:
+        """Returns the dtypes of the first program for the operations of some places' modules."""
         train, serve = self.records
-        keys = {self._key(*place.named) for place in places}
-        changes: dict[int, Change] = {}
-        for n, partner in self._partner.items():
-            dtype = train[partner].dtype
-            is_other = serve[n].dtype not in (dtype, self._stored_as(partner))
-            is_move = serve[n].primitive in _bind.MOVES
-            if is_other and not is_move and self._key(1, n) in keys:
-                changes[n] = Change(dtype=dtype)
-        # Roundings of serving that training does not have.
-        own = {_sign(r) for n, r in enumerate(train) if self._is_alone(0, n, keys)}
+        classes = {self._class(*place.named) for place in places}
         new = {n for place in places for n in place.only[1]}
-        for n, record in enumerate(serve):
-            is_new = n in new or (self._is_alone(1, n, keys) and _sign(record) not in own)
-            if is_new and _bind.is_narrow_dtype(record.dtype):
-                changes[n] = Change(dtype=_dtypes.FLOAT32)
+        alone = [
+            {
+                n: record
+                for n, record in enumerate(records)
+                if n not in paired and _computes(record) and self._class(side, n) in classes
+            }
+            for side, (records, paired) in enumerate(zip(self.records, self._paired, strict=True))
+        ]
+        known = set(map(_sign, alone[0].values()))
+        # Roundings that the first program does not have.
+        changes = {
+            n: Change(dtype=_dtypes.FLOAT32)
+            for n, record in enumerate(serve)
+            if (n in new or (n in alone[1] and _sign(record) not in known))
+            and _bind.is_narrow_dtype(record.dtype)
+        }
+        for n, partner in self._partner.items():
+            # What the first program rounds next remains rounded.
+            next_dtypes = {r.dtype if _is_cast(r) else None for r in self._readers.get(partner, ())}
+            is_other = serve[n].dtype != train[partner].dtype and next_dtypes != {serve[n].dtype}
+            if is_other and serve[n].primitive not in _bind.MOVES and self._class(1, n) in classes:
+                changes[n] = Change(dtype=train[partner].dtype)
         return changes
-
-    def _stored_as(self, index: int) -> np.dtype | None:
-        """Returns the dtype to which all readers of a result of training round it."""
-        readers = [self.records[0][n] for n in self._readers.get(index, ())]
-        dtypes = {record.dtype if _is_rounding(record) else None for record in readers}
-        return dtypes.pop() if len(dtypes) == 1 else None
-
-    def _is_alone(self, side: int, n: int, keys: set[str]) -> bool:
-        """Returns True for an operation of some groups that has no counterpart."""
-        is_paired = n in self._paired[side]
-        return not is_paired and _computes(self.records[side][n]) and self._key(side, n) in keys
-
-    def _key(self, side: int, index: int) -> str:
-        return _align.numberless(self.modules[side][index], self.records[side][index].line)
 
     # -- texts ----------------------------------------------------------------------------------
 
     def _cause(
-        self,
-        places: Sequence[_Place],
-        changes: Mapping[int, Change],
-        after: float,
-        others: tuple[str, ...] = (),
+        self, places: Sequence[_Place], changes: Changes, after: float, others: tuple[str, ...]
     ) -> ParityCause:
         place = places[0]
         side, index = place.named
-        record, module = self.records[side][index], self.modules[side][index]
-        kind, reason = "kernel", self._arguments(place)
-        if all(change.value is None for change in changes.values()):
-            kind = "dtype"
-        elif reason:
-            kind = "arguments"
-        elif place.only[0] or place.only[1]:
-            kind = "operations"
+        (file, line), module = self.records[side][index].line, self.modules[side][index]
+        self.is_coarser |= any(map(_is_cast, self._of(0, place.only[0])))
         ends = place.pair.train, place.pair.serve[0]
         if side == 1 and index in self._partner:
             ends = self._partner[index], index
-        self.is_training_coarser |= any(map(_is_rounding, self._of(0, place.only[0])))
-        sides = {
-            name: _text(self._of(s, (*place.only[s], ends[s])))
+        texts = {
+            name: ", ".join(dict.fromkeys(map(_text, self._of(s, (*place.only[s], ends[s])))))
             for s, name in enumerate(self.names)
         }
-        file, line = record.line
-        cause = ParityCause(
+        where = f"{module or 'the program'}{f' ({file}:{line})' if file else ''}"
+        reason = "" if any(place.only) else self._arguments(place)
+        kind = "arguments" if reason else "operations"
+        fix = f"Run the same operations on the same values in {where} of both programs{reason}."
+        if all(change.value is None for change in changes.values()):
+            kind, parts = "dtype", dict[str, None]()
+            for n, change in changes.items():
+                record = self.records[1][n]
+                cast = f"without the cast to {record.dtype}"
+                parts[cast if _is_cast(record) else f"{record.primitive} in {change.dtype}"] = None
+            dtype = next(iter(changes.values())).dtype
+            fix = (
+                f"In the {self.names[1]} program, compute {where} as in {self.names[0]}: "
+                f"{', '.join(parts)}.\n    x = x.astype(jnp.{dtype})  # the operands"
+            )
+        return ParityCause(
             module=module,
-            operation=record.primitive,
+            operation=self.records[side][index].primitive,
             kind=kind,
-            train=sides["training"],
-            serve=sides["serving"],
+            train=texts["training"],
+            serve=texts["serving"],
             file=file,
             line=line,
             text=linecache.getline(file, line).strip() if file else "",
             before=self.before,
             after=after,
             others=others,
+            fix=fix,
         )
-        return dataclasses.replace(cause, fix=self._fix(cause, changes, reason))
 
     def _of(self, side: int, indices: Iterable[int]) -> list[Record]:
         return [self.records[side][n] for n in indices]
 
-    def _fix(self, cause: ParityCause, changes: Mapping[int, Change], reason: str) -> str:
-        """Returns the change that was run, as sentences and code."""
-        where = cause.module or "the program"
-        where += f" ({cause.file}:{cause.line})" if cause.file else ""
-        base, changed = self.names
-        if cause.kind == "arguments":
-            return f"Pass the same arrays to both programs: in {where}, {reason}."
-        if cause.kind == "operations":
-            return (
-                f"Run the same code in both programs in {where}. {base.capitalize()}: "
-                f"{cause.train if base == _NAMES[0] else cause.serve}."
-            )
-        if cause.kind != "dtype":
-            return (
-                f"Use the same kernel and shapes, and the same values of the operands, for "
-                f"{cause.operation} in {where}."
-            )
-        texts: dict[str, None] = {}
-        for n, change in changes.items():
-            record = self.records[1][n]
-            if _is_rounding(record):
-                texts[f"without the cast to {record.dtype}"] = None
-            else:
-                texts[f"{record.primitive} in {change.dtype}"] = None
-        dtype = next(change.dtype for change in changes.values())
-        return (
-            f"In the {changed} program, compute {where} as in {base}: {', '.join(texts)}.\n"
-            f"    x = x.astype(jnp.{dtype})  # the operands"
-        )
-
     def _arguments(self, place: _Place) -> str:
-        """Returns a text on the first operand that differs and that no operation computes."""
+        """Returns a text on an operand that differs, and that no operation computes."""
         train, serve = self.records[0][place.pair.train], self._local[place.pair.serve[0]]
         for n, (x, y) in enumerate(zip(train.operands, serve.operands, strict=False)):
-            if not self._is_input(serve.makers[n]):
+            is_same = jnp.shape(x) != jnp.shape(y) or bool(jnp.array_equal(x, y))
+            if is_same or not self._is_input(serve.makers[n]):
                 continue
-            if np.shape(x) != np.shape(y) or not jnp.issubdtype(jnp.result_type(x), jnp.number):
-                continue
-            if bool(jnp.array_equal(x, y)):
-                continue
-            for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
-                for s, (a, b) in enumerate(((x, y), (y, x))):
-                    if jnp.issubdtype(jnp.result_type(a), jnp.floating) and bool(
-                        jnp.array_equal(_measure.rounded_to(a, name), b)
-                    ):
-                        return f"operand {n} is rounded to {name} in {self.names[1 - s]}"
-            return f"operand {n} has other values"
+            for name in _FORMATS if jnp.issubdtype(x.dtype, jnp.floating) else ():
+                for side, (a, b) in enumerate(((y, x), (x, y))):
+                    if jnp.array_equal(as_stored(a, jnp.dtype(name)), b):
+                        return f": operand {n} is rounded to {name} in {self.names[side]}"
+            return f": operand {n} has other values"
         return ""
 
     def _is_input(self, index: int) -> bool:
-        """Returns True for an argument or a constant, also if it is reshaped or cast."""
+        """Returns True for an argument or a constant, also if it is reshaped."""
         if index == INPUT:
             return True
-        record = self._local[index]
-        is_move = record.primitive in _align.MOVES and index not in self._paired[1]
-        return is_move and all(map(self._is_input, record.makers))
-
-
-def find_cause(
-    train: Program, serve: Program, shift: int = 0
-) -> tuple[ParityCause | None, float]:
-    """Returns the cause of a mismatch, and the mismatch of both programs run by operations.
-
-    Args:
-      train, serve: the programs.
-      shift: number of positions by which the examples of serving are moved in the batch.
-    """
-    if not _is_exported(serve) or _is_exported(train):
-        search = _Search(train, serve, shift)
-        cause, before = search.cause()
-        is_done = cause is not None and cause.kind == "dtype"
-        if is_done or not search.is_training_coarser or _is_exported(train):
-            return cause, before
-        # The program that rounds more is the one to change.
-        other, _ = _Search(serve, train, -shift, _NAMES[::-1]).cause()
-        return (other if other is not None and other.kind == "dtype" else cause), before
-    # The operations of an exported program cannot be changed: those of training are.
-    return _Search(serve, train, -shift, _NAMES[::-1]).cause()
-
-
-def _is_exported(program: Program) -> bool:
-    return "call_exported" in _analysis.primitives(program.closed)
+        is_move = index not in self._partner and self._local[index].primitive in _align.MOVES
+        return is_move and all(map(self._is_input, self._local[index].makers))
 
 
 def _computes(record: Record) -> bool:
     """Returns True for an operation that computes or rounds floats."""
     is_float = jnp.issubdtype(record.dtype, jnp.floating)
-    return is_float and (record.primitive not in _align.MOVES or _is_rounding(record))
+    return is_float and (record.primitive not in _align.MOVES or _is_cast(record))
 
 
-def _is_rounding(record: Record) -> bool:
+def _is_cast(record: Record) -> bool:
+    """Returns True for a conversion to 16 bits or FP8."""
     return record.primitive == "convert_element_type" and _bind.is_narrow_dtype(record.dtype)
+
+
+def _rank(record: Record) -> int:
+    """Returns the preference with which an operation is named: one that computes, then a cast."""
+    return 1 if _is_cast(record) else 2 * (record.primitive not in _bind.MOVES)
 
 
 def _sign(record: Record) -> tuple[str, str]:
     return record.primitive, str(record.dtype)
 
 
-def _text(records: Sequence[Record]) -> str:
-    names = dict.fromkeys(f"{record.primitive} in {record.dtype}" for record in records)
-    return ", ".join(names)
-
-
-def _as_stored(x: Array, dtype: np.dtype) -> Array:
-    """Returns a value rounded to the dtype in which a program stores it."""
-    return _measure.rounded_to(x, dtype) if _bind.is_narrow_dtype(dtype) else x
+def _text(record: Record) -> str:
+    return f"{record.primitive} in {record.dtype}"
 
 
 def _flat(outputs: Sequence[Array]) -> np.ndarray:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
@@ -126,14 +125,15 @@ class Walk(Interpreter):
         for var, x in zip(equation.outvars, _bind.bind_in_fp32(equation, arrays), strict=True):
             dtype = getattr(var.aval, "dtype", np.dtype(bool))
             name = equation.primitive.name
-            values.append(self._recorded(x, Record(scopes, name, dtype, line, makers, (*arrays,), x)))
+            values.append(
+                self._recorded(x, Record(scopes, name, dtype, line, makers, (*arrays,), x))
+            )
         return values
 
     def _recorded(self, x: Any, record: Record) -> _Value:
         change = self._changes.get(len(self.records), Change())
         dtype = change.dtype or record.dtype
-        if record.primitive not in _bind.MOVES and _bind.is_narrow_dtype(dtype):
-            x = _measure.rounded_to(x, dtype)
+        x = x if record.primitive in _bind.MOVES else as_stored(x, dtype)
         self.records.append(record._replace(value=x))
         x = x if change.value is None else change.value(x)
         return _Value(x, len(self.records) - 1)
@@ -202,6 +202,11 @@ _RULES: dict[Form | None, Callable[..., list[Any] | None]] = {
     Form.SCAN: Walk._scanned,
     Form.WHILE: Walk._repeated,
 }
+
+
+def as_stored(x: Array, dtype: np.dtype) -> Array:
+    """Returns an FP32 array rounded to the dtype in which a program stores it."""
+    return _measure.rounded_to(x, dtype) if _bind.is_narrow_dtype(dtype) else x
 
 
 def walk(
