@@ -192,7 +192,7 @@ def test_recorded_plants():
     assert all(rows[name]["outcome"] == "none" for name in parity_plants.EQUAL)
     for name, row in rows.items():
         pair = (parity_plants.PLANTS | parity_plants.EQUAL)[name]
-        cause = row["module"] is not None and (row["module"], row["operation"]) or None
+        cause = None if row["module"] is None else (row["module"], row["operation"])
         assert parity_plants.outcome(pair, cause) == row["outcome"]
 
 
@@ -284,23 +284,27 @@ def refuse(*_):
         ((refuse, refuse, []), {}, "batches is empty"),
         ((refuse, refuse, (X,)), {}, "batches is a tuple"),
         ((refuse, refuse, {"x": X}), {}, "batches is a dict"),
-        ((refuse, 3, [X]), {}, "serve is of type int"),
+        ((refuse, 3, [X]), {}, "serve is 3, of type int"),
         ((refuse, "bf16", [X]), {}, "program=lambda recipe"),
         ((refuse, refuse, [X]), {"outputs": "logprobs"}, "Did you mean 'log_probs'"),
         ((refuse, refuse, [X]), {"batch_size": 0}, "batch_size=0"),
-        ((refuse, refuse, [X]), {"batch_size": 3}, "no multiple of batch_size=3"),
-        ((refuse, refuse, [jnp.ones(())]), {"shift": 1}, "along its first axis"),
+        ((refuse, refuse, [X]), {"batch_size": 3}, "a divisor of the number of examples"),
+        ((refuse, refuse, [jnp.ones(())]), {"shift": 1}, "along the first axis"),
         (
             (lambda x: {"a": x, "b": x}, lambda x: x, [X]),
             {},
-            "train returns float32[4, 16], float32[4, 16]",
+            "The training program returns float32[4, 16], float32[4, 16]",
         ),
-        ((lambda x: x.astype(int), lambda x: x, [X]), {}, "train returns int32[4, 16]"),
-        ((lambda x: x, lambda x: x[1:], [X]), {}, "shape (4, 16), and serve of (3, 16)"),
+        ((lambda x: x.astype(int), lambda x: x, [X]), {}, "training program returns int32[4, 16]"),
+        (
+            (lambda x: x, lambda x: x[1:], [X]),
+            {},
+            "float32[4, 16], and the serving program float32[3, 16]",
+        ),
         (
             (lambda x: x[0], lambda x: x[0], [X]),
             {"outputs": "logits"},
-            "Return one array of floats",
+            "Return one array of logits",
         ),
     ],
 )

@@ -5,11 +5,11 @@ counterpart is recorded, and then replaced by it. So a difference is that of one
 the operations without a counterpart before it, and earlier differences do not add to it.
 
 *Criterion.* Both results are rounded to the coarser of their two dtypes. Rounding explains the rest
-if its root mean square is at most half of that of a rounding to this dtype, `eps / sqrt(12) / sqrt(2)`
-of the values, as results of equal operations differ in the last bit of a few elements; for FP32, at
-most 1e-5 of the values, or of the norm of the sums that are computed. A sum in another order stays
-below both (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2: the error of a
-sum of n terms grows as sqrt(n) units of roundoff), and TF32 or a 16-bit operand above.
+if its root mean square is at most half of that of a rounding to this dtype, `eps / sqrt(24)` of the
+values, since results of equal operations differ in the last bit of a few elements; for FP32, if it
+is at most 1e-5 of the values, or of the norm of the sums. A sum in another order stays below both
+(Higham 2002, Accuracy and Stability of Numerical Algorithms, section 4.2: the error of a sum of n
+terms grows as sqrt(n) units of roundoff), and TF32 or a 16-bit operand is above.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from jaxmp._tools.parity._walk import INPUT, Record, as_stored
 MOVES = frozenset(
     {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "pad", "reshape"}
     | {"optimization_barrier", "rev", "slice", "split", "squeeze", "stop_gradient", "transpose"}
+    | {"concatenate", "dynamic_slice", "dynamic_update_slice"}
     | {"constant", "parameter"}  # of exported programs
 )
 _SUMS = ("dot_general", "reduce_sum", "conv_general_dilated", "cumsum", "add_any")

@@ -8,7 +8,7 @@ divergence with its K1 and K3 estimators and the largest ratio, MaxText a band o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
 
 import numpy as np
 
@@ -53,8 +53,8 @@ def rows_of(train: np.ndarray, serve: np.ndarray, kind: str) -> list[ParityRow]:
     """Returns the differences of all positions, and then those of ranges of positions.
 
     Args:
-      train, serve: outputs `[..., position]`; logits `[..., position, vocabulary]`. Log-probabilities
-        that are NaN in both are left out.
+      train, serve: outputs `[..., position]`; logits `[..., position, vocabulary]`. Values that are
+        NaN in both are left out.
       kind: "log_probs", "logits" or "outputs".
     """
     x, y = (np.asarray(each, np.float64) for each in (train, serve))
@@ -64,7 +64,7 @@ def rows_of(train: np.ndarray, serve: np.ndarray, kind: str) -> list[ParityRow]:
     length = x.shape[axis] if axis > 0 or (axis == 0 and kind != OUTPUTS) else 0
     parts = [("all", x, y)]
     edges = sorted({round(n * length / _ROWS) for n in range(_ROWS + 1)}) if length > 1 else []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         label = f"{start}-{stop - 1}" if stop - start > 1 else str(start)
         parts.append((label, *(np.take(z, range(start, stop), axis) for z in (x, y))))
     return [_row(label, a, b, kind) for label, a, b in parts]
@@ -101,8 +101,3 @@ def _row(label: str, x: np.ndarray, y: np.ndarray, kind: str) -> ParityRow:
 def _log_softmax(x: np.ndarray) -> np.ndarray:
     top = np.max(x, axis=-1, keepdims=True)
     return x - top - np.log(np.sum(np.exp(x - top), axis=-1, keepdims=True))
-
-
-def joined(outputs: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the outputs of all batches as one array."""
-    return np.concatenate([np.atleast_1d(each) for each in outputs])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -82,14 +81,14 @@ def parity(
         _function(each, name, program) for each, name in ((train, "train"), (serve, "serve"))
     ]
     batches = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-    _check_sizes(batches, batch_size, shift)
     served = _served(functions[1], batch_size, shift)
     _check_outputs([jax.eval_shape(each, *batches[0]) for each in (functions[0], served)], outputs)
     compiled = jax.jit(functions[0]), jax.jit(served)
     pairs = [tuple(np.asarray(_array(fn(*batch))) for fn in compiled) for batch in batches]
     for number, (x, y) in enumerate(pairs):
         _check_nan(x, y, number)
-    rows = _metrics.rows_of(*(_metrics.joined(each) for each in zip(*pairs, strict=True)), outputs)
+    whole = (np.concatenate(list(map(np.atleast_1d, each))) for each in zip(*pairs, strict=True))
+    rows = _metrics.rows_of(*whole, outputs)
     cause, before = None, 0.0
     is_equal = all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
     if search and not is_equal:
@@ -139,14 +138,14 @@ def assert_parity(
       1.0
     """
     names = {value: name for name, value in _metrics.BANDS.items()}
-    if tuple(band) not in names or not 0 < share <= 1:
+    if band not in names or not 0 < share <= 1:
         raise ValidationError(
-            f"assert_parity received band={band!r} and share={share!r}. The bands are "
-            f"{', '.join(map(str, names))}, and a share is in 0 to 1:\n"
+            f"assert_parity received band={band!r} and share={share!r}. The bands are {[*names]}, "
+            "and a share is in 0 to 1:\n"
             "    jaxmp.assert_parity(train, serve, batches, band=(0.99, 1.01), share=0.999)"
         )
     report = parity(train, serve, batches, **options)
-    measured = getattr(report.rows[0], names[tuple(band)])
+    measured = getattr(report.rows[0], names[band])
     if measured < share:
         raise ValidationFailedError(
             f"{measured:.4%} of the outputs have a ratio of serving and training in {band[0]} to "
@@ -160,12 +159,8 @@ def assert_parity(
 # ---------------------------------------------------------------------------
 
 
-def _check(batches: object, outputs: object, batch_size: object, shift: object) -> None:
-    if (
-        isinstance(batches, (Mapping, tuple, str))
-        or not isinstance(batches, Sequence)
-        or not batches
-    ):
+def _check(batches: Any, outputs: str, batch_size: int | None, shift: int) -> None:
+    if not isinstance(batches, Sequence) or isinstance(batches, (tuple, str)) or not batches:
         text = "is empty" if isinstance(batches, list) else f"is a {type(batches).__name__}"
         raise ValidationError(f"batches {text}. Pass a list of batches:\n    {_CALL}")
     if outputs not in _metrics.KINDS:
@@ -173,11 +168,17 @@ def _check(batches: object, outputs: object, batch_size: object, shift: object) 
             f"outputs={outputs!r} is none of {', '.join(map(repr, _metrics.KINDS))}."
             f"{did_you_mean(str(outputs), _metrics.KINDS)}"
         )
-    for name, value, least in (("batch_size", batch_size, 1), ("shift", shift, 0)):
-        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if value is not None and not is_number:
+    for number, batch in enumerate(batches if batch_size is not None or shift else ()):
+        last = batch[-1] if isinstance(batch, tuple) else batch
+        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(last)}
+        size = sizes.pop() if len(sizes) == 1 else ()
+        step = size[0] if size and batch_size is None else batch_size
+        if not size or not isinstance(step, int) or step < 1 or size[0] % step:
             raise ValidationError(
-                f"{name}={value!r} is not a number of examples of at least {least}: {name}=1."
+                f"batch_size={batch_size!r} and shift={shift!r} split and roll the last argument "
+                f"along the first axis, and that of batch {number} has the shapes "
+                f"{[jnp.shape(x) for x in jax.tree.leaves(last)]}. Pass the parameters first and "
+                f"a divisor of the number of examples, batch_size=1:\n    {_CALL}"
             )
 
 
@@ -186,56 +187,31 @@ def _function(
 ) -> Callable[..., Any]:
     if isinstance(each, export.Exported):
         return each.call
-    if isinstance(each, (str, Recipe)):
-        if program is None:
-            raise ValidationError(
-                f"{name}={each!r} is a recipe, and parity has no function to run with it. Pass "
-                "one that returns a function of the batch:\n"
-                "    jaxmp.parity('bf16', 'fp16', batches, program=lambda recipe: "
-                "recipe.wrap(model).apply)"
-            )
+    if isinstance(each, (str, Recipe)) and program is not None:
         each = program(load_recipe(each))
     if not callable(each) or isinstance(each, (jax.stages.Compiled, jax.stages.Lowered)):
         raise ValidationError(
-            f"{name} is of type {type(each).__name__}. Pass a function of the batch, or a "
-            f"jax.export.Exported:\n    {_CALL}"
+            f"{name} is {each!r}, of type {type(each).__name__}. Pass a function of the batch, a "
+            f"jax.export.Exported, or a recipe and the function that it is for:\n    {_CALL}\n"
+            "    jaxmp.parity('bf16', 'fp16', batches, program=lambda recipe: "
+            "recipe.wrap(model).apply)"
         )
     return each
 
 
-def _check_sizes(batches: Sequence[tuple[Any, ...]], batch_size: int | None, shift: int) -> None:
-    for number, batch in enumerate(batches):
-        sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch[-1])}
-        if (batch_size or shift) and (len(sizes) != 1 or () in sizes):
-            raise ValidationError(
-                f"batch_size and shift split the last argument of a batch along its first axis; "
-                f"the arrays of batch {number} have the sizes {sorted(sizes)} there. Pass the "
-                f"parameters first: {_CALL}"
-            )
-        size = next(iter(sizes), (0,))
-        if batch_size and size[0] % batch_size:
-            raise ValidationError(
-                f"batch {number} has {size[0]} examples, which are no multiple of "
-                f"batch_size={batch_size}. Pass a divisor, such as batch_size=1."
-            )
-
-
 def _served(fn: Callable[..., Any], batch_size: int | None, shift: int) -> Callable[..., Any]:
     """Returns the serving function for another batch size, or other positions of the examples."""
-    if batch_size is None and not shift:
-        return fn
 
     def served(*batch: PyTree) -> Any:
         *rest, last = batch
-        last = jax.tree.map(lambda x: jnp.roll(x, shift, 0), last) if shift else last
+        last = jax.tree.map(lambda x: jnp.roll(x, shift, 0), last)
         size = jax.tree.leaves(last)[0].shape[0]
         step = batch_size or size
         part = lambda start: jax.tree.map(lambda x: x[start : start + step], last)
         results = [_array(fn(*rest, part(start))) for start in range(0, size, step)]
-        result = results[0] if len(results) == 1 else jnp.concatenate(results)
-        return jnp.roll(result, -shift, 0) if shift else result
+        return jnp.roll(jnp.concatenate(results), -shift, 0)
 
-    return served
+    return fn if batch_size is None and not shift else served
 
 
 def _array(result: PyTree) -> Any:
@@ -243,27 +219,27 @@ def _array(result: PyTree) -> Any:
 
 
 def _check_outputs(shapes: Sequence[Any], outputs: str) -> None:
-    for name, shape in zip(("train", "serve"), shapes, strict=True):
-        leaves = jax.tree.leaves(shape)
-        is_float = len(leaves) == 1 and jnp.issubdtype(leaves[0].dtype, jnp.floating)
-        if not is_float or leaves[0].ndim < (2 if outputs == _metrics.LOGITS else 0):
-            texts = ", ".join(f"{x.dtype}{list(x.shape)}" for x in leaves) or "nothing"
+    texts = [
+        ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(each)) for each in shapes
+    ]
+    for name, each, text in zip(_search.NAMES, shapes, texts, strict=True):
+        leaves, least = jax.tree.leaves(each), 2 * (outputs == _metrics.LOGITS)
+        is_one = len(leaves) == 1 and jnp.issubdtype(leaves[0].dtype, jnp.floating)
+        if not is_one or leaves[0].ndim < least:
             raise ValidationError(
-                f"{name} returns {texts}. Return one array of floats: {outputs}, as in\n"
+                f"The {name} program returns {text or 'nothing'}. Return one array of {outputs}:\n"
                 "    jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]"
             )
-    first, second = (jax.tree.leaves(shape)[0].shape for shape in shapes)
-    if first != second:
+    if _array(shapes[0]).shape != _array(shapes[1]).shape:
         raise ValidationError(
-            f"train returns outputs of the shape {first}, and serve of {second}. Return the same "
-            "positions of the same examples in both, such as outputs[:, 1:]."
+            f"The training program returns {texts[0]}, and the serving program {texts[1]}. Return "
+            "the same positions of the same examples in both, such as outputs[:, 1:]."
         )
 
 
 def _check_nan(train: np.ndarray, serve: np.ndarray, number: int) -> None:
     is_other = np.isnan(train.astype(np.float64)) != np.isnan(serve.astype(np.float64))
-    if is_other.any():
-        index = tuple(int(n) for n in np.argwhere(is_other)[0])
+    for index in map(tuple, np.argwhere(is_other)[:1].tolist()):
         raise ValidationError(
             f"The outputs of batch {number} at {index} are {train[index]} in training and "
             f"{serve[index]} in serving. Only positions that are NaN in both are left out; "

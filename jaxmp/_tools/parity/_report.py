@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
+from jaxmp._core._plain import JSONValue
 from jaxmp._tools.parity import _metrics
 from jaxmp._tools.parity._metrics import ParityRow
 from jaxmp._tools.parity._search import ParityCause
@@ -36,7 +38,7 @@ class ParityReport(_views.Report):
     _title = "Parity of training and serving"
     _command = "pathlib.Path('parity.json').write_text(report.to_json())"
     _error = ValidationError
-    _schema = {"schema": 1}
+    _schema: ClassVar[dict[str, JSONValue]] = {"schema": 1}
     _summary = ()
 
     outputs: str

@@ -180,8 +180,9 @@ class _Search:
         self._partner = {n: pair.train for pair in pairs for n in pair.serve}
         self._paired = {pair.train for pair in pairs}, self._partner.keys()
         self._readers: dict[int, list[Record]] = {}
-        for record, maker in ((record, maker) for record in train for maker in record.makers):
-            self._readers.setdefault(maker, []).append(record)
+        for record in train:
+            for maker in record.makers:
+                self._readers.setdefault(maker, []).append(record)
         self.is_coarser = any(self._coarser(n) == 0 for n in self._partner)
         forced: dict[int, Change] = {}
         for pair in pairs:

@@ -8,7 +8,6 @@ no interpreter enters, such as kernels, run in their recorded dtypes, and have o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from jaxmp._core._compat import _exported
 from jaxmp._core._typing import Array
 from jaxmp._programs import _bind, _constructs, _locations
 from jaxmp._programs._constructs import Form
-from jaxmp._programs._interpreter import Frame, Interpreter
+from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import Path
 from jaxmp._tools.stats import _measure
 
@@ -63,8 +62,7 @@ class Change(NamedTuple):
     value: Callable[[Array], Array] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Value:
+class _Value(NamedTuple):
     """Array with the index of its record."""
 
     array: Any
@@ -88,12 +86,6 @@ class Walk(Interpreter):
         self.records: list[Record] = []
         self._changes = changes
         self._lines = _locations.Lines()
-        self._enclosing: tuple[Any, ...] = ()
-
-    def results(self, closed: ClosedJaxpr, arrays: Sequence[Any]) -> list[Array]:
-        """Runs a program, and returns its results."""
-        values = [_Value(_bind.wide(jnp.asarray(x))) for x in arrays]
-        return [value.array for value in self.run(closed, values)]
 
     def constant(self, array: Any) -> _Value:
         return _Value(_bind.wide(jnp.asarray(array)))
@@ -101,51 +93,62 @@ class Walk(Interpreter):
     def literal(self, var: Any) -> _Value:
         return self.constant(jnp.asarray(var.val, var.aval.dtype))
 
-    def array(self, value: Any) -> Any:
-        return value.array if isinstance(value, _Value) else value
-
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        outer, self._enclosing = self._enclosing, (equation, *self._enclosing)
-        try:
-            rule = _RULES.get(_constructs.form_of(equation))
-            inside = None if rule is None else rule(self, equation, operands, frame)
-            return self._computed(equation, operands, frame) if inside is None else inside
-        finally:
-            self._enclosing = outer
-
-    def _computed(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        """Runs an operation, rounds its results and records them."""
+        form, name = _constructs.form_of(equation), equation.primitive.name
+        # The state of a run are the enclosing equations.
+        inside = frame.place.of(equation), (equation, *(frame.state or ()))
+        if form in (Form.CALL, Form.REMAT, Form.DERIVATIVE):
+            return self.run(_constructs.call_of(equation).jaxpr, operands, *inside)
+        if form is Form.BRANCH and not _constructs.cond_of(equation).by_platform:
+            branches = _constructs.cond_of(equation).branches
+            index = min(max(int(operands[0].array), 0), len(branches) - 1)
+            return self.run(branches[index], operands[1:], *inside)
+        if form is Form.SCAN:
+            return self._scanned(equation, operands, *inside)
+        if form is Form.WHILE:
+            loop = _constructs.while_of(equation)
+            of_test, of_body, carry = loop.split(operands)
+            while bool(self.run(loop.test, [*of_test, *carry], *inside)[0].array):
+                carry = self.run(loop.body, [*of_body, *carry], *inside)
+            return carry
+        if name == "call_exported":
+            return self._exported(equation, operands, inside[0].scopes)
         self.check_known(equation)
-        if equation.primitive.name == "call_exported":
-            return self._exported(equation, operands, frame)
-        arrays = list(map(self.array, operands))
-        scopes, line = frame.place.of(equation).scopes, self._lines.of(self._enclosing)
+        arrays = tuple(value.array for value in operands)
         makers = tuple(value.maker for value in operands)
-        values = []
-        for var, x in zip(equation.outvars, _bind.bind_in_fp32(equation, arrays), strict=True):
+        line, values = self._lines.of(inside[1]), []
+        for var, x in zip(equation.outvars, _bind.bind_in_fp32(equation, [*arrays]), strict=True):
             dtype = getattr(var.aval, "dtype", np.dtype(bool))
-            name = equation.primitive.name
-            values.append(
-                self._recorded(x, Record(scopes, name, dtype, line, makers, (*arrays,), x))
-            )
+            change = self._changes.get(len(self.records), Change())
+            x = x if name in _bind.MOVES else as_stored(x, change.dtype or dtype)
+            self.records.append(Record(inside[0].scopes, name, dtype, line, makers, arrays, x))
+            x = x if change.value is None else change.value(x)
+            values.append(_Value(x, len(self.records) - 1))
         return values
 
-    def _recorded(self, x: Any, record: Record) -> _Value:
-        change = self._changes.get(len(self.records), Change())
-        dtype = change.dtype or record.dtype
-        x = x if record.primitive in _bind.MOVES else as_stored(x, dtype)
-        self.records.append(record._replace(value=x))
-        x = x if change.value is None else change.value(x)
-        return _Value(x, len(self.records) - 1)
+    def _scanned(
+        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        loop = _constructs.scan_of(equation)
+        consts, carry, rows = loop.split(operands)
+        step = -1 if loop.options["reverse"] else 1
+        stacked = []
+        for n in range(loop.options["length"])[::step]:
+            row = [_Value(x.array[n], x.maker) for x in rows]
+            results = self.run(loop.jaxpr, [*consts, *carry, *row], place, state)
+            carry = results[: loop.carry]
+            stacked.append(results[loop.carry :])
+        if not stacked:
+            empty = [var.aval for var in equation.outvars[loop.carry :]]
+            return [*carry, *(self.constant(jnp.zeros(x.shape, x.dtype)) for x in empty)]
+        columns = zip(*stacked[::step], strict=True)
+        return [*carry, *(_Value(jnp.stack([x.array for x in c]), c[-1].maker) for c in columns)]
 
-    def _exported(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def _exported(self, equation: JaxprEqn, operands: list[Any], scopes: Path) -> list[Any]:
         """Runs an exported program, whose operations are in StableHLO, with all its results."""
-        exported = equation.params["exported"]
-        first, scopes = len(self.records), frame.place.of(equation).scopes
-        arrays = [
-            jnp.asarray(x.array, aval.dtype)
-            for x, aval in zip(operands, exported.in_avals, strict=True)
-        ]
+        exported, first = equation.params["exported"], len(self.records)
+        pairs = zip(operands, exported.in_avals, strict=True)
+        arrays = [jnp.asarray(x.array, aval.dtype) for x, aval in pairs]
         rows, results = _exported.values_of(exported, arrays)
         outer = [operands[n].maker for n in exported.module_kept_var_idx]
         index = lambda n: first + n if n >= 0 else INPUT
@@ -156,52 +159,6 @@ class Walk(Interpreter):
             line = self._lines.first_own(row.frames)
             self.records.append(Record(*parts, line, made, known, _bind.wide(row.value)))
         return [_Value(_bind.wide(x), index(n)) for x, n in results]
-
-    # -- constructs ---------------------------------------------------------------------------
-
-    def _inline(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        return self._call(equation, operands, frame.place.of(equation), None)
-
-    def _branch(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any] | None:
-        cond = _constructs.cond_of(equation)
-        if cond.by_platform:
-            return None
-        index = min(max(int(operands[0].array), 0), len(cond.branches) - 1)
-        return self.run(cond.branches[index], operands[1:], frame.place.of(equation))
-
-    def _scanned(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        loop, place = _constructs.scan_of(equation), frame.place.of(equation)
-        consts, carry, rows = loop.split(operands)
-        length = loop.options["length"]
-        stacked: list[list[_Value]] = []
-        order = range(length)
-        for n in reversed(order) if loop.options["reverse"] else order:
-            row = [_Value(x.array[n], x.maker) for x in rows]
-            results = self.run(loop.jaxpr, [*consts, *carry, *row], place)
-            carry = results[: loop.carry]
-            stacked.append(results[loop.carry :])
-        if loop.options["reverse"]:
-            stacked.reverse()
-        if not length:
-            avals = [var.aval for var in equation.outvars[loop.carry :]]
-            return [*carry, *(_Value(_bind.wide(jnp.zeros(x.shape, x.dtype))) for x in avals)]
-        columns = list(zip(*stacked, strict=True))
-        return [*carry, *(_Value(jnp.stack([x.array for x in c]), c[-1].maker) for c in columns)]
-
-    def _repeated(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        loop, place = _constructs.while_of(equation), frame.place.of(equation)
-        of_test, of_body, carry = loop.split(operands)
-        while bool(self.run(loop.test, [*of_test, *carry], place)[0].array):
-            carry = self.run(loop.body, [*of_body, *carry], place)
-        return carry
-
-
-_RULES: dict[Form | None, Callable[..., list[Any] | None]] = {
-    **dict.fromkeys((Form.CALL, Form.REMAT, Form.DERIVATIVE), Walk._inline),
-    Form.BRANCH: Walk._branch,
-    Form.SCAN: Walk._scanned,
-    Form.WHILE: Walk._repeated,
-}
 
 
 def as_stored(x: Array, dtype: np.dtype) -> Array:
@@ -223,5 +180,5 @@ def walk(
       ([('exp', 'bfloat16'), ('add', 'bfloat16')], 'float32')
     """
     run = Walk(changes)
-    results = run.results(closed, arrays)
-    return run.records, results
+    results = run.run(closed, list(map(run.constant, arrays)))
+    return run.records, [value.array for value in results]
