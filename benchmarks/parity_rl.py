@@ -8,6 +8,7 @@ log-probabilities of held-out text are then compared by `jaxmp.parity`:
 
     serving     plain attention, as in training, and attention in blocks, one example at a time,
                 both with the recipe
+    fp32 head   the same, with the last matmul in FP32 in both
     fp32        the pass of training with the recipe, and in FP32
 
 Parameters are FP32 in all programs. The difference is the mean absolute difference of the
@@ -42,18 +43,30 @@ MODELS = {
 RECIPES = ("bf16", "fp16", "fp8")
 
 
-def log_probs(model: Any, recipe: jaxmp.Recipe, implementation: str) -> Callable[..., jax.Array]:
+def log_probs(
+    model: Any, recipe: jaxmp.Recipe, implementation: str, *, fp32_head: bool = False
+) -> Callable[..., jax.Array]:
     """Returns the program of a recipe: the log-probability of each next token.
 
-    `implementation` is that of attention, in Flax's layers and in calls of the models.
+    Args:
+      model: the model.
+      recipe: the recipe.
+      implementation: of attention, in Flax's layers and in calls of the models.
+      fp32_head: True to compute the last matmul in FP32, from the rounded result of the last norm.
     """
-    default = dataclasses.replace(recipe.policies.default, implementation=implementation)
-    recipe = recipe.replace(policies=dataclasses.replace(recipe.policies, default=default))
-    wrapped = recipe.wrap(model)
+    recipe = recipe.replace(implementation=implementation)
+    if fp32_head:
+        rules = (*recipe.policies.rules, jaxmp.Rule("lm_head", "c=f32"))
+        recipe = recipe.replace(policies=dataclasses.replace(recipe.policies, rules=rules))
+    wrapped, logits_or_loss = recipe.wrap(model), gpt.logits_or_loss
     attention = functools.partial(jaxmp.dot_product_attention, implementation=implementation)
+    in_fp32 = lambda x, *rest: logits_or_loss(x.astype(jnp.float32), *rest)
 
     def run(params: Any, tokens: jax.Array) -> jax.Array:
-        with mock.patch.object(jaxmp, "dot_product_attention", attention):
+        with (
+            mock.patch.object(jaxmp, "dot_product_attention", attention),
+            mock.patch.object(gpt, "logits_or_loss", in_fp32 if fp32_head else logits_or_loss),
+        ):
             logits = wrapped.apply(params, tokens[:, :-1]).astype(jnp.float32)
         labels = tokens[:, 1:, None]
         return jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=-1)[..., 0]
@@ -98,11 +111,11 @@ def main() -> None:
         ]
         exact = log_probs(model, jaxmp.load_recipe("fp32"), "xla")
         for recipe_name in RECIPES:
-            recipe = jaxmp.load_recipe(recipe_name)
-            plain, blocks = (log_probs(model, recipe, each) for each in ("xla", "blockwise"))
+            make = functools.partial(log_probs, model, jaxmp.load_recipe(recipe_name))
             for comparison, programs, size in (
-                ("serving", (plain, blocks), 1),
-                ("fp32", (exact, plain), None),
+                ("serving", (make("xla"), make("blockwise")), 1),
+                ("fp32 head", (make("xla", fp32_head=True), make("blockwise", fp32_head=True)), 1),
+                ("fp32", (exact, make("xla")), None),
             ):
                 report = jaxmp.parity(*programs, batches, batch_size=size, search=False)
                 row = {"model": name, "recipe": recipe_name, "comparison": comparison, "loss": loss}

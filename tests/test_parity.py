@@ -252,7 +252,7 @@ def test_the_divergence_of_logits_is_exact_and_shifts_do_not_count():
     x, y = np.float32(normal(5, 2, 3, 7)), np.float32(normal(6, 2, 3, 7))
     p, q = jax.nn.log_softmax(x), jax.nn.log_softmax(y)
     row, *positions = _metrics.rows_of(x, y, "logits")
-    assert row.kl == pytest.approx(float(jnp.sum(jnp.exp(p) * (p - q)) / 6), rel=1e-5)
+    assert row.kl == pytest.approx(float(jnp.sum(jnp.exp(q) * (q - p)) / 6), rel=1e-5)
     assert row.count == 6 and [each.count for each in positions] == [2, 2, 2]
     assert _metrics.rows_of(x, x + 3, "logits")[0].difference < 1e-6
 

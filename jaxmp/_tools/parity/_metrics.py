@@ -32,8 +32,8 @@ class ParityRow:
       within_5: the same for 0.95 to 1.05.
       difference: mean absolute difference, of log-probabilities in nats.
       mult_error: mean of exp(absolute difference); 0 for outputs that are not log-probabilities.
-      kl: KL divergence of training from serving in nats; 0 for other outputs. It is exact for
-        logits. For log-probabilities of tokens, it is the K3 estimate: the mean of
+      kl: KL(serving || training) in nats; 0 for other outputs. It is exact for logits. For tokens
+        that serving has sampled, it is the K3 estimate, as in verl: the mean of
         ratio - 1 - log(ratio), with the ratio of training and serving.
       largest: the ratio that is farthest from 1.
     """
@@ -72,29 +72,26 @@ def rows_of(train: np.ndarray, serve: np.ndarray, kind: str) -> list[ParityRow]:
 
 def _row(label: str, x: np.ndarray, y: np.ndarray, kind: str) -> ParityRow:
     used = ~(np.isnan(x) & np.isnan(y))
-    x, y = (x, y) if kind == LOGITS else (x[used], y[used])
+    # Shares and means are those of tokens that the serving program samples.
+    weights = np.exp(y) if kind == LOGITS else used.astype(np.float64)
+    used &= weights > 0
+    count = int(np.prod(x.shape[:-1])) if kind == LOGITS else int(used.sum())
+    x, y, weights = x[used], y[used], weights[used]
+    mean = lambda z: float(np.sum(weights * z) / weights.sum()) if z.size else 0.0
     with np.errstate(all="ignore"):
         difference = np.where(x == y, 0.0, y - x)
         ratio = np.where(x == y, 1.0, y / x) if kind == OUTPUTS else np.exp(difference)
-    # The expectation over tokens that are sampled from the training distribution.
-    weights = np.exp(x) if kind == LOGITS else np.ones_like(x)
-    mean = lambda z: float(np.sum(weights * z) / max(weights.sum(), 1e-300)) if z.size else 0.0
-    shares = {name: mean((low <= ratio) & (ratio <= high)) for name, (low, high) in BANDS.items()}
-    kl, mult = 0.0, 0.0
-    if kind != OUTPUTS:
-        estimate = -difference if kind == LOGITS else np.expm1(-difference) + difference
-        kl = max(mean(np.where(weights > 0, estimate, 0.0)), 0.0)
-        mult = mean(np.exp(np.abs(difference)))
-    distance = np.abs(np.log(np.abs(np.where(ratio == 0, 1e-300, ratio))))
-    distance = np.where(weights > 1e-6, distance, 0.0)
+        distance = np.where(ratio > 0, np.abs(np.log(ratio)), np.inf)
+        estimate = difference + (0 if kind == LOGITS else np.expm1(-difference))
+    is_log = kind != OUTPUTS
     return ParityRow(
         positions=label,
-        count=int(np.prod(x.shape[:-1])) if kind == LOGITS else x.size,
-        **shares,
+        count=count,
+        **{name: mean((low <= ratio) & (ratio <= high)) for name, (low, high) in BANDS.items()},
         difference=mean(np.abs(difference)),
-        mult_error=mult,
-        kl=kl,
-        largest=float(ratio.flat[np.argmax(distance)]) if ratio.size else 1.0,
+        mult_error=mean(np.exp(np.abs(difference))) if is_log else 0.0,
+        kl=max(mean(estimate), 0.0) if is_log else 0.0,
+        largest=float(ratio[np.argmax(distance)]) if ratio.size else 1.0,
     )
 
 

@@ -1,4 +1,4 @@
-"""The report of `parity`, and its JSON layout: the fields of `ParityReport`."""
+"""The report of `parity`. Its JSON layout are the fields of `ParityReport` after the schema."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from jaxmp.errors import ValidationError
 _COLUMNS = ("positions", "0.999 to 1.002", "1 %", "5 %", "difference", "KL", "largest ratio")
 _RATIO = (
     "Shares of the outputs whose ratio of serving and training is in 0.999 to 1.002, or differs by "
-    "at most 1 % or 5 %; mean absolute difference; KL divergence of training from serving; the "
-    "ratio that is farthest from 1."
+    "at most 1 % or 5 %; mean absolute difference; KL(serving || training); the ratio that is "
+    "farthest from 1."
 )
 
 
@@ -38,7 +38,7 @@ class ParityReport(_views.Report):
     _title = "Parity of training and serving"
     _command = "pathlib.Path('parity.json').write_text(report.to_json())"
     _error = ValidationError
-    _schema: ClassVar[dict[str, JSONValue]] = {"schema": 1}
+    _schema: ClassVar[dict[str, JSONValue]] = {"schema": "jaxmp.parity", "schema_version": 1}
     _summary = ()
 
     outputs: str
@@ -77,21 +77,24 @@ class ParityReport(_views.Report):
         return f"{text}; rounding and the order of sums explain the differences"
 
     def _cause(self, cause: ParityCause) -> Section:
-        lines = [
-            f"{_place(cause)} is the first place whose results differ by more than rounding "
-            f"explains, for equal operands. Training: {cause.train}. Serving: {cause.serve}."
-        ]
-        if cause.text:
-            lines.append(f"{cause.file}:{cause.line}: {cause.text}.")
-        if cause.others:
-            lines.append(f"Others differ, too: {_section.abbreviate(list(cause.others))}.")
+        others = f" Others differ, too: {_section.abbreviate(list(cause.others))}."
         sentence, _, code = cause.fix.partition("\n")
-        measured = (
-            f"Run with this change, the mean absolute difference is {cause.after:.3g} instead of "
-            f"{cause.before:.3g}."
+        parts = [
+            (False, sentence),
+            (True, code.strip()),
+            (
+                False,
+                f"Run with this change, the mean absolute difference is {cause.after:.3g} instead "
+                f"of {cause.before:.3g}.",
+            ),
+        ]
+        return Section(
+            "Cause",
+            f"{_place(cause)} is the first place whose results differ by more than rounding "
+            f"explains, for equal operands. Training: {cause.train}. Serving: {cause.serve}. "
+            f"{cause.text and f'Its line: {cause.text}'}{others if cause.others else ''}",
+            fixes=(Fix("Change", tuple(part for part in parts if part[1])),),
         )
-        parts = [(False, sentence), *([(True, code.strip())] if code else []), (False, measured)]
-        return Section("Cause", " ".join(lines), fixes=(Fix("Change", tuple(parts)),))
 
 
 def _place(cause: ParityCause) -> str:
