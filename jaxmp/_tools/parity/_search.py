@@ -158,8 +158,7 @@ class _Search:
             return None, self.before
         groups, joined, tried = self._groups(), {}, []
         for places in itertools.islice(groups.values(), _MOST):
-            changes = self._changes(places)
-            after = self._with(changes)
+            changes, after = self._change(places)
             if after <= limit:
                 return self._cause(places, changes, after, ()), self.before
             joined |= changes
@@ -224,7 +223,12 @@ class _Search:
         ]
         only = self._only(regions, _sign)
         if only == ([], []):
-            only = self._only(regions, lambda r: (*_sign(r), *map(np.shape, r.operands)))
+            # Reductions of other numbers of elements, such as over another batch.
+            reduced = [
+                [n for n in region if len({*map(np.shape, (*r[n].operands, r[n].value))}) > 1]
+                for region, r in zip(regions, self.records, strict=True)
+            ]
+            only = self._only(reduced, lambda r: (*_sign(r), *map(np.shape, r.operands)))
         if self._coarser(ends[1]) is None and only == ([], []):
             stored = (n for n in nearest[1] if n in self._partner and self._coarser(n) == 1)
             return _Place(pair, value, only, (1, max(stored, default=ends[1])))
@@ -254,11 +258,12 @@ class _Search:
 
     # -- changes --------------------------------------------------------------------------------
 
-    def _changes(self, places: Sequence[_Place]) -> Changes:
-        """Returns the change of the second program that removes the differences of some places."""
+    def _change(self, places: Sequence[_Place]) -> tuple[Changes, float]:
+        """Returns the change that removes the differences of some places, and the mismatch."""
         changes = self._dtypes(places)
-        if changes and self._with(changes) <= (1 - SHARE) * self.before:
-            return changes
+        after = self._with(changes) if changes else self.before
+        if after <= (1 - SHARE) * self.before:
+            return changes, after
         corrected: dict[int, Change] = {}
         for pair, y, *_ in places:
             x = self.records[0][pair.train].value
@@ -268,7 +273,7 @@ class _Search:
                 corrected[n] = Change(
                     value=lambda z, part=part, dtype=dtype: as_stored(z - part, dtype)
                 )
-        return corrected
+        return corrected, self._with(corrected)
 
     def _dtypes(self, places: Sequence[_Place]) -> Changes:
         """Returns the dtypes of the first program for the operations of some places' modules."""
