@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import ShapedArray
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
@@ -84,8 +85,8 @@ def values_of(exported: Any, args: Sequence[Array]) -> tuple[list[Row], list[tup
 
 
 def _functions(module: Any) -> dict[str, Any]:
-    found = (op.operation for op in module.body.operations)
-    return {ir.StringAttr(op.attributes["sym_name"]).value: op for op in found}
+    functions = (op.operation for op in module.body.operations)
+    return {ir.StringAttr(op.attributes["sym_name"]).value: op for op in functions}
 
 
 def _inline(module: Any) -> dict[Any, str]:
@@ -101,7 +102,7 @@ def _inline(module: Any) -> dict[Any, str]:
         name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
         prefix = "/".join(filter(None, (prefixes.get(call, ""), _text(call.location))))
         body = functions[name].regions[0].blocks[0]
-        known = dict(zip(body.arguments, call.operands, strict=True))
+        known, results = dict(zip(body.arguments, call.operands, strict=True)), []
         with ir.InsertionPoint(call):
             for each in body.operations:
                 inner = each.operation
@@ -146,7 +147,7 @@ def _aval(kind: Any) -> Any:
     tensor = ir.RankedTensorType(kind)
     name = str(tensor.element_type)
     name = _FLOATS.get(name, name.lower().replace("f8", "float8_"))
-    return jax.core.ShapedArray(tuple(tensor.shape), jax.numpy.dtype(name))
+    return ShapedArray(tuple(tensor.shape), jax.numpy.dtype(name))
 
 
 def _replaced(exported: Any, module: Any, avals: list[Any]) -> Any:

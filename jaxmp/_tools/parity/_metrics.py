@@ -66,7 +66,8 @@ def rows_of(train: np.ndarray, serve: np.ndarray, kind: str) -> list[ParityRow]:
     edges = sorted({round(n * length / _ROWS) for n in range(_ROWS + 1)}) if length > 1 else []
     for start, stop in itertools.pairwise(edges):
         label = f"{start}-{stop - 1}" if stop - start > 1 else str(start)
-        parts.append((label, *(np.take(z, range(start, stop), axis) for z in (x, y))))
+        part = range(start, stop)
+        parts.append((label, np.take(x, part, axis), np.take(y, part, axis)))
     return [_row(label, a, b, kind) for label, a, b in parts]
 
 

@@ -87,16 +87,16 @@ def parity(
     pairs = [tuple(np.asarray(_array(fn(*batch))) for fn in compiled) for batch in batches]
     for number, (x, y) in enumerate(pairs):
         _check_nan(x, y, number)
-    whole = (np.concatenate(list(map(np.atleast_1d, each))) for each in zip(*pairs, strict=True))
-    rows = _metrics.rows_of(*whole, outputs)
+    x, y = (np.concatenate(list(map(np.atleast_1d, each))) for each in zip(*pairs, strict=True))
+    rows = _metrics.rows_of(x, y, outputs)
     cause, before = None, 0.0
     is_equal = all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
     if search and not is_equal:
         distances = [_metrics.rows_of(x, y, outputs)[0].difference for x, y in pairs]
         batch = batches[int(np.argmax(distances))]
         traced = [_jaxprs.trace(each, batch, {}) for each in (functions[0], served)]
-        programs = [_search.Program(each.closed, each.arrays) for each in traced]
-        cause, before = _search.find_cause(*programs, shift)
+        first, second = (_search.Program(each.closed, each.arrays) for each in traced)
+        cause, before = _search.find_cause(first, second, shift)
     return ParityReport(
         outputs=outputs,
         batches=len(batches),

@@ -49,7 +49,7 @@ class ParityReport(_views.Report):
     by_operations: float
 
     def _sections(self, full: bool) -> list[Section]:
-        rows = self.rows if full or len(self.rows) <= 5 else (self.rows[0], *self.rows[1::3])
+        total = self.rows[0]
         cells = tuple(
             (
                 row.positions,
@@ -58,9 +58,9 @@ class ParityReport(_views.Report):
                 f"{row.kl:.3g}" if self.outputs != _metrics.OUTPUTS else "",
                 f"{row.largest:.5g}",
             )
-            for row in rows
+            for row in (self.rows if full else (total, *self.rows[1::3]))
         )
-        mood = "bad" if self.cause else "good" if self.rows[0].band == 1 else "open"
+        mood = "bad" if self.cause else "good" if total.band == 1 else "open"
         section = Section(self._headline(), _RATIO, _COLUMNS, cells, mood=mood)
         return [section, *([self._cause(self.cause)] if self.cause else [])]
 

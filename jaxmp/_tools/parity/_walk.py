@@ -139,7 +139,7 @@ class Walk(Interpreter):
             carry = results[: loop.carry]
             stacked.append(results[loop.carry :])
         if not stacked:
-            empty = [var.aval for var in equation.outvars[loop.carry :]]
+            empty: list[Any] = [var.aval for var in equation.outvars[loop.carry :]]
             return [*carry, *(self.constant(jnp.zeros(x.shape, x.dtype)) for x in empty)]
         columns = zip(*stacked[::step], strict=True)
         return [*carry, *(_Value(jnp.stack([x.array for x in c]), c[-1].maker) for c in columns)]
