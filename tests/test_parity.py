@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import flax.linen as nn
@@ -267,6 +268,12 @@ def test_views_of_a_report():
     report = jaxmp.parity(head, in_bf16, [(W, X)])
     assert ParityReport.from_json(report.to_json()) == report
     assert "0.999 to 1.002" in report.to_html() and "Cause" in report.to_text(full=True)
+
+
+def test_the_program_of_the_page():
+    text = (Path(__file__).parent.parent / "docs" / "parity.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "parity.md", "exec"), {})
 
 
 # ---------------------------------------------------------------------------

@@ -73,8 +73,8 @@ def parity(
       >>> keys = jax.random.split(jax.random.key(0))
       >>> w, x = jax.random.normal(keys[0], (8, 4)), jax.random.normal(keys[1], (2, 8))
       >>> report = parity(train, serve, [(w, x)])
-      >>> report.cause.module, report.cause.operation
-      ('head', 'dot_general')
+      >>> report.cause.operation, report.cause.kind
+      ('convert_element_type', 'dtype')
     """
     _check(batches, outputs, batch_size, shift)
     functions = [
