@@ -156,17 +156,16 @@ class _Search:
         x, limit = x[np.isfinite(x)], (1 - SHARE) * self.before
         if not x.size or self.before <= _EQUAL * np.sqrt(np.mean(np.square(x))):
             return None, self.before
-        groups, joined, tried = self._groups(), {}, []
+        groups, tried = self._groups(), []
         for places in itertools.islice(groups.values(), _MOST):
             changes, after = self._change(places)
             if after <= limit:
                 return self._cause(places, changes, after, ()), self.before
-            joined |= changes
-            tried.append((after > (1 - _EFFECT) * self.before, places, changes))
-        after = self._with(joined) if len(tried) > 1 else self.before
+            tried.append((after > (1 - _EFFECT) * self.before, places))
+        changes, after = self._change([place for group in groups.values() for place in group])
         if after > limit:
             return None, self.before
-        _, places, changes = min(tried, key=lambda row: row[0])
+        _, places = min(tried, key=lambda row: row[0])
         others = tuple(key for key, group in groups.items() if group is not places)
         return self._cause(places, changes, after, others), self.before
 
