@@ -15,7 +15,7 @@ first run, as regular expressions. A plant is
     missed    no cause is named
 
 The programs of an equal pair compute the same in another manner, so no cause may be named.
-Requires pip install -e ".[examples]", and takes six minutes on one core.
+Requires pip install -e ".[examples]", and takes five minutes on two cores.
 """
 
 import dataclasses
