@@ -84,7 +84,7 @@ GROUPS = {
     "Audit": "audit explain default_target doctor",
     "Debugging": "locate_nonfinite with_stats",
     "Memory and plans": "estimate_memory plan",
-    "Validation": "validate TrainingRun Budget",
+    "Validation and parity": "validate TrainingRun Budget parity assert_parity",
 }
 # Public module -> the subject of its page of reference.
 MODULES = {

@@ -34,6 +34,7 @@ if _typing.TYPE_CHECKING:
     from jaxmp._tools.explain import explain
     from jaxmp._tools.memory import estimate_memory
     from jaxmp._tools.nonfinite import locate_nonfinite
+    from jaxmp._tools.parity import assert_parity, parity
     from jaxmp._tools.plan import plan
     from jaxmp._tools.stats import with_stats
     from jaxmp._tools.validate import Budget, TrainingRun, validate
@@ -50,6 +51,7 @@ __all__ = [
     "StaticLossScale",
     "TrainState",
     "TrainingRun",
+    "assert_parity",
     "attention_fn",
     "audit",
     "autocast",
@@ -75,6 +77,7 @@ __all__ = [
     "losses",
     "nnx",
     "optim",
+    "parity",
     "plan",
     "register_layer",
     "state_shardings",
@@ -101,6 +104,8 @@ _LAZY = {
     "explain": ("jaxmp._tools.explain", "jax", "jaxmp.explain", ""),
     "locate_nonfinite": ("jaxmp._tools.nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
+    "assert_parity": ("jaxmp._tools.parity", "jax", "jaxmp.assert_parity", ""),
+    "parity": ("jaxmp._tools.parity", "jax", "jaxmp.parity", ""),
     "plan": ("jaxmp._tools.plan", "jax", "jaxmp.plan", ""),
     "register_layer": ("jaxmp._flax._register", "flax", "jaxmp.register_layer", "flax"),
     "TrainState": ("jaxmp._flax._train_state", "flax", "jaxmp.TrainState", "flax"),

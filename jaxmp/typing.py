@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxmp._tools.explain import Explanation
     from jaxmp._tools.memory import MemoryEstimate
     from jaxmp._tools.nonfinite import NonfiniteReport
+    from jaxmp._tools.parity import ParityReport
     from jaxmp._tools.plan import PlanReport
     from jaxmp._tools.stats import StatsReport, TrainingStats
     from jaxmp._tools.validate import ValidationReport
@@ -29,6 +30,7 @@ __all__ = [
     "LossScaleLike",
     "MemoryEstimate",
     "NonfiniteReport",
+    "ParityReport",
     "PlanReport",
     "PolicyLike",
     "RecipeLike",
@@ -44,6 +46,7 @@ _LAZY = {
     "Explanation": "jaxmp._tools.explain",
     "MemoryEstimate": "jaxmp._tools.memory",
     "NonfiniteReport": "jaxmp._tools.nonfinite",
+    "ParityReport": "jaxmp._tools.parity",
     "PlanReport": "jaxmp._tools.plan",
     "StatsReport": "jaxmp._tools.stats",
     "TrainingStats": "jaxmp._tools.stats",

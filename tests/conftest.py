@@ -72,7 +72,7 @@ VERSION_SENSITIVE = {
     *("autocast", "autocast_libraries", "autocast_linalg", "explain_autocast", "fp8_autocast"),
     *("audit", "audit_compiled", "audit_promotions", "audit_report", "audit_sharding"),
     *("audit_plants", "audit_steps", "hlo"),
-    *("gathers", "nonfinite", "programs", "validate_capture", "validate_trials"),
+    *("gathers", "nonfinite", "parity", "programs", "validate_capture", "validate_trials"),
     # Mapped axes, custom derivatives and extended dtypes.
     *("device", "fp8_dot_general", "fp8_state", "fp32_gradients", "gradients", "losses"),
     *("optim", "roles", "targets"),

@@ -1723,6 +1723,28 @@ MUTATIONS = [
         "    limit = lambda path: 1.0\n",
         ("test_validate_trials.py::test_a_leaf_of_the_state_that_does_not_change",),
     ),
+    # Parity of training and serving.
+    Mutation(
+        "a program that is run by operations does not round",
+        "jaxmp/_tools/parity/_walk.py",
+        "            x = x if name in _bind.MOVES else as_stored(x, change.dtype or dtype)\n",
+        "            x = x if name in _bind.MOVES else as_stored(x, np.dtype(np.float32))\n",
+        ("test_parity.py::test_a_walk_rounds_as_the_program",),
+    ),
+    Mutation(
+        "rounding explains no difference of 16-bit results",
+        "jaxmp/_tools/parity/_align.py",
+        "_HALF = 0.5\n",
+        "_HALF = 0.0\n",
+        ("test_parity.py::test_the_criterion_accepts_last_bits_and_finds_roundings",),
+    ),
+    Mutation(
+        "the change of the serving program is not run before it is printed",
+        "jaxmp/_tools/parity/_search.py",
+        "        return self._mismatch(walk(*self.changed, changes)[1])\n",
+        "        return self._mismatch(walk(*self.changed)[1])\n",
+        ("test_parity.py::test_weights_that_were_rounded_before",),
+    ),
     # Sharded training states and weights.
     Mutation(
         "moments are split along the last free dimension instead of the first",

@@ -18,7 +18,7 @@ from jaxmp._policies import _schema
 from jaxmp.checkpoint import _manifest
 
 FILE = Path(__file__).parent / "public_api.txt"
-REPORTS = ("AuditReport", "ValidationReport", "Explanation")
+REPORTS = ("AuditReport", "ParityReport", "ValidationReport", "Explanation")
 
 
 def modules() -> dict[str, types.ModuleType]:

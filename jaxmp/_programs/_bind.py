@@ -61,11 +61,22 @@ def as_recorded(equation: JaxprEqn) -> Iterator[None]:
 
 # Operations with other results for operands in FP32.
 _OF_BITS = frozenset({"bitcast_convert_type", "nextafter"})
+# Operations whose results are elements of their operands.
+MOVES = frozenset({
+    *("abs", "argmax", "argmin", "broadcast_in_dim", "clamp", "concatenate", "copy"),
+    *("dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "max", "min", "neg"),
+    *("optimization_barrier", "pad", "reduce_max", "reduce_min", "reshape", "rev", "select_n"),
+    *("slice", "sort", "split", "squeeze", "transpose"),
+})  # fmt: skip
 
 
 def is_narrow(value: Any) -> bool:
     """Returns True for an array, or its type, of 16-bit floats or FP8."""
-    dtype = getattr(value, "dtype", None)
+    return is_narrow_dtype(getattr(value, "dtype", None))
+
+
+def is_narrow_dtype(dtype: Any) -> bool:
+    """Returns True for the dtypes of 16-bit floats and of FP8."""
     return dtype in FLOATS_16BIT or (isinstance(dtype, np.dtype) and is_fp8(dtype))
 
 
@@ -95,7 +106,7 @@ def bind_in_fp32(equation: JaxprEqn, operands: list[Any]) -> list[Array]:
     if runs_in_fp32(equation):
         params = equation.params.items()
         dtypes = {key: x for key, x in params if isinstance(x, np.dtype)}
-        changes = {key: FLOAT32 for key, x in dtypes.items() if x in FLOATS_16BIT or is_fp8(x)}
+        changes = {key: FLOAT32 for key, x in dtypes.items() if is_narrow_dtype(x)}
         if "precision" in equation.params and any(is_narrow(v.aval) for v in equation.invars):
             changes["precision"] = (lax.Precision.HIGHEST,) * 2
         operands = list(map(wide, operands))

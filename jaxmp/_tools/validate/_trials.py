@@ -27,6 +27,7 @@ from jaxmp._core import _trees
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._programs import _bind
 from jaxmp._programs._bind import bind_in_fp32, is_narrow, runs_in_fp32, wide
 from jaxmp._programs._constructs import CONSTRUCTS, Form, form_of
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
@@ -42,13 +43,6 @@ from jaxmp._tools.validate._rows import GradientRow, ModuleRow
 EXACT, ROUNDED, WIDE_RANGE = 0, 1, 2
 # Lines with modes of their own; those beyond share the last mode.
 MAX_LINES = 1024
-# Operations whose results are elements of their operands.
-_MOVES = frozenset({
-    *("abs", "argmax", "argmin", "broadcast_in_dim", "clamp", "concatenate", "copy"),
-    *("dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "max", "min", "neg"),
-    *("optimization_barrier", "pad", "reduce_max", "reduce_min", "reshape", "rev", "select_n"),
-    *("slice", "sort", "split", "squeeze", "transpose"),
-})  # fmt: skip
 
 
 class LineOrigin(NamedTuple):
@@ -156,7 +150,7 @@ class RoundedLines(Interpreter):
         labels = ["" if is_literal(v) else state.named.get(v, "") for v in equation.invars]
         location = self._locations.of(equation, state.location)
         inside = _Inside(location, (equation, *state.enclosing), tuple(labels))
-        if name in _MOVES and any(labels):
+        if name in _bind.MOVES and any(labels):
             state.named.update(dict.fromkeys(equation.outvars, max(labels)))
         if name in CONSTRUCTS or not runs_in_fp32(equation):
             # The first operand of a branch is its index.
@@ -176,7 +170,7 @@ class RoundedLines(Interpreter):
         """Rounds the results of an operation that computes, and registers its line."""
         name = equation.primitive.name
         dtypes = [var.aval.dtype if is_narrow(var.aval) else None for var in equation.outvars]
-        if name in _MOVES or not any(dtypes):
+        if name in _bind.MOVES or not any(dtypes):
             return outs
         source = ""
         if name == "convert_element_type":

@@ -1,0 +1,403 @@
+"""Finds the first place at which two programs differ by more than rounding explains.
+
+A place is a *candidate* if it fails the criterion of `_align`. Candidates are grouped by modules,
+without numbers, or by lines outside of modules. Each group has a change: its operations in the
+dtypes of the training program or, if that is not enough, its results without the differences that
+were measured for equal operands. The serving program is run with it. The cause is the first group
+whose change removes `SHARE` of the mismatch, or the first of several that do so together; without
+one there is no cause. If training has the coarser dtype, the two programs change roles.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import linecache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from jaxmp._core import _dtypes
+from jaxmp._core._typing import Array
+from jaxmp._programs import _analysis, _bind
+from jaxmp._tools.parity import _align
+from jaxmp._tools.parity._align import Pair
+from jaxmp._tools.parity._walk import INPUT, Change, Record, as_stored, walk
+from jaxmp._tools.report import _section
+
+NAMES = ("training", "serving")
+# Part of the mismatch that a change has to remove.
+SHARE = 0.4
+# Outputs that differ by less, relative to their root mean square, are equal.
+_EQUAL = 1e-5
+# A change that removes less has no effect.
+_EFFECT = 0.05
+# Groups that are tried one by one.
+_MOST = 16
+_FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+Changes = Mapping[int, Change]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParityCause:
+    """First place at which two programs differ by more than rounding explains.
+
+    Args:
+      module: path of the module, such as "block_0/attention"; "" outside of modules.
+      operation: name of the primitive.
+      kind: "dtype"; "arguments" (the operands are other arguments or constants); "operations" (the
+        operations or kernels, or the values of their operands, are others).
+      train, serve: the operations of both programs, with their dtypes.
+      file, line, text: the source line.
+      before: mean absolute difference of the outputs of both programs, run one operation at a time.
+      after: the same with the change.
+      others: further modules that differ, whose changes are part of `after`.
+      fix: the change, which was run.
+    """
+
+    module: str
+    operation: str
+    kind: str
+    train: str
+    serve: str
+    file: str
+    line: int
+    text: str
+    before: float
+    after: float
+    others: tuple[str, ...]
+    fix: str
+
+
+class Program(NamedTuple):
+    """A traced program and its arguments."""
+
+    closed: ClosedJaxpr
+    arrays: Sequence[Any]
+
+    @property
+    def is_exported(self) -> bool:
+        """True if the operations are those of an exported program, which cannot be changed."""
+        return "call_exported" in _analysis.primitives(self.closed)
+
+
+class _Place(NamedTuple):
+    """A candidate.
+
+    pair: the results that differ.
+    value: results of serving for equal operands.
+    only: operations before them that the other program does not have, of training and of serving.
+    named: the program (0: training) and the index of the record to name.
+    """
+
+    pair: Pair
+    value: Array
+    only: tuple[list[int], list[int]]
+    named: tuple[int, int]
+
+
+def find_cause(train: Program, serve: Program, shift: int) -> tuple[ParityCause | None, float]:
+    """Returns the cause of a mismatch, and the mismatch of both programs run by operations.
+
+    Args:
+      train, serve: the programs.
+      shift: number of positions by which the examples of serving are moved in the batch.
+    """
+    swapped = (serve, train), -shift, NAMES[::-1]
+    if serve.is_exported and not train.is_exported:
+        return _Search(*swapped).cause()
+    search = _Search((train, serve), shift, NAMES)
+    cause, before = search.cause()
+    is_done = cause is not None and cause.kind == "dtype"
+    if not is_done and search.is_coarser and not train.is_exported:
+        other, _ = _Search(*swapped).cause()
+        cause = other if other is not None and other.kind == "dtype" else cause
+    return cause, before
+
+
+class _Search:
+    """Search in two programs, of which the second one is changed.
+
+    Args:
+      programs: the programs.
+      shift: number of positions by which the second one moves examples.
+      names: of the programs.
+    """
+
+    def __init__(
+        self, programs: tuple[Program, Program], shift: int, names: tuple[str, ...]
+    ) -> None:
+        self.changed, self.shift, self.names = programs[1], shift, names
+        (first, self.outputs), (second, others) = (walk(*each) for each in programs)
+        self.records = first, second
+        self.modules = _align.modules(first), _align.modules(second)
+        self.before = self._mismatch(others)
+        # True if the first program rounds more.
+        self.is_coarser = False
+
+    def _mismatch(self, outputs: Sequence[Array]) -> float:
+        """Returns the mean absolute difference from the outputs of the first program."""
+        x, y = (_flat(each) for each in (self.outputs, outputs))
+        used = ~((np.isnan(x) & np.isnan(y)) | (x == y))
+        with np.errstate(invalid="ignore"):
+            return float(np.sum(np.abs(x - y)[used]) / max(x.size, 1))
+
+    def _with(self, changes: Changes) -> float:
+        return self._mismatch(walk(*self.changed, changes)[1])
+
+    def cause(self) -> tuple[ParityCause | None, float]:
+        """Returns the cause, and the mismatch."""
+        x = _flat(self.outputs)
+        x, limit = x[np.isfinite(x)], (1 - SHARE) * self.before
+        if not x.size or self.before <= _EQUAL * np.sqrt(np.mean(np.square(x))):
+            return None, self.before
+        groups, tried = self._groups(), []
+        for places in itertools.islice(groups.values(), _MOST):
+            changes, after = self._change(places)
+            if after <= limit:
+                return self._cause(places, changes, after, ()), self.before
+            tried.append((after > (1 - _EFFECT) * self.before, places))
+        changes, after = self._change([place for group in groups.values() for place in group])
+        if after > limit:
+            return None, self.before
+        _, places = min(tried, key=lambda row: row[0])
+        others = tuple(key for key, group in groups.items() if group is not places)
+        return self._cause(places, changes, after, others), self.before
+
+    # -- candidates -----------------------------------------------------------------------------
+
+    def _groups(self) -> dict[str, list[_Place]]:
+        """Returns the candidates by their classes, in the order of the second program."""
+        train, serve = self.records
+        pairs = sorted(_align.pairs_of(train, serve), key=lambda pair: pair.serve)
+        self._partner = {n: pair.train for pair in pairs for n in pair.serve}
+        self._paired = {pair.train for pair in pairs}, self._partner.keys()
+        self._readers: dict[int, list[Record]] = {}
+        for record in train:
+            for maker in record.makers:
+                self._readers.setdefault(maker, []).append(record)
+        self.is_coarser = any(self._coarser(n) == 0 for n in self._partner)
+        forced: dict[int, Change] = {}
+        for pair in pairs:
+            whole = self._moved(train[pair.train].value, self.shift)
+            for n, part in zip(pair.serve, pair.split(whole), strict=True):
+                part = as_stored(part, serve[n].dtype)
+                forced[n] = Change(value=lambda _, part=part: part)
+        self._local, _ = walk(*self.changed, forced)
+        groups: dict[str, list[_Place]] = {}
+        for pair in pairs:
+            value = self._moved(pair.join([self._local[n].value for n in pair.serve]), -self.shift)
+            if _align.is_different(train[pair.train], serve[pair.serve[0]], value):
+                place = self._place(pair, value)
+                groups.setdefault(self._class(*place.named), []).append(place)
+        return groups
+
+    def _moved(self, value: Array, shift: int) -> Array:
+        """Returns a value of all examples with its examples at other positions."""
+        return jnp.roll(value, shift, 0) if shift and value.ndim else value
+
+    def _class(self, side: int, index: int) -> str:
+        """Returns the module of a record without numbers; outside of modules, its line."""
+        line = self.records[side][index].line
+        return _section.numberless(self.modules[side][index]) or f"{line[0]}:{line[1]}"
+
+    def _coarser(self, index: int) -> int | None:
+        """Returns the program that stores a result with a counterpart in a coarser dtype."""
+        dtypes = self.records[0][self._partner[index]].dtype, self.records[1][index].dtype
+        return None if dtypes[0] == dtypes[1] else dtypes.index(_align.coarser(*dtypes))
+
+    def _place(self, pair: Pair, value: Array) -> _Place:
+        ends = pair.train, pair.serve[0]
+        nearest = [
+            _align.before(*each) for each in zip(self.records, ends, self._paired, strict=True)
+        ]
+        regions = [
+            [n for n in near if n not in paired and _computes(records[n])]
+            for near, paired, records in zip(nearest, self._paired, self.records, strict=True)
+        ]
+        only = self._only(regions, _sign)
+        if only == ([], []):
+            # Reductions of other numbers of elements, such as over another batch.
+            reduced = [
+                [n for n in region if len({*map(np.shape, (*r[n].operands, r[n].value))}) > 1]
+                for region, r in zip(regions, self.records, strict=True)
+            ]
+            only = self._only(reduced, lambda r: (*_sign(r), *map(np.shape, r.operands)))
+        if self._coarser(ends[1]) is None and only == ([], []):
+            stored = (n for n in nearest[1] if n in self._partner and self._coarser(n) == 1)
+            return _Place(pair, value, only, (1, max(stored, default=ends[1])))
+        if self._coarser(ends[1]) is not None:
+            return _Place(pair, value, only, (1, ends[1]))
+        side = 1 if only[1] else 0
+        named = max(only[side], key=lambda n: (_rank(self.records[side][n]), n))
+        return _Place(pair, value, only, (side, named))
+
+    def _only(
+        self, regions: Sequence[list[int]], sign: Callable[[Record], Any]
+    ) -> tuple[list[int], list[int]]:
+        """Returns the operations of each region whose sign the other one has less often."""
+        signs = [
+            collections.Counter(sign(records[n]) for n in region)
+            for records, region in zip(self.records, regions, strict=True)
+        ]
+        first, second = (
+            [
+                n
+                for n in regions[side]
+                if sign(self.records[side][n]) in signs[side] - signs[1 - side]
+            ]
+            for side in (0, 1)
+        )
+        return first, second
+
+    # -- changes --------------------------------------------------------------------------------
+
+    def _change(self, places: Sequence[_Place]) -> tuple[Changes, float]:
+        """Returns the change that removes the differences of some places, and the mismatch."""
+        changes = self._dtypes(places)
+        after = self._with(changes) if changes else self.before
+        if after <= (1 - SHARE) * self.before:
+            return changes, after
+        corrected: dict[int, Change] = {}
+        for pair, y, *_ in places:
+            x = self.records[0][pair.train].value
+            error = self._moved(jnp.where(jnp.isfinite(x) & jnp.isfinite(y), y - x, 0), self.shift)
+            for n, part in zip(pair.serve, pair.split(error), strict=True):
+                dtype = self.records[1][n].dtype
+                corrected[n] = Change(
+                    value=lambda z, part=part, dtype=dtype: as_stored(z - part, dtype)
+                )
+        return corrected, self._with(corrected)
+
+    def _dtypes(self, places: Sequence[_Place]) -> Changes:
+        """Returns the dtypes of the first program for the operations of some places' modules."""
+        train, serve = self.records
+        classes = {self._class(*place.named) for place in places}
+        new = {n for place in places for n in place.only[1]}
+        alone = [
+            {
+                n: record
+                for n, record in enumerate(records)
+                if n not in paired and _computes(record) and self._class(side, n) in classes
+            }
+            for side, (records, paired) in enumerate(zip(self.records, self._paired, strict=True))
+        ]
+        known = set(map(_sign, alone[0].values()))
+        # Roundings that the first program does not have.
+        changes = {
+            n: Change(dtype=_dtypes.FLOAT32)
+            for n, record in enumerate(serve)
+            if (n in new or (n in alone[1] and _sign(record) not in known))
+            and _bind.is_narrow_dtype(record.dtype)
+        }
+        for n, partner in self._partner.items():
+            # What the first program rounds next remains rounded.
+            next_dtypes = {r.dtype if _is_cast(r) else None for r in self._readers.get(partner, ())}
+            is_other = serve[n].dtype != train[partner].dtype and next_dtypes != {serve[n].dtype}
+            if is_other and serve[n].primitive not in _bind.MOVES and self._class(1, n) in classes:
+                changes[n] = Change(dtype=train[partner].dtype)
+        return changes
+
+    # -- texts ----------------------------------------------------------------------------------
+
+    def _cause(
+        self, places: Sequence[_Place], changes: Changes, after: float, others: tuple[str, ...]
+    ) -> ParityCause:
+        place = places[0]
+        side, index = place.named
+        (file, line), module = self.records[side][index].line, self.modules[side][index]
+        self.is_coarser |= any(map(_is_cast, self._of(0, place.only[0])))
+        ends = place.pair.train, place.pair.serve[0]
+        if side == 1 and index in self._partner:
+            ends = self._partner[index], index
+        texts = {
+            name: ", ".join(dict.fromkeys(map(_text, self._of(s, (*place.only[s], ends[s])))))
+            for s, name in enumerate(self.names)
+        }
+        where = f"{module or 'the program'}{f' ({file}:{line})' if file else ''}"
+        reason = "" if any(place.only) else self._arguments(place)
+        kind = "arguments" if reason else "operations"
+        fix = f"Run the same operations on the same values in {where} of both programs{reason}."
+        if all(change.value is None for change in changes.values()):
+            kind, parts = "dtype", dict[str, None]()
+            for n, change in changes.items():
+                record = self.records[1][n]
+                cast = f"without the cast to {record.dtype}"
+                parts[cast if _is_cast(record) else f"{record.primitive} in {change.dtype}"] = None
+            dtype = next(iter(changes.values())).dtype
+            fix = (
+                f"In the {self.names[1]} program, compute {where} as in {self.names[0]}: "
+                f"{', '.join(parts)}.\n    x = x.astype(jnp.{dtype})  # the operands"
+            )
+        return ParityCause(
+            module=module,
+            operation=self.records[side][index].primitive,
+            kind=kind,
+            train=texts["training"],
+            serve=texts["serving"],
+            file=file,
+            line=line,
+            text=linecache.getline(file, line).strip() if file else "",
+            before=self.before,
+            after=after,
+            others=others,
+            fix=fix,
+        )
+
+    def _of(self, side: int, indices: Iterable[int]) -> list[Record]:
+        return [self.records[side][n] for n in indices]
+
+    def _arguments(self, place: _Place) -> str:
+        """Returns a text on an operand that differs, and that no operation computes."""
+        train, serve = self.records[0][place.pair.train], self._local[place.pair.serve[0]]
+        for n, (x, y) in enumerate(zip(train.operands, serve.operands, strict=False)):
+            is_same = jnp.shape(x) != jnp.shape(y) or bool(jnp.array_equal(x, y))
+            if is_same or not self._is_input(serve.makers[n]):
+                continue
+            for name in _FORMATS if jnp.issubdtype(x.dtype, jnp.floating) else ():
+                for side, (a, b) in enumerate(((y, x), (x, y))):
+                    if jnp.array_equal(as_stored(a, jnp.dtype(name)), b):
+                        return f": operand {n} is rounded to {name} in {self.names[side]}"
+            return f": operand {n} has other values"
+        return ""
+
+    def _is_input(self, index: int) -> bool:
+        """Returns True for an argument or a constant, also if it is reshaped."""
+        if index == INPUT:
+            return True
+        is_move = index not in self._partner and self._local[index].primitive in _align.MOVES
+        return is_move and all(map(self._is_input, self._local[index].makers))
+
+
+def _computes(record: Record) -> bool:
+    """Returns True for an operation that computes or rounds floats."""
+    is_float = jnp.issubdtype(record.dtype, jnp.floating)
+    return is_float and (record.primitive not in _align.MOVES or _is_cast(record))
+
+
+def _is_cast(record: Record) -> bool:
+    """Returns True for a conversion to 16 bits or FP8."""
+    return record.primitive == "convert_element_type" and _bind.is_narrow_dtype(record.dtype)
+
+
+def _rank(record: Record) -> int:
+    """Returns the preference with which an operation is named: one that computes, then a cast."""
+    return 1 if _is_cast(record) else 2 * (record.primitive not in _bind.MOVES)
+
+
+def _sign(record: Record) -> tuple[str, str]:
+    return record.primitive, str(record.dtype)
+
+
+def _text(record: Record) -> str:
+    return f"{record.primitive} in {record.dtype}"
+
+
+def _flat(outputs: Sequence[Array]) -> np.ndarray:
+    floats = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.floating)]
+    return np.concatenate([np.zeros(0), *(np.asarray(x, np.float64).ravel() for x in floats)])
