@@ -114,6 +114,12 @@ class PolicyContext:
         """Returns code that applies the policies to a loss function."""
         return f"loss_fn = jaxmp.autocast(loss_fn, {self.text})"
 
+    def with_rule(self, rule: str) -> str:
+        """Returns code that adds a rule, which precedes those of the policies."""
+        recipe = self.text if self.text.isidentifier() else f"jaxmp.load_recipe({self.text})"
+        policies = f"jaxmp.PolicyMap({self.text}, [{rule}])"
+        return f"recipe = {recipe}.replace(policies={policies})"
+
     @property
     def requires_fp32_reductions(self) -> bool:
         """True if the recipe requires sums of gradients over devices in FP32."""

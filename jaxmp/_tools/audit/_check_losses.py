@@ -259,16 +259,23 @@ def _is_own_loss(op: OpOccurrence) -> bool:
     return site is not None and site[0].co_filename.startswith(str(Path(losses.__file__).parent))
 
 
+def _is_wrapped(op: OpOccurrence) -> bool:
+    """Returns True in a layer of a model that a recipe has wrapped."""
+    traceback = op.equation.source_info.traceback
+    codes = () if traceback is None else traceback.raw_frames()[0]
+    folder = str(Path(losses.__file__).parents[1] / "_flax")
+    return any(code.co_filename.startswith(folder) for code in codes)
+
+
 def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
     context, path = audit.context, module_paths_of(op.location.names)[0]
-    sums = fix_sums("Return the FP32 sums", op, "float32", audit.findings)
-    code = f"{sums}\nMultiply their gradients in 16 bits:\n    {context.loss_code}"
     # The rule does not help where a policy returns FP32 already, but does not reach the layer.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
-    if not path or has_rule:
-        return code
-    rule = f"Return the FP32 sums of this layer:\n    jaxmp.Rule({path!r}, 'o=f32')"
-    return f"{rule}\nIn a model that no recipe wraps:\n{code}"
+    if path and not has_rule and _is_wrapped(op):
+        rule = context.with_rule(f"jaxmp.Rule({path!r}, 'o=f32')")
+        return f"Return the FP32 sums of this layer, by a rule of the recipe:\n    {rule}"
+    sums = fix_sums("Return the FP32 sums", op, "float32", audit.findings)
+    return f"{sums}\nWith `{context.loss_code}`, their gradients are multiplied in 16 bits."
 
 
 @ROUNDED_OUTPUT.on_result("sub")

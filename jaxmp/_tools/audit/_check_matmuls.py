@@ -444,7 +444,8 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
         path = module_paths_of(op.location.names)[0]
         rule = f"**/{path.rpartition('/')[2]}" if path else ""
         fix = fix or f"Apply the policies:\n    {_policy_code(op, audit)}"
-        fix += f"\nOr keep the module in FP32 by a rule:\n    jaxmp.Rule({rule!r}, 'c=f32')"
+        code = audit.context.with_rule(f"jaxmp.Rule({rule!r}, 'c=f32')")
+        fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = WARNING if is_highest else ERROR
     fix = fix or _policy_code(op, audit)
     _add(FP32_MATMUL, op, message, fix, flops, audit, severity)
@@ -501,11 +502,29 @@ def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) ->
     cost = math.prod(paddings[role] / size for role, size in sizes.items()) - 1
     plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
     message = f"{text} {plural} of {multiple}; padding costs {cost:.1%}."
-    widths = sorted(set(paddings.values()))
-    fix = "Round the width of the layer or argument up:" + "".join(
-        f"\n    width = {n}" for n in widths
-    )
+    classes = _classes_of(op, audit)
+    if [*sizes.values()] == [classes]:
+        fix = _fix_classes(classes, *paddings.values())
+    else:
+        fix = "Round the width up, unless it is one of the data, such as a number of channels:"
+        fix += "".join(f"\n    width = {n}" for n in sorted(set(paddings.values())))
     finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
     # Smaller sizes, such as three channels or one output, are those of the data.
     waste = math.prod(paddings[role] / n for role, n in sizes.items() if n > multiple) - 1
     finding.add_harm(round(waste * flops))
+
+
+def _classes_of(op: OpOccurrence, audit: Auditor) -> int:
+    """Returns the number of classes of a matmul of logits; 0 for other matmuls."""
+    (result,) = op.equation.outvars
+    is_head = bool(audit.use_of(result) & (Use.SOFTMAX | Use.ORDER))
+    return result.aval.shape[-1] if is_head and op.location.phase == FORWARD else 0
+
+
+def _fix_classes(classes: int, width: int) -> str:
+    """Returns the fix of a head whose number of classes is not aligned."""
+    masked = f"jnp.where(jnp.arange({width}) < {classes}, logits, jnp.finfo(logits.dtype).min)"
+    return (
+        f"{classes} is the number of classes, and may stay as it is. To align it, compute {width}"
+        f" logits, and mask those without a class:\n    logits = {masked}"
+    )

@@ -287,7 +287,7 @@ def _keep_parameter(op: OpOccurrence, audit: Auditor) -> str:
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "self.param" and call.args:
             name = call.args[0]
             if isinstance(name, ast.Constant):
-                rule = f"jaxmp.Rule('**:{name.value}', 'c=f32')"
+                rule = audit.context.with_rule(f"jaxmp.Rule('**:{name.value}', 'c=f32')")
                 return f"Read the parameter in FP32, by a rule:\n    {rule}"
     return ""
 

@@ -30,8 +30,22 @@ from jaxmp._tools.audit._checks import (
     half_of,
     named,
 )
-from jaxmp._tools.fixes._rewrite import cast, in_fp32, known_function, with_sums
-from jaxmp._tools.fixes._source import Expression, expression_of
+from jaxmp._tools.fixes._functions import LAYERS
+from jaxmp._tools.fixes._rewrite import (
+    cast,
+    in_fp32,
+    known_function,
+    with_sums,
+    with_wide_attend,
+    with_wide_layer,
+)
+from jaxmp._tools.fixes._source import (
+    IN_FP32,
+    Expression,
+    constructor_of,
+    expression_of,
+    with_inner,
+)
 
 _MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
 # Operations that round each element of a 16-bit array.
@@ -76,7 +90,20 @@ def fix_operation(
     if lines and back:
         code = ast.unparse(cast(own.node, back))
     code = own.replaced_by(code)
-    return "\n".join([*lines, *([f"Compute {op.name} in FP32:\n    {code}"] if code else [])])
+    computed = _widened_calls(code) or op.name.replace("convert_element_type", "the value")
+    return "\n".join([*lines, *([f"Compute {computed} in FP32:\n    {code}"] if code else [])])
+
+
+def _widened_calls(code: str) -> str:
+    """Returns the names of the functions whose operands some code casts to FP32."""
+    names = {}
+    for node in ast.walk(ast.parse(code)):
+        function = node.func if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and isinstance(function, ast.Attribute):
+            is_wide = lambda operand: ast.unparse(operand).endswith(IN_FP32)
+            if any(map(is_wide, [function.value, *node.args])):
+                names[function.attr] = None
+    return " and ".join(names)
 
 
 def fix_expression(
@@ -97,12 +124,32 @@ def fix_expression(
 def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindings) -> str:
     """Returns the fix of a matmul whose sums have another dtype."""
     own = expression_of(op, findings)
-    default = f"jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
     if own is None:
-        return f"{sentence}:\n    {default}"
-    code = with_sums(own, dtype)
-    remedy = f"{sentence}: set preferred_element_type=jnp.{dtype} in the matmul `{own.text}`."
-    return f"{sentence}:\n    {code}" if code else remedy
+        return f"{sentence}:\n    jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
+    if code := with_sums(own, dtype):
+        return f"{sentence}:\n    {code}"
+    site = call_site(op.equation)
+    file = "" if site is None else site[0].co_filename.replace("\\", "/")
+    if "/flax/" in file:
+        return _fix_layer(sentence, op, own, findings, is_nnx="/flax/nnx/" in file)
+    return f"{sentence}: set preferred_element_type=jnp.{dtype} in the matmul `{own.text}`."
+
+
+def _fix_layer(
+    sentence: str, op: OpOccurrence, own: Expression, findings: PendingFindings, *, is_nnx: bool
+) -> str:
+    """Returns the fix of a layer of Flax that returns FP32 sums."""
+    layer, dtype = constructor_of(own), half_of(op.equation.invars)
+    assert dtype is not None
+    if ".attend(" in own.text:
+        code = with_wide_attend(own, layer, dtype.name)
+        return f"{sentence}:\n    {code}" if code else in_words(op, findings)
+    if layer is not None and (code := with_wide_layer(layer)):
+        where = findings.text_of(layer.place[:2])
+        return f"At {where}, {sentence[0].lower()}{sentence[1:]}:\n    {code}"
+    linear, conv = ("nnx.Linear", "nnx.Conv") if is_nnx else ("linen.Dense", "linen.Conv")
+    argument = LAYERS[f"flax.{conv if 'conv' in op.name else linear}"]
+    return f"{sentence}: construct the layer that `{own.text}` calls with {argument}."
 
 
 def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
@@ -152,13 +199,13 @@ def _at_origins(
         if not changed or expression is None or (is_here and changed in code):
             continue
         if is_here and expression.text in code:
-            code = _once(code.replace(expression.text, changed))
+            code = with_inner(code, expression.text, changed)
             continue
         if any(expression.place == other.place for other, _ in parts):
             continue
         for n, (outer, text) in enumerate(parts):
             if outer.place[:2] == expression.place[:2] and expression.text in text:
-                text = _once(text.replace(expression.text, changed))
+                text = with_inner(text, expression.text, changed)
                 parts[n] = outer, outer.replaced_by(text)
                 break
         else:
@@ -169,10 +216,6 @@ def _at_origins(
         for place, (_, text) in zip(where, parts, strict=True)
     )
     return list(lines), code
-
-
-def _once(code: str) -> str:
-    return code.replace(".astype(jnp.float32).astype(jnp.float32)", ".astype(jnp.float32)")
 
 
 def _is_read_exactly(op: OpOccurrence, function: str) -> bool:

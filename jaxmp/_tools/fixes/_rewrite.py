@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jaxmp._tools.fixes._functions import (
     DOMAINS,
     DTYPES,
+    EMBEDDINGS,
     FUNCTIONS,
+    LAYERS,
     MATMULS,
     METHODS,
     Function,
@@ -185,6 +187,46 @@ def with_sums(expression: Expression, dtype: str) -> str:
     node.keywords = [k for k in node.keywords if k.arg != name]
     node.keywords.append(ast.keyword(name, parsed(f"jnp.{dtype}")))
     return expression.replaced_by(node)
+
+
+def with_wide_layer(layer: Expression) -> str:
+    """Returns the constructor of a Flax layer that returns FP32 sums.
+
+    Args:
+      layer: the constructor, or a call of what it constructs.
+    """
+    node = layer.copy()
+    call = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) else node
+    name = layer.name_of(call.func) if isinstance(call, ast.Call) else ""
+    if name not in LAYERS:
+        return ""
+    argument = ast.parse(f"f({LAYERS[name]})", mode="eval").body
+    assert isinstance(argument, ast.Call)
+    call.keywords = [k for k in call.keywords if k.arg != argument.keywords[0].arg]
+    call.keywords += argument.keywords
+    # A layer of NNX was constructed before the function is traced, so that no trial can change it.
+    return ast.unparse(node) if name.startswith("flax.nnx") else layer.replaced_by(node)
+
+
+def with_wide_attend(expression: Expression, embedding: Expression | None, dtype: str) -> str:
+    """Returns a matmul with FP32 sums in place of `embed.attend(x)`.
+
+    Args:
+      expression: the call.
+      embedding: the constructor of `embed`.
+      dtype: of the operands.
+    """
+    node = expression.node
+    constructor = None if embedding is None else embedding.node
+    if not (isinstance(node, ast.Call) and isinstance(constructor, ast.Call)):
+        return ""
+    if embedding is None or embedding.name_of(constructor.func) not in EMBEDDINGS:
+        return ""
+    operand = ast.unparse(cast(node.args[0], dtype))
+    assert isinstance(node.func, ast.Attribute)
+    table = f"{ast.unparse(node.func.value)}.embedding.astype(jnp.{dtype}).T"
+    code = f"jnp.matmul({operand}, {table}, preferred_element_type=jnp.float32)"
+    return expression.replaced_by(code)
 
 
 def with_finite_numbers(expression: Expression | None, dtype: str) -> str:

@@ -33,6 +33,7 @@ class Edit(NamedTuple):
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 
 
+IN_FP32 = ".astype(jnp.float32)"
 # Lines of code of one fix.
 _MOST_CODES = 6
 
@@ -127,6 +128,35 @@ def expression_of(op: Any, findings: Findings) -> Expression | None:
     return None
 
 
+def constructor_of(expression: Expression) -> Expression | None:
+    """Returns the call whose result an expression such as `self.head(x)` calls.
+
+    Returns:
+      None unless the class, or the file outside of classes, assigns one call to that name.
+    """
+    function = expression.node.func if isinstance(expression.node, ast.Call) else None
+    if isinstance(function, ast.Call):
+        return expression
+    if isinstance(function, ast.Attribute) and function.attr == "attend":
+        function = function.value
+    file, line = expression.place[:2]
+    tree = _tree(file, len(linecache.getlines(file)))
+    classes = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    inside = [n for n in classes if n.lineno <= line <= (n.end_lineno or 0)]
+    name = "" if function is None else ast.unparse(function)
+    calls = [
+        n.value
+        for n in ast.walk(inside[-1] if inside else tree)
+        if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)
+        if name in map(ast.unparse, n.targets)
+    ]
+    if len(calls) != 1:
+        return None
+    call: Any = calls[0]
+    place = file, call.lineno, call.end_lineno, call.col_offset, call.end_col_offset
+    return Expression(call, place, expression.edits)
+
+
 def _parsed(
     file: str,
     line: int | None,
@@ -147,10 +177,8 @@ def _parsed(
 
 
 @functools.lru_cache(maxsize=16)
-def _imports(file: str, count: int) -> dict[str, str]:
-    """Returns the names that a file imports from libraries, with their full names.
-
-    A name that the file defines itself has the full name "".
+def _tree(file: str, count: int) -> ast.Module:
+    """Returns the syntax tree of a file; an empty one if it is not Python.
 
     Args:
       file: path of the source.
@@ -158,10 +186,18 @@ def _imports(file: str, count: int) -> dict[str, str]:
     """
     del count
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return {}
-    return dict(pair for node in ast.walk(tree) for pair in _names(node))
+        return ast.Module([], [])
+
+
+@functools.lru_cache(maxsize=16)
+def _imports(file: str, count: int) -> dict[str, str]:
+    """Returns the names that a file imports from libraries, with their full names.
+
+    A name that the file defines itself has the full name "". The arguments are those of `_tree`.
+    """
+    return dict(pair for node in ast.walk(_tree(file, count)) for pair in _names(node))
 
 
 def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -174,6 +210,14 @@ def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield name.asname or name.name, f"{node.module}.{name.name}"
     elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         yield node.name, ""
+
+
+def with_inner(code: str, old: str, new: str) -> str:
+    """Returns code with an expression replaced by one in FP32, which needs no cast after it."""
+    for text, changed in ((f"({old}){IN_FP32}", f"({new})"), (old + IN_FP32, new)):
+        code = code.replace(text, changed)
+    code = code.replace(old, new).replace(2 * IN_FP32, IN_FP32)
+    return ast.unparse(ast.parse(code, mode="eval"))
 
 
 def both(first: str, second: str) -> str:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jaxmp._core import _compat
-from jaxmp._tools.fixes._source import Edit
+from jaxmp._tools.fixes._source import Edit, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 # Fixes that are tried one by one, if some of them fail together.
@@ -77,11 +77,14 @@ def _nested(fix: str, edits: list[Edit]) -> tuple[str, Edits]:
         if outer is None:
             kept.append(edit)
             continue
-        whole = outer._replace(code=outer.code.replace(edit.old, edit.code))
-        kept[kept.index(outer)] = whole
+        whole = outer._replace(code=with_inner(outer.code, edit.old, edit.code))
+        # The outer expression may have been cast to FP32 only because its operand was rounded.
+        is_inner = whole.code == outer.old.replace(edit.old, edit.code)
+        kept[kept.index(outer)] = edit if is_inner else whole
         lines = fix.replace(f"    {outer.code}", f"    {whole.code}").splitlines()
-        inner = [n for n, line in enumerate(lines) if line == f"    {edit.code}"]
-        fix = "\n".join(x for n, x in enumerate(lines) if not {n, n + 1} & set(inner))
+        unused = whole.code if is_inner else edit.code
+        others = [n for n, line in enumerate(lines) if line == f"    {unused}"]
+        fix = "\n".join(x for n, x in enumerate(lines) if not {n, n + 1} & set(others))
     return fix, frozenset(kept)
 
 
