@@ -509,9 +509,19 @@ def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) ->
         fix = "Round the width up, unless it is one of the data, such as a number of channels:"
         fix += "".join(f"\n    width = {n}" for n in sorted(set(paddings.values())))
     finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
-    # Smaller sizes, such as three channels or one output, are those of the data.
-    waste = math.prod(paddings[role] / n for role, n in sizes.items() if n > multiple) - 1
+    if classes:
+        audit.collected[_Classes].append(_Classes(audit.findings.line_of(op), classes))
+    # Smaller sizes, such as three channels or one output, are those of the data, as are classes.
+    is_data = lambda n: n < multiple or _Classes(finding.line, n) in audit.collected[_Classes]
+    waste = math.prod(paddings[role] / n for role, n in sizes.items() if not is_data(n)) - 1
     finding.add_harm(round(waste * flops))
+
+
+class _Classes(NamedTuple):
+    """Line of a matmul of logits, and the number of classes."""
+
+    line: tuple[str, int]
+    count: int
 
 
 def _classes_of(op: OpOccurrence, audit: Auditor) -> int:
