@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,9 +33,10 @@ from jaxmp._tools.audit._checks import (
 )
 from jaxmp._tools.fixes._functions import LAYERS
 from jaxmp._tools.fixes._rewrite import (
-    cast,
     in_fp32,
     known_function,
+    narrow_code,
+    wide_code,
     with_sums,
     with_wide_attend,
     with_wide_layer,
@@ -83,26 +85,32 @@ def fix_operation(
       Sentences and code, words alone if the function is not known, or "" without source code.
     """
     own = expression_of(op, findings)
-    if own is None or not in_fp32(own):
+    if own is None or not wide_code(own):
         return in_words(op, findings)
     back = "" if _is_widened(op) or _is_read_exactly(op, known_function(own)[0]) else back
-    lines, code = _at_origins(_rounded_by(op, through), op, in_fp32(own, back), findings)
+    lines, wide = _at_origins(_rounded_by(op, through), op, own, findings)
     if lines and back:
-        code = ast.unparse(cast(own.node, back))
-    code = own.replaced_by(code)
-    computed = _widened_calls(code) or op.name.replace("convert_element_type", "the value")
-    return "\n".join([*lines, *([f"Compute {computed} in FP32:\n    {code}"] if code else [])])
+        wide = own.text
+    dtype = half_of((*op.equation.invars, *op.equation.outvars))
+    narrow = "" if dtype is None else narrow_code(own, wide, dtype.name)
+    code, other = (narrow, wide) if back and narrow else (wide, narrow)
+    code = own.replaced_by(code, other)
+    function = known_function(own)[0]
+    name = function.rpartition(".")[2] or op.name.replace("convert_element_type", "the value")
+    sentence = f"Compute {_widened_calls(code) or name} in FP32"
+    if function.startswith("jax.random."):
+        sentence += ", by which other numbers are drawn"
+    return "\n".join([*lines, *([f"{sentence}:\n    {code}"] if code else [])])
 
 
 def _widened_calls(code: str) -> str:
     """Returns the names of the functions whose operands some code casts to FP32."""
     names = {}
     for node in ast.walk(ast.parse(code)):
-        function = node.func if isinstance(node, ast.Call) else None
-        if isinstance(node, ast.Call) and isinstance(function, ast.Attribute):
-            is_wide = lambda operand: ast.unparse(operand).endswith(IN_FP32)
-            if any(map(is_wide, [function.value, *node.args])):
-                names[function.attr] = None
+        if isinstance(node, ast.Call):
+            *parts, name = ast.unparse(node.func).rpartition(".")
+            if any(text.endswith(IN_FP32) for text in (parts[0], *map(ast.unparse, node.args))):
+                names[name] = None
     return " and ".join(names)
 
 
@@ -168,7 +176,7 @@ def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
 
 def fix_origins(op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns code for the lines at which an operand was rounded, or ""."""
-    return "\n".join(_at_origins(_rounded_by(op), op, "", findings)[0])
+    return "\n".join(_at_origins(_rounded_by(op), op, None, findings)[0])
 
 
 def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
@@ -184,21 +192,33 @@ def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
             casts.append(within._replace(equation=maker))
         elif _is_elementwise(maker):
             waiting += [(v, within) for v in maker.invars if not is_literal(v)]
-    return "\n".join(_at_origins(casts, op, "", findings)[0])
+    return "\n".join(_at_origins(casts, op, None, findings)[0])
 
 
 def _at_origins(
-    origins: list[OpOccurrence], op: OpOccurrence, code: str, findings: PendingFindings
+    origins: list[OpOccurrence],
+    op: OpOccurrence,
+    own: Expression | None,
+    findings: PendingFindings,
 ) -> tuple[list[str], str]:
-    """Returns the lines that compute operations in FP32, and `code` with those of its own line."""
-    parts: list[tuple[Expression, str]] = []
+    """Returns the lines that compute operations in FP32, and code for an expression.
+
+    Args:
+      origins: the operations that round.
+      op: the operation that reads their results.
+      own: its expression, whose code contains the origins inside of it; None: no code is required.
+      findings: for the lines of the source.
+    """
+    code, parts = "" if own is None else wide_code(own), list[tuple[Expression, str]]()
     for origin in origins if len(origins) <= _MAX_ORIGINS else ():
         expression = expression_of(origin, findings)
         changed = in_fp32(expression)
         is_here = findings.line_of(origin) == findings.line_of(op)
         if not changed or expression is None or (is_here and changed in code):
             continue
-        if is_here and expression.text in code:
+        if is_here and own is not None and expression.text in code:
+            # With an operand in FP32, the function computes in FP32 without a cast.
+            code = own.text if code == wide_code(own) and expression.text in own.text else code
             code = with_inner(code, expression.text, changed)
             continue
         if any(expression.place == other.place for other, _ in parts):
@@ -211,11 +231,13 @@ def _at_origins(
         else:
             parts.append((expression, changed))
     where = [findings.text_of(expression.place[:2]) for expression, _ in parts]
-    lines = dict.fromkeys(
-        f"At {place}, do not round to 16 bits:\n    {text}"
-        for place, (_, text) in zip(where, parts, strict=True)
-    )
-    return list(lines), code
+    counts = Counter((place, text) for place, (_, text) in zip(where, parts, strict=True))
+    times = lambda count: f", {count} times in the line" if count > 1 else ""
+    lines = [
+        f"At {place}, do not round to 16 bits{times(count)}:\n    {text}"
+        for (place, text), count in counts.items()
+    ]
+    return lines, code
 
 
 def _is_read_exactly(op: OpOccurrence, function: str) -> bool:

@@ -56,12 +56,24 @@ def in_fp32(expression: Expression | None, back: str = "") -> str:
         constant, whose dtype is replaced.
       back: the dtype of the result; "" for FP32. Integers are not cast back.
     """
-    changed = None if expression is None else _widened(expression)
-    if expression is None or changed is None:
+    changed = None if expression is None else wide_code(expression)
+    if expression is None or not changed:
         return ""
+    narrow = narrow_code(expression, changed, back) if back else ""
+    return expression.replaced_by(narrow or changed)
+
+
+def wide_code(expression: Expression) -> str:
+    """Returns code that computes an expression in FP32, or "" for an unknown function."""
+    changed = _widened(expression)
+    return "" if changed is None else ast.unparse(changed)
+
+
+def narrow_code(expression: Expression, code: str, dtype: str) -> str:
+    """Returns code with a cast of its result; "" for integers and pytrees."""
     row = known_function(expression)[1]
     is_array = row is None or (row.returns_arrays and not row.is_tree)
-    return expression.replaced_by(cast(changed, back) if back and is_array else changed)
+    return ast.unparse(cast(parsed(code), dtype)) if is_array else ""
 
 
 def narrowed(expression: Expression | None, index: int, dtype: str) -> str:

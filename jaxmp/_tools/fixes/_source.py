@@ -23,9 +23,11 @@ class Edit(NamedTuple):
     end_line: int
     start: int
     end: int
-    # Old and new code, as `ast.unparse` writes it.
+    # Old and new code, as `ast.unparse` writes it, and code whose result has the other dtype: that
+    # of the operation where `code` returns FP32, and FP32 where it does not. "" for none.
     old: str
     code: str
+    other: str = ""
 
     @property
     def where(self) -> str:
@@ -79,12 +81,17 @@ class Expression:
         """Returns a syntax tree that may be changed."""
         return copy.deepcopy(self.node)
 
-    def replaced_by(self, new: ast.expr | str | None) -> str:
-        """Returns code for the expression, and records the edit; "" for no code or the same."""
+    def replaced_by(self, new: ast.expr | str | None, other: str = "") -> str:
+        """Returns code for the expression, and records the edit; "" for no code or the same.
+
+        Args:
+          new: the code.
+          other: code with another dtype; see `Edit`.
+        """
         code = new if isinstance(new, str) else "" if new is None else ast.unparse(new)
         if not code or code == self.text:
             return ""
-        edit = Edit(*self.place, self.text, code)
+        edit = Edit(*self.place, self.text, code, other)
         if edit not in self.edits:
             self.edits.append(edit)
         return code
