@@ -8,8 +8,8 @@ A file may set RECIPE, the policies that its function is audited against. Code b
 as "At model.py:12, ..." replaces the most similar expression of that line, and other code that of
 the line of the finding. The table has a row for each error: whether its fix is code or words (of a
 function that is not in the table of `jaxmp/_tools/fixes/_functions.py`, or because all code that
-was tried failed), whether the tool tried it, and for pasted code whether the program runs, has lost the
-finding and has no new error, and how far its results are from those of the original program in
+was tried failed), whether the tool tried it, and for pasted code whether the program runs, has
+lost the finding and has no new error, and how far its results are from those of the original one in
 FP32, before and after: the largest error on the arguments, on these with zeros and masked elements
 in their first rows, and on these scaled to 70,000, where that is finite. Statements such as
 `tx = ...` are counted but not pasted, because their place is not in the audited function.
@@ -99,8 +99,8 @@ def rows_of(program: Program) -> list[dict[str, Any]]:
     fn, args = program.load(source)
     errors = jaxmp.audit(fn, *args, recipe=program.recipe).errors
     together = source
-    for line, code in dict.fromkeys(pair for finding in errors for pair in codes_of(finding)):
-        together = pasted(together, line, code) or together
+    for code in dict.fromkeys(code for finding in errors for code in codes_of(finding)):
+        together = pasted(together, code) or together
     return [row_of(program, source, finding, errors, together) for finding in errors]
 
 
@@ -121,8 +121,8 @@ def row_of(
     row["trial"] = finding.trial
     codes = codes_of(finding)
     changed = source
-    for line, code in codes:
-        changed = "" if not changed else pasted(changed, line, code)
+    for code in codes:
+        changed = "" if not changed else pasted(changed, code)
     is_code = "code" if changed else "statement"
     words = "rejected" if "prints no code" in finding.fix else "words"
     row["form"] = is_code if codes else "statement" if is_python(finding.fix) else words
@@ -131,16 +131,17 @@ def row_of(
     key = lambda f: (f.check, f.line)
     try:
         fn, args = program.load(source)
-        new, _ = program.load(changed)
-        before, error = errors_of(fn, new, args)
-        after = jaxmp.audit(new, *args, recipe=program.recipe, try_fixes=False).errors
+        new, new_args = program.load(changed)
+        before, error = errors_of(fn, new, args, changes_dtypes_only(source, changed))
+        # An NNX model is an instance of the changed class.
+        after = jaxmp.audit(new, *new_args, recipe=program.recipe, try_fixes=False).errors
     except Exception as error:
-        return row | {"runs": type(error).__name__}
+        return row | {"runs": f"{type(error).__name__}: {str(error)[:80]}"}
     is_left = key(finding) in set(map(key, after))
     is_new = {f.check for f in after} - {f.check for f in errors}
     if is_new:
-        new, _ = program.load(together)
-        after = jaxmp.audit(new, *args, recipe=program.recipe, try_fixes=False).errors
+        new, new_args = program.load(together)
+        after = jaxmp.audit(new, *new_args, recipe=program.recipe, try_fixes=False).errors
         is_new &= {f.check for f in after}
     removed = "left" if is_left else f"new {', '.join(is_new)}" if is_new else "yes"
     is_random = "other numbers are drawn" in finding.fix
@@ -153,15 +154,23 @@ def row_of(
 # ---------------------------------------------------------------------------
 
 
-def codes_of(finding: Any) -> list[tuple[int, str]]:
-    """Returns (line, code) for each line of code of a fix."""
-    place, codes = finding.line, []
+class Code(NamedTuple):
+    """Code of a fix: its line, and True if it replaces an expression with its cast."""
+
+    line: int
+    text: str
+    has_cast: bool
+
+
+def codes_of(finding: Any) -> list[Code]:
+    """Returns the lines of code of a fix."""
+    place, has_cast, codes = finding.line, False, []
     for text in finding.fix.splitlines():
         named = re.match(r".*\bat [\w.]+:(\d+)[,:]", text, re.IGNORECASE)
         if text.startswith("    "):
-            codes.append((place, text.strip()))
+            codes.append(Code(place, text.strip(), has_cast))
         else:
-            place = int(named[1]) if named else finding.line
+            place, has_cast = int(named[1]) if named else finding.line, "not round" in text
     return codes
 
 
@@ -174,8 +183,9 @@ def is_python(text: str) -> bool:
     return True
 
 
-def pasted(source: str, number: int, code: str) -> str:
+def pasted(source: str, printed: Code) -> str:
     """Returns a source in which code replaces an expression of a line; "" for a statement."""
+    number, code, has_cast = printed
     lines, new = source.splitlines(), bare(code)
     if new is None:
         return ""
@@ -185,8 +195,9 @@ def pasted(source: str, number: int, code: str) -> str:
     for node in nodes:
         old = bare(ast.unparse(node))
         if old is not None and function_of(old) == function_of(new):
-            texts = ast.unparse(old), ast.unparse(new)
-            candidates.append((difflib.SequenceMatcher(None, *texts).ratio(), -len(texts[0]), node))
+            ratio = difflib.SequenceMatcher(None, ast.unparse(old), ast.unparse(new)).ratio()
+            size = len(ast.unparse(node))
+            candidates.append((ratio, size if has_cast else -size, node))
     ratio, _, node = max(candidates, key=lambda row: row[:2], default=(0.0, 0, None))
     if node is None or ratio < 0.5:
         return ""
@@ -226,8 +237,10 @@ class Bare(ast.NodeTransformer):
             return function.value
         if ast.unparse(function) == "jax.tree.map" and isinstance(node.args[0], ast.Lambda):
             return node.args[1]
-        added = ("preferred_element_type", "dot_general", "conv_general_dilated")
+        added = ("dtype", "preferred_element_type", "dot_general", "conv_general_dilated")
         node.keywords = [k for k in node.keywords if k.arg not in added]
+        if ast.unparse(function) == "jnp.matmul":
+            return ast.BinOp(node.args[0], ast.MatMult(), node.args[1])
         return node
 
 
@@ -246,13 +259,32 @@ class InFp32(Interpreter):
         return bind_in_fp32(equation, operands)
 
 
-def errors_of(fn: Any, new: Any, args: Any) -> tuple[float, float]:
-    """Returns the errors of a function and of a changed one, on the arguments that differ most."""
+def changes_dtypes_only(source: str, changed: str) -> bool:
+    """Returns True for sources that differ in casts and dtypes alone."""
+    trees = (Bare().visit(ast.parse(text)) for text in (source, changed))
+    old, new = (re.findall(r"[\w.]+|\S", ast.unparse(tree)) for tree in trees)
+    pairs = zip(old, new, strict=False)
+    return len(old) == len(new) and all(b in (a, "jnp.float32") for a, b in pairs)
+
+
+def errors_of(fn: Any, new: Any, args: Any, is_same: bool) -> tuple[float, float]:
+    """Returns the errors of a function and of a changed one, on the arguments that differ most.
+
+    Args:
+      fn: the function.
+      new: the changed one.
+      args: the arguments.
+      is_same: the change concerns dtypes only. In FP32, the changed function is then a reference,
+        too, whose constants are not rounded to 16 bits.
+    """
     rows = []
     for change in (lambda leaf: leaf, with_zeros, enlarged):
         inputs = jax.tree.map(change, args)
-        exact = in_fp32(fn, inputs)
-        rows.append((distance(values(fn, inputs), exact), distance(values(new, inputs), exact)))
+        results, exact = values(new, inputs), in_fp32(fn, inputs)
+        error = distance(results, exact)
+        if is_same and not error <= _ROUNDING:
+            error = min(error, distance(results, in_fp32(new, inputs)))
+        rows.append((distance(values(fn, inputs), exact), error))
     return max(rows, key=lambda row: row[1] - row[0])
 
 
