@@ -345,7 +345,14 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: Matmul, audit: Auditor) -> bool
     key = _Solved(op.location.names, audit.findings.line_of(op))
     if Use.SOLVED in audit.use_of(op.equation.outvars[0]):
         audit.collected[_Solved].append(key)
-    return is_internal_matmul(op, matmul) or key in audit.collected[_Solved]
+    if is_internal_matmul(op, matmul) or key in audit.collected[_Solved]:
+        return True
+    # The power iteration of a spectral norm, whose matmuls have one row.
+    traceback = op.equation.source_info.traceback
+    codes = () if traceback is None else traceback.raw_frames()[0]
+    return any(code.co_qualname.startswith("SpectralNorm.") for code in codes) and (
+        op.location.phase != FORWARD or 1 in op.equation.outvars[0].aval.shape
+    )
 
 
 def _is_router(op: OpOccurrence, audit: Auditor) -> bool:

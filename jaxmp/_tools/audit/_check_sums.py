@@ -31,7 +31,7 @@ from jaxmp._tools.audit._check_ops import (
     counts_largest,
     made_of,
 )
-from jaxmp._tools.audit._check_state import MISSING_MASTER, step_of
+from jaxmp._tools.audit._check_state import MISSING_MASTER, is_compensated, step_of
 from jaxmp._tools.audit._checks import (
     FLOATS,
     LAYOUT,
@@ -117,7 +117,7 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
         if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
             makers = made_of(after, body, _PUTS)
             addition = next((e for e in makers if _adds_to(e, before, body)), None)
-            if addition is not None:
+            if addition is not None and not is_compensated(addition, body):
                 _report_carry(op, before, addition, audit)
 
 

@@ -140,7 +140,8 @@ def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindi
     file = "" if site is None else site[0].co_filename.replace("\\", "/")
     if "/flax/" in file:
         return _fix_layer(sentence, op, own, findings, is_nnx="/flax/nnx/" in file)
-    return f"{sentence}: set preferred_element_type=jnp.{dtype} in the matmul that `{own.text}` computes."
+    argument = f"preferred_element_type=jnp.{dtype}"
+    return f"{sentence}: set {argument} in the matmul that `{own.text}` computes."
 
 
 def _fix_layer(
