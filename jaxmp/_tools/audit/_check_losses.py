@@ -245,7 +245,8 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
     if dtype is None or not is_model or _is_own_loss(op):
         return
     message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
-    output, use = RoundedOutput(op, message, _fix_output(op, audit)), audit.use_of(result)
+    output = RoundedOutput(op, message, lambda: _fix_output(op, audit))
+    use = audit.use_of(result)
     audit.flow.mark(result, output)
     if Use.SOFTMAX in use:
         output.report("; a softmax, log-softmax or log-sum-exp is computed from it", audit.findings)

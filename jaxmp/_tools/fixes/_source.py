@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import functools
-import itertools
 import linecache
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 from jaxmp._programs._jaxprs import is_literal
@@ -72,14 +71,14 @@ class Expression:
         names = (n.id for n in ast.walk(self.node) if isinstance(n, ast.Name))
         return next((name for name in names if name in self.parameters), "")
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The code."""
         return ast.unparse(self.node)
 
     def copy(self) -> Any:
         """Returns a syntax tree that may be changed."""
-        return copy.deepcopy(self.node)
+        return ast.parse(self.text, mode="eval").body
 
     def replaced_by(self, new: ast.expr | str | None, other: str = "") -> str:
         """Returns code for the expression, and records the edit; "" for no code or the same.
@@ -126,13 +125,18 @@ def expression_of(op: Any, findings: Findings) -> Expression | None:
         frames = zip(*traceback.raw_frames(), strict=True) if traceback is not None else ()
         for code, instruction in frames:
             if findings.lines.is_own(code.co_filename):
-                positions = itertools.islice(code.co_positions(), instruction // 2, None)
-                place: Any = (code.co_filename, *next(positions, (None,) * 4))
+                place: Any = (code.co_filename, *_positions(code)[instruction // 2])
                 node = _parsed(*place)
                 second = len(op.equation.invars) > 1 and is_literal(op.equation.invars[0])
                 names = code.co_varnames[1 : code.co_argcount] if code.co_name == "__call__" else ()
                 return node and Expression(node, place, findings.edits, second, names)
     return None
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
+    """Returns the places of all instructions; to list them takes long for a long function."""
+    return list(code.co_positions())
 
 
 def constructor_of(expression: Expression) -> Expression | None:

@@ -25,7 +25,7 @@ from jaxmp._core import _compat
 from jaxmp._tools.fixes._source import Edit, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
-# Fixes that are tried one by one, if some of them fail together.
+# Traces with single fixes, if some of them fail together.
 _MOST_TRIALS = 5
 # Fixes that follow from another one.
 _MOST_LAYERS = 3
@@ -151,6 +151,8 @@ def try_edits(
         """Tries one group, with those of the fixes that follow."""
         layers, more = [edits], list[str]()
         for _ in range(_MOST_LAYERS):
+            if not next(budget, None):
+                return Trial("")
             problems = trial(*layers, has_fixes=True)
             if problems is None:
                 break
@@ -164,17 +166,21 @@ def try_edits(
         return Trial(FAILS)
 
     waiting = [n for n, row in enumerate(trials) if not row.state]
-    problems = trial(frozenset().union(*(groups[n] for n in waiting))) if waiting[1:] else None
-    if problems is not None and all(key in before for key in problems):
-        for n in waiting:
-            if problems.keys().isdisjoint(removed[n]):
-                trials[n] = Trial(WORKS, (), groups[n])
-        waiting = [n for n in waiting if not trials[n].state]
+    others = [_with_other_dtypes(group) for group in groups]
+    for together in (groups, others) if waiting[1:] else ():
+        problems = trial(frozenset().union(*(together[n] for n in waiting)))
+        if problems is not None and all(key in before for key in problems):
+            for n in waiting:
+                if problems.keys().isdisjoint(removed[n]):
+                    trials[n] = Trial(WORKS, (), together[n])
+            waiting = [n for n in waiting if not trials[n].state]
+            break
+    budget = iter(range(1, _MOST_TRIALS + 1))
     for n in waiting[:_MOST_TRIALS]:
-        other = _with_other_dtypes(groups[n])
         trials[n] = alone(groups[n], removed[n])
-        if trials[n].state == FAILS and other != groups[n]:
-            trials[n] = alone(other, removed[n])
+        if trials[n].state == FAILS and others[n] != groups[n]:
+            other = alone(others[n], removed[n])
+            trials[n] = other if other.state else trials[n]
     # A function that runs may have kept its code.
     unknown = {"", FAILS} if not is_complete else {""}
     return [Trial(NOT_TRIED) if row.state in unknown else row for row in trials]
