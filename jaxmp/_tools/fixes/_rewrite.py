@@ -327,6 +327,15 @@ def at_most(expression: Expression | None, bound: float, domain: str) -> str:
     return _bounded(expression, lambda text: f"jnp.minimum({text}, {bound:g})", domain)
 
 
+def within(expression: Expression, low: int, high: int | None) -> str:
+    """Returns a call whose first operand is between two numbers, without these; None: no limit."""
+    if high is None:
+        return _bounded(expression, lambda text: f"jnp.maximum({text}, {TINY.format(array=text)})")
+    limits = lambda eps: f"{f'{low} + ' if low else ''}{eps}, {high} - {eps}"
+    change = lambda text: f"jnp.clip({text}, {limits(EPS.format(array=text))})"
+    return _bounded(expression, change)
+
+
 def divided(expression: Expression | None) -> str:
     """Returns a quotient with 1 in place of denominators of zero.
 
