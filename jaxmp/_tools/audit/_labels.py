@@ -7,6 +7,7 @@ Checks attach labels to results and read those of operands.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable
@@ -75,7 +76,7 @@ class ConditionalFinding:
         self.number = next(_NUMBERS)
         self.finding: PendingFinding | None = None
 
-    @property
+    @functools.cached_property
     def fix(self) -> str:
         """The remedy, which may be made when it is required."""
         return self._fix if isinstance(self._fix, str) else self._fix()
