@@ -544,3 +544,27 @@ def test_a_fix_names_the_functions_that_it_casts_once(tmp_path):
     finding = jaxmp.audit(loaded(source, tmp_path), half()).errors[0]
     code = "jax.nn.logsumexp(x.astype(jnp.float32), axis=-1)"
     assert finding.fix == f"Compute logsumexp in FP32:\n    {code}" and finding.trial == "works"
+
+
+def test_code_of_both_dtypes_is_tried(tmp_path):
+    # In FP32, the result would change the dtype of the carry.
+    body = "def body(i, z):\n    return z - jax.nn.logsumexp(z, axis=-1, keepdims=True)\n"
+    source = HEAD + body + "def loss_fn(x):\n    return lax.fori_loop(0, 2, body, x)\n"
+    (finding,) = jaxmp.audit(loaded(source, tmp_path), half()).errors
+    assert finding.trial == "works" and finding.fix.endswith(".astype(jnp.bfloat16)")
+
+
+def test_kahan_sums_are_not_reported():
+    def kahan(x, compensated):
+        def body(carry, value):
+            total, error = carry
+            value = value - error * compensated
+            new = total + value
+            return (new, (new - total) - value if compensated else error), None
+
+        zero = jnp.zeros((), x.dtype)
+        return jax.lax.scan(body, (zero, zero), x)[0][0].astype(jnp.float32)
+
+    x = jnp.ones(1024, jnp.bfloat16)
+    assert jaxmp.audit(lambda x: kahan(x, 1), x).ok
+    assert not jaxmp.audit(lambda x: kahan(x, 0), x).ok

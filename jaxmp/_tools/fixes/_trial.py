@@ -60,7 +60,7 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
     best = {
         edit: min(
             (e for e in edits if e[:5] == edit[:5] and edit.code.startswith(e.code)),
-            key=lambda e: len(e.code),
+            key=lambda e: (len(e.code), not e.other),
         )
         for edit in chosen
     }
