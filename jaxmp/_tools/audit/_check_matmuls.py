@@ -528,7 +528,7 @@ class _Classes(NamedTuple):
     """Line of a matmul of logits, and the number of classes."""
 
     line: tuple[str, int]
-    count: int
+    classes: int
 
 
 def _classes_of(op: OpOccurrence, audit: Auditor) -> int:
