@@ -24,8 +24,9 @@ from jaxmp._programs._locations import module_of
 from jaxmp._programs._operations import sharding_of_result
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
-from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
+from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
+from jaxmp._tools.audit._check_sizes import MISALIGNED_MATMUL
 from jaxmp._tools.audit._checks import (
     CHECKS,
     ERROR,
