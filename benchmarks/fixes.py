@@ -6,11 +6,13 @@
 
 A file may set RECIPE, the policies that its function is audited against. Code below a sentence such
 as "At model.py:12, ..." replaces the most similar expression of that line, and other code that of
-the line of the finding. The table has a row for each error: whether its fix is code or words,
-whether the tool tried it, and for pasted code whether the program runs, has lost the finding and
-has no new error, and how far its results are from those of the original program in FP32, before
-and after. Statements such as `tx = ...` are counted but not pasted, because their place is not in
-the audited function.
+the line of the finding. The table has a row for each error: whether its fix is code or words (of a
+function that is not in the table of `jaxmp/_tools/fixes/_functions.py`, or because all code that
+was tried failed), whether the tool tried it, and for pasted code whether the program runs, has
+lost the finding and has no new error, and how far its results are from those of the original one in
+FP32, before and after: the largest error on the arguments, on these with zeros and masked elements
+in their first rows, and on these scaled to 70,000, where that is finite. Statements such as
+`tx = ...` are counted but not pasted, because their place is not in the audited function.
 The exit status is 1 if printed code does not run, leaves its finding, or increases the error.
 """
 
@@ -96,35 +98,54 @@ def rows_of(program: Program) -> list[dict[str, Any]]:
     source = program.file.read_text(encoding="utf-8")
     fn, args = program.load(source)
     errors = jaxmp.audit(fn, *args, recipe=program.recipe).errors
-    return [row_of(program, source, finding, errors) for finding in errors]
+    together = source
+    for code in dict.fromkeys(code for finding in errors for code in codes_of(finding)):
+        together = pasted(together, code) or together
+    return [row_of(program, source, finding, errors, together) for finding in errors]
 
 
-def row_of(program: Program, source: str, finding: Any, errors: Any) -> dict[str, Any]:
-    """Returns the row of one error."""
+def row_of(
+    program: Program, source: str, finding: Any, errors: Any, together: str
+) -> dict[str, Any]:
+    """Returns the row of one error.
+
+    Args:
+      program: the program.
+      source: its source.
+      finding: the error.
+      errors: all errors.
+      together: the source with all fixes. One of them may lead to the finding of another.
+    """
     row: dict[str, Any] = dict.fromkeys(_COLUMNS, "")
     row |= {"program": program.name, "check": finding.check, "line": finding.line}
     row["trial"] = finding.trial
     codes = codes_of(finding)
     changed = source
-    for line, code in codes:
-        changed = "" if not changed else pasted(changed, line, code)
+    for code in codes:
+        changed = "" if not changed else pasted(changed, code)
     is_code = "code" if changed else "statement"
-    row["form"] = is_code if codes else "statement" if is_python(finding.fix) else "words"
+    words = "rejected" if "prints no code" in finding.fix else "words"
+    row["form"] = is_code if codes else "statement" if is_python(finding.fix) else words
     if row["form"] != "code":
         return row
     key = lambda f: (f.check, f.line)
     try:
         fn, args = program.load(source)
-        new, _ = program.load(changed)
-        exact, old, result = in_fp32(fn, args), values(fn, args), values(new, args)
-        after = jaxmp.audit(new, *args, recipe=program.recipe, try_fixes=False).errors
+        new, new_args = program.load(changed)
+        before, error = errors_of(fn, new, args, changes_dtypes_only(source, changed))
+        # An NNX model is an instance of the changed class.
+        after = jaxmp.audit(new, *new_args, recipe=program.recipe, try_fixes=False).errors
     except Exception as error:
-        return row | {"runs": type(error).__name__}
+        return row | {"runs": f"{type(error).__name__}: {str(error)[:80]}"}
     is_left = key(finding) in set(map(key, after))
     is_new = {f.check for f in after} - {f.check for f in errors}
+    if is_new:
+        new, new_args = program.load(together)
+        after = jaxmp.audit(new, *new_args, recipe=program.recipe, try_fixes=False).errors
+        is_new &= {f.check for f in after}
     removed = "left" if is_left else f"new {', '.join(is_new)}" if is_new else "yes"
-    before, error = distance(old, exact), distance(result, exact)
-    numbers = {"before": f"{before:.2g}", "after": f"{error:.2g}"}
+    is_random = "other numbers are drawn" in finding.fix
+    numbers = {"before": "random" if is_random else f"{before:.2g}", "after": f"{error:.2g}"}
     return row | {"runs": "yes", "removed": removed} | numbers
 
 
@@ -133,15 +154,23 @@ def row_of(program: Program, source: str, finding: Any, errors: Any) -> dict[str
 # ---------------------------------------------------------------------------
 
 
-def codes_of(finding: Any) -> list[tuple[int, str]]:
-    """Returns (line, code) for each line of code of a fix."""
-    place, codes = finding.line, []
+class Code(NamedTuple):
+    """Code of a fix: its line, and True if it replaces an expression with its cast."""
+
+    line: int
+    text: str
+    has_cast: bool
+
+
+def codes_of(finding: Any) -> list[Code]:
+    """Returns the lines of code of a fix."""
+    place, has_cast, codes = finding.line, False, []
     for text in finding.fix.splitlines():
         named = re.match(r".*\bat [\w.]+:(\d+)[,:]", text, re.IGNORECASE)
         if text.startswith("    "):
-            codes.append((place, text.strip()))
+            codes.append(Code(place, text.strip(), has_cast))
         else:
-            place = int(named[1]) if named else finding.line
+            place, has_cast = int(named[1]) if named else finding.line, "not round" in text
     return codes
 
 
@@ -154,8 +183,9 @@ def is_python(text: str) -> bool:
     return True
 
 
-def pasted(source: str, number: int, code: str) -> str:
+def pasted(source: str, printed: Code) -> str:
     """Returns a source in which code replaces an expression of a line; "" for a statement."""
+    number, code, has_cast = printed
     lines, new = source.splitlines(), bare(code)
     if new is None:
         return ""
@@ -165,13 +195,16 @@ def pasted(source: str, number: int, code: str) -> str:
     for node in nodes:
         old = bare(ast.unparse(node))
         if old is not None and function_of(old) == function_of(new):
-            texts = ast.unparse(old), ast.unparse(new)
-            candidates.append((difflib.SequenceMatcher(None, *texts).ratio(), -len(texts[0]), node))
+            ratio = difflib.SequenceMatcher(None, ast.unparse(old), ast.unparse(new)).ratio()
+            size = len(ast.unparse(node))
+            candidates.append((ratio, size if has_cast else -size, node))
     ratio, _, node = max(candidates, key=lambda row: row[:2], default=(0.0, 0, None))
     if node is None or ratio < 0.5:
         return ""
-    line = lines[number - 1].encode()
-    line = line[: node.col_offset] + f"({code})".encode() + line[node.end_col_offset :]
+    line, text = lines[number - 1].encode(), ast.unparse(node)
+    for same in sorted(nodes, key=lambda n: n.col_offset, reverse=True):
+        if ast.unparse(same) == text:
+            line = line[: same.col_offset] + f"({code})".encode() + line[same.end_col_offset :]
     lines[number - 1] = line.decode()
     return "\n".join(lines) + "\n"
 
@@ -195,13 +228,20 @@ def function_of(node: ast.AST) -> str:
 
 
 class Bare(ast.NodeTransformer):
-    """Removes casts, so that an expression and its fix are similar."""
+    """Removes casts and what else a fix adds, so that an expression and its fix are similar."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         function = node.func
-        is_method = isinstance(function, ast.Attribute)
-        return function.value if is_method and function.attr == "astype" else node
+        if isinstance(function, ast.Attribute) and function.attr == "astype":
+            return function.value
+        if ast.unparse(function) == "jax.tree.map" and isinstance(node.args[0], ast.Lambda):
+            return node.args[1]
+        added = ("dtype", "preferred_element_type", "dot_general", "conv_general_dilated")
+        node.keywords = [k for k in node.keywords if k.arg not in added]
+        if ast.unparse(function) == "jnp.matmul":
+            return ast.BinOp(node.args[0], ast.MatMult(), node.args[1])
+        return node
 
 
 # ---------------------------------------------------------------------------
@@ -217,6 +257,54 @@ class InFp32(Interpreter):
 
     def bound(self, equation: Any, operands: list[Any]) -> list[Any]:
         return bind_in_fp32(equation, operands)
+
+
+def changes_dtypes_only(source: str, changed: str) -> bool:
+    """Returns True for sources that differ in casts and dtypes alone."""
+    trees = (Bare().visit(ast.parse(text)) for text in (source, changed))
+    old, new = (re.findall(r"[\w.]+|\S", ast.unparse(tree)) for tree in trees)
+    pairs = zip(old, new, strict=False)
+    return len(old) == len(new) and all(b in (a, "jnp.float32") for a, b in pairs)
+
+
+def errors_of(fn: Any, new: Any, args: Any, is_same: bool) -> tuple[float, float]:
+    """Returns the errors of a function and of a changed one, on the arguments that differ most.
+
+    Args:
+      fn: the function.
+      new: the changed one.
+      args: the arguments.
+      is_same: the change concerns dtypes only. In FP32, the changed function is then a reference,
+        too, whose constants are not rounded to 16 bits.
+    """
+    rows = []
+    for change in (lambda leaf: leaf, with_zeros, enlarged):
+        inputs = jax.tree.map(change, args)
+        results, exact = values(new, inputs), in_fp32(fn, inputs)
+        error = distance(results, exact)
+        if is_same and not error <= _ROUNDING:
+            error = min(error, distance(results, in_fp32(new, inputs)))
+        rows.append((distance(values(fn, inputs), exact), error))
+    return max(rows, key=lambda row: row[1] - row[0])
+
+
+def with_zeros(leaf: Any) -> Any:
+    """Returns an array whose first row is zero; False for masks."""
+    is_array = getattr(leaf, "ndim", 0) and leaf.dtype.kind not in "iuO" and is_plain(leaf)
+    return leaf.at[0].set(leaf.dtype.type(0)) if is_array else leaf
+
+
+def enlarged(leaf: Any) -> Any:
+    """Returns 16-bit floats whose largest number is 70,000, unless the dtype ends before."""
+    if not getattr(leaf, "ndim", 0) or leaf.dtype != jax.numpy.bfloat16:
+        return leaf
+    return leaf * (70_000 / jax.numpy.abs(leaf).max()).astype(leaf.dtype)
+
+
+def is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    )
 
 
 def in_fp32(fn: Any, args: Any) -> list[np.ndarray]:
@@ -238,8 +326,9 @@ def distance(results: list[np.ndarray], exact: list[np.ndarray]) -> float:
     """Returns the largest error of a result, relative to its largest element."""
     errors = [0.0]
     for result, reference in zip(results, exact, strict=True):
-        if reference.size:
-            finite = np.isfinite(result).all() or not np.isfinite(reference).all()
+        # Where FP32 overflows, too, there is nothing to compare.
+        if reference.size and np.isfinite(reference).all():
+            finite = np.isfinite(result).all()
             size = np.abs(reference).max() or 1.0
             errors.append(np.nanmax(np.abs(result - reference)) / size if finite else np.inf)
     return float(max(errors))
@@ -251,8 +340,9 @@ def is_wrong(row: dict[str, Any]) -> bool:
         return False
     if row["runs"] != "yes" or row["removed"] != "yes":
         return True
-    # In FP32, the sums of integers wrap around as in the original program.
-    if row["check"] == "int_overflow":
+    # In FP32, the sums of integers wrap around as in the original program, and samplers draw other
+    # random numbers.
+    if row["check"] == "int_overflow" or row["before"] == "random":
         return False
     return float(row["after"]) > float(row["before"]) * 1.1 + _ROUNDING
 
@@ -263,16 +353,18 @@ def main() -> int:
     options = parser.parse_args()
     rows = []
     for program in programs(options.folder):
-        rows += rows_of(program)
-        print(program.name, "ok" if not any(map(is_wrong, rows)) else "", flush=True)
+        own = rows_of(program)
+        print(program.name, len(own), "wrong" if any(map(is_wrong, own)) else "", flush=True)
+        rows += own
     print(table(_COLUMNS, ([str(row[name]) for name in _COLUMNS] for row in rows)))
     wrong = [row for row in rows if is_wrong(row)]
     forms = Counter(row["form"] for row in rows)
     not_tried = sum(row["form"] == "code" and row["trial"] == "not tried" for row in rows)
     summary = (
         f"{len(rows)} errors: {forms['code']} with code for the line, {forms['statement']} with a"
-        f" statement elsewhere, {forms['words']} in words; {not_tried} codes are not tried, and"
-        f" {len(wrong)} do not work."
+        f" statement elsewhere, {forms['rejected']} whose code failed when it was tried, and"
+        f" {forms['words']} in words; {not_tried} codes are not tried, and {len(wrong)} do not"
+        " work."
     )
     print(summary)
     write_result(options.out, summary=summary, rows=rows)

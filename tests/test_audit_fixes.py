@@ -528,3 +528,93 @@ def test_a_function_that_is_not_known_has_words(tmp_path):
     errors = jaxmp.audit(loaded(source, tmp_path), half().astype(jnp.float16)).errors
     words = [e.fix for e in errors if e.check == "norm_16bit"]
     assert words and all("`tx.update`" in fix and "\n" not in fix for fix in words)
+
+
+LAYER = (
+    HEAD
+    + """
+import flax.linen as nn
+from flax import nnx
+class Net(nn.Module):
+    def setup(self):
+        self.embed = nn.Embed(10, 16, dtype=bf)
+        self.head = nn.Dense(10, dtype=bf)
+    def __call__(self, x):
+        return CALL
+class Inline(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return CALL
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(10, 16, dtype=bf, rngs=rngs)
+        self.head = nnx.Linear(16, 10, dtype=bf, rngs=rngs)
+    def __call__(self, x):
+        return CALL
+def loss_of(net, *args):
+    return lambda x: -jax.nn.log_softmax(net(*args, x).astype(jnp.float32))[..., 0].mean()
+def make(cls):
+    if cls is Nnx:
+        return loss_of(Nnx(nnx.Rngs(0)))
+    net = cls()
+    return loss_of(net.apply, net.init(jax.random.key(0), jnp.ones((4, 4, 16))))
+"""
+)
+# Class, call, and the constructor that the fix changes; "" if it changes the call.
+LAYERS = [
+    ("Inline", "nn.Dense(10, dtype=bf)(x)", ""),
+    ("Inline", "nn.DenseGeneral(10, dtype=bf)(x)", ""),
+    ("Inline", "nn.Conv(10, (1,), dtype=bf)(x)", ""),
+    ("Inline", "nn.Einsum((16, 10), '...a,ab->...b', dtype=bf)(x)", ""),
+    ("Net", "self.head(x)", "nn.Dense(10, dtype=bf)"),
+    ("Net", "self.embed.attend(x)", ""),
+    ("Nnx", "self.head(x)", "nnx.Linear(16, 10, dtype=bf, rngs=rngs)"),
+    ("Nnx", "self.embed.attend(x)", ""),
+]
+
+
+@pytest.mark.parametrize(("cls", "call", "constructor"), LAYERS)
+def test_the_fix_of_a_layer_changes_its_constructor(cls, call, constructor, tmp_path):
+    source = LAYER.replace("CALL", call)
+
+    def outputs(source):
+        loss_fn = loaded(f"{source}loss_fn = make({cls})\n", tmp_path)
+        report = jaxmp.audit(jax.grad(loss_fn), jnp.ones((4, 4, 16)))
+        return [finding for finding in report.errors if finding.check == "rounded_output"]
+
+    (finding,) = outputs(source)
+    assert finding.trial == ("not tried" if "nnx" in constructor else "works")
+    (code,) = (line.strip() for line in finding.fix.splitlines() if line.startswith("    "))
+    assert not outputs(source.replace(constructor or call, code))
+
+
+def test_a_fix_names_the_functions_that_it_casts_once(tmp_path):
+    source = HEAD + "import optax\ndef loss_fn(x):\n    return optax.l2_loss(x * 2).mean()\n"
+    source = source.replace("optax.l2_loss(x * 2)", "jax.nn.logsumexp(x, axis=-1)")
+    finding = jaxmp.audit(loaded(source, tmp_path), half()).errors[0]
+    code = "jax.nn.logsumexp(x.astype(jnp.float32), axis=-1)"
+    assert finding.fix == f"Compute logsumexp in FP32:\n    {code}" and finding.trial == "works"
+
+
+def test_code_of_both_dtypes_is_tried(tmp_path):
+    # In FP32, the result would change the dtype of the carry.
+    body = "def body(i, z):\n    return z - jax.nn.logsumexp(z, axis=-1, keepdims=True)\n"
+    source = HEAD + body + "def loss_fn(x):\n    return lax.fori_loop(0, 2, body, x)\n"
+    (finding,) = jaxmp.audit(loaded(source, tmp_path), half()).errors
+    assert finding.trial == "works" and finding.fix.endswith(".astype(jnp.bfloat16)")
+
+
+def test_kahan_sums_are_not_reported():
+    def kahan(x, compensated):
+        def body(carry, value):
+            total, error = carry
+            value = value - error * compensated
+            new = total + value
+            return (new, (new - total) - value if compensated else error), None
+
+        zero = jnp.zeros((), x.dtype)
+        return jax.lax.scan(body, (zero, zero), x)[0][0].astype(jnp.float32)
+
+    x = jnp.ones(1024, jnp.bfloat16)
+    assert jaxmp.audit(lambda x: kahan(x, 1), x).ok
+    assert not jaxmp.audit(lambda x: kahan(x, 0), x).ok

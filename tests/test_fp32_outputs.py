@@ -265,8 +265,9 @@ def test_a_difference_of_a_rounded_result_is_reported_with_its_fix():
     (finding,) = findings(PolicyMap("bf16", rounding))
     assert finding.severity == "error" and finding.module == "layers_2"
     assert "bfloat16, with steps of 2 around 300" in finding.message
-    rule = eval(finding.fix.splitlines()[1], {"jaxmp": jaxmp})
-    assert not findings(PolicyMap("bf16", [rule, rounding]))
+    scope = {"jaxmp": jaxmp, "recipe": jaxmp.load_recipe(PolicyMap("bf16", rounding))}
+    exec(finding.fix.splitlines()[1].strip(), scope)
+    assert not findings(scope["recipe"])
     # A head needs no rule.
     head, y = nn.Dense(1), np.zeros((16, 1), "f4")
     variables = head.init(jax.random.key(0), X)

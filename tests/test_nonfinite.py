@@ -725,3 +725,22 @@ def test_the_page_names_every_cause():
     named = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     documented = {name for row in named for name in re.findall(r"`(\w+)`", row)}
     assert documented - {"cause"} == causes
+
+
+@pytest.mark.parametrize(
+    ("fn", "x"),
+    [
+        (jax.grad(lambda x: jnp.arccos(x)), 1.0),
+        (lambda x: jax.scipy.special.logit(x), 1.0),
+        (lambda x: jax.scipy.special.erfinv(x), -1.0),
+        (jax.grad(lambda x: jax.scipy.special.gammaln(x)), 0.0),
+    ],
+)
+def test_the_end_of_a_domain_is_bounded(fn, x):
+    report = jaxmp.locate_nonfinite(fn, jnp.float32(x))
+    assert (report.cause, report.trial) == ("outside_domain", "works")
+
+
+def test_a_singular_matrix_is_named():
+    report = jaxmp.locate_nonfinite(jnp.linalg.cholesky, -jnp.eye(2))
+    assert report.cause == "singular_matrix" and "not positive definite" in report.message

@@ -30,7 +30,13 @@ from jaxmp._programs._jaxprs import (
     module_paths_of,
     sub_jaxprs,
 )
-from jaxmp._programs._locations import FULL_PRECISION, Location, Locations, root_of
+from jaxmp._programs._locations import (
+    FULL_PRECISION,
+    Location,
+    Locations,
+    call_site,
+    root_of,
+)
 from jaxmp._programs._matmuls import (
     MATMULS,
     WIDENED_MATMUL,
@@ -114,6 +120,12 @@ class PolicyContext:
         """Returns code that applies the policies to a loss function."""
         return f"loss_fn = jaxmp.autocast(loss_fn, {self.text})"
 
+    def with_rule(self, rule: str) -> str:
+        """Returns code that adds a rule, which precedes those of the policies."""
+        recipe = self.text if self.text.isidentifier() else f"jaxmp.load_recipe({self.text})"
+        policies = f"jaxmp.PolicyMap({self.text}, [{rule}])"
+        return f"recipe = {recipe}.replace(policies={policies})"
+
     @property
     def requires_fp32_reductions(self) -> bool:
         """True if the recipe requires sums of gradients over devices in FP32."""
@@ -131,6 +143,15 @@ class PolicyContext:
         return resolve_first(self.policies, module_paths_of(names))
 
 
+def _before_cast(var: Atom, op: OpOccurrence) -> Atom:
+    """Returns the operand that JAX casts, because the gradient of a convolution is wider."""
+    maker = op.body.maker_through(var, _LAYOUT)
+    if maker is None or maker.primitive.name != "convert_element_type":
+        return var
+    return maker.invars[0] if call_site(maker) == call_site(op.equation) else var
+
+
+_LAYOUT = named("transpose rev")
 _KERNELS = named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
     " scaled_dot scaled_matmul"
@@ -277,6 +298,9 @@ class Auditor:
         matmul = matmul_of(op.equation)
         if op.outer is not None and op.caller == WIDENED_MATMUL:
             lhs, rhs = (dtype_of(var) for var in op.outer.equation.invars[:2])
+            matmul = matmul._replace(lhs=lhs, rhs=rhs)
+        elif op.name == "conv_general_dilated" and op.location.phase == BACKWARD:
+            lhs, rhs = (dtype_of(_before_cast(var, op)) for var in op.equation.invars)
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
         dtypes = matmul.lhs, matmul.rhs
         if matmul.is_integer:

@@ -92,7 +92,7 @@ def label_value(op: OpOccurrence, audit: Auditor) -> RoundedValue | None:
     ):
         return None
     sentence = f"At {audit.findings.where(op)}, do not round to 16 bits"
-    fix = fix_expression(sentence, op, audit.findings) or f"{sentence}."
+    fix = lambda: fix_expression(sentence, op, audit.findings) or f"{sentence}."
     return RoundedValue(op, f"an FP32 array is rounded to {dtype.name}", fix)
 
 

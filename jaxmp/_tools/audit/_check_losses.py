@@ -28,7 +28,7 @@ from jaxmp._tools.audit._checks import (
     named,
 )
 from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits
-from jaxmp._tools.audit._origins import fix_expression, fix_operation, fix_sums
+from jaxmp._tools.audit._origins import fix_expression, fix_operation, fix_sums, is_written
 from jaxmp._tools.audit._trace import Traced
 
 LOG_OF_ROUNDED = Check(
@@ -245,7 +245,8 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
     if dtype is None or not is_model or _is_own_loss(op):
         return
     message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
-    output, use = RoundedOutput(op, message, _fix_output(op, audit)), audit.use_of(result)
+    output = RoundedOutput(op, message, lambda: _fix_output(op, audit))
+    use = audit.use_of(result)
     audit.flow.mark(result, output)
     if Use.SOFTMAX in use:
         output.report("; a softmax, log-softmax or log-sum-exp is computed from it", audit.findings)
@@ -259,17 +260,25 @@ def _is_own_loss(op: OpOccurrence) -> bool:
     return site is not None and site[0].co_filename.startswith(str(Path(losses.__file__).parent))
 
 
+def _is_wrapped(op: OpOccurrence) -> bool:
+    """Returns True in a layer of a model that a recipe has wrapped."""
+    traceback = op.equation.source_info.traceback
+    codes = () if traceback is None else traceback.raw_frames()[0]
+    folder = str(Path(losses.__file__).parents[1] / "_flax")
+    return any(code.co_filename.startswith(folder) for code in codes)
+
+
 def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
     context, path = audit.context, module_paths_of(op.location.names)[0]
-    sums = fix_sums("Return the FP32 sums", op, "float32", audit.findings)
-    code = f"{sums}\nMultiply their gradients in 16 bits:\n    {context.loss_code}"
     # The rule does not help where a policy returns FP32 already, but does not reach the layer, or
     # where the line of the user contains the matmul itself.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
-    if not path or has_rule or "\n" in sums:
-        return code
-    rule = f"Return the FP32 sums of this layer:\n    jaxmp.Rule({path!r}, 'o=f32')"
-    return f"{rule}\nIn a model that no recipe wraps:\n{code}"
+    is_layer = _is_wrapped(op) and not is_written(op, audit.findings)
+    if path and not has_rule and is_layer:
+        rule = context.with_rule(f"jaxmp.Rule({path!r}, 'o=f32')")
+        return f"Return the FP32 sums of this layer, by a rule of the recipe:\n    {rule}"
+    sums = fix_sums("Return the FP32 sums", op, "float32", audit.findings)
+    return f"{sums}\nWith `{context.loss_code}`, their gradients are multiplied in 16 bits."
 
 
 @ROUNDED_OUTPUT.on_result("sub")

@@ -23,7 +23,7 @@ from jaxmp._programs._jaxprs import (
     module_paths_of,
 )
 from jaxmp._programs._locations import FULL_PRECISION, call_site
-from jaxmp._programs._matmuls import Matmul, multiple_of, padded
+from jaxmp._programs._matmuls import Matmul
 from jaxmp._programs._operations import arithmetic_of
 from jaxmp._programs._uses import Use
 from jaxmp._tools.audit._auditor import Auditor
@@ -272,13 +272,6 @@ MIXED_OPERANDS = Check(
     " one. A note of speed in the backward pass of a matmul with an FP32 result.",
     fix="y = y.astype(x.dtype)",
 )
-MISALIGNED_MATMUL = Check(
-    id="misaligned_matmul",
-    severity=NOTE,
-    explanation="A dimension of a matmul is not a multiple of 16 bytes (8 elements in 16 bits, 4 in"
-    " FP32, 16 in FP8). An error if the padding of larger dimensions costs a quarter of all FLOPs.",
-    fix="width = -(-width // 8) * 8",
-)
 
 # Primitives between a user's cast and the matmul that reads it.
 _MOVES = named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
@@ -345,7 +338,14 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: Matmul, audit: Auditor) -> bool
     key = _Solved(op.location.names, audit.findings.line_of(op))
     if Use.SOLVED in audit.use_of(op.equation.outvars[0]):
         audit.collected[_Solved].append(key)
-    return is_internal_matmul(op, matmul) or key in audit.collected[_Solved]
+    if is_internal_matmul(op, matmul) or key in audit.collected[_Solved]:
+        return True
+    # The power iteration of a spectral norm, whose matmuls have one row.
+    traceback = op.equation.source_info.traceback
+    codes = () if traceback is None else traceback.raw_frames()[0]
+    return any(code.co_qualname.startswith("SpectralNorm.") for code in codes) and (
+        op.location.phase != FORWARD or 1 in op.equation.outvars[0].aval.shape
+    )
 
 
 def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
@@ -444,7 +444,8 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
         path = module_paths_of(op.location.names)[0]
         rule = f"**/{path.rpartition('/')[2]}" if path else ""
         fix = fix or f"Apply the policies:\n    {_policy_code(op, audit)}"
-        fix += f"\nOr keep the module in FP32 by a rule:\n    jaxmp.Rule({rule!r}, 'c=f32')"
+        code = audit.context.with_rule(f"jaxmp.Rule({rule!r}, 'c=f32')")
+        fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = WARNING if is_highest else ERROR
     fix = fix or _policy_code(op, audit)
     _add(FP32_MATMUL, op, message, fix, flops, audit, severity)
@@ -479,33 +480,3 @@ def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:
             where = audit.findings.where(site)
             return f"At {where}, replace {expression.text} by:\n    {code}" if code else ""
     return ""
-
-
-# ---------------------------------------------------------------------------
-# Sizes
-# ---------------------------------------------------------------------------
-
-
-@MISALIGNED_MATMUL.on_matmul
-def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
-    """Reports innermost dimensions that are not multiples of 16 bytes."""
-    # A step that does not follow its policies yet is padded for their dtype.
-    allowed = audit.context.allowed_dtypes(op.location)
-    dtype = min((matmul.lhs, *allowed), key=lambda dtype: dtype.itemsize)
-    multiple = multiple_of(dtype) if matmul.lhs != FLOAT64 else 1
-    sizes = {role: size for role, size in matmul.widths.items() if size % multiple}
-    if not sizes:
-        return
-    paddings = {role: padded(size, multiple) for role, size in sizes.items()}
-    text = ", ".join(f"{role} = {size} (pad to {paddings[role]})" for role, size in sizes.items())
-    cost = math.prod(paddings[role] / size for role, size in sizes.items()) - 1
-    plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
-    message = f"{text} {plural} of {multiple}; padding costs {cost:.1%}."
-    widths = sorted(set(paddings.values()))
-    fix = "Round the width of the layer or argument up:" + "".join(
-        f"\n    width = {n}" for n in widths
-    )
-    finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
-    # Smaller sizes, such as three channels or one output, are those of the data.
-    waste = math.prod(paddings[role] / n for role, n in sizes.items() if n > multiple) - 1
-    finding.add_harm(round(waste * flops))

@@ -290,7 +290,7 @@ def _keep_parameter(op: OpOccurrence, audit: Auditor) -> str:
         owner = label.owner
         is_own = owner[-len(module.split("/")) :] == tuple(module.split("/"))
         if is_own or (not module and (not owner or owner[-1] in _ROOTS or owner[-1].isdigit())):
-            rule = f"jaxmp.Rule('**:{label.name}', 'c=f32')"
+            rule = audit.context.with_rule(f"jaxmp.Rule('**:{label.name}', 'c=f32')")
             return f"Read the parameter in FP32, by a rule:\n    {rule}"
     return ""
 

@@ -284,6 +284,7 @@ UNFUSED_ATTENTION = Check(
 # Elements of one head's logits that a fused kernel computes as one block (64 queries, 64 keys). It
 # saves nothing beyond that.
 _BLOCK = 64 * 64
+_CASTS = named("convert_element_type")
 # Treatment of the logits by each implementation of jaxmp's attention.
 _LOGITS = {
     "xla": "stores the logits of all pairs of positions in memory",
@@ -353,9 +354,17 @@ def _attention_logits(op: OpOccurrence, audit: Auditor) -> OpOccurrence | None:
             is_softmax = any(logits is each.logits for each in audit.collected[_Summed])
             heads = math.prod(logits.outvars[0].aval.shape[: len(batches)])
             is_softmax &= size > _BLOCK * heads
+            is_softmax &= bool(batches) or not _is_layer(label.op)
             if is_softmax and is_one_axis and size == math.prod(var.aval.shape):
                 return label.op
     return None
+
+
+def _is_layer(matmul: OpOccurrence) -> bool:
+    """Returns True for `x @ w` with an argument `w`: keys are computed, or transposed."""
+    weight = matmul.body.source_of(matmul.equation.invars[1], _CASTS)
+    is_argument = matmul.body.maker(weight) is None
+    return is_argument and dot_of(matmul.equation).contracted[1] == (0,)
 
 
 def _why_unfused(logits: OpOccurrence) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT16, FLOAT32, FLOATS_16BIT, is_16bit
-from jaxmp._programs._jaxprs import BACKWARD
+from jaxmp._programs._analysis import Body
+from jaxmp._programs._jaxprs import BACKWARD, Equation, is_literal
 from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_integers import STEPS
@@ -255,7 +256,8 @@ class _Step:
         """Returns the first update of each 16-bit argument of a training step."""
         if not self.is_training:
             return {}
-        return {n: row[0] for n, row in self.updates.items() if is_16bit(self.dtypes[n])}
+        rows = ((n, row[0]) for n, row in self.updates.items() if is_16bit(self.dtypes[n]))
+        return {n: u for n, u in rows if not is_compensated(u.op.equation, u.op.body)}
 
     def state_16bit(self, returned: set[str]) -> dict[int, Update]:
         """Returns the updates of 16-bit arguments that are not parameters, moments or averages.
@@ -367,6 +369,13 @@ def _fill(text: str, dtype: str) -> str:
     for key, value in (_TEXTS[dtype] | {"dtype": dtype}).items():
         text = text.replace(f"{{{key}}}", value)
     return text
+
+
+def is_compensated(addition: Equation, body: Body) -> bool:
+    """Returns True for a Kahan sum, from which its operand is subtracted: the rest is kept."""
+    total, operands = addition.outvars[0], {v for v in addition.invars if not is_literal(v)}
+    differences = (e.invars for e in body.readers(total) if e.primitive.name == "sub")
+    return any(total in pair and not operands.isdisjoint(pair) for pair in differences)
 
 
 @MISSING_MASTER.on_program

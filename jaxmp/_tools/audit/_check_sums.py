@@ -31,7 +31,7 @@ from jaxmp._tools.audit._check_ops import (
     counts_largest,
     made_of,
 )
-from jaxmp._tools.audit._check_state import MISSING_MASTER, step_of
+from jaxmp._tools.audit._check_state import MISSING_MASTER, is_compensated, step_of
 from jaxmp._tools.audit._checks import (
     FLOATS,
     LAYOUT,
@@ -68,9 +68,10 @@ FIX_ACCUMULATOR = (
     "    total = jnp.zeros(p.shape, jnp.float32)\n"
     "    total = total + grads.astype(jnp.float32)"
 )
+# Words, because the first value may be an argument.
 _FIX_CARRY = (
-    "Start from zeros in FP32, and cast the result after the loop:\n"
-    "    total = jnp.zeros(shape, jnp.float32)"
+    "Cast the first value of the carry to FP32 before the loop, add in FP32, and cast the result"
+    " after the loop."
 )
 
 
@@ -116,7 +117,7 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
         if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
             makers = made_of(after, body, _PUTS)
             addition = next((e for e in makers if _adds_to(e, before, body)), None)
-            if addition is not None:
+            if addition is not None and not is_compensated(addition, body):
                 _report_carry(op, before, addition, audit)
 
 
@@ -254,7 +255,9 @@ def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
     frames = () if traceback is None else traceback.frames
     if any(frame.function_name == "associative_scan" for frame in frames):
         message = f"an associative scan adds in {dtype.name}, in which a factor of 0.999 is 1."
-        fix = "Scan in FP32, and cast the results:\n    x = x.astype(jnp.float32)"
+        fix = (
+            "Cast the arrays to FP32 before `lax.associative_scan`, and its results back after it."
+        )
         audit.add(ACCUMULATOR_16BIT, op, message, fix)
 
 
@@ -338,9 +341,7 @@ def _report_recurrence(
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
     assert linear.addition is not None
     inner = op._replace(equation=linear.addition, body=Body(loop.jaxpr), outer=op)
-    fix = "Start from zeros in FP32, and cast the results after the loop:\n"
-    fix += f"    carry = jnp.zeros(shape, jnp.float32)\n    results = results.astype(jnp.{dtype})"
-    fix = fix_carry(op, carry, inner, audit) or fix
+    fix = fix_carry(op, carry, inner, audit) or _FIX_CARRY
     audit.add(ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 
 

@@ -7,9 +7,10 @@ Checks attach labels to results and read those of operands.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
@@ -66,11 +67,19 @@ class ConditionalFinding:
     # The primitives that propagate the label; None: all but reductions.
     survives: ClassVar[frozenset[str] | None] = None
 
-    def __init__(self, op: OpOccurrence, message: str, fix: str, severity: str = "") -> None:
-        self.op, self.message, self.fix, self.severity = op, message, fix, severity
+    def __init__(
+        self, op: OpOccurrence, message: str, fix: str | Callable[[], str], severity: str = ""
+    ) -> None:
+        self.op, self.message, self.severity = op, message, severity
+        self._fix = fix
         # Sets of labels are reported in this order.
         self.number = next(_NUMBERS)
         self.finding: PendingFinding | None = None
+
+    @functools.cached_property
+    def fix(self) -> str:
+        """The remedy, which may be made when it is required."""
+        return self._fix if isinstance(self._fix, str) else self._fix()
 
     def report(self, harm: str, findings: PendingFindings, flops: int | None = None) -> None:
         """Reports the finding once, with its first consequence.

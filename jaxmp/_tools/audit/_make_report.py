@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -24,8 +24,9 @@ from jaxmp._programs._locations import module_of
 from jaxmp._programs._operations import sharding_of_result
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
-from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
+from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
+from jaxmp._tools.audit._check_sizes import MISALIGNED_MATMUL
 from jaxmp._tools.audit._checks import (
     CHECKS,
     ERROR,
@@ -42,7 +43,16 @@ from jaxmp._tools.audit._report import AuditReport, fix_parts
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._source import Edit, both
-from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, Problems, try_edits, unified
+from jaxmp._tools.fixes._trial import (
+    FAILS,
+    NOT_TRIED,
+    Edits,
+    Problems,
+    Trial,
+    try_edits,
+    unified,
+    with_edits,
+)
 
 
 def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
@@ -198,12 +208,14 @@ def with_trials(
         first = lines.setdefault(place, finding)
         lines[place] = dataclasses.replace(first, fix=both(first.fix, finding.fix))
     groups: dict[Any, list[Finding]] = {}
+    edits = printed(edits, report.findings)
     for finding in lines.values() if edits else report.findings:
         fix, group = unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
 
     def problems(has_fixes: bool) -> Problems:
         report, edits = again(has_fixes)
+        edits = printed(edits, report.findings)
         # A new warning does not speak against a fix.
         relevant = [f for f in report.findings if f.severity == ERROR or key(f) in before]
         return {key(f): unified(f.fix, f.file, f.line, edits) for f in relevant}
@@ -211,11 +223,11 @@ def with_trials(
     before = {key(f) for f in report.findings}
     tried = [group for group in groups if group is not None]
     removed = [set(map(key, groups[group])) for group in tried]
-    states: dict[Any, tuple[str, list[str]]] = {None: (NOT_TRIED, [])}
+    trials = {None: Trial(NOT_TRIED)}
     if tried:
-        states |= zip(tried, try_edits(tried, roots, problems, before, removed), strict=True)
+        trials |= zip(tried, try_edits(tried, roots, problems, before, removed), strict=True)
     findings = [
-        _with_trial(finding, *states[group])
+        _with_trial(finding, group or frozenset(), trials[group])
         for group, members in groups.items()
         for finding in (members if group is None else _joined(members))
     ]
@@ -236,12 +248,19 @@ def _joined(findings: list[Finding]) -> list[Finding]:
     return [dataclasses.replace(first, message=message), *kept[1:]]
 
 
-def _with_trial(finding: Finding, state: str, more: list[str]) -> Finding:
+def printed(edits: list[Edit], findings: Iterable[Finding]) -> list[Edit]:
+    """Returns the edits that are in the fixes of some findings."""
+    lines = {line.strip() for f in findings for line in f.fix.splitlines() if line[:4].isspace()}
+    return [edit for edit in edits if edit.code in lines]
+
+
+def _with_trial(finding: Finding, group: Edits, trial: Trial) -> Finding:
     if not any(is_code for is_code, _ in fix_parts(finding.fix)):
         return finding
-    if state != FAILS:
-        fix = functools.reduce(both, more, finding.fix)
-        return dataclasses.replace(finding, fix=fix, trial=state)
+    if trial.state != FAILS:
+        fix = with_edits(finding.fix, group, trial.edits) if trial.edits else finding.fix
+        fix = functools.reduce(both, trial.more, fix)
+        return dataclasses.replace(finding, fix=fix, trial=trial.state)
     remedy = (
         "Cast the arrays that this line reads to FP32 before it, and its results back after it."
         " jaxmp prints no code: what it tried does not remove the finding, or leads to another one."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,8 +31,23 @@ from jaxmp._tools.audit._checks import (
     half_of,
     named,
 )
-from jaxmp._tools.fixes._rewrite import cast, in_fp32, known_function, with_sums
-from jaxmp._tools.fixes._source import Expression, expression_of
+from jaxmp._tools.fixes._functions import LAYERS
+from jaxmp._tools.fixes._rewrite import (
+    in_fp32,
+    known_function,
+    narrow_code,
+    wide_code,
+    with_sums,
+    with_wide_attend,
+    with_wide_layer,
+)
+from jaxmp._tools.fixes._source import (
+    IN_FP32,
+    Expression,
+    constructor_of,
+    expression_of,
+    with_inner,
+)
 
 _MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
 # Operations that round each element of a 16-bit array.
@@ -69,14 +85,33 @@ def fix_operation(
       Sentences and code, words alone if the function is not known, or "" without source code.
     """
     own = expression_of(op, findings)
-    if own is None or not in_fp32(own):
+    if own is None or not wide_code(own):
         return in_words(op, findings)
     back = "" if _is_widened(op) or _is_read_exactly(op, known_function(own)[0]) else back
-    lines, code = _at_origins(_rounded_by(op, through), op, in_fp32(own, back), findings)
+    lines, wide = _at_origins(_rounded_by(op, through), op, own, findings)
     if lines and back:
-        code = ast.unparse(cast(own.node, back))
-    code = own.replaced_by(code)
-    return "\n".join([*lines, *([f"Compute {op.name} in FP32:\n    {code}"] if code else [])])
+        wide = own.text
+    dtype = half_of((*op.equation.invars, *op.equation.outvars))
+    narrow = "" if dtype is None else narrow_code(own, wide, dtype.name)
+    code, other = (narrow, wide) if back and narrow else (wide, narrow)
+    code = own.replaced_by(code, other)
+    function = known_function(own)[0]
+    name = function.rpartition(".")[2] or op.name.replace("convert_element_type", "the value")
+    sentence = f"Compute {_widened_calls(code) or name} in FP32"
+    if function.startswith("jax.random."):
+        sentence += ", by which other numbers are drawn"
+    return "\n".join([*lines, *([f"{sentence}:\n    {code}"] if code else [])])
+
+
+def _widened_calls(code: str) -> str:
+    """Returns the names of the functions whose operands some code casts to FP32."""
+    names = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call):
+            *parts, name = ast.unparse(node.func).rpartition(".")
+            if any(text.endswith(IN_FP32) for text in (parts[0], *map(ast.unparse, node.args))):
+                names[name] = None
+    return " and ".join(names)
 
 
 def fix_expression(
@@ -97,12 +132,39 @@ def fix_expression(
 def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindings) -> str:
     """Returns the fix of a matmul whose sums have another dtype."""
     own = expression_of(op, findings)
-    default = f"jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
     if own is None:
-        return f"{sentence}:\n    {default}"
-    code = with_sums(own, dtype)
-    remedy = f"{sentence}: set preferred_element_type=jnp.{dtype} in the matmul `{own.text}`."
-    return f"{sentence}:\n    {code}" if code else remedy
+        return f"{sentence}:\n    jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
+    if code := with_sums(own, dtype):
+        return f"{sentence}:\n    {code}"
+    site = call_site(op.equation)
+    file = "" if site is None else site[0].co_filename.replace("\\", "/")
+    if "/flax/" in file:
+        return _fix_layer(sentence, op, own, findings, is_nnx="/flax/nnx/" in file)
+    argument = f"preferred_element_type=jnp.{dtype}"
+    return f"{sentence}: set {argument} in the matmul that `{own.text}` computes."
+
+
+def is_written(op: OpOccurrence, findings: PendingFindings) -> bool:
+    """Returns True if the line of the user contains the matmul itself, and not a layer."""
+    own = expression_of(op, findings)
+    return own is not None and bool(with_sums(own, "float32"))
+
+
+def _fix_layer(
+    sentence: str, op: OpOccurrence, own: Expression, findings: PendingFindings, *, is_nnx: bool
+) -> str:
+    """Returns the fix of a layer of Flax that returns FP32 sums."""
+    layer, dtype = constructor_of(own), half_of(op.equation.invars)
+    assert dtype is not None
+    if ".attend(" in own.text:
+        code = with_wide_attend(own, layer, dtype.name)
+        return f"{sentence}:\n    {code}" if code else in_words(op, findings)
+    if layer is not None and (code := with_wide_layer(layer)):
+        where = findings.text_of(layer.place[:2])
+        return f"At {where}, {sentence[0].lower()}{sentence[1:]}:\n    {code}"
+    linear, conv = ("nnx.Linear", "nnx.Conv") if is_nnx else ("linen.Dense", "linen.Conv")
+    argument = LAYERS[f"flax.{conv if 'conv' in op.name else linear}"]
+    return f"{sentence}: construct the layer that `{own.text}` calls with {argument}."
 
 
 def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
@@ -121,7 +183,7 @@ def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
 
 def fix_origins(op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns code for the lines at which an operand was rounded, or ""."""
-    return "\n".join(_at_origins(_rounded_by(op), op, "", findings)[0])
+    return "\n".join(_at_origins(_rounded_by(op), op, None, findings)[0])
 
 
 def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
@@ -137,42 +199,52 @@ def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
             casts.append(within._replace(equation=maker))
         elif _is_elementwise(maker):
             waiting += [(v, within) for v in maker.invars if not is_literal(v)]
-    return "\n".join(_at_origins(casts, op, "", findings)[0])
+    return "\n".join(_at_origins(casts, op, None, findings)[0])
 
 
 def _at_origins(
-    origins: list[OpOccurrence], op: OpOccurrence, code: str, findings: PendingFindings
+    origins: list[OpOccurrence],
+    op: OpOccurrence,
+    own: Expression | None,
+    findings: PendingFindings,
 ) -> tuple[list[str], str]:
-    """Returns the lines that compute operations in FP32, and `code` with those of its own line."""
-    parts: list[tuple[Expression, str]] = []
+    """Returns the lines that compute operations in FP32, and code for an expression.
+
+    Args:
+      origins: the operations that round.
+      op: the operation that reads their results.
+      own: its expression, whose code contains the origins inside of it; None: no code is required.
+      findings: for the lines of the source.
+    """
+    code, parts = "" if own is None else wide_code(own), list[tuple[Expression, str]]()
     for origin in origins if len(origins) <= _MAX_ORIGINS else ():
         expression = expression_of(origin, findings)
         changed = in_fp32(expression)
         is_here = findings.line_of(origin) == findings.line_of(op)
         if not changed or expression is None or (is_here and changed in code):
             continue
-        if is_here and expression.text in code:
-            code = _once(code.replace(expression.text, changed))
+        if is_here and own is not None and expression.text in code:
+            # With an operand in FP32, the function computes in FP32 without a cast.
+            code = own.text if code == wide_code(own) and expression.text in own.text else code
+            code = with_inner(code, expression.text, changed)
             continue
         if any(expression.place == other.place for other, _ in parts):
             continue
         for n, (outer, text) in enumerate(parts):
             if outer.place[:2] == expression.place[:2] and expression.text in text:
-                text = _once(text.replace(expression.text, changed))
+                text = with_inner(text, expression.text, changed)
                 parts[n] = outer, outer.replaced_by(text)
                 break
         else:
             parts.append((expression, changed))
     where = [findings.text_of(expression.place[:2]) for expression, _ in parts]
-    lines = dict.fromkeys(
-        f"At {place}, do not round to 16 bits:\n    {text}"
-        for place, (_, text) in zip(where, parts, strict=True)
-    )
-    return list(lines), code
-
-
-def _once(code: str) -> str:
-    return code.replace(".astype(jnp.float32).astype(jnp.float32)", ".astype(jnp.float32)")
+    counts = Counter((place, text) for place, (_, text) in zip(where, parts, strict=True))
+    times = lambda count: f", {count} times in the line" if count > 1 else ""
+    lines = [
+        f"At {place}, do not round to 16 bits{times(count)}:\n    {text}"
+        for (place, text), count in counts.items()
+    ]
+    return lines, code
 
 
 def _is_read_exactly(op: OpOccurrence, function: str) -> bool:

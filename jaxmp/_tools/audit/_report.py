@@ -416,16 +416,20 @@ def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
 def _verdict(report: AuditReport, errors: int) -> Section:
     share = "The program has no floating-point matmuls."
     if report.flops:
-        share = f"{share_text(report.low_precision_share)} of the matmul FLOPs"
-        share += f" ({flops_text(report.flops)}) run in 16 bits or FP8"
+        total = flops_text(report.flops)
+        share = f"No matmul ({total}) runs in 16 bits or FP8"
+        if report.low_precision_share:
+            share = f"{share_text(report.low_precision_share)} of the matmul FLOPs"
+            share += f" ({total}) run in 16 bits or FP8"
         fp8 = sum(flops for pair, flops in report.matmul_flops.items() if "float8" in pair[0])
         share += f", {share_text(fp8, report.flops)} in FP8." if fp8 else "."
     unseen = [note for note in report.notes if note.endswith(NOT_INSPECTED)]
     uncounted = [note for note in report.notes if note.endswith(NOT_COUNTED) and not report.flops]
     if unseen or uncounted:
         share = f"{share[:-1]}; {'; '.join((unseen or uncounted)[:2])}."
-    policies = f"the policy {report.policies}" if report.policies else "no policy"
-    size = f"{report.equations:,} operations, checked against {policies}"
+    checked = f", checked against the policy {report.policies}"
+    size = counted(report.equations, "operation")
+    size += checked if report.policies else ", checked without a recipe"
     if report.gpu:
         # The name of a GPU that is not present on this machine ends with a remark in parentheses.
         verb = "cross-compiled" if report.gpu.endswith(")") else "compiled"

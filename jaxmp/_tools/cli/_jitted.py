@@ -45,6 +45,10 @@ class Watched:
         may_update = bool(_definition(call.source)[0] and not self.flops)
         self.updates = (self.takes_gradients or may_update) and updates_state(body)
         self.inner = {_operations.name_of(equation) for equation in _jaxprs.equations(body)}
+        # False for a function of a library, and for an operation outside of `jit`.
+        self.is_own = bool(_definition(call.source)[0])
+        if call.source is None:
+            self.is_own = [e.primitive.name for e in body.eqns] != [call.name]
         self.calls = 0
         self.call = call._replace(args=_shapes(call.args), kwargs=_shapes(call.kwargs))
 

@@ -254,7 +254,8 @@ class Watcher:
             sentence += f"; not reached: {', '.join(missed)}"
         sentence += f"; the script {error} after these" if error else ""
         names = {w.call.name for w in chosen}
-        others = ", ".join(dict.fromkeys(w.call.name for w in watched if w.call.name not in names))
+        left = (w.call.name for w in watched if w.is_own and w.call.name not in names)
+        others = ", ".join(dict.fromkeys(left))
         verb = {"audit": "audits", "locate": "follows"}.get(self.tool, "reads")
         sentence += f"; --function NAME {verb} another one: {others}" if others else ""
         return {"error": "", "sentence": sentence, "value": self._value(chosen)}

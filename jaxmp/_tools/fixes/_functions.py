@@ -123,6 +123,22 @@ MATMULS = frozenset(
     f"jax.{name}"
     for name in ("numpy.matmul", "numpy.dot", "numpy.einsum", "numpy.tensordot", "lax.dot_general")
 )
+# Layers of Flax -> the argument of their constructor by which they return FP32 sums. `Partial`
+# requires no import.
+_PREFERRED = "preferred_element_type=jnp.float32"
+_DOT = f"dot_general=jax.tree_util.Partial(jax.lax.dot_general, {_PREFERRED})"
+_CONV = f"conv_general_dilated=jax.tree_util.Partial(jax.lax.conv_general_dilated, {_PREFERRED})"
+LAYERS: Mapping[str, str] = {
+    f"flax.{name}": argument
+    for names, argument in {
+        "linen.Dense linen.DenseGeneral": _DOT,
+        "linen.Conv": _CONV,
+        "linen.Einsum linen.ConvTranspose nnx.Linear nnx.LinearGeneral nnx.Einsum nnx.Conv"
+        " nnx.ConvTranspose": _PREFERRED,
+    }.items()
+    for name in names.split()
+}
+EMBEDDINGS = frozenset(("flax.linen.Embed", "flax.nnx.Embed"))
 # Constructors such as `jnp.float16(x)`.
 DTYPES = frozenset(f"jax.numpy.{name}" for name in ("float16", "bfloat16", "float32"))
 # Modules and names that are known although a file imports them in another way, as with `*`.

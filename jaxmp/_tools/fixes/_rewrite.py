@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jaxmp._tools.fixes._functions import (
     DOMAINS,
     DTYPES,
+    EMBEDDINGS,
     FUNCTIONS,
+    LAYERS,
     MATMULS,
     METHODS,
     Function,
@@ -54,12 +56,24 @@ def in_fp32(expression: Expression | None, back: str = "") -> str:
         constant, whose dtype is replaced.
       back: the dtype of the result; "" for FP32. Integers are not cast back.
     """
-    changed = None if expression is None else _widened(expression)
-    if expression is None or changed is None:
+    changed = None if expression is None else wide_code(expression)
+    if expression is None or not changed:
         return ""
+    narrow = narrow_code(expression, changed, back) if back else ""
+    return expression.replaced_by(narrow or changed)
+
+
+def wide_code(expression: Expression) -> str:
+    """Returns code that computes an expression in FP32, or "" for an unknown function."""
+    changed = _widened(expression)
+    return "" if changed is None else ast.unparse(changed)
+
+
+def narrow_code(expression: Expression, code: str, dtype: str) -> str:
+    """Returns code with a cast of its result; "" for integers and pytrees."""
     row = known_function(expression)[1]
     is_array = row is None or (row.returns_arrays and not row.is_tree)
-    return expression.replaced_by(cast(changed, back) if back and is_array else changed)
+    return ast.unparse(cast(parsed(code), dtype)) if is_array else ""
 
 
 def narrowed(expression: Expression | None, index: int, dtype: str) -> str:
@@ -187,6 +201,46 @@ def with_sums(expression: Expression, dtype: str) -> str:
     return expression.replaced_by(node)
 
 
+def with_wide_layer(layer: Expression) -> str:
+    """Returns the constructor of a Flax layer that returns FP32 sums.
+
+    Args:
+      layer: the constructor, or a call of what it constructs.
+    """
+    node = layer.copy()
+    call = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) else node
+    name = layer.name_of(call.func) if isinstance(call, ast.Call) else ""
+    if name not in LAYERS:
+        return ""
+    argument = ast.parse(f"f({LAYERS[name]})", mode="eval").body
+    assert isinstance(argument, ast.Call)
+    call.keywords = [k for k in call.keywords if k.arg != argument.keywords[0].arg]
+    call.keywords += argument.keywords
+    # A layer of NNX was constructed before the function is traced, so that no trial can change it.
+    return ast.unparse(node) if name.startswith("flax.nnx") else layer.replaced_by(node)
+
+
+def with_wide_attend(expression: Expression, embedding: Expression | None, dtype: str) -> str:
+    """Returns a matmul with FP32 sums in place of `embed.attend(x)`.
+
+    Args:
+      expression: the call.
+      embedding: the constructor of `embed`.
+      dtype: of the operands.
+    """
+    node = expression.node
+    constructor = None if embedding is None else embedding.node
+    if not (isinstance(node, ast.Call) and isinstance(constructor, ast.Call)):
+        return ""
+    if embedding is None or embedding.name_of(constructor.func) not in EMBEDDINGS:
+        return ""
+    operand = ast.unparse(cast(node.args[0], dtype))
+    assert isinstance(node.func, ast.Attribute)
+    table = f"{ast.unparse(node.func.value)}.embedding.astype(jnp.{dtype}).T"
+    code = f"jnp.matmul({operand}, {table}, preferred_element_type=jnp.float32)"
+    return expression.replaced_by(code)
+
+
 def with_finite_numbers(expression: Expression | None, dtype: str) -> str:
     """Returns an expression with the largest number of a dtype in place of larger constants."""
     if expression is None:
@@ -271,6 +325,15 @@ def at_least(expression: Expression | None, bound: str, domain: str) -> str:
 def at_most(expression: Expression | None, bound: float, domain: str) -> str:
     """Returns a call with an upper bound of its first operand; see `at_least`."""
     return _bounded(expression, lambda text: f"jnp.minimum({text}, {bound:g})", domain)
+
+
+def within(expression: Expression, low: int, high: int | None) -> str:
+    """Returns a call whose first operand is between two numbers, without these; None: no limit."""
+    if high is None:
+        return _bounded(expression, lambda text: f"jnp.maximum({text}, {TINY.format(array=text)})")
+    limits = lambda eps: f"{f'{low} + ' if low else ''}{eps}, {high} - {eps}"
+    change = lambda text: f"jnp.clip({text}, {limits(EPS.format(array=text))})"
+    return _bounded(expression, change)
 
 
 def divided(expression: Expression | None) -> str:

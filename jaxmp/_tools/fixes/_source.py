@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import functools
-import itertools
 import linecache
 from collections.abc import Iterator
+from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 from jaxmp._programs._jaxprs import is_literal
@@ -23,9 +22,11 @@ class Edit(NamedTuple):
     end_line: int
     start: int
     end: int
-    # Old and new code, as `ast.unparse` writes it.
+    # Old and new code, as `ast.unparse` writes it, and code whose result has the other dtype: that
+    # of the operation where `code` returns FP32, and FP32 where it does not. "" for none.
     old: str
     code: str
+    other: str = ""
 
     @property
     def where(self) -> str:
@@ -33,6 +34,7 @@ class Edit(NamedTuple):
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 
 
+IN_FP32 = ".astype(jnp.float32)"
 # Lines of code of one fix.
 _MOST_CODES = 6
 
@@ -69,21 +71,26 @@ class Expression:
         names = (n.id for n in ast.walk(self.node) if isinstance(n, ast.Name))
         return next((name for name in names if name in self.parameters), "")
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The code."""
         return ast.unparse(self.node)
 
     def copy(self) -> Any:
         """Returns a syntax tree that may be changed."""
-        return copy.deepcopy(self.node)
+        return ast.parse(self.text, mode="eval").body
 
-    def replaced_by(self, new: ast.expr | str | None) -> str:
-        """Returns code for the expression, and records the edit; "" for no code or the same."""
+    def replaced_by(self, new: ast.expr | str | None, other: str = "") -> str:
+        """Returns code for the expression, and records the edit; "" for no code or the same.
+
+        Args:
+          new: the code.
+          other: code with another dtype; see `Edit`.
+        """
         code = new if isinstance(new, str) else "" if new is None else ast.unparse(new)
         if not code or code == self.text:
             return ""
-        edit = Edit(*self.place, self.text, code)
+        edit = Edit(*self.place, self.text, code, other)
         if edit not in self.edits:
             self.edits.append(edit)
         return code
@@ -118,13 +125,47 @@ def expression_of(op: Any, findings: Findings) -> Expression | None:
         frames = zip(*traceback.raw_frames(), strict=True) if traceback is not None else ()
         for code, instruction in frames:
             if findings.lines.is_own(code.co_filename):
-                positions = itertools.islice(code.co_positions(), instruction // 2, None)
-                place: Any = (code.co_filename, *next(positions, (None,) * 4))
+                place: Any = (code.co_filename, *_positions(code)[instruction // 2])
                 node = _parsed(*place)
                 second = len(op.equation.invars) > 1 and is_literal(op.equation.invars[0])
                 names = code.co_varnames[1 : code.co_argcount] if code.co_name == "__call__" else ()
                 return node and Expression(node, place, findings.edits, second, names)
     return None
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
+    """Returns the places of all instructions; to list them takes long for a long function."""
+    return list(code.co_positions())
+
+
+def constructor_of(expression: Expression) -> Expression | None:
+    """Returns the call whose result an expression such as `self.head(x)` calls.
+
+    Returns:
+      None unless the class, or the file outside of classes, assigns one call to that name.
+    """
+    function = expression.node.func if isinstance(expression.node, ast.Call) else None
+    if isinstance(function, ast.Call):
+        return expression
+    if isinstance(function, ast.Attribute) and function.attr == "attend":
+        function = function.value
+    file, line = expression.place[:2]
+    tree = _tree(file, len(linecache.getlines(file)))
+    classes = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    inside = [n for n in classes if n.lineno <= line <= (n.end_lineno or 0)]
+    name = "" if function is None else ast.unparse(function)
+    calls = [
+        n.value
+        for n in ast.walk(inside[-1] if inside else tree)
+        if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)
+        if name in map(ast.unparse, n.targets)
+    ]
+    if len(calls) != 1:
+        return None
+    call: Any = calls[0]
+    place = file, call.lineno, call.end_lineno, call.col_offset, call.end_col_offset
+    return Expression(call, place, expression.edits)
 
 
 def _parsed(
@@ -147,10 +188,8 @@ def _parsed(
 
 
 @functools.lru_cache(maxsize=16)
-def _imports(file: str, count: int) -> dict[str, str]:
-    """Returns the names that a file imports from libraries, with their full names.
-
-    A name that the file defines itself has the full name "".
+def _tree(file: str, count: int) -> ast.Module:
+    """Returns the syntax tree of a file; an empty one if it is not Python.
 
     Args:
       file: path of the source.
@@ -158,10 +197,18 @@ def _imports(file: str, count: int) -> dict[str, str]:
     """
     del count
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return {}
-    return dict(pair for node in ast.walk(tree) for pair in _names(node))
+        return ast.Module([], [])
+
+
+@functools.lru_cache(maxsize=16)
+def _imports(file: str, count: int) -> dict[str, str]:
+    """Returns the names that a file imports from libraries, with their full names.
+
+    A name that the file defines itself has the full name "". The arguments are those of `_tree`.
+    """
+    return dict(pair for node in ast.walk(_tree(file, count)) for pair in _names(node))
 
 
 def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -174,6 +221,14 @@ def _names(node: ast.AST) -> Iterator[tuple[str, str]]:
             yield name.asname or name.name, f"{node.module}.{name.name}"
     elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         yield node.name, ""
+
+
+def with_inner(code: str, old: str, new: str) -> str:
+    """Returns code with an expression replaced by one in FP32, which needs no cast after it."""
+    for text, changed in ((f"({old}){IN_FP32}", f"({new})"), (old + IN_FP32, new)):
+        code = code.replace(text, changed)
+    code = code.replace(old, new).replace(2 * IN_FP32, IN_FP32)
+    return ast.unparse(ast.parse(code, mode="eval"))
 
 
 def both(first: str, second: str) -> str:

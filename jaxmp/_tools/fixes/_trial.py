@@ -16,16 +16,16 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxmp._core import _compat
-from jaxmp._tools.fixes._source import Edit
+from jaxmp._tools.fixes._source import Edit, with_inner
 
 WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
-# Fixes that are tried one by one, if some of them fail together.
+# Traces with single fixes, if some of them fail together.
 _MOST_TRIALS = 5
 # Fixes that follow from another one.
 _MOST_LAYERS = 3
@@ -60,7 +60,7 @@ def unified(fix: str, file: str, line: int, edits: Iterable[Edit]) -> tuple[str,
     best = {
         edit: min(
             (e for e in edits if e[:5] == edit[:5] and edit.code.startswith(e.code)),
-            key=lambda e: len(e.code),
+            key=lambda e: (len(e.code), not e.other),
         )
         for edit in chosen
     }
@@ -77,12 +77,42 @@ def _nested(fix: str, edits: list[Edit]) -> tuple[str, Edits]:
         if outer is None:
             kept.append(edit)
             continue
-        whole = outer._replace(code=outer.code.replace(edit.old, edit.code))
-        kept[kept.index(outer)] = whole
+        code = with_inner(outer.code, edit.old, edit.code)
+        whole = outer._replace(code=code, other="")
+        # The outer expression may have been cast to FP32 only because its operand was rounded.
+        is_inner = whole.code == outer.old.replace(edit.old, edit.code)
+        kept[kept.index(outer)] = edit if is_inner else whole
         lines = fix.replace(f"    {outer.code}", f"    {whole.code}").splitlines()
-        inner = [n for n, line in enumerate(lines) if line == f"    {edit.code}"]
-        fix = "\n".join(x for n, x in enumerate(lines) if not {n, n + 1} & set(inner))
+        unused = whole.code if is_inner else edit.code
+        others = [n for n, line in enumerate(lines) if line == f"    {unused}"]
+        fix = "\n".join(x for n, x in enumerate(lines) if not {n, n + 1} & set(others))
     return fix, frozenset(kept)
+
+
+class Trial(NamedTuple):
+    """Result of a trial: "works", "fails" or "not tried", the fixes that follow, and the edits."""
+
+    state: str
+    more: tuple[str, ...] = ()
+    edits: Edits = frozenset()
+
+
+def with_edits(fix: str, before: Edits, after: Edits) -> str:
+    """Returns a printed fix with other edits of the same expressions."""
+    for edit in before - after:
+        new = next(e.code for e in after if e[:5] == edit[:5])
+        lines = fix.splitlines()
+        own = [n for n, line in enumerate(lines) if line == f"    {edit.code}"]
+        if new == edit.old:
+            fix = "\n".join(x for n, x in enumerate(lines) if not {n, n + 1} & set(own))
+        else:
+            fix = fix.replace(f"    {edit.code}", f"    {new}")
+    return fix
+
+
+def _with_other_dtypes(edits: Edits) -> Edits:
+    """Returns edits whose results are in 16 bits instead of FP32, and the reverse."""
+    return frozenset(e._replace(code=e.other, other=e.code) if e.other else e for e in edits)
 
 
 def try_edits(
@@ -91,11 +121,11 @@ def try_edits(
     problems_with: Callable[[bool], Problems],
     before: Collection[Hashable],
     removed: Sequence[Collection[Hashable]],
-) -> list[tuple[str, list[str]]]:
-    """Returns for each group of edits "works", "fails" or "not tried", and the fixes that follow.
+) -> list[Trial]:
+    """Tries each group of edits.
 
     A group works if the problems that it is for are gone, and no other problem is new. If there is
-    another one, the edits of its fix are tried too.
+    another one, the edits of its fix are tried too, and then results in the other dtype.
 
     Args:
       groups: the edits of each fix.
@@ -105,8 +135,8 @@ def try_edits(
       removed: the problems that each group must remove.
     """
     functions, is_complete = _functions_of(roots, {e.file for group in groups for e in group})
-    states = ["" if is_reached else NOT_TRIED for is_reached in _reached(functions, groups)]
-    more: list[list[str]] = [[] for _ in groups]
+    reached = _reached(functions, groups)
+    trials = [Trial("" if is_reached else NOT_TRIED) for is_reached in reached]
 
     def trial(*layers: Edits, has_fixes: bool = False) -> Problems | None:
         """Returns the problems with edits; None if the program does not run."""
@@ -117,33 +147,43 @@ def try_edits(
         except Exception:
             return None
 
-    def alone(n: int) -> str:
+    def alone(edits: Edits, own: Collection[Hashable]) -> Trial:
         """Tries one group, with those of the fixes that follow."""
-        layers = [groups[n]]
+        layers, more = [edits], list[str]()
         for _ in range(_MOST_LAYERS):
+            if not next(budget, None):
+                return Trial("")
             problems = trial(*layers, has_fixes=True)
             if problems is None:
-                return FAILS
+                break
             new = [problem for key, problem in problems.items() if key not in before]
-            if not new:
-                return WORKS if problems.keys().isdisjoint(removed[n]) else FAILS
-            if any(edits is None for _, edits in new):
-                return FAILS
+            if not new and problems.keys().isdisjoint(own):
+                return Trial(WORKS, tuple(more), edits)
+            if not new or any(edits is None for _, edits in new):
+                break
             layers.append(frozenset().union(*(edits for _, edits in new if edits)))
-            more[n] += [_plain(fix) for fix, _ in new]
-        return FAILS
+            more += [_plain(fix) for fix, _ in new]
+        return Trial(FAILS)
 
-    waiting = [n for n, state in enumerate(states) if not state]
-    problems = trial(frozenset().union(*(groups[n] for n in waiting))) if waiting[1:] else None
-    if problems is not None and all(key in before for key in problems):
-        for n in waiting:
-            states[n] = WORKS if problems.keys().isdisjoint(removed[n]) else FAILS
-    else:
-        for n in waiting[:_MOST_TRIALS]:
-            states[n] = alone(n)
-    if not is_complete:  # A function that runs may have kept its code.
-        states = [NOT_TRIED if state == FAILS else state for state in states]
-    return [(state or NOT_TRIED, fixes) for state, fixes in zip(states, more, strict=True)]
+    waiting = [n for n, row in enumerate(trials) if not row.state]
+    others = [_with_other_dtypes(group) for group in groups]
+    for together in (groups, others) if waiting[1:] else ():
+        problems = trial(frozenset().union(*(together[n] for n in waiting)))
+        if problems is not None and all(key in before for key in problems):
+            for n in waiting:
+                if problems.keys().isdisjoint(removed[n]):
+                    trials[n] = Trial(WORKS, (), together[n])
+            waiting = [n for n in waiting if not trials[n].state]
+            break
+    budget = iter(range(1, _MOST_TRIALS + 1))
+    for n in waiting[:_MOST_TRIALS]:
+        trials[n] = alone(groups[n], removed[n])
+        if trials[n].state == FAILS and others[n] != groups[n]:
+            other = alone(others[n], removed[n])
+            trials[n] = other if other.state else trials[n]
+    # A function that runs may have kept its code.
+    unknown = {"", FAILS} if not is_complete else {""}
+    return [Trial(NOT_TRIED) if row.state in unknown else row for row in trials]
 
 
 # ---------------------------------------------------------------------------

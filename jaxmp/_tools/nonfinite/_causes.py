@@ -177,6 +177,40 @@ def _where_gradient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     return None
 
 
+# Functions that are not finite at the ends of their domain, or whose derivatives are not, and these
+# ends.
+_INTERVALS = {
+    **dict.fromkeys(("arccos", "arcsin", "acos", "asin", "arctanh", "erfinv", "erf_inv"), (-1, 1)),
+    "logit": (0, 1),
+    **dict.fromkeys(("gammaln", "lgamma", "digamma"), (0, None)),
+}
+# Factorizations and solvers -> the matrices for which they are not finite.
+_MATRICES = {
+    "cholesky": "is not positive definite",
+    **dict.fromkeys(("custom_linear_solve", "lu", "triangular_solve"), "is singular"),
+}
+
+
+def _interval(e: NonfiniteEvidence) -> NonfiniteCause | None:
+    old = e.expression()
+    name = "" if old is None else _rewrite.known_function(old)[0].rpartition(".")[2]
+    if old is None or name not in _INTERVALS:
+        return None
+    low, high = _INTERVALS[name]
+    ends = f"{low}" if high is None else f"{low} and {high}"
+    message = f"`{old.text}` or its derivative is not finite at {ends} or beyond."
+    code = _rewrite.within(old, low, high)
+    return e.cause("outside_domain", message, "Keep the operand within the domain", code)
+
+
+def _matrix(e: NonfiniteEvidence) -> NonfiniteCause | None:
+    if e.op.name not in _MATRICES or any(row.nonfinite for row in e.source.operands):
+        return None
+    message = f"{e.op.name} returns values that are not finite: its matrix {_MATRICES[e.op.name]}."
+    fix = "Add a multiple of the identity to the matrix, such as 1e-6 times its largest element."
+    return NonfiniteCause("singular_matrix", message, fix)
+
+
 def _constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
     literals = [v.val for v in e.op.equation.invars if is_literal(v)]
     dtype = e.result.dtype
@@ -360,7 +394,8 @@ def _range(row: ArrayRow) -> str:
 
 
 _CHECKS: tuple[Callable[[NonfiniteEvidence], NonfiniteCause | None], ...] = (
-    *(_where_gradient, _constant, _masked_softmax, _logarithm, _root, _quotient, _exponential),
+    *(_where_gradient, _interval, _matrix, _constant, _masked_softmax),
+    *(_logarithm, _root, _quotient, _exponential),
     *(_loss_scale, _diverged, _range_exceeded),
 )
 

@@ -89,9 +89,9 @@ def locate_nonfinite(
         after = places.intersection(_Search(trace(step, args, kwargs)).places())
         return dict.fromkeys(after, ("", None))
 
-    ((state, _),) = try_edits([edits], (step, args, kwargs), problems, places, [places])
-    if state != FAILS:
-        return dataclasses.replace(report, trial=state)
+    (trial,) = try_edits([edits], (step, args, kwargs), problems, places, [places])
+    if trial.state != FAILS:
+        return dataclasses.replace(report, trial=trial.state)
     # The sentence without its code.
     return dataclasses.replace(report, fix=fix.partition(":\n")[0] + ".", expression="")
 
