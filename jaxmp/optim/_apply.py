@@ -10,7 +10,7 @@ import optax
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import PyTree
-from jaxmp.optim._assign import assign, set_master_params, unpack_masters, unpack_parameters
+from jaxmp.optim._assign import assign, set_master_params, unpack_masters
 from jaxmp.optim._find import guard_of
 from jaxmp.optim._layout import MasterParamsState
 from jaxmp.optim._master import add_update
@@ -49,9 +49,14 @@ def apply_update(
         grads = grads.fast
     params, opt_state = set_master_params(params, opt_state)
     if _is_mixed_precision(opt_state):
-        unpacked = unpack_parameters(opt_state, params)
-        _, new_state = update(grads, unpacked, params, **extra_args)
-        return Applied(*assign(params, new_state), _applied(new_state))
+        settings = dataclasses.replace(opt_state.settings, assigns=True)
+        assigning = dataclasses.replace(opt_state, settings=settings)
+        _, new_state = update(grads, assigning, params, **extra_args)
+        params, inner_state = new_state.inner_state
+        new_state = dataclasses.replace(
+            new_state, inner_state=inner_state, settings=opt_state.settings
+        )
+        return Applied(params, new_state, _applied(new_state))
     unpacked = unpack_masters(opt_state, params)
     if _applied(opt_state) is not None:
         unpacked = _note_finite(unpacked, _trees.all_finite(grads))
