@@ -175,14 +175,14 @@ def check_required(
     Args:
       policies: the policies.
       paths: every module path and `path:name` of a model, or a mapping to classes.
-      rules: the rules to check; None: all rules of the map.
+      rules: the rules to check; None: all rules of the map, and of other phases.
 
     Raises:
       RuleError: if a rule matches nothing, with the nearest paths or types; or if no matching
         module has an argument in its `keep_inputs`, or a method in its `forward_methods`.
     """
     types = typed_paths(paths)
-    for rule in policies.rules if rules is None else rules:
+    for rule in policies.all_rules if rules is None else rules:
         if rule.required and not any(
             rule.matches(path, module_type)
             for path, module_type in types.items()
