@@ -137,7 +137,9 @@ def main() -> None:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     failed = [r["optimizer"] for r in rows if r["was_finite"] and not r["is_finite"]]
     known = sum(not row["unknown"] for row in rows)
-    print(f"{len(rows)} optimizers: {known} recognized, {len(failed)} with values that are not finite")
+    print(
+        f"{len(rows)} optimizers: {known} recognized, {len(failed)} with values that are not finite"
+    )
     if failed or any(math.isnan(row["loss_bfloat16"]) for row in rows if row["was_finite"]):
         raise SystemExit(f"Not finite: {failed}")
 

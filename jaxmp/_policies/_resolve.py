@@ -247,15 +247,21 @@ def resolve_policy(
         scaling=as_scaling(policies.fp8) if uses_fp8 else None,
         path=path,
         narrow=narrow,
-        resting=None if uses_fp8 else _resting(policies, *key, is_decision=is_decision),
+        resting=_resting(policies, policy, path, module_type)
+        if policies.others and not uses_fp8
+        else None,
     )
     return resolved
 
 
-def _resting(policies: Policies, *key: Any, is_decision: bool) -> Scaling | None:
-    """Returns the stateful scaling that a module has in another phase; None if it has none."""
-    others = (resolve_policy(o, *key[:3], is_decision=is_decision) for o in policies.others)
-    scalings = (other.scaling for other in others if other.scaling is not None)
+def _resting(policies: Policies, own: Policy, path: str, module_type: ModuleType) -> Scaling | None:
+    """Returns the stateful scaling that a module may have in a phase; None if it has none.
+
+    Which layers decide can differ between phases, so that layers that decide have the state, too.
+    """
+    pairs = [(other, resolve_policy(other, path, module_type).policy) for other in policies.others]
+    pairs.append((policies, own))
+    scalings = (as_scaling(each.fp8) for each, policy in pairs if policy.matmul == "fp8")
     return next((scaling for scaling in scalings if scaling.is_stateful), None)
 
 
