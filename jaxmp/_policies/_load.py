@@ -70,12 +70,6 @@ class PolicyMap(Policies):
             return
         rules = checked_rules(rules)
         base = as_policy_map(default)
-        if base.others:
-            raise PolicyError(
-                "A PolicyMap has the policies of one phase, and this recipe has several. Add rules "
-                "to the whole recipe: PolicyMap(recipe.policies.default, rules + "
-                "recipe.policies.rules), in recipe.replace(policies=...)."
-            )
         super().__init__(base.default, rules + base.rules, base.fp8 if fp8 is None else fp8)
 
 
@@ -131,7 +125,8 @@ def as_policy_map(policies: RecipeLike) -> PolicyMap:
       The policies; `policies` itself if it is a `PolicyMap`.
 
     Raises:
-      RecipeError: if a string is not the name of a recipe, or its file cannot be loaded.
+      RecipeError: if a string is not the name of a recipe, its file cannot be loaded, or the recipe
+        has phases.
       PolicyError: if a policy or dtype is invalid.
 
     Example:
@@ -140,7 +135,15 @@ def as_policy_map(policies: RecipeLike) -> PolicyMap:
       >>> as_policy_map("bfloat16").default
       Policy('p=bf16,c=bf16,o=bf16')
     """
-    return policies if isinstance(policies, PolicyMap) else as_recipe_data(policies).policies
+    if isinstance(policies, PolicyMap):
+        return policies
+    data = as_recipe_data(policies)
+    if data.phases:
+        raise RecipeError(
+            f"The recipe {data.name!r} has phases, of which each has other policies. Select that "
+            "of the step on the host: recipe.phase(step). All of them: recipe.split_phases()."
+        )
+    return data.policies
 
 
 def as_op_table(policies: RecipeLike) -> OpTable:
@@ -352,7 +355,7 @@ def _build(layers: _Layers) -> RecipeData:
     scaling = tables[_scaling_table.TABLE]
     policies = _scaling_table.with_scaling(policies, scaling, document, phases)
     try:
-        policies = with_phases(policies, phases)
+        policies = with_phases(policies, phases) if phases else policies
     except RecipeError as error:
         raise RecipeError(f"{document.locate('phases')}: {error}") from None
     stem = Path(document.file).name.removesuffix(".toml")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxmp._policies._resolve import Policies, matmul_scaling
@@ -92,7 +92,7 @@ def read_phase(values: Mapping[str, Any], rules: Iterable[Rule]) -> Phase:
             )
     if not policy and not scaling and not rules:
         raise RecipeError(f"the phase changes nothing. {example}")
-    as_scaling(None) if not scaling else dataclasses.replace(as_scaling(None), **dict(scaling))
+    dataclasses.replace(as_scaling(None), **dict(scaling))  # checks the formats
     return Phase(
         from_step=values["from_step"],
         policy=policy,
@@ -123,7 +123,9 @@ def policies_of_phases(policies: P, phases: Iterable[Phase]) -> list[P]:
     return [base, *(phase.apply(base) for phase in phases)]
 
 
-def with_phases(policies: P, phases: Iterable[Phase]) -> P:
+def with_phases(policies: P, phases: Sequence[Phase]) -> P:
     """Returns policies that keep the state of the FP8 layers of all phases."""
+    if not phases and not policies.others:
+        return policies
     first, *others = policies_of_phases(policies, phases)
     return first.beside(others)

@@ -15,7 +15,14 @@ import optax
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._hints import warn_if_dropped
 from jaxmp._gradients._loss_scale import LossScale
-from jaxmp._policies._load import RecipeData, RecipeLike, as_recipe_data, first_steps, phase_of
+from jaxmp._policies._load import (
+    RecipeData,
+    RecipeLike,
+    as_policy_map,
+    as_recipe_data,
+    first_steps,
+    phase_of,
+)
 from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
 from jaxmp._policies._toml import recipe_names
 from jaxmp.errors import JaxmpError, RecipeError
@@ -101,13 +108,15 @@ class Recipe(RecipeData):
         Raises:
           JaxmpError: if `model` is not such an instance, or if `shardings` has another structure
             than its parameters (in Linen, from `apply`).
+          RecipeError: if this recipe has phases: `recipe.phase(step).wrap(model)`.
 
         Example:
           >>> model = load_recipe("bf16").wrap(nn.Dense(2))
           >>> model.apply(model.init(jax.random.key(0), x), x).dtype
           dtype('float32')
         """
-        wrapped = _load_adapter(model).apply_policy(model, self.policies, shardings=shardings)
+        policies = as_policy_map(self)
+        wrapped = _load_adapter(model).apply_policy(model, policies, shardings=shardings)
         return warn_if_dropped(wrapped, "model = recipe.wrap(model)")
 
     def optimizer(
@@ -199,6 +208,16 @@ class Recipe(RecipeData):
         if not whole.phases:
             return whole
         return phase_of(whole, bisect.bisect_right(first_steps(whole), number) - 1)
+
+    def split_phases(self) -> list[Recipe]:
+        """Returns the recipe of each phase; `[self]` for a recipe without phases.
+
+        Example:
+          >>> phases = [{"from_step": 900, "matmul": "default"}]
+          >>> load_recipe("fp8").replace(phases=phases).split_phases()
+          [Recipe('fp8@0'), Recipe('fp8@900')]
+        """
+        return [self.phase(step) for step in first_steps(self)]
 
     def replace(self, **changes: Unpack[RecipeChanges]) -> Recipe:
         """Returns this recipe with some settings replaced.

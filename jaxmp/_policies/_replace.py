@@ -22,7 +22,7 @@ from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, los
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._phases import Phase, with_phases
 from jaxmp._policies._policy import ATTENTION_FIELDS, FIELD_NAMES, Policy, canonical_fields
-from jaxmp._policies._rules import Rule
+from jaxmp._policies._rules import POSITION, Rule
 from jaxmp._policies._scaling_table import TABLE, replace_scaling, scaling_settings
 from jaxmp._policies._schema import TABLES, TOP, read_contents
 from jaxmp._policies._toml import Document, literal
@@ -229,7 +229,7 @@ def _policy_fields(policy: Policy | Rule) -> dict[str, object]:
 
 
 def _rule_fields(rule: Rule) -> dict[str, object]:
-    selector = {"path": rule.path, "module_type": rule.module_type}
+    selector = {name: getattr(rule, name) for name in ("path", "module_type", *POSITION)}
     fields = {key: value for key, value in selector.items() if value is not None}
     why = {"why": rule.why} if rule.why else {}
     return {**fields, **_policy_fields(rule), "required": rule.required, **why}

@@ -66,11 +66,8 @@ class Policies:
         policies = tuple(_policy_of_rule(default, rule) for rule in rules)
         object.__setattr__(self, "_policies", policies)
         object.__setattr__(self, "_resolved", {})
-        self._set_others(())
-
-    def _set_others(self, others: tuple[Policies, ...]) -> None:
-        object.__setattr__(self, "others", others)
-        object.__setattr__(self, "_hash", hash((self.default, self.rules, self.fp8, others)))
+        object.__setattr__(self, "others", ())
+        object.__setattr__(self, "_hash", hash((default, rules, fp8)))
 
     def beside(self, others: Iterable[Policies]) -> Self:
         """Returns these policies as one of several phases, which have one train state.
@@ -78,8 +75,9 @@ class Policies:
         A layer that runs in FP8 with a state in another phase has this state here, too, and resets
         it in each step. It then takes its first scale of that phase from the tensor itself.
         """
-        policies = dataclasses.replace(self)
-        policies._set_others(tuple(others))
+        policies, others = dataclasses.replace(self), tuple(others)
+        object.__setattr__(policies, "others", others)
+        object.__setattr__(policies, "_hash", hash((policies._hash, others)))
         return policies
 
     def __hash__(self) -> int:

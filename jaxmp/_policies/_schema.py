@@ -19,7 +19,7 @@ from jaxmp._policies._policy import (
     canonical_fields,
 )
 from jaxmp._policies._phases import Phase
-from jaxmp._policies._rules import Rule
+from jaxmp._policies._rules import POSITION, Rule
 from jaxmp._policies._toml import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
 from jaxmp.errors import OpError, RecipeError, RuleError
 
@@ -144,6 +144,10 @@ RULE = {
     "module_type": Field("a string", '"LayerNorm"'),
     "required": BOOLEAN._replace(example="false"),
     "why": Field("a string", '"the loss reads FP32 logits"'),
+    **{
+        key: COUNT._replace(allowed="a positive integer", example=number, bounds=(1, 2**31 - 1))
+        for key, number in zip(POSITION, ("1", "2", "24"), strict=True)
+    },
     **_POLICY,
     **_ATTENTION,
 }
@@ -222,16 +226,8 @@ def read_contents(document: _toml.Document) -> Contents:
             top[name] = value
     read = _read_table(document, (), TOP, top)
     settings |= {("", key): setting for key, setting in read.items()}
-    rules = _read_rules(document, ("rules",), document.table)
-    phases = [
-        _read_phase(document, ("phases", number), dict(values))
-        for number, values in enumerate(_list_of_tables(document, ("phases",), document.table))
-    ]
-    try:
-        _phases.check_order(phases)
-    except RecipeError as error:
-        raise RecipeError(f"{document.locate('phases')}: {error}") from None
-    return Contents(settings, rules, tuple(phases))
+    rules = _read_rules(document, ("rules",), document.table) if "rules" in document.table else ()
+    return Contents(settings, rules, _read_phases(document) if "phases" in document.table else ())
 
 
 def _list_of_tables(
@@ -253,6 +249,16 @@ def _read_rules(
 ) -> tuple[Rule, ...]:
     tables = _list_of_tables(document, key, table)
     return tuple(_read_rule(document, (*key, n), values) for n, values in enumerate(tables))
+
+
+def _read_phases(document: _toml.Document) -> tuple[Phase, ...]:
+    tables = enumerate(_list_of_tables(document, ("phases",), document.table))
+    phases = tuple(_read_phase(document, ("phases", n), dict(values)) for n, values in tables)
+    try:
+        _phases.check_order(phases)
+    except RecipeError as error:
+        raise RecipeError(f"{document.locate('phases')}: {error}") from None
+    return phases
 
 
 def _read_phase(document: _toml.Document, key: _toml.Key, values: dict[str, Any]) -> Phase:
