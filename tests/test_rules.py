@@ -579,7 +579,7 @@ def test_a_stack_of_another_length_and_a_scan_are_refused_with_the_form_that_wor
     in_list = dataclasses.replace(ENDS, path="block/#")
     with pytest.raises(RuleError, match="have the numbers 0, 1, 2, 3, 4, 5, and not 0 to 4"):
         recipe.replace(policies=jaxmp.PolicyMap("fp8", in_list)).wrap(NnxStack(nnx.Rngs(0), 6))
-    with pytest.raises(RuleError, match="In a scan.* 1 modules named first_0.* length 2"):
+    with pytest.raises(RuleError, match=r"In a scan.* 1 modules named first_0.* length 2"):
         recipe.wrap(ScannedStack()).init(jax.random.key(0), x)
     with pytest.raises(RuleError, match="matches no numbered layers"):
         recipe.wrap(nn.Sequential([nn.Dense(32)])).init(jax.random.key(0), x)

@@ -66,9 +66,9 @@ class _LayerFunction:
         k, n, exclusion = sizes
         if self.is_resting:
             out = _plain(product, *operands, self.wide, preferred)
-            has_state = self.state is not None
-            has_state &= not excluded(self.scaling, self.path, k, n, exclusion)
-            return rest(out, self.state()) if has_state else out
+            if self.state is None or excluded(self.scaling, self.path, k, n, exclusion):
+                return out
+            return rest(out, self.state())
         if not decide(self.scaling, self.path, k, n, exclusion):
             return _plain(product, *operands, self.wide, preferred)
         wide = _result_dtype(*operands, preferred, self.wide)

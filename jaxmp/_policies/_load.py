@@ -326,7 +326,7 @@ def _is_inherited(key: tuple[str, str], own: Settings) -> bool:
     if table == "loss_scale":
         return ("loss_scale", "kind") not in own and ("loss_scale", "preset") not in own
     if table == _scaling_table.TABLE:
-        return _scaling_table.is_inherited(own)
+        return (table, "scaling") not in own
     # The window of the extended recipe describes the mask of that recipe.
     return key != ("attention", "window") or ("attention", "mask") not in own
 

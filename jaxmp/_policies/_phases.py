@@ -102,21 +102,6 @@ def read_phase(values: Mapping[str, Any], rules: Iterable[Rule]) -> Phase:
     )
 
 
-def check_order(phases: Iterable[Phase]) -> None:
-    """Checks that each phase begins after the one before it.
-
-    Raises:
-      RecipeError: with the two steps.
-    """
-    steps = [phase.from_step for phase in phases]
-    for before, after in zip(steps, steps[1:], strict=False):
-        if after <= before:
-            raise RecipeError(
-                f"from_step = {after} follows from_step = {before}. Sort the phases: each one "
-                f"begins after the one before it, such as\n    from_step = {before + 1}"
-            )
-
-
 def policies_of_phases(policies: P, phases: Iterable[Phase]) -> list[P]:
     """Returns the policies before the first phase, and those of each phase."""
     base = dataclasses.replace(policies)

@@ -75,9 +75,10 @@ class Policies:
         A layer that runs in FP8 with a state in another phase has this state here, too, and resets
         it in each step. It then takes its first scale of that phase from the tensor itself.
         """
-        policies, others = dataclasses.replace(self), tuple(others)
-        object.__setattr__(policies, "others", others)
-        object.__setattr__(policies, "_hash", hash((policies._hash, others)))
+        policies = dataclasses.replace(self)
+        if others := tuple(others):
+            object.__setattr__(policies, "others", others)
+            object.__setattr__(policies, "_hash", hash((policies._hash, others)))
         return policies
 
     def __hash__(self) -> int:

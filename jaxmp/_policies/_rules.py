@@ -35,7 +35,6 @@ from jaxmp._policies._policy import (
 from jaxmp._policies._toml import shipped
 from jaxmp.errors import RuleError
 
-
 # Arguments that select layers of a numbered stack.
 POSITION = ("first", "last", "layers")
 
@@ -160,16 +159,15 @@ class Rule:
         """
         if self.path is not None:
             match = compile_pattern(self.path).fullmatch(path)
-            if not match or (self.layers is not None and not self._is_at_end(int(match[1]))):
+            if not match:
+                return False
+            inner = range(self.first or 0, (self.layers or 0) - (self.last or 0))
+            if self.layers is not None and int(match[1]) in inner:
                 return False
         if self.module_type is None:
             return True
         pattern = compile_type_pattern(self.module_type)
         return any(pattern.fullmatch(name) for name in module_type_names(module_type))
-
-    def _is_at_end(self, number: int) -> bool:
-        assert self.layers is not None
-        return number < (self.first or 0) or number >= self.layers - (self.last or 0)
 
     def __repr__(self) -> str:
         return rule_text(self)

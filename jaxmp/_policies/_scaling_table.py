@@ -44,11 +44,6 @@ FIELDS = {
 }
 
 
-def is_inherited(own: Mapping[tuple[str, str], Setting]) -> bool:
-    """Returns True if the settings of an extended recipe apply: the file names no other scaling."""
-    return (TABLE, "scaling") not in own
-
-
 def with_scaling(
     policies: _Policies,
     settings: Mapping[str, Setting],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from jaxmp._core._messages import did_you_mean
 from jaxmp._gradients._dynamic_loss_scale import PRESETS
 from jaxmp._policies import _phases, _scaling_table, _toml
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
+from jaxmp._policies._phases import Phase
 from jaxmp._policies._policy import (
     ATTENTION,
     ATTENTION_FIELDS,
@@ -18,14 +20,11 @@ from jaxmp._policies._policy import (
     MATMUL_PRECISIONS,
     canonical_fields,
 )
-from jaxmp._policies._phases import Phase
 from jaxmp._policies._rules import POSITION, Rule
 from jaxmp._policies._toml import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
 from jaxmp.errors import OpError, RecipeError, RuleError
 
-KINDS = ("auto", "none", "static", "dynamic")
 MASTERS = ("auto", "fp32", "packed", "none")
-SKIPS = ("auto", "select", "cond", "none")
 MOMENT_DTYPES = ("float32", "bfloat16")
 
 # ---------------------------------------------------------------------------
@@ -115,14 +114,14 @@ DYNAMIC = {
 TABLES = {
     "policy": _POLICY,
     "loss_scale": {
-        "kind": choice(*KINDS),
+        "kind": choice("auto", "none", "static", "dynamic"),
         "value": NUMBER._replace(example="128.0"),
         "preset": choice(*PRESETS),
         **DYNAMIC,
     },
     "optimizer": {
         "master": choice(*MASTERS),
-        "skip": choice(*SKIPS),
+        "skip": choice("auto", "select", "cond", "none"),
         "moment_dtype": choice(*MOMENT_DTYPES)._replace(
             names={n: d.name for n, d in DTYPE_NAMES.items() if d.name in MOMENT_DTYPES}
         ),
@@ -198,7 +197,7 @@ Settings = dict[tuple[str, str], Setting]
 
 
 class Contents(NamedTuple):
-    """Settings, rules and phases of one file. Each value has been checked, but not their combination."""
+    """Settings, rules and phases of one file. Values have been checked, but no combinations."""
 
     settings: Settings
     rules: tuple[Rule, ...]
@@ -227,7 +226,8 @@ def read_contents(document: _toml.Document) -> Contents:
     read = _read_table(document, (), TOP, top)
     settings |= {("", key): setting for key, setting in read.items()}
     rules = _read_rules(document, ("rules",), document.table) if "rules" in document.table else ()
-    return Contents(settings, rules, _read_phases(document) if "phases" in document.table else ())
+    phases = _read_phases(document) if "phases" in document.table else ()
+    return Contents(settings, rules, phases)
 
 
 def _list_of_tables(
@@ -254,10 +254,13 @@ def _read_rules(
 def _read_phases(document: _toml.Document) -> tuple[Phase, ...]:
     tables = enumerate(_list_of_tables(document, ("phases",), document.table))
     phases = tuple(_read_phase(document, ("phases", n), dict(values)) for n, values in tables)
-    try:
-        _phases.check_order(phases)
-    except RecipeError as error:
-        raise RecipeError(f"{document.locate('phases')}: {error}") from None
+    for number, (before, after) in enumerate(itertools.pairwise(p.from_step for p in phases), 1):
+        if after <= before:
+            raise RecipeError(
+                f"{document.locate('phases', number, 'from_step')}: from_step = {after} follows "
+                f"from_step = {before}. Sort the phases: each one begins after the one before it, "
+                f"such as\n    from_step = {before + 1}"
+            )
     return phases
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -49,14 +49,13 @@ def apply_update(
         grads = grads.fast
     params, opt_state = set_master_params(params, opt_state)
     if _is_mixed_precision(opt_state):
-        settings = dataclasses.replace(opt_state.settings, assigns=True)
-        assigning = dataclasses.replace(opt_state, settings=settings)
-        _, new_state = update(grads, assigning, params, **extra_args)
-        params, inner_state = new_state.inner_state
-        new_state = dataclasses.replace(
-            new_state, inner_state=inner_state, settings=opt_state.settings
-        )
-        return Applied(params, new_state, _applied(new_state))
+        settings = opt_state.settings
+        assigning = dataclasses.replace(settings, assigns=True)
+        started: Any = dataclasses.replace(opt_state, settings=assigning)
+        new: Any = update(grads, started, params, **extra_args)[1]
+        params, inner_state = new.inner_state
+        new = dataclasses.replace(new, inner_state=inner_state, settings=settings)
+        return Applied(params, new, _applied(new))
     unpacked = unpack_masters(opt_state, params)
     if _applied(opt_state) is not None:
         unpacked = _note_finite(unpacked, _trees.all_finite(grads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import warnings
@@ -212,18 +213,14 @@ def _unknown_owners(node: Any, owner: str = "", path: str = "") -> Iterator[str]
 
 
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:
-    allowed = (
+    with contextlib.suppress(PolicyError):
+        if (canonical := canonical_dtype(dtype)) in _ALLOWED:
+            return canonical
+    raise CompositionError(
         f"dtype={dtype!r} of moment_dtype is not allowed. Allowed: 'float32' and 'bfloat16'. "
         "float16 cannot represent squares of small gradients, and 8 bits round them to zero. "
         "Write moment_dtype(inner, jnp.bfloat16)."
     )
-    try:
-        canonical = canonical_dtype(dtype)
-    except PolicyError:
-        raise CompositionError(allowed) from None
-    if canonical not in _ALLOWED:
-        raise CompositionError(allowed)
-    return canonical
 
 
 def _hash(seed: jax.Array, number: int, shape: tuple[int, ...]) -> jax.Array:

@@ -396,7 +396,7 @@ _Outcome = tuple[jax.Array, PyTree, PyTree, jax.Array]
 
 
 class _Steps(NamedTuple):
-    """Parts of a guarded update. Between `read` and `write`, an inner state has its masters in FP32.
+    """Parts of a guarded update. Between `read` and `write`, inner states have FP32 masters.
 
     In a branch, XLA would pass masters that are read in front of it through memory, and those that
     are written behind it: 24 bytes more for each parameter.
