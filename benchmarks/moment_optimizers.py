@@ -11,13 +11,10 @@ not finite with bfloat16 moments, and is finite without them, is an error.
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import json
 import math
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +24,7 @@ from optax._src import alias
 
 import jaxmp
 from jaxmp.optim import moment_dtype
+from result_file import parser_of, write_result
 
 PARAMS = {"b": jnp.zeros(16), "w": jnp.linspace(-1, 1, 256).reshape(16, 16)}
 X = jax.random.normal(jax.random.key(0), (32, 16))
@@ -115,9 +113,8 @@ def measure(name: str, tx: optax.GradientTransformation, steps: int) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
     for name, tx in optimizers():
@@ -133,8 +130,7 @@ def main() -> None:
             f"{row['loss_float32']:.4f} -> {row['loss_bfloat16']:.4f} {states}",
             flush=True,
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_result(arguments.out, steps=arguments.steps, optimizers=rows)
     failed = [r["optimizer"] for r in rows if r["was_finite"] and not r["is_finite"]]
     known = sum(not row["unknown"] for row in rows)
     print(
