@@ -53,7 +53,8 @@ def main() -> None:
             random_batch(text.train, BATCH, LENGTH, seed, step) for step in range(steps)
         ),
         optimizer=optax.adamw(schedule, b2=0.999),
-        held_out=list(even_batches(text.held_out, 16, 4 * BATCH, LENGTH)),
+        held_out=list(even_batches(text.held_out, 4, 4 * BATCH, LENGTH)),
+        eval_every=max(steps // 4, 1),
     )
     print(report)
     write_result(arguments.out, report=report.to_dict())
