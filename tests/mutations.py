@@ -797,9 +797,30 @@ MUTATIONS = [
     Mutation(
         "copies of a policy map are of its base class",
         "jaxmp/_policies/_resolve.py",
-        "        return type(self), (self.default",
-        "        return Policies, (self.default",
+        "        return _restored, (type(self), self.default",
+        "        return _restored, (Policies, self.default",
         ("test_rules.py::test_copies_are_equal_and_hash_alike",),
+    ),
+    Mutation(
+        "a layer that rests in a phase keeps its FP8 state",
+        "jaxmp/_flax/_fp8_layers.py",
+        "            return rest(out, self.state())\n",
+        "            return out\n",
+        ("test_phases.py::test_the_first_scale_after_a_bf16_phase_is_that_of_the_tensor",),
+    ),
+    Mutation(
+        "a phase begins one step late",
+        "jaxmp/_policies/_recipe.py",
+        "bisect.bisect_right(first_steps",
+        "bisect.bisect_left(first_steps",
+        ("test_phases.py::test_a_phase_has_the_keys_of_the_recipe_and_its_own",),
+    ),
+    Mutation(
+        "a rule by position selects one layer too many at the end",
+        "jaxmp/_policies/_rules.py",
+        "(self.layers or 0) - (self.last or 0))",
+        "(self.layers or 0) - (self.last or 0) - 1)",
+        ("test_rules.py::test_a_rule_selects_the_first_and_last_layers",),
     ),
     Mutation(
         "the last matching rule decides instead of the first",
@@ -1128,6 +1149,13 @@ MUTATIONS = [
         ("test_moments.py::test_second_moments_neither_stall_nor_drift",),
     ),
     Mutation(
+        "no warning names moments in a plain dict",
+        "jaxmp/optim/_moments.py",
+        """yield owner or f"state{path}\"""",
+        """yield from [owner] * bool(owner)""",
+        ("test_moments.py::test_a_warning_names_states_that_stay_in_fp32",),
+    ),
+    Mutation(
         "the random bits of moments do not depend on the array",
         "jaxmp/optim/_moments.py",
         "(number + 1) * 0x9E3779B9",
@@ -1160,8 +1188,8 @@ MUTATIONS = [
     Mutation(
         "the rules of an extended file precede those of the file",
         "jaxmp/_policies/_load.py",
-        "rules + base.rules)",
-        "base.rules + rules)",
+        "merged, rules + base.rules",
+        "merged, base.rules + rules",
         ("test_recipes.py::test_extends_puts_own_rules_first_and_replaces_scalars",),
     ),
     Mutation(

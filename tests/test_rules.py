@@ -9,10 +9,12 @@ import pickle
 import re
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -478,3 +480,109 @@ def test_reading_a_recipe_file_takes_few_steps(tmp_path):
     lines = [f'{name}_dtype = "{dtype}"' for name, dtype in dtypes]
     file.write_text("\n".join(["[policy]", *lines]))
     assert len(functions_entered(lambda: jaxmp.load_recipe(file))) <= 34
+
+
+# ---------------------------------------------------------------------------
+# Rules by position
+# ---------------------------------------------------------------------------
+
+ENDS = Rule("block_#/**", first=1, last=2, layers=5, matmul="default")
+
+
+class Stack(nn.Module):
+    length: int = 5
+
+    @nn.compact
+    def __call__(self, x):
+        for number in range(self.length):
+            x = nn.Dense(32, name=f"block_{number}")(x)
+        return nn.Dense(32, name="last")(x)
+
+
+class NnxStack(nnx.Module):
+    def __init__(self, rngs, length=5):
+        self.block = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(length)])
+
+    def __call__(self, x):
+        for layer in self.block:
+            x = layer(x)
+        return x
+
+
+def test_a_rule_selects_the_first_and_last_layers(tmp_path):
+    numbers = [n for n in range(5) if ENDS.matches(f"block_{n}/mlp")]
+    assert numbers == [0, 3, 4] and not ENDS.matches("block_x") and not ENDS.matches("a/block_0")
+    only_last = Rule("h/#:kernel", last=1, layers=12, compute_dtype="f32")
+    assert [n for n in range(12) if only_last.matches(f"h/{n}:kernel")] == [11]
+    file = tmp_path / "mine.toml"
+    keys = ('path = "block_#/**"', "first = 1", "last = 2", "layers = 5", 'matmul = "default"')
+    file.write_text("\n".join(['extends = "fp8"', "[[rules]]", *keys]))
+    recipe = jaxmp.load_recipe(file)
+    assert recipe.policies.rules[0] == ENDS == eval(repr(ENDS))
+    file.write_text(recipe.to_toml())
+    assert jaxmp.load_recipe(file) == recipe
+    x = jnp.ones((32, 32))
+    for model, name in ((Stack(), "block_{}"), (NnxStack(nnx.Rngs(0)), "block/{}")):
+        rule = dataclasses.replace(ENDS, path=name.format("#"))
+        fp8 = jaxmp.explain(model, jaxmp.PolicyMap("fp8", rule))(x).fp8
+        assert [row.path for row in fp8.rows][:2] == [name.format(n) for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"path": "a_#", "first": 1},
+        {"path": "a_*", "first": 1, "layers": 4},
+        {"path": "a_#/b_#", "first": 1, "layers": 4},
+        {"path": "re:a_#", "first": 1, "layers": 4},
+        {"path": "a_#", "layers": 4},
+        {"path": "a_#", "first": 0, "layers": 4},
+        {"path": "a_#", "first": 3, "last": 2, "layers": 4},
+        {"module_type": "Block", "last": 2, "layers": 4},
+        {"path": "a_#", "first": True, "layers": 4},
+        {"path": "a_#", "first": "1", "layers": 4},
+    ],
+)
+def test_positions_that_select_no_layers_are_refused(arguments):
+    with pytest.raises(RuleError, match="first"):
+        Rule(**arguments, policy="c=f32")
+
+
+class ScannedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(32)(x), None
+
+
+class ScannedStack(nn.Module):
+    first: int = 0
+    last: int = 0
+    length: int = 5
+
+    @nn.compact
+    def __call__(self, x):
+        for number in range(self.first):
+            x, _ = ScannedBlock(name=f"first_{number}")(x, None)
+        length = self.length - self.first - self.last
+        scan = nn.scan(ScannedBlock, {"params": 0}, split_rngs={"params": True}, length=length)
+        x, _ = scan(name="block_0")(x, None)
+        for number in range(self.last):
+            x, _ = ScannedBlock(name=f"last_{number}")(x, None)
+        return x
+
+
+def test_a_stack_of_another_length_and_a_scan_are_refused_with_the_form_that_works():
+    x = jnp.ones((32, 32))
+    recipe = jaxmp.load_recipe("fp8").replace(policies=jaxmp.PolicyMap("fp8", ENDS))
+    with pytest.raises(RuleError, match="'block_' of the model have the numbers 0, 1, 2, 3, and"):
+        recipe.wrap(Stack(4)).init(jax.random.key(0), x)
+    in_list = dataclasses.replace(ENDS, path="block/#")
+    with pytest.raises(RuleError, match="have the numbers 0, 1, 2, 3, 4, 5, and not 0 to 4"):
+        recipe.replace(policies=jaxmp.PolicyMap("fp8", in_list)).wrap(NnxStack(nnx.Rngs(0), 6))
+    with pytest.raises(RuleError, match=r"In a scan.* 1 modules named first_0.* length 2"):
+        recipe.wrap(ScannedStack()).init(jax.random.key(0), x)
+    with pytest.raises(RuleError, match="matches no numbered layers"):
+        recipe.wrap(nn.Sequential([nn.Dense(32)])).init(jax.random.key(0), x)
+    rule = Rule("re:(first|last)_.*", matmul="default")
+    explained = jaxmp.explain(ScannedStack(1, 2), jaxmp.PolicyMap("fp8", rule))(x)
+    assert {row.path for row in explained.fp8.rows} == {"block_0/Dense_0"}

@@ -23,10 +23,10 @@ from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._dims import make_dims
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._einsum import einsum, plan_einsum
-from jaxmp.fp8._explain import decide
+from jaxmp.fp8._explain import decide, excluded
 from jaxmp.fp8._overwritten import OVERWRITE
 from jaxmp.fp8._scaling import GEMMS, Scaling
-from jaxmp.fp8._state import PREFIX, init_state, state_names
+from jaxmp.fp8._state import PREFIX, init_state, rest, state_names
 
 # ---------------------------------------------------------------------------
 # Dots
@@ -43,6 +43,8 @@ class _LayerFunction:
     path: str = dataclasses.field(default="", compare=False)
     # Returns the layer's state; None for a scaling without state.
     state: Callable[[], Any] | None = dataclasses.field(default=None, compare=False)
+    # True if the dot runs in FP8 in another phase of the recipe only. It then resets its state.
+    is_resting: bool = False
 
     def _multiply(
         self,
@@ -62,6 +64,11 @@ class _LayerFunction:
           sizes: from `einsum_sizes`.
         """
         k, n, exclusion = sizes
+        if self.is_resting:
+            out = _plain(product, *operands, self.wide, preferred)
+            if self.state is None or excluded(self.scaling, self.path, k, n, exclusion):
+                return out
+            return rest(out, self.state())
         if not decide(self.scaling, self.path, k, n, exclusion, operands[0].size // max(k, 1)):
             return _plain(product, *operands, self.wide, preferred)
         wide = _result_dtype(*operands, preferred, self.wide)
@@ -191,10 +198,11 @@ def linen_dot(
     scaling: Scaling,
     wide: DTypeLike | None,
     path: str,
+    is_resting: bool,
 ) -> LayerDot | LayerEinsum:
     """Returns the FP8 dot of a Linen layer. It reads the layer's state when it is called."""
     state = functools.partial(_read_state, weakref.ref(module), scaling)
-    return dot(scaling, wide, path, state if scaling.is_stateful else None)
+    return dot(scaling, wide, path, state if scaling.is_stateful else None, is_resting)
 
 
 def _read_state(ref: Callable[[], Any], scaling: Scaling) -> dict[str, jax.Array]:

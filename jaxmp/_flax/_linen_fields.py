@@ -167,8 +167,9 @@ def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any
     promotes = promote is promote_dtype or isinstance(promote, Promotion)
     if not promotes or not dot.name or not _has_default_dot(module, dot.name):
         return {}
-    if resolved.scaling is not None and dot.fp8 is not None:
-        function = linen_dot(dot.fp8, module, resolved.scaling, wide, resolved.path)
+    is_resting = resolved.resting is not None
+    if (scaling := resolved.scaling or resolved.resting) is not None and dot.fp8 is not None:
+        function = linen_dot(dot.fp8, module, scaling, wide, resolved.path, is_resting)
     elif wide is None:
         return {}
     else:

@@ -323,7 +323,7 @@ def check_required_rules(
       rngs, args, kwargs: arguments of its `init`.
     """
     policies = type(module)._jaxmp_policies
-    if not type(module)._jaxmp_origin and any(rule.required for rule in policies.rules):
+    if not type(module)._jaxmp_origin and any(rule.required for rule in policies.all_rules):
         check_required(policies, module_paths(module, args, kwargs, rngs, {}))
 
 

@@ -231,8 +231,10 @@ def _dot_changes(attributes: dict[str, Any], module_policy: ModulePolicy) -> dic
     if wide is not None and attributes.get(PREFERRED.name) is None:
         changes = _wide_changes(attributes, dot, wide)
     is_default = attributes.get(dot.name) in (None, dot.function)
-    if resolved.scaling is not None and dot.fp8 is not None and is_default:
-        changes[dot.name] = dot.fp8(resolved.scaling, wide, resolved.path)
+    scaling = resolved.scaling or resolved.resting
+    if scaling is not None and dot.fp8 is not None and is_default:
+        is_resting = resolved.resting is not None
+        changes[dot.name] = dot.fp8(scaling, wide, resolved.path, is_resting=is_resting)
         if quantizes_float32_kernels(resolved.scaling) and "promote_dtype" in attributes:
             has_wide_bias = "promote_dtype" in changes
             changes["promote_dtype"] = Promotion(wide if has_wide_bias else None, True)

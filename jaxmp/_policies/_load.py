@@ -17,6 +17,7 @@ from jaxmp._core._messages import did_you_mean
 from jaxmp._policies import _scaling_table, _toml
 from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, read_loss_scale
 from jaxmp._policies._op_table import OpTable
+from jaxmp._policies._phases import Phase, policies_of_phases, with_phases
 from jaxmp._policies._policy import Policy, PolicyLike, complete_policy, get_policy, summarized
 from jaxmp._policies._required import check_module_dtypes, named_dtypes
 from jaxmp._policies._resolve import Policies, checked_rules
@@ -94,6 +95,10 @@ class RecipeData:
     widen_params: bool = False
     # Categories of the operations in `autocast`.
     ops: OpTable = dataclasses.field(default_factory=OpTable)
+    # Keys that change at later steps. `policies` are those of the first steps.
+    phases: tuple[Phase, ...] = ()
+    # The recipe of which this one is a phase.
+    whole: RecipeData | None = dataclasses.field(default=None, repr=False)
 
 
 D = TypeVar("D", bound=RecipeData)
@@ -118,7 +123,8 @@ def as_policy_map(policies: RecipeLike) -> PolicyMap:
       The policies; `policies` itself if it is a `PolicyMap`.
 
     Raises:
-      RecipeError: if a string is not the name of a recipe, or its file cannot be loaded.
+      RecipeError: if a string is not the name of a recipe, its file cannot be loaded, or the recipe
+        has phases.
       PolicyError: if a policy or dtype is invalid.
 
     Example:
@@ -127,7 +133,15 @@ def as_policy_map(policies: RecipeLike) -> PolicyMap:
       >>> as_policy_map("bfloat16").default
       Policy('p=bf16,c=bf16,o=bf16')
     """
-    return policies if isinstance(policies, PolicyMap) else as_recipe_data(policies).policies
+    if isinstance(policies, PolicyMap):
+        return policies
+    data = as_recipe_data(policies)
+    if data.phases:
+        raise RecipeError(
+            f"The recipe {data.name!r} has phases, of which each has other policies. Select that "
+            "of the step on the host: recipe.phase(step). All of them: recipe.split_phases()."
+        )
+    return data.policies
 
 
 def as_op_table(policies: RecipeLike) -> OpTable:
@@ -215,6 +229,7 @@ def _unknown_name(text: str) -> RecipeError:
 
 
 def _from_policies(policies: PolicyMap) -> RecipeData:
+    policies = with_phases(policies, ())
     rules, default = len(policies.rules), summarized(policies.default)
     data = RecipeData(
         name=str(default) + (f" and {rules} rule{'s' * (rules > 1)}" if rules else ""),
@@ -231,11 +246,12 @@ def _from_policies(policies: PolicyMap) -> RecipeData:
 
 
 class _Layers(NamedTuple):
-    """Settings and rules of a file, merged with those of the files that it extends."""
+    """Settings, rules and phases of a file, merged with those of the files that it extends."""
 
     document: _toml.Document
     settings: Settings
     rules: tuple[Rule, ...]
+    phases: tuple[Phase, ...]
 
 
 @functools.lru_cache(maxsize=64)
@@ -268,18 +284,19 @@ def _read_layers(file: str, path: Traversable, chain: tuple[str, ...] = ()) -> _
             f"{file!r} extends itself: {' -> '.join(map(repr, chain))}. Extend an installed "
             f"recipe:\n{fix_line('', 'extends')}"
         )
-    settings, rules = read_contents(document)
+    settings, rules, phases = read_contents(document)
     if ("", "extends") not in settings:
         if not document.table.get("policy"):
             raise RecipeError(
                 f"{document.locate()} specifies no precision: it has no [policy] and extends no "
                 f"recipe. Add a recipe to extend:\n{fix_line('', 'extends')}"
             )
-        return _Layers(document, settings, rules)
+        return _Layers(document, settings, rules, phases)
     base = _read_base(document, settings["", "extends"], chain)
     inherited = {key: base.settings[key] for key in base.settings if _is_inherited(key, settings)}
     # Own settings come first: if two contradict each other, the message names the user's file.
-    return _Layers(document, {**settings, **inherited}, rules + base.rules)
+    merged = {**settings, **inherited}
+    return _Layers(document, merged, rules + base.rules, phases or base.phases)
 
 
 def _read_base(document: _toml.Document, extends: Setting, chain: tuple[str, ...]) -> _Layers:
@@ -307,7 +324,7 @@ def _is_inherited(key: tuple[str, str], own: Settings) -> bool:
     if table == "loss_scale":
         return ("loss_scale", "kind") not in own and ("loss_scale", "preset") not in own
     if table == _scaling_table.TABLE:
-        return _scaling_table.is_inherited(own)
+        return (table, "scaling") not in own
     # The window of the extended recipe describes the mask of that recipe.
     return key != ("attention", "window") or ("attention", "mask") not in own
 
@@ -318,7 +335,7 @@ def _build(layers: _Layers) -> RecipeData:
     Raises:
       RecipeError: if settings contradict each other.
     """
-    document, settings, rules = layers
+    document, settings, rules, phases = layers
     tables: dict[str, dict[str, Setting]] = {name: {} for name in ("", *TABLES)}
     for (table, key), setting in settings.items():
         tables[table][key] = setting
@@ -333,7 +350,12 @@ def _build(layers: _Layers) -> RecipeData:
             f'recipe declares none. Write:\n    mask = "causal"\n{fix_line("attention", "window")}'
         )
     policies = PolicyMap(complete_policy(default), rules)
-    policies = _scaling_table.with_scaling(policies, tables[_scaling_table.TABLE], document)
+    scaling = tables[_scaling_table.TABLE]
+    policies = _scaling_table.with_scaling(policies, scaling, document, phases)
+    try:
+        policies = with_phases(policies, phases) if phases else policies
+    except RecipeError as error:
+        raise RecipeError(f"{document.locate('phases')}: {error}") from None
     stem = Path(document.file).name.removesuffix(".toml")
     extends = f"extends {values['']['extends']}" if "extends" in values[""] else ""
     data = RecipeData(
@@ -344,8 +366,28 @@ def _build(layers: _Layers) -> RecipeData:
         **values["optimizer"],
         **values["gradients"],
         ops=OpTable(values["ops"]),
+        phases=phases,
     )
     return check_recipe(data, lambda table, key: settings[table, key].location)
+
+
+# ---------------------------------------------------------------------------
+# Phases
+# ---------------------------------------------------------------------------
+
+
+def first_steps(data: RecipeData) -> list[int]:
+    """Returns the first step of each phase, beginning with 0; `[0]` for a recipe without phases."""
+    return [0, *(phase.from_step for phase in data.phases)]
+
+
+@functools.lru_cache(maxsize=64)
+def phase_of(data: D, number: int) -> D:
+    """Returns phase `number` of a recipe as a recipe. The number 0 is the time before the first."""
+    others = policies_of_phases(data.policies, data.phases)
+    policies = others.pop(number).beside(others)
+    name = f"{data.name}@{first_steps(data)[number]}"
+    return dataclasses.replace(data, name=name, policies=policies, phases=(), whole=data)
 
 
 # ---------------------------------------------------------------------------
@@ -365,7 +407,8 @@ def check_recipe(data: D, locate: Callable[[str, str], str] | None = None) -> D:
       PolicyError: if a module would store or compute in fewer than 16 bits.
     """
     locate = locate or (lambda table, key: f"recipe {data.name!r}, key '{table}.{key}'")
-    check_module_dtypes(data.policies)
+    for policies in (data.policies, *data.policies.others):
+        check_module_dtypes(policies)
     if data.master == "packed":
         for owner, field, dtype in named_dtypes(data.policies):
             if (field, dtype) == ("param_dtype", FLOAT16):

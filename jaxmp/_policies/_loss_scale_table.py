@@ -124,8 +124,10 @@ def read_loss_scale(settings: Mapping[str, Setting], policies: Policies) -> Loss
 
 
 def automatic_kind(policies: Policies) -> str:
-    """Returns the kind of "auto": "dynamic" if any dtype is float16, otherwise "none"."""
-    return "dynamic" if FLOAT16 in [dtype for _, _, dtype in named_dtypes(policies)] else "none"
+    """Returns the kind of "auto": "dynamic" if any dtype of any phase is float16, or "none"."""
+    phases = (policies, *policies.others)
+    dtypes = {dtype for each in phases for _, _, dtype in named_dtypes(each)}
+    return "dynamic" if FLOAT16 in dtypes else "none"
 
 
 def _contradiction(key: str, setting: Setting, kind: str) -> RecipeError:

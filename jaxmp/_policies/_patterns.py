@@ -35,7 +35,8 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Compiles a path pattern to a regular expression that must match a whole path.
 
     `a` matches only `a`, `a/*` its children, `a/**` itself and everything below, `**/a` every `a`,
-    `''` the root and `a:kernel` one parameter. A regular expression starts with `re:`.
+    `''` the root and `a:kernel` one parameter; `#` is a number. A regular expression starts with
+    `re:`.
 
     Raises:
       RuleError: if the pattern is not valid; the message contains valid ones.
@@ -55,11 +56,11 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(_module_regex(segments) + (f":{glob_regex(parameter)}" if colon else ""))
 
 
-_SEGMENT_WILDCARDS = {"*": "[^/:]*", "?": "[^/:]"}
+_SEGMENT_WILDCARDS = {"*": "[^/:]*", "?": "[^/:]", "#": r"(\d+)"}
 
 
 def glob_regex(segment: str) -> str:
-    """Returns the regular expression of one path segment or type name with `*` and `?`."""
+    """Returns the regular expression of one path segment or type name with `*`, `?` and `#`."""
     if segment == "*":
         return "[^/:]+"  # names are not empty
     return "".join(_SEGMENT_WILDCARDS.get(char, re.escape(char)) for char in segment)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import importlib
+import operator
 from types import ModuleType
-from typing import Self, TypeVar, Unpack, final
+from typing import Self, TypeVar, Unpack, cast, final
 
 import jax
 import optax
@@ -13,7 +15,14 @@ import optax
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._hints import warn_if_dropped
 from jaxmp._gradients._loss_scale import LossScale
-from jaxmp._policies._load import RecipeData, RecipeLike, as_recipe_data
+from jaxmp._policies._load import (
+    RecipeData,
+    RecipeLike,
+    as_policy_map,
+    as_recipe_data,
+    first_steps,
+    phase_of,
+)
 from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
 from jaxmp._policies._toml import recipe_names
 from jaxmp.errors import JaxmpError, RecipeError
@@ -53,6 +62,8 @@ class Recipe(RecipeData):
       regather: True if split weights are gathered again in the backward pass, instead of kept.
       widen_params: True if matmuls compute the gradients of 16-bit parameters in FP32.
       ops: categories of operations in `autocast`: the default table with this recipe's edits.
+      phases: keys that change at later steps; see `phase`.
+      whole: for a phase, the recipe that it belongs to; otherwise None.
 
     Example:
       >>> recipe = load_recipe("bf16").replace(master="none")
@@ -97,13 +108,15 @@ class Recipe(RecipeData):
         Raises:
           JaxmpError: if `model` is not such an instance, or if `shardings` has another structure
             than its parameters (in Linen, from `apply`).
+          RecipeError: if this recipe has phases: `recipe.phase(step).wrap(model)`.
 
         Example:
           >>> model = load_recipe("bf16").wrap(nn.Dense(2))
           >>> model.apply(model.init(jax.random.key(0), x), x).dtype
           dtype('float32')
         """
-        wrapped = _load_adapter(model).apply_policy(model, self.policies, shardings=shardings)
+        policies = as_policy_map(self)
+        wrapped = _load_adapter(model).apply_policy(model, policies, shardings=shardings)
         return warn_if_dropped(wrapped, "model = recipe.wrap(model)")
 
     def optimizer(
@@ -158,6 +171,54 @@ class Recipe(RecipeData):
         stored = cast_params(params, self.policies, master)
         return warn_if_dropped(stored, "params = recipe.cast_params(params)")
 
+    def phase(self, step: int) -> Recipe:
+        """Returns the recipe of a step; this recipe itself if it has no phases.
+
+        All phases have the same train state, which the whole recipe makes. Call this method on the
+        host, and pass the result to the compiled step: it is static, so that a step is compiled
+        once for each phase, and no program contains a branch. After steps in which a layer does
+        not run in FP8, delayed scaling takes its first scale from the tensor itself.
+
+        Args:
+          step: number of the step, counted from 0, such as `int(state.step)`.
+
+        Returns:
+          A recipe without phases; its name ends in the first step of the phase, such as "mine@900".
+
+        Raises:
+          RecipeError: if `step` is not an integer, such as inside of `jax.jit`, or is negative.
+
+        Example:
+          >>> phases = [{"from_step": 900, "matmul": "default"}]
+          >>> recipe = load_recipe("fp8").replace(phases=phases)
+          >>> recipe.phase(899), recipe.phase(900)
+          (Recipe('fp8@0'), Recipe('fp8@900'))
+        """
+        whole = self if self.whole is None else cast(Recipe, self.whole)
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise RecipeError(
+                f"phase({step!r}): the step must be a nonnegative integer on the host. Choose the "
+                "phase in front of the compiled step:\n"
+                "    state, loss = train_step(recipe.phase(int(state.step)), state, batch)"
+            )
+        if not whole.phases:
+            return whole
+        return phase_of(whole, bisect.bisect_right(first_steps(whole), number) - 1)
+
+    def split_phases(self) -> list[Recipe]:
+        """Returns the recipe of each phase; `[self]` for a recipe without phases.
+
+        Example:
+          >>> phases = [{"from_step": 900, "matmul": "default"}]
+          >>> load_recipe("fp8").replace(phases=phases).split_phases()
+          [Recipe('fp8@0'), Recipe('fp8@900')]
+        """
+        return [self.phase(step) for step in first_steps(self)]
+
     def replace(self, **changes: Unpack[RecipeChanges]) -> Recipe:
         """Returns this recipe with some settings replaced.
 
@@ -167,7 +228,8 @@ class Recipe(RecipeData):
             dict, merged into the recipe's table, or an `OpTable` that replaces it), `fp8` (a
             scaling of `jaxmp.fp8`, or its name), `implementation`, `mask` and `window` (the keys of
             [attention]), `master`, `skip`, `moment_dtype`, `accumulate_dtype`, `reduce_dtype`,
-            `regather`, `widen_params`, `name`, `summary`.
+            `regather`, `widen_params`, `phases` (a list of dicts with the keys of [[phases]]),
+            `name`, `summary`.
 
         Returns:
           A new recipe. A loss scale that "auto" has chosen is chosen again for new policies.
@@ -183,6 +245,8 @@ class Recipe(RecipeData):
 
     def to_toml(self) -> str:
         """Returns the text of a TOML file that loads as an equal recipe.
+
+        The text of a phase is that of the whole recipe.
 
         Raises:
           RecipeError: if a string in the recipe cannot be written as UTF-8.

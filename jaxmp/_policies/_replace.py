@@ -20,11 +20,12 @@ from jaxmp._policies._load import (
 )
 from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, loss_scale_data
 from jaxmp._policies._op_table import OpTable
+from jaxmp._policies._phases import Phase, with_phases
 from jaxmp._policies._policy import ATTENTION_FIELDS, FIELD_NAMES, Policy, canonical_fields
-from jaxmp._policies._rules import Rule
+from jaxmp._policies._rules import POSITION, Rule
 from jaxmp._policies._scaling_table import TABLE, replace_scaling, scaling_settings
-from jaxmp._policies._schema import TABLES, TOP
-from jaxmp._policies._toml import literal
+from jaxmp._policies._schema import TABLES, TOP, read_contents
+from jaxmp._policies._toml import Document, literal
 from jaxmp.errors import PolicyError, RecipeError
 from jaxmp.fp8._scaling import ScalingLike
 
@@ -44,6 +45,8 @@ class RecipeChanges(TypedDict, total=False):
     # Operation -> category, merged into the recipe's table; or an `OpTable` that replaces it.
     ops: OpTable | Mapping[str, str] | None
     fp8: ScalingLike
+    # Tables with the keys of [[phases]]; their rules may be `Rule` objects.
+    phases: Sequence[Mapping[str, object]] | None
     # Attention layers.
     implementation: str | None
     mask: str | None
@@ -68,14 +71,21 @@ def replace_settings(data: D, **changes: Unpack[RecipeChanges]) -> D:
       RecipeError: if a value is not allowed, or contradicts another.
       OpError: if an operation is unknown, or cannot have the category.
     """
+    if data.whole is not None:
+        raise RecipeError(
+            f"{data.name!r} is one phase of {data.whole.name!r}. Change the whole recipe, then "
+            "select the phase: recipe = recipe.replace(...); phase = recipe.phase(step)."
+        )
     settings: dict[str, Any] = dict(changes)
-    policies, loss_scale, ops, fp8 = (
-        settings.pop(key, None) for key in ("policies", "loss_scale", "ops", "fp8")
+    policies, loss_scale, ops, fp8, phases = (
+        settings.pop(key, None) for key in ("policies", "loss_scale", "ops", "fp8", "phases")
     )
+    new_phases = data.phases if phases is None else _read_phases(phases)
     new_policies = data.policies if policies is None else as_policy_map(policies)
     attention = {key: settings.pop(key, None) for key in ATTENTION_FIELDS}
     new_policies = _replace_attention(new_policies, attention)
-    new_policies = replace_scaling(new_policies, fp8, data.name)
+    new_policies = replace_scaling(new_policies, fp8, data.name, new_phases)
+    new_policies = with_phases(new_policies, new_phases)
     if loss_scale is None:
         is_automatic = data.loss_scale_data == LossScaleData(kind=automatic_kind(data.policies))
         loss_scale = "auto" if is_automatic else data.loss_scale_data
@@ -86,9 +96,20 @@ def replace_settings(data: D, **changes: Unpack[RecipeChanges]) -> D:
             policies=new_policies,
             loss_scale_data=loss_scale_data(loss_scale, new_policies),
             ops=data.ops if ops is None else _replace_ops(data.ops, ops),
+            phases=new_phases,
             **values,
         )
     )
+
+
+def _read_phases(phases: Sequence[Mapping[str, Any]]) -> tuple[Phase, ...]:
+    def table(phase: Mapping[str, Any]) -> dict[str, Any]:
+        rules = phase.get("rules", [])
+        rules = [_rule_fields(each) if isinstance(each, Rule) else each for each in rules]
+        return {**phase, **({"rules": rules} if rules else {})}
+
+    tables = [table(each) if isinstance(each, Mapping) else each for each in phases]
+    return read_contents(Document("replace(phases=...)", {"phases": tables})).phases
 
 
 def _replace_attention(policies: PolicyMap, settings: Mapping[str, Any]) -> PolicyMap:
@@ -121,18 +142,26 @@ def _replace_ops(current: OpTable, ops: OpTable | Mapping[str, str]) -> OpTable:
 def _read_change(key: str, value: object) -> object:
     """Converts a setting that was passed in Python, under the rules for files."""
     if key not in _REPLACEABLE:
-        names = ["policies", "loss_scale", "ops", "fp8", *ATTENTION_FIELDS, *_REPLACEABLE]
+        names = ["policies", "loss_scale", "ops", "fp8", "phases", *ATTENTION_FIELDS, *_REPLACEABLE]
         raise RecipeError(
             f"replace() has no argument {key!r}.{did_you_mean(key, names)} Allowed: "
             f"{', '.join(names)}; for example recipe.replace(master='fp32')."
         )
     field = _REPLACEABLE[key]
     try:
-        return field.read(canonical_dtype(value).name if key.endswith("_dtype") else value)
-    except RecipeError as error:
+        return field.read(_dtype_name(value) if key.endswith("_dtype") else value)
+    except (PolicyError, RecipeError) as error:
         raise RecipeError(
             f"replace({key}={value!r}): {error} For example recipe.replace({key}={field.example})."
         ) from None
+
+
+def _dtype_name(value: object) -> object:
+    """Returns the full name of a floating dtype; any other value, which a file refuses, too."""
+    try:
+        return canonical_dtype(value).name
+    except PolicyError:
+        return getattr(value, "name", getattr(value, "__name__", value))
 
 
 # ---------------------------------------------------------------------------
@@ -149,11 +178,12 @@ def recipe_text(data: RecipeData) -> str:
       data: the recipe.
 
     Returns:
-      Text that loads as an equal recipe with the same name.
+      Text that loads as an equal recipe with the same name; for a phase, that of the whole recipe.
 
     Raises:
       RecipeError: if a string in the recipe cannot be written as UTF-8.
     """
+    data = data.whole or data
     policies, scaling = data.policies, data.policies.fp8
     default = _policy_fields(policies.default)
     attention = {name: default.pop(name) for name in ATTENTION_FIELDS if name in default}
@@ -168,6 +198,7 @@ def recipe_text(data: RecipeData) -> str:
         _block("[gradients]", of_data("gradients")),
         *([_block("[ops]", dict(data.ops.edits))] if data.ops.edits else []),
         *(_block("[[rules]]", _rule_fields(rule)) for rule in policies.rules),
+        *(block for phase in data.phases for block in _phase_blocks(phase)),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -175,6 +206,11 @@ def recipe_text(data: RecipeData) -> str:
 def _block(header: str, values: Mapping[str, object]) -> str:
     """Returns the lines of one table."""
     return "\n".join([header, *(f"{key} = {literal(value)}" for key, value in values.items())])
+
+
+def _phase_blocks(phase: Phase) -> list[str]:
+    rules = [_block("[[phases.rules]]", _rule_fields(rule)) for rule in phase.rules]
+    return [_block("[[phases]]", phase.settings()), *rules]
 
 
 def _policy_fields(policy: Policy | Rule) -> dict[str, object]:
@@ -188,7 +224,7 @@ def _policy_fields(policy: Policy | Rule) -> dict[str, object]:
 
 
 def _rule_fields(rule: Rule) -> dict[str, object]:
-    selector = {"path": rule.path, "module_type": rule.module_type}
+    selector = {name: getattr(rule, name) for name in ("path", "module_type", *POSITION)}
     fields = {key: value for key, value in selector.items() if value is not None}
     why = {"why": rule.why} if rule.why else {}
     return {**fields, **_policy_fields(rule), "required": rule.required, **why}

@@ -12,7 +12,13 @@ import numpy as np
 from jaxmp._core._dtypes import bits, is_16bit, short_name
 from jaxmp._core._explanation import ExplanationRow, ExplanationSection
 from jaxmp._core._messages import nearest
-from jaxmp._policies._patterns import ModuleType, methods_of, module_type_names, own_inputs
+from jaxmp._policies._patterns import (
+    ModuleType,
+    compile_pattern,
+    methods_of,
+    module_type_names,
+    own_inputs,
+)
 from jaxmp._policies._policy import Policy, with_fields
 from jaxmp._policies._resolve import Policies, resolve_policy, typed_paths
 from jaxmp._policies._rules import Rule
@@ -175,20 +181,22 @@ def check_required(
     Args:
       policies: the policies.
       paths: every module path and `path:name` of a model, or a mapping to classes.
-      rules: the rules to check; None: all rules of the map.
+      rules: the rules to check; None: all rules of the map, and of other phases.
 
     Raises:
       RuleError: if a rule matches nothing, with the nearest paths or types; or if no matching
         module has an argument in its `keep_inputs`, or a method in its `forward_methods`.
     """
     types = typed_paths(paths)
-    for rule in policies.rules if rules is None else rules:
+    for rule in policies.all_rules if rules is None else rules:
         if rule.required and not any(
             rule.matches(path, module_type)
             for path, module_type in types.items()
             if rule.addresses_parameter == (":" in path)
         ):
             raise _no_match_error(rule, types)
+        if rule.layers is not None:
+            _check_stack(rule, types)
         if rule.required and (rule.keep_inputs or rule.forward_methods):
             _check_names(rule, types)
 
@@ -203,10 +211,37 @@ def _no_match_error(rule: Rule, types: Mapping[str, ModuleType]) -> RuleError:
     if rule.module_type is not None:
         close = nearest(rule.module_type, names) or names[:5]
         hints.append("nearest types: " + (", ".join(close) or "none"))
+    if rule.layers is not None:
+        return _stack_error(rule, "it matches no numbered layers")
     return RuleError(
         f"{rule!r} matched nothing in this model; {'; '.join(hints)}. "
         "Correct the rule, or allow it to match nothing: "
         f"{dataclasses.replace(rule, required=False)!r}."
+    )
+
+
+def _check_stack(rule: Rule, paths: Iterable[str]) -> None:
+    """Checks that the layers of each stack are numbered from 0 to `rule.layers - 1`."""
+    assert rule.path is not None
+    stacks: dict[str, set[int]] = {}
+    for path in paths:
+        if match := compile_pattern(rule.path).fullmatch(path):
+            stacks.setdefault(path[: match.start(1)], set()).add(int(match[1]))
+    for name, numbers in stacks.items():
+        if numbers != set(range(len(numbers))) or len(numbers) != rule.layers:
+            text = ", ".join(map(str, sorted(numbers)))
+            raise _stack_error(rule, f"the layers {name!r} of the model have the numbers {text}")
+
+
+def _stack_error(rule: Rule, problem: str) -> RuleError:
+    first, last = rule.first or 0, rule.last or 0
+    return RuleError(
+        f"{rule!r} does not fit this model: {problem}, and not 0 to {(rule.layers or 0) - 1}. "
+        "Correct its path and layers. In a scan (nn.scan, nnx.scan, nnx.vmap), all layers are one "
+        "module with one policy, so that no rule can distinguish them: scan the layers between the "
+        f"ends, for example {first} modules named first_0, ..., a scan of length "
+        f"{(rule.layers or 0) - first - last}, and {last} modules named last_0, ..., and write "
+        "Rule('re:(first|last)_.*', ...)."
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -43,6 +43,8 @@ class Policies:
     default: Policy
     rules: tuple[Rule, ...]
     fp8: Scaling | None
+    # The policies of the other phases of the recipe; see `beside`.
+    others: tuple[Policies, ...] = dataclasses.field(init=False, repr=False)
     # The policy of each rule.
     _policies: tuple[Policy, ...] = dataclasses.field(init=False, repr=False, compare=False)
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
@@ -63,14 +65,33 @@ class Policies:
         object.__setattr__(self, "fp8", fp8)
         policies = tuple(_policy_of_rule(default, rule) for rule in rules)
         object.__setattr__(self, "_policies", policies)
-        object.__setattr__(self, "_hash", hash((default, rules, fp8)))
         object.__setattr__(self, "_resolved", {})
+        object.__setattr__(self, "others", ())
+        object.__setattr__(self, "_hash", hash((default, rules, fp8)))
+
+    def beside(self, others: Iterable[Policies]) -> Self:
+        """Returns these policies as one of several phases, which have one train state.
+
+        A layer that runs in FP8 with a state in another phase has this state here, too, and resets
+        it in each step. It then takes its first scale of that phase from the tensor itself.
+        """
+        policies = dataclasses.replace(self)
+        if others := tuple(others):
+            object.__setattr__(policies, "others", others)
+            object.__setattr__(policies, "_hash", hash((policies._hash, others)))
+        return policies
 
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[type[Policies], tuple[Any, ...]]:
-        return type(self), (self.default, self.rules, self.fp8)
+    @property
+    def all_rules(self) -> tuple[Rule, ...]:
+        """The rules of these policies, and those of other phases."""
+        phases = (self, *self.others)
+        return tuple(dict.fromkeys(rule for each in phases for rule in each.rules))
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _restored, (type(self), self.default, self.rules, self.fp8, self.others)
 
     def resolve(
         self,
@@ -88,6 +109,10 @@ class Policies:
           module_type: the module's class or class name; None: rules by type do not match.
         """
         return resolve_policy(self, path, module_type).policy
+
+
+def _restored(cls: Any, *fields: Any) -> Policies:
+    return cls(*fields[:-1]).beside(fields[-1])
 
 
 def checked_rules(rules: Iterable[Rule] | Rule) -> tuple[Rule, ...]:
@@ -140,6 +165,8 @@ class ResolvedPolicy:
         dtype, and FP32 for a decision or a narrow layer; then the module's dot emits it
         (`preferred_element_type`). Otherwise None.
       scaling: scaling of the module's FP8 dots; None: its dots do not run in FP8.
+      resting: scaling with a state that the module's dots have in another phase of the recipe, if
+        `scaling` is None; otherwise None.
       path: the path that was resolved.
       narrow: why a linear layer with few outputs returns FP32; "" for other modules. Its result is
         weakly typed, as a Python number is: other operands determine the dtype of an operation.
@@ -152,6 +179,7 @@ class ResolvedPolicy:
     scaling: Scaling | None
     path: str
     narrow: str = ""
+    resting: Scaling | None = None
 
     @property
     def rule_names_output(self) -> bool:
@@ -218,8 +246,22 @@ def resolve_policy(
         scaling=as_scaling(policies.fp8) if uses_fp8 else None,
         path=path,
         narrow=narrow,
+        resting=_resting(policies, policy, path, module_type)
+        if policies.others and not uses_fp8
+        else None,
     )
     return resolved
+
+
+def _resting(policies: Policies, own: Policy, path: str, module_type: ModuleType) -> Scaling | None:
+    """Returns the stateful scaling that a module may have in a phase; None if it has none.
+
+    Which layers decide can differ between phases, so that layers that decide have the state, too.
+    """
+    pairs = [(other, resolve_policy(other, path, module_type).policy) for other in policies.others]
+    pairs.append((policies, own))
+    scalings = (as_scaling(each.fp8) for each, policy in pairs if policy.matmul == "fp8")
+    return next((scaling for scaling in scalings if scaling.is_stateful), None)
 
 
 def narrow_reason(policy: Policy, outputs: int | None) -> str:

@@ -34,6 +34,9 @@ from jaxmp._policies._policy import (
 from jaxmp._policies._toml import shipped
 from jaxmp.errors import RuleError
 
+# Arguments that select layers of a numbered stack.
+POSITION = ("first", "last", "layers")
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -42,8 +45,8 @@ class Rule:
 
     Args:
       path: pattern of the `/`-joined module path without the root. `*` matches within a segment,
-        `**` across segments, `re:` starts a regular expression, `''` is the root, and `path:name`
-        addresses one parameter. None: any path.
+        `**` across segments, `#` matches a number, `re:` starts a regular expression, `''` is the
+        root, and `path:name` addresses one parameter. None: any path.
       policy: the fields to override, as a string or dict such as `"c=f32"`; or a whole policy: a
         `Policy` or a `jmp.Policy`. The bare name of a dtype or recipe is
         refused, because `"bf16"` could mean either. None: the fields are passed by keyword.
@@ -54,17 +57,27 @@ class Rule:
       mask, window: likewise. A rule with a mask and without a window declares no window.
       keep_inputs, forward_methods, fp32_outputs_below: likewise. A rule with
         `fp32_outputs_below=0` rounds the results of all its linear layers, also of a last one.
+      first, last: the rule applies to so many layers at the start and at the end of a numbered
+        stack, whose number is `#` in the path, like `num_layers_at_start_in_bf16` and
+        `num_layers_at_end_in_bf16` of Megatron-LM (`first_last_layers_bf16`). None: none at this
+        end.
+      layers: number of layers in the stack, which `first` and `last` require. A model with another
+        number is refused by `init`, `explain` and, in NNX, `wrap`.
       why: the reason, which `explain` and `jaxmp show` print.
       required: refuse a model in which the rule matches nothing.
 
     Raises:
-      RuleError: if the rule selects nothing, overrides nothing, sets `param_dtype` by type, or if
-        its policy is the bare name of a dtype or recipe.
+      RuleError: if the rule selects nothing, overrides nothing, sets `param_dtype` by type, if its
+        policy is the bare name of a dtype or recipe, or if `first`, `last`, `layers` and `#` do not
+        belong together.
       PolicyError: if a dtype or setting is not valid.
 
     Example:
       >>> Rule("lm_head", "o=f32", why="the loss reads FP32 logits").output_dtype
       dtype('float32')
+      >>> ends = Rule("block_#/**", first=1, last=2, layers=24, matmul="default")
+      >>> [n for n in range(24) if ends.matches(f"block_{n}/mlp")]
+      [0, 22, 23]
     """
 
     path: str | None
@@ -79,6 +92,9 @@ class Rule:
     keep_inputs: Names | None
     forward_methods: tuple[str, ...] | None
     fp32_outputs_below: int | None
+    first: int | None
+    last: int | None
+    layers: int | None
     why: str
     required: bool
 
@@ -98,6 +114,9 @@ class Rule:
         keep_inputs: str | Iterable[str] | None = None,
         forward_methods: str | Iterable[str] | None = None,
         fp32_outputs_below: int | None = None,
+        first: int | None = None,
+        last: int | None = None,
+        layers: int | None = None,
         why: str = "",
         required: bool = True,
     ) -> None:
@@ -105,7 +124,7 @@ class Rule:
         if isinstance(module_type, type):
             module_type = module_type.__name__
         selector = {"path": path, "module_type": module_type}
-        flags = {"why": why, "required": required}
+        flags = {"why": why, "required": required, "first": first, "last": last, "layers": layers}
         for name, value in (selector | flags).items():
             _check_type(name, value)
             object.__setattr__(self, name, value)
@@ -137,8 +156,13 @@ class Rule:
           path: the module path, or `module/path:name`.
           module_type: the module's class or class name, if known.
         """
-        if self.path is not None and not compile_pattern(self.path).fullmatch(path):
-            return False
+        if self.path is not None:
+            match = compile_pattern(self.path).fullmatch(path)
+            if not match:
+                return False
+            inner = range(self.first or 0, (self.layers or 0) - (self.last or 0))
+            if self.layers is not None and int(match[1]) in inner:
+                return False
         if self.module_type is None:
             return True
         pattern = compile_type_pattern(self.module_type)
@@ -174,7 +198,9 @@ def rule_text(rule: Rule, *, with_reason: bool = True) -> str:
 
 def _selector_code(rule: Rule) -> str:
     parts = [] if rule.path is None else [repr(rule.path)]
-    parts += [] if rule.module_type is None else [f"module_type={rule.module_type!r}"]
+    for name in ("module_type", *POSITION):
+        value = getattr(rule, name)
+        parts += [] if value is None else [f"{name}={value!r}"]
     return ", ".join(parts)
 
 
@@ -211,9 +237,10 @@ def override(default: Policy, rule: Rule) -> Policy:
 
 
 def _check_type(name: str, value: object) -> None:
-    required = bool if name == "required" else str
-    is_absent = value is None and name in ("path", "module_type")
-    if not isinstance(value, required) and not is_absent:
+    required = bool if name == "required" else int if name in POSITION else str
+    is_absent = value is None and name in ("path", "module_type", *POSITION)
+    is_bool = required is int and isinstance(value, bool)
+    if (not isinstance(value, required) or is_bool) and not is_absent:
         raise RuleError(
             f"Rule({name}={value!r}): {name} must be of type {required.__name__}; for example "
             "Rule('head', module_type='Dense', output_dtype='f32', why='the loss', required=False)."
@@ -259,12 +286,30 @@ def _check_selector(rule: Rule) -> None:
         )
     if rule.path is not None:
         compile_pattern(rule.path)
+    _check_position(rule)
     if rule.addresses_parameter and rule.module_type is not None:
         raise RuleError(
             f"Rule({_selector_code(rule)}) contains both a parameter and a module type, but "
             "parameters have no module type. Remove module_type: "
             f"Rule({rule.path!r}, 'c=f32')."
         )
+
+
+def _check_position(rule: Rule) -> None:
+    """Checks that `first`, `last` and `layers` belong to one `#` in the path."""
+    first, last, layers = (getattr(rule, name) for name in POSITION)
+    if first is last is layers is None:
+        return
+    path = rule.path or ""
+    numbers = 0 if path.startswith("re:") else path.count("#")
+    ends = [n for n in (first, last) if n is not None]
+    if numbers == 1 and ends and min(ends) >= 1 and layers is not None and sum(ends) <= layers:
+        return
+    raise RuleError(
+        f"Rule({_selector_code(rule)}): first and last are positive numbers of layers of a stack "
+        "with so many layers, whose number in the path is '#'; for example Rule('block_#/**', "
+        "first=1, last=2, layers=24, matmul='default')."
+    )
 
 
 def _check_fields(rule: Rule) -> None:

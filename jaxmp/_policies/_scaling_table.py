@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from jaxmp._policies._phases import Phase
 from jaxmp._policies._resolve import Policies, matmul_scaling
 from jaxmp._policies._toml import BOOLEAN, COUNT, Document, Field, Setting, choice, literal, quoted
 from jaxmp.errors import RecipeError
@@ -44,13 +45,11 @@ FIELDS = {
 }
 
 
-def is_inherited(own: Mapping[tuple[str, str], Setting]) -> bool:
-    """Returns True if the settings of an extended recipe apply: the file names no other scaling."""
-    return (TABLE, "scaling") not in own
-
-
 def with_scaling(
-    policies: _Policies, settings: Mapping[str, Setting], document: Document
+    policies: _Policies,
+    settings: Mapping[str, Setting],
+    document: Document,
+    phases: Iterable[Phase],
 ) -> _Policies:
     """Returns policies with the scaling that the table specifies.
 
@@ -58,12 +57,13 @@ def with_scaling(
       policies: the default policy and the rules of the recipe.
       settings: key -> setting of the table, also those of the recipes that the file extends.
       document: the file.
+      phases: the phases of the recipe, which may have FP8 matmuls if the policies have none.
 
     Raises:
       RecipeError: if the file has the table, but no policy sets `matmul = "fp8"`; or as in
         `read_scaling`.
     """
-    if matmul_scaling(policies) is not None:
+    if matmul_scaling(policies) is not None or any(phase.sets_fp8 for phase in phases):
         return dataclasses.replace(policies, fp8=read_scaling(settings) if settings else None)
     own = [setting for setting in settings.values() if setting.document is document]
     if own:
@@ -75,13 +75,16 @@ def with_scaling(
     return policies
 
 
-def replace_scaling(policies: _Policies, scaling: ScalingLike, recipe: str) -> _Policies:
+def replace_scaling(
+    policies: _Policies, scaling: ScalingLike, recipe: str, phases: Iterable[Phase]
+) -> _Policies:
     """Returns policies with another scaling.
 
     Args:
       policies: the policies.
       scaling: a scaling or its name; None: `policies` is returned unchanged.
       recipe: name of the recipe, for the error message.
+      phases: as in `with_scaling`.
 
     Raises:
       RecipeError: if no policy sets `matmul = "fp8"`, or `scaling` is not a scaling.
@@ -89,7 +92,7 @@ def replace_scaling(policies: _Policies, scaling: ScalingLike, recipe: str) -> _
     if scaling is None:
         return policies
     policies = dataclasses.replace(policies, fp8=as_scaling(scaling))
-    if matmul_scaling(policies) is None:
+    if matmul_scaling(policies) is None and not any(phase.sets_fp8 for phase in phases):
         raise RecipeError(
             f"fp8={scaling!r} specifies the scaling of FP8 matmuls, but no policy or rule of "
             f"{recipe!r} sets matmul='fp8'. Start from a recipe with FP8 matmuls, or add "

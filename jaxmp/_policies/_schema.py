@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxmp._core._dtypes import DTYPE_NAMES
 from jaxmp._core._messages import did_you_mean
 from jaxmp._gradients._dynamic_loss_scale import PRESETS
-from jaxmp._policies import _scaling_table, _toml
+from jaxmp._policies import _phases, _scaling_table, _toml
 from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
+from jaxmp._policies._phases import Phase
 from jaxmp._policies._policy import (
     ATTENTION,
     ATTENTION_FIELDS,
@@ -17,13 +20,11 @@ from jaxmp._policies._policy import (
     MATMUL_PRECISIONS,
     canonical_fields,
 )
-from jaxmp._policies._rules import Rule
+from jaxmp._policies._rules import POSITION, Rule
 from jaxmp._policies._toml import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
 from jaxmp.errors import OpError, RecipeError, RuleError
 
-KINDS = ("auto", "none", "static", "dynamic")
 MASTERS = ("auto", "fp32", "packed", "none")
-SKIPS = ("auto", "select", "cond", "none")
 MOMENT_DTYPES = ("float32", "bfloat16")
 
 # ---------------------------------------------------------------------------
@@ -113,15 +114,17 @@ DYNAMIC = {
 TABLES = {
     "policy": _POLICY,
     "loss_scale": {
-        "kind": choice(*KINDS),
+        "kind": choice("auto", "none", "static", "dynamic"),
         "value": NUMBER._replace(example="128.0"),
         "preset": choice(*PRESETS),
         **DYNAMIC,
     },
     "optimizer": {
         "master": choice(*MASTERS),
-        "skip": choice(*SKIPS),
-        "moment_dtype": choice(*MOMENT_DTYPES),
+        "skip": choice("auto", "select", "cond", "none"),
+        "moment_dtype": choice(*MOMENT_DTYPES)._replace(
+            names={n: d.name for n, d in DTYPE_NAMES.items() if d.name in MOMENT_DTYPES}
+        ),
     },
     "attention": _ATTENTION,
     _scaling_table.TABLE: _scaling_table.FIELDS,
@@ -140,13 +143,28 @@ RULE = {
     "module_type": Field("a string", '"LayerNorm"'),
     "required": BOOLEAN._replace(example="false"),
     "why": Field("a string", '"the loss reads FP32 logits"'),
+    **{
+        key: COUNT._replace(allowed="a positive integer", example=number, bounds=(1, 2**31 - 1))
+        for key, number in zip(POSITION, ("1", "2", "24"), strict=True)
+    },
     **_POLICY,
     **_ATTENTION,
+}
+
+# Keys of each [[phases]].
+PHASE = {
+    "from_step": COUNT._replace(
+        allowed="a positive integer", example="9000", bounds=(1, 2**31 - 1)
+    ),
+    **{key: _POLICY[key] for key in _phases.POLICY_KEYS},
+    **{key: _scaling_table.FIELDS[key] for key in _phases.SCALING_KEYS},
+    "why": Field("a string", '"the learning rate is small"'),
 }
 
 # Former keys of policies, which are false in the manifests of old checkpoints.
 _FORMER = ("respect_explicit", "cast_float64")
 
+_PHASE_EXAMPLE = '    [[phases]]\n    from_step = 9000\n    matmul = "default"'
 _RULE_EXAMPLE = '    [[rules]]\n    path = "**/lm_head"\n    output_dtype = "float32"'
 
 
@@ -158,14 +176,14 @@ def fix_line(table: str, key: str, value: str = "") -> str:
       key: key of the table.
       value: the value as TOML text.
     """
-    fields = {"": TOP, "rules": RULE, **TABLES}[table]
+    fields = {"": TOP, "rules": RULE, "phases": PHASE, **TABLES}[table]
     return f"    {key} = {value or fields[key].example}"
 
 
 def _table_example(table: str) -> str:
     """Returns indented TOML lines: the header of a table, and its first key."""
-    if table == "rules":
-        return _RULE_EXAMPLE
+    if table in ("rules", "phases"):
+        return _RULE_EXAMPLE if table == "rules" else _PHASE_EXAMPLE
     return f"    [{table}]\n{fix_line(table, next(iter(TABLES[table])))}"
 
 
@@ -179,10 +197,11 @@ Settings = dict[tuple[str, str], Setting]
 
 
 class Contents(NamedTuple):
-    """Settings and rules of one file. Each value has been checked, but not their combination."""
+    """Settings, rules and phases of one file. Values have been checked, but no combinations."""
 
     settings: Settings
     rules: tuple[Rule, ...]
+    phases: tuple[Phase, ...]
 
 
 def read_contents(document: _toml.Document) -> Contents:
@@ -202,28 +221,68 @@ def read_contents(document: _toml.Document) -> Contents:
                 )
             read = _read_table(document, (name,), TABLES[name], value)
             settings |= {(name, key): setting for key, setting in read.items()}
-        elif name != "rules":
+        elif name not in ("rules", "phases"):
             top[name] = value
     read = _read_table(document, (), TOP, top)
     settings |= {("", key): setting for key, setting in read.items()}
-    rules = document.table.get("rules", [])
-    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+    rules = _read_rules(document, ("rules",), document.table) if "rules" in document.table else ()
+    phases = _read_phases(document) if "phases" in document.table else ()
+    return Contents(settings, rules, phases)
+
+
+def _list_of_tables(
+    document: _toml.Document, key: _toml.Key, table: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    name = str(key[-1])
+    tables = table.get(name, [])
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        example = _table_example(name)
         raise RecipeError(
-            f"{document.locate('rules')}: {_toml.describe(rules)} is not a list of tables. Start "
-            f"each rule with [[rules]]:\n{_RULE_EXAMPLE}"
+            f"{document.locate(*key)}: {_toml.describe(tables)} is not a list of tables. Start "
+            f"each of them with a header:\n{example}"
         )
-    return Contents(settings, tuple(_read_rule(document, n, r) for n, r in enumerate(rules)))
+    return tables
+
+
+def _read_rules(
+    document: _toml.Document, key: _toml.Key, table: Mapping[str, Any]
+) -> tuple[Rule, ...]:
+    tables = _list_of_tables(document, key, table)
+    return tuple(_read_rule(document, (*key, n), values) for n, values in enumerate(tables))
+
+
+def _read_phases(document: _toml.Document) -> tuple[Phase, ...]:
+    tables = enumerate(_list_of_tables(document, ("phases",), document.table))
+    phases = tuple(_read_phase(document, ("phases", n), dict(values)) for n, values in tables)
+    for number, (before, after) in enumerate(itertools.pairwise(p.from_step for p in phases), 1):
+        if after <= before:
+            raise RecipeError(
+                f"{document.locate('phases', number, 'from_step')}: from_step = {after} follows "
+                f"from_step = {before}. Sort the phases: each one begins after the one before it, "
+                f"such as\n    from_step = {before + 1}"
+            )
+    return phases
+
+
+def _read_phase(document: _toml.Document, key: _toml.Key, values: dict[str, Any]) -> Phase:
+    rules = _read_rules(document, (*key, "rules"), values)
+    values.pop("rules", None)
+    settings = _read_table(document, key, PHASE, values)
+    try:
+        return _phases.read_phase({k: setting.value for k, setting in settings.items()}, rules)
+    except RecipeError as error:
+        raise RecipeError(f"{document.locate(*key)}: {error}") from None
 
 
 def _read_table(
     document: _toml.Document, table: _toml.Key, fields: Mapping[str, Field], values: dict[str, Any]
 ) -> dict[str, Setting]:
     """Returns key -> setting of one table, whose location in the file is `table`."""
-    kind = str(table[0]) if table else ""
+    kind = next((str(part) for part in reversed(table) if isinstance(part, str)), "")
     settings: dict[str, Setting] = {}
     for key, value in values.items():
         # In policies and rules, `c` is short for `compute_dtype`.
-        name = FIELD_KEYS.get(key, key) if kind in ("policy", "rules") else key
+        name = FIELD_KEYS.get(key, key) if kind in ("policy", "rules", "phases") else key
         if kind in ("policy", "rules") and name in _FORMER and value is False:
             continue
         if name not in fields:
@@ -245,13 +304,13 @@ def _read_table(
     return settings
 
 
-def _read_rule(document: _toml.Document, index: int, values: dict[str, Any]) -> Rule:
-    fields = _read_table(document, ("rules", index), RULE, values)
+def _read_rule(document: _toml.Document, key: _toml.Key, values: dict[str, Any]) -> Rule:
+    fields = _read_table(document, key, RULE, values)
     try:
         return Rule(**{name: setting.value for name, setting in fields.items()})
     except RuleError as error:
-        key = ("path",) if str(error).startswith("Pattern ") else ()
-        location = document.locate("rules", index, *key)
+        path = ("path",) if str(error).startswith("Pattern ") else ()
+        location = document.locate(*key, *path)
         raise RecipeError(f"{location}: {error} In TOML:\n{_RULE_EXAMPLE}") from None
 
 
@@ -268,7 +327,9 @@ def _unknown_key(document: _toml.Document, key: _toml.Key, table: str) -> Recipe
             f"{location}: {name!r} is a key of [{home}]. Move it there:\n    [{home}]\n"
             + fix_line(home, name, text)
         )
-    allowed = {"": (*TOP, *TABLES, "rules"), "rules": RULE, **TABLES}[table]
+    top = (*TOP, *TABLES, "rules", "phases")
+    phase = (*PHASE, "rules")
+    allowed = {"": top, "rules": RULE, "phases": phase, **TABLES}[table]
     hint = did_you_mean(name, allowed)
     nearest = hint.split("'")[1] if hint else next(iter(allowed))
     is_table = not table and nearest not in TOP

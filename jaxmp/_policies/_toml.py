@@ -67,7 +67,7 @@ class Document:
 def _key_label(key: Key) -> str:
     names = [str(part) for part in key if isinstance(part, str)]
     if len(key) > 1 and isinstance(key[1], int):
-        rule = f", rule {key[1] + 1}"
+        rule = f", {'phase' if key[0] == 'phases' else 'rule'} {key[1] + 1}"
         return rule + (f", key {'.'.join(names[1:])!r}" if names[1:] else "")
     return f", key {'.'.join(names)!r}" if names else ""
 
@@ -165,7 +165,12 @@ def _find_positions(text: str) -> dict[Key, Position]:
     for number, line in enumerate(_STRING_OR_COMMENT.sub(_blank, text).split("\n"), start=1):
         match = header = _HEADER.match(line)
         if header:
-            table = _split(header["names"])
+            *above, name = _split(header["names"]) or ("",)
+            table = ()
+            for part in above:  # [[phases.rules]] belongs to the last [[phases]]
+                table = (*table, part)
+                table += (headers[table] - 1,) * (table in headers)
+            table = (*table, name)
             if header["open"] == "[[":
                 headers[table] += 1
                 table = (*table, headers[table] - 1)

@@ -315,6 +315,7 @@ def is_same_recipe(text: str, recipe: Recipe, leaves: Iterable[str]) -> bool:
     """
     if text == recipe.to_toml():
         return True
+    recipe = load_recipe(recipe.whole or recipe)
     # The paths of modules and parameters do not contain where the state stores the parameters.
     tails = {
         tuple(each[n:])

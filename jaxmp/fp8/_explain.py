@@ -315,18 +315,28 @@ def decide(scaling: Scaling, path: str, k: int, n: int, why: str = "", tokens: i
     Raises:
       CompositionError: on a GPU without FP8 matmuls, unless the scaling sets `emulate=True`.
     """
-    target = _compat.target()
-    if not scaling.emulate:
-        _check_device(path)
-    target = "cpu" if scaling.emulate else target
+    is_free = not why
+    why = excluded(scaling, path, k, n, why)
+    target = "cpu" if scaling.emulate else _compat.target()
     record = _record.get()
-    if record is not None and not why and decides_otherwise(k, n, scaling, tokens, target):
+    if record is not None and is_free and decides_otherwise(k, n, scaling, tokens, target):
         record.otherwise[path] = tokens
-    why = why or explain_exclusion(max(k, 1), max(n, 1), scaling, target)
     if record is not None:
         record.rows.append(LayerDecision(path, k, n, why))
         record.scalings.update({} if why else {scaling: None})
     return not why
+
+
+def excluded(scaling: Scaling, path: str, k: int, n: int, why: str = "") -> str:
+    """Returns why a layer does not run in FP8; "" if it does. The arguments are those of `decide`.
+
+    Raises:
+      CompositionError: as in `decide`.
+    """
+    target = "cpu" if scaling.emulate else _compat.target()
+    if not scaling.emulate:
+        _check_device(path)
+    return why or explain_exclusion(max(k, 1), max(n, 1), scaling, target)
 
 
 def decide_product(

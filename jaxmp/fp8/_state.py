@@ -247,6 +247,26 @@ def settled(state: Mapping[str, Any]) -> State:
     return divided
 
 
+@jax.custom_vjp
+def rest(result: jax.Array, state: State) -> jax.Array:
+    """Returns the result of a layer that does not run in FP8 in this step, and resets its state.
+
+    The gradient of the state is that of `init_state`, except that `uses` is 1. The next step in FP8
+    then takes its scales from the tensors themselves.
+    """
+    check_reducible(state[AGE])
+    return result
+
+
+def _rest_bwd(state: State, gradient: jax.Array) -> tuple[jax.Array, State]:
+    values = {name: jnp.full(leaf.shape, name == USES, FLOAT32) for name, leaf in state.items()}
+    new = {name: lax.convert_element_type(values[name], state[name].dtype) for name in values}
+    return gradient, new
+
+
+rest.defvjp(lambda result, state: (rest(result, state), state), _rest_bwd)
+
+
 class OperandState(NamedTuple):
     """State of one operand, with the age of the layer's state."""
 

@@ -113,6 +113,8 @@ def _finished(new: State, old: State, is_used: jax.Array, latest: jax.Array) -> 
     new, is_used, settled_old = to_float32(new), is_used[0], settled(old)
     ran = {AGE: new[AGE], USES: lax.full_like(old[USES], 1)}
     state = {leaf: jnp.where(is_used, value, old[leaf]) for leaf, value in ran.items()}
+    # A layer that ran in FP8 has the age 1; see `rest`.
+    is_reset = is_used & (ran[AGE] == np.float32(0))
     for place, operand in enumerate(OPERANDS):
         name = f"{operand}_amax"
         active = new[name][..., 0]
@@ -121,7 +123,8 @@ def _finished(new: State, old: State, is_used: jax.Array, latest: jax.Array) -> 
         state[name] = jnp.where(is_used, active, old[name])
         name = f"{operand}_amax_history"
         is_new = is_used & lax.is_finite(latest[place])
-        state[name] = _grown(settled_old[name], old[name], latest[place], is_new)
+        grown = _grown(settled_old[name], old[name], latest[place], is_new)
+        state[name] = jnp.where(is_reset[..., None], np.float32(0), grown)
     return state
 
 

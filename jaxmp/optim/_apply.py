@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
-from jaxmp.optim._assign import assign, set_master_params, unpack_masters, unpack_parameters
+from jaxmp.optim._assign import assign, set_master_params, unpack_masters
 from jaxmp.optim._find import guard_of
 from jaxmp.optim._layout import MasterParamsState
 from jaxmp.optim._master import add_update
@@ -51,9 +51,13 @@ def apply_update(
         grads = grads.fast
     params, opt_state = set_master_params(params, opt_state)
     if _is_mixed_precision(opt_state):
-        unpacked = unpack_parameters(opt_state, params)
-        _, new_state = update(grads, unpacked, params, **extra_args)
-        return Applied(*assign(params, new_state), _applied(new_state))
+        settings = opt_state.settings
+        assigning = dataclasses.replace(settings, assigns=True)
+        started: Any = dataclasses.replace(opt_state, settings=assigning)
+        new: Any = update(grads, started, params, **extra_args)[1]
+        params, inner_state = new.inner_state
+        new = dataclasses.replace(new, inner_state=inner_state, settings=settings)
+        return Applied(params, new, _applied(new))
     unpacked = unpack_masters(opt_state, params)
     if _applied(opt_state) is not None:
         unpacked = _note_finite(unpacked, _is_finite(grads))

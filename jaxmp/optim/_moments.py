@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import warnings
@@ -15,9 +16,9 @@ import optax
 from jax import lax
 
 from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._dtypes import FLOAT32, canonical_dtype
 from jaxmp._core._typing import DTypeLike, PyTree
-from jaxmp.errors import CompositionError, RecipeWarning
+from jaxmp.errors import CompositionError, PolicyError, RecipeWarning
 from jaxmp.optim._rounding import with_noise
 
 MOMENT_COUNT = "moment_count"
@@ -45,7 +46,7 @@ _FIELDS = {
     "DAdaptAdamWState": {"exp_avg": NEAREST, "exp_avg_sq": STOCHASTIC},
     "ProdigyState": {"exp_avg": NEAREST, "exp_avg_sq": STOCHASTIC},
 }
-# States of optax whose arrays are not moments.
+# States of optax whose own arrays are not moments.
 _WIDE = {
     *("ScaleByRssState", "FactoredState", "ScaleBySM3State", "ScaleByRStdDevState"),
     *("ScaleByRStdDevWithCountState", "EmaState", "MultiStepsState", "ScaleByRpropState"),
@@ -104,19 +105,17 @@ def moment_dtype(
       CompositionError: for another dtype, or a state that already has jaxmp's masters: put
         `moment_dtype` inside of `recipe.optimizer`.
 
+    Warns:
+      RecipeWarning: from `init`, for states with FP32 arrays that jaxmp does not know.
+
     Example:
       >>> tx = moment_dtype(optax.adamw(1e-3))
       >>> state = tx.init(jnp.ones(3))
       >>> state.inner_state[0].mu.dtype, state.inner_state[0].nu.dtype
       (dtype(bfloat16), dtype(bfloat16))
     """
-    inner = optax.with_extra_args_support(inner)
-    if np.dtype(dtype) not in _ALLOWED:
-        raise CompositionError(
-            f"dtype={np.dtype(dtype).name!r} for moments is not allowed: float16 cannot represent "
-            "squares of small gradients. Write moment_dtype(inner, jnp.bfloat16)."
-        )
-    if np.dtype(dtype) == FLOAT32:
+    inner, dtype = optax.with_extra_args_support(inner), _checked_dtype(dtype)
+    if dtype == FLOAT32:
         return inner
 
     def init_fn(params: PyTree) -> PyTree:
@@ -127,10 +126,11 @@ def moment_dtype(
                 "moment_dtype received an optimizer of a recipe. Put it inside: "
                 "recipe.optimizer(jaxmp.optim.moment_dtype(inner, jnp.bfloat16))."
             )
-        if unknown := sorted(set(_unknown_owners(state))):
+        if unknown := list(dict.fromkeys(_unknown_owners(state))):
+            more = f" and {len(unknown) - 3} others" if len(unknown) > 3 else ""
             warnings.warn(
-                f"moment_dtype does not know the states {', '.join(unknown)} of this optimizer. "
-                "Their arrays stay in FP32.",
+                f"moment_dtype does not know the states {', '.join(unknown[:3])}{more} of this "
+                "optimizer. Their arrays stay in FP32.",
                 RecipeWarning,
                 stacklevel=2,
             )
@@ -187,18 +187,40 @@ def _map_moments(fn: Callable[[jax.Array, str], jax.Array], state: PyTree) -> Py
     return jax.tree.map(convert, state, is_leaf=_is_known)
 
 
-def _unknown_owners(node: Any, owner: str = "") -> Iterator[str]:
-    """Yields the classes of states that have arrays, and are in no table."""
+def _unknown_owners(node: Any, owner: str = "", path: str = "") -> Iterator[str]:
+    """Yields the states that have FP32 arrays, and are in no table.
+
+    Args:
+      node: an optimizer state, or a part of it.
+      owner: the class of the innermost state that contains the part; "" for plain containers,
+        which are described by the path of their first array.
+      path: the path of the part.
+    """
     if _is_known(node):
         return
     if jax.tree_util.all_leaves([node]):
-        if getattr(node, "ndim", 0) and owner and owner not in _WIDE:
-            yield owner
+        if getattr(node, "ndim", 0) and node.dtype == FLOAT32 and owner not in _WIDE:
+            yield owner or f"state{path}"
         return
-    if hasattr(node, "_fields") or dataclasses.is_dataclass(node):
+    if not isinstance(node, (dict, list)) and type(node) is not tuple:
         owner = type(node).__name__
-    for child in jax.tree.leaves(node, is_leaf=lambda x: x is not node):
-        yield from _unknown_owners(child, owner)
+    children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    for keys, child in children:
+        # The inner state of a wrapper, such as `MultiSteps`, has another owner.
+        is_inner = "state" in jax.tree_util.keystr(keys)
+        below = f"{path}{jax.tree_util.keystr(keys)}"
+        yield from _unknown_owners(child, "" if is_inner else owner, below)
+
+
+def _checked_dtype(dtype: DTypeLike) -> np.dtype:
+    with contextlib.suppress(PolicyError):
+        if (canonical := canonical_dtype(dtype)) in _ALLOWED:
+            return canonical
+    raise CompositionError(
+        f"dtype={dtype!r} of moment_dtype is not allowed. Allowed: 'float32' and 'bfloat16'. "
+        "float16 cannot represent squares of small gradients, and 8 bits round them to zero. "
+        "Write moment_dtype(inner, jnp.bfloat16)."
+    )
 
 
 def _hash(seed: jax.Array, number: int, shape: tuple[int, ...]) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,8 @@ from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp._policies._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim._layout import (
-    MasterParamsState,
-    UnpackedParameters,
-    map_master_states,
-    master_states,
-)
+from jaxmp.optim import _assign
+from jaxmp.optim._layout import MasterParamsState, map_master_states, master_states
 from jaxmp.optim._master import check_inner, master_params
 from jaxmp.optim._moments import moment_dtype
 
@@ -166,12 +162,15 @@ class SkipSettings:
       gradients: further arguments of `value_and_grad`; None: its defaults.
       is_noted: True while a step of a train state runs: `stats.last_finite` is False if a gradient
         is not finite that other transformations hide from the guard.
+      assigns: True while a step of a train state runs whose whole optimizer this is: the update
+        then returns no updates, but the new parameters beside the new inner state.
     """
 
     guarded: bool
     axis_name: tuple[Hashable, ...]
     gradients: GradientSettings | None = None
     is_noted: bool = False
+    assigns: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -285,22 +284,31 @@ def guard(
     ) -> tuple[PyTree, PyTree]:
         grads = _trees.cast_floating(updates, FLOAT32)
         _compat.check_axes(axes)
-        updates_are_read = not isinstance(state.inner_state, UnpackedParameters)
+        assigns = state.settings.assigns
         same_structure = params is None or jax.tree.structure(grads) == jax.tree.structure(params)
 
-        def do_update() -> tuple[PyTree, PyTree]:
-            emitted, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
+        def read() -> PyTree:
+            inner_state = state.inner_state
+            return _assign.unpack_parameters(inner_state, params) if assigns else inner_state
+
+        def do_update(old_state: PyTree) -> tuple[PyTree, PyTree]:
+            # In a branch, XLA would pass the FP32 copies of the check through memory.
+            full = _trees.cast_floating(updates, FLOAT32)
+            emitted, inner_state = inner.update(full, old_state, params, **extra_args)
             inner_state = agree_on_overflow(inner_state, axes)
-            if not updates_are_read:
+            if assigns:
                 return (), inner_state
             if same_structure:
                 # The zeros of a skipped step have the dtypes of the gradients.
                 emitted = jax.tree.map(lambda g, u: _trees.cast(u, g.dtype), grads, emitted)
             return emitted, inner_state
 
+        def write(inner_state: PyTree) -> PyTree:
+            return _assign.assign(params, inner_state) if assigns else inner_state
+
         if skip == "none":
-            emitted, inner_state = do_update()
-            return emitted, dataclasses.replace(state, inner_state=inner_state)
+            emitted, inner_state = do_update(read())
+            return emitted, dataclasses.replace(state, inner_state=write(inner_state))
 
         branches = _resolve(skip) == "cond"
         first = _trees.first_nonfinite(grads, elementwise=branches)
@@ -317,22 +325,22 @@ def guard(
         if state.settings.is_noted:
             noted = state.stats.last_finite
             finite = lax.bitwise_and(finite, _compat.agree(noted, axes) if axes else noted)
-        old_overflow = overflow_leaf(state.inner_state)
-        if axes:
-            old_overflow = _compat.largest(old_overflow, axes)
+
+        def reject(old_state: PyTree, overflow: jax.Array | None = None) -> _Outcome:
+            # A skipped step emits zeros in the structure of the updates. This is the structure of
+            # the gradients, except under wrappers such as `optax.lookahead`, which has two copies
+            # of the parameters.
+            like: PyTree = () if assigns else grads
+            if not assigns and not same_structure:
+                like = jax.eval_shape(do_update, old_state)[0]
+            if overflow is None:
+                overflow = overflow_leaf(old_state)
+                overflow = _compat.largest(overflow, axes) if axes else overflow
+            return jnp.array(False), jax.tree.map(jnp.zeros_like, like), old_state, overflow
+
         guarded_update = _cond_update if branches else _select_update
-        # A skipped step emits zeros in the structure of the updates. This is the structure of the
-        # gradients, except under wrappers such as `optax.lookahead`, which has two copies of the
-        # parameters.
-        like: PyTree = grads if updates_are_read else ()
-        if updates_are_read and not same_structure:
-            like = jax.eval_shape(do_update)[0]
-
-        def reject(overflow: jax.Array = old_overflow) -> _Outcome:
-            zeros = jax.tree.map(jnp.zeros_like, like)
-            return jnp.array(False), zeros, state.inner_state, overflow
-
-        applied, emitted, inner_state, overflow = guarded_update(finite, do_update, reject)
+        steps = _Steps(read, do_update, reject, write)
+        applied, emitted, inner_state, overflow = guarded_update(finite, steps)
         if not any(node.records_overflow for node in master_states(state.inner_state)):
             overflow = state.stats.overflow_leaf
         return emitted, SkipNonfiniteState(
@@ -388,13 +396,24 @@ def _resolve(skip: str) -> str:
 
 # (applied, emitted updates, inner state, overflow leaf)
 _Outcome = tuple[jax.Array, PyTree, PyTree, jax.Array]
-_Update = Callable[[], tuple[PyTree, PyTree]]
-_Reject = Callable[..., _Outcome]
 
 
-def _select_update(finite: jax.Array, do_update: _Update, reject: _Reject) -> _Outcome:
-    _, zeros, old_state, old_overflow = reject()
-    emitted, new_state = do_update()
+class _Steps(NamedTuple):
+    """Parts of a guarded update. Between `read` and `write`, inner states have FP32 masters.
+
+    In a branch, XLA would pass masters that are read in front of it through memory, and those that
+    are written behind it: 24 bytes more for each parameter.
+    """
+
+    read: Callable[[], PyTree]
+    update: Callable[[PyTree], tuple[PyTree, PyTree]]
+    reject: Callable[..., _Outcome]
+    write: Callable[[PyTree], PyTree]
+
+
+def _select_update(finite: jax.Array, steps: _Steps) -> _Outcome:
+    _, zeros, old_state, old_overflow = steps.reject(steps.read())
+    emitted, new_state = steps.update(old_state)
     applied = lax.bitwise_and(finite, all_fit(new_state)) if can_overflow(old_state) else finite
     if _compat.target() == "cpu":
         # Without the barrier XLA:CPU fuses the check into every select (eight times the HLO).
@@ -403,19 +422,24 @@ def _select_update(finite: jax.Array, do_update: _Update, reject: _Reject) -> _O
     emitted = _trees.select(applied, emitted, zeros)
     # PRNG keys of the inner transformation are restored, as they are by a branch.
     state = jax.tree.map(functools.partial(_trees.select_leaf, applied), new_state, old_state)
-    return applied, emitted, state, overflow
+    return applied, emitted, steps.write(state), overflow
 
 
-def _cond_update(finite: jax.Array, do_update: _Update, reject: _Reject) -> _Outcome:
+def _cond_update(finite: jax.Array, steps: _Steps) -> _Outcome:
+    def reject(old_state: PyTree, overflow: jax.Array | None = None) -> _Outcome:
+        applied, zeros, old_state, overflow = steps.reject(old_state, overflow)
+        return applied, zeros, steps.write(old_state), overflow
+
     def try_update() -> _Outcome:
-        emitted, new_state = do_update()
+        old_state = steps.read()
+        emitted, new_state = steps.update(old_state)
         overflow = overflow_leaf(new_state)
-        accepted = jnp.array(True), emitted, new_state, overflow
+        accept = lambda: (jnp.array(True), emitted, steps.write(new_state), overflow)
         if not can_overflow(new_state):
-            return accepted
-        return lax.cond(all_fit(new_state), lambda: accepted, lambda: reject(overflow))
+            return accept()
+        return lax.cond(all_fit(new_state), accept, lambda: reject(old_state, overflow))
 
-    return lax.cond(finite, try_update, reject)
+    return lax.cond(finite, try_update, lambda: reject(steps.read()))
 
 
 # ---------------------------------------------------------------------------

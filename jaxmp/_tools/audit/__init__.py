@@ -30,7 +30,7 @@ from jaxmp._tools.audit import _check_speed as _check_speed
 # isort: on
 from jaxmp._core import _compat
 from jaxmp._core._targets import Target, TargetLike, default_target, get_target
-from jaxmp._policies._load import as_recipe_data
+from jaxmp._policies._load import as_policy_map, as_recipe_data
 from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit._auditor import Auditor, PolicyContext
 from jaxmp._tools.audit._check_state import label_arguments
@@ -115,6 +115,8 @@ def audit_call(
     check_function(fn, "audit")
     chip = _compat.current_context().chip if target is None else get_target(target)
     data = None if recipe is None else as_recipe_data(recipe)
+    if data is not None:
+        as_policy_map(data)  # refuses a recipe with phases
     name = recipe if isinstance(recipe, str) else "bf16" if recipe is None else ""
     code = repr(name) if name else "recipe"
     # JAX may start its backends at any step of an audit.

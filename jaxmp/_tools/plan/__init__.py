@@ -49,7 +49,8 @@ def plan(
     Args:
       make_step: takes a recipe, and returns the train step and its arguments, which may be shapes.
         With `batches` or `remat`, it also takes `batch_size` or `remat`.
-      recipes: recipes to compare. Bounds are relative to "bf16", or to the first of them.
+      recipes: recipes to compare. Bounds are relative to "bf16", or to the first of them. Each
+        phase of a recipe is a recipe of its own, such as "mine@900".
       targets: chips, such as "h100" or "v6e".
       batches: batch sizes; "largest" to find the largest that fits, by compilation; None for the
         step as it is.
@@ -180,7 +181,8 @@ def check_plan(
     for chip in chips:
         if not chip.uncompiled:
             check_compiler(chip)
-    recipes = list(dict.fromkeys(map(load_recipe, lists["recipes"])))
+    recipes = [each for name in lists["recipes"] for each in load_recipe(name).split_phases()]
+    recipes = list(dict.fromkeys(recipes))
     names = [chip.name for chip in chips]
     pairs = [f"{name}/{recipe.name}" for name in names for recipe in recipes]
     for option, values, known in (("prices", prices, names), ("rates", rates, pairs)):

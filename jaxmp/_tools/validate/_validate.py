@@ -57,7 +57,8 @@ def validate(
       make_run: `make_run(recipe, seed)` returns a `TrainingRun`; it receives a `Recipe`. Or a Flax
         model: a Linen module, or a function from the seed to a Linen or NNX module, together with
         `loss_fn`, `batches`, `optimizer` and `held_out`.
-      recipes: the candidates, in a list or a dict from names to recipes.
+      recipes: the candidates, in a list or a dict from names to recipes. Each phase of a recipe is
+        a candidate, such as "mine@900", that trains all steps.
       reference_recipe: the recipe to compare with.
       seeds: number of seeds, or the seeds. With one seed, the result has no interval.
       steps: number of training steps of each run.
@@ -181,6 +182,13 @@ def _named(recipes: RecipesLike) -> dict[str, Recipe]:
                 f"recipes={{'first': ..., 'second': ...}}."
             )
         named = {name: recipe for name, (_, recipe) in zip(names, loaded, strict=True)}
+    named = {
+        name
+        if len(recipe.split_phases()) == 1
+        else f"{name}@{phase.name.rpartition('@')[2]}": phase
+        for name, recipe in named.items()
+        for phase in recipe.split_phases()
+    }
     if not named:
         raise ValidationError('recipes is empty. Pass some: recipes=["bf16"].')
     return named
