@@ -194,7 +194,7 @@ def _failure_text(
 _MAX_FAILED = 3
 
 
-def copied(arguments: PyTree) -> PyTree:
+def copied_arguments(arguments: PyTree) -> PyTree:
     """Copies the arguments of a call that are not arrays, because the call may change them.
 
     Integers and bools of NumPy become those of Python, whose values a model may read.
