@@ -283,7 +283,7 @@ def sum_of_updates(master: str, policy: str, stochastic: bool) -> tuple[float, f
 
     There are 1,024 equal parameters, whose mean stochastic rounding preserves.
     """
-    tx = jaxmp.optim._skip.mixed_precision(
+    tx = jaxmp.optim._mixed_precision.mixed_precision(
         optax.sgd(UPDATE), recipe=policy, master=master, loss_scale=jaxmp.NoLossScale()
     )
     tx = jaxmp.optim.stochastic_rounding(tx) if stochastic else tx

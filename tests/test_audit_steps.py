@@ -181,7 +181,7 @@ def test_an_average_beside_masters_has_its_own_fix(master, new):
 
 
 def test_stochastic_rounding_needs_no_masters():
-    inner = jaxmp.optim._skip.mixed_precision(
+    inner = jaxmp.optim._mixed_precision.mixed_precision(
         relaxed(optax.adam(1e-3)), recipe="bf16_params", master="none"
     )
     tx = jaxmp.optim.stochastic_rounding(inner)

@@ -63,7 +63,7 @@ def adversarial(step, shape):
 @pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-3, momentum=0.9)])
 @fast_cases("inner0-policies0-fp32", "inner1-policies1-packed")
 def test_params_are_cast_masters_for_a_thousand_adversarial_steps(policies, form, inner):
-    tx = optim._skip.mixed_precision(relaxed(inner), recipe=policies, master=form)
+    tx = optim._mixed_precision.mixed_precision(relaxed(inner), recipe=policies, master=form)
     stored = policies.default.param_dtype
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
     cast = (lambda m: pack(m)[0]) if form == "packed" else (lambda m: m.astype(stored))
@@ -91,7 +91,9 @@ def test_both_forms_train_the_same_masters_as_fp32_parameters():
         ("fp32", BF16, "fp32"),
         ("packed", BF16, "packed"),
     ]:
-        tx = optim._skip.mixed_precision(relaxed(optax.adamw(1e-2)), recipe=policies, master=form)
+        tx = optim._mixed_precision.mixed_precision(
+            relaxed(optax.adamw(1e-2)), recipe=policies, master=form
+        )
         state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
         step = jax.jit(lambda state, g: state.apply_gradients(grads=g))
         for g in grads:
@@ -111,7 +113,7 @@ def test_small_updates_stall_without_masters_and_not_with_them():
     params = {"w": jnp.ones(4)}
     ends = {}
     for form in ("none", "fp32", "packed"):
-        tx = optim._skip.mixed_precision(optax.sgd(1e-3), recipe=BF16, master=form)
+        tx = optim._mixed_precision.mixed_precision(optax.sgd(1e-3), recipe=BF16, master=form)
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
         step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.ones(4)}))
         for _ in range(1000):
@@ -124,7 +126,7 @@ def test_small_updates_stall_without_masters_and_not_with_them():
 @pytest.mark.parametrize("form", ["fp32", "packed"])
 def test_plain_optax_loop_lands_on_the_cast_master(form):
     params = toy_params()
-    tx = optim._skip.mixed_precision(relaxed(optax.adam(1e-2)), recipe=BF16, master=form)
+    tx = optim._mixed_precision.mixed_precision(relaxed(optax.adam(1e-2)), recipe=BF16, master=form)
     state = tx.init(params)
     params = optim._master.cast_params(params, BF16, form)
 
@@ -149,14 +151,14 @@ def test_plain_optax_loop_lands_on_the_cast_master(form):
 
 def test_moments_are_fp32_whatever_the_parameters_are():
     for form in ("fp32", "packed", "none"):
-        tx = optim._skip.mixed_precision(optax.adam(1e-2), recipe=BF16, master=form)
+        tx = optim._mixed_precision.mixed_precision(optax.adam(1e-2), recipe=BF16, master=form)
         state = tx.init(toy_params())
         adam = optax.tree.get(state, "mu"), optax.tree.get(state, "nu")
         assert {leaf.dtype for leaf in jax.tree.leaves(adam)} == {np.dtype("float32")}
 
 
 def test_fp32_parameters_have_no_second_copy():
-    state = optim._skip.mixed_precision(optax.sgd(0.1), recipe=FP32).init(toy_params())
+    state = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP32).init(toy_params())
     assert not jax.tree.leaves(state.inner_state.masters)
 
 
@@ -164,7 +166,7 @@ def test_rules_choose_the_storage_of_each_parameter():
     policies = jaxmp.PolicyMap(
         "p=bf16,c=bf16,o=f32", [jaxmp.Rule("dense:bias", "p=f32", why="small and sensitive")]
     )
-    tx = optim._skip.mixed_precision(optax.sgd(0.1), recipe=policies)
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=policies)
     state = jaxmp.TrainState.create(apply_fn=None, params=toy_params(), tx=tx)
     assert state.params["dense"]["kernel"].dtype == jnp.bfloat16
     assert state.params["dense"]["bias"].dtype == jnp.float32
@@ -182,7 +184,7 @@ def test_rules_choose_the_storage_of_each_parameter():
     ],
 )
 def test_optax_maps_over_the_states_that_are_like_the_parameters(recipe, form, inner):
-    tx = optim._skip.mixed_precision(relaxed(inner), recipe=recipe, master=form)
+    tx = optim._mixed_precision.mixed_precision(relaxed(inner), recipe=recipe, master=form)
     params = jaxmp.load_recipe(recipe).cast_params(toy_params())
     state = tx.init(toy_params())
     names = {"dense": {"kernel": "kernel", "bias": "bias"}}
@@ -209,7 +211,7 @@ def test_optax_maps_over_masters_of_some_parameters_as_over_masked_ones():
 
 def test_optax_reads_and_sets_fields_of_the_inner_state():
     inner = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
-    state = optim._skip.mixed_precision(inner, recipe="bf16_params").init(toy_params())
+    state = optim._mixed_precision.mixed_precision(inner, recipe="bf16_params").init(toy_params())
     new = optax.tree.set(state, learning_rate=jnp.float32(0.5))
     assert optax.tree.get(new, "learning_rate") == 0.5
     assert changed(state, new) == [".inner_state.inner_state.hyperparams['learning_rate']"]
@@ -238,7 +240,7 @@ def test_masters_of_parameters_that_were_drawn_in_16_bits_are_named(recipe):
 def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
     params = {"a": {"w": jnp.full((2,), 60000.0)}, "b": jnp.ones(2)}
     for skip in ("cond", "select"):
-        tx = optim._skip.mixed_precision(optax.sgd(1.0), recipe=FP16, skip=skip)
+        tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16, skip=skip)
         state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
         grads = {"a": {"w": jnp.array([0.0, -6000.0])}, "b": jnp.ones(2)}
         new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
@@ -254,18 +256,20 @@ def test_a_master_that_does_not_fit_skips_the_step_and_check_names_it():
 
 
 def test_packed_is_refused_for_float16_with_a_fix_that_works():
-    tx = optim._skip.mixed_precision(optax.sgd(0.1), recipe=FP16, master="packed")
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP16, master="packed")
     with pytest.raises(jaxmp.errors.CompositionError, match="dense:bias") as error:
         tx.init(toy_params())
     rule = re.search(r"Rule\(.*\)", str(error.value)).group()
     mended = jaxmp.PolicyMap(
         FP16.default, [eval(rule, {"Rule": jaxmp.Rule}), jaxmp.Rule("**", "p=bf16")]
     )
-    optim._skip.mixed_precision(optax.sgd(0.1), recipe=mended, master="packed").init(toy_params())
+    optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=mended, master="packed").init(
+        toy_params()
+    )
 
 
 def test_uncast_parameters_are_refused_in_a_plain_loop():
-    tx = optim._skip.mixed_precision(optax.sgd(0.1), recipe=BF16)
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=BF16)
     params = toy_params()
     state = tx.init(params)
     with pytest.raises(jaxmp.errors.CompositionError, match=r"recipe.cast_params\(params\)"):
@@ -276,7 +280,7 @@ def test_uncast_parameters_are_refused_in_a_plain_loop():
 def test_unknown_modes_are_refused_with_the_menu(bad):
     (value,) = bad.values()
     with pytest.raises(jaxmp.errors.CompositionError, match=f"{value}.*Allowed.*auto"):
-        optim._skip.mixed_precision(optax.sgd(0.1), recipe=FP32, **bad)
+        optim._mixed_precision.mixed_precision(optax.sgd(0.1), recipe=FP32, **bad)
 
 
 def test_no_guard_and_a_dynamic_scale_contradict():
@@ -296,7 +300,7 @@ def test_a_nonfinite_gradient_changes_only_scale_and_counters(skip, bad):
     inner = relaxed(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 9)))
     )
-    tx = optim._skip.mixed_precision(
+    tx = optim._mixed_precision.mixed_precision(
         inner, recipe=BF16, loss_scale=jaxmp.DynamicLossScale(), skip=skip
     )
     params = optim._master.cast_params(toy_params(), BF16)
@@ -349,7 +353,7 @@ def test_check_raises_when_the_scale_collapses():
 @pytest.mark.parametrize(
     "around",
     [
-        functools.partial(optim._skip.mixed_precision, recipe=FP32),
+        functools.partial(optim._mixed_precision.mixed_precision, recipe=FP32),
         optim._skip.skip_nonfinite,
         optim.master_params,
     ],
@@ -421,7 +425,7 @@ def quadratic(params):
 
 def mixed(inner=None, **kwargs):
     options = {"recipe": BF16, "loss_scale": jaxmp.DynamicLossScale(), **kwargs}
-    return optim._skip.mixed_precision(
+    return optim._mixed_precision.mixed_precision(
         relaxed(optax.adamw(1e-2) if inner is None else inner), **options
     )
 
@@ -500,7 +504,10 @@ def test_compositions_train_skip_and_keep_their_types(name):
         (lambda tx: optax.named_chain(("a", tx), ("b", optax.scale(0.5))), "optax.chain(inner"),
         (lambda tx: optim.stochastic_rounding(tx), "StochasticRoundingState"),
         (lambda tx: optax.contrib.schedule_free(tx, 1.0), "ScheduleFreeState"),
-        (lambda tx: optim._skip.mixed_precision(tx, recipe=BF16), "recipe.optimizer(inner)"),
+        (
+            lambda tx: optim._mixed_precision.mixed_precision(tx, recipe=BF16),
+            "recipe.optimizer(inner)",
+        ),
     ],
 )
 def test_what_would_break_silently_is_refused(wrap, fix):
@@ -659,7 +666,7 @@ def test_state_around_the_guard_is_restored_on_a_skip():
 
 def test_flax_nnx_optimizer_holds_it():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = optim._skip.mixed_precision(
+    tx = optim._mixed_precision.mixed_precision(
         relaxed(optax.adamw(1e-1)), recipe=FP32, loss_scale=jaxmp.DynamicLossScale()
     )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -915,7 +922,7 @@ def test_a_step_outside_of_the_mapped_function_is_explained():
 
 def test_devices_with_other_parts_of_the_parameters_skip_together():
     """Only the part of one device overflows float16."""
-    tx = optim._skip.mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d")
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d")
 
     def one(w):
         state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
@@ -928,7 +935,9 @@ def test_devices_with_other_parts_of_the_parameters_skip_together():
 @pytest.mark.parametrize("skip", ["cond", "select"])
 def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
-    tx = optim._skip.mixed_precision(optax.sgd(1.0), recipe=FP16, axis_name="d", skip=skip)
+    tx = optim._mixed_precision.mixed_precision(
+        optax.sgd(1.0), recipe=FP16, axis_name="d", skip=skip
+    )
 
     def one(w, grad):
         state = jaxmp.TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
@@ -946,7 +955,7 @@ def test_parameters_sharded_by_shard_map_train_and_skip_together(skip):
 
 
 def test_a_stored_value_that_never_fit_is_named_at_once():
-    tx = optim._skip.mixed_precision(optax.sgd(1.0), recipe=FP16)
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(1.0), recipe=FP16)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.full(2, 70000.0)}, tx=tx)
     with pytest.raises(jaxmp.errors.MasterOverflowError, match="':w'"):
         jaxmp.check(state)
@@ -955,7 +964,9 @@ def test_a_stored_value_that_never_fit_is_named_at_once():
 @pytest.mark.parametrize("skip", ["select", "cond"])
 @pytest.mark.parametrize("master", ["fp32", "packed"])
 def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master, skip):
-    tx = optim._skip.mixed_precision(optax.sgd(1e20), recipe=BF16, master=master, skip=skip)
+    tx = optim._mixed_precision.mixed_precision(
+        optax.sgd(1e20), recipe=BF16, master=master, skip=skip
+    )
     params = {"a": {"v": jnp.ones(2), "w": jnp.full(2, 3.38e38)}}
     state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
     grads = lambda value: {"a": {"v": jnp.zeros(2), "w": jnp.full(2, value)}}
@@ -976,7 +987,7 @@ def test_bfloat16_masters_saturate_and_check_names_them_in_the_next_step(master,
 def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
     """optax would divide all gradients by the infinite norm, and decay the momentum."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-    tx = optim._skip.mixed_precision(inner, recipe=BF16, skip=skip)
+    tx = optim._mixed_precision.mixed_precision(inner, recipe=BF16, skip=skip)
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
     largest = state.apply_gradients(grads={"w": jnp.array([1.8e19, 1.0])})
     assert int(largest.step) == 1
@@ -991,7 +1002,7 @@ def test_a_finite_gradient_with_an_infinite_norm_skips_the_step(skip):
 
 def test_the_update_has_no_check_of_new_bfloat16_masters():
     """XLA:GPU would write these masters to memory in FP32, for the check and for the parameters."""
-    tx = optim._skip.mixed_precision(optax.sgd(0.5), recipe=BF16, skip="none")
+    tx = optim._mixed_precision.mixed_precision(optax.sgd(0.5), recipe=BF16, skip="none")
     state = jaxmp.TrainState.create(apply_fn=None, params={"w": jnp.ones(7)}, tx=tx)
     step = lambda state, grads: state.apply_gradients(grads=grads).params
     jaxpr = jax.make_jaxpr(step)(state, {"w": jnp.ones(7)}).jaxpr
@@ -1040,7 +1051,7 @@ def test_donation_takes_nothing_of_the_callers():
 @pytest.mark.parametrize(
     "tx",
     [
-        optim._skip.mixed_precision(optax.adamw(1e-3), recipe="bf16"),
+        optim._mixed_precision.mixed_precision(optax.adamw(1e-3), recipe="bf16"),
         optim.master_params(optax.adamw(1e-3), recipe="bf16"),
         optim._skip.skip_nonfinite(optax.adamw(1e-3)),
     ],

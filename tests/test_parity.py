@@ -16,7 +16,7 @@ import jaxmp
 import parity_plants
 from grids import EXPENSIVE
 from jaxmp._tools.parity import ParityReport, _align, _metrics
-from jaxmp._tools.parity._walk import Record, walk
+from jaxmp._tools.parity._walk import ResultRecord, walk
 from jaxmp.errors import ValidationError, ValidationFailedError
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -211,7 +211,7 @@ def test_plants_are_named_as_recorded(name):
 
 
 def record(value, dtype):
-    return Record((), "mul", np.dtype(dtype), ("", 0), (), (), jnp.asarray(value, FP32))
+    return ResultRecord((), "mul", np.dtype(dtype), ("", 0), (), (), jnp.asarray(value, FP32))
 
 
 def test_the_criterion_accepts_last_bits_and_finds_roundings():

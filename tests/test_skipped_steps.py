@@ -164,7 +164,9 @@ def test_gradients_that_are_all_zero_are_counted_and_named(recipe, scale, skip):
         quotient = scaled.astype(jnp.float32) / norm[is_fixed](scaled)
         return lax.select(p["b"] > 5, p["b"].astype(jnp.float32), quotient @ targets)
 
-    tx = optim._skip.mixed_precision(optax.sgd(1e-3), recipe=recipe, loss_scale=scale, skip=skip)
+    tx = optim._mixed_precision.mixed_precision(
+        optax.sgd(1e-3), recipe=recipe, loss_scale=scale, skip=skip
+    )
     dtype = jnp.float16 if scale else jnp.float32
     params = {"w": jnp.ones(4, dtype), "b": jnp.zeros(())}
     step = jax.jit(

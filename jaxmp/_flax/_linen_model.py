@@ -35,7 +35,7 @@ from jaxmp._flax._linen_interceptor import (
     modules_in,
 )
 from jaxmp._flax._missing_precision import low_precision_share
-from jaxmp._flax._search import ModelSearch, copied
+from jaxmp._flax._search import ModelSearch, copied_arguments
 from jaxmp._flax._shardings import check_model, constrain_variables
 from jaxmp._gradients._hints import Mark
 from jaxmp._policies._device import check_device, check_gradient
@@ -267,7 +267,7 @@ def _decisions_of(
     def prepare() -> tuple[Callable[[PyTree], PyTree], PyTree, int]:
         rngs = {name: rng.as_jax_rng() for name, rng in module.scope.rngs.items()}
         variables = module.variables
-        arrays = variables, rngs, *copied((args, kwargs))
+        arrays = variables, rngs, *copied_arguments((args, kwargs))
         return run, arrays, len(jax.tree.leaves(variables))
 
     key = type(module)._jaxmp_class, root.policies, root.origin

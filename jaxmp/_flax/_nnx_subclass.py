@@ -326,7 +326,7 @@ def _separated(
     module: nnx.Module, name: str, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[Callable[[PyTree], PyTree], PyTree, int]:
     """Returns a function that calls a method of a copy of a module, as `ModelSearch` requires."""
-    graph, state = nnx.split((module, *_search.copied((args, kwargs))))
+    graph, state = nnx.split((module, *_search.copied_arguments((args, kwargs))))
 
     def call(state: PyTree) -> PyTree:
         module, args, kwargs = nnx.merge(graph, state)

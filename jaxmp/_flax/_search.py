@@ -165,8 +165,10 @@ class ModelSearch:
         reached = _Reached(labeling.layers & reasons.keys(), is_strict)
         reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
         is_refused = is_strict and reached.meets_16_bits
-        found = set() if is_refused else reached.labels & reasons.keys()
-        labels = {label: reasons[label] for label in found}
+        found = reached.labels & reasons.keys()
+        if is_refused and found:
+            self._messages.append(_refusal_text(cls, policies, min(found & self._layers or found)))
+        labels = {label: reasons[label] for label in found if not is_refused}
         if is_first and not path:
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
             unused = ""
@@ -174,6 +176,17 @@ class ModelSearch:
                 unused = _missing_precision.unused_fp8(cls, fp8.rows, labels, closed.jaxpr)
             self._messages += filter(None, (low, unused))
         return labels
+
+
+def _refusal_text(cls: type, policies: PolicyMap, label: str) -> str:
+    """Returns a warning of results that strict promotion keeps in 16 bits."""
+    path = label.removeprefix(_labels.PREFIX).rpartition(".")[0]
+    return (
+        f"{cls.__name__} rounds the result of {path!r} to {policies.default.compute_dtype}, although "
+        "a softmax, a choice or a loss reads it: jax_numpy_dtype_promotion='strict' refuses an "
+        "operation of its FP32 sums and a 16-bit array. Cast that array in the model, "
+        f"y.astype(jnp.float32), and write Rule({path!r}, 'o=f32')."
+    )
 
 
 def _failure_text(
@@ -194,7 +207,7 @@ def _failure_text(
 _MAX_FAILED = 3
 
 
-def copied(arguments: PyTree) -> PyTree:
+def copied_arguments(arguments: PyTree) -> PyTree:
     """Copies the arguments of a call that are not arrays, because the call may change them.
 
     Integers and bools of NumPy become those of Python, whose values a model may read.

@@ -382,7 +382,7 @@ def first_steps(data: RecipeData) -> list[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def phase_of(data: D, number: int) -> D:
+def phase_data(data: D, number: int) -> D:
     """Returns phase `number` of a recipe as a recipe. The number 0 is the time before the first."""
     others = policies_of_phases(data.policies, data.phases)
     policies = others.pop(number).beside(others)

@@ -21,14 +21,14 @@ from jaxmp._policies._load import (
     as_policy_map,
     as_recipe_data,
     first_steps,
-    phase_of,
+    phase_data,
 )
 from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
 from jaxmp._policies._toml import recipe_names
 from jaxmp.errors import JaxmpError, RecipeError
 from jaxmp.fp8._scaling import Scaling
 from jaxmp.optim._master import cast_params
-from jaxmp.optim._skip import mixed_precision
+from jaxmp.optim._mixed_precision import mixed_precision
 
 M = TypeVar("M")
 
@@ -207,7 +207,7 @@ class Recipe(RecipeData):
             )
         if not whole.phases:
             return whole
-        return phase_of(whole, bisect.bisect_right(first_steps(whole), number) - 1)
+        return phase_data(whole, bisect.bisect_right(first_steps(whole), number) - 1)
 
     def split_phases(self) -> list[Recipe]:
         """Returns the recipe of each phase; `[self]` for a recipe without phases.

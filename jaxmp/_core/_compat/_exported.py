@@ -20,7 +20,7 @@ _FLOATS = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float
 _PREPARING = ("broadcast_in_dim", "constant", "reshape", "transpose")
 
 
-class Row(NamedTuple):
+class ExportedRow(NamedTuple):
     """Floating-point result of an operation of StableHLO.
 
     Args:
@@ -38,7 +38,9 @@ class Row(NamedTuple):
     value: Array
 
 
-def values_of(exported: Any, args: Sequence[Array]) -> tuple[list[Row], list[tuple[Array, int]]]:
+def values_of(
+    exported: Any, args: Sequence[Array]
+) -> tuple[list[ExportedRow], list[tuple[Array, int]]]:
     """Runs an exported program.
 
     Loops and branches have one row each. XLA rounds as the program does.
@@ -80,7 +82,7 @@ def values_of(exported: Any, args: Sequence[Array]) -> tuple[list[Row], list[tup
     used = [args[n] for n in exported.module_kept_var_idx]
     makers = [*[()] * len(used), *makers]
     every = [*used, *flat[len(last) :]]
-    records = [Row(*row, *each) for row, *each in zip(rows, makers, every, strict=True)]
+    records = [ExportedRow(*row, *each) for row, *each in zip(rows, makers, every, strict=True)]
     return records, list(zip(flat[: len(last)], last, strict=True))
 
 

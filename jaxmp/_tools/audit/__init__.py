@@ -26,6 +26,7 @@ from jaxmp._tools.audit import _check_sums as _check_sums
 from jaxmp._tools.audit import _check_compiled as _check_compiled
 from jaxmp._tools.audit import _check_sharding as _check_sharding
 from jaxmp._tools.audit import _check_speed as _check_speed
+from jaxmp._tools.audit import _check_attention as _check_attention
 
 # isort: on
 from jaxmp._core import _compat

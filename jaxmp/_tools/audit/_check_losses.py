@@ -28,7 +28,7 @@ from jaxmp._tools.audit._checks import (
     named,
 )
 from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits
-from jaxmp._tools.audit._origins import fix_expression, fix_operation, fix_sums, is_written
+from jaxmp._tools.audit._origins import contains_matmul, fix_expression, fix_operation, fix_sums
 from jaxmp._tools.audit._trace import Traced
 
 LOG_OF_ROUNDED = Check(
@@ -273,7 +273,7 @@ def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
     # The rule does not help where a policy returns FP32 already, but does not reach the layer, or
     # where the line of the user contains the matmul itself.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
-    is_layer = _is_wrapped(op) and not is_written(op, audit.findings)
+    is_layer = _is_wrapped(op) and not contains_matmul(op, audit.findings)
     if path and not has_rule and is_layer:
         rule = context.with_rule(f"jaxmp.Rule({path!r}, 'o=f32')")
         return f"Return the FP32 sums of this layer, by a rule of the recipe:\n    {rule}"

@@ -47,8 +47,8 @@ from jaxmp._tools.fixes._trial import (
     FAILS,
     NOT_TRIED,
     Edits,
+    FixTrial,
     Problems,
-    Trial,
     try_edits,
     unified,
     with_edits,
@@ -223,7 +223,7 @@ def with_trials(
     before = {key(f) for f in report.findings}
     tried = [group for group in groups if group is not None]
     removed = [set(map(key, groups[group])) for group in tried]
-    trials = {None: Trial(NOT_TRIED)}
+    trials = {None: FixTrial(NOT_TRIED)}
     if tried:
         trials |= zip(tried, try_edits(tried, roots, problems, before, removed), strict=True)
     findings = [
@@ -254,7 +254,7 @@ def printed(edits: list[Edit], findings: Iterable[Finding]) -> list[Edit]:
     return [edit for edit in edits if edit.code in lines]
 
 
-def _with_trial(finding: Finding, group: Edits, trial: Trial) -> Finding:
+def _with_trial(finding: Finding, group: Edits, trial: FixTrial) -> Finding:
     if not any(is_code for is_code, _ in fix_parts(finding.fix)):
         return finding
     if trial.state != FAILS:

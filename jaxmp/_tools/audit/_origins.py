@@ -144,7 +144,7 @@ def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindi
     return f"{sentence}: set {argument} in the matmul that `{own.text}` computes."
 
 
-def is_written(op: OpOccurrence, findings: PendingFindings) -> bool:
+def contains_matmul(op: OpOccurrence, findings: PendingFindings) -> bool:
     """Returns True if the line of the user contains the matmul itself, and not a layer."""
     own = expression_of(op, findings)
     return own is not None and bool(with_sums(own, "float32"))

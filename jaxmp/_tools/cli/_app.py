@@ -12,8 +12,8 @@ import typer.core
 from rich.console import Console
 
 import jaxmp
-from jaxmp._tools.cli import _show, _steps
-from jaxmp._tools.cli._output import check_files, console, escape
+from jaxmp._tools.cli import _plan, _show, _steps
+from jaxmp._tools.cli._output import check_outputs, console, escape
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
 
 app = typer.Typer(
@@ -29,7 +29,7 @@ class _Command(typer.core.TyperCommand):
     """Command that checks its files before it starts, and whose summary is not cut."""
 
     def invoke(self, ctx: Any) -> Any:
-        check_files(ctx.params)
+        check_outputs(ctx.params)
         return super().invoke(ctx)
 
     def get_short_help_str(self, limit: int = 45) -> str:
@@ -44,7 +44,7 @@ _COMMANDS = {
     "validate": _steps.run_validate,
     "audit": _steps.run_audit,
     "memory": _steps.run_memory,
-    "plan": _steps.run_plan,
+    "plan": _plan.run_plan,
     "locate": _steps.run_locate,
 }
 for _name, _function in _COMMANDS.items():

@@ -85,7 +85,7 @@ def check_output(file: str | None) -> str | None:
     )
 
 
-def check_files(parameters: Mapping[str, object]) -> None:
+def check_outputs(parameters: Mapping[str, object]) -> None:
     """Checks that the outputs of a command are not its inputs, and not each other.
 
     Args:

@@ -1,11 +1,10 @@
-"""`jaxmp audit`, `memory`, `plan`, `validate` and `locate`.
+"""`jaxmp audit`, `memory`, `validate` and `locate`.
 
 Each command imports the tool that it runs, so that the others do not load it. Annotations are not
 strings here, because typer would evaluate each of them at every start.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import typer
 
 import jaxmp
-from jaxmp._core import _compat, _plain, _targets
+from jaxmp._core import _compat, _targets
 from jaxmp._policies import _recipe
 from jaxmp._tools.cli._arguments import (
     FUNCTION_HELP,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------
 
 
-def _in_script(
+def in_script(
     tool: str, script: str, arguments: list[str], json: str | None, **options: Any
 ) -> tuple[str, Any]:
     """Runs a tool on a script, and prints which functions it has read.
@@ -126,7 +125,7 @@ def run_audit(
             _recipe.load_recipe(recipe)
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
-        report = cls.from_json(_in_script("audit", script, function or [], json, **options)[1])
+        report = cls.from_json(in_script("audit", script, function or [], json, **options)[1])
     write_report(report, json, html, full=full)
     if fail_on == "any" and baseline is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
@@ -188,7 +187,7 @@ def run_memory(
                 f"\n    jaxmp plan --script {script} --recipes {recipe} --targets h200"
             )
         settings |= {"function": name, "max_seconds": max_seconds}
-        _, text = _in_script("memory", script, function or [], json, **settings)
+        _, text = in_script("memory", script, function or [], json, **settings)
         estimate = jaxmp.typing.MemoryEstimate.from_json(text)
     else:
         make = only_function("memory", function, name)
@@ -205,145 +204,8 @@ def run_memory(
 
 
 # ---------------------------------------------------------------------------
-# Plan and validate
+# Validate
 # ---------------------------------------------------------------------------
-
-_PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
-
-
-def run_plan(
-    targets: Annotated[
-        str,
-        typer.Option(
-            help="Chips, or TOML files that describe them, separated by commas; they do not have"
-            " to be present."
-        ),
-    ],
-    function: StepArgument = None,
-    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = "bf16,fp8",
-    batches: Annotated[
-        str | None,
-        typer.Option(
-            help='Batch sizes, separated by commas, or "largest" for the one that fits. The'
-            " function takes batch_size."
-        ),
-    ] = None,
-    remat: Annotated[
-        str | None,
-        typer.Option(help="Values of the argument remat, such as false,true."),
-    ] = None,
-    price: Annotated[
-        str,
-        typer.Option(
-            help="Prices of a device for an hour, such as h100=2.10,a100=1.2; adds the cost of a"
-            " billion tokens."
-        ),
-    ] = "",
-    rate: Annotated[
-        str,
-        typer.Option(
-            help="Measured tokens per second of all devices, such as h100/bf16=39000, for the cost."
-        ),
-    ] = "",
-    share: ShareOption = None,
-    cache: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
-    ] = "~/.cache/jaxmp",
-    script: ScriptOption = None,
-    name: NameOption = None,
-    max_seconds: SecondsOption = 600.0,
-    json: JsonOption = None,
-    html: HtmlOption = None,
-) -> None:
-    """Compile a training step for recipes and chips, and recommend a recipe for each chip.
-
-    The exit status is 1 if no program fits one of the chips. A script runs once for each recipe,
-    which replaces the one that the script loads with jaxmp.load_recipe.
-    """
-    from jaxmp._tools.plan import make_plan
-
-    del share  # its callback sets the environment variable
-    options: dict[str, Any] = {"recipes": split_items(recipes), "targets": split_items(targets)}
-    options |= {"prices": _numbers(price, "--price"), "rates": _numbers(rate, "--rate")}
-    lists = {"batches": _values(batches), "remat": _values(remat)}
-    is_stopped, measured = False, dict[str, list[Any]]()
-    path = only_function("plan", function, name) if script is None else script
-    if script is not None and lists != {"batches": None, "remat": None}:
-        raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
-    try:
-        if script is None:
-            _plan_function(path, measured, options, lists, cache or None)
-        else:
-            more = {"function": name, "max_seconds": max_seconds, "cache": cache or None}
-            _plan_script([script, *(function or [])], json, measured, options, more)
-    except KeyboardInterrupt:
-        is_stopped = True
-        text = "Interrupted: the programs that are compiled are in the cache."
-        print(text, "Run the same command to go on.", file=sys.stderr)
-    if measured:
-        name = path.rpartition(":")[2]
-        report = make_plan(name, measured, options["prices"], options["rates"])
-        write_report(report, json, html)
-        is_good = all(choice.recipe for choice in report.choices)
-        raise typer.Exit(130 if is_stopped else int(not is_good))
-    raise typer.Exit(130)
-
-
-def _plan_function(
-    path: str,
-    measured: dict[str, list[Any]],
-    options: dict[str, Any],
-    lists: dict[str, Any],
-    cache: str | None,
-) -> None:
-    """Adds the rows of each chip to `measured`."""
-    from jaxmp._tools.plan import check_plan, measure_programs
-
-    make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
-    more = {**lists, "cache": cache, "progress": None}
-    checked = check_plan(make, **options, **lists)
-    call(f"planning {path}", lambda: measure_programs(make, *checked, measured, **more))
-
-
-def _plan_script(
-    command: list[str],
-    json: str | None,
-    measured: dict[str, list[Any]],
-    options: dict[str, Any],
-    more: dict[str, Any],
-) -> None:
-    """Runs a script once for each recipe, and adds the rows of each chip to `measured`."""
-    from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan
-
-    _, chips = check_plan(lambda recipe: recipe, **options)
-    more["targets"] = options["targets"]
-    for recipe in options["recipes"]:
-        _, values = _in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
-        for chip, (row, seconds) in zip(chips, values, strict=True):
-            made = MeasuredRow(_plain.from_plain(PlanRow, row), seconds)
-            measured.setdefault(chip.name, []).append(made)
-
-
-def _numbers(text: str, option: str) -> dict[str, float]:
-    """Returns the numbers of `name=number,...`."""
-    numbers = {}
-    for item in split_items(text):
-        name, _, number = item.partition("=")
-        try:
-            numbers[name.strip()] = float(number)
-        except ValueError:
-            raise JaxmpError(
-                f"{option} {item!r} is not a number: write {option} h100=2.5."
-            ) from None
-    return numbers
-
-
-def _values(text: str | None) -> Any:
-    """Returns numbers, booleans and words; "largest" is not a list."""
-    named: dict[str, Any] = {"true": True, "false": False}
-    items = [named.get(x, int(x) if x.isdecimal() else x) for x in split_items(text or "")]
-    return text if text in (None, "largest") else items
-
 
 _VALIDATE = "jaxmp validate run.py:make_run --recipes bf16,fp16 --steps 500"
 
@@ -457,7 +319,7 @@ def run_locate(
                 f"    jaxmp locate --script {script}"
             )
         options = {"function": name, "max_seconds": max_seconds}
-        _, text = _in_script("locate", script, function or [], json, **options)
+        _, text = in_script("locate", script, function or [], json, **options)
         report = jaxmp.typing.NonfiniteReport.from_json(text)
     else:
         make = only_function("locate", function, name)

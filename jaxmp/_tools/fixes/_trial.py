@@ -89,7 +89,7 @@ def _nested(fix: str, edits: list[Edit]) -> tuple[str, Edits]:
     return fix, frozenset(kept)
 
 
-class Trial(NamedTuple):
+class FixTrial(NamedTuple):
     """Result of a trial: "works", "fails" or "not tried", the fixes that follow, and the edits."""
 
     state: str
@@ -121,7 +121,7 @@ def try_edits(
     problems_with: Callable[[bool], Problems],
     before: Collection[Hashable],
     removed: Sequence[Collection[Hashable]],
-) -> list[Trial]:
+) -> list[FixTrial]:
     """Tries each group of edits.
 
     A group works if the problems that it is for are gone, and no other problem is new. If there is
@@ -136,7 +136,7 @@ def try_edits(
     """
     functions, is_complete = _functions_of(roots, {e.file for group in groups for e in group})
     reached = _reached(functions, groups)
-    trials = [Trial("" if is_reached else NOT_TRIED) for is_reached in reached]
+    trials = [FixTrial("" if is_reached else NOT_TRIED) for is_reached in reached]
 
     def trial(*layers: Edits, has_fixes: bool = False) -> Problems | None:
         """Returns the problems with edits; None if the program does not run."""
@@ -147,23 +147,23 @@ def try_edits(
         except Exception:
             return None
 
-    def alone(edits: Edits, own: Collection[Hashable]) -> Trial:
+    def alone(edits: Edits, own: Collection[Hashable]) -> FixTrial:
         """Tries one group, with those of the fixes that follow."""
         layers, more = [edits], list[str]()
         for _ in range(_MOST_LAYERS):
             if not next(budget, None):
-                return Trial("")
+                return FixTrial("")
             problems = trial(*layers, has_fixes=True)
             if problems is None:
                 break
             new = [problem for key, problem in problems.items() if key not in before]
             if not new and problems.keys().isdisjoint(own):
-                return Trial(WORKS, tuple(more), edits)
+                return FixTrial(WORKS, tuple(more), edits)
             if not new or any(edits is None for _, edits in new):
                 break
             layers.append(frozenset().union(*(edits for _, edits in new if edits)))
             more += [_plain(fix) for fix, _ in new]
-        return Trial(FAILS)
+        return FixTrial(FAILS)
 
     waiting = [n for n, row in enumerate(trials) if not row.state]
     others = [_with_other_dtypes(group) for group in groups]
@@ -172,7 +172,7 @@ def try_edits(
         if problems is not None and all(key in before for key in problems):
             for n in waiting:
                 if problems.keys().isdisjoint(removed[n]):
-                    trials[n] = Trial(WORKS, (), together[n])
+                    trials[n] = FixTrial(WORKS, (), together[n])
             waiting = [n for n in waiting if not trials[n].state]
             break
     budget = iter(range(1, _MOST_TRIALS + 1))
@@ -183,7 +183,7 @@ def try_edits(
             trials[n] = other if other.state else trials[n]
     # A function that runs may have kept its code.
     unknown = {"", FAILS} if not is_complete else {""}
-    return [Trial(NOT_TRIED) if row.state in unknown else row for row in trials]
+    return [FixTrial(NOT_TRIED) if row.state in unknown else row for row in trials]
 
 
 # ---------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxmp._core._typing import Array
 from jaxmp._programs import _bind, _locations
-from jaxmp._tools.parity._walk import INPUT, Record, as_stored
+from jaxmp._tools.parity._walk import INPUT, ResultRecord, in_stored_dtype
 
 # Operations that only move elements or change their type.
 MOVES = frozenset(
@@ -65,20 +65,20 @@ class Pair(NamedTuple):
         return [value] if len(self.serve) == 1 else jnp.split(value, len(self.serve), self.axis)
 
 
-def is_compared(record: Record) -> bool:
+def is_compared(record: ResultRecord) -> bool:
     """Returns True for a floating-point result that an operation computes."""
     is_float = jnp.issubdtype(record.dtype, jnp.floating)
     return is_float and record.primitive not in MOVES and record.value.size > 0
 
 
-def modules(records: Sequence[Record]) -> list[str]:
+def modules(records: Sequence[ResultRecord]) -> list[str]:
     """Returns the module path of each record."""
     names = {r.scopes[:n]: None for r in records for n in range(len(r.scopes) + 1)}
     root = _locations.root_of(names)
     return [_locations.module_of(record.scopes, root) for record in records]
 
 
-def pairs_of(train: Sequence[Record], serve: Sequence[Record]) -> list[Pair]:
+def pairs_of(train: Sequence[ResultRecord], serve: Sequence[ResultRecord]) -> list[Pair]:
     """Pairs records by their modules, operations and shapes, in the order of execution.
 
     If serving repeats each operation for parts of the batch or for single tokens, the repetitions
@@ -102,7 +102,7 @@ def pairs_of(train: Sequence[Record], serve: Sequence[Record]) -> list[Pair]:
 _Labels = dict[int, tuple[str, str]]
 
 
-def _labels(records: Sequence[Record], with_modules: bool) -> _Labels:
+def _labels(records: Sequence[ResultRecord], with_modules: bool) -> _Labels:
     paths = modules(records) if with_modules else [""] * len(records)
     return {
         n: (re.sub(r"_?\d+", "", path), record.primitive)
@@ -111,7 +111,7 @@ def _labels(records: Sequence[Record], with_modules: bool) -> _Labels:
     }
 
 
-def _sequence(programs: Sequence[Sequence[Record]], labels: Sequence[_Labels]) -> list[Pair]:
+def _sequence(programs: Sequence[Sequence[ResultRecord]], labels: Sequence[_Labels]) -> list[Pair]:
     """Pairs the longest common sequences of operations."""
     keys = [
         [(*key, records[n].value.shape) for n, key in label.items()]
@@ -126,7 +126,7 @@ def _sequence(programs: Sequence[Sequence[Record]], labels: Sequence[_Labels]) -
     ]
 
 
-def _repeated(programs: Sequence[Sequence[Record]], labels: Sequence[_Labels]) -> list[Pair]:
+def _repeated(programs: Sequence[Sequence[ResultRecord]], labels: Sequence[_Labels]) -> list[Pair]:
     """Pairs each operation with all its repetitions."""
     groups: list[dict[Any, list[int]]] = [{}, {}]
     for group, label in zip(groups, labels, strict=True):
@@ -162,7 +162,7 @@ def coarser(first: np.dtype, second: np.dtype) -> np.dtype:
     return max(first, second, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
 
-def is_different(train: Record, serve: Record, value: Array) -> bool:
+def is_different(train: ResultRecord, serve: ResultRecord, value: Array) -> bool:
     """Returns True if rounding does not explain the difference of two results.
 
     Args:
@@ -171,7 +171,7 @@ def is_different(train: Record, serve: Record, value: Array) -> bool:
       value: the value of serving, in the shape of that of training.
     """
     dtype = coarser(train.dtype, serve.dtype)
-    x, y = (np.asarray(as_stored(each, dtype), np.float64) for each in (train.value, value))
+    x, y = (np.asarray(in_stored_dtype(each, dtype), np.float64) for each in (train.value, value))
     finite = np.isfinite(x) & np.isfinite(y)
     if not (finite | (x == y) | (np.isnan(x) & np.isnan(y))).all():
         return True
@@ -190,7 +190,7 @@ def is_different(train: Record, serve: Record, value: Array) -> bool:
     return distance > _FP32 * scale
 
 
-def before(records: Sequence[Record], index: int, paired: Collection[int]) -> list[int]:
+def before(records: Sequence[ResultRecord], index: int, paired: Collection[int]) -> list[int]:
     """Returns the operations before a record up to the nearest ones with a counterpart."""
     waiting, seen = list(records[index].makers), set()
     while waiting:

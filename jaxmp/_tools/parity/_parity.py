@@ -95,7 +95,7 @@ def parity(
         distances = [_metrics.rows_of(x, y, outputs)[0].difference for x, y in pairs]
         batch = batches[int(np.argmax(distances))]
         traced = [_jaxprs.trace(each, batch, {}) for each in (functions[0], served)]
-        first, second = (_search.Program(each.closed, each.arrays) for each in traced)
+        first, second = (_search.TracedProgram(each.closed, each.arrays) for each in traced)
         cause, before = _search.find_cause(first, second, shift)
     return ParityReport(
         outputs=outputs,
@@ -222,7 +222,7 @@ def _check_outputs(shapes: Sequence[Any], outputs: str) -> None:
     texts = [
         ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(each)) for each in shapes
     ]
-    for name, each, text in zip(_search.NAMES, shapes, texts, strict=True):
+    for name, each, text in zip(_search.PROGRAM_NAMES, shapes, texts, strict=True):
         leaves, least = jax.tree.leaves(each), 2 * (outputs == _metrics.LOGITS)
         is_one = len(leaves) == 1 and jnp.issubdtype(leaves[0].dtype, jnp.floating)
         if not is_one or leaves[0].ndim < least:

@@ -4,7 +4,7 @@ A place is a *candidate* if it fails the criterion of `_align`. Candidates are g
 without numbers, or by lines outside of modules. Each group has a change: its operations in the
 dtypes of the training program or, if that is not enough, its results without the differences that
 were measured for equal operands. The serving program is run with it. The cause is the first group
-whose change removes `SHARE` of the mismatch, or the first of several that do so together; without
+whose change removes `_SHARE` of the mismatch, or the first of several that do so together; without
 one there is no cause. If training has the coarser dtype, the two programs change roles.
 """
 
@@ -26,12 +26,12 @@ from jaxmp._core._typing import Array
 from jaxmp._programs import _analysis, _bind
 from jaxmp._tools.parity import _align
 from jaxmp._tools.parity._align import Pair
-from jaxmp._tools.parity._walk import INPUT, Change, Record, as_stored, walk
+from jaxmp._tools.parity._walk import INPUT, Change, ResultRecord, in_stored_dtype, walk
 from jaxmp._tools.report import _section
 
-NAMES = ("training", "serving")
+PROGRAM_NAMES = ("training", "serving")
 # Part of the mismatch that a change has to remove.
-SHARE = 0.4
+_SHARE = 0.4
 # Outputs that differ by less, relative to their root mean square, are equal.
 _EQUAL = 1e-5
 # A change that removes less has no effect.
@@ -74,7 +74,7 @@ class ParityCause:
     fix: str
 
 
-class Program(NamedTuple):
+class TracedProgram(NamedTuple):
     """A traced program and its arguments."""
 
     closed: ClosedJaxpr
@@ -101,17 +101,19 @@ class _Place(NamedTuple):
     named: tuple[int, int]
 
 
-def find_cause(train: Program, serve: Program, shift: int) -> tuple[ParityCause | None, float]:
+def find_cause(
+    train: TracedProgram, serve: TracedProgram, shift: int
+) -> tuple[ParityCause | None, float]:
     """Returns the cause of a mismatch, and the mismatch of both programs run by operations.
 
     Args:
       train, serve: the programs.
       shift: number of positions by which the examples of serving are moved in the batch.
     """
-    swapped = (serve, train), -shift, NAMES[::-1]
+    swapped = (serve, train), -shift, PROGRAM_NAMES[::-1]
     if serve.is_exported and not train.is_exported:
         return _Search(*swapped).cause()
-    search = _Search((train, serve), shift, NAMES)
+    search = _Search((train, serve), shift, PROGRAM_NAMES)
     cause, before = search.cause()
     is_done = cause is not None and cause.kind == "dtype"
     if not is_done and search.is_coarser and not train.is_exported:
@@ -130,7 +132,7 @@ class _Search:
     """
 
     def __init__(
-        self, programs: tuple[Program, Program], shift: int, names: tuple[str, ...]
+        self, programs: tuple[TracedProgram, TracedProgram], shift: int, names: tuple[str, ...]
     ) -> None:
         self.changed, self.shift, self.names = programs[1], shift, names
         (first, self.outputs), (second, others) = (walk(*each) for each in programs)
@@ -153,7 +155,7 @@ class _Search:
     def cause(self) -> tuple[ParityCause | None, float]:
         """Returns the cause, and the mismatch."""
         x = _flat(self.outputs)
-        x, limit = x[np.isfinite(x)], (1 - SHARE) * self.before
+        x, limit = x[np.isfinite(x)], (1 - _SHARE) * self.before
         if not x.size or self.before <= _EQUAL * np.sqrt(np.mean(np.square(x))):
             return None, self.before
         groups, tried = self._groups(), []
@@ -177,7 +179,7 @@ class _Search:
         pairs = sorted(_align.pairs_of(train, serve), key=lambda pair: pair.serve)
         self._partner = {n: pair.train for pair in pairs for n in pair.serve}
         self._paired = {pair.train for pair in pairs}, self._partner.keys()
-        self._readers: dict[int, list[Record]] = {}
+        self._readers: dict[int, list[ResultRecord]] = {}
         for record in train:
             for maker in record.makers:
                 self._readers.setdefault(maker, []).append(record)
@@ -186,7 +188,7 @@ class _Search:
         for pair in pairs:
             whole = self._moved(train[pair.train].value, self.shift)
             for n, part in zip(pair.serve, pair.split(whole), strict=True):
-                part = as_stored(part, serve[n].dtype)
+                part = in_stored_dtype(part, serve[n].dtype)
                 forced[n] = Change(value=lambda _, part=part: part)
         self._local, _ = walk(*self.changed, forced)
         groups: dict[str, list[_Place]] = {}
@@ -238,7 +240,7 @@ class _Search:
         return _Place(pair, value, only, (side, named))
 
     def _only(
-        self, regions: Sequence[list[int]], sign: Callable[[Record], Any]
+        self, regions: Sequence[list[int]], sign: Callable[[ResultRecord], Any]
     ) -> tuple[list[int], list[int]]:
         """Returns the operations of each region whose sign the other one has less often."""
         signs = [
@@ -261,7 +263,7 @@ class _Search:
         """Returns the change that removes the differences of some places, and the mismatch."""
         changes = self._dtypes(places)
         after = self._with(changes) if changes else self.before
-        if after <= (1 - SHARE) * self.before:
+        if after <= (1 - _SHARE) * self.before:
             return changes, after
         corrected: dict[int, Change] = {}
         for pair, y, *_ in places:
@@ -270,7 +272,7 @@ class _Search:
             for n, part in zip(pair.serve, pair.split(error), strict=True):
                 dtype = self.records[1][n].dtype
                 corrected[n] = Change(
-                    value=lambda z, part=part, dtype=dtype: as_stored(z - part, dtype)
+                    value=lambda z, part=part, dtype=dtype: in_stored_dtype(z - part, dtype)
                 )
         return corrected, self._with(corrected)
 
@@ -349,7 +351,7 @@ class _Search:
             fix=fix,
         )
 
-    def _of(self, side: int, indices: Iterable[int]) -> list[Record]:
+    def _of(self, side: int, indices: Iterable[int]) -> list[ResultRecord]:
         return [self.records[side][n] for n in indices]
 
     def _arguments(self, place: _Place) -> str:
@@ -361,7 +363,7 @@ class _Search:
                 continue
             for name in _FORMATS if jnp.issubdtype(x.dtype, jnp.floating) else ():
                 for side, (a, b) in enumerate(((y, x), (x, y))):
-                    if jnp.array_equal(as_stored(a, jnp.dtype(name)), b):
+                    if jnp.array_equal(in_stored_dtype(a, jnp.dtype(name)), b):
                         return f": operand {n} is rounded to {name} in {self.names[side]}"
             return f": operand {n} has other values"
         return ""
@@ -374,27 +376,27 @@ class _Search:
         return is_move and all(map(self._is_input, self._local[index].makers))
 
 
-def _computes(record: Record) -> bool:
+def _computes(record: ResultRecord) -> bool:
     """Returns True for an operation that computes or rounds floats."""
     is_float = jnp.issubdtype(record.dtype, jnp.floating)
     return is_float and (record.primitive not in _align.MOVES or _is_cast(record))
 
 
-def _is_cast(record: Record) -> bool:
+def _is_cast(record: ResultRecord) -> bool:
     """Returns True for a conversion to 16 bits or FP8."""
     return record.primitive == "convert_element_type" and _bind.is_narrow_dtype(record.dtype)
 
 
-def _rank(record: Record) -> int:
+def _rank(record: ResultRecord) -> int:
     """Returns the preference with which an operation is named: one that computes, then a cast."""
     return 1 if _is_cast(record) else 2 * (record.primitive not in _bind.MOVES)
 
 
-def _sign(record: Record) -> tuple[str, str]:
+def _sign(record: ResultRecord) -> tuple[str, str]:
     return record.primitive, str(record.dtype)
 
 
-def _text(record: Record) -> str:
+def _text(record: ResultRecord) -> str:
     return f"{record.primitive} in {record.dtype}"
 
 

@@ -28,7 +28,7 @@ from jaxmp._tools.stats import _measure
 INPUT = -1
 
 
-class Record(NamedTuple):
+class ResultRecord(NamedTuple):
     """One result of an operation that ran.
 
     Args:
@@ -69,7 +69,7 @@ class _Value(NamedTuple):
     maker: int = INPUT
 
 
-class Walk(Interpreter):
+class _Walk(Interpreter):
     """Interpreter that runs a program with concrete arrays.
 
     Args:
@@ -83,7 +83,7 @@ class Walk(Interpreter):
 
     def __init__(self, changes: Mapping[int, Change] = MappingProxyType({})) -> None:
         super().__init__()
-        self.records: list[Record] = []
+        self.records: list[ResultRecord] = []
         self._changes = changes
         self._lines = _locations.Lines()
 
@@ -120,8 +120,10 @@ class Walk(Interpreter):
         for var, x in zip(equation.outvars, _bind.bind_in_fp32(equation, [*arrays]), strict=True):
             dtype = getattr(var.aval, "dtype", np.dtype(bool))
             change = self._changes.get(len(self.records), Change())
-            x = x if name in _bind.MOVES else as_stored(x, change.dtype or dtype)
-            self.records.append(Record(inside[0].scopes, name, dtype, line, makers, arrays, x))
+            x = x if name in _bind.MOVES else in_stored_dtype(x, change.dtype or dtype)
+            self.records.append(
+                ResultRecord(inside[0].scopes, name, dtype, line, makers, arrays, x)
+            )
             x = x if change.value is None else change.value(x)
             values.append(_Value(x, len(self.records) - 1))
         return values
@@ -157,11 +159,11 @@ class Walk(Interpreter):
             known = tuple(_bind.wide(rows[n].value) for n in row.makers if n >= 0)
             parts = (*scopes, *row.scopes), row.name, row.value.dtype
             line = self._lines.first_own(row.frames)
-            self.records.append(Record(*parts, line, made, known, _bind.wide(row.value)))
+            self.records.append(ResultRecord(*parts, line, made, known, _bind.wide(row.value)))
         return [_Value(_bind.wide(x), index(n)) for x, n in results]
 
 
-def as_stored(x: Array, dtype: np.dtype) -> Array:
+def in_stored_dtype(x: Array, dtype: np.dtype) -> Array:
     """Returns an FP32 array rounded to the dtype in which a program stores it."""
     return _measure.rounded_to(x, dtype) if _bind.is_narrow_dtype(dtype) else x
 
@@ -170,7 +172,7 @@ def walk(
     closed: ClosedJaxpr,
     arrays: Sequence[Any],
     changes: Mapping[int, Change] = MappingProxyType({}),
-) -> tuple[list[Record], list[Array]]:
+) -> tuple[list[ResultRecord], list[Array]]:
     """Runs a program, and returns the records of its operations and its results.
 
     Example:
@@ -179,6 +181,6 @@ def walk(
       >>> [(record.primitive, record.dtype.name) for record in records], result.dtype.name
       ([('exp', 'bfloat16'), ('add', 'bfloat16')], 'float32')
     """
-    run = Walk(changes)
+    run = _Walk(changes)
     results = run.run(closed, list(map(run.constant, arrays)))
     return run.records, [value.array for value in results]

@@ -1,0 +1,163 @@
+"""`jaxmp plan`.
+
+Annotations are not strings here, because typer would evaluate each of them at every start.
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from jaxmp._core import _plain
+from jaxmp._tools.cli._arguments import (
+    HtmlOption,
+    JsonOption,
+    NameOption,
+    ScriptOption,
+    SecondsOption,
+    ShareOption,
+    StepArgument,
+    call,
+    load_function,
+    only_function,
+    split_items,
+)
+from jaxmp._tools.cli._output import write_report
+from jaxmp._tools.cli._steps import in_script
+from jaxmp.errors import JaxmpError
+
+_PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
+
+
+def run_plan(
+    targets: Annotated[
+        str,
+        typer.Option(
+            help="Chips, or TOML files that describe them, separated by commas; they do not have"
+            " to be present."
+        ),
+    ],
+    function: StepArgument = None,
+    recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = "bf16,fp8",
+    batches: Annotated[
+        str | None,
+        typer.Option(
+            help='Batch sizes, separated by commas, or "largest" for the one that fits. The'
+            " function takes batch_size."
+        ),
+    ] = None,
+    remat: Annotated[
+        str | None,
+        typer.Option(help="Values of the argument remat, such as false,true."),
+    ] = None,
+    price: Annotated[
+        str,
+        typer.Option(
+            help="Prices of a device for an hour, such as h100=2.10,a100=1.2; adds the cost of a"
+            " billion tokens."
+        ),
+    ] = "",
+    rate: Annotated[
+        str,
+        typer.Option(
+            help="Measured tokens per second of all devices, such as h100/bf16=39000, for the cost."
+        ),
+    ] = "",
+    share: ShareOption = None,
+    cache: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
+    ] = "~/.cache/jaxmp",
+    script: ScriptOption = None,
+    name: NameOption = None,
+    max_seconds: SecondsOption = 600.0,
+    json: JsonOption = None,
+    html: HtmlOption = None,
+) -> None:
+    """Compile a training step for recipes and chips, and recommend a recipe for each chip.
+
+    The exit status is 1 if no program fits one of the chips. A script runs once for each recipe,
+    which replaces the one that the script loads with jaxmp.load_recipe.
+    """
+    from jaxmp._tools.plan import make_plan
+
+    del share  # its callback sets the environment variable
+    options: dict[str, Any] = {"recipes": split_items(recipes), "targets": split_items(targets)}
+    options |= {"prices": _numbers(price, "--price"), "rates": _numbers(rate, "--rate")}
+    lists = {"batches": _values(batches), "remat": _values(remat)}
+    is_stopped, measured = False, dict[str, list[Any]]()
+    path = only_function("plan", function, name) if script is None else script
+    if script is not None and lists != {"batches": None, "remat": None}:
+        raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
+    try:
+        if script is None:
+            _plan_function(path, measured, options, lists, cache or None)
+        else:
+            more = {"function": name, "max_seconds": max_seconds, "cache": cache or None}
+            _plan_script([script, *(function or [])], json, measured, options, more)
+    except KeyboardInterrupt:
+        is_stopped = True
+        text = "Interrupted: the programs that are compiled are in the cache."
+        print(text, "Run the same command to go on.", file=sys.stderr)
+    if measured:
+        name = path.rpartition(":")[2]
+        report = make_plan(name, measured, options["prices"], options["rates"])
+        write_report(report, json, html)
+        is_good = all(choice.recipe for choice in report.choices)
+        raise typer.Exit(130 if is_stopped else int(not is_good))
+    raise typer.Exit(130)
+
+
+def _plan_function(
+    path: str,
+    measured: dict[str, list[Any]],
+    options: dict[str, Any],
+    lists: dict[str, Any],
+    cache: str | None,
+) -> None:
+    """Adds the rows of each chip to `measured`."""
+    from jaxmp._tools.plan import check_plan, measure_programs
+
+    make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
+    more = {**lists, "cache": cache, "progress": None}
+    checked = check_plan(make, **options, **lists)
+    call(f"planning {path}", lambda: measure_programs(make, *checked, measured, **more))
+
+
+def _plan_script(
+    command: list[str],
+    json: str | None,
+    measured: dict[str, list[Any]],
+    options: dict[str, Any],
+    more: dict[str, Any],
+) -> None:
+    """Runs a script once for each recipe, and adds the rows of each chip to `measured`."""
+    from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan
+
+    _, chips = check_plan(lambda recipe: recipe, **options)
+    more["targets"] = options["targets"]
+    for recipe in options["recipes"]:
+        _, values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
+        for chip, (row, seconds) in zip(chips, values, strict=True):
+            made = MeasuredRow(_plain.from_plain(PlanRow, row), seconds)
+            measured.setdefault(chip.name, []).append(made)
+
+
+def _numbers(text: str, option: str) -> dict[str, float]:
+    """Returns the numbers of `name=number,...`."""
+    numbers = {}
+    for item in split_items(text):
+        name, _, number = item.partition("=")
+        try:
+            numbers[name.strip()] = float(number)
+        except ValueError:
+            raise JaxmpError(
+                f"{option} {item!r} is not a number: write {option} h100=2.5."
+            ) from None
+    return numbers
+
+
+def _values(text: str | None) -> Any:
+    """Returns numbers, booleans and words; "largest" is not a list."""
+    named: dict[str, Any] = {"true": True, "false": False}
+    items = [named.get(x, int(x) if x.isdecimal() else x) for x in split_items(text or "")]
+    return text if text in (None, "largest") else items
