@@ -165,10 +165,10 @@ class ModelSearch:
         reached = _Reached(labeling.layers & reasons.keys(), is_strict)
         reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
         is_refused = is_strict and reached.meets_16_bits
-        found = reached.labels & reasons.keys()
-        if is_refused and found:
-            self._messages.append(_refusal_text(cls, policies, min(found & self._layers or found)))
-        labels = {label: reasons[label] for label in found if not is_refused}
+        exact = reached.labels & reasons.keys()
+        if is_refused and exact:
+            self._messages.append(_refusal_text(cls, policies, min(exact & self._layers or exact)))
+        labels = {label: reasons[label] for label in exact if not is_refused}
         if is_first and not path:
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
             unused = ""
@@ -194,9 +194,9 @@ def _failure_text(
 ) -> str:
     """Returns a warning of a call that cannot be traced, and so is not searched."""
     paths = [path for path in labeling.modules if path] or ["head"]
-    text = next(iter(str(error).splitlines()), "")
+    text = next(iter(str(error).splitlines()), "").rstrip(".")
     return (
-        f"{key[0].__name__} cannot be traced: {type(error).__name__}: {text} So jaxmp does not "
+        f"{key[0].__name__} cannot be traced: {type(error).__name__}: {text}. So jaxmp does not "
         "know which of its results a softmax, a choice or a loss reads, and rounds them all to "
         f"{key[1].default.compute_dtype}. Make it a function that jax.jit can trace, or name the "
         f"layers whose results must stay in FP32: Rule({paths[-1]!r}, 'o=f32')."
