@@ -183,8 +183,8 @@ def _refusal_text(cls: type, policies: PolicyMap, label: str) -> str:
     path = label.removeprefix(_labels.PREFIX).rpartition(".")[0]
     return (
         f"{cls.__name__} rounds the result of {path!r} to {policies.default.compute_dtype}, "
-        "although a softmax, a choice or a loss reads it: jax_numpy_dtype_promotion='strict' refuses an "
-        "operation of its FP32 sums and a 16-bit array. Cast that array in the model, "
+        "although a softmax, a choice or a loss reads it: jax_numpy_dtype_promotion='strict' "
+        "refuses an operation of its FP32 sums and a 16-bit array. Cast that array in the model, "
         f"y.astype(jnp.float32), and write Rule({path!r}, 'o=f32')."
     )
 
