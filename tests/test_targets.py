@@ -82,11 +82,13 @@ def test_peaks_are_dense_and_of_one_device():
     [
         ("h20", "Did you mean 'h200'"),
         ("H200", "in lower case: target='h200'"),
+        ("NVIDIA H100 PCIe", "write its chip, one of 'h100-pcie' (84.9 GB at 2,039 GB/s"),
+        ("NVIDIA A100", "one of 'a100-40' (42.3 GB at 1,555 GB/s, 312 TFLOP/s, NVIDIA A100-SXM4"),
         (["h200"], "Known chips: v100, v100-16, v100-pcie, t4, a100-40, a100"),
     ],
 )
 def test_an_unknown_chip_is_refused(name, message):
-    with pytest.raises(jaxmp.errors.TargetError, match=message):
+    with pytest.raises(jaxmp.errors.TargetError, match=re.escape(message)):
         get_target(name)
 
 
@@ -144,7 +146,10 @@ def test_a_user_describes_a_chip(tmp_path):
         ({"like": "h100", "memory": "96GB"}, "memory = '96GB'. It is a number of bytes, such as"),
         ({"like": "h100", "peak": {"half": "1"}}, "peak.half = '1'. It is a number of TFLOP/s"),
         ({"like": "h100", "capability": 9}, "has a value of another type"),
-        ({"like": "h100", "memory": 0}, "must be positive"),
+        ({"like": "h100", "memory": 0}, "memory = 0. It is a number of bytes, such as 96e9"),
+        ({"like": "h100", "memory": 96}, "memory = 96. It is a number of bytes, such as 96e9"),
+        ({"like": "h100", "network": 100}, "network = 100. It is a number of bytes per second in"),
+        ({"like": "h100", "peak": {"half": 989e12}}, "peak.half = 989000000000000.0. It is a num"),
         ({"like": "h1000"}, "is not a chip that jaxmp knows. Did you mean 'h100'?"),
         ("missing.toml", "cannot be read"),
     ],

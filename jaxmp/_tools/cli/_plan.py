@@ -63,6 +63,17 @@ def run_plan(
             help="Measured tokens per second of all devices, such as h100/bf16=39000, for the cost."
         ),
     ] = "",
+    hosts: Annotated[
+        int | None,
+        typer.Option(help="Hosts of the devices; by default as few as the links of a chip allow."),
+    ] = None,
+    link: Annotated[
+        str,
+        typer.Option(
+            help="Bytes per second of each device in both directions, within and between hosts,"
+            " such as within=900e9,between=100e9, instead of those of the data sheet."
+        ),
+    ] = "",
     share: ShareOption = None,
     cache: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
@@ -83,6 +94,7 @@ def run_plan(
     del share  # its callback sets the environment variable
     options: dict[str, Any] = {"recipes": split_items(recipes), "targets": split_items(targets)}
     options |= {"prices": _numbers(price, "--price"), "rates": _numbers(rate, "--rate")}
+    options |= {"hosts": hosts, "links": _numbers(link, "--link", "between=100e9")}
     lists = {"batches": _values(batches), "remat": _values(remat)}
     is_stopped, measured = False, dict[str, list[Any]]()
     path = only_function("plan", function, name) if script is None else script
@@ -118,7 +130,7 @@ def _plan_function(
     from jaxmp._tools.plan import check_plan, measure_programs
 
     make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
-    more = {**lists, "cache": cache, "progress": None}
+    more = {**lists, "hosts": options["hosts"], "cache": cache, "progress": None}
     checked = check_plan(make, **options, **lists)
     call(f"planning {path}", lambda: measure_programs(make, *checked, measured, **more))
 
@@ -134,7 +146,7 @@ def _plan_script(
     from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan
 
     _, chips = check_plan(lambda recipe: recipe, **options)
-    more["targets"] = options["targets"]
+    more |= {name: options[name] for name in ("targets", "hosts", "links")}
     for recipe in options["recipes"]:
         _, values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
         for chip, (row, seconds) in zip(chips, values, strict=True):
@@ -142,7 +154,7 @@ def _plan_script(
             measured.setdefault(chip.name, []).append(made)
 
 
-def _numbers(text: str, option: str) -> dict[str, float]:
+def _numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str, float]:
     """Returns the numbers of `name=number,...`."""
     numbers = {}
     for item in split_items(text):
@@ -151,7 +163,7 @@ def _numbers(text: str, option: str) -> dict[str, float]:
             numbers[name.strip()] = float(number)
         except ValueError:
             raise JaxmpError(
-                f"{option} {item!r} is not a number: write {option} h100=2.5."
+                f"{option} {item!r} is not a number: write {option} {example}."
             ) from None
     return numbers
 

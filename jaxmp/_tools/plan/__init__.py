@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jaxmp._core._targets import Target, get_target
+from jaxmp._core._targets import Target, get_target, with_links
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools.audit._compile import check_compiler
@@ -34,6 +34,8 @@ def plan(
     remat: Sequence[Any] | None = None,
     prices: Mapping[str, float] | None = None,
     rates: Mapping[str, float] | None = None,
+    hosts: int | None = None,
+    links: Mapping[str, float] | None = None,
     cache: str | os.PathLike[str] | None = "~/.cache/jaxmp",
     progress: bool | None = None,
 ) -> PlanReport:
@@ -59,6 +61,10 @@ def plan(
         has the cost of a billion tokens.
       rates: "chip/recipe" -> measured tokens per second of all devices, such as
         {"h100/bf16": 39000}. The cost uses them where there are some, and otherwise the bound.
+      hosts: number of hosts among which the devices of the step are divided; None for as few as the
+        links of the chip allow, such as hosts of eight H100.
+      links: bytes per second of each device in both directions, {"within": 900e9, "between":
+        100e9} hosts, instead of those of docs/chips.md.
       cache: folder for compiled programs; None for none.
       progress: True for a progress bar on standard error. None: if it is a terminal.
 
@@ -85,9 +91,11 @@ def plan(
         remat=remat,
         prices=prices,
         rates=rates,
+        hosts=hosts,
+        links=links,
     )
     measured: Measured = {}
-    measure_programs(make_step, *checked, measured, batches, remat, cache, progress)
+    measure_programs(make_step, *checked, measured, batches, remat, hosts, cache, progress)
     return make_plan(getattr(make_step, "__name__", "the step"), measured, prices, rates)
 
 
@@ -98,6 +106,7 @@ def measure_programs(
     measured: Measured,
     batches: Sequence[int] | str | None,
     remat: Sequence[Any] | None,
+    hosts: int | None,
     cache: str | os.PathLike[str] | None,
     progress: bool | None,
 ) -> None:
@@ -107,7 +116,7 @@ def measure_programs(
     with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
         for chip, (form, size, recipe) in itertools.product(chips, programs):
             on_program(f"{chip.name}, {recipe.name}")
-            program = Candidate(make_step, recipe, chip, form, cache)
+            program = Candidate(make_step, recipe, chip, form, cache, hosts)
             result = program.largest() if batches == _LARGEST else program.measure(size)
             measured.setdefault(chip.name, []).append(result)
             on_end()
@@ -143,6 +152,8 @@ def check_plan(
     *,
     prices: Mapping[str, float] | None = None,
     rates: Mapping[str, float] | None = None,
+    hosts: int | None = None,
+    links: Mapping[str, float] | None = None,
     **lists: Any,
 ) -> tuple[list[Recipe], list[Target]]:
     """Checks the arguments of `plan`, and returns its recipes and chips."""
@@ -177,7 +188,9 @@ def check_plan(
                 f"remat={value!r}: the default of the parameter is {default}. Write"
                 " remat=[False, True], or --remat false,true."
             )
-    chips = list(dict.fromkeys(map(get_target, lists["targets"])))
+    if hosts is not None and (type(hosts) is not int or hosts < 1):
+        raise AuditError(f"hosts={hosts!r} is not a positive number. Write hosts=8, or --hosts 8.")
+    chips = [with_links(chip, links) for chip in dict.fromkeys(map(get_target, lists["targets"]))]
     for chip in chips:
         if not chip.uncompiled:
             check_compiler(chip)

@@ -20,7 +20,7 @@ from jaxmp._tools.audit._auditor import PolicyContext
 from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.memory._cache import compiler_of
-from jaxmp._tools.plan._bound import cost_of, error_of, measured
+from jaxmp._tools.plan._bound import cost_of, error_of, hosts_of, measured
 from jaxmp._tools.plan._report import PlanRow
 from jaxmp.errors import JaxmpError, TargetError
 
@@ -41,13 +41,14 @@ class MeasuredRow(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A recipe on a chip, with a value of the argument `remat` and the folder of the cache."""
+    """A recipe on a chip, with an argument `remat`, the folder of the cache, and the hosts."""
 
     make_step: Callable[..., Any]
     recipe: Recipe
     chip: Target
     remat: Any
     cache: str | os.PathLike[str] | None
+    hosts: int | None = None
 
     def measure(self, batch: int | None) -> MeasuredRow:
         """Compiles the program for a batch size."""
@@ -98,10 +99,12 @@ class Candidate(NamedTuple):
         assert compiled is not None and report.memory is not None
         memory = report.memory
         total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
-        cost = cost_of(compiled, report.attention)
+        cost = cost_of(compiled, report.attention, self.hosts)
         known = {"memory": total, "fits": total <= chip.usable, "fallbacks": _fallbacks(report)}
         known |= {"kernels": cost.kernels, "flops": cost.flops, "bytes": cost.bytes}
         known |= {"narrow": cost.narrow, "devices": compiled.devices, "tokens": _tokens(args)}
+        known |= {"hosts": hosts_of(compiled, self.hosts)}
+        known |= {"links": {"within": chip.link, "between": chip.network}}
         return MeasuredRow(dataclasses.replace(row, **known), cost.seconds)
 
     def largest(self) -> MeasuredRow:
