@@ -295,8 +295,8 @@ def with_links(chip: Target, links: Mapping[str, float] | None) -> Target:
         if key not in fields or not _SLOWEST <= value < math.inf:
             raise TargetError(
                 f"links={{{key!r}: {value!r}}}: write the bytes per second of each device within "
-                "or between hosts, in both directions: links={'within': 900e9, 'between': 100e9}, or "
-                "--link within=900e9,between=100e9."
+                "or between hosts, in both directions: links={'within': 900e9, 'between': 100e9}, "
+                "or --link within=900e9,between=100e9."
             )
     return chip._replace(**{fields[key]: float(value) for key, value in (links or {}).items()})
 
