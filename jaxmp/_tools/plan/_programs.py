@@ -86,8 +86,11 @@ class Candidate(NamedTuple):
 
     def _estimated(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
         estimate = estimate_memory(step, *args, target=self.chip)
-        problem = f"{self.chip.uncompiled}; the memory is estimated: at most this"
-        known = {"fits": estimate.most <= row.usable, "memory": estimate.most}
+        bound = "least" if estimate.most is None else "most"
+        problem = f"{self.chip.uncompiled}; the memory is estimated: at {bound} this"
+        # A program that only may fit does not count as one that fits.
+        fits = bool(estimate.fits) if estimate.most is not None else estimate.fits
+        known = {"fits": fits, "memory": getattr(estimate, bound)}
         return MeasuredRow(dataclasses.replace(row, **known, problem=problem))
 
     def _compiled(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
