@@ -119,14 +119,15 @@ _OPTIONAL = {"kinds": [], "platform": "gpu", "domain": 1, "network": 0.0, "uncom
 
 # Links in bytes per second are faster; a smaller number is one of GB/s.
 _SLOWEST = 1e6
-# Key -> least and largest value of a chip, between which other units do not lie, and its unit.
-_UNITS = {
+# Key -> least and largest value, between which those in other units do not lie, and the unit.
+_NUMBERS = {
     "memory": (1e8, 1e14, "bytes, such as 96e9"),
     "bandwidth": (1e9, 1e14, "bytes per second, such as 3.35e12"),
     "link": (_SLOWEST, 1e14, "bytes per second in both directions, such as 900e9, or 0"),
     "network": (_SLOWEST, 1e14, "bytes per second in both directions, such as 100e9, or 0"),
     "domain": (1, 1e6, "devices, such as 8"),
-    "peak": (0.01, 1e6, "TFLOP/s for each format, such as peak = { half = 989, fp8 = 1979 }"),
+    "peak": (0.01, 1e6, "TFLOP/s, such as peak = { half = 989, fp8 = 1979 }"),
+    "multiprocessors": (0.1, 1e10, "multiprocessors, lanes of each, GHz, or bytes of the L2 cache"),
 }
 
 
@@ -256,7 +257,7 @@ def get_target(chip: TargetLike) -> Target:
     if isinstance(chip, Path) or (isinstance(chip, str) and chip.endswith(".toml")):
         try:
             keys = tomllib.loads(Path(chip).read_text("utf-8"))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise TargetError(f"target={str(chip)!r} cannot be read: {error}.") from error
         sections = [name for name, value in keys.items() if _is_section(name, value)]
         if not sections:
@@ -313,6 +314,8 @@ def _described(name: str, keys: Mapping[str, Any]) -> Target:
         hint = did_you_mean(key, known)
         raise TargetError(f"The chip {name!r} has the key {key!r}.{hint} Allowed: {allowed}.")
     like = keys.get("like")
+    if like is not None and (not isinstance(like, str) or like.endswith(".toml")):
+        raise TargetError(f"The chip {name!r} has like = {like!r}. Name a chip, such as 'h100'.")
     base = {} if like is None else _complete(get_target(like).name, _tables())
     whole = {"source": "", "kinds": [name], **base, **keys}
     for key in _REQUIRED:
@@ -321,25 +324,50 @@ def _described(name: str, keys: Mapping[str, Any]) -> Target:
                 f"The chip {name!r} has no {key!r}. Write it, or name a chip of the table that it "
                 "is like: {'like': 'h100', 'memory': 96e9}."
             )
-    for key, (least, most, unit) in _UNITS.items():
-        values = whole.get(key, least)
-        for part, value in values.items() if isinstance(values, Mapping) else (("", values),):
-            has_parts = (key == "peak") == isinstance(values, Mapping)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_zero = value == 0 and key in ("link", "network")
-            if not has_parts or not is_number or not (is_zero or least <= value <= most):
-                where = f"{key}.{part}" if part else key
-                raise TargetError(
-                    f"The chip {name!r} has {where} = {value!r}. It is a number of {unit}."
-                )
-    try:
-        made = _target(name, whole)
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise TargetError(
-            f"The chip {name!r} has a value of another type: {error}. The types of all keys are "
-            f"those of {_FILE}."
-        ) from error
-    return made
+    for key, value, allowed in _wrong(whole):
+        raise TargetError(f"The chip {name!r} has {key} = {value!r}. It is {allowed}.")
+    platform = whole.get("platform", "gpu")
+    if platform == "gpu" and not {"capability", "multiprocessors"} <= whole.keys():
+        why = "its description has no capability and multiprocessors, or a chip that it is like"
+        whole.setdefault("uncompiled", why)
+    if platform == "tpu" and name not in targets():
+        whole["uncompiled"] = f"libtpu compiles for TPUs of the table only; name it {like!r}"
+    return _target(name, whole)
+
+
+def _wrong(keys: Mapping[str, Any]) -> Iterator[tuple[str, object, str]]:
+    """Yields the keys of a description that have a wrong value, the value, and what is allowed."""
+    peak, sizes = keys["peak"], keys.get("multiprocessors", {})
+    formats = [*_FORMATS, *dict.fromkeys(name for chip in targets().values() for name in chip.peak)]
+    is_table = isinstance(peak, Mapping) and peak.keys() <= set(formats)
+    if not is_table or not peak.keys() & {"half", "bfloat16", "float32"}:
+        unit = _NUMBERS["peak"][-1]
+        yield "peak", peak, f"a table of {unit}, with half or float32, and of {', '.join(formats)}"
+    fields = Multiprocessors._fields
+    if sizes and (not isinstance(sizes, Mapping) or sizes.keys() != set(fields)):
+        yield "multiprocessors", sizes, f"a table of {', '.join(fields)}, as in {_FILE}"
+    tables = ("peak", "multiprocessors")
+    numbers = {key: keys[key] for key in _NUMBERS if key in keys and key not in tables}
+    numbers |= {f"peak.{key}": value for key, value in peak.items()}
+    numbers |= {f"multiprocessors.{key}": value for key, value in sizes.items()}
+    for key, value in numbers.items():
+        least, most, unit = _NUMBERS[key.partition(".")[0]]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_zero = is_number and value == 0 and key in ("link", "network")
+        is_whole = key != "domain" or isinstance(value, int)
+        if not is_zero and not (is_number and is_whole and least <= value <= most):
+            yield key, value, f"a number of {unit}"
+    compiled = sorted({chip.capability for chip in targets().values() if chip.capability})
+    capability, kinds = keys.get("capability"), keys["kinds"]
+    if capability is not None and capability not in [[*each] for each in compiled]:
+        yield "capability", capability, f"one of {', '.join(str([*each]) for each in compiled)}"
+    platforms = dict.fromkeys(chip.platform for chip in targets().values())
+    if keys.get("platform", "gpu") not in platforms:
+        yield "platform", keys["platform"], f"one of {', '.join(platforms)}"
+    if not isinstance(kinds, (list, tuple)) or not all(isinstance(kind, str) for kind in kinds):
+        yield "kinds", kinds, "a list of names of devices, such as ['NVIDIA H100 PCIe']"
+    if not isinstance(keys.get("uncompiled", ""), str):
+        yield "uncompiled", keys["uncompiled"], "the reason why programs cannot be compiled for it"
 
 
 def _is_section(name: str, value: object) -> bool:
