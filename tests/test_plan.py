@@ -217,7 +217,7 @@ def test_bounds_are_relative_to_the_baseline_per_example():
         MeasuredRow(row_of("bf16", None), None),
     ]
     rows += [MeasuredRow(row_of("bf16", None, batch=2), 1.0)]
-    assert [row.bound for row in relative(rows, "bf16")] == [2.0, None, 1.0]
+    assert [row.bound for row in relative(rows, "bf16", {}, {})] == [2.0, None, 1.0]
 
 
 def test_the_recommendation_names_bytes_and_formats():
@@ -262,12 +262,12 @@ def test_the_h100_reaches_the_shares_of_the_timed_h200():
 
 def test_prices_give_the_cost_of_a_billion_tokens():
     row = dataclasses.replace(row_of("bf16", None), devices=8, tokens=1000)
-    (bound,) = relative([MeasuredRow(row, 2.0)], "bf16", price=3.6)
+    (bound,) = relative([MeasuredRow(row, 2.0)], "bf16", {"h100": 3.6}, {})
     # 500 tokens per second cost 8 x 3.6 / 3600 per second.
     assert bound.cost == pytest.approx(8 * 3.6 / 3600 / 500 * 1e9) and bound.cost_from == "bound"
-    (timed,) = relative([MeasuredRow(row, 2.0)], "bf16", price=3.6, rates={"bf16": 250})
+    (timed,) = relative([MeasuredRow(row, 2.0)], "bf16", {"h100": 3.6}, {"h100/bf16": 250})
     assert timed.cost == pytest.approx(2 * bound.cost) and timed.cost_from == "measured"
-    assert relative([MeasuredRow(row, 2.0)], "bf16")[0].cost is None
+    assert relative([MeasuredRow(row, 2.0)], "bf16", {"a100": 1}, {})[0].cost is None
 
 
 HLO = """HloModule step, entry_computation_layout={()->()}

@@ -131,11 +131,10 @@ def make_plan(
     """Returns the report on programs that were measured for each chip."""
     names = [row.recipe for row, _ in next(iter(measured.values()))]
     baseline = "bf16" if "bf16" in names else names[0]
-    rows = {}
-    for chip, programs in measured.items():
-        pairs = ((key.partition("/"), rate) for key, rate in (rates or {}).items())
-        own = {recipe: rate for (name, _, recipe), rate in pairs if name == chip}
-        rows[chip] = relative(programs, baseline, (prices or {}).get(chip), own)
+    rows = {
+        chip: relative(programs, baseline, prices or {}, rates or {})
+        for chip, programs in measured.items()
+    }
     return PlanReport(
         function=function,
         baseline=baseline,

@@ -164,16 +164,16 @@ def _tokens(args: tuple[Any, ...]) -> int:
 def relative(
     programs: list[MeasuredRow],
     baseline: str,
-    price: float | None = None,
-    rates: Mapping[str, float] | None = None,
+    prices: Mapping[str, float],
+    rates: Mapping[str, float],
 ) -> list[PlanRow]:
     """Returns rows with bounds per example, relative to the first compiled row of the baseline.
 
     Args:
       programs: those of one chip.
       baseline: name of a recipe.
-      price: of one device for an hour.
-      rates: recipe -> measured tokens per second of all devices.
+      prices: chip -> price of one device for an hour.
+      rates: "chip/recipe" -> measured tokens per second of all devices.
     """
     own = [row.recipe == baseline for row, _ in programs]
     each = [s and s / (row.batch or 1) for row, s in programs]
@@ -189,9 +189,10 @@ def relative(
                 low, high = error_of(row.target, row.narrow, measured()["cases"])
             changes["interval"] = (round(bound / high, 4), round(bound / low, 4))
             changes["bound"] = round(bound, 4)
-        rate = (rates or {}).get(row.recipe) or (row.tokens / seconds if seconds else 0)
-        if price and rate:
-            changes["cost"] = round(price * row.devices / 3600 / rate * 1e9, 4)
-            changes["cost_from"] = "measured" if row.recipe in (rates or {}) else "bound"
+        timed = rates.get(f"{row.target}/{row.recipe}")
+        rate = timed or (row.tokens / seconds if seconds else 0)
+        if row.target in prices and rate:
+            changes["cost"] = round(prices[row.target] * row.devices / 3600 / rate * 1e9, 4)
+            changes["cost_from"] = "measured" if timed else "bound"
         rows.append(dataclasses.replace(row, **changes))
     return rows

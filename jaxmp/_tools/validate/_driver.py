@@ -155,7 +155,8 @@ def _make_partial(
     counts = [(name, sum(run.name == name for run in runs)) for name in settings.recipes]
     total = len(settings.seeds)
     lacking = [f"{name} has {n} of {counted(total, 'run')}" for name, n in counts if n < total]
-    note = f"Interrupted: {', '.join(lacking)}; no verdict is about them." if lacking else ""
+    verdict = "A candidate has a verdict after its last run."
+    note = f"Interrupted: {', '.join(lacking)}. {verdict}" if lacking else ""
     return dataclasses.replace(report, runs=tuple(runs), notes=(note, *report.notes)[not note :])
 
 
