@@ -306,7 +306,7 @@ def test_without_the_extra_it_says_what_to_install(package):
         "from jaxmp.__main__ import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1 and not done.stdout
+    assert done.returncode == 2 and not done.stdout
     assert done.stderr == (
         f"jaxmp: {package} is not installed; jaxmp requires it for the jaxmp command. Install it "
         'with:\n    pip install "jaxmp[cli]"\n'
