@@ -151,6 +151,15 @@ def test_an_interrupted_plan_writes_the_programs_that_it_has(tmp_path, capsys, m
         main([*command, "--recipes", "fp32"])
     assert stop.value.code == 130
 
+    def make(recipe):
+        if recipe.name == "fp32":
+            raise KeyboardInterrupt
+        return lambda w: w @ w, jnp.ones((8, 8))
+
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        jaxmp.plan(make, recipes=["fp16", "fp32"], targets=["v100"])
+    assert interrupt.value.report.rows == report.rows
+
 
 # ---------------------------------------------------------------------------
 # The largest batch

@@ -256,7 +256,6 @@ def run_validate(
     a candidate differs: it is better than the reference by more than its budget, or computes
     another loss. Inconclusive candidates exit with 0.
     """
-    from jaxmp._tools.validate import _driver
     from jaxmp._tools.validate._report import DIFFERS, FAIL, find_regressions
 
     directions = [item.partition("=") for item in split_items(metrics)]
@@ -280,7 +279,7 @@ def run_validate(
     )
     try:
         report = call(f"validating {function}", validate)
-    except _driver.Interrupted as stop:
+    except _views.Interrupted as stop:
         write_report(stop.report, json, html, full=full)
         advice = "Run the same command with" if json else "Next time, add --json FILE, and then"
         print(f"Interrupted: {advice} --resume to go on.", file=sys.stderr)

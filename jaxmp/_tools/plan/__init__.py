@@ -19,6 +19,7 @@ from jaxmp._tools.plan._report import PlanReport as PlanReport
 from jaxmp._tools.plan._report import PlanRow as PlanRow
 from jaxmp._tools.plan._report import recommend
 from jaxmp._tools.report._progress import progress_bar
+from jaxmp._tools.report._views import Interrupted
 from jaxmp.errors import AuditError
 
 _LARGEST = "largest"
@@ -75,6 +76,8 @@ def plan(
       AuditError: if an argument is not valid, before anything is computed.
       TargetError, RecipeError: if a chip or a recipe is not known.
       MissingDependencyError: if XLA's compiler for a chip is not installed.
+      KeyboardInterrupt: by Ctrl-C. If a program is compiled, its attribute `report` is the plan of
+        those that are.
 
     Example:
       >>> def make_step(recipe):
@@ -83,7 +86,7 @@ def plan(
       >>> plan(make_step, recipes=["fp16"], targets=["v100"]).choices[0].recipe
       'fp16'
     """
-    checked = check_plan(
+    every_recipe, chips = check_plan(
         make_step,
         recipes=recipes,
         targets=targets,
@@ -95,31 +98,22 @@ def plan(
         links=links,
     )
     measured: Measured = {}
-    measure_programs(make_step, *checked, measured, batches, remat, hosts, cache, progress)
-    return make_plan(getattr(make_step, "__name__", "the step"), measured, prices, rates)
-
-
-def measure_programs(
-    make_step: Callable[..., Any],
-    recipes: Sequence[Recipe],
-    chips: Sequence[Target],
-    measured: Measured,
-    batches: Sequence[int] | str | None,
-    remat: Sequence[Any] | None,
-    hosts: int | None,
-    cache: str | os.PathLike[str] | None,
-    progress: bool | None,
-) -> None:
-    """Adds the programs of each chip to `measured`, one by one, so that an interrupt keeps them."""
+    name = getattr(make_step, "__name__", "the step")
     sizes = [None] if batches is None or isinstance(batches, str) else list(batches)
-    programs = list(itertools.product(remat or [None], sizes, recipes))
-    with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
-        for chip, (form, size, recipe) in itertools.product(chips, programs):
-            on_program(f"{chip.name}, {recipe.name}")
-            program = Candidate(make_step, recipe, chip, form, cache, hosts)
-            result = program.largest() if batches == _LARGEST else program.measure(size)
-            measured.setdefault(chip.name, []).append(result)
-            on_end()
+    programs = list(itertools.product(remat or [None], sizes, every_recipe))
+    try:
+        with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
+            for chip, (form, size, recipe) in itertools.product(chips, programs):
+                on_program(f"{chip.name}, {recipe.name}")
+                program = Candidate(make_step, recipe, chip, form, cache, hosts)
+                result = program.largest() if batches == _LARGEST else program.measure(size)
+                measured.setdefault(chip.name, []).append(result)
+                on_end()
+    except KeyboardInterrupt:
+        if not measured:
+            raise
+        raise Interrupted(make_plan(name, measured, prices, rates)) from None
+    return make_plan(name, measured, prices, rates)
 
 
 def make_plan(

@@ -18,6 +18,7 @@ from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit import AuditReport, audit
 from jaxmp._tools.report._progress import OnRun, OnStep
 from jaxmp._tools.report._section import abbreviate, counted
+from jaxmp._tools.report._views import Interrupted
 from jaxmp._tools.validate._budget import Budget, choose_metrics, choose_training
 from jaxmp._tools.validate._compare import (
     compare_figures,
@@ -101,18 +102,6 @@ class Trained(NamedTuple):
     lacks_masters: bool
     # Repeats a compared step without roundings.
     repeat: Callable[[int], Trial]
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a validation.
-
-    Args:
-      report: the report on the runs that are finished.
-    """
-
-    def __init__(self, report: ValidationReport) -> None:
-        super().__init__()
-        self.report = report
 
 
 def run_validation(
