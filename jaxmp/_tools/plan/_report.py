@@ -17,6 +17,7 @@ _BOUND = (
     " interval behind it comes from the errors of {} measured ratios (docs/choose.md)."
 )
 _CHECK = " Compare the loss: {}"
+_LINKS = "GB/s of each device, both directions together: of the data sheet, or those of `links`."
 _COST = "Of a billion tokens, at your prices. From the bound, it is the least that the cost can be."
 
 
@@ -39,6 +40,8 @@ class PlanRow:
         empty without a bound.
       narrow: True if most FLOPs are those of matmuls with a dimension below 4,096.
       devices: number of devices of the program; 0 if it was not compiled.
+      hosts: number of hosts, or of other domains of links; 0 if it was not compiled.
+      links: "within" and "between" hosts -> bytes per second of each device, in both directions.
       tokens: elements of the largest integer array of the last argument, with two axes or more.
       cost: price of a billion tokens; None without the price of the chip, or tokens.
       cost_from: "measured" tokens per second, or the "bound".
@@ -62,6 +65,8 @@ class PlanRow:
     interval: tuple[float, ...] = ()
     narrow: bool = False
     devices: int = 0
+    hosts: int = 0
+    links: dict[str, float] = dataclasses.field(default_factory=dict)
     tokens: int = 0
     cost: float | None = None
     cost_from: str = ""
@@ -161,18 +166,26 @@ class PlanReport(Report):
             for problem in [f"not compiled: {row.problem}" if row.problem else ""]
             for text in filter(None, (problem, *row.fallbacks, row.lacking))
         ]
+        links = [
+            (row.target, f"{row.devices} devices", f"{row.hosts} hosts" * (row.hosts > 1), *speeds)
+            for row in self.rows
+            if row.devices > 1
+            for speeds in [[f"{speed / 1e9:,g}" for speed in row.links.values()]]
+        ]
         mood = "good" if all(each.recipe for each in self.choices) else "bad"
         columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
         text = _BOUND.format(self.baseline, len(measured()["cases"]))
         of_choices = ("chip", "recommended", "reason")
-        return [
+        of_costs = ("chip", "program", "cost", "from")
+        of_links = ("chip", "devices", "hosts", "within", "between")
+        sections = [
             Section(f"Plan of {self.function}", "", of_choices, tuple(choices), mood=mood),
             Section("Programs", text, columns, tuple(programs)),
-            Section(
-                "Costs", _COST if costs else "", ("chip", "program", "cost", "from"), tuple(costs)
-            ),
+            Section("Costs", _COST, of_costs, tuple(costs)),
+            Section("Links", _LINKS, of_links, tuple(dict.fromkeys(links))),
             Section("Remarks", "", ("chip", "program", "remark"), tuple(remarks)),
         ]
+        return [section for section in sections if section.rows]
 
 
 def _name(program: PlanRow | PlanChoice) -> str:
