@@ -7,7 +7,7 @@ import math
 from typing import ClassVar
 
 from jaxmp._tools.plan._bound import measured
-from jaxmp._tools.report._section import Section, bytes_text
+from jaxmp._tools.report._section import Fix, Section, bytes_text, grouped, nonempty
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError
 
@@ -16,7 +16,6 @@ _BOUND = (
     " bytes, per example of the batch, relative to {} on the same chip: less is faster. The"
     " interval behind it comes from the errors of {} measured ratios (docs/choose.md)."
 )
-_CHECK = " Compare the loss: {}"
 _COST = "Of a billion tokens, at your prices. From the bound, it is the least that the cost can be."
 
 
@@ -131,12 +130,8 @@ class PlanReport(Report):
     def _sections(self, full: bool) -> list[Section]:
         del full
         choices = [
-            (
-                each.target,
-                _name(each) or "none",
-                each.reason + _CHECK.format(each.check) * bool(each.check),
-            )
-            for each in self.choices
+            (each.target, _name(each) or "none", each.reason)
+            for each in sorted(self.choices, key=lambda each: bool(each.recipe))
         ]
         costs = [
             (row.target, _name(row), f"{row.cost:,.2f}", row.cost_from)
@@ -156,23 +151,33 @@ class PlanReport(Report):
             for row in self.rows
         ]
         remarks = [
-            (row.target, _name(row), text)
+            (row, text)
             for row in self.rows
             for problem in [f"not compiled: {row.problem}" if row.problem else ""]
             for text in filter(None, (problem, *row.fallbacks, row.lacking))
         ]
-        mood = "good" if all(each.recipe for each in self.choices) else "bad"
+        groups = grouped(remarks, lambda item: item[1])
+        shared = [
+            ("all" if len(group) == len(self.rows) else _programs([row for row, _ in group]), text)
+            for text, group in groups.items()
+        ]
+        lacking = [each.target for each in self.choices if not each.recipe]
+        title = f"Plan of {self.function}" + f": nothing for {', '.join(lacking)}" * bool(lacking)
+        mood = "bad" if lacking else "good"
         columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
         text = _BOUND.format(self.baseline, len(measured()["cases"]))
         of_choices = ("chip", "recommended", "reason")
-        return [
-            Section(f"Plan of {self.function}", "", of_choices, tuple(choices), mood=mood),
+        checks = "\n".join(dict.fromkeys(each.check for each in self.choices if each.check))
+        fixes = (Fix("Compare the loss", ((True, checks),)),) if checks else ()
+        sections = [
+            Section(title, "", of_choices, tuple(choices), fixes, mood),
             Section("Programs", text, columns, tuple(programs)),
             Section(
                 "Costs", _COST if costs else "", ("chip", "program", "cost", "from"), tuple(costs)
             ),
-            Section("Remarks", "", ("chip", "program", "remark"), tuple(remarks)),
+            Section("Remarks", "", ("programs", "remark"), tuple(shared)),
         ]
+        return nonempty(sections)
 
 
 def _name(program: PlanRow | PlanChoice) -> str:
@@ -180,6 +185,12 @@ def _name(program: PlanRow | PlanChoice) -> str:
     batch = f"batch {program.batch}" if program.batch else ""
     remat = f"remat {program.remat}" if program.remat else ""
     return ", ".join(filter(None, (program.recipe, batch, remat)))
+
+
+def _programs(rows: list[PlanRow]) -> str:
+    """Returns programs with their chips, such as "bf16, batch 8 (a100, h100); fp8 (h100)"."""
+    names = grouped(rows, _name)
+    return "; ".join(f"{n} ({', '.join(row.target for row in each)})" for n, each in names.items())
 
 
 def _interval(row: PlanRow) -> str:
