@@ -165,8 +165,8 @@ class ModelSearch:
         reached = _Reached(labeling.layers & reasons.keys(), is_strict)
         reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
         is_refused = is_strict and reached.meets_16_bits
-        found = set() if is_refused else reached.labels & reasons.keys()
-        labels = {label: reasons[label] for label in found}
+        chosen = set() if is_refused else reached.labels & reasons.keys()
+        labels = {label: reasons[label] for label in chosen}
         if is_first and not path:
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
             unused = ""
