@@ -403,7 +403,7 @@ def measure(name: str) -> dict[str, Any]:
         "train": cause and cause.train,
         "serve": cause and cause.serve,
         "others": cause and list(cause.others),
-        "fix": cause and cause.fix,
+        "fix": cause and cause.fix.replace(f"{Path(__file__).parents[1]}/", ""),
         "before": cause.before if cause else report.by_operations,
         "after": cause and cause.after,
         "difference": report.rows[0].difference,

@@ -594,10 +594,7 @@ MUTATIONS = [
         "jaxmp/_gradients/_fp32/_derivatives.py",
         "    operands.sort(key=lambda operand: max(operand[-1], default=-1))\n",
         "",
-        (
-            "test_fp32_gradients.py"
-            "::test_gradients_of_kernels_end_with_the_last_axis_of_the_kernel[experts]",
-        ),
+        ("test_fp32_gradients.py::test_gradients_of_kernels_end_with_the_last_axis_of_the_kernel",),
     ),
     Mutation(
         "convolutions on one device have FP32 results, which a GPU computes in TF32",
@@ -1320,8 +1317,8 @@ MUTATIONS = [
     Mutation(
         "a fix casts a value after it was rounded",
         "jaxmp/_tools/audit/_origins.py",
-        "_at_origins(_rounded_by(op, through), op, in_fp32",
-        "_at_origins([], op, in_fp32",
+        "_at_origins(_rounded_by(op, through), op, own",
+        "_at_origins([], op, own",
         ("test_audit_fixes.py::test_the_fix_of_a_step_is_its_own_code",),
     ),
     Mutation(
@@ -1632,8 +1629,8 @@ MUTATIONS = [
     Mutation(
         "a fix that fails is printed",
         "jaxmp/_tools/fixes/_trial.py",
-        "states[n] = alone(n)",
-        "states[n] = WORKS",
+        "trials[n] = alone(groups[n], removed[n])",
+        "trials[n] = FixTrial(WORKS, (), groups[n])",
         ("test_audit_fixes.py::test_code_that_does_not_run_is_not_printed",),
     ),
     Mutation(
@@ -1755,8 +1752,8 @@ MUTATIONS = [
     Mutation(
         "a program that is run by operations does not round",
         "jaxmp/_tools/parity/_walk.py",
-        "            x = x if name in _bind.MOVES else as_stored(x, change.dtype or dtype)\n",
-        "            x = x if name in _bind.MOVES else as_stored(x, np.dtype(np.float32))\n",
+        "            x = x if name in _bind.MOVES else in_stored_dtype(x, change.dtype or dtype)\n",
+        "            x = x if name in _bind.MOVES else in_stored_dtype(x, np.dtype(np.float32))\n",
         ("test_parity.py::test_a_walk_rounds_as_the_program",),
     ),
     Mutation(

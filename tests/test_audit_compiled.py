@@ -677,7 +677,7 @@ def test_the_command_compiles(small_step, capsys):
     [
         ("h20", "Did you mean 'h200'"),
         ("H200", "in lower case: target='h200'"),
-        (9, "Allowed: 'v100', 'v100-16', 'v100-pcie', 't4', 'a100-40', 'a100'"),
+        (9, "Known chips: v100, v100-16, v100-pcie, t4, a100-40, a100"),
     ],
 )
 def test_an_unknown_target_is_refused_before_anything_is_traced(target, message):

@@ -654,7 +654,7 @@ def test_code_in_documents_runs(name, tmp_path, monkeypatch):
 
 
 def test_every_block_of_a_page_runs_or_is_marked():
-    elsewhere = {"debugging", "migration", "parity"}  # in the tests of these subjects
+    elsewhere = {"debugging", "migration", "parity"}  # test_nonfinite, test_migration, test_parity
     copies = {"readme", "recipe-keys", "contributing", "changelog"}
     for page in (ROOT / "docs").glob("*.md"):
         if page.stem not in {*PAGES, *SLOW_PAGES, *elsewhere, *copies}:

@@ -89,7 +89,9 @@ ENGINE = ("_programs/",)
 # Number of places that read the parameters of an equation outside of the engine.
 PARAMETER_READS = 3
 # Objects with `params` that are not equations.
-OWNERS = {"state", "run", "entry", "self", "candidate", "first", "inferred", "params", "_run"}
+OWNERS = {
+    *("state", "ctx", "run", "entry", "self", "candidate", "first", "inferred", "params", "_run")
+}
 
 
 def iterated(tree: ast.Module) -> list[ast.expr]:

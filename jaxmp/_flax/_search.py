@@ -165,8 +165,10 @@ class ModelSearch:
         reached = _Reached(labeling.layers & reasons.keys(), is_strict)
         reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
         is_refused = is_strict and reached.meets_16_bits
-        chosen = set() if is_refused else reached.labels & reasons.keys()
-        labels = {label: reasons[label] for label in chosen}
+        exact = reached.labels & reasons.keys()
+        if is_refused and exact:
+            self._messages.append(_refusal_text(cls, policies, min(exact & self._layers or exact)))
+        labels = {label: reasons[label] for label in exact if not is_refused}
         if is_first and not path:
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
             unused = ""
@@ -176,14 +178,25 @@ class ModelSearch:
         return labels
 
 
+def _refusal_text(cls: type, policies: PolicyMap, label: str) -> str:
+    """Returns a warning of results that strict promotion keeps in 16 bits."""
+    path = label.removeprefix(_labels.PREFIX).rpartition(".")[0]
+    return (
+        f"{cls.__name__} rounds the result of {path!r} to {policies.default.compute_dtype}, "
+        "although a softmax, a choice or a loss reads it: jax_numpy_dtype_promotion='strict' "
+        "refuses an operation of its FP32 sums and a 16-bit array. Cast that array in the model, "
+        f"y.astype(jnp.float32), and write Rule({path!r}, 'o=f32')."
+    )
+
+
 def _failure_text(
     key: tuple[type, PolicyMap, tuple[str, ...]], labeling: _labels.Labeling, error: Exception
 ) -> str:
     """Returns a warning of a call that cannot be traced, and so is not searched."""
     paths = [path for path in labeling.modules if path] or ["head"]
-    text = next(iter(str(error).splitlines()), "")
+    text = next(iter(str(error).splitlines()), "").rstrip(".")
     return (
-        f"{key[0].__name__} cannot be traced: {type(error).__name__}: {text} So jaxmp does not "
+        f"{key[0].__name__} cannot be traced: {type(error).__name__}: {text}. So jaxmp does not "
         "know which of its results a softmax, a choice or a loss reads, and rounds them all to "
         f"{key[1].default.compute_dtype}. Make it a function that jax.jit can trace, or name the "
         f"layers whose results must stay in FP32: Rule({paths[-1]!r}, 'o=f32')."

@@ -81,6 +81,11 @@ def new_dtype_of(equation: Any) -> Any:
     return equation.params["new_dtype"]
 
 
+def exported_of(equation: Any) -> Any:
+    """Returns the `jax.export.Exported` that a `call_exported` runs."""
+    return equation.params["exported"]
+
+
 def name_of(equation: Any) -> str:
     """Returns the name of a jitted function, of a kernel, or of `checkpoint_name`; else ""."""
     name = equation.params.get("name")

@@ -271,7 +271,9 @@ def make_master(param: Array, master: str) -> jax.Array:
     """Returns the entry of an FP32 parameter in `MasterParamsState.masters`, as a new array."""
     if master == "packed":
         return pack(_trees.cast(param, FLOAT32))[1]
-    return _trees.copied(param) if param.dtype == FLOAT32 else param.astype(FLOAT32)
+    # A copy of a weakly typed array would be one, too, and the second step would be traced again.
+    is_copied = param.dtype == FLOAT32 and not getattr(param, "weak_type", False)
+    return _trees.copied(param) if is_copied else param.astype(FLOAT32)
 
 
 def read_master(param: Array, stored: Array | optax.MaskedNode) -> Array:

@@ -48,7 +48,9 @@ class Watched:
         # False for a function of a library, and for an operation outside of `jit`.
         self.is_own = bool(_definition(call.source)[0])
         if call.source is None:
-            self.is_own = [e.primitive.name for e in body.eqns] != [call.name]
+            self.is_own = [e.primitive.name for e in _jaxprs.equations(body, inside=False)] != [
+                call.name
+            ]
         self.calls = 0
         self.call = call._replace(args=_shapes(call.args), kwargs=_shapes(call.kwargs))
 

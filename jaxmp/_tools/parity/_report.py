@@ -32,6 +32,11 @@ class ParityReport(_views.Report):
       cause: the first place that differs by more than rounding explains; None if there is none.
       searched: True if the programs were run one operation at a time, since their outputs differ.
       by_operations: mean absolute difference of these runs.
+
+    Example:
+      >>> report = jaxmp.parity(jnp.tanh, jnp.tanh, [jnp.ones((2, 4))], outputs="outputs")
+      >>> report.cause, report.rows[0].band
+      (None, 1.0)
     """
 
     _subject = "parity report"

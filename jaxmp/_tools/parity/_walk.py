@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmp._core._compat import _exported
 from jaxmp._core._typing import Array
-from jaxmp._programs import _bind, _constructs, _locations
+from jaxmp._programs import _bind, _constructs, _locations, _operations
 from jaxmp._programs._constructs import Form
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import Path
@@ -148,7 +148,7 @@ class _Walk(Interpreter):
 
     def _exported(self, equation: JaxprEqn, operands: list[Any], scopes: Path) -> list[Any]:
         """Runs an exported program, whose operations are in StableHLO, with all its results."""
-        exported, first = equation.params["exported"], len(self.records)
+        exported, first = _operations.exported_of(equation), len(self.records)
         pairs = zip(operands, exported.in_avals, strict=True)
         arrays = [jnp.asarray(x.array, aval.dtype) for x, aval in pairs]
         rows, results = _exported.values_of(exported, arrays)
