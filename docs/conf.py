@@ -46,7 +46,7 @@ html_theme_options = {
     # Pages of wide tables or outputs have no list of their sections beside the text.
     "secondary_sidebar_items": {
         "**": ["page-toc"],
-        **dict.fromkeys(("index", "findings", "chips", "failures"), []),
+        **{page: [] for page in ("index", "findings", "chips", "failures")},
     },
 }
 # Blocks without a language are outputs of commands.

@@ -133,11 +133,11 @@ class PlanReport(Report):
             (each.target, _name(each) or "none", each.reason)
             for each in sorted(self.choices, key=lambda each: bool(each.recipe))
         ]
-        costs = [
+        costs = tuple(
             (row.target, _name(row), f"{row.cost:,.2f}", row.cost_from)
             for row in self.rows
             if row.cost is not None
-        ]
+        )
         programs = [
             (
                 row.target,
@@ -161,8 +161,8 @@ class PlanReport(Report):
             ("all" if len(group) == len(self.rows) else _programs([row for row, _ in group]), text)
             for text, group in groups.items()
         ]
-        lacking = [each.target for each in self.choices if not each.recipe]
-        title = f"Plan of {self.function}" + f": nothing for {', '.join(lacking)}" * bool(lacking)
+        lacking = ", ".join(each.target for each in self.choices if not each.recipe)
+        title = f"Plan of {self.function}" + f": nothing for {lacking}" * bool(lacking)
         mood = "bad" if lacking else "good"
         columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
         text = _BOUND.format(self.baseline, len(measured()["cases"]))
@@ -172,9 +172,7 @@ class PlanReport(Report):
         sections = [
             Section(title, "", of_choices, tuple(choices), fixes, mood),
             Section("Programs", text, columns, tuple(programs)),
-            Section(
-                "Costs", _COST if costs else "", ("chip", "program", "cost", "from"), tuple(costs)
-            ),
+            Section("Costs", _COST * bool(costs), ("chip", "program", "cost", "from"), costs),
             Section("Remarks", "", ("programs", "remark"), tuple(shared)),
         ]
         return nonempty(sections)
