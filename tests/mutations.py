@@ -100,6 +100,36 @@ MUTATIONS = [
         ("test_cli_inputs.py::test_results_do_not_replace_inputs_or_each_other",),
     ),
     Mutation(
+        "a result of the command replaces a file of somebody else",
+        "jaxmp/_tools/cli/_output.py",
+        "isinstance(first, dict) and _KEYS[command] in first",
+        "isinstance(first, dict)",
+        ("test_cli_inputs.py::test_results_replace_earlier_ones_alone",),
+    ),
+    Mutation(
+        "the clock does not tell two GPUs of one name apart",
+        "jaxmp/_core/_targets.py",
+        "return continues and has_memory and has_clock",
+        "return continues and has_memory",
+        (
+            "test_doctor.py::test_a_short_name_is_one_of_several_chips_until_memory_and_clock_tell_them_apart",
+        ),
+    ),
+    Mutation(
+        "an estimate knows the activations of tensor parallelism",
+        "jaxmp/_tools/memory/__init__.py",
+        'if not axes["parameters"] <= axes["inputs"]:',
+        'if not axes["parameters"]:',
+        ("test_memory.py::test_with_tensor_parallelism_only_the_compiler_knows_the_activations",),
+    ),
+    Mutation(
+        "a resumed validation takes the runs of another program",
+        "jaxmp/_tools/validate/_driver.py",
+        '(record.initial_checksum, record.program) == (f"{initial:08x}", each.step)',
+        'record.initial_checksum == f"{initial:08x}"',
+        ("test_validate.py::test_only_runs_of_the_same_program_are_taken",),
+    ),
+    Mutation(
         "float16 on a TPU is accepted",
         "jaxmp/_policies/_device.py",
         'if _compat.target() == "tpu":',
@@ -120,6 +150,13 @@ MUTATIONS = [
         "max(computing, memory)",
         "(computing + memory)",
         ("test_plan.py::test_a_kernel_takes_the_larger_of_the_times_of_flops_and_of_bytes",),
+    ),
+    Mutation(
+        "plan: hosts of the user do not divide the devices",
+        "jaxmp/_tools/plan/_bound.py",
+        "each = devices // hosts if hosts else chip.domain",
+        "each = chip.domain",
+        ("test_plan.py::test_hosts_and_links_are_those_of_the_user",),
     ),
     Mutation(
         "plan: a recipe is recommended for a gain within the error of the roofline",

@@ -1,5 +1,8 @@
 """The command with bad arguments and files: one message each, and nothing is overwritten."""
 
+import contextlib
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -9,8 +12,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+import jaxmp
 from grids import EXPENSIVE
 from jaxmp._tools import cli
+from jaxmp._tools.cli import _output
 from jaxmp.checkpoint import Checkpointer
 
 ROOT = Path(__file__).parents[1]
@@ -159,6 +164,7 @@ def test_a_bad_input_is_one_message_and_overwrites_nothing(arguments, inputs, co
     assert Path("/dev/full").is_char_device() and Path("/dev/null").is_char_device()
 
 
+OLD = '{"compare_steps": []}'
 SLEEP = "import time; print('started', flush=True); time.sleep(600)\n"
 MOMENTS = {
     # A script that prints "started" -> the command that runs it.
@@ -204,14 +210,14 @@ def start(arguments, folder):
 def test_an_interrupt_is_one_line(moment, tmp_path):
     script, arguments = MOMENTS[moment]
     (tmp_path / "slow.py").write_text(script)
-    (tmp_path / "old.json").write_text("old")
+    (tmp_path / "old.json").write_text(OLD)
     process = start(arguments, tmp_path)
     assert any(line == "started\n" for line in process.stdout)
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=600)
     assert (process.returncode, rest.split("\n")[-2]) == (130, "Interrupted.")
     assert "Traceback" not in rest and rest.count("\n") == 1
-    assert (tmp_path / "old.json").read_text() == "old"
+    assert (tmp_path / "old.json").read_text() == OLD
 
 
 @EXPENSIVE
@@ -249,10 +255,66 @@ def test_results_do_not_replace_inputs_or_each_other(tmp_path, monkeypatch, caps
         cli.main(["show", "my.toml", "--json", "my.toml"])
     assert stop.value.code == 2 and not (tmp_path / "new").exists()
     assert (tmp_path / "step.py").read_text() == STEP
-    # An earlier result is replaced.
-    (tmp_path / "old.json").write_text("old")
-    assert run_memory("step.py:make_step", "--json", "old.json") == 0
-    assert "parameters" in (tmp_path / "old.json").read_text()
+
+
+def test_results_replace_earlier_ones_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "step.py": STEP,
+        "own.json": '{"name": "package"}',
+        "rows.json": "[]",
+        "own.html": "<p>",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "empty.json").write_text("")
+    outputs = ["--json", "old.json", "--html", "old.html"]
+    for _ in range(2):  # the second time, earlier results are replaced
+        assert run_memory("step.py:make_step", *outputs) == 0
+    assert run_memory("step.py:make_step", "--json", "empty.json") == 0
+    assert "parameters" in (tmp_path / "empty.json").read_text()
+    before = (tmp_path / "old.json").read_text()
+    capsys.readouterr()
+    refused = [
+        ["memory", "step.py:make_step", "--json", name] for name in ("own.json", "rows.json")
+    ]
+    refused += [
+        ["memory", "step.py:make_step", "--html", name] for name in ("own.html", "own.json")
+    ]
+    refused += [["recipes", "--json", name] for name in ("step.py", "old.json", "own.html")]
+    refused += [["show", "bf16", "--json", "old.json"], ["doctor", "--json", "own.json"]]
+    for command in refused:
+        with pytest.raises(SystemExit) as stop:
+            cli.main(command)
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and "Remove it, or write another file: --" in error, command
+    assert (tmp_path / "old.json").read_text() == before
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+
+
+def test_each_result_has_the_key_by_which_it_is_recognized(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        for command in (["recipes"], ["show", "fp16"], ["doctor"]):
+            with contextlib.suppress(SystemExit):
+                cli.main([*command, "--json", f"{command[0]}.json"])
+    typing = jaxmp.typing
+    reports = {
+        "audit": typing.AuditReport,
+        "memory": typing.MemoryEstimate,
+        "plan": typing.PlanReport,
+        "validate": typing.ValidationReport,
+        "locate": typing.NonfiniteReport,
+    }
+    fields = {
+        name: {each.name for each in dataclasses.fields(cls)} for name, cls in reports.items()
+    }
+    fields |= {
+        name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("show", "doctor")
+    }
+    fields["recipes"] = json.loads((tmp_path / "recipes.json").read_text())[0]
+    for name, known in fields.items():
+        assert _output._KEYS[name] in known, name
 
 
 PARSER = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr')\np.parse_args()\n"

@@ -167,15 +167,37 @@ def test_the_report_describes_this_machine():
 
 def test_nvidia_smi_is_read(monkeypatch, tmp_path):
     command = tmp_path / "nvidia-smi"
-    command.write_text("#!/bin/sh\necho 'NVIDIA L4, 580.65.06'\necho 'NVIDIA L4, 580.65.06'\n")
+    rows = "NVIDIA L4, 580.65.06, 23034, 2040", "NVIDIA L4, 580.65.06, [N/A], [N/A]"
+    command.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     _doctor._nvidia.cache_clear()
-    assert _doctor._nvidia() == (("NVIDIA L4", "NVIDIA L4"), "580.65.06")
+    facts = "580.65.06", 23034 * 2**20, 2.04
+    assert _doctor._nvidia() == (("NVIDIA L4", "NVIDIA L4"), *facts)
+    command.write_text(f"#!/bin/sh\necho '{rows[1]}'\n")
+    _doctor._nvidia.cache_clear()
+    assert _doctor._nvidia() == (("NVIDIA L4",), "580.65.06", 0, 0.0)
     command.write_text("#!/bin/sh\nexit 9\n")
     _doctor._nvidia.cache_clear()
-    assert _doctor._nvidia() == ((), "")
+    assert _doctor._nvidia() == ((), "", 0, 0.0)
     _doctor._nvidia.cache_clear()
+
+
+def test_a_short_name_is_one_of_several_chips_until_memory_and_clock_tell_them_apart():
+    machine = gpu("NVIDIA H100", (9, 0))
+    report = report_of(machine)
+    assert (report.target, report.recipe) == ("", "bf16")
+    text = str(report)
+    assert "target: one of 'h100' (84.9 GB at 3,352 GB/s, 989 TFLOP/s" in text
+    assert "'h100-pcie' (84.9 GB at 2,039 GB/s, 756 TFLOP/s" in text and "'h100-nvl'" in text
+    assert [chip.name for chip in machine._replace(total=81559 * 2**20).chips] == [
+        "h100",
+        "h100-pcie",
+    ]
+    assert report_of(machine._replace(total=81559 * 2**20, clock=1.755)).target == "h100-pcie"
+    assert report_of(machine._replace(total=95830 * 2**20)).target == "h100-nvl"
+    unknown = report_of(gpu("NVIDIA H800", (9, 0)))
+    assert "target: not in the table of chips; describe it" in str(unknown)
 
 
 def test_the_command_prints_the_report_and_its_json(monkeypatch, capsys):

@@ -12,14 +12,14 @@ import pytest
 
 import jaxmp
 from gpu_compiler import needs_compiler
-from jaxmp._core._targets import get_target
+from jaxmp._core._targets import get_target, with_links
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.cli import main
 from jaxmp._tools.hlo import Program as Hlo
 from jaxmp._tools.plan import _programs
-from jaxmp._tools.plan._bound import cost_of, error_of, measured, shares_of
+from jaxmp._tools.plan._bound import cost_of, error_of, hosts_of, measured, shares_of
 from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative
 from jaxmp._tools.plan._report import PlanChoice, PlanRow, recommend
 from jaxmp.errors import AuditError, JaxmpError, TargetError
@@ -65,6 +65,9 @@ GOOD = {"recipes": ["bf16"], "targets": ["v100"]}
         ({"remat": [True]}, "def never(recipe, remat=False):"),
         ({"prices": {"h100": 2}}, "prices={'v100': 2.5}"),
         ({"rates": {"v100": 2}}, "rates={'v100/bf16': 2.5}"),
+        ({"hosts": 0}, "Write hosts=8, or --hosts 8"),
+        ({"links": {"between": 100}}, "links={'within': 900e9, 'between': 100e9}"),
+        ({"links": {"nvlink": 900e9}}, "--link within=900e9,between=100e9"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_computed(changes, message):
@@ -181,6 +184,15 @@ def test_an_interrupted_plan_writes_the_programs_that_it_has(tmp_path, capsys, m
         main([*command, "--recipes", "fp32"])
     assert stop.value.code == 130
 
+    def make(recipe):
+        if recipe.name == "fp32":
+            raise KeyboardInterrupt
+        return lambda w: w @ w, jnp.ones((8, 8))
+
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        jaxmp.plan(make, recipes=["fp16", "fp32"], targets=["v100"])
+    assert interrupt.value.report.rows == report.rows
+
 
 # ---------------------------------------------------------------------------
 # The largest batch
@@ -247,7 +259,7 @@ def test_bounds_are_relative_to_the_baseline_per_example():
         MeasuredRow(row_of("bf16", None), None),
     ]
     rows += [MeasuredRow(row_of("bf16", None, batch=2), 1.0)]
-    assert [row.bound for row in relative(rows, "bf16")] == [2.0, None, 1.0]
+    assert [row.bound for row in relative(rows, "bf16", {}, {})] == [2.0, None, 1.0]
 
 
 def test_the_recommendation_names_bytes_and_formats():
@@ -292,12 +304,12 @@ def test_the_h100_reaches_the_shares_of_the_timed_h200():
 
 def test_prices_give_the_cost_of_a_billion_tokens():
     row = dataclasses.replace(row_of("bf16", None), devices=8, tokens=1000)
-    (bound,) = relative([MeasuredRow(row, 2.0)], "bf16", price=3.6)
+    (bound,) = relative([MeasuredRow(row, 2.0)], "bf16", {"h100": 3.6}, {})
     # 500 tokens per second cost 8 x 3.6 / 3600 per second.
     assert bound.cost == pytest.approx(8 * 3.6 / 3600 / 500 * 1e9) and bound.cost_from == "bound"
-    (timed,) = relative([MeasuredRow(row, 2.0)], "bf16", price=3.6, rates={"bf16": 250})
+    (timed,) = relative([MeasuredRow(row, 2.0)], "bf16", {"h100": 3.6}, {"h100/bf16": 250})
     assert timed.cost == pytest.approx(2 * bound.cost) and timed.cost_from == "measured"
-    assert relative([MeasuredRow(row, 2.0)], "bf16")[0].cost is None
+    assert relative([MeasuredRow(row, 2.0)], "bf16", {"a100": 1}, {})[0].cost is None
 
 
 HLO = """HloModule step, entry_computation_layout={()->()}
@@ -373,8 +385,23 @@ def test_collectives_between_hosts_have_the_speed_of_the_network():
     assert run(SUM, pairs) == pytest.approx(sent / (pairs.link / 2), rel=0.01)
     across = SUM.replace("{{0,1},{2,3}}", "{{0,2},{1,3}}")
     assert run(across, pairs) == pytest.approx(sent / (pairs.network / 2), rel=0.01)
-    with pytest.raises(TargetError, match="'network': 100e9"):
+    with pytest.raises(TargetError, match="--link between=100e9"):
         run(across, pairs._replace(network=0.0))
+    assert run(across, pairs._replace(link=0.0)) == run(across, pairs)
+
+
+def test_hosts_and_links_are_those_of_the_user():
+    h100 = get_target("h100")
+    compiled = Compiled(SUM, None, "", 4, False, {}, [], h100)
+    assert (hosts_of(compiled, None), hosts_of(compiled, 2)) == (1, 2)
+    one, two, four = (cost_of(compiled, (), hosts).seconds for hosts in (None, 2, 4))
+    assert one == two < four
+    sent = 2 * 4 * 2**20
+    slow = compiled._replace(chip=with_links(h100, {"between": 20e9, "within": 200e9}))
+    assert cost_of(slow, (), 2).seconds == pytest.approx(sent / 100e9, rel=0.01)
+    assert cost_of(slow, (), 4).seconds == pytest.approx(sent / 10e9, rel=0.01)
+    with pytest.raises(TargetError, match="hosts=3 cannot have the same number of the 4 devices"):
+        cost_of(compiled, (), 3)
 
 
 DOT = """HloModule step, entry_computation_layout={()->()}
@@ -463,12 +490,14 @@ def test_plans_for_gpus_that_are_not_present(tmp_path, monkeypatch):
     text = json.dumps(report.to_dict())
     assert not re.search(r"second|\btime\b", text)
 
-    # A second plan compiles nothing.
+    # A second plan compiles nothing, also with other links.
     def compile_again(self, *args, **kwargs):
         raise AssertionError("the program is in the cache")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_again)
     assert jaxmp.plan(make_step, **options) == report
+    linked = jaxmp.plan(make_step, **options, links={"within": 450e9})
+    assert linked.rows[0].links == {"within": 450e9, "between": 100e9}
     with pytest.raises(AssertionError, match="in the cache"):
         jaxmp.plan(make_step, **(options | {"targets": ["h200"]}))
     for file in tmp_path.iterdir():

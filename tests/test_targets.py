@@ -82,11 +82,13 @@ def test_peaks_are_dense_and_of_one_device():
     [
         ("h20", "Did you mean 'h200'"),
         ("H200", "in lower case: target='h200'"),
+        ("NVIDIA H100 PCIe", "write its chip, one of 'h100-pcie' (84.9 GB at 2,039 GB/s"),
+        ("NVIDIA A100", "one of 'a100-40' (42.3 GB at 1,555 GB/s, 312 TFLOP/s, NVIDIA A100-SXM4"),
         (["h200"], "Known chips: v100, v100-16, v100-pcie, t4, a100-40, a100"),
     ],
 )
 def test_an_unknown_chip_is_refused(name, message):
-    with pytest.raises(jaxmp.errors.TargetError, match=message):
+    with pytest.raises(jaxmp.errors.TargetError, match=re.escape(message)):
         get_target(name)
 
 
@@ -143,8 +145,20 @@ def test_a_user_describes_a_chip(tmp_path):
         ({"memory": 1e9}, "has no 'bandwidth'. Write it, or name a chip of the table"),
         ({"like": "h100", "memory": "96GB"}, "memory = '96GB'. It is a number of bytes, such as"),
         ({"like": "h100", "peak": {"half": "1"}}, "peak.half = '1'. It is a number of TFLOP/s"),
-        ({"like": "h100", "capability": 9}, "has a value of another type"),
-        ({"like": "h100", "memory": 0}, "must be positive"),
+        ({"like": "h100", "peak": {"bf16": 989}}, "has peak = {'bf16': 989}. It is a table of"),
+        ({"like": "h100", "peak": {"fp8": 1979}}, "such as peak = { half = 989, fp8 = 1979 }"),
+        ({"like": "h100", "capability": 9}, "has capability = 9. It is one of [7, 0], [7, 5]"),
+        ({"like": "h100", "capability": [6, 0]}, "has capability = [6, 0]. It is one of [7, 0]"),
+        ({"like": "h100", "multiprocessors": {"cores": 9}}, "a table of cores, lanes, clock, l2"),
+        ({"like": "h100", "platform": "cuda"}, "platform = 'cuda'. It is one of gpu, rocm, tpu"),
+        ({"like": "h100", "kinds": "NVIDIA H100"}, "It is a list of names of devices, such as"),
+        ({"like": "h100", "domain": 7.5}, "has domain = 7.5. It is a number of devices, such as"),
+        ({"like": "h100", "uncompiled": True}, "It is the reason why programs cannot be compiled"),
+        ({"like": {"like": "h100"}}, "has like = {'like': 'h100'}. Name a chip, such as 'h100'"),
+        ({"like": "h100", "memory": 0}, "memory = 0. It is a number of bytes, such as 96e9"),
+        ({"like": "h100", "memory": 96}, "memory = 96. It is a number of bytes, such as 96e9"),
+        ({"like": "h100", "network": 100}, "network = 100. It is a number of bytes per second in"),
+        ({"like": "h100", "peak": {"half": 989e12}}, "peak.half = 989000000000000.0. It is a num"),
         ({"like": "h1000"}, "is not a chip that jaxmp knows. Did you mean 'h100'?"),
         ("missing.toml", "cannot be read"),
     ],
@@ -152,6 +166,21 @@ def test_a_user_describes_a_chip(tmp_path):
 def test_a_wrong_description_is_refused(description, message):
     with pytest.raises(jaxmp.errors.TargetError, match=re.escape(message)):
         get_target(description)
+
+
+def test_a_description_without_a_compiler_says_why():
+    facts = {"memory": 96e9, "bandwidth": 3e12, "peak": {"half": 989}, "link": 900e9}
+    assert "no capability and multiprocessors" in get_target(facts).uncompiled
+    assert "name it 'v5e'" in get_target({"like": "v5e", "network": 1e11}).uncompiled
+    assert not get_target({"like": "v5e", "name": "v5e", "network": 1e11}).uncompiled
+    plan = jaxmp.plan(lambda recipe: (lambda w: w @ w, X), recipes=["bf16"], targets=[facts])
+    assert plan.rows[0].fits and plan.rows[0].bound is None
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "binary.toml").write_bytes(bytes(range(256)))
+    with pytest.raises(jaxmp.errors.TargetError, match="cannot be read"):
+        get_target(str(tmp_path / "binary.toml"))
 
 
 def test_the_environment_sets_the_usable_share(monkeypatch):

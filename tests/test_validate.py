@@ -21,7 +21,7 @@ import jaxmp
 import validate_coverage
 from grids import EXPENSIVE
 from jaxmp._tools import cli
-from jaxmp._tools.validate import _compare
+from jaxmp._tools.validate import _compare, _driver
 from jaxmp._tools.validate._budget import (
     ACCURACIES,
     HIGHER,
@@ -34,6 +34,7 @@ from jaxmp._tools.validate._budget import (
 from jaxmp._tools.validate._compare import compare_figures, compare_metrics, compare_training
 from jaxmp._tools.validate._probe import difference
 from jaxmp._tools.validate._rows import GradientRow, MetricChoice, TrainingRecord, TrainingRow
+from jaxmp._tools.validate._validate import make_model_runs
 
 STEPS = 20
 
@@ -85,6 +86,107 @@ def run(model=None, recipes=("bf16",), **options):
 def report():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return run()
+
+
+# ---------------------------------------------------------------------------
+# Interrupts
+# ---------------------------------------------------------------------------
+
+
+trained_run = make_model_runs(
+    Perceptron(),
+    loss_fn=squared_error,
+    batches=data,
+    optimizer=optax.adam(1e-3),
+    held_out=HELD_OUT,
+)
+
+
+def interrupted_after(count):
+    """Returns `trained_run` whose call number `count` is interrupted, and the calls."""
+    calls = []
+
+    def make(recipe, seed):
+        calls.append((recipe.name, seed))
+        if len(calls) > count:
+            raise KeyboardInterrupt
+        return trained_run(recipe, seed)
+
+    return make, calls
+
+
+@pytest.fixture(scope="module")
+def whole():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return resumed(trained_run, None)
+
+
+def resumed(make, earlier, **options):
+    options = {"seeds": 2, "steps": 4, "compare_steps": [0, 3], "progress": False} | options
+    return jaxmp.validate(make, ["bf16", "fp16"], resume=earlier, **options)
+
+
+@pytest.mark.parametrize(
+    ("count", "runs", "verdicts"),
+    # Runs: of fp32, bf16 and fp16 with two seeds each; a call makes the run of a seed.
+    [
+        pytest.param(1, 1, [], marks=EXPENSIVE),
+        pytest.param(3, 3, [], marks=EXPENSIVE),
+        (5, 5, ["bf16"]),
+    ],
+)
+def test_an_interrupted_validation_goes_on(count, runs, verdicts, whole, monkeypatch):
+    make, _ = interrupted_after(count)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        resumed(make, None)
+    report = stop.value.report
+    assert len(report.runs) == runs and [each.name for each in report.candidates] == verdicts
+    assert report.runs == whole.runs[:runs]
+    assert report.notes[0].startswith("Interrupted: ") and "fp16 has" in report.notes[0]
+    trained = []
+    train = _driver.train
+    monkeypatch.setattr(
+        _driver,
+        "train",
+        lambda name, seed, *a, **k: trained.append((name, seed)) or train(name, seed, *a, **k),
+    )
+    again = resumed(trained_run, report.to_json())
+    assert again == whole
+    kept = {(run.name, run.seed) for run in report.runs if run.seed or run.name in verdicts}
+    assert len(trained) == 6 - len(kept) and kept.isdisjoint(trained)
+
+
+def test_only_runs_of_the_same_program_are_taken(whole):
+    with pytest.raises(jaxmp.errors.ValidationError, match="was made with steps=4, and this"):
+        resumed(trained_run, whole, steps=8)
+    changed = tuple(dataclasses.replace(run, program="0", losses=(9.0,) * 4) for run in whole.runs)
+    assert resumed(trained_run, dataclasses.replace(whole, runs=changed)).runs == whole.runs
+    make, calls = interrupted_after(0)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        resumed(make, None)
+    assert not hasattr(stop.value, "report") and len(calls) == 1
+
+
+def test_the_command_writes_what_it_has_and_goes_on(tmp_path, monkeypatch, capsys, whole):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run_stop.py").write_text("import test_validate\nmake = None\n")
+    make, _ = interrupted_after(5)
+    monkeypatch.setattr("jaxmp._tools.cli._steps.load_function", lambda *a: make)
+    command = ["validate", "run_stop.py:make", "--recipes", "bf16,fp16", "--seeds", "2"]
+    command += ["--steps", "4", "--json", "v.json"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command, "--resume"])
+    assert stop.value.code == 2 and "--resume requires the file" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        cli.main(command)
+    assert stop.value.code == 130 and "with --resume to go on" in capsys.readouterr().err
+    report = jaxmp.typing.ValidationReport.from_json((tmp_path / "v.json").read_text())
+    assert [each.name for each in report.candidates] == ["bf16"] and len(report.runs) == 5
+    make, _ = interrupted_after(100)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command, "--resume"])
+    report = jaxmp.typing.ValidationReport.from_json((tmp_path / "v.json").read_text())
+    assert stop.value.code in (0, 1, 3) and report.runs == whole.runs
 
 
 # ---------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import math
 import os
+import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -116,13 +117,17 @@ _FORMATS = {"half": ("bfloat16", "float16"), "fp8": ("float8_e4m3fn", "float8_e5
 _REQUIRED = ("memory", "bandwidth", "peak", "link", "source")
 _OPTIONAL = {"kinds": [], "platform": "gpu", "domain": 1, "network": 0.0, "uncompiled": ""}
 
-_UNITS = {
-    "memory": "bytes, such as 96e9",
-    "bandwidth": "bytes per second, such as 3.35e12",
-    "link": "bytes per second in both directions, such as 900e9",
-    "network": "bytes per second in both directions, such as 100e9",
-    "domain": "devices, such as 8",
-    "peak": "TFLOP/s for each format, such as peak = { half = 989, fp8 = 1979 }",
+# Links in bytes per second are faster; a smaller number is one of GB/s.
+_SLOWEST = 1e6
+# Key -> least and largest value, between which those in other units do not lie, and the unit.
+_NUMBERS = {
+    "memory": (1e8, 1e14, "bytes, such as 96e9"),
+    "bandwidth": (1e9, 1e14, "bytes per second, such as 3.35e12"),
+    "link": (_SLOWEST, 1e14, "bytes per second in both directions, such as 900e9, or 0"),
+    "network": (_SLOWEST, 1e14, "bytes per second in both directions, such as 100e9, or 0"),
+    "domain": (1, 1e6, "devices, such as 8"),
+    "peak": (0.01, 1e6, "TFLOP/s, such as peak = { half = 989, fp8 = 1979 }"),
+    "multiprocessors": (0.1, 1e10, "multiprocessors, lanes of each, GHz, or bytes of the L2 cache"),
 }
 
 
@@ -169,6 +174,39 @@ def find_target(kind: str) -> Target | None:
     for laptops are other chips.
     """
     return next((chip for chip in targets().values() if kind in chip.kinds), None)
+
+
+def possible_targets(kind: str, memory: int = 0, clock: float = 0.0) -> list[Target]:
+    """Returns the chip of a device kind, or those whose kinds continue it.
+
+    Args:
+      kind: name of the device. "NVIDIA A100" continues as "NVIDIA A100-SXM4-80GB", and others.
+      memory: its bytes, as the driver reports them; 0 if unknown.
+      clock: its largest clock in GHz, as the driver reports it; 0 if unknown.
+    """
+    known, words = find_target(kind), re.split("[ -]", kind)
+    if known or len(words) == 1:
+        return [known] if known else []
+
+    def may_be(chip: Target) -> bool:
+        # The driver and data sheets count reserved memory and round clocks differently.
+        has_memory = not memory or 0.9 <= memory / chip.memory <= 1.1
+        sizes = chip.multiprocessors
+        has_clock = not clock or sizes is None or abs(clock - sizes.clock) <= 0.02
+        continues = any(re.split("[ -]", each)[: len(words)] == words for each in chip.kinds)
+        return continues and has_memory and has_clock
+
+    return list(filter(may_be, targets().values()))
+
+
+def differences(chips: Iterable[Target]) -> str:
+    """Returns text such as "one of 'h100' (84.9 GB, 3,352 GB/s, ...), 'h100-pcie' (...)"."""
+    texts = []
+    for chip in chips:
+        peaks = max(chip.peak.get(dtype, 0) for dtype in ("bfloat16", "float16")) / 1e12
+        facts = f"{chip.memory / 1e9:.1f} GB at {chip.bandwidth / 1e9:,.0f} GB/s"
+        texts.append(f"{chip.name!r} ({facts}, {peaks:,.0f} TFLOP/s, {chip.kind})")
+    return f"one of {', '.join(texts)}"
 
 
 def usable_share() -> float:
@@ -219,7 +257,7 @@ def get_target(chip: TargetLike) -> Target:
     if isinstance(chip, Path) or (isinstance(chip, str) and chip.endswith(".toml")):
         try:
             keys = tomllib.loads(Path(chip).read_text("utf-8"))
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise TargetError(f"target={str(chip)!r} cannot be read: {error}.") from error
         sections = [name for name, value in keys.items() if _is_section(name, value)]
         if not sections:
@@ -233,12 +271,35 @@ def get_target(chip: TargetLike) -> Target:
     lower = str(chip).lower()
     if lower in targets():
         raise TargetError(f"target={chip!r}: write the chip in lower case: target={lower!r}.")
+    if like := possible_targets(str(chip)):
+        raise TargetError(f"target={chip!r} is a device: write its chip, {differences(like)}.")
     known = ", ".join(targets())
     raise TargetError(
         f"target={chip!r} is not a chip that jaxmp knows.{did_you_mean(lower, targets())} Describe "
         "another one: target={'like': 'h100', 'memory': 96e9}, or target='mychip.toml', a file "
         f'with the lines\n    like = "h100"\n    memory = 96e9\nKnown chips: {known}.'
     )
+
+
+def with_links(chip: Target, links: Mapping[str, float] | None) -> Target:
+    """Returns a chip with other links.
+
+    Args:
+      chip: the chip.
+      links: "within" or "between" hosts -> bytes per second of each device, in both directions.
+
+    Raises:
+      TargetError: if there is another key, or a value that is not in bytes per second.
+    """
+    fields = {"within": "link", "between": "network"}
+    for key, value in (links or {}).items():
+        if key not in fields or not _SLOWEST <= value < math.inf:
+            raise TargetError(
+                f"links={{{key!r}: {value!r}}}: write the bytes per second of each device within "
+                "or between hosts, in both directions: links={'within': 900e9, 'between': 100e9}, "
+                "or --link within=900e9,between=100e9."
+            )
+    return chip._replace(**{fields[key]: float(value) for key, value in (links or {}).items()})
 
 
 def _described(name: str, keys: Mapping[str, Any]) -> Target:
@@ -253,6 +314,8 @@ def _described(name: str, keys: Mapping[str, Any]) -> Target:
         hint = did_you_mean(key, known)
         raise TargetError(f"The chip {name!r} has the key {key!r}.{hint} Allowed: {allowed}.")
     like = keys.get("like")
+    if like is not None and (not isinstance(like, str) or like.endswith(".toml")):
+        raise TargetError(f"The chip {name!r} has like = {like!r}. Name a chip, such as 'h100'.")
     base = {} if like is None else _complete(get_target(like).name, _tables())
     whole = {"source": "", "kinds": [name], **base, **keys}
     for key in _REQUIRED:
@@ -261,28 +324,50 @@ def _described(name: str, keys: Mapping[str, Any]) -> Target:
                 f"The chip {name!r} has no {key!r}. Write it, or name a chip of the table that it "
                 "is like: {'like': 'h100', 'memory': 96e9}."
             )
-    for key, unit in _UNITS.items():
-        values = whole.get(key, 0.0)
-        for part, value in values.items() if isinstance(values, Mapping) else (("", values),):
-            has_parts = (key == "peak") == isinstance(values, Mapping)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not has_parts or not is_number or not 0 <= value < math.inf:
-                where = f"{key}.{part}" if part else key
-                raise TargetError(
-                    f"The chip {name!r} has {where} = {value!r}. It is a number of {unit}."
-                )
-    try:
-        made = _target(name, whole)
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise TargetError(
-            f"The chip {name!r} has a value of another type: {error}. The types of all keys are "
-            f"those of {_FILE}."
-        ) from error
-    if min(made.memory, made.bandwidth, made.domain, *made.peak.values()) <= 0:
-        raise TargetError(
-            f"The memory, bandwidth, domain and peaks of the chip {name!r} must be positive."
-        )
-    return made
+    for key, value, allowed in _wrong(whole):
+        raise TargetError(f"The chip {name!r} has {key} = {value!r}. It is {allowed}.")
+    platform = whole.get("platform", "gpu")
+    if platform == "gpu" and not {"capability", "multiprocessors"} <= whole.keys():
+        why = "its description has no capability and multiprocessors, or a chip that it is like"
+        whole.setdefault("uncompiled", why)
+    if platform == "tpu" and name not in targets():
+        whole["uncompiled"] = f"libtpu compiles for TPUs of the table only; name it {like!r}"
+    return _target(name, whole)
+
+
+def _wrong(keys: Mapping[str, Any]) -> Iterator[tuple[str, object, str]]:
+    """Yields the keys of a description that have a wrong value, the value, and what is allowed."""
+    peak, sizes = keys["peak"], keys.get("multiprocessors", {})
+    formats = [*_FORMATS, *dict.fromkeys(name for chip in targets().values() for name in chip.peak)]
+    is_table = isinstance(peak, Mapping) and peak.keys() <= set(formats)
+    if not is_table or not peak.keys() & {"half", "bfloat16", "float32"}:
+        unit = _NUMBERS["peak"][-1]
+        yield "peak", peak, f"a table of {unit}, with half or float32, and of {', '.join(formats)}"
+    fields = Multiprocessors._fields
+    if sizes and (not isinstance(sizes, Mapping) or sizes.keys() != set(fields)):
+        yield "multiprocessors", sizes, f"a table of {', '.join(fields)}, as in {_FILE}"
+    tables = ("peak", "multiprocessors")
+    numbers = {key: keys[key] for key in _NUMBERS if key in keys and key not in tables}
+    numbers |= {f"peak.{key}": value for key, value in peak.items()}
+    numbers |= {f"multiprocessors.{key}": value for key, value in sizes.items()}
+    for key, value in numbers.items():
+        least, most, unit = _NUMBERS[key.partition(".")[0]]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_zero = is_number and value == 0 and key in ("link", "network")
+        is_whole = key != "domain" or isinstance(value, int)
+        if not is_zero and not (is_number and is_whole and least <= value <= most):
+            yield key, value, f"a number of {unit}"
+    compiled = sorted({chip.capability for chip in targets().values() if chip.capability})
+    capability, kinds = keys.get("capability"), keys["kinds"]
+    if capability is not None and capability not in [[*each] for each in compiled]:
+        yield "capability", capability, f"one of {', '.join(str([*each]) for each in compiled)}"
+    platforms = dict.fromkeys(chip.platform for chip in targets().values())
+    if keys.get("platform", "gpu") not in platforms:
+        yield "platform", keys["platform"], f"one of {', '.join(platforms)}"
+    if not isinstance(kinds, (list, tuple)) or not all(isinstance(kind, str) for kind in kinds):
+        yield "kinds", kinds, "a list of names of devices, such as ['NVIDIA H100 PCIe']"
+    if not isinstance(keys.get("uncompiled", ""), str):
+        yield "uncompiled", keys["uncompiled"], "the reason why programs cannot be compiled for it"
 
 
 def _is_section(name: str, value: object) -> bool:

@@ -23,8 +23,9 @@ from jaxmp._core._targets import (
     Capability,
     Target,
     capability_text,
-    find_target,
+    differences,
     get_target,
+    possible_targets,
 )
 from jaxmp._tools.audit._compile import check_compiler
 from jaxmp.errors import MissingDependencyError
@@ -58,6 +59,8 @@ class Machine(NamedTuple):
       failure: message of JAX if it cannot use any device; "" otherwise.
       libtpu: version of libtpu that the installed JAX requires, such as "0.0.50".
       memory: bytes that JAX may allocate on the first device, as it reports them; 0 if it does not.
+      total, clock: bytes of memory and largest clock in GHz of the first GPU, as the driver reports
+        them; 0 if it does not.
       compilers: "NVIDIA's GPUs" and "TPUs", for which programs can be compiled here.
     """
 
@@ -73,12 +76,20 @@ class Machine(NamedTuple):
     libtpu: str = ""
     memory: int = 0
     compilers: tuple[str, ...] = ()
+    total: int = 0
+    clock: float = 0.0
 
     @property
     def chip(self) -> Target | None:
-        """The chip that JAX uses, or a GPU that it does not use; None if the table has none."""
+        """The chip that JAX uses, or a GPU that it does not use; None if it is not known."""
+        return self.chips[0] if len(self.chips) == 1 else None
+
+    @property
+    def chips(self) -> list[Target]:
+        """The chips that the device may be, by its name, memory and clock."""
         kinds = (*self.gpus, *self.devices) if self.platform == "cpu" else self.devices
-        return next(filter(None, map(find_target, kinds)), None)
+        possible = (possible_targets(kind, self.total, self.clock) for kind in kinds)
+        return next(filter(None, possible), [])
 
 
 class Problem(NamedTuple):
@@ -93,7 +104,8 @@ class MachineReport(NamedTuple):
 
     Args:
       machine: the facts about the machine.
-      target: its chip, as in `jaxmp.audit(target=...)`; "" if the table of chips has none.
+      target: its chip, as in `jaxmp.audit(target=...)`; "" if the table of chips has none, or if
+        several chips have this name, memory and clock.
       recipe: name of the recipe that fits the device.
       reason: the reason for this recipe.
       features: feature -> "available", or the reason why it is not available.
@@ -120,6 +132,10 @@ class MachineReport(NamedTuple):
             peaks = ", ".join(f"{dtype} {peak / 1e12:,.0f}" for dtype, peak in chip.peak.items())
             text = f"{chip.memory / 1e9:.1f} GB at {chip.bandwidth / 1e9:,.0f} GB/s"
             rows |= {f"target {chip.name!r}": f"{text}; TFLOP/s of dense matmuls: {peaks}"}
+        elif machine.chips:
+            rows |= {"target": f"{differences(machine.chips)}; its kind does not tell them apart"}
+        elif machine.platform != "cpu" or machine.gpus:
+            rows |= {"target": "not in the table of chips; describe it as docs/chips.md shows"}
         if machine.memory:
             rows |= {
                 "memory that JAX may allocate": f"{machine.memory / 1e9:.1f} GB of each device"
@@ -170,7 +186,7 @@ def read_machine() -> Machine:
         backend = jax.default_backend()
     except RuntimeError as error:
         backend, failure = "cpu", str(error).splitlines()[0]
-    gpus, driver = _nvidia()
+    gpus, driver, total, clock = _nvidia()
     required = (text for text in importlib.metadata.requires("jax") or () if "libtpu==" in text)
     prefixes = ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
     return Machine(
@@ -186,6 +202,8 @@ def read_machine() -> Machine:
         next((text.partition("==")[2].partition(".*")[0] for text in required), ""),
         0 if failure else _memory(),
         tuple(name for name, chip in _COMPILED.items() if _compiles(chip)),
+        total,
+        clock,
     )
 
 
@@ -206,15 +224,23 @@ def _compiles(chip: str) -> bool:
 
 
 @functools.cache
-def _nvidia() -> tuple[tuple[str, ...], str]:
-    """Returns the names of the GPUs and the version of the driver that `nvidia-smi` prints."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+def _nvidia() -> tuple[tuple[str, ...], str, int, float]:
+    """Returns the GPUs and the driver that `nvidia-smi` prints, and memory and clock of the first.
+
+    The memory is in bytes and the clock in GHz; they are 0 if the driver does not report them.
+    """
+    query = "name,driver_version,memory.total,clocks.max.sm"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        return (), ""
-    rows = [line.rpartition(",") for line in done.stdout.splitlines() if "," in line]
-    return tuple(name.strip() for name, _, _ in rows), rows[0][2].strip() if rows else ""
+        return (), "", 0, 0.0
+    rows = [line.rsplit(", ", 3) for line in done.stdout.splitlines() if line.count(", ") >= 3]
+    if not rows:
+        return (), "", 0, 0.0
+    _, driver, memory, clock = rows[0]
+    mebibytes, megahertz = (int(x) if x.strip().isdecimal() else 0 for x in (memory, clock))
+    return tuple(row[0].strip() for row in rows), driver, mebibytes * 2**20, megahertz / 1000
 
 
 def report_of(machine: Machine) -> MachineReport:

@@ -29,7 +29,7 @@ class _Command(typer.core.TyperCommand):
     """Command that checks its files before it starts, and whose summary is not cut."""
 
     def invoke(self, ctx: Any) -> Any:
-        check_outputs(ctx.params)
+        check_outputs(ctx.command_path.partition(" ")[2], ctx.params)
         return super().invoke(ctx)
 
     def get_short_help_str(self, limit: int = 45) -> str:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import rich.box
 from rich.console import Console
@@ -15,6 +16,12 @@ from rich.text import Text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import JaxmpError
 
+# Command -> a key that its JSON results have, by which an earlier result is recognized.
+_KEYS = {
+    **{"recipes": "loss_scale", "show": "policy", "doctor": "problems", "audit": "gemms"},
+    **{"memory": "kinds", "plan": "choices", "validate": "compare_steps", "locate": "reproduced"},
+    **{"checkpoint show": "leaves", "checkpoint verify": "leaves"},
+}
 # Columns that are never wrapped.
 _WHOLE_COLUMNS = ("operation", "recipe", "policy", "loss scale")
 
@@ -85,15 +92,16 @@ def check_output(file: str | None) -> str | None:
     )
 
 
-def check_outputs(parameters: Mapping[str, object]) -> None:
-    """Checks that the outputs of a command are not its inputs, and not each other.
+def check_outputs(command: str, parameters: Mapping[str, object]) -> None:
+    """Checks that the outputs of a command replace earlier results of it alone.
 
     Args:
+      command: its name.
       parameters: name -> argument of the command line. Files among them are inputs, also as a part:
         `file.py:function`, or one of several recipes.
 
     Raises:
-      JaxmpError: if a result would replace an input or another result.
+      JaxmpError: if a result would replace an input, another result, or any other file.
     """
     outputs = {name: parameters[name] for name in ("json", "html") if parameters.get(name)}
     used: dict[str, str] = {}
@@ -111,6 +119,30 @@ def check_outputs(parameters: Mapping[str, object]) -> None:
                 f"Write another file: --{name} result.{name}"
             )
         used[path] = f"the --{name}"
+        if os.path.isfile(path) and not _is_earlier(command, name, path):
+            raise JaxmpError(
+                f"--{name} {str(file)!r} exists, and is not an earlier result of jaxmp {command}. "
+                f"Remove it, or write another file: --{name} result.{name}"
+            )
+
+
+def _is_earlier(command: str, kind: str, path: str) -> bool:
+    """Returns True for an empty file, and for an earlier result of a command.
+
+    Args:
+      command: its name.
+      kind: "json" or "html".
+      path: the file.
+    """
+    try:
+        text = Path(path).read_text("utf-8")
+        if not text or kind == "html":
+            return not text or (text.startswith("<!doctype html>") and 'class="jaxmp"' in text)
+        rows = json.loads(text)
+        first = rows[0] if isinstance(rows, list) else rows
+        return isinstance(first, dict) and _KEYS[command] in first
+    except (OSError, ValueError, IndexError, RecursionError):
+        return False
 
 
 def write_file(file: str, text: str) -> None:

@@ -4,10 +4,11 @@ Annotations are not strings here, because typer would evaluate each of them at e
 """
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import jaxmp
 from jaxmp._core import _plain
 from jaxmp._tools.cli._arguments import (
     HtmlOption,
@@ -24,7 +25,11 @@ from jaxmp._tools.cli._arguments import (
 )
 from jaxmp._tools.cli._output import write_report
 from jaxmp._tools.cli._steps import in_script
+from jaxmp._tools.report import _views
 from jaxmp.errors import JaxmpError
+
+if TYPE_CHECKING:
+    from jaxmp.typing import PlanReport
 
 _PLAN = "jaxmp plan run.py:make_step --recipes bf16,fp8 --targets a100,h100"
 
@@ -63,6 +68,17 @@ def run_plan(
             help="Measured tokens per second of all devices, such as h100/bf16=39000, for the cost."
         ),
     ] = "",
+    hosts: Annotated[
+        int | None,
+        typer.Option(help="Hosts of the devices; by default as few as the links of a chip allow."),
+    ] = None,
+    link: Annotated[
+        str,
+        typer.Option(
+            help="Bytes per second of each device in both directions, within and between hosts,"
+            " such as within=900e9,between=100e9, instead of those of the data sheet."
+        ),
+    ] = "",
     share: ShareOption = None,
     cache: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
@@ -78,71 +94,57 @@ def run_plan(
     The exit status is 1 if no program fits one of the chips. A script runs once for each recipe,
     which replaces the one that the script loads with jaxmp.load_recipe.
     """
-    from jaxmp._tools.plan import make_plan
-
     del share  # its callback sets the environment variable
     options: dict[str, Any] = {"recipes": split_items(recipes), "targets": split_items(targets)}
     options |= {"prices": _numbers(price, "--price"), "rates": _numbers(rate, "--rate")}
+    options |= {"hosts": hosts, "links": _numbers(link, "--link", "between=100e9")}
     lists = {"batches": _values(batches), "remat": _values(remat)}
-    is_stopped, measured = False, dict[str, list[Any]]()
-    path = only_function("plan", function, name) if script is None else script
     if script is not None and lists != {"batches": None, "remat": None}:
         raise JaxmpError(f"--batches and --remat require a function:\n    {_PLAN}")
+    is_stopped = False
     try:
         if script is None:
-            _plan_function(path, measured, options, lists, cache or None)
+            path = only_function("plan", function, name)
+            make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
+            options |= {**lists, "cache": cache or None}
+            report = call(f"planning {path}", lambda: jaxmp.plan(make, **options))
         else:
             more = {"function": name, "max_seconds": max_seconds, "cache": cache or None}
-            _plan_script([script, *(function or [])], json, measured, options, more)
-    except KeyboardInterrupt:
-        is_stopped = True
+            report = _plan_script([script, *(function or [])], json, options, more)
+    except _views.Interrupted as stop:
+        is_stopped, report = True, stop.report
         text = "Interrupted: the programs that are compiled are in the cache."
         print(text, "Run the same command to go on.", file=sys.stderr)
-    if measured:
-        name = path.rpartition(":")[2]
-        report = make_plan(name, measured, options["prices"], options["rates"])
-        write_report(report, json, html)
-        is_good = all(choice.recipe for choice in report.choices)
-        raise typer.Exit(130 if is_stopped else int(not is_good))
-    raise typer.Exit(130)
-
-
-def _plan_function(
-    path: str,
-    measured: dict[str, list[Any]],
-    options: dict[str, Any],
-    lists: dict[str, Any],
-    cache: str | None,
-) -> None:
-    """Adds the rows of each chip to `measured`."""
-    from jaxmp._tools.plan import check_plan, measure_programs
-
-    make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
-    more = {**lists, "cache": cache, "progress": None}
-    checked = check_plan(make, **options, **lists)
-    call(f"planning {path}", lambda: measure_programs(make, *checked, measured, **more))
+    assert isinstance(report, jaxmp.typing.PlanReport)
+    write_report(report, json, html)
+    is_good = all(choice.recipe for choice in report.choices)
+    raise typer.Exit(130 if is_stopped else int(not is_good))
 
 
 def _plan_script(
-    command: list[str],
-    json: str | None,
-    measured: dict[str, list[Any]],
-    options: dict[str, Any],
-    more: dict[str, Any],
-) -> None:
-    """Runs a script once for each recipe, and adds the rows of each chip to `measured`."""
-    from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan
+    command: list[str], json: str | None, options: dict[str, Any], more: dict[str, Any]
+) -> "PlanReport":
+    """Runs a script once for each recipe, and returns the plan of its step."""
+    from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan, make_plan
 
     _, chips = check_plan(lambda recipe: recipe, **options)
-    more["targets"] = options["targets"]
-    for recipe in options["recipes"]:
-        _, values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
-        for chip, (row, seconds) in zip(chips, values, strict=True):
-            made = MeasuredRow(_plain.from_plain(PlanRow, row), seconds)
-            measured.setdefault(chip.name, []).append(made)
+    more |= {name: options[name] for name in ("targets", "hosts", "links")}
+    measured: dict[str, list[MeasuredRow]] = {}
+    ended = (command[0], measured, options["prices"], options["rates"])
+    try:
+        for recipe in options["recipes"]:
+            _, values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
+            for chip, (row, seconds) in zip(chips, values, strict=True):
+                made = MeasuredRow(_plain.from_plain(PlanRow, row), seconds)
+                measured.setdefault(chip.name, []).append(made)
+    except KeyboardInterrupt:
+        if not measured:
+            raise
+        raise _views.Interrupted(make_plan(*ended)) from None
+    return make_plan(*ended)
 
 
-def _numbers(text: str, option: str) -> dict[str, float]:
+def _numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str, float]:
     """Returns the numbers of `name=number,...`."""
     numbers = {}
     for item in split_items(text):
@@ -151,7 +153,7 @@ def _numbers(text: str, option: str) -> dict[str, float]:
             numbers[name.strip()] = float(number)
         except ValueError:
             raise JaxmpError(
-                f"{option} {item!r} is not a number: write {option} h100=2.5."
+                f"{option} {item!r} is not a number: write {option} {example}."
             ) from None
     return numbers
 

@@ -356,8 +356,10 @@ def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> list[Any]:
     folder = None if cache is None else Path(cache).expanduser()
     measured = []
     for name in settings["targets"]:
-        chip = _targets.get_target(name)
-        program = _programs.Candidate(lambda _: _positional(call), recipe, chip, None, folder)
+        chip = _targets.with_links(_targets.get_target(name), settings["links"])
+        program = _programs.Candidate(
+            lambda _: _positional(call), recipe, chip, None, folder, settings["hosts"]
+        )
         row, seconds = program.measure(None)
         measured.append([_plain.to_plain(dataclasses.asdict(row)), seconds])
     return measured

@@ -5,6 +5,8 @@ strings here, because typer would evaluate each of them at every start.
 """
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -239,6 +241,12 @@ def run_validate(
         ),
     ] = None,
     json: JsonOption = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with the runs in the file of --json, which Ctrl-C has left."
+        ),
+    ] = False,
     full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
     html: HtmlOption = None,
 ) -> None:
@@ -254,18 +262,28 @@ def run_validate(
     cls = jaxmp.typing.ValidationReport
     before = None if baseline is None else _views.read_report(cls, baseline)
     make_run = load_function(function, _VALIDATE, "jaxmp.TrainingRun(...)", "recipe, seed")
-    report = call(
-        f"validating {function}",
-        lambda: jaxmp.validate(
-            make_run,
-            split_items(recipes),
-            reference_recipe=reference_recipe,
-            seeds=seeds,
-            steps=steps,
-            budgets=budget,
-            metrics={name.strip(): direction.strip() for name, _, direction in directions},
-        ),
+    if resume and not (json and Path(json).is_file()):
+        raise JaxmpError(
+            f"--resume requires the file of an earlier result: {_VALIDATE} --json FILE"
+        )
+    validate = functools.partial(
+        jaxmp.validate,
+        make_run,
+        split_items(recipes),
+        reference_recipe=reference_recipe,
+        seeds=seeds,
+        steps=steps,
+        budgets=budget,
+        metrics={name.strip(): direction.strip() for name, _, direction in directions},
+        resume=_views.read_report(cls, Path(str(json))) if resume else None,
     )
+    try:
+        report = call(f"validating {function}", validate)
+    except _views.Interrupted as stop:
+        write_report(stop.report, json, html, full=full)
+        advice = "Run the same command with" if json else "Next time, add --json FILE, and then"
+        print(f"Interrupted: {advice} --resume to go on.", file=sys.stderr)
+        raise typer.Exit(130) from None
     write_report(report, json, html, full=full)
     verdicts = {candidate.verdict for candidate in report.candidates}
     if before is None or not find_regressions(report, before):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import math
 import os
 import tomllib
@@ -48,6 +49,10 @@ _MEANING = {
     "results": "that do not replace donated arguments",
 }
 KINDS = tuple(_MEANING)
+_TENSOR_PARALLEL = (
+    "The arguments are exact. They divide parameters along other axes than the batch, as tensor"
+    " parallelism does, and XLA's compiler alone knows the rest: exact=True, or --exact."
+)
 # Bytes of temporary memory that cuBLAS uses on an H100, however small the matmuls are.
 _WORKSPACE = 2**25
 STATE = KINDS[:5]
@@ -66,7 +71,8 @@ class MemoryEstimate(Report):
       kinds: kind -> bytes: parameters, masters, moments, FP8 state and inputs are arguments;
         results are those that do not replace donated arguments; everything else is temporary.
       least, most: bytes that the step requires at least and at most; both are those of the program
-        if it was compiled.
+        if it was compiled. With tensor parallelism, `most` is None without a compiler: `kinds` and
+        `least` are then those of the arguments alone.
       compiler: the compiler, such as "jaxlib 0.12.0"; "" if the temporary memory is estimated.
       reason: why the program was not compiled; "" if it was.
 
@@ -91,7 +97,7 @@ class MemoryEstimate(Report):
     share: float = 0.75
     kinds: dict[str, int] = dataclasses.field(default_factory=dict)
     least: int = 0
-    most: int = 0
+    most: int | None = 0
     compiler: str = ""
     reason: str = ""
 
@@ -102,7 +108,7 @@ class MemoryEstimate(Report):
 
     @property
     def temporary(self) -> int:
-        """Bytes of temporary arrays: of the compiled program, or estimated."""
+        """Bytes of temporary arrays: of the compiled program, or estimated; 0 if not known."""
         return self.kinds.get("temporary", 0)
 
     @property
@@ -118,9 +124,10 @@ class MemoryEstimate(Report):
     @property
     def fits(self) -> bool | None:
         """True if the step fits into the usable memory; None without a target, or if it may."""
-        if not self.target or self.least <= self.usable < self.most:
-            return None
-        return self.most <= self.usable
+        if self.target and self.least > self.usable:
+            return False
+        is_enough = self.most is not None and self.most <= self.usable
+        return True if self.target and is_enough else None
 
     def __repr__(self) -> str:
         return f"<MemoryEstimate of {bytes_text(self.total)}>"
@@ -132,15 +139,18 @@ class MemoryEstimate(Report):
     def _verdict(self) -> Section:
         if self.compiler:
             size = f"{bytes_text(self.total)} (compiled by {self.compiler})"
+        elif self.most is None:
+            size = f"at least {bytes_text(self.least)}"
         else:
             size = f"{bytes_text(self.least)} to {bytes_text(self.most)} (estimated)"
         title = f"Memory of {self.function or 'the step'}: {size}"
-        texts = [] if self.compiler else [f"{_range_text()} Not compiled: {self.reason}."]
+        known = _TENSOR_PARALLEL if self.most is None else _range_text()
+        texts = [] if self.compiler else [f"{known} Not compiled: {self.reason}."]
         if not self.target:
             return Section(title, " ".join(["The bytes are those of one device.", *texts]))
         usable, lack = bytes_text(self.usable), bytes_text(abs(self.usable - self.least))
         if self.fits:
-            left = bytes_text(self.usable - self.most)
+            left = bytes_text(self.usable - (self.most or 0))
             text = f"It fits in {self.target}, and leaves {left} of the usable {usable}."
         elif self.fits is None:
             text = f"It may fit in {self.target}, of which {usable} are usable."
@@ -237,7 +247,8 @@ def estimate_memory(
                     on_program(f"compiling {name} for {chip.name}")
                     kinds = _compiled(chip, traced, cache)
                 compiler = f"jaxlib {importlib.metadata.version('jaxlib')}"
-                return _made(name, chip, kinds, sum(kinds.values()), compiler=compiler)
+                total = sum(kinds.values())
+                return _made(name, chip, kinds, total, total, compiler=compiler)
         except (AuditError, TargetError, MissingDependencyError) as error:
             if exact:
                 raise
@@ -246,10 +257,12 @@ def estimate_memory(
             reason = (text if is_missing else text.partition(". ")[0]).rstrip(".")
     for construct, equation in unknown_constructs(traced.closed).items():
         warn_of_unknown(construct, equation, "the memory of the operations inside is not counted")
-    kinds, divided, devices = _estimated(traced)
+    kinds, devices = _estimated(traced)
+    if "temporary" not in kinds:
+        return _made(name, chip, kinds, sum(kinds.values()), None, reason=reason)
     error = _errors()["one" if devices == 1 else "several"]
     known = sum(kinds.values()) - kinds["temporary"]
-    least = known + int(divided * error["low"])
+    least = known + int(kinds["temporary"] * error["low"])
     most = known + int(kinds["temporary"] * error["high"]) + _WORKSPACE
     return _made(name, chip, kinds, least, most, reason=reason)
 
@@ -272,7 +285,12 @@ def _check_compiled(chip: Target | None, exact: bool | None) -> Target:
 
 
 def _made(
-    function: str, chip: Target | None, kinds: Counter[str], least: int, most: int = 0, **more: str
+    function: str,
+    chip: Target | None,
+    kinds: Counter[str],
+    least: int,
+    most: int | None,
+    **more: str,
 ) -> MemoryEstimate:
     return MemoryEstimate(
         function=function,
@@ -282,7 +300,7 @@ def _made(
         share=usable_share(),
         kinds={kind: kinds[kind] for kind in KINDS if kinds[kind] or kind == KINDS[0]},
         least=least,
-        most=most or least,
+        most=most,
         **more,
     )
 
@@ -301,39 +319,39 @@ def _compiled(chip: Target, traced: Traced, folder: str | os.PathLike[str] | Non
     return kinds
 
 
-def _estimated(traced: Traced) -> tuple[Counter[str], int, int]:
-    """Returns the bytes of each kind from shapes.
+def _estimated(traced: Traced) -> tuple[Counter[str], int]:
+    """Returns the bytes of each kind from shapes, and the number of parts of the batch.
 
-    The second value are the temporary bytes if all devices divide each array: with tensor
-    parallelism, XLA decides which arrays of the batch are divided. The third one are the devices.
+    With tensor parallelism, which divides parameters along axes of the mesh that do not divide the
+    batch, there are no temporary bytes: XLA decides which activations are divided.
     """
     asked, donated = asked_by(traced.jaxpr)
-    divisors = [
-        _divisor(array, getattr(array, "sharding", None) or asked.get(n))
-        for n, array in enumerate(traced.arrays)
+    shardings = [
+        getattr(array, "sharding", None) or asked.get(n) for n, array in enumerate(traced.arrays)
     ]
+    divisors = list(map(_divisor, traced.arrays, shardings))
     sizes = [_bytes(a) // d for a, d in zip(traced.arrays, divisors, strict=True)]
     kinds, counts = _kinds_of_arguments(traced), Counter[str]()
     for kind, size in zip(kinds, sizes, strict=True):
         counts[kind] += size
+    axes = {kind: set[str]() for kind in KINDS}
+    for kind, sharding in zip(kinds, shardings, strict=True):
+        axes[kind] |= _axes(sharding)
+    if not axes["parameters"] <= axes["inputs"]:
+        return counts, 0
     # Arrays of the size of a parameter are divided as it is, and others as the batch is.
     rows = list(zip(traced.arrays, divisors, kinds, strict=True))
     weights = {array.size: divisor for array, divisor, kind in rows if kind == "parameters"}
     batch = max((divisor for _, divisor, kind in rows if kind == "inputs"), default=1)
-    devices = max(divisors, default=1)
 
-    def size_of(aval: Any, others: int = batch) -> int:
-        return _bytes(aval) // weights.get(getattr(aval, "size", 0), others)
+    def size_of(aval: Any) -> int:
+        return _bytes(aval) // weights.get(getattr(aval, "size", 0), batch)
 
-    def temporary(others: int) -> int:
-        arguments = [Value(0, read=size) for size in sizes]
-        return largest_use(traced.closed, arguments, functools.partial(size_of, others=others))
-
-    counts["temporary"] = temporary(batch)
-    divided = temporary(devices) if batch < devices else counts["temporary"]
+    arguments = [Value(0, read=size) for size in sizes]
+    counts["temporary"] = largest_use(traced.closed, arguments, size_of)
     outputs = sum(size_of(var.aval) for var in traced.jaxpr.outvars)
     counts["results"] = max(0, outputs - sum(sizes[n] for n in donated))
-    return counts, divided, devices
+    return counts, max(divisors, default=1)
 
 
 def _kinds_of_arguments(traced: Traced) -> list[str]:
@@ -350,6 +368,15 @@ def _divisor(array: Any, sharding: Any) -> int:
     if not isinstance(sharding, NamedSharding) or not array.size:
         return 1
     return array.size // math.prod(sharding.shard_shape(array.shape))
+
+
+def _axes(sharding: Any) -> set[str]:
+    """Returns the axes of the mesh, of more than one device, that divide an array."""
+    if not isinstance(sharding, NamedSharding):
+        return set()
+    parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
+    names = itertools.chain.from_iterable(parts)
+    return {name for name in names if sharding.mesh.shape.get(name, 1) > 1}
 
 
 def _bytes(aval: Any) -> int:

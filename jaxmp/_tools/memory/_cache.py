@@ -33,8 +33,8 @@ def compiler_of(
 ) -> Callable[[Any, Any], tuple[str, Any]]:
     """Returns a function that compiles a lowered program, or reads its result from a folder.
 
-    The key of a result is the text of the lowered program, the chip, and the versions and options
-    of the compilers. A file that cannot be read or written is ignored.
+    The key of a result is the text of the lowered program, the chip without its links, and the
+    versions and options of the compilers. A file that cannot be read or written is ignored.
 
     Args:
       folder: None to compile each program.
@@ -43,8 +43,10 @@ def compiler_of(
     if folder is None:
         return compile_lowered
 
+    described = repr(chip._replace(domain=1, link=0.0, network=0.0))
+
     def compile_once(lowered: Any, options: Any) -> tuple[str, Any]:
-        settings = [repr(chip), options, *_versions(), *map(os.environ.get, _FLAGS)]
+        settings = [described, options, *_versions(), *map(os.environ.get, _FLAGS)]
         text = json.dumps(settings) + lowered.as_text()
         file = Path(folder).expanduser() / hashlib.sha256(text.encode()).hexdigest()
         with contextlib.suppress(OSError, ValueError, zlib.error):

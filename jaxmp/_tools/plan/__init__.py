@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jaxmp._core._targets import Target, get_target
+from jaxmp._core._targets import Target, get_target, with_links
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools.audit._compile import check_compiler
@@ -19,6 +19,7 @@ from jaxmp._tools.plan._report import PlanReport as PlanReport
 from jaxmp._tools.plan._report import PlanRow as PlanRow
 from jaxmp._tools.plan._report import recommend
 from jaxmp._tools.report._progress import progress_bar
+from jaxmp._tools.report._views import Interrupted
 from jaxmp.errors import AuditError
 
 _LARGEST = "largest"
@@ -34,6 +35,8 @@ def plan(
     remat: Sequence[Any] | None = None,
     prices: Mapping[str, float] | None = None,
     rates: Mapping[str, float] | None = None,
+    hosts: int | None = None,
+    links: Mapping[str, float] | None = None,
     cache: str | os.PathLike[str] | None = "~/.cache/jaxmp",
     progress: bool | None = None,
 ) -> PlanReport:
@@ -59,6 +62,10 @@ def plan(
         has the cost of a billion tokens.
       rates: "chip/recipe" -> measured tokens per second of all devices, such as
         {"h100/bf16": 39000}. The cost uses them where there are some, and otherwise the bound.
+      hosts: number of hosts among which the devices of the step are divided; None for as few as the
+        links of the chip allow, such as hosts of eight H100.
+      links: bytes per second of each device in both directions, {"within": 900e9, "between":
+        100e9} hosts, instead of those of docs/chips.md.
       cache: folder for compiled programs; None for none.
       progress: True for a progress bar on standard error. None: if it is a terminal.
 
@@ -69,6 +76,8 @@ def plan(
       AuditError: if an argument is not valid, before anything is computed.
       TargetError, RecipeError: if a chip or a recipe is not known.
       MissingDependencyError: if XLA's compiler for a chip is not installed.
+      KeyboardInterrupt: by Ctrl-C. If a program is compiled, its attribute `report` is the plan of
+        those that are.
 
     Example:
       >>> def make_step(recipe):
@@ -77,7 +86,7 @@ def plan(
       >>> plan(make_step, recipes=["fp16"], targets=["v100"]).choices[0].recipe
       'fp16'
     """
-    checked = check_plan(
+    every_recipe, chips = check_plan(
         make_step,
         recipes=recipes,
         targets=targets,
@@ -85,32 +94,26 @@ def plan(
         remat=remat,
         prices=prices,
         rates=rates,
+        hosts=hosts,
+        links=links,
     )
     measured: Measured = {}
-    measure_programs(make_step, *checked, measured, batches, remat, cache, progress)
-    return make_plan(getattr(make_step, "__name__", "the step"), measured, prices, rates)
-
-
-def measure_programs(
-    make_step: Callable[..., Any],
-    recipes: Sequence[Recipe],
-    chips: Sequence[Target],
-    measured: Measured,
-    batches: Sequence[int] | str | None,
-    remat: Sequence[Any] | None,
-    cache: str | os.PathLike[str] | None,
-    progress: bool | None,
-) -> None:
-    """Adds the programs of each chip to `measured`, one by one, so that an interrupt keeps them."""
+    name = getattr(make_step, "__name__", "the step")
     sizes = [None] if batches is None or isinstance(batches, str) else list(batches)
-    programs = list(itertools.product(remat or [None], sizes, recipes))
-    with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
-        for chip, (form, size, recipe) in itertools.product(chips, programs):
-            on_program(f"{chip.name}, {recipe.name}")
-            program = Candidate(make_step, recipe, chip, form, cache)
-            result = program.largest() if batches == _LARGEST else program.measure(size)
-            measured.setdefault(chip.name, []).append(result)
-            on_end()
+    programs = list(itertools.product(remat or [None], sizes, every_recipe))
+    try:
+        with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
+            for chip, (form, size, recipe) in itertools.product(chips, programs):
+                on_program(f"{chip.name}, {recipe.name}")
+                program = Candidate(make_step, recipe, chip, form, cache, hosts)
+                result = program.largest() if batches == _LARGEST else program.measure(size)
+                measured.setdefault(chip.name, []).append(result)
+                on_end()
+    except KeyboardInterrupt:
+        if not measured:
+            raise
+        raise Interrupted(make_plan(name, measured, prices, rates)) from None
+    return make_plan(name, measured, prices, rates)
 
 
 def make_plan(
@@ -122,11 +125,10 @@ def make_plan(
     """Returns the report on programs that were measured for each chip."""
     names = [row.recipe for row, _ in next(iter(measured.values()))]
     baseline = "bf16" if "bf16" in names else names[0]
-    rows = {}
-    for chip, programs in measured.items():
-        pairs = ((key.partition("/"), rate) for key, rate in (rates or {}).items())
-        own = {recipe: rate for (name, _, recipe), rate in pairs if name == chip}
-        rows[chip] = relative(programs, baseline, (prices or {}).get(chip), own)
+    rows = {
+        chip: relative(programs, baseline, prices or {}, rates or {})
+        for chip, programs in measured.items()
+    }
     return PlanReport(
         function=function,
         baseline=baseline,
@@ -143,6 +145,8 @@ def check_plan(
     *,
     prices: Mapping[str, float] | None = None,
     rates: Mapping[str, float] | None = None,
+    hosts: int | None = None,
+    links: Mapping[str, float] | None = None,
     **lists: Any,
 ) -> tuple[list[Recipe], list[Target]]:
     """Checks the arguments of `plan`, and returns its recipes and chips."""
@@ -177,7 +181,9 @@ def check_plan(
                 f"remat={value!r}: the default of the parameter is {default}. Write"
                 " remat=[False, True], or --remat false,true."
             )
-    chips = list(dict.fromkeys(map(get_target, lists["targets"])))
+    if hosts is not None and (type(hosts) is not int or hosts < 1):
+        raise AuditError(f"hosts={hosts!r} is not a positive number. Write hosts=8, or --hosts 8.")
+    chips = [with_links(chip, links) for chip in dict.fromkeys(map(get_target, lists["targets"]))]
     for chip in chips:
         if not chip.uncompiled:
             check_compiler(chip)

@@ -90,15 +90,20 @@ class Cost(NamedTuple):
     narrow: bool
 
 
-def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
+def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = None) -> Cost:
     """Returns the cost of a program.
 
     Each kernel takes the larger of the times of its FLOPs and of its bytes, and the time to start
-    it. Communication overlaps with computation. Devices are in the order of their domains.
+    it. Communication overlaps with computation. Devices are in the order of their hosts.
 
     Args:
       compiled: the program.
       attention: its fused kernels, rows of the audit's report.
+      hosts: number of hosts of the devices; None for as few as the domain of the chip allows.
+
+    Raises:
+      TargetError: if the hosts cannot have as many devices each, or devices of several hosts send
+        to each other, and their network is not known.
     """
     program, chip = Program(compiled.text), compiled.chip
     flow = DataFlow(program)
@@ -121,7 +126,7 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
                 kind = "collectives"
                 size += sum(shape.bytes for shape in sent_arrays(part, inside))
                 passes = 2 if collective_name(part) == "all-reduce" else 1
-                sent += passes * size * step.times / _link_of(part, compiled)
+                sent += passes * size * step.times / _link_of(part, compiled, hosts)
         size = size or accessed(program, step)
         moved[kind] += size * step.times
         count += step.times
@@ -135,24 +140,34 @@ def cost_of(compiled: Compiled, attention: Iterable[Any]) -> Cost:
     return Cost(max(seconds, sent), count, dict(flops), dict(moved), is_narrow)
 
 
-def _link_of(collective: Instruction, compiled: Compiled) -> float:
-    """Returns the bytes per second that a device sends in a collective.
+def hosts_of(compiled: Compiled, hosts: int | None) -> int:
+    """Returns the number of hosts of a program, or of other domains of links.
 
     Raises:
-      TargetError: if devices of several domains take part, and their network is not known.
+      TargetError: if the devices cannot be divided among them.
     """
+    devices = compiled.devices
+    if hosts and devices % hosts:
+        raise TargetError(f"hosts={hosts} cannot have the same number of the {devices} devices")
+    return hosts or -(-devices // compiled.chip.domain)
+
+
+def _link_of(collective: Instruction, compiled: Compiled, hosts: int | None) -> float:
+    """Returns the bytes per second that a device sends in a collective."""
     chip, devices = compiled.chip, compiled.devices
+    count = hosts_of(compiled, hosts)
     groups = groups_of(collective, devices)
-    domains = (np.arange(devices)[None] if groups is None else groups) // chip.domain
+    each = devices // hosts if hosts else chip.domain
+    domains = (np.arange(devices)[None] if groups is None else groups) // each
     if (domains == domains[:, :1]).all():
         return chip.link / 2 or chip.bandwidth
     if not chip.network:
         raise TargetError(
-            f"{devices} devices are {-(-devices // chip.domain)} hosts or pods of {chip.domain}, "
-            f"and the network between those of {chip.name!r} is not known. Describe it: "
-            f"targets=[{{'like': {chip.name!r}, 'network': 100e9}}]."
+            f"{devices} devices are {count} hosts or pods of {each}, and the network between those "
+            f"of {chip.name!r} is not known: write links={{'between': 100e9}}, or --link "
+            "between=100e9, in bytes per second of each device"
         )
-    return min(chip.network, chip.link) / 2
+    return min(chip.network, chip.link or chip.network) / 2
 
 
 def _multiplied_in(lhs: str, rhs: str, chip: Target) -> str:

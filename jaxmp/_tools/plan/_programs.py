@@ -20,7 +20,7 @@ from jaxmp._tools.audit._auditor import PolicyContext
 from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.memory._cache import compiler_of
-from jaxmp._tools.plan._bound import cost_of, error_of, measured
+from jaxmp._tools.plan._bound import cost_of, error_of, hosts_of, measured
 from jaxmp._tools.plan._report import PlanRow
 from jaxmp._tools.report._section import abbreviate, grouped
 from jaxmp.errors import JaxmpError, TargetError
@@ -42,13 +42,14 @@ class MeasuredRow(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A recipe on a chip, with a value of the argument `remat` and the folder of the cache."""
+    """A recipe on a chip, with an argument `remat`, the folder of the cache, and the hosts."""
 
     make_step: Callable[..., Any]
     recipe: Recipe
     chip: Target
     remat: Any
     cache: str | os.PathLike[str] | None
+    hosts: int | None = None
 
     def measure(self, batch: int | None) -> MeasuredRow:
         """Compiles the program for a batch size."""
@@ -86,8 +87,11 @@ class Candidate(NamedTuple):
 
     def _estimated(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
         estimate = estimate_memory(step, *args, target=self.chip)
-        problem = f"{self.chip.uncompiled}; the memory is estimated: at most this"
-        known = {"fits": estimate.most <= row.usable, "memory": estimate.most}
+        bound = "least" if estimate.most is None else "most"
+        problem = f"{self.chip.uncompiled}; the memory is estimated: at {bound} this"
+        # A program that only may fit does not count as one that fits.
+        fits = bool(estimate.fits) if estimate.most is not None else estimate.fits
+        known = {"fits": fits, "memory": getattr(estimate, bound)}
         return MeasuredRow(dataclasses.replace(row, **known, problem=problem))
 
     def _compiled(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
@@ -99,10 +103,12 @@ class Candidate(NamedTuple):
         assert compiled is not None and report.memory is not None
         memory = report.memory
         total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
-        cost = cost_of(compiled, report.attention)
+        cost = cost_of(compiled, report.attention, self.hosts)
         known = {"memory": total, "fits": total <= chip.usable, "fallbacks": _fallbacks(report)}
         known |= {"kernels": cost.kernels, "flops": cost.flops, "bytes": cost.bytes}
         known |= {"narrow": cost.narrow, "devices": compiled.devices, "tokens": _tokens(args)}
+        known |= {"hosts": hosts_of(compiled, self.hosts)}
+        known |= {"links": {"within": chip.link, "between": chip.network}}
         return MeasuredRow(dataclasses.replace(row, **known), cost.seconds)
 
     def largest(self) -> MeasuredRow:
@@ -163,16 +169,16 @@ def _tokens(args: tuple[Any, ...]) -> int:
 def relative(
     programs: list[MeasuredRow],
     baseline: str,
-    price: float | None = None,
-    rates: Mapping[str, float] | None = None,
+    prices: Mapping[str, float],
+    rates: Mapping[str, float],
 ) -> list[PlanRow]:
     """Returns rows with bounds per example, relative to the first compiled row of the baseline.
 
     Args:
       programs: those of one chip.
       baseline: name of a recipe.
-      price: of one device for an hour.
-      rates: recipe -> measured tokens per second of all devices.
+      prices: chip -> price of one device for an hour.
+      rates: "chip/recipe" -> measured tokens per second of all devices.
     """
     own = [row.recipe == baseline for row, _ in programs]
     each = [s and s / (row.batch or 1) for row, s in programs]
@@ -188,9 +194,10 @@ def relative(
                 low, high = error_of(row.target, row.narrow, measured()["cases"])
             changes["interval"] = (round(bound / high, 4), round(bound / low, 4))
             changes["bound"] = round(bound, 4)
-        rate = (rates or {}).get(row.recipe) or (row.tokens / seconds if seconds else 0)
-        if price and rate:
-            changes["cost"] = round(price * row.devices / 3600 / rate * 1e9, 4)
-            changes["cost_from"] = "measured" if row.recipe in (rates or {}) else "bound"
+        timed = rates.get(f"{row.target}/{row.recipe}")
+        rate = timed or (row.tokens / seconds if seconds else 0)
+        if row.target in prices and rate:
+            changes["cost"] = round(prices[row.target] * row.devices / 3600 / rate * 1e9, 4)
+            changes["cost_from"] = "measured" if timed else "bound"
         rows.append(dataclasses.replace(row, **changes))
     return rows

@@ -7,7 +7,7 @@ import math
 from typing import ClassVar
 
 from jaxmp._tools.plan._bound import measured
-from jaxmp._tools.report._section import Fix, Section, bytes_text, grouped, nonempty
+from jaxmp._tools.report._section import Fix, Section, bytes_text, grouped
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError
 
@@ -16,6 +16,7 @@ _BOUND = (
     " bytes, per example of the batch, relative to {} on the same chip: less is faster. The"
     " interval behind it comes from the errors of {} measured ratios (docs/choose.md)."
 )
+_LINKS = "GB/s of each device, both directions together: of the data sheet, or those of `links`."
 _COST = "Of a billion tokens, at your prices. From the bound, it is the least that the cost can be."
 
 
@@ -38,6 +39,8 @@ class PlanRow:
         empty without a bound.
       narrow: True if most FLOPs are those of matmuls with a dimension below 4,096.
       devices: number of devices of the program; 0 if it was not compiled.
+      hosts: number of hosts, or of other domains of links; 0 if it was not compiled.
+      links: "within" and "between" hosts -> bytes per second of each device, in both directions.
       tokens: elements of the largest integer array of the last argument, with two axes or more.
       cost: price of a billion tokens; None without the price of the chip, or tokens.
       cost_from: "measured" tokens per second, or the "bound".
@@ -61,6 +64,8 @@ class PlanRow:
     interval: tuple[float, ...] = ()
     narrow: bool = False
     devices: int = 0
+    hosts: int = 0
+    links: dict[str, float] = dataclasses.field(default_factory=dict)
     tokens: int = 0
     cost: float | None = None
     cost_from: str = ""
@@ -133,11 +138,11 @@ class PlanReport(Report):
             (each.target, _name(each) or "none", each.reason)
             for each in sorted(self.choices, key=lambda each: bool(each.recipe))
         ]
-        costs = tuple(
+        costs = [
             (row.target, _name(row), f"{row.cost:,.2f}", row.cost_from)
             for row in self.rows
             if row.cost is not None
-        )
+        ]
         programs = [
             (
                 row.target,
@@ -156,6 +161,12 @@ class PlanReport(Report):
             for problem in [f"not compiled: {row.problem}" if row.problem else ""]
             for text in filter(None, (problem, *row.fallbacks, row.lacking))
         ]
+        links = [
+            (row.target, f"{row.devices} devices", f"{row.hosts} hosts" * (row.hosts > 1), *speeds)
+            for row in self.rows
+            if row.devices > 1
+            for speeds in [[f"{speed / 1e9:,g}" for speed in row.links.values()]]
+        ]
         groups = grouped(remarks, lambda item: item[1])
         shared = [
             ("all" if len(group) == len(self.rows) else _programs([row for row, _ in group]), text)
@@ -167,15 +178,18 @@ class PlanReport(Report):
         columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
         text = _BOUND.format(self.baseline, len(measured()["cases"]))
         of_choices = ("chip", "recommended", "reason")
+        of_costs = ("chip", "program", "cost", "from")
+        of_links = ("chip", "devices", "hosts", "within", "between")
         checks = "\n".join(dict.fromkeys(each.check for each in self.choices if each.check))
         fixes = (Fix("Compare the loss", ((True, checks),)),) if checks else ()
         sections = [
             Section(title, "", of_choices, tuple(choices), fixes, mood),
             Section("Programs", text, columns, tuple(programs)),
-            Section("Costs", _COST * bool(costs), ("chip", "program", "cost", "from"), costs),
+            Section("Costs", _COST, of_costs, tuple(costs)),
+            Section("Links", _LINKS, of_links, tuple(dict.fromkeys(links))),
             Section("Remarks", "", ("programs", "remark"), tuple(shared)),
         ]
-        return nonempty(sections)
+        return [section for section in sections if section.rows]
 
 
 def _name(program: PlanRow | PlanChoice) -> str:

@@ -127,6 +127,18 @@ class Report(abc.ABC):
         return f"{'an' if cls._subject[0] in 'aeiou' else 'a'} {cls._subject}"
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during the work on a report.
+
+    Args:
+      report: the report on what is finished.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.report = report
+
+
 def read_report(cls: type[R], source: R | str | os.PathLike[str]) -> R:
     """Returns a report of a class, given itself, its JSON text, or a path that ends in `.json`.
 

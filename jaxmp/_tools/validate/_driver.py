@@ -18,6 +18,7 @@ from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit import AuditReport, audit
 from jaxmp._tools.report._progress import OnRun, OnStep
 from jaxmp._tools.report._section import abbreviate, counted
+from jaxmp._tools.report._views import Interrupted
 from jaxmp._tools.validate._budget import Budget, choose_metrics, choose_training
 from jaxmp._tools.validate._compare import (
     compare_figures,
@@ -27,7 +28,7 @@ from jaxmp._tools.validate._compare import (
 )
 from jaxmp._tools.validate._diagnose import Evidence, diagnose, find_origin
 from jaxmp._tools.validate._probe import Leaves, Measurements, Probe, leaves_of, make_probe
-from jaxmp._tools.validate._pure import PureRun, as_arrays, as_pure, check_same_params
+from jaxmp._tools.validate._pure import PureRun, as_arrays, as_pure, check_same_params, checksum
 from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._rows import (
     DIFFERS,
@@ -70,6 +71,8 @@ class Settings(NamedTuple):
     directions: Mapping[str, str]
     seeds: tuple[int, ...]
     schedule: Schedule
+    # The report whose runs are not repeated.
+    earlier: ValidationReport = ValidationReport()
 
     @property
     def recipes(self) -> dict[str, Recipe]:
@@ -104,22 +107,59 @@ class Trained(NamedTuple):
 def run_validation(
     make_run: MakeRun, settings: Settings, on_run: OnRun, on_step: OnStep
 ) -> ValidationReport:
-    """Trains all recipes and returns the report."""
+    """Trains all recipes and returns the report.
+
+    Raises:
+      Interrupted: by Ctrl-C, if a run is finished.
+    """
     results: dict[str, Trained] = {}
-    saved = Reference({}, {})
-    for name, recipe in settings.recipes.items():
-        results[name] = _train_recipe(name, recipe, make_run, settings, saved, on_run, on_step)
-        if name == settings.reference[0]:
-            _check_finite(results[name].records)
+    saved, runs = Reference({}, {}), list[TrainingRecord]()
+    shared = (make_run, settings, saved, runs, on_run, on_step)
+    try:
+        for name, recipe in settings.recipes.items():
+            results[name] = _train_recipe(name, recipe, *shared)
+            if name == settings.reference[0]:
+                _check_finite(results[name].records)
+        return _make_report(settings, results)
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        raise Interrupted(_make_partial(settings, results, runs)) from None
+
+
+def _make_partial(
+    settings: Settings, results: Mapping[str, Trained], runs: Sequence[TrainingRecord]
+) -> ValidationReport:
+    """Returns the report on the candidates whose runs are all finished, with all other runs."""
+    schedule = settings.schedule
+    report = ValidationReport(
+        reference=settings.reference[0],
+        seeds=settings.seeds,
+        steps=schedule.steps,
+        eval_steps=schedule.eval_steps,
+        compare_steps=schedule.compare_steps,
+    )
+    if len(results) > 1:
+        report = _make_report(settings, results)
+    counts = [(name, sum(run.name == name for run in runs)) for name in settings.recipes]
+    total = len(settings.seeds)
+    lacking = [f"{name} has {n} of {counted(total, 'run')}" for name, n in counts if n < total]
+    verdict = "A candidate has a verdict after its last run."
+    note = f"Interrupted: {', '.join(lacking)}. {verdict}" if lacking else ""
+    return dataclasses.replace(report, runs=tuple(runs), notes=(note, *report.notes)[not note :])
+
+
+def _make_report(settings: Settings, results: Mapping[str, Trained]) -> ValidationReport:
+    """Compares the candidates of `results` with the reference."""
     reference = results[settings.reference[0]]
-    for name in settings.candidates:
+    names = [name for name in settings.candidates if name in results]
+    for name in names:
         _check_data(reference.records, results[name].records)
-    trained = [record for name in settings.candidates for record in results[name].records]
+    trained = [record for name in names for record in results[name].records]
     budgets, count = list(settings.budgets.values()), len(settings.candidates)
     metrics = choose_metrics(reference.records, trained, settings.directions, budgets)
     training = choose_training(reference.records, trained, budgets)
-    shared = (settings, results, metrics, training)
-    candidates = [_compare(*shared, name) for name in settings.candidates]
+    candidates = [_compare(settings, results, metrics, training, name) for name in names]
     others = [each.reason for each in (*metrics[1:], training) if each.scale == "absolute"]
     reason = metrics[0].reason
     reason = " ".join([reason, *(each for each in dict.fromkeys(others) if each not in reason)])
@@ -222,6 +262,7 @@ def _compare(
         power=power,
         gradients=gradients,
         modules=candidate.measurements.modules,
+        patterns=candidate.measurements.patterns,
         origin=find_origin(candidate.measurements.modules),
         training=training,
     )
@@ -292,10 +333,11 @@ def _train_recipe(
     make_run: MakeRun,
     settings: Settings,
     saved: Reference,
+    runs: list[TrainingRecord],
     on_run: OnRun,
     on_step: OnStep,
 ) -> Trained:
-    """Trains all seeds of a recipe, one after another."""
+    """Trains all seeds of a recipe, one after another, and appends their records to `runs`."""
     seeds, schedule = settings.seeds, settings.schedule
     is_reference = name == settings.reference[0]
     run = lambda seed: as_pure(
@@ -305,34 +347,61 @@ def _train_recipe(
     params = jax.eval_shape(first.params, first.arrays)
     audited, objects = first.audited
     report = audit(audited, *objects, first.first, recipe=recipe)
-    program, hashes = make_program(first), Hashes.of(first)
+    program, hashes = functools.cache(lambda: make_program(first)), Hashes.of(first)
     comparer = _Comparer(first, saved, is_reference)
+    finished = _finished(name, settings)
 
     def train_one(seed: int) -> TrainingRecord:
         current = first if seed == seeds[0] else run(seed)
         _check_initial(name, seed, current, saved, is_reference)
         on_run(f"{name}, seed {seed}")
-        own, each = program, Hashes.of(current)
-        if each.step != hashes.step:
-            own = make_program(current)
-        elif not each.evaluation or each.evaluation != hashes.evaluation:
-            own = program.with_evaluation(current)
+        each, initial = Hashes.of(current), checksum(current.params(current.arrays))
+        record = finished.get(seed)
+        if record and (record.initial_checksum, record.program) == (f"{initial:08x}", each.step):
+            for _ in range(schedule.steps):
+                on_step()
+            runs.append(record)
+            return record
+        own = program() if each.step == hashes.step else make_program(current)
+        if not each.evaluation or each.evaluation != hashes.evaluation:
+            own = own.with_evaluation(current)
         # Only the first seed is compared.
         compared = comparer if seed == seeds[0] else lambda *_: None
-        return train(name, seed, current, own, schedule, on_compare=compared, on_step=on_step)
+        record = train(name, seed, current, own, schedule, on_compare=compared, on_step=on_step)
+        runs.append(dataclasses.replace(record, program=each.step))
+        return runs[-1]
 
     def repeat(step: int) -> Trial:
         current, (leaves, reference) = run(seeds[0]), saved.steps[step]
         batch = as_arrays(next(itertools.islice(current.batches, step, None)))
         return repeat_step(current, _with_leaves(current, leaves), batch, step, reference)
 
+    records = list(map(train_one, seeds))
+    if seeds[0] in finished and records[0] is finished[seeds[0]]:
+        earlier = settings.earlier[name]
+        comparer.measurements = Measurements(
+            gradients=earlier.gradients, modules=earlier.modules, patterns=earlier.patterns
+        )
     return Trained(
-        records=list(map(train_one, seeds)),
+        records=records,
         measurements=comparer.measurements,
         audit=report,
         lacks_masters=any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params)),
         repeat=repeat,
     )
+
+
+def _finished(name: str, settings: Settings) -> dict[int, TrainingRecord]:
+    """Returns the earlier runs of a recipe by seed.
+
+    The gradients of the first seed are compared. It is among them if the earlier report has these
+    comparisons; that of the reference, whose gradients no report has, is not.
+    """
+    earlier = settings.earlier
+    has_verdict = any(each.name == name for each in earlier.candidates)
+    is_compared = has_verdict and earlier.seeds[:1] == settings.seeds[:1]
+    runs = {run.seed: run for run in earlier.runs if run.name == name}
+    return {n: run for n, run in runs.items() if n != settings.seeds[0] or is_compared}
 
 
 def _with_leaves(run: PureRun, leaves: Leaves, arrays: PyTree = None) -> PyTree:

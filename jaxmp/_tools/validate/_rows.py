@@ -255,6 +255,7 @@ class TrainingRecord:
       evaluations: name of a metric -> value at each of `eval_steps`.
       initial_checksum: checksum of the initial FP32 parameters.
       data_checksum: checksum of all batches in their order.
+      program: checksum of the traced step.
     """
 
     name: str
@@ -267,6 +268,7 @@ class TrainingRecord:
     evaluations: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     initial_checksum: str = ""
     data_checksum: str = ""
+    program: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,6 +288,7 @@ class CandidateResult:
       power: the number of seeds that the test requires.
       gradients: gradients of all parameters at each of `compare_steps`.
       modules: gradients and activations of each module at each of `compare_steps`.
+      patterns: differences of gradients, updates and states that have a known form.
       origin: the modules in which the error appears and grows.
       training: comparison of the whole training.
     """
@@ -300,6 +303,7 @@ class CandidateResult:
     power: Power = dataclasses.field(default_factory=Power)
     gradients: tuple[GradientRow, ...] = ()
     modules: tuple[ModuleRow, ...] = ()
+    patterns: tuple[Pattern, ...] = ()
     origin: ErrorOrigin = dataclasses.field(default_factory=ErrorOrigin)
     training: TrainingRow = dataclasses.field(default_factory=TrainingRow)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -19,6 +20,7 @@ from jaxmp._flax._train_state import TrainState
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools.report._progress import progress_bar
+from jaxmp._tools.report._views import read_report
 from jaxmp._tools.validate._budget import BudgetsLike, check_directions, resolve_budgets
 from jaxmp._tools.validate._driver import Settings, make_schedule, run_validation
 from jaxmp._tools.validate._report import ValidationReport
@@ -40,6 +42,7 @@ def validate(
     eval_every: int | None = None,
     compare_steps: Sequence[int] | None = None,
     progress: bool | None = None,
+    resume: ValidationReport | str | os.PathLike[str] | None = None,
     loss_fn: LossFn | None = None,
     batches: Callable[[int], Iterable[PyTree]] | Iterable[PyTree] | None = None,
     optimizer: optax.GradientTransformation | None = None,
@@ -72,6 +75,9 @@ def validate(
       compare_steps: numbers of updates before the steps at which gradients and activations of the
         first seed are compared; None: 0, a tenth of `steps`, and `steps - 1`.
       progress: True to show a progress bar; None: if standard error is a terminal.
+      resume: an earlier report of the same steps, its JSON text, or a path that ends in `.json`.
+        Its runs with the same step and initial parameters are taken instead of trained, except that
+        of the reference's first seed, and of the first seed of a candidate without a verdict.
       loss_fn: with a Flax model: `loss_fn(model, batch)` returns the mean loss.
       batches: with a Flax model: the batches, or a function from the seed to the batches.
       optimizer: with a Flax model: the optax transformation.
@@ -84,6 +90,8 @@ def validate(
     Raises:
       ValidationError: if arguments or runs cannot be compared, such as other initial parameters.
       RecipeError, PolicyError: if a recipe cannot be loaded.
+      KeyboardInterrupt: by Ctrl-C. If a run is finished, its attribute `report` is the report on
+        the candidates and runs that are; `validate(..., resume=report)` goes on.
 
     Example:
       >>> x = np.random.default_rng(0).normal(size=(41, 8, 4)).astype(np.float32)
@@ -122,9 +130,30 @@ def validate(
         seeds=_as_seeds(seeds),
         schedule=make_schedule(steps, eval_every, compare_steps),
     )
+    if resume is not None:
+        settings = settings._replace(earlier=_as_earlier(resume, settings))
     total = steps * len(settings.seeds) * len(settings.recipes)
     with progress_bar(total, progress) as (on_run, on_step):
         return run_validation(make, settings, on_run, on_step)
+
+
+def _as_earlier(
+    resume: ValidationReport | str | os.PathLike[str], settings: Settings
+) -> ValidationReport:
+    """Reads the report whose runs are not repeated.
+
+    Raises:
+      ValidationError: if it has another reference or other steps.
+    """
+    earlier = read_report(ValidationReport, resume)
+    same = {"reference": settings.reference[0], **settings.schedule._asdict()}
+    for name, value in same.items():
+        if getattr(earlier, name) != value:
+            raise ValidationError(
+                f"The report of resume= was made with {name}={getattr(earlier, name)!r}, and this "
+                f"validation has {value!r}. Pass the same arguments, or leave out resume."
+            )
+    return earlier
 
 
 def _as_make_run(make_run: MakeRun | ModelLike, arguments: dict[str, Any]) -> MakeRun:
