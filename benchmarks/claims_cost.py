@@ -1,7 +1,6 @@
 """Rows of `claims.py` about memory and speed, from shapes and recorded results."""
 
 import dataclasses
-import inspect
 import json
 import shlex
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import gpt
 import jaxmp
 import llama
 from claims_result import NOT_MEASURED, Result
@@ -114,13 +114,14 @@ SEVEN_BILLION = llama.Shape(32, 4096, 32, 32, 11008, 32000, 4096, rope_base=1000
 
 def seven_billion(shape: llama.Shape = SEVEN_BILLION) -> Result:
     """Compiles the training step of Llama 2 7B for an H200, with one sequence of 4,096 tokens."""
-    table, totals = [], {}
+    table, totals, compilers = [], {}, set()
     for recipe in ("fp32", "bf16", "bf16_params", "fp8"):
         for remat in ("none", "full"):
             made = llama.make_step(recipe, dataclasses.replace(shape, remat=remat), 1)
             estimate = jaxmp.estimate_memory(*made, target="h200")
             sizes = [*(estimate.kinds.get(kind, 0) for kind in KINDS), estimate.total]
             totals[recipe, remat] = f"{estimate.total / GB:.1f}"
+            compilers.add(estimate.compiler)
             table.append([f"`{recipe}`", remat, *(f"{size / GB:.1f}" for size in sizes)])
     finding = (
         f"The total is {totals['fp32', 'none']} GB under `fp32`, {totals['bf16', 'none']} GB "
@@ -128,7 +129,10 @@ def seven_billion(shape: llama.Shape = SEVEN_BILLION) -> Result:
         "moments remain under every recipe."
     )
     columns = ["recipe", "remat", *KINDS, "total"]
-    return Result(finding, "compiled for an H200, nothing was run", columns, table)
+    evidence = "estimated from the traced step, nothing was run"
+    if all(compilers):
+        evidence = f"compiled for an H200 by {', '.join(compilers)}, nothing was run"
+    return Result(finding, evidence, columns, table)
 
 
 # ---------------------------------------------------------------------------
@@ -336,29 +340,25 @@ def peak_row(report: dict[str, Any], program: str, name: str, rate: float, kind:
     return [device_of(report), program, name, f"{rate:.0f}", f"{peak:.0f}", f"{rate / peak:.0%}"]
 
 
-PRICE = 2.0
+PRICE = 2.10
+RECIPES = ("fp32", "tf32", "bf16", "fp8")
 
 
-def cost(targets: tuple[str, ...] = ("v100", "h100")) -> Result:
-    """Prices a billion tokens of a small Llama on chips that are not present."""
-    command = "jaxmp plan examples/llama.py:make_step --recipes fp32,bf16 --price h100=2.10"
-    if "prices" not in inspect.signature(jaxmp.plan).parameters:
-        return Result(
-            "Not measured here: `jaxmp plan` of this version has no prices.", NOT_MEASURED
-        )
-    prices = {target: PRICE for target in targets}
-    report = jaxmp.plan(
-        lambda recipe: llama.make_step(recipe, llama.SIZES["tiny"], 8),
-        recipes=["fp32", "bf16"],
-        targets=list(targets),
-        prices=prices,  # pyright: ignore[reportCallIssue]
-        cache=None,
-        progress=False,
+def cost(recipes: tuple[str, ...] = RECIPES) -> Result:
+    """Prices a billion tokens of GPT-2 on an H100 that is not present."""
+    command = f"jaxmp plan examples/gpt.py:make_step --recipes {','.join(recipes)}"
+    command += f" --targets h100 --price h100={PRICE:.2f}"
+    options = {"targets": ["h100"], "prices": {"h100": PRICE}, "cache": None, "progress": False}
+    try:
+        report = jaxmp.plan(gpt.make_step, recipes=list(recipes), **options)
+    except jaxmp.errors.MissingDependencyError:
+        finding = f"Not measured here. With the extra `aot`: `{command}`."
+        return Result(finding, NOT_MEASURED)
+    costs = {row.recipe: row.cost for row in report.rows if row.cost is not None}
+    table = [[f"`{recipe}`", f"{value:.2f}"] for recipe, value in costs.items()]
+    finding = (
+        f"GPT-2 124M on an H100 at {PRICE:.2f} per hour: {costs['bf16']:.2f} or more for a billion "
+        f"tokens in `bf16`, and {costs['fp32']:.2f} in `fp32`, from bounds of the compiled steps."
     )
-    table = [
-        [row.target, row.recipe, "" if row.cost is None else f"{row.cost:.4f}"]
-        for row in report.rows
-    ]
-    finding = f"Bounds of the price for a tiny Llama, at {PRICE:.2f} per chip and hour."
-    columns = ["chip", "recipe", "price of a billion tokens"]
-    return Result(finding, f"compiled, nothing was run; `{command}`", columns, table)
+    compiler = f"compiled by jaxlib {jax.lib.__version__}, nothing was run"
+    return Result(finding, f"{compiler}; `{command}`", ["recipe", "price"], table)

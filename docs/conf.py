@@ -43,7 +43,14 @@ html_theme_options = {
     "show_toc_level": 2,
     "home_page_in_toc": False,
     "navbar_persistent": [],  # a second field for searches
+    # Pages of wide tables or outputs have no list of their sections beside the text.
+    "secondary_sidebar_items": {
+        "**": ["page-toc"],
+        **{page: [] for page in ("index", "findings", "chips", "failures")},
+    },
 }
+# Blocks without a language are outputs of commands.
+highlight_language = "text"
 # A change of the theme must not fetch fonts or scripts from another server.
 html_baseurl = ""
 

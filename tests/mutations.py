@@ -166,6 +166,13 @@ MUTATIONS = [
         ("test_plan.py::test_the_recommendation_names_bytes_and_formats",),
     ),
     Mutation(
+        "plan: a remark is repeated for each program",
+        "jaxmp/_tools/plan/_report.py",
+        "grouped(remarks, lambda item: item[1])",
+        "{str(n): [item] for n, item in enumerate(remarks)}",
+        ("test_plan.py::test_equal_remarks_are_one_row_and_a_chip_without_a_program_comes_first",),
+    ),
+    Mutation(
         "programs of TPUs end at a kernel whose attributes contain a line break",
         "jaxmp/_tools/hlo/__init__.py",
         '_CONTINUED.sub("", text)',

@@ -205,3 +205,12 @@ def test_int8_loses_small_values():
 def test_a_misaligned_width_moves_more_bytes():
     rows = {row[0]: row for row in claims_cost.alignment().table}
     assert float(rows["500"][2]) > 1.3 * float(rows["512"][2]) > 1.3 * float(rows["504"][2])
+
+
+def test_a_price_requires_the_compiler(monkeypatch):
+    def plan(*args, **options):
+        raise jaxmp.errors.MissingDependencyError("no compiler")
+
+    monkeypatch.setattr(jaxmp, "plan", plan)
+    result = claims_cost.cost()
+    assert result.evidence == NOT_MEASURED and "extra `aot`" in result.finding

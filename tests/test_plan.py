@@ -15,13 +15,15 @@ from gpu_compiler import needs_compiler
 from jaxmp._core._targets import get_target, with_links
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo_stats import read_program
+from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.cli import main
 from jaxmp._tools.hlo import Program as Hlo
+from jaxmp._tools.plan import _programs
 from jaxmp._tools.plan._bound import cost_of, error_of, hosts_of, measured, shares_of
 from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative
-from jaxmp._tools.plan._report import PlanRow, recommend
+from jaxmp._tools.plan._report import PlanChoice, PlanRow, recommend
 from jaxmp.errors import AuditError, JaxmpError, TargetError
-from jaxmp.typing import PlanReport
+from jaxmp.typing import AuditReport, PlanReport
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -105,6 +107,37 @@ def test_without_a_compiler_the_memory_is_estimated():
     assert "fp16" in text and "not compiled" in text
     assert PlanReport.from_json(report.to_json()) == report
     assert "<table" in report.to_html()
+
+
+def test_equal_remarks_are_one_row_and_a_chip_without_a_program_comes_first():
+    remark = "block_* (22 modules): attention is not fused"
+    rows = [
+        PlanRow(recipe=recipe, target=chip, fits=chip == "h100", fallbacks=(remark,))
+        for chip in ("h100", "l4")
+        for recipe in ("bf16", "fp8")
+    ]
+    rows[1] = dataclasses.replace(rows[1], lacking="a format")
+    check = "jaxmp validate run.py:make_run --recipes bf16"
+    choices = (
+        PlanChoice(target="h100", recipe="bf16", reason="The reason.", check=check),
+        PlanChoice(target="a100", recipe="bf16", reason="The reason.", check=check),
+        PlanChoice(target="l4", reason="Nothing fits."),
+    )
+    report = PlanReport(function="make_step", rows=tuple(rows), choices=choices)
+    text = report.to_text(width=200)
+    assert text.splitlines()[0] == "Plan of make_step: nothing for l4"
+    assert text.index("Nothing fits.") < text.index("The reason.")
+    assert text.count(remark) == text.count(check) == 1
+    assert re.search(rf"all +{re.escape(remark)}", text)
+    assert re.search(r"fp8 \(h100\) +a format", text)
+    assert report.to_html().count(remark) == 1
+
+
+def test_layers_with_equal_remarks_are_one_remark():
+    finding = Finding(check="not_fp8", severity="warning", primitive="", message="too narrow")
+    findings = [dataclasses.replace(finding, module=f"block_{n}/mlp") for n in range(22)]
+    report = dataclasses.replace(AuditReport(), findings=tuple(findings))
+    assert _programs._fallbacks(report) == ("block_*/mlp (22 modules): too narrow",)
 
 
 def test_command(tmp_path, capsys, monkeypatch):

@@ -100,11 +100,19 @@ def charts(monkeypatch):
 
 def test_verdicts_come_first_and_then_figures_charts_and_modules():
     page = REPORT.to_html()
-    order = ['<h1 class="good">bf16', '<h1 class="bad">fp16', "Figures and budgets", "<figure>"]
-    order += ["bf16: errors of modules", "fp16: gradients", "fp16: errors of modules"]
+    order = ['<h1 class="good">bf16', '<h1 class="bad">fp16', "the cause", "Figures and budgets"]
+    order += ["<figure>", "bf16: errors of modules", "fp16: gradients", "fp16: errors of modules"]
     positions = [page.index(text) for text in order]
     assert positions == sorted(positions)
-    assert "the cause" in page and "fix(1)" in page
+    assert "fix(1)" in page
+
+
+def test_candidates_with_equal_causes_share_one_remedy():
+    names = [f"fp16_{n}" for n in range(22)]
+    failed = [dataclasses.replace(REPORT.candidates[1], name=name) for name in names]
+    page = dataclasses.replace(REPORT, candidates=tuple(failed)).to_html()
+    assert page.count("fix(1)") == page.count("evidence") == 1
+    assert all(page.count(f"{name}, ") for name in names[:-1])
 
 
 def test_the_page_has_no_scripts_and_loads_nothing():

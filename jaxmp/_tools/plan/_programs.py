@@ -22,6 +22,7 @@ from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.memory._cache import compiler_of
 from jaxmp._tools.plan._bound import cost_of, error_of, hosts_of, measured
 from jaxmp._tools.plan._report import PlanRow
+from jaxmp._tools.report._section import abbreviate, grouped
 from jaxmp.errors import JaxmpError, TargetError
 
 # Findings of the audit about kernels that were replaced by slower ones.
@@ -147,7 +148,11 @@ def _interpolated(first: PlanRow, second: PlanRow, limit: int) -> int:
 def _fallbacks(report: AuditReport) -> tuple[str, ...]:
     """Returns the findings about slower kernels, without repetitions in other layers."""
     findings = (finding for finding in report.findings if finding.check in _FALLBACKS)
-    return tuple(dict.fromkeys(f"{f.module or 'the step'}: {f.message}" for f in findings))
+    groups = grouped(findings, lambda finding: finding.message)
+    return tuple(
+        f"{abbreviate(sorted({f.module or 'the step' for f in group}))}: {message}"
+        for message, group in groups.items()
+    )
 
 
 def _tokens(args: tuple[Any, ...]) -> int:

@@ -7,7 +7,7 @@ import math
 from typing import ClassVar
 
 from jaxmp._tools.plan._bound import measured
-from jaxmp._tools.report._section import Section, bytes_text
+from jaxmp._tools.report._section import Fix, Section, bytes_text, grouped
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError
 
@@ -16,7 +16,6 @@ _BOUND = (
     " bytes, per example of the batch, relative to {} on the same chip: less is faster. The"
     " interval behind it comes from the errors of {} measured ratios (docs/choose.md)."
 )
-_CHECK = " Compare the loss: {}"
 _LINKS = "GB/s of each device, both directions together: of the data sheet, or those of `links`."
 _COST = "Of a billion tokens, at your prices. From the bound, it is the least that the cost can be."
 
@@ -136,12 +135,8 @@ class PlanReport(Report):
     def _sections(self, full: bool) -> list[Section]:
         del full
         choices = [
-            (
-                each.target,
-                _name(each) or "none",
-                each.reason + _CHECK.format(each.check) * bool(each.check),
-            )
-            for each in self.choices
+            (each.target, _name(each) or "none", each.reason)
+            for each in sorted(self.choices, key=lambda each: bool(each.recipe))
         ]
         costs = [
             (row.target, _name(row), f"{row.cost:,.2f}", row.cost_from)
@@ -161,7 +156,7 @@ class PlanReport(Report):
             for row in self.rows
         ]
         remarks = [
-            (row.target, _name(row), text)
+            (row, text)
             for row in self.rows
             for problem in [f"not compiled: {row.problem}" if row.problem else ""]
             for text in filter(None, (problem, *row.fallbacks, row.lacking))
@@ -172,18 +167,27 @@ class PlanReport(Report):
             if row.devices > 1
             for speeds in [[f"{speed / 1e9:,g}" for speed in row.links.values()]]
         ]
-        mood = "good" if all(each.recipe for each in self.choices) else "bad"
+        groups = grouped(remarks, lambda item: item[1])
+        shared = [
+            ("all" if len(group) == len(self.rows) else _programs([row for row, _ in group]), text)
+            for text, group in groups.items()
+        ]
+        lacking = ", ".join(each.target for each in self.choices if not each.recipe)
+        title = f"Plan of {self.function}" + f": nothing for {lacking}" * bool(lacking)
+        mood = "bad" if lacking else "good"
         columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
         text = _BOUND.format(self.baseline, len(measured()["cases"]))
         of_choices = ("chip", "recommended", "reason")
         of_costs = ("chip", "program", "cost", "from")
         of_links = ("chip", "devices", "hosts", "within", "between")
+        checks = "\n".join(dict.fromkeys(each.check for each in self.choices if each.check))
+        fixes = (Fix("Compare the loss", ((True, checks),)),) if checks else ()
         sections = [
-            Section(f"Plan of {self.function}", "", of_choices, tuple(choices), mood=mood),
+            Section(title, "", of_choices, tuple(choices), fixes, mood),
             Section("Programs", text, columns, tuple(programs)),
             Section("Costs", _COST, of_costs, tuple(costs)),
             Section("Links", _LINKS, of_links, tuple(dict.fromkeys(links))),
-            Section("Remarks", "", ("chip", "program", "remark"), tuple(remarks)),
+            Section("Remarks", "", ("programs", "remark"), tuple(shared)),
         ]
         return [section for section in sections if section.rows]
 
@@ -193,6 +197,12 @@ def _name(program: PlanRow | PlanChoice) -> str:
     batch = f"batch {program.batch}" if program.batch else ""
     remat = f"remat {program.remat}" if program.remat else ""
     return ", ".join(filter(None, (program.recipe, batch, remat)))
+
+
+def _programs(rows: list[PlanRow]) -> str:
+    """Returns programs with their chips, such as "bf16, batch 8 (a100, h100); fp8 (h100)"."""
+    names = grouped(rows, _name)
+    return "; ".join(f"{n} ({', '.join(row.target for row in each)})" for n, each in names.items())
 
 
 def _interval(row: PlanRow) -> str:

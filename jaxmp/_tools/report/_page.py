@@ -41,6 +41,7 @@ body:has(> .jaxmp) { margin: 0; color-scheme: light dark; background: light-dark
 .jaxmp pre { margin: 0 0 .3rem; padding: .4rem .7rem; border: 1px solid var(--rule);
   border-radius: 4px; overflow-x: auto; color: inherit; background: none; }
 .jaxmp tr > :last-child { padding-right: 0; }
+@media (max-width: 30rem) { .jaxmp td:last-child:not(.number) { min-width: 14rem; } }
 """
 
 

@@ -269,16 +269,10 @@ def render_page(report: ValidationReport, full: bool = True) -> str:
       full: True for all tables.
     """
     sections = validation_sections(report, full)
-    verdicts = len(report.candidates)
-    tables = sections[verdicts:]
-    figures = next((n for n, section in enumerate(tables, 1) if section.rows), 0)
-    body = [
-        html_sections(sections[:verdicts]),
-        html_sections(tables[:figures]),
-        _charts_of(report),
-        html_sections(tables[figures:]),
-    ]
-    body = "\n".join(part for part in body if part)
+    tables = (number for number, section in enumerate(sections, 1) if section.rows)
+    first = next(tables, len(report.candidates))
+    parts = html_sections(sections[:first]), _charts_of(report), html_sections(sections[first:])
+    body = "\n".join(filter(None, parts))
     return html_document("Precision validation", body, _chart.STYLE + _STYLE)
 
 

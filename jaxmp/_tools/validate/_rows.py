@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jaxmp._tools.report._section import Fix, Section, counted, nonempty
+from jaxmp._tools.report._section import Fix, Section, counted, grouped, nonempty
 
 if TYPE_CHECKING:
     from jaxmp._tools.validate._report import ValidationReport
@@ -322,12 +322,26 @@ def validation_sections(report: ValidationReport, full: bool) -> list[Section]:
       report: the report.
       full: True for every module and seed.
     """
-    sections = [_figures(report)]
+    sections = [_causes(report), _figures(report)]
     for candidate in report.candidates:
         sections += _candidate_sections(report, candidate, full)
     sections.append(Section("Notes", text=" ".join(report.notes)))
     verdicts = [Section(each.headline, mood=_MOODS[each.verdict]) for each in report.candidates]
     return verdicts + nonempty(sections)
+
+
+def _causes(report: ValidationReport) -> Section:
+    """Returns each cause with its remedy; candidates with equal texts share one."""
+    causes = [(each.name, cause) for each in report.candidates for cause in each.causes]
+    groups = grouped(causes, lambda item: item[1])
+    fixes = tuple(
+        Fix(
+            f"{', '.join(name for name, _ in group)}: {cause.summary}",
+            ((False, cause.evidence), (True, cause.fix)),
+        )
+        for cause, group in groups.items()
+    )
+    return Section("Causes", fixes=fixes)
 
 
 def _figures(report: ValidationReport) -> Section:
@@ -348,13 +362,8 @@ def _figures(report: ValidationReport) -> Section:
         for each in report.candidates
         for comparison in each.checks
     )
-    fixes = tuple(
-        Fix(f"{each.name}: {cause.summary}", ((False, cause.evidence), (True, cause.fix)))
-        for each in report.candidates
-        for cause in each.causes
-    )
     columns = ("candidate", "figure", "value", "95 % interval", "budget", "verdict")
-    return Section("Figures and budgets", text.strip(), columns, rows, fixes)
+    return Section("Figures and budgets", text.strip(), columns, rows)
 
 
 def label(name: str) -> str:
