@@ -321,8 +321,8 @@ def test_both_frameworks_compile_to_the_same_kernels_under_each_recipe(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8_delayed"])
 def test_bytes_of_the_perceptron(recipe, monkeypatch):
-    # Its first layer is wide enough to run in FP8 on a GPU.
-    model = gpt.GPT(layers=2, width=512, heads=4, vocabulary=1000, max_length=512)
+    # Its layers are wide enough to run in FP8 on a GPU.
+    model = gpt.GPT(layers=2, width=768, heads=4, vocabulary=1000, max_length=512)
     own = counts(recipe, "linen", model)
     monkeypatch.setattr(functional, "gelu", jax.nn.gelu)
     plain = counts(recipe, "linen", model)

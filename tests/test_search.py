@@ -447,21 +447,3 @@ def test_symbolic_shapes():
     x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
     exported = jax.export.export(jax.jit(lambda x: model.apply(variables, x)))(x)
     np.testing.assert_allclose(exported.call(X), model.apply(variables, X), atol=0.05)
-
-
-class Beside(nn.Module):
-    """Logits to which a parameter that is read in 16 bits is added."""
-
-    @nn.compact
-    def __call__(self, x):
-        shift = self.param("shift", nn.initializers.zeros, (CLASSES,))
-        return nn.Dense(CLASSES, name="output")(x) + shift[None]
-
-
-def test_a_decision_that_strict_promotion_rounds_is_named():
-    model = jaxmp.load_recipe("bf16").wrap(Beside())
-    with pytest.warns(jaxmp.errors.RecipeWarning, match=r"'output' to bfloat16, .* Rule\('output'"):
-        variables = model.init(jax.random.key(0), X)
-        model.apply(variables, X)
-    with jax.numpy_dtype_promotion("standard"):
-        assert jaxmp.load_recipe("bf16").wrap(Beside()).apply(variables, X).dtype == jnp.float32

@@ -357,8 +357,12 @@ def in_one_program(fn: Callable[..., Any], *trees: PyTree) -> Any:
 
 
 def copied(array: Array) -> jax.Array:
-    """Copies an array on its devices, without compiling a program for its shape."""
-    if isinstance(array, Tracer) or not isinstance(array, jax.Array):
+    """Copies an array on its devices, without compiling a program for its shape.
+
+    In the context of a mesh, the copy is on the mesh, as results of `jax.numpy` are.
+    """
+    in_mesh = not jax.sharding.get_abstract_mesh().empty
+    if in_mesh or isinstance(array, Tracer) or not isinstance(array, jax.Array):
         return jnp.array(array, copy=True)
     return jax.device_put(array, may_alias=False)
 

@@ -165,10 +165,8 @@ class ModelSearch:
         reached = _Reached(labeling.layers & reasons.keys(), is_strict)
         reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
         is_refused = is_strict and reached.meets_16_bits
-        exact = reached.labels & reasons.keys()
-        if is_refused and exact:
-            self._messages.append(_refusal_text(cls, policies, min(exact & self._layers or exact)))
-        labels = {label: reasons[label] for label in exact if not is_refused}
+        exact = set() if is_refused else reached.labels & reasons.keys()
+        labels = {label: reasons[label] for label in exact}
         if is_first and not path:
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
             unused = ""
@@ -176,17 +174,6 @@ class ModelSearch:
                 unused = _missing_precision.unused_fp8(cls, fp8.rows, labels, closed.jaxpr)
             self._messages += filter(None, (low, unused))
         return labels
-
-
-def _refusal_text(cls: type, policies: PolicyMap, label: str) -> str:
-    """Returns a warning of results that strict promotion keeps in 16 bits."""
-    path = label.removeprefix(_labels.PREFIX).rpartition(".")[0]
-    return (
-        f"{cls.__name__} rounds the result of {path!r} to {policies.default.compute_dtype}, "
-        "although a softmax, a choice or a loss reads it: jax_numpy_dtype_promotion='strict' "
-        "refuses an operation of its FP32 sums and a 16-bit array. Cast that array in the model, "
-        f"y.astype(jnp.float32), and write Rule({path!r}, 'o=f32')."
-    )
 
 
 def _failure_text(
