@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable
+from types import CodeType
 from typing import Any
 
 from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_fp8
@@ -185,6 +186,8 @@ class Auditor:
         self.collected: defaultdict[type, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[Path, tuple[str, int]], str] = {}
+        # Calls of the matmuls before a backward pass.
+        self.matmul_calls: set[tuple[CodeType, int] | None] = set()
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
         # computed from gradients, by line.
         self.after_gradient: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
@@ -318,7 +321,9 @@ class Auditor:
                 function(op, matmul, flops, self)
         if op.location.phase == FORWARD and FLOAT16 in dtypes:
             self.flow.has_float16 = True
-        if op.location.phase == BACKWARD and FLOAT16 in dtypes and self.float16_backward is None:
+        if op.location.phase != BACKWARD:
+            self.matmul_calls.add(call_site(op.equation))
+        elif FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 
     def _count_integers(self, op: OpOccurrence, matmul: Matmul) -> None:

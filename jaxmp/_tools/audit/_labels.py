@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from jaxmp._core._compat import Literal
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs._constructs import Inner, inners
-from jaxmp._core._compat import Literal
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation
 from jaxmp._tools.audit._checks import (
     Check,
