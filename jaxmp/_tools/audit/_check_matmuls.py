@@ -441,9 +441,10 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
     message = f"{op.name} of float32, but the policies require {required}"
     message += "; the code sets precision=HIGHEST." if is_highest else "."
     fix = promotion_fix(op, audit) or _fix_rule(op, audit) or _fix_cast(op, audit)
-    if op.location.names and not promotion_fix(op, audit):
-        path = module_paths_of(op.location.names)[0]
-        rule = f"**/{path.rpartition('/')[2]}" if path else ""
+    path = module_paths_of(op.location.names)[0]
+    # A rule for the root would reach its own operations alone.
+    if path and not promotion_fix(op, audit):
+        rule = f"**/{path.rpartition('/')[2]}"
         fix = fix or f"Apply the policies:\n    {_policy_code(op, audit)}"
         code = audit.context.with_rule(f"jaxmp.Rule({rule!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"

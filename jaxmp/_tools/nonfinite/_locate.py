@@ -142,8 +142,9 @@ class _Search:
             overflows = self._overflows_in_fp32(arrays)
             passing = self._passing_scale(arrays, value) if roots and value is not None else None
             names = self.program.recorder.locations.names
+            has_optimizer = any(self.traced.in_optimizer())
             evidence = NonfiniteEvidence(
-                walk, origin, made, measured, overflows, scale, passing, names
+                walk, origin, made, measured, overflows, scale, passing, names, has_optimizer
             )
             cause = cause_of(evidence)
             self.edits = cause.edits
