@@ -41,7 +41,7 @@ import jaxmp
 from jaxmp._programs._bind import bind, runs_in_fp32
 from jaxmp._programs._interpreter import Interpreter
 from jaxmp._tools.fixes._rewrite import known_function
-from jaxmp._tools.fixes._source import Expression
+from jaxmp._tools.fixes._source import IN_FP32, Expression
 from result_file import parser_of, table, write_result
 
 _FOLDER = tempfile.TemporaryDirectory()
@@ -192,7 +192,9 @@ def codes_of(finding: Any) -> list[Code]:
     for text in finding.fix.splitlines():
         named = re.match(r".*\bat [\w.]+:(\d+)[,:]", text, re.IGNORECASE)
         if text.startswith("    "):
-            codes.append(Code(place, text.strip(), has_cast))
+            # Code that is a cast to FP32 replaces another cast.
+            is_cast = has_cast or text.endswith(IN_FP32)
+            codes.append(Code(place, text.strip(), is_cast))
         else:
             place, has_cast = int(named[1]) if named else finding.line, "not round" in text
     return codes
