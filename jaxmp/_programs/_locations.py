@@ -116,8 +116,9 @@ class Lines:
         """
         for equation in equations:
             traceback = equation.source_info.traceback
-            frames = zip(*traceback.raw_frames(), strict=True) if traceback is not None else ()
-            for code, instruction in frames:
+            if traceback is None:
+                continue
+            for code, instruction in zip(*traceback.raw_frames(), strict=True):
                 if self.is_own(code.co_filename):
                     return code.co_filename, traceback.code_addr2line(code, instruction)
         return "", 0

@@ -476,9 +476,8 @@ def collect_inner_gradients(op: OpOccurrence, audit: Auditor) -> None:
     """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
     if op.location.phase != BACKWARD:
         return
-    is_scaled = op.name not in MATMULS and any(
-        is_scale(op, var, audit.flow.of) for var in op.equation.invars
-    )
+    scales = (is_scale(op, var, audit.flow.of) for var in op.equation.invars)
+    is_scaled = op.name not in MATMULS and any(scales)
     is_float16 = op.name in MATMULS and FLOAT16 in map(dtype_of, op.equation.invars)
     if is_scaled or is_float16:
         chain = reversed([op.equation, *op.enclosing])

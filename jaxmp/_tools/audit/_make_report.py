@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import linecache
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -228,9 +228,13 @@ def with_trials(
         report, edits = attempt.report, printed(attempt.edits, attempt.report.findings)
         # A new warning does not speak against a fix.
         relevant = [f for f in report.findings if f.severity == ERROR or key(f) in before]
-        rows = {key(f): unified(f.fix, f.file, f.line, edits) for f in relevant}
-        # With other results, a part would change the rest of the program.
-        return rows | ({tuple(map(str, attempt.results)): ("", None)} if is_part else {})
+        rows: dict[Hashable, tuple[str, Edits | None]] = {
+            key(f): unified(f.fix, f.file, f.line, edits) for f in relevant
+        }
+        if is_part:
+            # With other results, a part would change the rest of the program.
+            rows[tuple(map(str, attempt.results))] = ("", None)
+        return rows
 
     before = {key(f) for f in report.findings}
     tried = [group for group in groups if group is not None]
