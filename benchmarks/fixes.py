@@ -10,9 +10,11 @@ the line of the finding. The table has a row for each error: whether its fix is 
 function that is not in the table of `jaxmp/_tools/fixes/_functions.py`, or because all code that
 was tried failed), whether the tool tried it, and for pasted code whether the program runs, has
 lost the finding and has no new error, and how far its results are from those of the original one in
-FP32, before and after: the largest error on the arguments, on these with zeros and masked elements
+FP64, before and after: the largest error on the arguments, on these with zeros and masked elements
 in their first rows, and on these scaled to 70,000, where that is finite. Statements such as
 `tx = ...` are counted but not pasted, because their place is not in the audited function.
+The summary counts the findings of which a function in the table is called in the line, and those of
+them that have code, and the functions outside of the table that the other lines call.
 The exit status is 1 if printed code does not run, leaves its finding, or increases the error.
 """
 
@@ -36,15 +38,18 @@ import numpy as np
 
 import audit_plants
 import jaxmp
-from jaxmp._programs._bind import bind_in_fp32, wide
+from jaxmp._programs._bind import bind, runs_in_fp32
 from jaxmp._programs._interpreter import Interpreter
+from jaxmp._tools.fixes._rewrite import known_function
+from jaxmp._tools.fixes._source import IN_FP32, Expression
 from result_file import parser_of, table, write_result
 
 _FOLDER = tempfile.TemporaryDirectory()
 _EXACT = {"xla_allow_excess_precision": False}
 # The error may grow by so much, relative to the results: fixes may round in another order.
 _ROUNDING = 1e-2
-_COLUMNS = ("program", "check", "line", "form", "trial", "runs", "removed", "before", "after")
+_COLUMNS = ("program", "check", "line", "calls", "form", "trial", "runs", "removed")
+_COLUMNS += ("before", "after")
 
 
 class Program(NamedTuple):
@@ -119,6 +124,8 @@ def row_of(
     row: dict[str, Any] = dict.fromkeys(_COLUMNS, "")
     row |= {"program": program.name, "check": finding.check, "line": finding.line}
     row["trial"] = finding.trial
+    known, unknown = calls_in(source, str(program.file), finding)
+    row["calls"] = "in table" if known else ", ".join(unknown) or "operators"
     codes = codes_of(finding)
     changed = source
     for code in codes:
@@ -149,6 +156,23 @@ def row_of(
     return row | {"runs": "yes", "removed": removed} | numbers
 
 
+def calls_in(source: str, file: str, finding: Any) -> tuple[list[str], list[str]]:
+    """Returns the functions that the line of a finding calls: in the table, and outside of it.
+
+    Words name the function of their finding; a line may call others.
+    """
+    nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call)]
+    named = re.search(r"`([^`]+)` computes ", finding.fix)
+    here = [n for n in nodes if n.lineno <= finding.line <= (n.end_lineno or 0)]
+    if named:
+        here = [n for n in here if ast.unparse(n.func) == named[1]]
+    known, unknown = [], []
+    for node in here:
+        row = known_function(Expression(node, (file, node.lineno, 0, 0, 0), []))[1]
+        (unknown if row is None else known).append(ast.unparse(node.func))
+    return known, unknown
+
+
 # ---------------------------------------------------------------------------
 # Paste
 # ---------------------------------------------------------------------------
@@ -168,7 +192,9 @@ def codes_of(finding: Any) -> list[Code]:
     for text in finding.fix.splitlines():
         named = re.match(r".*\bat [\w.]+:(\d+)[,:]", text, re.IGNORECASE)
         if text.startswith("    "):
-            codes.append(Code(place, text.strip(), has_cast))
+            # Code that is a cast to FP32 replaces another cast.
+            is_cast = has_cast or text.endswith(IN_FP32)
+            codes.append(Code(place, text.strip(), is_cast))
         else:
             place, has_cast = int(named[1]) if named else finding.line, "not round" in text
     return codes
@@ -249,14 +275,32 @@ class Bare(ast.NodeTransformer):
 # ---------------------------------------------------------------------------
 
 
-class InFp32(Interpreter):
-    """Runs a program in which each value of 16 bits is FP32."""
+def wide(value: Any) -> Any:
+    """Returns a floating-point array in FP64, and other values unchanged."""
+    dtype = getattr(value, "dtype", None)
+    is_float = dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.floating)
+    return jax.lax.convert_element_type(value, np.float64) if is_float else value
+
+
+class InFp64(Interpreter):
+    """Runs a program in which each floating-point value is FP64."""
 
     def constant(self, array: Any) -> Any:
         return wide(array)
 
     def bound(self, equation: Any, operands: list[Any]) -> list[Any]:
-        return bind_in_fp32(equation, operands)
+        changes: dict[str, Any] = {}
+        if runs_in_fp32(equation):
+            is_float = lambda x: isinstance(x, np.dtype) and jax.numpy.issubdtype(x, np.inexact)
+            changes = {k: np.dtype(np.float64) for k, x in equation.params.items() if is_float(x)}
+            operands = list(map(wide, operands))
+        else:
+            pairs = zip(operands, equation.invars, strict=True)
+            operands = [
+                x if var.aval.dtype == x.dtype else x.astype(var.aval.dtype) for x, var in pairs
+            ]
+        out = bind(equation, operands, **changes)
+        return list(map(wide, out if equation.primitive.multiple_results else [out]))
 
 
 def changes_dtypes_only(source: str, changed: str) -> bool:
@@ -274,16 +318,16 @@ def errors_of(fn: Any, new: Any, args: Any, is_same: bool) -> tuple[float, float
       fn: the function.
       new: the changed one.
       args: the arguments.
-      is_same: the change concerns dtypes only. In FP32, the changed function is then a reference,
+      is_same: the change concerns dtypes only. In FP64, the changed function is then a reference,
         too, whose constants are not rounded to 16 bits.
     """
     rows = []
     for change in (lambda leaf: leaf, with_zeros, enlarged):
         inputs = jax.tree.map(change, args)
-        results, exact = values(new, inputs), in_fp32(fn, inputs)
+        results, exact = values(new, inputs), in_fp64(fn, inputs)
         error = distance(results, exact)
         if is_same and not error <= _ROUNDING:
-            error = min(error, distance(results, in_fp32(new, inputs)))
+            error = min(error, distance(results, in_fp64(new, inputs)))
         rows.append((distance(values(fn, inputs), exact), error))
     return max(rows, key=lambda row: row[1] - row[0])
 
@@ -307,10 +351,11 @@ def is_plain(leaf: Any) -> bool:
     )
 
 
-def in_fp32(fn: Any, args: Any) -> list[np.ndarray]:
+def in_fp64(fn: Any, args: Any) -> list[np.ndarray]:
     closed = jax.make_jaxpr(fn)(*args)
-    arrays = [wide(leaf) for leaf in jax.tree.leaves(args)]
-    return numbers(jax.jit(lambda arrays: InFp32().run(closed, arrays))(arrays))
+    with jax.enable_x64(True):
+        arrays = [wide(leaf) for leaf in jax.tree.leaves(args)]
+        return numbers(jax.jit(lambda arrays: InFp64().run(closed, arrays))(arrays))
 
 
 def values(fn: Any, args: Any) -> list[np.ndarray]:
@@ -326,7 +371,7 @@ def distance(results: list[np.ndarray], exact: list[np.ndarray]) -> float:
     """Returns the largest error of a result, relative to its largest element."""
     errors = [0.0]
     for result, reference in zip(results, exact, strict=True):
-        # Where FP32 overflows, too, there is nothing to compare.
+        # Where FP64 overflows, too, there is nothing to compare.
         if reference.size and np.isfinite(reference).all():
             finite = np.isfinite(result).all()
             size = np.abs(reference).max() or 1.0
@@ -340,7 +385,7 @@ def is_wrong(row: dict[str, Any]) -> bool:
         return False
     if row["runs"] != "yes" or row["removed"] != "yes":
         return True
-    # In FP32, the sums of integers wrap around as in the original program, and samplers draw other
+    # In FP64, the sums of integers wrap around as in the original program, and samplers draw other
     # random numbers.
     if row["check"] == "int_overflow" or row["before"] == "random":
         return False
@@ -367,7 +412,17 @@ def main() -> int:
         " work."
     )
     print(summary)
-    write_result(options.out, summary=summary, rows=rows)
+    of_table = [row for row in rows if row["calls"] == "in table"]
+    of_table = [row for row in of_table if row["form"] != "statement"]
+    share = lambda name, value: sum(row[name] == value for row in of_table) / max(len(of_table), 1)
+    outside = {row["calls"] for row in rows} - {"in table", "operators"}
+    coverage = (
+        f"{len(of_table)} of {len(rows)} lines call a function of the table and are changed in"
+        f" place: {share('form', 'code'):.0%} of them have code, {share('trial', 'not tried'):.0%}"
+        f" are not tried. The others call {len(outside)} functions outside of the table."
+    )
+    print(coverage)
+    write_result(options.out, summary=f"{summary} {coverage}", rows=rows)
     return int(bool(wrong))
 
 

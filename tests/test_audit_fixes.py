@@ -618,3 +618,52 @@ def test_kahan_sums_are_not_reported():
     x = jnp.ones(1024, jnp.bfloat16)
     assert jaxmp.audit(lambda x: kahan(x, 1), x).ok
     assert not jaxmp.audit(lambda x: kahan(x, 0), x).ok
+
+
+TRACES = """
+dtypes = []
+def loss_fn(x):
+    values, pull = jax.vjp({}, x)
+    dtypes.append(str(values.dtype))
+    return pull(values)[0].astype(jnp.float32)
+loss_fn.dtypes = dtypes
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "dtypes"),
+    [
+        # A part with the same results does not change the rest of the step.
+        ("lambda x: jax.nn.softmax(x)[:1]", ["bfloat16"]),
+        ("lambda x: jax.nn.logsumexp(x, axis=1)", ["bfloat16", "float32"]),
+    ],
+)
+def test_a_trial_traces_the_differentiated_function_alone(function, dtypes, tmp_path):
+    loss_fn = loaded(HEAD + TRACES.format(function), tmp_path)
+    (finding,) = jaxmp.audit(loss_fn, half()).errors
+    assert finding.trial == "works"
+    assert loss_fn.__wrapped__.dtypes == dtypes
+
+
+@jax.custom_vjp
+def product(x, w):
+    return x @ w
+
+
+product.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda saved, g: (
+        (g.astype(jnp.float32) @ saved[1].astype(jnp.float32).T).astype(g.dtype),
+        saved[0].T @ g,
+    ),
+)
+
+
+def test_the_fix_of_a_backward_rule_names_the_operand():
+    """Autocast does not change the rules of a `custom_vjp`."""
+    x = jnp.ones((32, 32), jnp.bfloat16)
+    loss = lambda w: product(x, w).astype(jnp.float32).sum()
+    (finding,) = jaxmp.audit(jax.grad(lambda x, w: loss(w) + loss(x)), x, x).errors
+    assert finding.check == "fp32_matmul"
+    assert "`jax.custom_vjp`" in finding.fix and "cast float32[32,32] to 16 bits" in finding.fix
+    assert "jaxmp.autocast" not in finding.fix

@@ -294,7 +294,19 @@ def test_divergence_in_fp32_has_no_other_cause(name):
     report = jaxmp.locate_nonfinite(jax.value_and_grad(loss), *args)
     assert report.cause == "diverged", report
     assert "in FP32 overflows too" in report.message
-    assert "clip_by_global_norm" in code_of(report.fix)
+    assert "that" in report.fix and "tx" not in report.fix  # There is no optimizer.
+
+
+def test_the_fix_of_a_divergence_changes_the_optimizer():
+    loss, weights, x = DIVERGED["squares"]
+    tx = optax.adam(1.0)
+
+    def step(weights, state, x):
+        updates, state = tx.update(jax.grad(loss)(weights, x), state)
+        return optax.apply_updates(weights, updates), state
+
+    report = jaxmp.locate_nonfinite(step, weights, tx.init(weights), x)
+    assert report.cause == "diverged" and "clip_by_global_norm" in code_of(report.fix)
 
 
 # ---------------------------------------------------------------------------
@@ -718,7 +730,8 @@ def test_the_programs_of_the_page_print_its_outputs(page, capsys, tmp_path):
 
 
 def test_the_page_names_every_cause():
-    causes = {plant.cause for plant in PLANTS} | {"diverged", "outside_domain", "singular_matrix"}
+    causes = {plant.cause for plant in PLANTS}
+    causes |= {"diverged", "outside_domain", "singular_matrix"}
     text = PAGE.read_text("utf-8")
     assert [cause for cause in causes if f"`{cause}`" not in text] == []
     table = text.partition("### Causes")[2].partition("\n## ")[0]

@@ -68,6 +68,7 @@ OPAQUE = (
     | {"reduce", "reduce_window", "scatter", "scatter-add", "scatter-max", "scatter-min"}
     | {"scatter-mul", "scatter-sub"}
 )
+_KNOWN = CONSTRUCTS | OPAQUE
 
 
 def sub_jaxprs(equation: Any) -> list[Any]:
@@ -398,7 +399,7 @@ def loop_of(equation: Any) -> Inner | None:
 
 def is_unknown(equation: Any) -> bool:
     """Returns True for an operation with a jaxpr that no table of this module lists."""
-    return equation.primitive.name not in CONSTRUCTS | OPAQUE and bool(sub_jaxprs(equation))
+    return equation.primitive.name not in _KNOWN and bool(sub_jaxprs(equation))
 
 
 def unknown_constructs(jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, Any]:

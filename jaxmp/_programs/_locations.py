@@ -116,10 +116,11 @@ class Lines:
         """
         for equation in equations:
             traceback = equation.source_info.traceback
-            frames = () if traceback is None else traceback.frames
-            line = self.first_own((frame.file_name, frame.line_num) for frame in frames)
-            if line[0]:
-                return line
+            if traceback is None:
+                continue
+            for code, instruction in zip(*traceback.raw_frames(), strict=True):
+                if self.is_own(code.co_filename):
+                    return code.co_filename, traceback.code_addr2line(code, instruction)
         return "", 0
 
     def first_own(self, frames: Iterable[tuple[str, int]]) -> tuple[str, int]:

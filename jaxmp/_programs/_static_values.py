@@ -16,7 +16,7 @@ import numpy as np
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, jaxpr_body
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._bind import bind
-from jaxmp._programs._constructs import Form, Inner, form_of, inners
+from jaxmp._programs._constructs import Form, Inner, form_of, inners, sub_jaxprs
 from jaxmp._programs._jaxprs import Atom, Equation, is_literal
 from jaxmp._programs._operations import sharding_of_result
 
@@ -48,7 +48,7 @@ class Scope:
         stops: Callable[[Equation], bool] = lambda _: False,
     ) -> None:
         self.jaxpr, consts = jaxpr_body(jaxpr)
-        self._body = Body(jaxpr)
+        self.body = Body(jaxpr)
         self._inputs = dict(zip(self.jaxpr.invars, inputs, strict=False))
         self.stops = stops
         # The scope and the part of an equation that contain this scope.
@@ -67,6 +67,8 @@ class Scope:
 
     def inside(self, equation: Equation) -> list[Scope]:
         """Returns the scopes of the jaxprs in an equation of this scope."""
+        if not sub_jaxprs(equation):
+            return []
         if id(equation) not in self._inside:
             scopes = self._inside[id(equation)] = []
             for inner in inners(equation):
@@ -79,7 +81,7 @@ class Scope:
         if is_literal(var):
             return np.asarray(var.val, var.aval.dtype)
         if var not in self._values:
-            maker = self._body.maker(var)
+            maker = self.body.maker(var)
             self._values[var] = self._argument(var) if maker is None else self._result(maker, var)
         return self._values[var]
 

@@ -8,6 +8,7 @@ rounding, and a Cholesky factor of a rounded Gram matrix is NaN.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,11 @@ def _named(names: str) -> frozenset[str]:
 DECISIONS = Use.LOSS | Use.ORDER | Use.SOFTMAX
 # Uses for which a value should not be rounded.
 SENSITIVE = DECISIONS | Use.RESULT | Use.MAGNIFIED | Use.SOLVED
+# The flags as integers: Python computes with `enum.IntFlag` ten times as slowly.
+_NONE, _RESULT, _LOSS, _ORDER, _SOFTMAX, _MAGNIFIED, _SOLVED, _SUMMED, _PRODUCT = map(
+    int, (Use.NONE, *Use)
+)
+_DECISIONS = int(DECISIONS)
 _COMPARED = frozenset(("argmax", "argmin", "top_k", "approx_top_k", "sort"))
 # Operations that move or choose elements, and leave them as they are.
 EXACT = _named(
@@ -76,17 +82,17 @@ _SOLVERS = _named(
 _PASSED = {
     name: passed
     for names, passed in (
-        (_FLAT, DECISIONS | Use.SOLVED | Use.RESULT),
-        (_MAGNIFYING, DECISIONS | Use.SOLVED),
+        (_FLAT, _DECISIONS | _SOLVED | _RESULT),
+        (_MAGNIFYING, _DECISIONS | _SOLVED),
         (
             _named("exp exp2 expm1 sin cos tan sinh cosh asinh pow digamma lgamma erf_inv rem"),
-            DECISIONS | Use.SOLVED,
+            _DECISIONS | _SOLVED,
         ),
         (
             _named("sqrt cbrt abs square integer_pow reduce_prod cumprod"),
-            DECISIONS | Use.SOLVED | Use.MAGNIFIED,
+            _DECISIONS | _SOLVED | _MAGNIFIED,
         ),
-        (_named("add sub add_any"), ~Use.PRODUCT),
+        (_named("add sub add_any"), ~_PRODUCT),
     )
     for name in names
 }
@@ -111,9 +117,9 @@ def uses(jaxpr: Jaxpr | ClosedJaxpr, results: Sequence[Use] | None = None) -> di
       [True]
     """
     analysis, used, body = Uses(), {}, jaxpr_body(jaxpr)[0]
-    analysis.facts(body, wide_results(body) if results is None else results)
+    analysis.facts(body, list(map(int, wide_results(body) if results is None else results)))
     for _, facts in analysis.known.values():
-        used |= {var: use | used.get(var, Use.NONE) for var, use in facts.items()}
+        used |= {var: Use(use | used.get(var, _NONE)) for var, use in facts.items()}
     return used
 
 
@@ -131,13 +137,13 @@ class Uses(Backward):
     the whole residual stream: it stops at sums and products of two arrays of the same size.
     """
 
-    nothing = Use.NONE
+    nothing = _NONE
 
     def __init__(self) -> None:
         # Variables that were broadcast to their shape.
         self._broadcast: set[Any] = set()
         # (id of a jaxpr, uses of its results, pass) -> (the jaxpr, the uses inside it).
-        self.known: dict[Any, tuple[Any, dict[Any, Use]]] = {}
+        self.known: dict[Any, tuple[Any, dict[Any, int]]] = {}
 
     def join(self, first: Any, second: Any) -> Any:
         return first | second
@@ -148,7 +154,7 @@ class Uses(Backward):
         results: Sequence[Any],
         place: Place | None = None,
         state: Any = None,
-    ) -> dict[Any, Use]:
+    ) -> dict[Any, int]:
         """Returns variable -> uses for one jaxpr, without the jaxprs inside."""
         body, place = jaxpr_body(jaxpr)[0], place or Place()
         key = id(body), tuple(results), place.phase
@@ -166,47 +172,48 @@ class Uses(Backward):
         if name in CONSTRUCTS or name in OPAQUE_CALLS:
             return self.enter(equation, results, frame)
         if name in _SOLVERS:
-            return [Use.SOLVED] * count
+            return [_SOLVED] * count
         if name == "optimization_barrier":
             return results
-        use = Use.NONE
+        use = _NONE
         for each in results:
             use |= each
         if name in _COMPARED:
             keys = count_of_keys(equation) if name == "sort" else count
-            return [use | Use.ORDER] * keys + [use] * (count - keys)
+            return [use | _ORDER] * keys + [use] * (count - keys)
         if not any(_is_float(var.aval) for var in equation.outvars):
-            return [Use.NONE] * count
+            return [_NONE] * count
         if name in MATMULS and not is_outer_product(equation):
             return [_of_factor(equation, n) for n in range(count)]
         if name in _SUMS:
             used = [_of_summand(equation, use)] * count
         else:
-            used = [use & self._passed(equation, use) for _ in range(count)]
-        if name in ("exp", "exp2") and Use.SUMMED in use and Use.PRODUCT not in use:
-            used[0] |= Use.SOFTMAX
+            used = [use & self._passed(equation, use)] * count
+        if name in ("exp", "exp2") and use & _SUMMED and not use & _PRODUCT:
+            used[0] |= _SOFTMAX
         if name in _MAGNIFYING or exponent_of(equation) < 0:
-            used[0] |= Use.MAGNIFIED
+            used[0] |= _MAGNIFIED
         if name == "div":
-            used[1] = used[1] & (DECISIONS | Use.SOLVED) | Use.MAGNIFIED
+            used[1] = used[1] & (_DECISIONS | _SOLVED) | _MAGNIFIED
         # The gradient of a softmax multiplies it with other arrays, which attention does not. The
         # gradient of a bias is a sum, which is no loss, and none of a softmax.
-        of_mul = Use.PRODUCT | Use.SUMMED if name == "mul" else Use.NONE
-        hidden = Use.LOSS if name in _SUMS else of_mul
+        of_mul = _PRODUCT | _SUMMED if name == "mul" else _NONE
+        hidden = _LOSS if name in _SUMS else of_mul
         if hidden and hidden & used[0]:
             stack = str(equation.source_info.name_stack)
             is_backward = phase_of(stack, frame.place.phase) == BACKWARD
             used = [use & ~hidden for use in used] if is_backward else used
         return used
 
-    def _passed(self, equation: JaxprEqn, use: Use) -> Use:
+    def _passed(self, equation: JaxprEqn, use: int) -> int:
         """Returns the uses that the result of an equation passes to its operands."""
         name = "mul" if is_outer_product(equation) else equation.primitive.name
-        passed = _PASSED.get(name, ~Use.NONE)
-        if name in ("exp", "exp2") and Use.PRODUCT in use:
-            return passed & (Use.ORDER | Use.SOLVED)
-        if name in _COMBINING and not any(self._is_small(v, equation) for v in equation.invars):
-            return passed & ~Use.RESULT
+        passed = _PASSED.get(name, ~_NONE)
+        if name in ("exp", "exp2") and use & _PRODUCT:
+            return passed & (_ORDER | _SOLVED)
+        if use & _RESULT and name in _COMBINING:
+            is_small = any(self._is_small(v, equation) for v in equation.invars)
+            return passed if is_small else passed & ~_RESULT
         return passed
 
     def _is_small(self, var: Any, equation: JaxprEqn) -> bool:
@@ -215,25 +222,30 @@ class Uses(Backward):
         return is_literal(var) or var in self._broadcast or var.aval.size != result.size
 
 
-def _of_factor(equation: JaxprEqn, n: int) -> Use:
+def _of_factor(equation: JaxprEqn, n: int) -> int:
     """Returns the use of an operand of a matmul: a product, or a sum with fixed weights."""
     if equation.primitive.name != "dot_general":
-        return Use.PRODUCT
+        return _PRODUCT
     dot, other = dot_of(equation), 1 - n
     used = len(dot.contracted[other]) + len(dot.batch[other])
-    return Use.SUMMED if used == array_aval(equation.invars[other]).ndim else Use.PRODUCT
+    return _SUMMED if used == array_aval(equation.invars[other]).ndim else _PRODUCT
 
 
-def _of_summand(equation: JaxprEqn, use: Use) -> Use:
+def _of_summand(equation: JaxprEqn, use: int) -> int:
     """Returns the use of an operand of a sum.
 
     A result of the program is a loss if the sum leaves only examples, the first dimension.
     """
     result: Any = equation.outvars[0].aval
     is_reduced = result.ndim == 0 or (result.ndim == 1 and 0 not in axes_of(equation))
-    loss = Use.LOSS if Use.RESULT in use and is_reduced else Use.NONE
-    return Use.SUMMED | loss | use & (Use.LOSS | Use.PRODUCT | Use.MAGNIFIED | Use.SOLVED)
+    loss = _LOSS if use & _RESULT and is_reduced else _NONE
+    return _SUMMED | loss | use & (_LOSS | _PRODUCT | _MAGNIFIED | _SOLVED)
 
 
 def _is_float(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+    return hasattr(aval, "dtype") and _is_floating(aval.dtype)
+
+
+@functools.cache
+def _is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterable
+from types import CodeType
 from typing import Any
 
 from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_fp8
 from jaxmp._policies._load import RecipeData
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_first
-from jaxmp._programs._analysis import Body
 from jaxmp._programs._constructs import (
     CONSTRUCTS,
     OPAQUE_CALLS,
@@ -156,6 +156,7 @@ _KERNELS = named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
     " scaled_dot scaled_matmul"
 )
+_ENTERED = CONSTRUCTS | OPAQUE_CALLS
 _FUSED_ATTENTION = "dot_product_attention_"
 
 
@@ -185,6 +186,8 @@ class Auditor:
         self.collected: defaultdict[type, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[Path, tuple[str, int]], str] = {}
+        # Calls of the matmuls before a backward pass.
+        self.matmul_calls: set[tuple[CodeType, int] | None] = set()
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
         # computed from gradients, by line.
         self.after_gradient: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
@@ -226,7 +229,7 @@ class Auditor:
         """
         if outer is None:
             self._uses = uses(scope.jaxpr)
-        self.known, body = scope, Body(scope.jaxpr)
+        self.known, body = scope, scope.body
         above = Location() if outer is None else outer.location
         for equation in equations(scope.jaxpr, inside=False):
             location = self.locations.of(equation, above)
@@ -239,7 +242,7 @@ class Auditor:
         if name in MATMULS:
             self._visit_matmul(op)
         labels = [function(op, self) for function in ON_OPERATION.get(name, ())]
-        if name in CONSTRUCTS | OPAQUE_CALLS:
+        if name in _ENTERED:
             self._enter(op)
         else:
             if name in _KERNELS or name.startswith(_FUSED_ATTENTION):
@@ -259,8 +262,9 @@ class Auditor:
 
     def _check_16_bits(self, op: OpOccurrence) -> list[Any]:
         """Returns labels of an operation that reads 16 bits where the op table requires FP32."""
-        dtype = half_of(op.equation.invars)
-        if dtype is None or self.context.ops.category(op.name) != "fp32":
+        is_sensitive = self.context.ops.category(op.name) == "fp32"
+        dtype = half_of(op.equation.invars) if is_sensitive else None
+        if dtype is None:
             return []
         # Derivatives leave equations whose results nothing reads. Compilers remove them.
         if not any(var in op.body.consumers for var in op.equation.outvars):
@@ -317,7 +321,9 @@ class Auditor:
                 function(op, matmul, flops, self)
         if op.location.phase == FORWARD and FLOAT16 in dtypes:
             self.flow.has_float16 = True
-        if op.location.phase == BACKWARD and FLOAT16 in dtypes and self.float16_backward is None:
+        if op.location.phase != BACKWARD:
+            self.matmul_calls.add(call_site(op.equation))
+        elif FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 
     def _count_integers(self, op: OpOccurrence, matmul: Matmul) -> None:

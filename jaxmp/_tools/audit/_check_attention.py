@@ -11,6 +11,7 @@ from jaxmp._attention import ASKED, AttentionExplanation, choice_of, implementat
 from jaxmp._attention._declared import (
     Declaration,
     declaration_code,
+    declaration_of,
     declared_masks,
     mask_operand,
     structure_of,
@@ -192,7 +193,10 @@ class _PassedMask(NamedTuple):
 
 @DENSE_MASK.on_operation("jit")
 def collect_mask(op: OpOccurrence, audit: Auditor) -> None:
-    """Collects the mask of a call of attention in the forward pass."""
+    """Collects declarations, and the mask of a call of attention in the forward pass."""
+    declared = declaration_of(name_of(op.equation))
+    if declared is not None:
+        audit.collected[Declaration].append(declared)
     if not is_attention(op.equation) or op.location.phase != FORWARD:
         return
     mask = mask_operand(op.equation)
@@ -207,7 +211,8 @@ def check_masks(audit: Auditor, traced: Traced) -> None:
     Raises:
       AttentionError: if a mask contradicts its declaration.
     """
-    declared = declared_masks(Scope(traced.closed, traced.arrays))
+    program = Scope(traced.closed, traced.arrays)
+    declared = declared_masks(program) if audit.collected[Declaration] else []
     unknown = dict.fromkeys(mask.path or "the model" for mask, is_known in declared if not is_known)
     if unknown:
         audit.notes[

@@ -87,10 +87,12 @@ def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
     """Reports an epsilon of 0 where 0 has no finite result."""
     if op.location.phase != BACKWARD:
         divisor = op.equation.invars[-1:] if op.name == "div" else op.equation.invars[:1]
-        harm = f", and the {op.name} at {audit.findings.where(op)} is not finite for 0"
-        for label in audit.flow.labels(LostEpsilon, *divisor):
+        lost = audit.flow.labels(LostEpsilon, *divisor)
+        for label in lost:
             label.fix = fix_operation(op, audit.findings, "float16", SUMS) or label.fix
-        audit.report(LostEpsilon, divisor, harm)
+        if lost:
+            harm = f", and the {op.name} at {audit.findings.where(op)} is not finite for 0"
+            audit.report(LostEpsilon, divisor, harm)
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type", "add", "sub", "mul")

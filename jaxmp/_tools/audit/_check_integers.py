@@ -235,10 +235,13 @@ def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
     (result,) = op.equation.outvars
     if op.name == "iota":
         return Integers(iota_length(op.equation) - 1, "positions")
-    each = [_integers(var, audit) for var in op.equation.invars]
-    bounds = [integers.bound for integers in each if integers is not None]
-    if each[0] is None or len(bounds) < len(each):
-        return None
+    each = list[Integers]()
+    for var in op.equation.invars:
+        integers = _integers(var, audit)
+        if integers is None:
+            return None
+        each.append(integers)
+    bounds = [integers.bound for integers in each]
     if op.name == "convert_element_type":
         return each[0]
     if op.name == "reduce_sum" and counts_largest(op):

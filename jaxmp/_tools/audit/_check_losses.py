@@ -4,6 +4,7 @@ probabilities.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from pathlib import Path
@@ -286,29 +287,25 @@ def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the difference of a rounded result and of a value that does not depend on it."""
     lhs, rhs = op.equation.invars
     for var, other in ((lhs, rhs), (rhs, lhs)) if op.location.phase == FORWARD else ():
-        outputs = audit.flow.labels(RoundedOutput, var)
-        made = _made_of(other, op, audit) if outputs else set()
-        for output in outputs:
-            if id(output.op.equation) not in made:
+        for output in audit.flow.labels(RoundedOutput, var):
+            if not _is_made_of(output.op, other, op, audit):
                 audit.flow.mark(op.equation.outvars[0], _Difference(output))
 
 
-def _made_of(var: Atom, op: OpOccurrence, audit: Auditor) -> set[int]:
-    """Returns the ids of the matmuls from which a value is computed, such as a mean of theirs."""
-    labels = audit.flow.of_all(_near_sources(var, op))
-    return {id(x.op.equation) for x in labels if isinstance(x, (RoundedOutput, Logits))}
-
-
-def _near_sources(var: Atom, op: OpOccurrence) -> set[Atom]:
-    """Returns a value and the nearest values from which it is computed."""
-    sources, waiting = set[Atom](), [var]
+def _is_made_of(matmul: OpOccurrence, var: Atom, op: OpOccurrence, audit: Auditor) -> bool:
+    """Returns True for a value that is computed from a matmul, such as a mean of its results."""
+    sources, waiting = set[Atom](), collections.deque([var])
     while waiting and len(sources) < _NEAR:
-        source = waiting.pop(0)
-        if not is_literal(source) and source not in sources:
-            sources.add(source)
-            maker = op.body.maker(source)
-            waiting += maker.invars if maker is not None else ()
-    return sources
+        source = waiting.popleft()
+        if is_literal(source) or source in sources:
+            continue
+        labels = (x for x in audit.flow.of(source) if isinstance(x, (RoundedOutput, Logits)))
+        if any(x.op.equation is matmul.equation for x in labels):
+            return True
+        sources.add(source)
+        maker = op.body.maker(source)
+        waiting += maker.invars if maker is not None else ()
+    return False
 
 
 # A mean or a largest element is made of its array by few operations.

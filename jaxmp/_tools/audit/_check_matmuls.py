@@ -15,6 +15,7 @@ from jaxmp._programs._analysis import Body
 from jaxmp._programs._constructs import loop_of
 from jaxmp._programs._jaxprs import (
     AUTOCAST,
+    BACKWARD,
     FORWARD,
     Atom,
     Equation,
@@ -430,8 +431,8 @@ def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
         return
     if WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
         message = f"{op.name} of float32, and an operand was cast up from 16 bits."
-        fix = promotion_fix(op, audit) or _fix_cast(op, audit) or _policy_code(op, audit)
-        _add(FP32_MATMUL, op, message, fix, flops, audit)
+        fix = promotion_fix(op, audit) or _fix_rule(op, audit) or _fix_cast(op, audit)
+        _add(FP32_MATMUL, op, message, fix or _policy_code(op, audit), flops, audit)
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
@@ -439,10 +440,11 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
     is_highest = options is not None and options.is_highest
     message = f"{op.name} of float32, but the policies require {required}"
     message += "; the code sets precision=HIGHEST." if is_highest else "."
-    fix = promotion_fix(op, audit) or _fix_cast(op, audit)
-    if op.location.names and not promotion_fix(op, audit):
-        path = module_paths_of(op.location.names)[0]
-        rule = f"**/{path.rpartition('/')[2]}" if path else ""
+    fix = promotion_fix(op, audit) or _fix_rule(op, audit) or _fix_cast(op, audit)
+    path = module_paths_of(op.location.names)[0]
+    # A rule for the root would reach its own operations alone.
+    if path and not promotion_fix(op, audit):
+        rule = f"**/{path.rpartition('/')[2]}"
         fix = fix or f"Apply the policies:\n    {_policy_code(op, audit)}"
         code = audit.context.with_rule(f"jaxmp.Rule({rule!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
@@ -458,6 +460,21 @@ def _policy_code(op: OpOccurrence, audit: Auditor) -> str:
     casts its operands itself, or the matmul is outside of layers, and only autocast reaches it.
     """
     return audit.context.wrap_code if op.location.names else audit.context.autocast_code
+
+
+def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
+    """Returns the fix of a matmul in a custom backward rule; "" for the derivative of another one.
+
+    The equations of such a rule have the line at which its function is called.
+    """
+    if op.location.phase != BACKWARD or call_site(op.equation) in audit.matmul_calls:
+        return ""
+    was_16_bits = lambda var: WAS_16_BITS in audit.flow.of(var)
+    wide = min(op.equation.invars[:2], key=was_16_bits).aval.str_short()
+    return (
+        "This line calls a function with a backward rule (`jax.custom_vjp`), which policies and"
+        f" `autocast` do not change. In the rule, cast {wide} to 16 bits before the matmul."
+    )
 
 
 def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:

@@ -109,8 +109,7 @@ def check_softmax(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports the exponential of a softmax."""
     if _role_of_exponential(op) == "softmax":
         is_own = audit.findings.is_own_call(op.equation) or not op.location.names
-        fix = fix_operation(op, audit.findings, dtype.name) or SOFTMAX_16BIT.fix
-        fix = fix if is_own else audit.context.wrap_code
+        fix = fix_operation(op, audit.findings, dtype.name) if is_own else audit.context.wrap_code
         message = f"softmax in {dtype.name}: its probabilities have {_precision(dtype)}."
         audit.add(SOFTMAX_16BIT, op, message, fix)
 

@@ -474,11 +474,12 @@ class _InnerGradient(NamedTuple):
 @MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *MATMULS)
 def collect_inner_gradients(op: OpOccurrence, audit: Auditor) -> None:
     """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
-    is_scaled = op.name not in MATMULS and any(
-        is_scale(op, var, audit.flow.of) for var in op.equation.invars
-    )
+    if op.location.phase != BACKWARD:
+        return
+    scales = (is_scale(op, var, audit.flow.of) for var in op.equation.invars)
+    is_scaled = op.name not in MATMULS and any(scales)
     is_float16 = op.name in MATMULS and FLOAT16 in map(dtype_of, op.equation.invars)
-    if (is_scaled or is_float16) and op.location.phase == BACKWARD:
+    if is_scaled or is_float16:
         chain = reversed([op.equation, *op.enclosing])
         stack = "/".join(str(equation.source_info.name_stack) for equation in chain)
         # The outer derivative is the first part of a name stack.

@@ -402,12 +402,12 @@ def label_copy(op: OpOccurrence, audit: Auditor) -> None:
 @MISSING_MASTER.on_operation(*_CHANGES)
 def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     """Labels the result of an operation on a copy."""
-    labels = audit.flow.of_all(op.equation.invars)
-    copies = [x for x in labels if isinstance(x, StateCopy)]
-    # A sum with another argument is an average.
-    numbers = {x.number for x in labels if isinstance(x, (StateCopy, From))}
+    copies = audit.flow.labels(StateCopy, *op.equation.invars)
     dtype = half_of(op.equation.outvars)
-    if not copies or len(numbers) > 1 or dtype is None or op.location.differentiated:
+    if not copies or dtype is None or op.location.differentiated:
+        return None
+    # A sum with another argument is an average.
+    if len({x.number for x in (*copies, *audit.flow.labels(From, *op.equation.invars))}) > 1:
         return None
     message = f"copies of parameters are changed in {dtype.name} after the FP32 masters are cast"
     fix = f"Change the FP32 masters instead, before {audit.findings.where(copies[0].op)}:\n"

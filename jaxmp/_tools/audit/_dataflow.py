@@ -58,7 +58,8 @@ class Update:
     is_average: bool
 
 
-_LABELS = (From, Scalar, Terms, Update)
+# The labels that `lineage` propagates.
+LINEAGE = (From, Scalar, Terms, Update)
 _SAME = named(
     "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose copy copy_p"
     " optimization_barrier reduce_precision stop_gradient pvary pcast sharding_constraint select_n"
@@ -70,22 +71,22 @@ _SUMS = named("add add_any sub")
 _RULES = _SAME | _SUMS | named("neg mul div")
 
 
-def is_lineage(label: object) -> bool:
-    """Returns True for the labels that `lineage` propagates."""
-    return isinstance(label, _LABELS)
-
-
-def lineage(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> frozenset[Any]:
+def lineage(
+    op: OpOccurrence, own: frozenset[Any], labels_of: Callable[[Any], frozenset[Any]]
+) -> frozenset[Any]:
     """Returns the labels of an equation's results, given those of its operands.
 
     Args:
       op: the equation; derivatives have no lineage.
+      own: labels of its operands, from `LINEAGE` alone.
       labels_of: operand -> its labels.
     """
     equation, name = op.equation, op.name
     if name not in _RULES or op.location.phase != FORWARD:
         return frozenset()
-    each = [frozenset(filter(is_lineage, labels_of(var))) for var in equation.invars]
+    if not own and name not in _SUMS and name != "broadcast_in_dim":
+        return frozenset()
+    each = [labels_of(var) & own for var in equation.invars]
     if name in _SAME:
         if name == "broadcast_in_dim":
             is_same = equation.outvars[0].aval.size == equation.invars[0].aval.size

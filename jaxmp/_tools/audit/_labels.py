@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from jaxmp._core._compat import Literal
 from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs._constructs import Inner, inners
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, is_literal
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation
 from jaxmp._tools.audit._checks import (
     Check,
     OpOccurrence,
@@ -27,11 +28,11 @@ from jaxmp._tools.audit._checks import (
 )
 from jaxmp._tools.audit._dataflow import (
     GRADIENT,
+    LINEAGE,
     SCALAR,
     From,
     Power,
     is_chosen_scale,
-    is_lineage,
     is_scale,
     lineage,
     powers_after,
@@ -199,6 +200,16 @@ _PLAIN = named(
 _SPECIAL = (ConditionalFinding, Fact, Power, Reduction16Bit, Stream)
 
 
+@functools.cache
+def _is_special(cls: type) -> bool:
+    return issubclass(cls, _SPECIAL)
+
+
+@functools.cache
+def _is_lineage(cls: type) -> bool:
+    return issubclass(cls, LINEAGE)
+
+
 # ---------------------------------------------------------------------------
 # Propagation
 # ---------------------------------------------------------------------------
@@ -228,11 +239,17 @@ class Flow:
 
     def of(self, var: Atom) -> Labels:
         """Returns the labels of an operand."""
-        return _NONE if is_literal(var) else self._labels.get(var, _NONE)
+        return _NONE if isinstance(var, Literal) else self._labels.get(var, _NONE)
 
-    def of_all(self, variables: Iterable[Atom]) -> set[Any]:
+    def of_all(self, variables: Iterable[Atom]) -> Labels:
         """Returns the labels of several operands."""
-        return {label for var in variables for label in self.of(var)}
+        labels, known = _NONE, self._labels
+        for var in variables:
+            own = None if isinstance(var, Literal) else known.get(var)
+            if own:
+                # Sets are shared where they can be.
+                labels = labels | own if labels else own
+        return labels
 
     def labels(self, cls: type[_Label], *variables: Atom) -> list[_Label]:
         """Returns the labels of one class that some operands have."""
@@ -265,17 +282,17 @@ class Flow:
         """
         equation, name = op.equation, op.name
         labels = self._read(op, is_call)
-        if labels == _ONLY_GRADIENT and name in _PLAIN:
+        is_plain = labels == _ONLY_GRADIENT and name in _PLAIN
+        if is_plain or not (labels or name == "broadcast_in_dim"):
             self._label_results(equation, labels)
             return
-        if not labels and name != "broadcast_in_dim":
-            self._label_results(equation, _NONE)
-            return
-        special = frozenset(x for x in labels if isinstance(x, _SPECIAL) or is_lineage(x))
-        kept = self._kept(labels - special, name) - {SCALAR}
+        special = frozenset([x for x in labels if _is_special(type(x))])
+        own = frozenset([x for x in labels if _is_lineage(type(x))])
+        kept = self._kept(labels - special - own if special or own else labels, name)
+        if SCALAR in kept and (is_call or not _are_scalars(equation)):
+            kept -= {SCALAR}
         if not is_call:
-            kept |= labels & {SCALAR} if _are_scalars(equation) else _NONE
-            kept |= lineage(op, self.of) | self._specials_after(op, special)
+            kept |= lineage(op, own, self.of) | self._specials_after(op, special)
         elif op.location.phase == FORWARD and _is_matched(equation):
             kept -= {GRADIENT}
         self._label_results(equation, kept)
@@ -283,13 +300,13 @@ class Flow:
     def _read(self, op: OpOccurrence, is_call: bool) -> Labels:
         """Returns the labels of the operands, as the operation reads them."""
         equation, phase = op.equation, op.location.phase
-        labels = frozenset(self.of_all(equation.invars))
+        labels = self.of_all(equation.invars)
         if phase == BACKWARD:
             if self.has_float16 and not self.has_scale:
                 self.has_scale = any(is_scale(op, var, self.of) for var in equation.invars)
-            labels |= _ONLY_GRADIENT
+            labels = labels | _ONLY_GRADIENT if labels else _ONLY_GRADIENT
         elif op.location.differentiated and phase == FORWARD and not is_call:
-            self.differentiated.update(x.number for x in labels if isinstance(x, From))
+            self.differentiated.update([x.number for x in labels if isinstance(x, From)])
         if op.name == "convert_element_type":
             labels = _after_cast(labels, equation)
         elif labels:
@@ -298,6 +315,8 @@ class Flow:
         return labels | {SCALAR} if is_chosen else labels
 
     def _specials_after(self, op: OpOccurrence, special: Labels) -> Labels:
+        if not special:
+            return _NONE
         phase, moved = op.location.phase, self._of_moved(op)
         lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
         kept = frozenset(
@@ -311,11 +330,12 @@ class Flow:
         return kept | powers_after(op, self.of) if powers else kept
 
     def _label_results(self, equation: Equation, labels: Labels) -> None:
-        narrow = frozenset(x for x in labels if not _is_wide(x))
+        wide = frozenset([x for x in labels if _is_wide(x)])
         for var in equation.outvars:
-            self._labels[var] = labels if dtype_of(var) in (FLOAT32, FLOAT64) else narrow
+            is_lost = wide and dtype_of(var) not in (FLOAT32, FLOAT64)
+            self._labels[var] = labels - wide if is_lost else labels
 
-    def _of_moved(self, op: OpOccurrence) -> set[Any] | None:
+    def _of_moved(self, op: OpOccurrence) -> Labels | None:
         """Returns the labels of the operands that `op` selects from; None for other operations."""
         operands = op.equation.invars
         if op.name in ("gather", "dynamic_slice"):
@@ -324,7 +344,7 @@ class Flow:
 
     def _still_fp8(self, labels: Labels, equation: Equation) -> Labels:
         """Removes FP8 labels unless all operands other than scalars have them."""
-        fp8 = {label for label in labels if isinstance(label, WasFp8)}
+        fp8 = frozenset([label for label in labels if isinstance(label, WasFp8)])
         arrays = (var for var in equation.invars if math.prod(getattr(var.aval, "shape", ())) > 1)
         if fp8 and not all(fp8 & self.of(var) for var in arrays):
             return labels - fp8
@@ -364,7 +384,7 @@ def _survives(label: object, name: str) -> bool:
 
 
 def _is_wide(label: object) -> bool:
-    return label == WAS_16_BITS or isinstance(label, WideValue)
+    return label is WAS_16_BITS or isinstance(label, WideValue)
 
 
 def _after_cast(labels: Labels, equation: Equation) -> Labels:

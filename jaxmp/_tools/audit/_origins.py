@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -103,6 +104,7 @@ def fix_operation(
     return "\n".join([*lines, *([f"{sentence}:\n    {code}"] if code else [])])
 
 
+@functools.lru_cache(maxsize=256)
 def _widened_calls(code: str) -> str:
     """Returns the names of the functions whose operands some code casts to FP32."""
     names = {}

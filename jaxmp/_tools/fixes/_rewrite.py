@@ -7,6 +7,7 @@ not know how to change.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from collections.abc import Callable
 
@@ -32,6 +33,7 @@ TINY, EPS = "jnp.finfo(({array}).dtype).tiny", "jnp.finfo(({array}).dtype).eps"
 LOWEST = "jnp.finfo(({array}).dtype).min"
 
 
+@functools.lru_cache(maxsize=256)
 def known_function(expression: Expression) -> tuple[str, Function | None]:
     """Returns the full name and the row of the table of the function that an expression calls."""
     node = expression.node
@@ -63,6 +65,7 @@ def in_fp32(expression: Expression | None, back: str = "") -> str:
     return expression.replaced_by(narrow or changed)
 
 
+@functools.lru_cache(maxsize=256)
 def wide_code(expression: Expression) -> str:
     """Returns code that computes an expression in FP32, or "" for an unknown function."""
     changed = _widened(expression)

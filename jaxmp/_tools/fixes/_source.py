@@ -47,9 +47,9 @@ class Findings(Protocol):
     reads_source: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Expression:
-    """An expression of the user's source.
+    """An expression of the user's source; those of a file with the same code are equal.
 
     Attributes:
       node: its syntax tree.
@@ -74,7 +74,17 @@ class Expression:
     @functools.cached_property
     def text(self) -> str:
         """The code."""
-        return ast.unparse(self.node)
+        return _unparsed(self.node)
+
+    @property
+    def _key(self) -> tuple[str, str, bool]:
+        return self.place[0], self.text, self.second
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Expression) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def copy(self) -> Any:
         """Returns a syntax tree that may be changed."""
@@ -180,11 +190,19 @@ def _parsed(
     lines = [linecache.getline(file, n).encode() for n in range(line, end_line + 1)]
     lines[-1] = lines[-1][:end]
     lines[0] = lines[0][start:]
-    text = b"".join(lines).decode().strip()
+    return _parsed_text(b"".join(lines).decode().strip())
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed_text(text: str) -> ast.expr | None:
     try:
         return ast.parse(f"({text})", mode="eval").body if text else None
     except (SyntaxError, ValueError):
         return None
+
+
+# Each node is that of `_parsed_text`, which is never changed.
+_unparsed = functools.lru_cache(maxsize=256)(ast.unparse)
 
 
 @functools.lru_cache(maxsize=16)

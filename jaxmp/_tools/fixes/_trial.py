@@ -10,6 +10,7 @@ import ast
 import collections
 import contextlib
 import functools
+import gc
 import itertools
 import linecache
 import sys
@@ -118,7 +119,7 @@ def _with_other_dtypes(edits: Edits) -> Edits:
 def try_edits(
     groups: Sequence[Edits],
     roots: Iterable[Any],
-    problems_with: Callable[[bool], Problems],
+    problems_with: Callable[[bool, bool], Problems],
     before: Collection[Hashable],
     removed: Sequence[Collection[Hashable]],
 ) -> list[FixTrial]:
@@ -130,7 +131,9 @@ def try_edits(
     Args:
       groups: the edits of each fix.
       roots: objects from which the user's functions are reachable.
-      problems_with: traces the program, and returns its problems, with fixes if it gets True.
+      problems_with: traces the program, and returns its problems, with fixes if the first argument
+        is True; if the second one is, of the part that is differentiated alone. Its gradients have
+        the dtypes of its arguments, so that the rest of the program remains as it is.
       before: the problems without edits.
       removed: the problems that each group must remove.
     """
@@ -138,12 +141,12 @@ def try_edits(
     reached = _reached(functions, groups)
     trials = [FixTrial("" if is_reached else NOT_TRIED) for is_reached in reached]
 
-    def trial(*layers: Edits, has_fixes: bool = False) -> Problems | None:
+    def trial(*layers: Edits, has_fixes: bool = False, is_part: bool = False) -> Problems | None:
         """Returns the problems with edits; None if the program does not run."""
         try:
             with warnings.catch_warnings(), patched(functions, layers):
                 warnings.simplefilter("ignore")
-                return problems_with(has_fixes)
+                return problems_with(has_fixes, is_part)
         except Exception:
             return None
 
@@ -167,6 +170,14 @@ def try_edits(
 
     waiting = [n for n, row in enumerate(trials) if not row.state]
     others = [_with_other_dtypes(group) for group in groups]
+    known = trial(is_part=True) if waiting else None
+    if known and all(known.keys() >= set(removed[n]) for n in waiting):
+        problems = trial(frozenset().union(*(groups[n] for n in waiting)), is_part=True)
+        if problems is not None and known.keys() >= problems.keys():
+            for n in waiting:
+                if problems.keys().isdisjoint(removed[n]):
+                    trials[n] = FixTrial(WORKS, (), groups[n])
+            waiting = [n for n in waiting if not trials[n].state]
     for together in (groups, others) if waiting[1:] else ():
         problems = trial(frozenset().union(*(together[n] for n in waiting)))
         if problems is not None and all(key in before for key in problems):
@@ -272,6 +283,9 @@ def patched(functions: list[types.FunctionType], layers: Sequence[Edits]) -> Ite
     codes = [(function, function.__code__) for function in functions]
     texts = _texts(layers)
     before = {file: linecache.cache.get(file) for file in texts}
+    # The garbage collector would visit all equations of the programs before, again and again.
+    was_collecting = gc.isenabled()
+    gc.disable()
     try:
         for function, code in _replacements(functions, texts):
             function.__code__ = code
@@ -280,6 +294,8 @@ def patched(functions: list[types.FunctionType], layers: Sequence[Edits]) -> Ite
         with _compat.context(version=next(_VERSIONS)):
             yield
     finally:
+        if was_collecting:
+            gc.enable()
         for function, code in codes:
             function.__code__ = code
         for file, entry in before.items():

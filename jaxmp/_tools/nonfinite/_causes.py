@@ -74,6 +74,7 @@ class NonfiniteEvidence:
       passing_scale: the largest smaller power of two with which the step is finite; None if there
         is none.
       roots: scope paths of the program, which show the class of the root module.
+      has_optimizer: True if the state of an optimizer is among the arguments.
     """
 
     walk: Walk
@@ -84,6 +85,7 @@ class NonfiniteEvidence:
     scale: ScaleArgument | None
     passing_scale: float | None
     roots: dict[Any, None]
+    has_optimizer: bool
 
     @functools.cached_property
     def findings(self) -> PendingFindings:
@@ -357,6 +359,10 @@ def _diverged(e: NonfiniteEvidence) -> NonfiniteCause | None:
         f"{e.op.name} overflows {e.result.dtype}, and the same step in FP32 overflows too: the "
         "precision is not the cause."
     )
+    if not e.has_optimizer:
+        rows = ", ".join(f"{row.dtype} {_range(row)}" for row in e.source.operands)
+        fix = f"Look for the cause in the values that {e.op.name} reads: {rows}. Scale them down."
+        return NonfiniteCause("diverged", message, fix)
     fix = (
         "Restart from an earlier checkpoint with a smaller learning rate, or clip the gradients:\n"
         "    tx = optax.chain(optax.clip_by_global_norm(1.0), tx)"

@@ -84,7 +84,10 @@ def locate_nonfinite(
         state = WORKS if report.cause == "loss_scale" else NOT_TRIED
         return dataclasses.replace(report, trial=state * (try_fixes and is_code))
 
-    def problems(_: bool) -> Problems:
+    def problems(_: bool, is_part: bool) -> Problems:
+        if is_part:
+            # The values of a part are not known.
+            return {}
         # Other values that are not finite come after those of the fix.
         after = places.intersection(_Search(trace(step, args, kwargs)).places())
         return dict.fromkeys(after, ("", None))
@@ -142,8 +145,9 @@ class _Search:
             overflows = self._overflows_in_fp32(arrays)
             passing = self._passing_scale(arrays, value) if roots and value is not None else None
             names = self.program.recorder.locations.names
+            has_optimizer = any(self.traced.in_optimizer())
             evidence = NonfiniteEvidence(
-                walk, origin, made, measured, overflows, scale, passing, names
+                walk, origin, made, measured, overflows, scale, passing, names, has_optimizer
             )
             cause = cause_of(evidence)
             self.edits = cause.edits
