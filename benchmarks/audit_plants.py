@@ -393,7 +393,7 @@ def average_in_a_loop(d):
     return step, (parameters(d.wide), inputs(d.wide), labels())
 
 
-@plant("accumulator_16bit", "carry = jnp.zeros(shape, jnp.float32)")
+@plant("accumulator_16bit", "Cast the first value of the carry to FP32")
 def generalized_advantages(d):
     def step(p, x, rewards):
         def body(advantage, delta):
@@ -674,7 +674,7 @@ def log_of_a_gate(d):
     return trained(loss, d, inputs(d.wide))
 
 
-@plant("log_of_rounded", "(3 * hidden(p, x, d.low).astype(jnp.float32)).astype(jnp.float32)")
+@plant("log_of_rounded", "jnp.tanh(3 * hidden(p, x, d.low).astype(jnp.float32))")
 def squashed_actions(d):
     def loss(p, x):
         actions = jnp.tanh((3 * hidden(p, x, d.low)).astype(d.spot))

@@ -274,14 +274,21 @@ FAILURES = (
         ),
     ),
     Failure(
-        "scale_dtype",
-        "AI-Hypercomputer/maxtext/pull/470",
-        "A change created learned scales in the compute dtype, so they were trained in BF16.",
+        "trainer_log_probs",
+        "AI-Hypercomputer/maxtext/pull/5231",
+        "A trainer for reinforcement learning computed the logits of its last layer in BF16, whose "
+        "steps of 1/32 dominated the difference from the log-probabilities of the sampler, with a "
+        "band of 0.999 to 1.002 for their ratio. The change computes the logits in FP32.",
         "audit",
-        MASTERS,
-        (("(x.shape[-1],), self.dtype)", "(x.shape[-1],), self.param_dtype)"),),
-        "It takes the place of maxtext#5231, a thread that could not be read when this page was "
-        "made.",
+        frozenset({"rounded_output"}),
+        (
+            (
+                'jnp.matmul(hidden, params["head"].astype(jnp.bfloat16)).astype(jnp.float32)',
+                'jnp.matmul(\n        hidden, params["head"].astype(jnp.bfloat16), '
+                "preferred_element_type=jnp.float32\n    )",
+            ),
+        ),
+        "[Parity](parity.md) with a sampler that has FP32 logits names this matmul as the cause.",
     ),
     Failure(
         "half_norm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -226,8 +227,11 @@ def _at_origins(
         if not changed or expression is None or (is_here and changed in code):
             continue
         if is_here and own is not None and expression.text in code:
-            # With an operand in FP32, the function computes in FP32 without a cast.
-            code = own.text if code == wide_code(own) and expression.text in own.text else code
+            # With an operand in FP32, the function computes in FP32 without a cast, unless its own
+            # text casts the operand.
+            is_cast = re.search(re.escape(expression.text) + r"\)?\.astype\(", own.text)
+            is_unchanged = code == wide_code(own) and expression.text in own.text
+            code = own.text if is_unchanged and not is_cast else code
             code = with_inner(code, expression.text, changed)
             continue
         if any(expression.place == other.place for other, _ in parts):
