@@ -184,8 +184,8 @@ def possible_targets(kind: str, memory: int = 0, clock: float = 0.0) -> list[Tar
       memory: its bytes, as the driver reports them; 0 if unknown.
       clock: its largest clock in GHz, as the driver reports it; 0 if unknown.
     """
-    known, words = find_target(kind), re.split("[ -]", kind)
-    if known or len(words) == 1:
+    known, parts = find_target(kind), re.split("[ -]", kind)
+    if known or len(parts) == 1:
         return [known] if known else []
 
     def may_be(chip: Target) -> bool:
@@ -193,7 +193,7 @@ def possible_targets(kind: str, memory: int = 0, clock: float = 0.0) -> list[Tar
         has_memory = not memory or 0.9 <= memory / chip.memory <= 1.1
         sizes = chip.multiprocessors
         has_clock = not clock or sizes is None or abs(clock - sizes.clock) <= 0.02
-        continues = any(re.split("[ -]", each)[: len(words)] == words for each in chip.kinds)
+        continues = any(re.split("[ -]", each)[: len(parts)] == parts for each in chip.kinds)
         return continues and has_memory and has_clock
 
     return list(filter(may_be, targets().values()))

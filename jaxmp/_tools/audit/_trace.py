@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr
 
-from jaxmp._core._compat import jaxpr_body
+from jaxmp._core._compat import DIFFERENTIATES, jaxpr_body
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import dtype_of
 from jaxmp._core._typing import PyTree
@@ -341,7 +341,7 @@ def differentiated(
             return
         above = frame.f_back
         while above is not None and not lines.is_own(above.f_code.co_filename):
-            if above.f_globals["__name__"] == "jax._src.interpreters.ad":
+            if above.f_globals["__name__"] == DIFFERENTIATES:
                 sys.setprofile(None)
                 results.append(use(*_call_of(frame)))
                 raise _Stop
