@@ -621,7 +621,7 @@ step(jnp.ones((4, 4)), jnp.ones((4, 4)))
 
 
 def test_a_plan_replaces_the_recipe_of_a_script(watch):
-    settings = {"recipe": "fp16", "targets": ["v100"], "cache": None}
+    settings = {"recipe": "fp16", "targets": ["v100"], "cache": None, "hosts": None, "links": {}}
     ((row, seconds),) = watch("plan", compile(PLANNED, "plan.py", "exec"), **settings)["value"]
     assert (row["recipe"], row["fits"], row["lacking"], seconds) == ("fp16", True, "", None)
     other = PLANNED.replace('jaxmp.load_recipe("bf16")', '"bf16"')
