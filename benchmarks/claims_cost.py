@@ -341,10 +341,10 @@ def peak_row(report: dict[str, Any], program: str, name: str, rate: float, kind:
 
 
 PRICE = 2.10
-RECIPES = ("fp32", "tf32", "bf16", "fp8")
+PRICED = ("fp32", "tf32", "bf16", "fp8")
 
 
-def cost(recipes: tuple[str, ...] = RECIPES) -> Result:
+def cost(recipes: tuple[str, ...] = PRICED) -> Result:
     """Prices a billion tokens of GPT-2 on an H100 that is not present."""
     command = f"jaxmp plan examples/gpt.py:make_step --recipes {','.join(recipes)}"
     command += f" --targets h100 --price h100={PRICE:.2f}"

@@ -259,9 +259,10 @@ def first_nonfinite(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
 
 
 def all_zero(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
-    """Returns True if the squares of all floating and complex elements of `tree` are zero.
+    """Returns True if all floating and complex elements of `tree` are zero, or their squares.
 
-    XLA shares the sums with `first_nonfinite`. The result is False for a tree without such leaves.
+    XLA shares the sums of squares with `first_nonfinite`. The result is False for a tree without
+    such leaves.
 
     Args:
       tree: arrays of any dtypes.
@@ -275,7 +276,7 @@ def all_zero(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
         total = _stacked([cast(_sum_of_squares(leaf), FLOAT32) for leaf in leaves])
         return lax.reduce_and(lax.eq(total, lax.full_like(total, 0)), axes=(0,))
     axes, smallest = _compat.varying_axes(leaves), min(leaves, key=jnp.size)
-    are_zero = lambda leaves: functools.reduce(lax.bitwise_and, map(_is_zero, leaves))
+    are_zero = lambda leaves: ~functools.reduce(_or_nonzero, leaves, jnp.array(False))
     return lax.cond(
         are_zero([smallest]),
         lambda: _compat.vary(are_zero(leaves), axes),
@@ -283,11 +284,11 @@ def all_zero(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
     )
 
 
-def _is_zero(leaf: ArrayLike) -> jax.Array:
-    zeros = [lax.eq(part, lax.full_like(part, 0)) for part in _squares(leaf)]
-    return functools.reduce(
-        lax.bitwise_and, (lax.reduce_and(part, axes=tuple(range(part.ndim))) for part in zeros)
-    )
+@jax.jit
+def _or_nonzero(before: ArrayLike, leaf: ArrayLike) -> jax.Array:
+    """Returns True if any element is not zero; a function of its own keeps programs small."""
+    nonzero = lax.convert_element_type(leaf, bool)
+    return lax.bitwise_or(before, lax.reduce_or(nonzero, axes=tuple(range(nonzero.ndim))))
 
 
 def _stacked(scalars: Sequence[jax.Array]) -> jax.Array:
