@@ -153,14 +153,14 @@ class Environment:
         self,
         category: Callable[[JaxprEqn], str],
         consumers: Consumers,
-        uses: Mapping[Any, Use],
+        uses: Mapping[Any, int],
     ) -> None:
         self.casts: dict[tuple[int, Any], Any] = {}
         self.category, self.consumers, self._uses = category, consumers, uses
 
     def uses_of(self, equation: JaxprEqn) -> tuple[Use, ...]:
         """Returns the uses of each result of an equation."""
-        return tuple(self._uses.get(var, Use.NONE) for var in equation.outvars)
+        return tuple(Use(self._uses.get(var, 0)) for var in equation.outvars)
 
     def use_of(self, equation: JaxprEqn) -> Use:
         """Returns the uses of all results of an equation."""

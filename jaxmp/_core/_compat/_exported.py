@@ -77,8 +77,8 @@ def values_of(
             del main.attributes["res_attrs"]
         avals = [*exported.out_avals, *(_aval(op.results[0].type) for op in made)]
         changed = _replaced(exported, module, avals)
-    options = {"xla_allow_excess_precision": False}
-    flat = jax.jit(lambda *xs: changed.call(*xs)).lower(*args).compile(options)(*args)
+    lowered = jax.jit(lambda *xs: changed.call(*xs)).lower(*args)
+    flat = lowered.compile({"xla_allow_excess_precision": False})(*args)
     used = [args[n] for n in exported.module_kept_var_idx]
     makers = [*[()] * len(used), *makers]
     every = [*used, *flat[len(last) :]]
