@@ -9,7 +9,7 @@ is `x + down(gelu(up(x)))` with widths W and 4 W, FP32 parameters, forward and b
 the gradient of x, and AdamW. `fp8` quantizes both layers with `CurrentScaling`, whatever the rule
 of `fp8.CurrentScaling(tokens=...)` decides. Each kernel takes the larger of the times of its FLOPs
 and of its bytes, and 2 microseconds to start, at rates that were measured on an H200: 737 TFLOP/s
-in bfloat16, 1,337 in FP8 (`benchmarks/fp8_linear.py`), 4.22 TB/s.
+in bfloat16, 1,337 in FP8 and 4.22 TB/s (`benchmarks/ceilings.py`).
 
 The exit status is 1 if the rule admits a block of which FP8 loses more than 5 %, or excludes one of
 which it gains more than 5 %.

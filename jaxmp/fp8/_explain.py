@@ -121,7 +121,7 @@ def share_notes(jaxpr: Any) -> Iterator[str]:
 
 
 # The three matmuls of a layer have 6 T K N FLOPs. Measured rates of an H200 (`benchmarks/
-# fp8_linear.py`): 737e12 FLOP/s in bfloat16 and 1337e12 in FP8.
+# ceilings.py`): 737e12 FLOP/s in bfloat16 and 1337e12 in FP8.
 _FLOPS = 6
 _SECONDS_SAVED = 1 / 737e12 - 1 / 1337e12
 # Fit to the compiled blocks of `benchmarks/fp8_gain.py`, at 4.22e12 bytes per second: seconds for
