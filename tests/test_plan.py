@@ -61,12 +61,18 @@ GOOD = {"recipes": ["bf16"], "targets": ["v100"]}
         ({"targets": ["h10"]}, "Did you mean 'h100'?"),
         ({"batches": [8]}, "def never(recipe, batch_size=8):"),
         ({"batches": [0]}, "batches=[8, 16], or batches='largest'"),
+        ({"batches": [True]}, "batches=[8, 16], or batches='largest'"),
         ({"batches": "large"}, "batches=[8, 16], or batches='largest'"),
         ({"remat": [True]}, "def never(recipe, remat=False):"),
         ({"prices": {"h100": 2}}, "prices={'v100': 2.5}"),
+        ({"prices": {"v100": "2"}}, "prices={'v100': 2.5}"),
+        ({"prices": 2.0}, "prices={'v100': 2.5}"),
         ({"rates": {"v100": 2}}, "rates={'v100/bf16': 2.5}"),
         ({"hosts": 0}, "Write hosts=8, or --hosts 8"),
         ({"links": {"between": 100}}, "links={'within': 900e9, 'between': 100e9}"),
+        ({"links": {"between": "100e9"}}, "links={'within': 900e9, 'between': 100e9}"),
+        ({"links": 100e9}, "links={'within': 900e9, 'between': 100e9}"),
+        ({"targets": [{"like": "v100", "memory": m} for m in (1e10, 2e10)]}, "'name': 'h100-64'"),
         ({"links": {"nvlink": 900e9}}, "--link within=900e9,between=100e9"),
     ],
 )
@@ -77,8 +83,9 @@ def test_bad_arguments_are_refused_before_anything_is_computed(changes, message)
 
 
 def test_what_is_not_a_function_or_returns_no_step_is_refused():
-    with pytest.raises(AuditError, match="def make_step"):
-        jaxmp.plan("run.py", **GOOD)
+    for make in ("run.py", lambda: None):
+        with pytest.raises(AuditError, match="def make_step"):
+            jaxmp.plan(make, **GOOD)
     with pytest.raises(TypeError, match="return train_step, state, batch"):
         jaxmp.plan(lambda recipe: None, **GOOD)
 
