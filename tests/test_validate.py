@@ -143,6 +143,9 @@ def test_an_interrupted_validation_goes_on(count, runs, verdicts, whole, monkeyp
     assert len(report.runs) == runs and [each.name for each in report.candidates] == verdicts
     assert report.runs == whole.runs[:runs]
     assert report.notes[0].startswith("Interrupted: ") and "fp16 has" in report.notes[0]
+    assert report.unfinished == ("bf16", "fp16")[len(verdicts) :] and not report.ok
+    with pytest.raises(jaxmp.errors.ValidationFailedError, match="fp16 has no verdict"):
+        report.check()
     trained = []
     train = _driver.train
     monkeypatch.setattr(
