@@ -174,7 +174,7 @@ def test_the_command_writes_what_it_has_and_goes_on(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run_stop.py").write_text("import test_validate\nmake = None\n")
     make, _ = interrupted_after(5)
-    monkeypatch.setattr("jaxmp._tools.cli._steps.load_function", lambda *a: make)
+    monkeypatch.setattr("jaxmp._tools.cli._arguments.load_function", lambda *a: make)
     command = ["validate", "run_stop.py:make", "--recipes", "bf16,fp16", "--seeds", "2"]
     command += ["--steps", "4", "--json", "v.json"]
     with pytest.raises(SystemExit) as stop:

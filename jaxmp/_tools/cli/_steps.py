@@ -138,6 +138,8 @@ def _run_tool(
       options: those of the tool; "target" is one of them.
     """
     is_local = options["target"] is None
+    if not is_local:
+        _targets.get_target(options["target"])
     with contextlib.nullcontext() if is_local else _compat.unchecked_cuda():
         example = f"jaxmp {command} my_package.train:make_step --recipe bf16"
         recipes = [] if recipe is None else [recipe]
@@ -311,7 +313,7 @@ def run_locate(
         ),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Its step; by default the latest.")] = None,
-    batches: Annotated[int, typer.Option(help="Largest number of batches to try.")] = 1000,
+    batches: Annotated[int, typer.Option(min=1, help="Largest number of batches.")] = 1000,
     script: _arguments.ScriptOption = None,
     name: _arguments.NameOption = None,
     max_seconds: _arguments.SecondsOption = 600.0,

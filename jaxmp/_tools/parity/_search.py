@@ -319,11 +319,7 @@ class _Search:
             # If the first program rounds its result next, the dtype of the second one is right.
             next_dtypes = {r.dtype if _is_cast(r) else None for r in self._readers.get(partner, ())}
             is_other = serve[n].dtype != train[partner].dtype and next_dtypes != {serve[n].dtype}
-            if (
-                is_other
-                and serve[n].primitive not in _bind.MOVES
-                and self._group_of(1, n) in keys
-            ):
+            if is_other and serve[n].primitive not in _bind.MOVES and self._group_of(1, n) in keys:
                 changes[n] = Change(dtype=train[partner].dtype)
         return changes
 

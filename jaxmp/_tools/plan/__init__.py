@@ -153,8 +153,8 @@ def check_plan(
     parameters = inspect.signature(make_step).parameters if callable(make_step) else {}
     if not parameters:
         raise AuditError(
-            f"plan received {make_step!r}, of type {type(make_step).__name__}, instead of a "
-            "function that takes a recipe. Pass\n"
+            f"plan received {getattr(make_step, '__name__', make_step)!r}, of type "
+            f"{type(make_step).__name__}, instead of a function that takes a recipe. Pass\n"
             "    def make_step(recipe):\n        return train_step, state, batch"
         )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
