@@ -64,7 +64,13 @@ def test_the_module_operation_and_dtype_of_a_softmax_in_16_bits():
     assert "float32" in cause.train and "bfloat16" in cause.serve
     assert Path(cause.file).name == "test_parity.py" and cause.line in range(35, 45)
     assert cause.after < 0.1 * cause.before and cause.before == report.by_operations
-    assert "x.astype(jnp.float32)" in cause.fix and "head" in str(report)
+    assert "serving program in the dtypes of training" in cause.fix
+    first, *lines = cause.fix.splitlines()
+    assert "x.astype(jnp.float32)" in first
+    logits = head.__code__.co_firstlineno + 2
+    assert f"    head (test_parity.py:{logits}): no cast to bfloat16" in lines
+    assert f"    head (test_parity.py:{logits + 1}): sub in float32 instead of bfloat16" in lines
+    assert all(line in str(report) for line in lines) and "/" not in str(report)
 
 
 def test_a_coarser_dtype_in_training():
@@ -76,13 +82,15 @@ def test_weights_that_were_rounded_before():
     other = W.astype(BF16).astype(FP32)
     cause = jaxmp.parity(lambda x: head(W, x), lambda x: head(other, x), [X]).cause
     assert (cause.module, cause.operation, cause.kind) == ("head", "dot_general", "arguments")
+    assert cause.fix.startswith("Pass the same values to head (test_parity.py:")
     assert "operand 1 is rounded to bfloat16 in serving" in cause.fix
     assert cause.after < 1e-6
 
 
-def test_a_place_outside_of_modules_is_a_line():
+def test_outside_of_modules_the_cause_is_a_line():
     cause = jaxmp.parity(lambda x: jnp.exp(x), lambda x: jnp.exp(x.astype(BF16)), [X]).cause
     assert cause.module == "" and "jnp.exp(x.astype(BF16))" in cause.text
+    assert f"    test_parity.py:{cause.line}: " in cause.fix
 
 
 def test_an_exported_program_on_either_side():

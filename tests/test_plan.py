@@ -61,12 +61,18 @@ GOOD = {"recipes": ["bf16"], "targets": ["v100"]}
         ({"targets": ["h10"]}, "Did you mean 'h100'?"),
         ({"batches": [8]}, "def never(recipe, batch_size=8):"),
         ({"batches": [0]}, "batches=[8, 16], or batches='largest'"),
+        ({"batches": [True]}, "batches=[8, 16], or batches='largest'"),
         ({"batches": "large"}, "batches=[8, 16], or batches='largest'"),
         ({"remat": [True]}, "def never(recipe, remat=False):"),
         ({"prices": {"h100": 2}}, "prices={'v100': 2.5}"),
+        ({"prices": {"v100": "2"}}, "prices={'v100': 2.5}"),
+        ({"prices": 2.0}, "prices={'v100': 2.5}"),
         ({"rates": {"v100": 2}}, "rates={'v100/bf16': 2.5}"),
         ({"hosts": 0}, "Write hosts=8, or --hosts 8"),
         ({"links": {"between": 100}}, "links={'within': 900e9, 'between': 100e9}"),
+        ({"links": {"between": "100e9"}}, "links={'within': 900e9, 'between': 100e9}"),
+        ({"links": 100e9}, "links={'within': 900e9, 'between': 100e9}"),
+        ({"targets": [{"like": "v100", "memory": m} for m in (1e10, 2e10)]}, "'name': 'h100-64'"),
         ({"links": {"nvlink": 900e9}}, "--link within=900e9,between=100e9"),
     ],
 )
@@ -77,8 +83,9 @@ def test_bad_arguments_are_refused_before_anything_is_computed(changes, message)
 
 
 def test_what_is_not_a_function_or_returns_no_step_is_refused():
-    with pytest.raises(AuditError, match="def make_step"):
-        jaxmp.plan("run.py", **GOOD)
+    for make in ("run.py", lambda: None):
+        with pytest.raises(AuditError, match="def make_step"):
+            jaxmp.plan(make, **GOOD)
     with pytest.raises(TypeError, match="return train_step, state, batch"):
         jaxmp.plan(lambda recipe: None, **GOOD)
 
@@ -277,6 +284,9 @@ def test_the_recommendation_names_bytes_and_formats():
     assert large.recipe == "bf16" and "fp8 does not fit" in large.reason
     none = recommend("h100", "bf16", [row_of("bf16", 1.0, fits=False)])
     assert none.recipe == "" and none.check == ""
+    unknown = PlanRow(recipe="bf16", target="h100", memory=10, usable=60)
+    reason = recommend("h100", "bf16", [unknown]).reason
+    assert reason == "It is not known what fits: bf16 requires at least 10 B of 60 B."
     failed = PlanRow(recipe="bf16", target="h100", problem="the program calls Python (run.py:3)")
     reason = recommend("h100", "bf16", [failed]).reason
     assert reason == "No program was compiled: the program calls Python (run.py:3)."
@@ -520,6 +530,26 @@ def test_a_recipe_that_a_chip_lacks_is_named():
     report = jaxmp.plan(make, recipes=["bf16", "fp8"], targets=["a100"], cache=None)
     assert "load_recipe('bf16')" in report.rows[1].lacking and report.rows[1].bound < 1
     assert report.choices[0].recipe == "bf16"
+
+
+@needs_compiler
+def test_without_a_network_or_equal_hosts_the_memory_is_known_and_the_bound_is_not():
+    devices = jax.sharding.Mesh(jax.devices()[:4], "data")
+    rows = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=rows)
+    make = lambda recipe: (jax.jit(lambda x: x @ x), x)
+    chip = {"like": "h100", "name": "pairs", "domain": 2, "network": 0}
+    for options, problem in (
+        ({"targets": [chip]}, "the network between those of 'pairs' is not known"),
+        ({"targets": ["h100"], "hosts": 3}, "hosts=3 cannot have the same number"),
+    ):
+        report = jaxmp.plan(make, recipes=["bf16", "fp32"], cache=None, **options)
+        row = report.rows[0]
+        assert row.fits and row.memory >= 3 * 512 * 512 and row.devices == 4
+        assert row.bound is None and problem in row.problem
+        text = " ".join(str(report).split())
+        assert "compiled without a bound" in text and "the memory fits" in text
+        assert report.choices[0].recipe == "bf16"
 
 
 def test_a_program_that_raises_is_a_row_with_the_reason():

@@ -147,6 +147,7 @@ def test_a_user_describes_a_chip(tmp_path):
         ({"like": "h100", "peak": {"half": "1"}}, "peak.half = '1'. It is a number of TFLOP/s"),
         ({"like": "h100", "peak": {"bf16": 989}}, "has peak = {'bf16': 989}. It is a table of"),
         ({"like": "h100", "peak": {"fp8": 1979}}, "such as peak = { half = 989, fp8 = 1979 }"),
+        ({"like": "h100", "capability": [[9], 0]}, "has capability = [[9], 0]. It is one of"),
         ({"like": "h100", "capability": 9}, "has capability = 9. It is one of [7, 0], [7, 5]"),
         ({"like": "h100", "capability": [6, 0]}, "has capability = [6, 0]. It is one of [7, 0]"),
         ({"like": "h100", "multiprocessors": {"cores": 9}}, "a table of cores, lanes, clock, l2"),
@@ -171,6 +172,9 @@ def test_a_wrong_description_is_refused(description, message):
 def test_a_description_without_a_compiler_says_why():
     facts = {"memory": 96e9, "bandwidth": 3e12, "peak": {"half": 989}, "link": 900e9}
     assert "no capability and multiprocessors" in get_target(facts).uncompiled
+    old = get_target({"like": "h100", "capability": [7, 0]})
+    assert "does not support its compute capability, 7.0" in old.uncompiled
+    assert not get_target({"like": "h100", "capability": (8, 9)}).uncompiled
     assert "name it 'v5e'" in get_target({"like": "v5e", "network": 1e11}).uncompiled
     assert not get_target({"like": "v5e", "name": "v5e", "network": 1e11}).uncompiled
     plan = jaxmp.plan(lambda recipe: (lambda w: w @ w, X), recipes=["bf16"], targets=[facts])

@@ -143,6 +143,9 @@ def test_an_interrupted_validation_goes_on(count, runs, verdicts, whole, monkeyp
     assert len(report.runs) == runs and [each.name for each in report.candidates] == verdicts
     assert report.runs == whole.runs[:runs]
     assert report.notes[0].startswith("Interrupted: ") and "fp16 has" in report.notes[0]
+    assert report.unfinished == ("bf16", "fp16")[len(verdicts) :] and not report.ok
+    with pytest.raises(jaxmp.errors.ValidationFailedError, match="fp16 has no verdict"):
+        report.check()
     trained = []
     train = _driver.train
     monkeypatch.setattr(
@@ -171,7 +174,7 @@ def test_the_command_writes_what_it_has_and_goes_on(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run_stop.py").write_text("import test_validate\nmake = None\n")
     make, _ = interrupted_after(5)
-    monkeypatch.setattr("jaxmp._tools.cli._steps.load_function", lambda *a: make)
+    monkeypatch.setattr("jaxmp._tools.cli._arguments.load_function", lambda *a: make)
     command = ["validate", "run_stop.py:make", "--recipes", "bf16,fp16", "--seeds", "2"]
     command += ["--steps", "4", "--json", "v.json"]
     with pytest.raises(SystemExit) as stop:

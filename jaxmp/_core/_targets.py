@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import re
 import tomllib
@@ -117,14 +116,14 @@ _FORMATS = {"half": ("bfloat16", "float16"), "fp8": ("float8_e4m3fn", "float8_e5
 _REQUIRED = ("memory", "bandwidth", "peak", "link", "source")
 _OPTIONAL = {"kinds": [], "platform": "gpu", "domain": 1, "network": 0.0, "uncompiled": ""}
 
-# Links in bytes per second are faster; a smaller number is one of GB/s.
-_SLOWEST = 1e6
+# Links in bytes per second are between these; a smaller number is one of GB/s.
+_SLOWEST, _FASTEST = 1e6, 1e14
 # Key -> least and largest value, between which those in other units do not lie, and the unit.
 _NUMBERS = {
     "memory": (1e8, 1e14, "bytes, such as 96e9"),
     "bandwidth": (1e9, 1e14, "bytes per second, such as 3.35e12"),
-    "link": (_SLOWEST, 1e14, "bytes per second in both directions, such as 900e9, or 0"),
-    "network": (_SLOWEST, 1e14, "bytes per second in both directions, such as 100e9, or 0"),
+    "link": (_SLOWEST, _FASTEST, "bytes per second in both directions, such as 900e9, or 0"),
+    "network": (_SLOWEST, _FASTEST, "bytes per second in both directions, such as 100e9, or 0"),
     "domain": (1, 1e6, "devices, such as 8"),
     "peak": (0.01, 1e6, "TFLOP/s, such as peak = { half = 989, fp8 = 1979 }"),
     "multiprocessors": (0.1, 1e10, "multiprocessors, lanes of each, GHz, or bytes of the L2 cache"),
@@ -292,14 +291,21 @@ def with_links(chip: Target, links: Mapping[str, float] | None) -> Target:
       TargetError: if there is another key, or a value that is not in bytes per second.
     """
     fields = {"within": "link", "between": "network"}
-    for key, value in (links or {}).items():
-        if key not in fields or not _SLOWEST <= value < math.inf:
+    items = {"": links} if not isinstance(links, Mapping | None) else links or {}
+    for key, value in items.items():
+        if key not in fields or not is_between(value, _SLOWEST, _FASTEST):
             raise TargetError(
-                f"links={{{key!r}: {value!r}}}: write the bytes per second of each device within "
+                f"links={links!r}: write the bytes per second of each device within "
                 "or between hosts, in both directions: links={'within': 900e9, 'between': 100e9}, "
                 "or --link within=900e9,between=100e9."
             )
-    return chip._replace(**{fields[key]: float(value) for key, value in (links or {}).items()})
+    return chip._replace(**{fields[key]: float(value) for key, value in items.items()})
+
+
+def is_between(value: object, least: float, most: float) -> bool:
+    """Returns True for a number in a range. A boolean does not count as one."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and least <= value <= most
 
 
 def _described(name: str, keys: Mapping[str, Any]) -> Target:
@@ -327,9 +333,12 @@ def _described(name: str, keys: Mapping[str, Any]) -> Target:
     for key, value, allowed in _wrong(whole):
         raise TargetError(f"The chip {name!r} has {key} = {value!r}. It is {allowed}.")
     platform = whole.get("platform", "gpu")
-    if platform == "gpu" and not {"capability", "multiprocessors"} <= whole.keys():
+    if platform == "gpu" and "uncompiled" not in keys:
+        capability = tuple(whole.get("capability", ()))
+        alike = (chip.uncompiled for chip in targets().values() if chip.capability == capability)
+        lacks = not {"capability", "multiprocessors"} <= whole.keys()
         why = "its description has no capability and multiprocessors, or a chip that it is like"
-        whole.setdefault("uncompiled", why)
+        whole["uncompiled"] = next(alike, "") or why * lacks
     if platform == "tpu" and name not in targets():
         whole["uncompiled"] = f"libtpu compiles for TPUs of the table only; name it {like!r}"
     return _target(name, whole)
@@ -352,14 +361,14 @@ def _wrong(keys: Mapping[str, Any]) -> Iterator[tuple[str, object, str]]:
     numbers |= {f"multiprocessors.{key}": value for key, value in sizes.items()}
     for key, value in numbers.items():
         least, most, unit = _NUMBERS[key.partition(".")[0]]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        is_zero = is_number and value == 0 and key in ("link", "network")
+        is_zero = is_between(value, 0, 0) and key in ("link", "network")
         is_whole = key != "domain" or isinstance(value, int)
-        if not is_zero and not (is_number and is_whole and least <= value <= most):
+        if not is_zero and not (is_whole and is_between(value, least, most)):
             yield key, value, f"a number of {unit}"
     compiled = sorted({chip.capability for chip in targets().values() if chip.capability})
     capability, kinds = keys.get("capability"), keys["kinds"]
-    if capability is not None and capability not in [[*each] for each in compiled]:
+    is_pair = isinstance(capability, (list, tuple))
+    if capability is not None and not (is_pair and tuple(capability) in compiled):
         yield "capability", capability, f"one of {', '.join(str([*each]) for each in compiled)}"
     platforms = dict.fromkeys(chip.platform for chip in targets().values())
     if keys.get("platform", "gpu") not in platforms:

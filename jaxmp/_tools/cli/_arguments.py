@@ -16,7 +16,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import jaxmp
-from jaxmp._core import _targets
 from jaxmp._core._messages import did_you_mean
 from jaxmp._tools.cli._output import check_output
 from jaxmp.errors import JaxmpError
@@ -75,8 +74,9 @@ TargetOption = Annotated[
 
 def _set_share(share: float | None) -> float | None:
     if share is not None:
+        if not 0 < share <= 1:
+            raise JaxmpError(f"--share {share} is not a share of the memory: write --share 0.95.")
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(share)
-        _targets.usable_share()
     return share
 
 
@@ -231,7 +231,13 @@ def make_step(name: str, example: str, *argument: object, least: int = 1) -> tup
       least: smallest number of values that the function returns.
     """
     make = load_function(name, example, "train_step, state, batch")
-    argument = argument if inspect.signature(make).parameters else ()
+    parameters = inspect.signature(make).parameters
+    argument = argument if parameters else ()
+    required = [each for each, p in parameters.items() if p.default is p.empty and p.kind < 2]
+    if len(required) > len(argument):
+        raise JaxmpError(
+            f"{name} takes {', '.join(required)}, which this command lacks:\n    {example}"
+        )
     made = call(f"{name}()", lambda: make(*argument))
     if not isinstance(made, (tuple, list)) or len(made) < least or not callable(made[0]):
         raise JaxmpError(

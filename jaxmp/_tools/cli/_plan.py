@@ -10,19 +10,7 @@ import typer
 
 import jaxmp
 from jaxmp._core import _plain
-from jaxmp._tools.cli._arguments import (
-    HtmlOption,
-    JsonOption,
-    NameOption,
-    ScriptOption,
-    SecondsOption,
-    ShareOption,
-    StepArgument,
-    call,
-    load_function,
-    only_function,
-    split_items,
-)
+from jaxmp._tools.cli import _arguments
 from jaxmp._tools.cli._output import write_report
 from jaxmp._tools.cli._steps import in_script
 from jaxmp._tools.report import _views
@@ -42,7 +30,7 @@ def run_plan(
             " to be present."
         ),
     ],
-    function: StepArgument = None,
+    function: _arguments.StepArgument = None,
     recipes: Annotated[str, typer.Option(help="Recipes, separated by commas.")] = "bf16,fp8",
     batches: Annotated[
         str | None,
@@ -79,15 +67,15 @@ def run_plan(
             " such as within=900e9,between=100e9, instead of those of the data sheet."
         ),
     ] = "",
-    share: ShareOption = None,
+    share: _arguments.ShareOption = None,
     cache: Annotated[
         str, typer.Option(metavar="FOLDER", help="Folder for compiled programs; empty for none.")
     ] = "~/.cache/jaxmp",
-    script: ScriptOption = None,
-    name: NameOption = None,
-    max_seconds: SecondsOption = 600.0,
-    json: JsonOption = None,
-    html: HtmlOption = None,
+    script: _arguments.ScriptOption = None,
+    name: _arguments.NameOption = None,
+    max_seconds: _arguments.SecondsOption = 600.0,
+    json: _arguments.JsonOption = None,
+    html: _arguments.HtmlOption = None,
 ) -> None:
     """Compile a training step for recipes and chips, and recommend a recipe for each chip.
 
@@ -95,7 +83,10 @@ def run_plan(
     which replaces the one that the script loads with jaxmp.load_recipe.
     """
     del share  # its callback sets the environment variable
-    options: dict[str, Any] = {"recipes": split_items(recipes), "targets": split_items(targets)}
+    options: dict[str, Any] = {
+        "recipes": _arguments.split_items(recipes),
+        "targets": _arguments.split_items(targets),
+    }
     options |= {"prices": _numbers(price, "--price"), "rates": _numbers(rate, "--rate")}
     options |= {"hosts": hosts, "links": _numbers(link, "--link", "between=100e9")}
     lists = {"batches": _values(batches), "remat": _values(remat)}
@@ -104,10 +95,10 @@ def run_plan(
     is_stopped = False
     try:
         if script is None:
-            path = only_function("plan", function, name)
-            make = load_function(path, _PLAN, "train_step, state, batch", "recipe")
+            path = _arguments.only_function("plan", function, name)
+            make = _arguments.load_function(path, _PLAN, "train_step, state, batch", "recipe")
             options |= {**lists, "cache": cache or None}
-            report = call(f"planning {path}", lambda: jaxmp.plan(make, **options))
+            report = _arguments.call(f"planning {path}", lambda: jaxmp.plan(make, **options))
         else:
             more = {"function": name, "max_seconds": max_seconds, "cache": cache or None}
             report = _plan_script([script, *(function or [])], json, options, more)
@@ -147,7 +138,7 @@ def _plan_script(
 def _numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str, float]:
     """Returns the numbers of `name=number,...`."""
     numbers = {}
-    for item in split_items(text):
+    for item in _arguments.split_items(text):
         name, _, number = item.partition("=")
         try:
             numbers[name.strip()] = float(number)
@@ -161,5 +152,7 @@ def _numbers(text: str, option: str, example: str = "h100=2.5") -> dict[str, flo
 def _values(text: str | None) -> Any:
     """Returns numbers, booleans and words; "largest" is not a list."""
     named: dict[str, Any] = {"true": True, "false": False}
-    items = [named.get(x, int(x) if x.isdecimal() else x) for x in split_items(text or "")]
+    items = [
+        named.get(x, int(x) if x.isdecimal() else x) for x in _arguments.split_items(text or "")
+    ]
     return text if text in (None, "largest") else items

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,31 +19,18 @@ import typer
 import jaxmp
 from jaxmp._core import _compat, _targets
 from jaxmp._policies import _recipe
-from jaxmp._tools.cli._arguments import (
-    FUNCTION_HELP,
-    HtmlOption,
-    JsonOption,
-    NameOption,
-    ScriptOption,
-    SecondsOption,
-    ShareOption,
-    StepArgument,
-    TargetOption,
-    call,
-    load_function,
-    make_step,
-    only_function,
-    split_items,
-)
+from jaxmp._tools.cli import _arguments
 from jaxmp._tools.cli._output import console, escape, write_report
 from jaxmp._tools.cli._show import open_run
 from jaxmp._tools.report import _progress, _views
 from jaxmp.errors import JaxmpError
 
 if TYPE_CHECKING:
+    from jaxmp._policies._recipe import Recipe
     from jaxmp.checkpoint._manifest import CheckpointInfo
-    from jaxmp.typing import AuditReport, NonfiniteReport
+    from jaxmp.typing import NonfiniteReport
 
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------
 # Scripts
@@ -83,16 +70,16 @@ def in_script(
 
 
 def run_audit(
-    function: StepArgument = None,
+    function: _arguments.StepArgument = None,
     recipe: Annotated[
         str | None,
         typer.Option(help="Recipe that the step should follow; the function receives it."),
     ] = None,
-    json: JsonOption = None,
-    target: TargetOption = None,
-    script: ScriptOption = None,
-    name: NameOption = None,
-    max_seconds: SecondsOption = 600.0,
+    json: _arguments.JsonOption = None,
+    target: _arguments.TargetOption = None,
+    script: _arguments.ScriptOption = None,
+    name: _arguments.NameOption = None,
+    max_seconds: _arguments.SecondsOption = 600.0,
     fail_on: Annotated[
         str,
         typer.Option(help="Checks whose errors fail, separated by commas; any; or none."),
@@ -109,22 +96,22 @@ def run_audit(
         bool,
         typer.Option("--try/--no-try", help="Trace the step with each fix before it is printed."),
     ] = True,
-    html: HtmlOption = None,
+    html: _arguments.HtmlOption = None,
 ) -> None:
     """Print the dtypes in which a training step computes, and what is wrong with them."""
     from jaxmp._tools.audit import _report
 
-    wanted = (
-        None if fail_on == "any" else [check for check in split_items(fail_on) if check != "none"]
-    )
-    checks = _report.known_checks(wanted)
+    wanted = [check for check in _arguments.split_items(fail_on) if check != "none"]
+    checks = _report.known_checks(None if fail_on == "any" else wanted)
     cls = jaxmp.typing.AuditReport
     before = None if baseline is None else _views.read_report(cls, Path(baseline))
+    loaded = None if recipe is None else _recipe.load_recipe(recipe)
     if script is None:
-        report = _audited(only_function("audit", function, name), recipe, target, try_fixes)
+        make = _arguments.only_function("audit", function, name)
+        options = {"recipe": loaded, "target": target, "try_fixes": try_fixes}
+        audit = _busy(f"auditing {make}")(jaxmp.audit)
+        report = _run_tool("audit", audit, make, loaded, options)
     else:
-        if recipe is not None:
-            _recipe.load_recipe(recipe)
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
         report = cls.from_json(in_script("audit", script, function or [], json, **options)[1])
@@ -134,18 +121,31 @@ def run_audit(
     report.check(checks, baseline=before)
 
 
-def _audited(name: str, recipe: str | None, target: str | None, try_fixes: bool) -> "AuditReport":
-    loaded = [] if recipe is None else [_recipe.load_recipe(recipe)]
-    settings: dict[str, Any] = {
-        "recipe": loaded[0] if loaded else None,
-        "target": target,
-        "try_fixes": try_fixes,
-    }
-    with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
-        example = "jaxmp audit my_package.train:make_step --recipe bf16"
-        step, *arguments = make_step(name, example, *loaded)
-        with _busy(f"auditing {name}"):
-            return call(f"the step of {name}", lambda: jaxmp.audit(step, *arguments, **settings))
+def _run_tool(
+    command: str,
+    tool: Callable[..., T],
+    function: str,
+    recipe: "Recipe | None",
+    options: dict[str, Any],
+) -> T:
+    """Calls a tool with the step of the user's function.
+
+    Args:
+      command: the command.
+      tool: `jaxmp.audit` or `jaxmp.estimate_memory`.
+      function: name of the function.
+      recipe: its argument, if it takes one.
+      options: those of the tool; "target" is one of them.
+    """
+    is_local = options["target"] is None
+    if not is_local:
+        _targets.get_target(options["target"])
+    with contextlib.nullcontext() if is_local else _compat.unchecked_cuda():
+        example = f"jaxmp {command} my_package.train:make_step --recipe bf16"
+        recipes = [] if recipe is None else [recipe]
+        step, *arguments = _arguments.make_step(function, example, *recipes)
+        description = f"the step of {function}"
+        return _arguments.call(description, lambda: tool(step, *arguments, **options))
 
 
 @contextlib.contextmanager
@@ -157,9 +157,9 @@ def _busy(description: str) -> Iterator[None]:
 
 
 def run_memory(
-    function: StepArgument = None,
+    function: _arguments.StepArgument = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe; the function receives it.")] = None,
-    target: TargetOption = None,
+    target: _arguments.TargetOption = None,
     exact: Annotated[
         bool | None,
         typer.Option(
@@ -168,12 +168,12 @@ def run_memory(
             " compiler is installed.",
         ),
     ] = None,
-    share: ShareOption = None,
-    script: ScriptOption = None,
-    name: NameOption = None,
-    max_seconds: SecondsOption = 600.0,
-    json: JsonOption = None,
-    html: HtmlOption = None,
+    share: _arguments.ShareOption = None,
+    script: _arguments.ScriptOption = None,
+    name: _arguments.NameOption = None,
+    max_seconds: _arguments.SecondsOption = 600.0,
+    json: _arguments.JsonOption = None,
+    html: _arguments.HtmlOption = None,
 ) -> None:
     """Print the memory that a training step requires, by kind, and whether it fits a chip.
 
@@ -192,15 +192,9 @@ def run_memory(
         _, text = in_script("memory", script, function or [], json, **settings)
         estimate = jaxmp.typing.MemoryEstimate.from_json(text)
     else:
-        make = only_function("memory", function, name)
-        with contextlib.nullcontext() if target is None else _compat.unchecked_cuda():
-            loaded = [] if recipe is None else [_recipe.load_recipe(recipe)]
-            example = "jaxmp memory my_package.train:make_step --recipe bf16"
-            step, *arguments = make_step(make, example, *loaded)
-            estimate = call(
-                f"the step of {make}",
-                lambda: jaxmp.estimate_memory(step, *arguments, **settings),
-            )
+        make = _arguments.only_function("memory", function, name)
+        loaded = None if recipe is None else _recipe.load_recipe(recipe)
+        estimate = _run_tool("memory", jaxmp.estimate_memory, make, loaded, settings)
     write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
 
@@ -217,7 +211,8 @@ def run_validate(
         str,
         typer.Argument(
             metavar="FUNCTION",
-            help=f"{FUNCTION_HELP} It takes a recipe and a seed, and returns a jaxmp.TrainingRun.",
+            help=f"{_arguments.FUNCTION_HELP} It takes a recipe and a seed, and returns a"
+            " jaxmp.TrainingRun.",
         ),
     ],
     recipes: Annotated[
@@ -240,7 +235,7 @@ def run_validate(
             help="Earlier JSON result; fail if loss or gradient error are worse.",
         ),
     ] = None,
-    json: JsonOption = None,
+    json: _arguments.JsonOption = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -248,7 +243,7 @@ def run_validate(
         ),
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Print every module and seed.")] = False,
-    html: HtmlOption = None,
+    html: _arguments.HtmlOption = None,
 ) -> None:
     """Train candidate precisions and the reference, and print which are good enough.
 
@@ -258,10 +253,12 @@ def run_validate(
     """
     from jaxmp._tools.validate._report import DIFFERS, FAIL, find_regressions
 
-    directions = [item.partition("=") for item in split_items(metrics)]
+    directions = [item.partition("=") for item in _arguments.split_items(metrics)]
     cls = jaxmp.typing.ValidationReport
     before = None if baseline is None else _views.read_report(cls, baseline)
-    make_run = load_function(function, _VALIDATE, "jaxmp.TrainingRun(...)", "recipe, seed")
+    make_run = _arguments.load_function(
+        function, _VALIDATE, "jaxmp.TrainingRun(...)", "recipe, seed"
+    )
     if resume and not (json and Path(json).is_file()):
         raise JaxmpError(
             f"--resume requires the file of an earlier result: {_VALIDATE} --json FILE"
@@ -269,7 +266,7 @@ def run_validate(
     validate = functools.partial(
         jaxmp.validate,
         make_run,
-        split_items(recipes),
+        _arguments.split_items(recipes),
         reference_recipe=reference_recipe,
         seeds=seeds,
         steps=steps,
@@ -278,7 +275,7 @@ def run_validate(
         resume=_views.read_report(cls, Path(str(json))) if resume else None,
     )
     try:
-        report = call(f"validating {function}", validate)
+        report = _arguments.call(f"validating {function}", validate)
     except _views.Interrupted as stop:
         write_report(stop.report, json, html, full=full)
         advice = "Run the same command with" if json else "Next time, add --json FILE, and then"
@@ -302,9 +299,9 @@ def run_locate(
         list[str] | None,
         typer.Argument(
             metavar="FUNCTION | ARGUMENTS...",
-            help=f"{FUNCTION_HELP} It takes the description of the checkpoint, or nothing, and"
-            " returns the step and its arguments: a state, and a batch or an iterator of batches."
-            " With --script: the arguments of the script.",
+            help=f"{_arguments.FUNCTION_HELP} It takes the description of the checkpoint, or"
+            " nothing, and returns the step and its arguments: a state, and a batch or an iterator"
+            " of batches. With --script: the arguments of the script.",
         ),
     ] = None,
     checkpoint: Annotated[
@@ -316,12 +313,12 @@ def run_locate(
         ),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Its step; by default the latest.")] = None,
-    batches: Annotated[int, typer.Option(help="Largest number of batches to try.")] = 1000,
-    script: ScriptOption = None,
-    name: NameOption = None,
-    max_seconds: SecondsOption = 600.0,
-    json: JsonOption = None,
-    html: HtmlOption = None,
+    batches: Annotated[int, typer.Option(min=1, help="Largest number of batches.")] = 1000,
+    script: _arguments.ScriptOption = None,
+    name: _arguments.NameOption = None,
+    max_seconds: _arguments.SecondsOption = 600.0,
+    json: _arguments.JsonOption = None,
+    html: _arguments.HtmlOption = None,
 ) -> None:
     """Run a training step again and print where its first value that is not finite comes from.
 
@@ -340,7 +337,7 @@ def run_locate(
         _, text = in_script("locate", script, function or [], json, **options)
         report = jaxmp.typing.NonfiniteReport.from_json(text)
     else:
-        make = only_function("locate", function, name)
+        make = _arguments.only_function("locate", function, name)
         report = _located(make, checkpoint, step, batches)
     write_report(report, json, html)
     raise typer.Exit(int(report.reproduced))
@@ -355,7 +352,7 @@ def _located(
         checkpointer, step = open_run(checkpoint, step)
         info = checkpointer.describe(step)
     example = "jaxmp locate run.py:make_step --checkpoint checkpoints"
-    train_step, *arguments = make_step(function, example, info, least=2)
+    train_step, *arguments = _arguments.make_step(function, example, info, least=2)
     if checkpointer is not None and info is not None:
         count = _count(info, arguments[0])
         if count is None:
@@ -374,7 +371,7 @@ def _located(
         with _busy(f"training with {function}"):
             state, rest = _failing(train_step, state, islice(rest[-1], batches))
     with _busy(f"following the values of {function}"):
-        return call(
+        return _arguments.call(
             f"the step of {function}", lambda: jaxmp.locate_nonfinite(train_step, state, *rest)
         )
 

@@ -1,8 +1,10 @@
-"""The report of `parity`. Its JSON layout are the fields of `ParityReport` after the schema."""
+"""The report of `parity`. Its JSON has the fields of `ParityReport` after those of the schema."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import textwrap
 from typing import ClassVar
 
 from jaxmp._core._plain import JSONValue
@@ -14,6 +16,8 @@ from jaxmp._tools.report._section import Fix, Section
 from jaxmp.errors import ValidationError
 
 _COLUMNS = ("positions", "0.999 to 1.002", "1 %", "5 %", "difference", "KL", "largest ratio")
+# Other modules that differ, of which the text names at most so many.
+_OTHERS = 3
 _RATIO = (
     "Shares of the outputs whose ratio of serving and training is in 0.999 to 1.002, or differs by "
     "at most 1 % or 5 %; mean absolute difference; KL(serving || training); the ratio that is "
@@ -29,7 +33,7 @@ class ParityReport(_views.Report):
       outputs: "log_probs", "logits" or "outputs".
       batches: number of compared batches.
       rows: the differences of all positions, and then those of ranges of positions.
-      cause: the first place that differs by more than rounding explains; None if there is none.
+      cause: the first operation that differs by more than rounding explains; None if there is none.
       searched: True if the programs were run one operation at a time, since their outputs differ.
       by_operations: mean absolute difference of these runs.
 
@@ -74,7 +78,7 @@ class ParityReport(_views.Report):
         count = f"{_section.share_text(total.band)} of {total.count:,} outputs"
         text = f"{count} have a ratio in 0.999 to 1.002"
         if self.cause is not None:
-            return f"{text}; first difference: {_place(self.cause)}"
+            return f"{text}; first difference: {_location(self.cause)}"
         if not self.searched:
             return text
         if self.by_operations < 0.1 * total.difference:
@@ -82,11 +86,12 @@ class ParityReport(_views.Report):
         return f"{text}; rounding and the order of sums explain the differences"
 
     def _cause(self, cause: ParityCause) -> Section:
-        others = f" Others differ, too: {_section.abbreviate(list(cause.others))}."
-        sentence, _, code = cause.fix.partition("\n")
+        shown, more = ", ".join(cause.others[:_OTHERS]), len(cause.others) - _OTHERS
+        others = f" Others differ, too: {shown}{f' and {more} more' if more > 0 else ''}."
+        sentence, _, lines = cause.fix.partition("\n")
         parts = [
             (False, sentence),
-            (True, code.strip()),
+            (True, textwrap.dedent(lines)),
             (
                 False,
                 f"Run with this change, the mean absolute difference is {cause.after:.3g} instead "
@@ -95,14 +100,14 @@ class ParityReport(_views.Report):
         ]
         return Section(
             "Cause",
-            f"{_place(cause)} is the first place whose results differ by more than rounding "
+            f"{_location(cause)} is the first operation whose results differ by more than rounding "
             f"explains, for equal operands. Training: {cause.train}. Serving: {cause.serve}. "
             f"{cause.text and f'Its line: {cause.text}'}{others if cause.others else ''}",
             fixes=(Fix("Change", tuple(part for part in parts if part[1])),),
         )
 
 
-def _place(cause: ParityCause) -> str:
+def _location(cause: ParityCause) -> str:
     where = f"{cause.operation} in {_section.module_text(cause.module)}"
-    name = cause.file.rpartition("/")[2]
+    name = os.path.basename(cause.file)
     return f"{where} ({name}:{cause.line})" if name else where

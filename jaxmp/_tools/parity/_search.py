@@ -1,11 +1,21 @@
-"""Finds the first place at which two programs differ by more than rounding explains.
+"""Finds the cause of a mismatch: the first module where programs differ by more than rounding.
 
-A place is a *candidate* if it fails the criterion of `_align`. Candidates are grouped by modules,
-without numbers, or by lines outside of modules. Each group has a change: its operations in the
-dtypes of the training program or, if that is not enough, its results without the differences that
-were measured for equal operands. The serving program is run with it. The cause is the first group
-whose change removes `_SHARE` of the mismatch, or the first of several that do so together; without
-one there is no cause. If training has the coarser dtype, the two programs change roles.
+*Candidates.* `_align` pairs the operations of both programs. The serving program is run with the
+operands that training has, and each pair whose results then fail the criterion is a candidate.
+
+*Groups.* Candidates form a group if their modules are the same apart from numbers, as in the layers
+of a model. Outside of modules, those of a source line do.
+
+*Changes.* For each group, the serving program is run with a change: the operations of the group
+compute in the dtypes of training. If that is not enough, the differences of the candidates are
+subtracted from their results.
+
+*Cause.* The cause is the first group whose change removes `_SHARE` of the mismatch. If no group
+does, all are changed together. If that removes enough, the cause is the first group that has an
+effect; otherwise there is no cause.
+
+Only the program with more roundings can be changed to the dtypes of the other one. If that is
+training, the search is repeated with the roles of the programs exchanged.
 """
 
 from __future__ import annotations
@@ -36,8 +46,8 @@ _SHARE = 0.4
 _EQUAL = 1e-5
 # A change that removes less has no effect.
 _EFFECT = 0.05
-# Groups that are tried one by one.
-_MOST = 16
+# Groups that are tried one by one, and lines of a fix that are shown.
+_MOST, _LINES = 16, 8
 _FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 Changes = Mapping[int, Change]
@@ -45,19 +55,19 @@ Changes = Mapping[int, Change]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParityCause:
-    """First place at which two programs differ by more than rounding explains.
+    """First operation in which two programs differ by more than rounding explains.
 
     Args:
       module: path of the module, such as "block_0/attention"; "" outside of modules.
       operation: name of the primitive.
-      kind: "dtype"; "arguments" (the operands are other arguments or constants); "operations" (the
-        operations or kernels, or the values of their operands, are others).
+      kind: "dtype"; "arguments", if arguments or constants have other values; "operations", for
+        other differences, such as another kernel.
       train, serve: the operations of both programs, with their dtypes.
-      file, line, text: the source line.
+      file, line, text: the path of the source file, the number of the line, and the line.
       before: mean absolute difference of the outputs of both programs, run one operation at a time.
       after: the same with the change.
       others: further modules that differ, whose changes are part of `after`.
-      fix: the change, which was run.
+      fix: the change, as a sentence. For a dtype, a row for each line of the source follows.
     """
 
     module: str
@@ -86,19 +96,20 @@ class TracedProgram(NamedTuple):
         return "call_exported" in _analysis.primitives(self.closed)
 
 
-class _Place(NamedTuple):
-    """A candidate.
+class _Candidate(NamedTuple):
+    """Pair of results that differ by more than rounding explains.
 
-    pair: the results that differ.
-    value: results of serving for equal operands.
-    only: operations before them that the other program does not have, of training and of serving.
-    named: the program (0: training) and the index of the record to name.
+    Args:
+      pair: the results.
+      value: the result of serving for the operands of training.
+      only: operations of training, and of serving, that the other program lacks before the pair.
+      reported: the operation that the report names: its program (0 or 1), and index.
     """
 
     pair: Pair
     value: Array
     only: tuple[list[int], list[int]]
-    named: tuple[int, int]
+    reported: tuple[int, int]
 
 
 def find_cause(
@@ -159,22 +170,24 @@ class _Search:
         if not x.size or self.before <= _EQUAL * np.sqrt(np.mean(np.square(x))):
             return None, self.before
         groups, tried = self._groups(), []
-        for places in itertools.islice(groups.values(), _MOST):
-            changes, after = self._change(places)
+        for candidates in itertools.islice(groups.values(), _MOST):
+            changes, after = self._change(candidates)
             if after <= limit:
-                return self._cause(places, changes, after, ()), self.before
-            tried.append((after > (1 - _EFFECT) * self.before, places))
-        changes, after = self._change([place for group in groups.values() for place in group])
+                return self._cause(candidates, changes, after, ()), self.before
+            tried.append((after > (1 - _EFFECT) * self.before, candidates))
+        changes, after = self._change(
+            [candidate for group in groups.values() for candidate in group]
+        )
         if after > limit:
             return None, self.before
-        _, places = min(tried, key=lambda row: row[0])
-        others = tuple(key for key, group in groups.items() if group is not places)
-        return self._cause(places, changes, after, others), self.before
+        _, candidates = min(tried, key=lambda row: row[0])
+        others = tuple(key for key, group in groups.items() if group is not candidates)
+        return self._cause(candidates, changes, after, others), self.before
 
     # -- candidates -----------------------------------------------------------------------------
 
-    def _groups(self) -> dict[str, list[_Place]]:
-        """Returns the candidates by their classes, in the order of the second program."""
+    def _groups(self) -> dict[str, list[_Candidate]]:
+        """Returns the candidates of each group, in the order of the second program."""
         train, serve = self.records
         pairs = sorted(_align.pairs_of(train, serve), key=lambda pair: pair.serve)
         self._partner = {n: pair.train for pair in pairs for n in pair.serve}
@@ -191,29 +204,34 @@ class _Search:
                 part = in_stored_dtype(part, serve[n].dtype)
                 forced[n] = Change(value=lambda _, part=part: part)
         self._local, _ = walk(*self.changed, forced)
-        groups: dict[str, list[_Place]] = {}
+        groups: dict[str, list[_Candidate]] = {}
         for pair in pairs:
             value = self._moved(pair.join([self._local[n].value for n in pair.serve]), -self.shift)
             if _align.is_different(train[pair.train], serve[pair.serve[0]], value):
-                place = self._place(pair, value)
-                groups.setdefault(self._class(*place.named), []).append(place)
+                candidate = self._candidate(pair, value)
+                groups.setdefault(self._group_of(*candidate.reported), []).append(candidate)
         return groups
 
     def _moved(self, value: Array, shift: int) -> Array:
-        """Returns a value of all examples with its examples at other positions."""
+        """Returns a value with its examples at other positions of the batch."""
         return jnp.roll(value, shift, 0) if shift and value.ndim else value
 
-    def _class(self, side: int, index: int) -> str:
-        """Returns the module of a record without numbers; outside of modules, its line."""
-        line = self.records[side][index].line
-        return _section.numberless(self.modules[side][index]) or f"{line[0]}:{line[1]}"
+    def _group_of(self, side: int, index: int) -> str:
+        """Returns the group of an operation: its module without numbers, or its line."""
+        module = _section.numberless(self.modules[side][index])
+        return module or self.records[side][index].location
 
     def _coarser(self, index: int) -> int | None:
-        """Returns the program that stores a result with a counterpart in a coarser dtype."""
+        """Returns the program (0 or 1) in which a paired result has the coarser dtype."""
         dtypes = self.records[0][self._partner[index]].dtype, self.records[1][index].dtype
         return None if dtypes[0] == dtypes[1] else dtypes.index(_align.coarser(*dtypes))
 
-    def _place(self, pair: Pair, value: Array) -> _Place:
+    def _candidate(self, pair: Pair, value: Array) -> _Candidate:
+        """Returns a candidate with the operation that explains its difference best.
+
+        This is the pair itself if its dtypes differ; otherwise an operation that only one program
+        has before it; otherwise the last one before it that the second program rounds more.
+        """
         ends = pair.train, pair.serve[0]
         nearest = [
             _align.before(*each) for each in zip(self.records, ends, self._paired, strict=True)
@@ -232,17 +250,17 @@ class _Search:
             only = self._only(reduced, lambda r: (*_sign(r), *map(np.shape, r.operands)))
         if self._coarser(ends[1]) is None and only == ([], []):
             stored = (n for n in nearest[1] if n in self._partner and self._coarser(n) == 1)
-            return _Place(pair, value, only, (1, max(stored, default=ends[1])))
+            return _Candidate(pair, value, only, (1, max(stored, default=ends[1])))
         if self._coarser(ends[1]) is not None:
-            return _Place(pair, value, only, (1, ends[1]))
+            return _Candidate(pair, value, only, (1, ends[1]))
         side = 1 if only[1] else 0
-        named = max(only[side], key=lambda n: (_rank(self.records[side][n]), n))
-        return _Place(pair, value, only, (side, named))
+        reported = max(only[side], key=lambda n: (_rank(self.records[side][n]), n))
+        return _Candidate(pair, value, only, (side, reported))
 
     def _only(
         self, regions: Sequence[list[int]], sign: Callable[[ResultRecord], Any]
     ) -> tuple[list[int], list[int]]:
-        """Returns the operations of each region whose sign the other one has less often."""
+        """Returns the operations of each region that the other region has less often."""
         signs = [
             collections.Counter(sign(records[n]) for n in region)
             for records, region in zip(self.records, regions, strict=True)
@@ -259,14 +277,14 @@ class _Search:
 
     # -- changes --------------------------------------------------------------------------------
 
-    def _change(self, places: Sequence[_Place]) -> tuple[Changes, float]:
-        """Returns the change that removes the differences of some places, and the mismatch."""
-        changes = self._dtypes(places)
+    def _change(self, candidates: Sequence[_Candidate]) -> tuple[Changes, float]:
+        """Returns the change of some candidates, and the mismatch with it."""
+        changes = self._dtypes(candidates)
         after = self._with(changes) if changes else self.before
         if after <= (1 - _SHARE) * self.before:
             return changes, after
         corrected: dict[int, Change] = {}
-        for pair, y, *_ in places:
+        for pair, y, *_ in candidates:
             x = self.records[0][pair.train].value
             error = self._moved(jnp.where(jnp.isfinite(x) & jnp.isfinite(y), y - x, 0), self.shift)
             for n, part in zip(pair.serve, pair.split(error), strict=True):
@@ -276,16 +294,16 @@ class _Search:
                 )
         return corrected, self._with(corrected)
 
-    def _dtypes(self, places: Sequence[_Place]) -> Changes:
-        """Returns the dtypes of the first program for the operations of some places' modules."""
+    def _dtypes(self, candidates: Sequence[_Candidate]) -> Changes:
+        """Returns the change of the operations in the candidates' groups to the first dtypes."""
         train, serve = self.records
-        classes = {self._class(*place.named) for place in places}
-        new = {n for place in places for n in place.only[1]}
+        keys = {self._group_of(*candidate.reported) for candidate in candidates}
+        new = {n for candidate in candidates for n in candidate.only[1]}
         alone = [
             {
                 n: record
                 for n, record in enumerate(records)
-                if n not in paired and _computes(record) and self._class(side, n) in classes
+                if n not in paired and _computes(record) and self._group_of(side, n) in keys
             }
             for side, (records, paired) in enumerate(zip(self.records, self._paired, strict=True))
         ]
@@ -298,44 +316,34 @@ class _Search:
             and _bind.is_narrow_dtype(record.dtype)
         }
         for n, partner in self._partner.items():
-            # What the first program rounds next remains rounded.
+            # If the first program rounds its result next, the dtype of the second one is right.
             next_dtypes = {r.dtype if _is_cast(r) else None for r in self._readers.get(partner, ())}
             is_other = serve[n].dtype != train[partner].dtype and next_dtypes != {serve[n].dtype}
-            if is_other and serve[n].primitive not in _bind.MOVES and self._class(1, n) in classes:
+            if is_other and serve[n].primitive not in _bind.MOVES and self._group_of(1, n) in keys:
                 changes[n] = Change(dtype=train[partner].dtype)
         return changes
 
     # -- texts ----------------------------------------------------------------------------------
 
     def _cause(
-        self, places: Sequence[_Place], changes: Changes, after: float, others: tuple[str, ...]
+        self,
+        candidates: Sequence[_Candidate],
+        changes: Changes,
+        after: float,
+        others: tuple[str, ...],
     ) -> ParityCause:
-        place = places[0]
-        side, index = place.named
+        candidate = candidates[0]
+        side, index = candidate.reported
         (file, line), module = self.records[side][index].line, self.modules[side][index]
-        self.is_coarser |= any(map(_is_cast, self._of(0, place.only[0])))
-        ends = place.pair.train, place.pair.serve[0]
+        self.is_coarser |= any(map(_is_cast, self._of(0, candidate.only[0])))
+        ends = candidate.pair.train, candidate.pair.serve[0]
         if side == 1 and index in self._partner:
             ends = self._partner[index], index
         texts = {
-            name: ", ".join(dict.fromkeys(map(_text, self._of(s, (*place.only[s], ends[s])))))
+            name: ", ".join(dict.fromkeys(map(_text, self._of(s, (*candidate.only[s], ends[s])))))
             for s, name in enumerate(self.names)
         }
-        where = f"{module or 'the program'}{f' ({file}:{line})' if file else ''}"
-        reason = "" if any(place.only) else self._arguments(place)
-        kind = "arguments" if reason else "operations"
-        fix = f"Run the same operations on the same values in {where} of both programs{reason}."
-        if all(change.value is None for change in changes.values()):
-            kind, parts = "dtype", dict[str, None]()
-            for n, change in changes.items():
-                record = self.records[1][n]
-                cast = f"without the cast to {record.dtype}"
-                parts[cast if _is_cast(record) else f"{record.primitive} in {change.dtype}"] = None
-            dtype = next(iter(changes.values())).dtype
-            fix = (
-                f"In the {self.names[1]} program, compute {where} as in {self.names[0]}: "
-                f"{', '.join(parts)}.\n    x = x.astype(jnp.{dtype})  # the operands"
-            )
+        kind, fix = self._fix(candidate, changes)
         return ParityCause(
             module=module,
             operation=self.records[side][index].primitive,
@@ -351,12 +359,42 @@ class _Search:
             fix=fix,
         )
 
+    def _fix(self, candidate: _Candidate, changes: Changes) -> tuple[str, str]:
+        """Returns the kind of a cause, and the change as text."""
+        where = self._where(*candidate.reported)
+        reason = "" if any(candidate.only) else self._arguments(candidate)
+        if any(change.value is not None for change in changes.values()):
+            if reason:
+                return "arguments", f"Pass the same values to {where} in both programs: {reason}."
+            return "operations", f"Use the same operations and values in both programs: {where}."
+        rows: dict[tuple[str, str], dict[str, None]] = {}
+        for n, change in sorted(changes.items()):
+            record = self.records[1][n]
+            name, text = record.primitive, f" in {change.dtype} instead of {record.dtype}"
+            if _is_cast(record):
+                name, text = "no cast", f" to {record.dtype}"
+            rows.setdefault((self._where(1, n), text), {})[name] = None
+        lines = [f"    {where}: {', '.join(names)}{text}" for (where, text), names in rows.items()]
+        more = [f"    and {len(lines) - _LINES} more lines"] if len(lines) > _LINES else []
+        sentence = (
+            f"Compute these lines of the {self.names[1]} program in the dtypes of {self.names[0]}. "
+            f"Cast the operands, as in x.astype(jnp.{next(iter(changes.values())).dtype}), or set "
+            "the dtype of the module:"
+        )
+        return "dtype", "\n".join([sentence, *lines[:_LINES], *more])
+
+    def _where(self, side: int, index: int) -> str:
+        """Returns a line with its module, such as "block_*/attention (model.py:12)"."""
+        record = self.records[side][index]
+        module = _section.numberless(self.modules[side][index])
+        return f"{module} ({record.location})" if module else record.location
+
     def _of(self, side: int, indices: Iterable[int]) -> list[ResultRecord]:
         return [self.records[side][n] for n in indices]
 
-    def _arguments(self, place: _Place) -> str:
-        """Returns a text on an operand that differs, and that no operation computes."""
-        train, serve = self.records[0][place.pair.train], self._local[place.pair.serve[0]]
+    def _arguments(self, candidate: _Candidate) -> str:
+        """Returns a text on the first argument or constant that differs; "" if there is none."""
+        train, serve = self.records[0][candidate.pair.train], self._local[candidate.pair.serve[0]]
         for n, (x, y) in enumerate(zip(train.operands, serve.operands, strict=False)):
             is_same = jnp.shape(x) != jnp.shape(y) or bool(jnp.array_equal(x, y))
             if is_same or not self._is_input(serve.makers[n]):
@@ -364,8 +402,8 @@ class _Search:
             for name in _FORMATS if jnp.issubdtype(x.dtype, jnp.floating) else ():
                 for side, (a, b) in enumerate(((y, x), (x, y))):
                     if jnp.array_equal(in_stored_dtype(a, jnp.dtype(name)), b):
-                        return f": operand {n} is rounded to {name} in {self.names[side]}"
-            return f": operand {n} has other values"
+                        return f"operand {n} is rounded to {name} in {self.names[side]}"
+            return f"operand {n} has other values"
         return ""
 
     def _is_input(self, index: int) -> bool:
@@ -388,7 +426,7 @@ def _is_cast(record: ResultRecord) -> bool:
 
 
 def _rank(record: ResultRecord) -> int:
-    """Returns the preference with which an operation is named: one that computes, then a cast."""
+    """Returns the preference to report an operation: first one that computes, then a cast."""
     return 1 if _is_cast(record) else 2 * (record.primitive not in _bind.MOVES)
 
 

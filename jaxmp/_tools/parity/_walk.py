@@ -8,6 +8,7 @@ no interpreter enters, such as kernels, run in their recorded dtypes, and have o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -48,6 +49,12 @@ class ResultRecord(NamedTuple):
     makers: tuple[int, ...]
     operands: tuple[Any, ...]
     value: Any
+
+    @property
+    def location(self) -> str:
+        """The line, such as "model.py:12"."""
+        file, line = self.line
+        return f"{os.path.basename(file)}:{line}" if file else "a line that is not known"
 
 
 class Change(NamedTuple):

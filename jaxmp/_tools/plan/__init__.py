@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jaxmp._core._targets import Target, get_target, with_links
+from jaxmp._core._targets import Target, get_target, is_between, with_links
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools.audit._compile import check_compiler
@@ -20,7 +20,7 @@ from jaxmp._tools.plan._report import PlanRow as PlanRow
 from jaxmp._tools.plan._report import recommend
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._views import Interrupted
-from jaxmp.errors import AuditError
+from jaxmp.errors import AuditError, TargetError
 
 _LARGEST = "largest"
 Measured: TypeAlias = dict[str, list[MeasuredRow]]
@@ -150,13 +150,13 @@ def check_plan(
     **lists: Any,
 ) -> tuple[list[Recipe], list[Target]]:
     """Checks the arguments of `plan`, and returns its recipes and chips."""
-    if not callable(make_step):
+    parameters = inspect.signature(make_step).parameters if callable(make_step) else {}
+    if not parameters:
         raise AuditError(
-            f"plan received an object of type {type(make_step).__name__} instead of a function "
-            "that takes a recipe. Pass\n"
+            f"plan received {getattr(make_step, '__name__', make_step)!r}, of type "
+            f"{type(make_step).__name__}, instead of a function that takes a recipe. Pass\n"
             "    def make_step(recipe):\n        return train_step, state, batch"
         )
-    parameters = inspect.signature(make_step).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name, values in lists.items():
         if values is None and name in ("batches", "remat"):
@@ -164,7 +164,7 @@ def check_plan(
         is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
         if name == "batches":
             sizes: list[Any] = list(values or ()) if is_list else [int(values == _LARGEST)]
-            is_list = all(isinstance(size, int) and size > 0 for size in sizes)
+            is_list = all(type(size) is int and size > 0 for size in sizes)
         if not is_list:
             raise AuditError(f"{name}={values!r} is not valid. Write {_EXAMPLE}.")
         parameter = {"batches": "batch_size=8", "remat": "remat=False"}.get(name, "")
@@ -184,19 +184,25 @@ def check_plan(
     if hosts is not None and (type(hosts) is not int or hosts < 1):
         raise AuditError(f"hosts={hosts!r} is not a positive number. Write hosts=8, or --hosts 8.")
     chips = [with_links(chip, links) for chip in dict.fromkeys(map(get_target, lists["targets"]))]
+    names = [chip.name for chip in chips]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise TargetError(
+                f"targets= has {count} chips of the name {name!r}. Name each: targets=["
+                "{'like': 'h100', 'name': 'h100-64', 'memory': 64e9}, ...]."
+            )
     for chip in chips:
         if not chip.uncompiled:
             check_compiler(chip)
     recipes = [each for name in lists["recipes"] for each in load_recipe(name).split_phases()]
     recipes = list(dict.fromkeys(recipes))
-    names = [chip.name for chip in chips]
     pairs = [f"{name}/{recipe.name}" for name in names for recipe in recipes]
     for option, values, known in (("prices", prices, names), ("rates", rates, pairs)):
-        for key, value in (values or {}).items():
-            if key not in known or not 0 < value < math.inf:
-                allowed = ", ".join(known)
-                raise AuditError(
-                    f"{option}={{{key!r}: {value!r}}}: write positive numbers for {allowed}, such"
-                    f" as {option}={{{known[0]!r}: 2.5}}."
-                )
+        is_table = values is None or isinstance(values, Mapping)
+        items = (values or {}).items() if is_table else [("", values)]
+        if not all(key in known and is_between(value, 1e-9, 1e15) for key, value in items):
+            raise AuditError(
+                f"{option}={values!r}: write positive numbers for {', '.join(known)}, such as "
+                f"{option}={{{known[0]!r}: 2.5}}."
+            )
     return recipes, chips

@@ -35,7 +35,7 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 class MeasuredRow(NamedTuple):
-    """A row without its bound, and the roofline in seconds; None if it was not compiled."""
+    """A row without its bound, and the roofline in seconds; None if it is not known."""
 
     row: PlanRow
     seconds: float | None = None
@@ -103,13 +103,22 @@ class Candidate(NamedTuple):
         assert compiled is not None and report.memory is not None
         memory = report.memory
         total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
-        cost = cost_of(compiled, report.attention, self.hosts)
-        known = {"memory": total, "fits": total <= chip.usable, "fallbacks": _fallbacks(report)}
-        known |= {"kernels": cost.kernels, "flops": cost.flops, "bytes": cost.bytes}
-        known |= {"narrow": cost.narrow, "devices": compiled.devices, "tokens": _tokens(args)}
-        known |= {"hosts": hosts_of(compiled, self.hosts)}
-        known |= {"links": {"within": chip.link, "between": chip.network}}
-        return MeasuredRow(dataclasses.replace(row, **known), cost.seconds)
+        row = dataclasses.replace(
+            row,
+            memory=total,
+            fits=total <= chip.usable,
+            fallbacks=_fallbacks(report),
+            devices=compiled.devices,
+            tokens=_tokens(args),
+            links={"within": chip.link, "between": chip.network},
+        )
+        try:
+            hosts = hosts_of(compiled, self.hosts)
+            cost = cost_of(compiled, report.attention, self.hosts)
+        except TargetError as error:
+            return MeasuredRow(dataclasses.replace(row, problem=str(error)))
+        known = {name: getattr(cost, name) for name in ("kernels", "flops", "bytes", "narrow")}
+        return MeasuredRow(dataclasses.replace(row, hosts=hosts, **known), cost.seconds)
 
     def largest(self) -> MeasuredRow:
         """Finds the largest batch that fits, by compiling batches around the limit.

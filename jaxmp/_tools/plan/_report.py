@@ -34,12 +34,12 @@ class PlanRow:
         they are not known.
       usable: bytes of each device that JAX allocates.
       bound: roofline of the program per example, relative to the first program of the plan's
-        baseline on this chip; None if the program was not compiled.
+        baseline on this chip; None if it is not known, see `problem`.
       interval: the least and the largest value of the bound, by the errors of measured ratios;
         empty without a bound.
       narrow: True if most FLOPs are those of matmuls with a dimension below 4,096.
       devices: number of devices of the program; 0 if it was not compiled.
-      hosts: number of hosts, or of other domains of links; 0 if it was not compiled.
+      hosts: number of hosts, or of other domains of links; 0 if it is not known.
       links: "within" and "between" hosts -> bytes per second of each device, in both directions.
       tokens: elements of the largest integer array of the last argument, with two axes or more.
       cost: price of a billion tokens; None without the price of the chip, or tokens.
@@ -50,7 +50,8 @@ class PlanRow:
       fallbacks: why kernels of the recipe's formats, or fused attention, are not used.
       lacking: the format of the recipe that the chip does not multiply natively, and a recipe that
         fits; "" if there is none.
-      problem: why the program was not compiled; "" if it was.
+      problem: why the program was not compiled, or has no bound because the network between its
+        hosts is not known; "" with a bound.
     """
 
     recipe: str
@@ -158,7 +159,7 @@ class PlanReport(Report):
         remarks = [
             (row, text)
             for row in self.rows
-            for problem in [f"not compiled: {row.problem}" if row.problem else ""]
+            for problem in [f"{_state(row)}: {row.problem}" if row.problem else ""]
             for text in filter(None, (problem, *row.fallbacks, row.lacking))
         ]
         links = [
@@ -199,6 +200,11 @@ def _name(program: PlanRow | PlanChoice) -> str:
     return ", ".join(filter(None, (program.recipe, batch, remat)))
 
 
+def _state(row: PlanRow) -> str:
+    """Returns what a program without a bound lacks."""
+    return "compiled without a bound" if row.devices else "not compiled"
+
+
 def _programs(rows: list[PlanRow]) -> str:
     """Returns programs with their chips, such as "bf16, batch 8 (a100, h100); fp8 (h100)"."""
     names = grouped(rows, _name)
@@ -232,7 +238,8 @@ def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     best = min(fitting, key=_value)
     base = min((row for row in fitting if row.recipe == baseline), key=_value, default=best)
     best = best if max(best.interval, default=_value(best)) < _value(base) else base
-    reasons = [] if best.bound else ["The chip multiplies its formats, and the estimate fits."]
+    size = "memory" if best.devices else "estimate"
+    reasons = [] if best.bound else [f"The chip multiplies its formats, and the {size} fits."]
     if best is not base:
         ratio = f"{_value(best) / _value(base):.2f}"
         ends = [f"{value / _value(base):.2f}" for value in best.interval]
@@ -263,13 +270,15 @@ def _why_none(rows: list[PlanRow]) -> str:
         return "The chip does not multiply the formats of these recipes."
     least = min(known, key=lambda row: row.memory)
     need, usable = bytes_text(least.memory), bytes_text(least.usable)
-    return f"Nothing fits: {_name(least)} requires {need} of {usable}."
+    verdict = "It is not known what fits" if least.fits is None else "Nothing fits"
+    at_least = "at least " * (least.fits is None)
+    return f"{verdict}: {_name(least)} requires {at_least}{need} of {usable}."
 
 
 def _comparison(other: PlanRow, best: PlanRow) -> str:
     """Returns why another recipe is not the recommended one."""
     if other.bound is None or best.bound is None or not other.fits:
-        cannot = "does not fit" if other.fits is False else "was not compiled"
+        cannot = "does not fit" if other.fits is False else f"was {_state(other)}"
         cannot = "computes in a format that the chip lacks" if other.lacking else cannot
         return f"{_name(other)} {cannot}."
     is_clear = min(other.interval, default=other.bound) >= best.bound

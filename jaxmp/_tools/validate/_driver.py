@@ -146,7 +146,12 @@ def _make_partial(
     lacking = [f"{name} has {n} of {counted(total, 'run')}" for name, n in counts if n < total]
     verdict = "A candidate has a verdict after its last run."
     note = f"Interrupted: {', '.join(lacking)}. {verdict}" if lacking else ""
-    return dataclasses.replace(report, runs=tuple(runs), notes=(note, *report.notes)[not note :])
+    return dataclasses.replace(
+        report,
+        runs=tuple(runs),
+        unfinished=tuple(name for name in settings.candidates if name not in results),
+        notes=(note, *report.notes)[not note :],
+    )
 
 
 def _make_report(settings: Settings, results: Mapping[str, Trained]) -> ValidationReport:

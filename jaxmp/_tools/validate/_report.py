@@ -28,6 +28,7 @@ per step, `evaluations` an item per item of `eval_steps`.
         "training": {"curve_distance": 0.02, "curve_band": 0.015, ...}
       }],
       "runs": [{"name": "fp32", "seed": 0, "losses": [...], ...}],
+      "unfinished": [],
       "notes": []
     }
 """
@@ -82,6 +83,7 @@ class ValidationReport(Report):
       test: description of the statistical test.
       candidates: results in the order of the argument.
       runs: records of all runs, those of the reference first.
+      unfinished: names of the candidates without a verdict, because the validation was interrupted.
       notes: measurements that were not made, and why.
 
     Example:
@@ -106,12 +108,23 @@ class ValidationReport(Report):
     test: str = ""
     candidates: tuple[CandidateResult, ...] = ()
     runs: tuple[TrainingRecord, ...] = ()
+    unfinished: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """True if no candidate fails or differs; a candidate may be inconclusive."""
-        return all(candidate.verdict not in (FAIL, DIFFERS) for candidate in self.candidates)
+        """True if every candidate has a verdict, and none fails or differs.
+
+        A candidate may be inconclusive.
+        """
+        return not self._failed()
+
+    def _failed(self) -> list[str]:
+        """Returns a sentence for each candidate that fails, differs, or has no verdict."""
+        return [
+            *(each.headline for each in self.candidates if each.verdict in (FAIL, DIFFERS)),
+            *(f"{name} has no verdict: go on with resume=report." for name in self.unfinished),
+        ]
 
     def __getitem__(self, name: str) -> CandidateResult:
         """Returns the result of a candidate.
@@ -126,18 +139,18 @@ class ValidationReport(Report):
         raise ValidationError(f"The report has no candidate {name!r}; it has {names}.")
 
     def check(self, *, baseline: ValidationReport | str | os.PathLike[str] | None = None) -> None:
-        """Raises an exception if a candidate fails or differs; for the tests of a project.
+        """Raises an exception if a candidate fails, differs, or has no verdict, as in a test.
 
         Args:
           baseline: an earlier report of the same seeds and steps, its JSON text, or a path that
             ends in `.json`. A larger held-out loss or gradient error than there fails, too.
 
         Raises:
-          ValidationFailedError: with the headline of each candidate that fails or differs, and
-            each figure that is worse than in the baseline.
+          ValidationFailedError: with the headline of each candidate that fails or differs, the
+            candidates without a verdict, and each figure that is worse than in the baseline.
           ValidationError: if the baseline cannot be read, or has other seeds or steps.
         """
-        failed = [each.headline for each in self.candidates if each.verdict in (FAIL, DIFFERS)]
+        failed = self._failed()
         if baseline is not None:
             failed += find_regressions(self, read_report(ValidationReport, baseline))
         if failed:
