@@ -178,6 +178,9 @@ def test_wrong_uses_are_refused():
     assert moment_dtype(optax.adam(1e-3), "bf16").init(PARAMS).inner_state[0].mu["b"].itemsize == 2
     with pytest.raises(CompositionError, match="Put it inside"):
         moment_dtype(jaxmp.load_recipe("bf16").optimizer(optax.adam(1e-3))).init(PARAMS)
+    for inner in (1e-3, optax.adam):
+        with pytest.raises(CompositionError, match="is not an optax transformation"):
+            moment_dtype(inner)
     inner = optax.adam(1e-3)
     assert moment_dtype(inner, jnp.float32).init(PARAMS)[0].mu["w"].dtype == jnp.float32
     with warnings.catch_warnings():

@@ -166,11 +166,11 @@ class ModelSearch:
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
         reached = _Reached(labeling.layers & reasons.keys(), is_strict)
         reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
-        is_refused = is_strict and reached.meeting is not None
-        exact = set() if is_refused else reached.labels & reasons.keys()
+        meeting = reached.meeting if is_strict else None
+        exact = set() if meeting is not None else reached.labels & reasons.keys()
         labels = {label: reasons[label] for label in exact}
         if is_first and not path:
-            refused = _refusal_text(reached, reasons) if is_refused else ""
+            refused = "" if meeting is None else _refusal_text(reached.rounded, meeting, reasons)
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
             unused = ""
             if in_fp8 and is_whole:
@@ -179,16 +179,22 @@ class ModelSearch:
         return labels
 
 
-def _refusal_text(reached: _Reached, reasons: dict[str, str]) -> str:
-    """Returns a warning of layers whose sums are rounded because of strict promotion; else ""."""
-    labels = [label for label in reached.rounded if reasons[label] != _OF_MODEL]
+def _refusal_text(rounded: dict[str, np.dtype], meeting: JaxprEqn, reasons: dict[str, str]) -> str:
+    """Returns a warning of layers whose sums are rounded because of strict promotion; else "".
+
+    Args:
+      rounded: labels of layers -> the 16-bit dtype of their results.
+      meeting: the operation of FP32 sums and a 16-bit array that is refused.
+      reasons: label -> why the result should be FP32.
+    """
+    labels = [label for label in rounded if reasons[label] != _OF_MODEL]
     if not labels:
         return ""
     path = labels[0].removeprefix(_labels.PREFIX).rpartition(".")[0]
     others = f" (and {len(labels) - 1} others)" if labels[1:] else ""
-    file, line = Lines().of([reached.meeting])
+    file, line = Lines().of([meeting])
     return (
-        f"The result of the layer {path!r}{others} is rounded to {reached.rounded[labels[0]]}, "
+        f"The result of the layer {path!r}{others} is rounded to {rounded[labels[0]]}, "
         f"although {reasons[labels[0]]}: jax_numpy_dtype_promotion='strict' refuses its FP32 sums "
         f"beside the 16-bit array in {os.path.basename(file)}, line {line}. Convert this array "
         f"there, y.astype(jnp.float32), and add a rule for the layer, Rule({path!r}, 'o=f32')."
