@@ -83,25 +83,33 @@ class ViT(nn.Module):
         return nn.Dense(1000, dtype=self.dtype, name="classifier")(norm()(x)[:, 0])
 
 
-class Bert(nn.Module):
+class Embedding(nn.Module):
+    """Base class of models whose embeddings may be promoted by another function; see `NARROW`."""
+
+    width: int = 1024
+    dtype: Dtype = None
+    promote: Any = promote_dtype
+
+    @property
+    def embed(self) -> Callable[..., nn.Embed]:
+        """Makes an embedding layer of (vocabulary, width)."""
+        return functools.partial(nn.Embed, dtype=self.dtype, promote_dtype=self.promote)
+
+
+class Bert(Embedding):
     """Encoder with a mask of padding, and logits of every position."""
 
     vocabulary: int = 30522
-    width: int = 1024
     layers: int = 3
-    dtype: Dtype = None
-    promote: Any = promote_dtype
 
     @nn.compact
     def __call__(self, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Returns logits for `(tokens_BT, is_token_BT)`."""
         tokens_BT, is_token_BT = batch
-        options = {"features": self.width, "dtype": self.dtype, "promote_dtype": self.promote}
-        embed = functools.partial(nn.Embed, **options)
         norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
         positions = jnp.arange(tokens_BT.shape[1])[None]
-        x = embed(self.vocabulary, name="words")(tokens_BT)
-        x = norm()(x + embed(512, name="places")(positions))
+        x = self.embed(self.vocabulary, self.width, name="words")(tokens_BT)
+        x = norm()(x + self.embed(512, self.width, name="places")(positions))
         mask = nn.make_attention_mask(is_token_BT, is_token_BT)
         for n in range(self.layers):
             heads = self.width // 64
@@ -111,14 +119,11 @@ class Bert(nn.Module):
         return nn.Dense(self.vocabulary, dtype=self.dtype, name="lm_head")(x)
 
 
-class T5(nn.Module):
+class T5(Embedding):
     """Encoder and decoder with learned biases of relative positions."""
 
     vocabulary: int = 32128
-    width: int = 1024
     layers: int = 2
-    dtype: Dtype = None
-    promote: Any = promote_dtype
 
     def attend(self, x: jax.Array, source: jax.Array, bias: Any, causal: bool, name: str) -> Any:
         """Returns attention without scaling, whose softmax is in FP32."""
@@ -146,14 +151,13 @@ class T5(nn.Module):
     @nn.compact
     def __call__(self, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Returns logits for `(source_BT, target_BT)`."""
-        options = {"dtype": self.dtype, "promote_dtype": self.promote}
-        words = nn.Embed(self.vocabulary, self.width, **options, name="words")
+        words = self.embed(self.vocabulary, self.width, name="words")
         norm = functools.partial(RMSNorm, self.dtype)
         states = []
         for part, tokens_BT in zip(("encoder", "decoder"), batch, strict=True):
             x, steps = words(tokens_BT), jnp.arange(tokens_BT.shape[1])
             near = jnp.clip(steps[None] - steps[:, None], -15, 16) + 15
-            biases = nn.Embed(32, self.width // 64, **options, name=f"{part}_bias")
+            biases = self.embed(32, self.width // 64, name=f"{part}_bias")
             bias = biases(near).transpose(2, 0, 1)[None]
             for n in range(self.layers):
                 name, h = f"{part}_{n}", norm()(x)
@@ -197,13 +201,11 @@ class Experts(nn.Module):
         return nn.Dense(256, dtype=self.dtype, name="classifier")(RMSNorm(self.dtype)(x_TD))
 
 
-class DiT(nn.Module):
+class DiT(Embedding):
     """Diffusion transformer, whose norms are modulated by time and class."""
 
     width: int = 1152
     layers: int = 3
-    dtype: Dtype = None
-    promote: Any = promote_dtype
 
     @nn.compact
     def __call__(self, batch: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -219,8 +221,7 @@ class DiT(nn.Module):
         c = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
         c = dense(self.width, name="time_in")(c)
         c = dense(self.width, name="time_out")(nn.silu(c))
-        options = {"dtype": self.dtype, "promote_dtype": self.promote}
-        c = nn.silu(c + nn.Embed(1001, self.width, **options, name="label")(classes))
+        c = nn.silu(c + self.embed(1001, self.width, name="label")(classes))
 
         def modulated(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
             norm = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)
@@ -269,16 +270,13 @@ class ResNet(nn.Module):
         return nn.Dense(1000, dtype=self.dtype, name="classifier")(x.mean((1, 2)))
 
 
-class Mamba2(nn.Module):
+class Mamba2(Embedding):
     """State-space model with scalar decays, computed in chunks (Dao and Gu 2024)."""
 
     vocabulary: int = 32768
-    width: int = 1024
     layers: int = 3
     states: int = 128
     chunk: int = 256
-    dtype: Dtype = None
-    promote: Any = promote_dtype
 
     def mix(self, x: jax.Array, n: int) -> jax.Array:
         """Returns the result of one mixer. Decays and the carried states are in FP32."""
@@ -328,8 +326,7 @@ class Mamba2(nn.Module):
     @nn.compact
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Returns logits of every position."""
-        options = {"dtype": self.dtype, "promote_dtype": self.promote}
-        x = nn.Embed(self.vocabulary, self.width, **options, name="words")(tokens_BT)
+        x = self.embed(self.vocabulary, self.width, name="words")(tokens_BT)
         for n in range(self.layers):
             x = x + self.mix(RMSNorm(self.dtype)(x), n)
         logits = nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype, name="lm_head")

@@ -75,8 +75,8 @@ def loss_fn(params: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(X @ params["w"]) + params["b"] - 1) ** 2)
 
 
-def train(tx: optax.GradientTransformation, steps: int) -> tuple[Any, Any, bool]:
-    """Returns the final loss and state, and True if all losses and states are finite."""
+def train(tx: optax.GradientTransformation, steps: int = 100) -> tuple[Any, Any, jax.Array]:
+    """Trains with a transformation of optax; returns its parameters, state and losses."""
     update = optax.with_extra_args_support(tx).update
 
     def step(carry: Any, _: None) -> tuple[Any, Any]:
@@ -89,15 +89,18 @@ def train(tx: optax.GradientTransformation, steps: int) -> tuple[Any, Any, bool]
 
     run = jax.jit(lambda start: jax.lax.scan(step, start, None, length=steps))
     (params, state), losses = run((PARAMS, tx.init(PARAMS)))
-    floats = [leaf for leaf in jax.tree.leaves((params, losses))]
-    return losses[-1], state, all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
+    return params, state, losses
+
+
+def is_finite(params: Any, losses: jax.Array) -> bool:
+    return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((params, losses)))
 
 
 def measure(name: str, tx: optax.GradientTransformation, steps: int) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        expected, _, was_finite = train(tx, steps)
-        loss, state, is_finite = train(moment_dtype(tx), steps)
+        wide_params, _, expected = train(tx, steps)
+        params, state, losses = train(moment_dtype(tx), steps)
     unknown = [str(w.message) for w in caught if w.category is jaxmp.errors.RecipeWarning]
     arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim and leaf.dtype.kind in "fV"]
     return {
@@ -105,10 +108,10 @@ def measure(name: str, tx: optax.GradientTransformation, steps: int) -> dict[str
         "bfloat16": sum(leaf.dtype == jnp.bfloat16 for leaf in arrays),
         "arrays": len(arrays),
         "unknown": unknown[0].split("states ")[1].split(" of this")[0] if unknown else "",
-        "loss_float32": float(expected),
-        "loss_bfloat16": float(loss),
-        "is_finite": is_finite,
-        "was_finite": was_finite,
+        "loss_float32": float(expected[-1]),
+        "loss_bfloat16": float(losses[-1]),
+        "is_finite": is_finite(params, losses),
+        "was_finite": is_finite(wide_params, expected),
     }
 
 

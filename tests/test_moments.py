@@ -21,33 +21,9 @@ from jaxmp._tools.hlo._kernels import accessed, kernels
 from jaxmp.errors import CheckpointError, CompositionError, RecipeError, RecipeWarning
 from jaxmp.optim import _moments, moment_dtype
 from jaxmp.optim._apply import apply_update
+from moment_optimizers import PARAMS, X, loss_fn, train
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
-
-PARAMS = {"b": jnp.zeros(16), "w": jnp.linspace(-1, 1, 256).reshape(16, 16)}
-X = jax.random.normal(jax.random.key(0), (32, 16))
-
-
-def loss_fn(params):
-    return jnp.mean((jnp.tanh(X @ params["w"]) + params["b"] - 1) ** 2)
-
-
-def trained(tx, steps=100):
-    """Trains with a transformation of optax; returns its parameters, state and losses."""
-    update = optax.with_extra_args_support(tx).update
-
-    def step(carry, _):
-        params, state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, state = update(
-            grads, state, params, value=loss, grad=grads, value_fn=loss_fn, obj_fn=loss_fn
-        )
-        return (optax.apply_updates(params, updates), state), loss
-
-    run = jax.jit(lambda start: jax.lax.scan(step, start, None, length=steps))
-    (params, state), losses = run((PARAMS, tx.init(PARAMS)))
-    return params, state, losses
-
 
 # Optimizer -> number of moments of two parameters that are stored in 16 bits.
 OPTIMIZERS = {
@@ -87,8 +63,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_optax_train_with_16_bit_moments(name):
     make, count = OPTIMIZERS[name]
-    _, _, expected = trained(make(1e-3))
-    _, state, losses = trained(moment_dtype(make(1e-3)))
+    _, _, expected = train(make(1e-3))
+    _, state, losses = train(moment_dtype(make(1e-3)))
     assert sum(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state)) == count
     # Rounded moments change a step by less than 1 % in the mean.
     np.testing.assert_allclose(losses[-1] - losses[0], expected[-1] - expected[0], rtol=0.05)
@@ -202,6 +178,9 @@ def test_wrong_uses_are_refused():
     assert moment_dtype(optax.adam(1e-3), "bf16").init(PARAMS).inner_state[0].mu["b"].itemsize == 2
     with pytest.raises(CompositionError, match="Put it inside"):
         moment_dtype(jaxmp.load_recipe("bf16").optimizer(optax.adam(1e-3))).init(PARAMS)
+    for inner in (1e-3, optax.adam):
+        with pytest.raises(CompositionError, match="is not an optax transformation"):
+            moment_dtype(inner)
     inner = optax.adam(1e-3)
     assert moment_dtype(inner, jnp.float32).init(PARAMS)[0].mu["w"].dtype == jnp.float32
     with warnings.catch_warnings():

@@ -120,7 +120,7 @@ def test_a_phase_has_the_keys_of_the_recipe_and_its_own(tmp_path):
         {"from_step": 10, "matmul": "fp8", "why": "after the warmup", "rules": [rule]},
         {"from_step": 20, "matmul": "fp8", "fprop": "high"},
     ]
-    assert recipe.replace(phases=phases) == recipe
+    assert recipe.replace(phases=phases) == recipe == recipe.replace(phases=recipe.phases)
     assert recipe.replace(phases=[]).phases == () and not recipe.replace(phases=[]).policies.others
 
 
@@ -162,6 +162,9 @@ def test_wrong_uses_of_phases_are_refused():
         jax.jit(lambda step: RECIPE.phase(step).name)(3)
     with pytest.raises(RecipeError, match="is one phase of 'mine'"):
         RECIPE.phase(0).replace(master="none")
+    for phases in ("fp8", {"from_step": 2}, ["fp8"]):
+        with pytest.raises(RecipeError, match=r"replace\(phases=.*phases=\[{'from_step': 9000"):
+            FP8.replace(phases=phases)
     uses = (
         lambda: RECIPE.wrap(Net()),
         lambda: jaxmp.PolicyMap(RECIPE, []),

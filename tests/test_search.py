@@ -447,3 +447,29 @@ def test_symbolic_shapes():
     x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
     exported = jax.export.export(jax.jit(lambda x: model.apply(variables, x)))(x)
     np.testing.assert_allclose(exported.call(X), model.apply(variables, X), atol=0.05)
+
+
+class Beside(nn.Module):
+    """Logits to which a parameter that is read in 16 bits is added."""
+
+    shift_dtype: jnp.dtype = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, x):
+        shift = self.param("shift", nn.initializers.zeros, (CLASSES,))
+        logits = nn.Dense(CLASSES, name="output")(x)
+        return nn.log_softmax(logits + shift[None].astype(self.shift_dtype))
+
+
+def test_a_decision_that_strict_promotion_rounds_is_named_and_the_fix_works():
+    recipe = jaxmp.load_recipe("bf16")
+    variables = Beside(jnp.float32).init(jax.random.key(0), X)
+    rounds = r"'output' is rounded.*line \d+\. .* Rule\('output', 'o=f32'\)"
+    with pytest.warns(jaxmp.errors.RecipeWarning, match=rounds):
+        recipe.wrap(Beside()).apply(variables, X)
+    with jax.numpy_dtype_promotion("standard"):
+        expected = recipe.wrap(Beside()).apply(variables, X)
+    rules = [jaxmp.Rule("output", "o=f32")]
+    fixed = recipe.replace(policies=jaxmp.PolicyMap(recipe, rules)).wrap(Beside(jnp.float32))
+    # Without a warning.
+    np.testing.assert_array_equal(fixed.apply(variables, X), expected)

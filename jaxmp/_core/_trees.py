@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -13,7 +13,6 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from jaxmp._core import _compat
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit, wide_dtype
 from jaxmp._core._typing import Array, ArrayLike, DTypeLike, PyTree
 
@@ -227,89 +226,38 @@ def all_finite(tree: PyTree) -> jax.Array:
     return functools.reduce(lax.bitwise_and, flags) if flags else jnp.array(True)
 
 
-def first_nonfinite(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
-    """Returns the index of the first leaf of `tree` whose sum of squares is not finite.
+def check_squares(tree: PyTree) -> tuple[jax.Array, jax.Array]:
+    """Finds the first leaf of `tree` whose sum of squares is not finite, and checks for zeros.
 
-    A leaf with infinities or NaN has such a sum. So does one whose squares overflow, as FP32 does
-    above 1.8e19, where gradient norms and second moments are infinite too. These sums are those of
-    `optax.clip_by_global_norm`, and XLA computes equal sums once.
+    A leaf with infinities or NaN has such a sum. So does one whose squares, or their sum, overflow:
+    FP32 does so above 1.8e19, where gradient norms and second moments are infinite too. These sums
+    are those of `optax.clip_by_global_norm`, and XLA computes equal sums once.
 
     Args:
       tree: arrays of any dtypes, of which only the floating and complex ones are tested.
-      elementwise: test each square instead of their sum. The sum can overflow although all squares
-        are finite; then only the norm of the gradients is infinite.
 
     Returns:
-      An int32 scalar; the number of leaves if all sums are finite.
+      The int32 index of the leaf, or the number of leaves if all sums are finite; and True if all
+      sums are zero, but False for a tree without floating and complex leaves.
     """
     leaves = jax.tree.leaves(tree)
     tested = {index: leaf for index, leaf in enumerate(leaves) if is_inexact(leaf)}
-    none = jnp.int32(len(leaves))
     if not tested:
-        return none
-    if elementwise:
-        finite = _stacked([_has_finite_squares(leaf) for leaf in tested.values()])
-    else:
-        sums = [_sum_of_squares(leaf) for leaf in tested.values()]
-        widest = FLOAT64 if any(total.dtype == FLOAT64 for total in sums) else FLOAT32
-        finite = lax.is_finite(_stacked([cast(total, widest) for total in sums]))
+        return jnp.int32(len(leaves)), jnp.array(False)
+    sums = [_sum_of_squares(leaf) for leaf in tested.values()]
+    widest = FLOAT64 if any(total.dtype == FLOAT64 for total in sums) else FLOAT32
+    stacked = lax.concatenate([lax.reshape(cast(total, widest), (1,)) for total in sums], 0)
     indices = jnp.array(list(tested), jnp.int32)
-    masked = lax.select(finite, lax.full_like(indices, len(leaves)), indices)
-    return lax.reduce_min(masked, (0,))
-
-
-def all_zero(tree: PyTree, *, elementwise: bool = False) -> jax.Array:
-    """Returns True if all floating and complex elements of `tree` are zero, or their squares.
-
-    XLA shares the sums of squares with `first_nonfinite`. The result is False for a tree without
-    such leaves.
-
-    Args:
-      tree: arrays of any dtypes.
-      elementwise: as in `first_nonfinite`, which then has no sums. Only if all elements of the
-        smallest array are zero does the program read the others.
-    """
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf) and jnp.size(leaf)]
-    if not leaves:
-        return jnp.array(False)
-    if not elementwise:
-        total = _stacked([cast(_sum_of_squares(leaf), FLOAT32) for leaf in leaves])
-        return lax.reduce_and(lax.eq(total, lax.full_like(total, 0)), axes=(0,))
-    axes, smallest = _compat.varying_axes(leaves), min(leaves, key=jnp.size)
-    are_zero = lambda leaves: ~functools.reduce(_or_nonzero, leaves, jnp.array(False))
-    return lax.cond(
-        are_zero([smallest]),
-        lambda: _compat.vary(are_zero(leaves), axes),
-        lambda: _compat.vary(jnp.array(False), axes),
-    )
-
-
-@jax.jit
-def _or_nonzero(before: ArrayLike, leaf: ArrayLike) -> jax.Array:
-    """Returns True if any element is not zero; a function of its own keeps programs small."""
-    nonzero = lax.convert_element_type(leaf, bool)
-    return lax.bitwise_or(before, lax.reduce_or(nonzero, axes=tuple(range(nonzero.ndim))))
-
-
-def _stacked(scalars: Sequence[jax.Array]) -> jax.Array:
-    return lax.concatenate([lax.reshape(scalar, (1,)) for scalar in scalars], 0)
+    masked = lax.select(lax.is_finite(stacked), lax.full_like(indices, len(leaves)), indices)
+    are_zero = lax.eq(stacked, lax.full_like(stacked, 0))
+    return lax.reduce_min(masked, (0,)), lax.reduce_and(are_zero, axes=(0,))
 
 
 def _sum_of_squares(leaf: ArrayLike) -> jax.Array:
     """Returns the sum of the squares of an array, at least in FP32."""
-    sums = [lax.reduce_sum(part, axes=tuple(range(part.ndim))) for part in _squares(leaf)]
+    parts = [cast(part, wide_dtype(part.dtype)) for part in _real_parts(jnp.asarray(leaf))]
+    sums = [lax.reduce_sum(lax.square(part), axes=tuple(range(part.ndim))) for part in parts]
     return functools.reduce(lax.add, sums)
-
-
-def _has_finite_squares(leaf: ArrayLike) -> jax.Array:
-    """Returns True if all squares of the elements of an array are finite, at least in FP32."""
-    return functools.reduce(lax.bitwise_and, map(_is_finite, _squares(leaf)))
-
-
-def _squares(leaf: ArrayLike) -> list[jax.Array]:
-    """Returns the squares of the real and the imaginary part of an array, at least in FP32."""
-    parts = _real_parts(jnp.asarray(leaf))
-    return [lax.square(cast(part, wide_dtype(part.dtype))) for part in parts]
 
 
 def _is_finite(leaf: ArrayLike) -> jax.Array:

@@ -16,6 +16,7 @@ import copy
 import enum
 import functools
 import inspect
+import os
 import types
 import warnings
 from collections import Counter
@@ -38,6 +39,7 @@ from jaxmp._programs._analysis import Forward
 from jaxmp._programs._constructs import Form, form_of, scan_of, sub_jaxprs
 from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._jaxprs import array_aval
+from jaxmp._programs._locations import Lines
 from jaxmp._programs._matmuls import MATMULS
 from jaxmp._programs._operations import label_of
 from jaxmp._programs._uses import Use, Uses, wide_results
@@ -164,16 +166,39 @@ class ModelSearch:
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
         reached = _Reached(labeling.layers & reasons.keys(), is_strict)
         reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
-        is_refused = is_strict and reached.meets_16_bits
-        exact = set() if is_refused else reached.labels & reasons.keys()
+        meeting = reached.meeting if is_strict else None
+        exact = set() if meeting is not None else reached.labels & reasons.keys()
         labels = {label: reasons[label] for label in exact}
         if is_first and not path:
+            refused = "" if meeting is None else _refusal_text(reached.rounded, meeting, reasons)
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
             unused = ""
             if in_fp8 and is_whole:
                 unused = _missing_precision.unused_fp8(cls, fp8.rows, labels, closed.jaxpr)
-            self._messages += filter(None, (low, unused))
+            self._messages += filter(None, (refused, low, unused))
         return labels
+
+
+def _refusal_text(rounded: dict[str, np.dtype], meeting: JaxprEqn, reasons: dict[str, str]) -> str:
+    """Returns a warning of layers whose sums are rounded because of strict promotion; else "".
+
+    Args:
+      rounded: labels of layers -> the 16-bit dtype of their results.
+      meeting: the operation of FP32 sums and a 16-bit array that is refused.
+      reasons: label -> why the result should be FP32.
+    """
+    labels = [label for label in rounded if reasons[label] != _OF_MODEL]
+    if not labels:
+        return ""
+    path = labels[0].removeprefix(_labels.PREFIX).rpartition(".")[0]
+    others = f" (and {len(labels) - 1} others)" if labels[1:] else ""
+    file, line = Lines().of([meeting])
+    return (
+        f"The result of the layer {path!r}{others} is rounded to {rounded[labels[0]]}, "
+        f"although {reasons[labels[0]]}: jax_numpy_dtype_promotion='strict' refuses its FP32 sums "
+        f"beside the 16-bit array in {os.path.basename(file)}, line {line}. Convert this array "
+        f"there, y.astype(jnp.float32), and add a rule for the layer, Rule({path!r}, 'o=f32')."
+    )
 
 
 def _failure_text(
@@ -295,8 +320,10 @@ class _Reached(Forward):
     def __init__(self, layers: set[str], is_strict: bool) -> None:
         super().__init__()
         self._layers, self._is_strict, self.labels = layers, is_strict, set[str]()
-        # True if such a value and a 16-bit array are operands of one operation.
-        self.meets_16_bits = False
+        # Labels of layers -> the 16-bit dtype of their results.
+        self.rounded: dict[str, np.dtype] = {}
+        # First operation of which such a value and a 16-bit array are operands.
+        self.meeting: JaxprEqn | None = None
 
     def constant(self, array: Any) -> int:
         return _DATA if np.ndim(array) else _CONSTANT
@@ -309,8 +336,9 @@ class _Reached(Forward):
         if sub_jaxprs(equation):
             return self.enter(equation, operands, frame)
         if name == "name":
-            label = label_of(equation)
+            label, dtype = label_of(equation), array_aval(equation.outvars[0]).dtype
             fact = _REACHED if label in self._layers else fact
+            self.rounded |= {label: dtype} if label in self._layers and is_16bit(dtype) else {}
             self.labels |= {label} if fact == _REACHED else set()
         elif name in MATMULS:
             # The author of a layer, or a rule, may return FP32.
@@ -318,7 +346,8 @@ class _Reached(Forward):
             fact = _REACHED if is_wide else _DATA
         elif fact == _REACHED:
             others = (equation.invars[n].aval for n, each in enumerate(operands) if each == _DATA)
-            self.meets_16_bits |= any(map(_is_strong_16bit, others))
+            if self.meeting is None and any(map(_is_strong_16bit, others)):
+                self.meeting = equation
         return [fact] * len(equation.outvars)
 
 

@@ -45,8 +45,8 @@ class RecipeChanges(TypedDict, total=False):
     # Operation -> category, merged into the recipe's table; or an `OpTable` that replaces it.
     ops: OpTable | Mapping[str, str] | None
     fp8: ScalingLike
-    # Tables with the keys of [[phases]]; their rules may be `Rule` objects.
-    phases: Sequence[Mapping[str, object]] | None
+    # Those of a recipe, or tables with the keys of [[phases]]; their rules may be `Rule` objects.
+    phases: Sequence[Mapping[str, object] | Phase] | None
     # Attention layers.
     implementation: str | None
     mask: str | None
@@ -102,13 +102,22 @@ def replace_settings(data: D, **changes: Unpack[RecipeChanges]) -> D:
     )
 
 
-def _read_phases(phases: Sequence[Mapping[str, Any]]) -> tuple[Phase, ...]:
-    def table(phase: Mapping[str, Any]) -> dict[str, Any]:
-        rules = phase.get("rules", [])
+def _read_phases(phases: Sequence[Mapping[str, object] | Phase]) -> tuple[Phase, ...]:
+    def table(phase: Mapping[str, object] | Phase) -> dict[str, Any]:
+        keys: dict[str, Any] = phase.settings() if isinstance(phase, Phase) else dict(phase)
+        rules = phase.rules if isinstance(phase, Phase) else keys.pop("rules", [])
         rules = [_rule_fields(each) if isinstance(each, Rule) else each for each in rules]
-        return {**phase, **({"rules": rules} if rules else {})}
+        return {**keys, **({"rules": rules} if rules else {})}
 
-    tables = [table(each) if isinstance(each, Mapping) else each for each in phases]
+    are_tables = not isinstance(phases, Mapping) and all(
+        isinstance(each, (Mapping, Phase)) for each in phases
+    )
+    if not are_tables:
+        raise RecipeError(
+            f"replace(phases={phases!r}) is not a list of dicts with the keys of [[phases]]. For "
+            "example recipe.replace(phases=[{'from_step': 9000, 'matmul': 'default'}])."
+        )
+    tables = [table(each) for each in phases]
     return read_contents(Document("replace(phases=...)", {"phases": tables})).phases
 
 

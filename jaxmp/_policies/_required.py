@@ -189,14 +189,14 @@ def check_required(
     """
     types = typed_paths(paths)
     for rule in policies.all_rules if rules is None else rules:
+        if rule.layers is not None:
+            _check_stack(rule, types)
         if rule.required and not any(
             rule.matches(path, module_type)
             for path, module_type in types.items()
             if rule.addresses_parameter == (":" in path)
         ):
             raise _no_match_error(rule, types)
-        if rule.layers is not None:
-            _check_stack(rule, types)
         if rule.required and (rule.keep_inputs or rule.forward_methods):
             _check_names(rule, types)
 
@@ -212,7 +212,7 @@ def _no_match_error(rule: Rule, types: Mapping[str, ModuleType]) -> RuleError:
         close = nearest(rule.module_type, names) or names[:5]
         hints.append("nearest types: " + (", ".join(close) or "none"))
     if rule.layers is not None:
-        return _stack_error(rule, "it matches no numbered layers")
+        return _stack_error(rule, f"it matches no numbered layers; {'; '.join(hints)}")
     return RuleError(
         f"{rule!r} matched nothing in this model; {'; '.join(hints)}. "
         "Correct the rule, or allow it to match nothing: "
@@ -234,14 +234,12 @@ def _check_stack(rule: Rule, paths: Iterable[str]) -> None:
 
 
 def _stack_error(rule: Rule, problem: str) -> RuleError:
-    first, last = rule.first or 0, rule.last or 0
+    ends = [f"the {name} {n}" for name in ("first", "last") if (n := getattr(rule, name))]
     return RuleError(
-        f"{rule!r} does not fit this model: {problem}, and not 0 to {(rule.layers or 0) - 1}. "
-        "Correct its path and layers. In a scan (nn.scan, nnx.scan, nnx.vmap), all layers are one "
-        "module with one policy, so that no rule can distinguish them: scan the layers between the "
-        f"ends, for example {first} modules named first_0, ..., a scan of length "
-        f"{(rule.layers or 0) - first - last}, and {last} modules named last_0, ..., and write "
-        "Rule('re:(first|last)_.*', ...)."
+        f"{rule!r} does not fit this model: {problem}. Correct its path and layers, whose numbers "
+        f"are 0 to {(rule.layers or 0) - 1}. Layers in a scan (nn.scan, nnx.scan, nnx.vmap) are "
+        f"one module with one policy: run {' and '.join(ends)} outside of the scan, named first_0, "
+        "last_0 and so on, and write Rule('re:(first|last)_.*', ...)."
     )
 
 

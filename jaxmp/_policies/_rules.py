@@ -241,9 +241,12 @@ def _check_type(name: str, value: object) -> None:
     is_absent = value is None and name in ("path", "module_type", *POSITION)
     is_bool = required is int and isinstance(value, bool)
     if (not isinstance(value, required) or is_bool) and not is_absent:
+        example = "'head', module_type='Dense', output_dtype='f32', why='the loss', required=False"
+        if name in POSITION:
+            example = "'block_#/**', first=1, last=2, layers=24, matmul='default'"
         raise RuleError(
             f"Rule({name}={value!r}): {name} must be of type {required.__name__}; for example "
-            "Rule('head', module_type='Dense', output_dtype='f32', why='the loss', required=False)."
+            f"Rule({example})."
         )
 
 
@@ -300,16 +303,20 @@ def _check_position(rule: Rule) -> None:
     first, last, layers = (getattr(rule, name) for name in POSITION)
     if first is last is layers is None:
         return
-    path = rule.path or ""
-    numbers = 0 if path.startswith("re:") else path.count("#")
+    numbers = 0 if (rule.path or "re:").startswith("re:") else (rule.path or "").count("#")
     ends = [n for n in (first, last) if n is not None]
-    if numbers == 1 and ends and min(ends) >= 1 and layers is not None and sum(ends) <= layers:
-        return
-    raise RuleError(
-        f"Rule({_selector_code(rule)}): first and last are positive numbers of layers of a stack "
-        "with so many layers, whose number in the path is '#'; for example Rule('block_#/**', "
-        "first=1, last=2, layers=24, matmul='default')."
-    )
+    problems = {
+        "the path must contain one '#', the number of a layer": numbers != 1,
+        "first or last must be a positive number of layers": not ends or min(ends) < 1,
+        "layers, the number of all layers of the stack, is missing": layers is None,
+        f"first and last are {sum(ends)} layers, and layers = {layers}": sum(ends) > (layers or 0),
+    }
+    if any(problems.values()):
+        problem = next(text for text, applies in problems.items() if applies)
+        raise RuleError(
+            f"Rule({_selector_code(rule)}): {problem}. Write, for example, "
+            "Rule('block_#/**', first=1, last=2, layers=24, matmul='default')."
+        )
 
 
 def _check_fields(rule: Rule) -> None:

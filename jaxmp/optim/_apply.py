@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxmp._core import _compat, _trees
+from jaxmp._core import _trees
 from jaxmp._core._typing import PyTree
 from jaxmp.optim._assign import assign, set_master_params, unpack_masters
 from jaxmp.optim._find import guard_of
@@ -72,7 +72,7 @@ def apply_update(
 
 def _is_finite(grads: PyTree) -> jax.Array:
     """Returns True if all gradients are finite, by the sums of squares that the guard computes."""
-    first = _trees.first_nonfinite(grads, elementwise=_compat.target() == "cpu")
+    first, _ = _trees.check_squares(grads)
     return lax.eq(first, jnp.int32(len(jax.tree.leaves(grads))))
 
 

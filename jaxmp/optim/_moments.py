@@ -19,6 +19,7 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, canonical_dtype
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp.errors import CompositionError, PolicyError, RecipeWarning
+from jaxmp.optim._master import check_inner
 from jaxmp.optim._rounding import with_noise
 
 MOMENT_COUNT = "moment_count"
@@ -102,8 +103,8 @@ def moment_dtype(
       An optax transformation, whose state is a `MomentState`.
 
     Raises:
-      CompositionError: for another dtype, or a state that already has jaxmp's masters: put
-        `moment_dtype` inside of `recipe.optimizer`.
+      CompositionError: for another dtype or `inner`, or a state that already has jaxmp's masters:
+        put `moment_dtype` inside of `recipe.optimizer`.
 
     Warns:
       RecipeWarning: from `init`, for states with FP32 arrays that jaxmp does not know.
@@ -114,6 +115,7 @@ def moment_dtype(
       >>> state.inner_state[0].mu.dtype, state.inner_state[0].nu.dtype
       (dtype(bfloat16), dtype(bfloat16))
     """
+    check_inner(inner)
     inner, dtype = optax.with_extra_args_support(inner), _checked_dtype(dtype)
     if dtype == FLOAT32:
         return inner

@@ -81,7 +81,7 @@ class SkipStats:
       nonfinite_leaf: int32, index of the first parameter whose gradient was not finite in the last
         step (or too large, see `skip_nonfinite`), in the gradients; -1 if there is none, or if it
         is unknown.
-      zero_gradients: int32, number of consecutive steps whose gradients were all zero.
+      zero_gradients: int32, number of consecutive steps whose gradients had only zero squares.
     """
 
     total: jax.Array
@@ -206,10 +206,11 @@ def skip_nonfinite(
     `master_params`, whose state records it.
 
     The check sums the squares of each array, as `optax.clip_by_global_norm` does, and XLA computes
-    equal sums once. A branch shares no sums with the code in front of it, so skip="cond" tests each
-    square instead. In both forms, a gradient above 1.8e19, whose square overflows FP32, also counts
-    as non-finite; its second moment and its norm would be infinite. With skip="none" such a step is
-    applied, and `optax.clip_by_global_norm` divides all gradients by the infinite norm, to zero.
+    equal sums once, except in a branch. A gradient above 1.8e19, whose square overflows FP32, also
+    counts as non-finite; its second moment and its norm would be infinite. With skip="none" such a
+    step is applied, and `optax.clip_by_global_norm` divides all gradients by the infinite norm, to
+    zero. Gradients whose squares are all zero in FP32 count as zero: below 1.1e-19 on a CPU, which
+    flushes subnormal numbers.
 
     Args:
       inner: any optax transformation.
@@ -305,8 +306,7 @@ def guard(
             emitted, inner_state = do_update(read())
             return emitted, dataclasses.replace(state, inner_state=write(inner_state))
 
-        branches = _resolve(skip) == "cond"
-        first = _trees.first_nonfinite(grads, elementwise=branches)
+        first, is_zero = _trees.check_squares(grads)
         if axes:
             first = _compat.smallest(first, axes)
         finite = lax.eq(first, jnp.int32(len(jax.tree.leaves(grads))))
@@ -314,7 +314,6 @@ def guard(
         nonfinite_leaf = state.stats.nonfinite_leaf
         if same_structure:
             nonfinite_leaf = lax.select(finite, jnp.full_like(first, -1), first)
-        is_zero = _trees.all_zero(grads, elementwise=branches)
         is_zero = _compat.agree(is_zero, axes) if axes else is_zero
         zero_gradients = lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0))
         if state.settings.is_noted:
@@ -333,7 +332,7 @@ def guard(
                 overflow = _compat.largest(overflow, axes) if axes else overflow
             return jnp.array(False), jax.tree.map(jnp.zeros_like, like), old_state, overflow
 
-        guarded_update = _cond_update if branches else _select_update
+        guarded_update = _cond_update if _resolve(skip) == "cond" else _select_update
         steps = _Steps(read, do_update, reject, write)
         applied, emitted, inner_state, overflow = guarded_update(finite, steps)
         if not any(node.records_overflow for node in master_states(state.inner_state)):
