@@ -620,31 +620,6 @@ def test_kahan_sums_are_not_reported():
     assert not jaxmp.audit(lambda x: kahan(x, 0), x).ok
 
 
-TRACES = """
-dtypes = []
-def loss_fn(x):
-    values, pull = jax.vjp({}, x)
-    dtypes.append(str(values.dtype))
-    return pull(values)[0].astype(jnp.float32)
-loss_fn.dtypes = dtypes
-"""
-
-
-@pytest.mark.parametrize(
-    ("function", "dtypes"),
-    [
-        # A part with the same results does not change the rest of the step.
-        ("lambda x: jax.nn.softmax(x)[:1]", ["bfloat16"]),
-        ("lambda x: jax.nn.logsumexp(x, axis=1)", ["bfloat16", "float32"]),
-    ],
-)
-def test_a_trial_traces_the_differentiated_function_alone(function, dtypes, tmp_path):
-    loss_fn = loaded(HEAD + TRACES.format(function), tmp_path)
-    (finding,) = jaxmp.audit(loss_fn, half()).errors
-    assert finding.trial == "works"
-    assert loss_fn.__wrapped__.dtypes == dtypes
-
-
 @jax.custom_vjp
 def product(x, w):
     return x @ w

@@ -304,8 +304,9 @@ def with_links(chip: Target, links: Mapping[str, float] | None) -> Target:
 
 def is_between(value: object, least: float, most: float) -> bool:
     """Returns True for a number in a range. A boolean does not count as one."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and least <= value <= most
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return least <= value <= most
 
 
 def _described(name: str, keys: Mapping[str, Any]) -> Target:

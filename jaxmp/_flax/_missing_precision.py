@@ -16,7 +16,7 @@ from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._core._dtypes import FLOAT32, bits
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import ModulePolicy
-from jaxmp._flax._labels import RESULT, CalledModule, Labeling, label_owner
+from jaxmp._flax._labels import PREFIX, RESULT, CalledModule, Labeling, label_owner
 from jaxmp._flax._layer_table import CONV
 from jaxmp._programs import _jaxprs
 from jaxmp._programs._analysis import Forward
@@ -140,6 +140,26 @@ def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) 
 
 
 _NO_DOT = _explain.UNKNOWN_DOT
+
+
+def refused_sums(rounded: dict[str, np.dtype], meeting: JaxprEqn, reasons: dict[str, str]) -> str:
+    """Returns a warning of layers whose FP32 sums strict promotion refuses.
+
+    Args:
+      rounded: labels of the layers -> the 16-bit dtype of their results.
+      meeting: the operation whose operands would be FP32 sums and a 16-bit array.
+      reasons: label -> why the result should be FP32.
+    """
+    label, *others = rounded
+    path = label.removeprefix(PREFIX).rpartition(".")[0]
+    more = f" (and {len(others)} others)" if others else ""
+    file, line = Lines().of([meeting])
+    return (
+        f"The result of the layer {path!r}{more} is rounded to {rounded[label]}, although "
+        f"{reasons[label]}: jax_numpy_dtype_promotion='strict' refuses its FP32 sums beside the "
+        f"16-bit array in {os.path.basename(file)}, line {line}. Convert this array there, "
+        f"y.astype(jnp.float32), and add a rule for the layer, Rule({path!r}, 'o=f32')."
+    )
 
 
 def unused_fp8(cls: type, rows: list[Any], labels: dict[str, str], jaxpr: Jaxpr) -> str:

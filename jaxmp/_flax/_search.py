@@ -16,7 +16,6 @@ import copy
 import enum
 import functools
 import inspect
-import os
 import types
 import warnings
 from collections import Counter
@@ -39,7 +38,6 @@ from jaxmp._programs._analysis import Forward
 from jaxmp._programs._constructs import Form, form_of, scan_of, sub_jaxprs
 from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._jaxprs import array_aval
-from jaxmp._programs._locations import Lines
 from jaxmp._programs._matmuls import MATMULS
 from jaxmp._programs._operations import label_of
 from jaxmp._programs._uses import Use, Uses, wide_results
@@ -170,35 +168,16 @@ class ModelSearch:
         exact = set() if meeting is not None else reached.labels & reasons.keys()
         labels = {label: reasons[label] for label in exact}
         if is_first and not path:
-            refused = "" if meeting is None else _refusal_text(reached.rounded, meeting, reasons)
+            rounded = {n: dtype for n, dtype in reached.rounded.items() if reasons[n] != _OF_MODEL}
+            refused = ""
+            if meeting is not None and rounded:
+                refused = _missing_precision.refused_sums(rounded, meeting, reasons)
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
             unused = ""
             if in_fp8 and is_whole:
                 unused = _missing_precision.unused_fp8(cls, fp8.rows, labels, closed.jaxpr)
             self._messages += filter(None, (refused, low, unused))
         return labels
-
-
-def _refusal_text(rounded: dict[str, np.dtype], meeting: JaxprEqn, reasons: dict[str, str]) -> str:
-    """Returns a warning of layers whose sums are rounded because of strict promotion; else "".
-
-    Args:
-      rounded: labels of layers -> the 16-bit dtype of their results.
-      meeting: the operation of FP32 sums and a 16-bit array that is refused.
-      reasons: label -> why the result should be FP32.
-    """
-    labels = [label for label in rounded if reasons[label] != _OF_MODEL]
-    if not labels:
-        return ""
-    path = labels[0].removeprefix(_labels.PREFIX).rpartition(".")[0]
-    others = f" (and {len(labels) - 1} others)" if labels[1:] else ""
-    file, line = Lines().of([meeting])
-    return (
-        f"The result of the layer {path!r}{others} is rounded to {rounded[labels[0]]}, "
-        f"although {reasons[labels[0]]}: jax_numpy_dtype_promotion='strict' refuses its FP32 sums "
-        f"beside the 16-bit array in {os.path.basename(file)}, line {line}. Convert this array "
-        f"there, y.astype(jnp.float32), and add a rule for the layer, Rule({path!r}, 'o=f32')."
-    )
 
 
 def _failure_text(

@@ -98,20 +98,19 @@ class Body:
             maker = self.maker(var)
         return var
 
-    def sources(
-        self, results: Iterable[Atom], through: Callable[[Any], bool] = lambda _: True
-    ) -> set[Any]:
-        """Returns the variables that some variables are computed from, and these.
-
-        Args:
-          results: the variables; literals are left out.
-          through: equation -> True if it is followed from its results to its operands.
-        """
-        sources = {var for var in results if not is_literal(var)}
-        for equation in reversed(self.jaxpr.eqns):
-            if not sources.isdisjoint(equation.outvars) and through(equation):
-                sources |= {var for var in equation.invars if not is_literal(var)}
-        return sources
+    def depends_on(self, result: Atom, source: Atom) -> bool:
+        """Returns True if a value is computed from another one, or is the same one."""
+        known, first = set[Any](), self.positions.get(source, -1)
+        waiting = [result]
+        while waiting and source not in known:
+            var = waiting.pop()
+            if is_literal(var) or var in known:
+                continue
+            known.add(var)
+            # What was computed before the source does not depend on it.
+            number = self.positions.get(var, -1)
+            waiting += self.jaxpr.eqns[number].invars if number > first else ()
+        return source in known
 
     def dependents(
         self, variables: Iterable[Atom], through: Callable[[Any], bool] = lambda _: True

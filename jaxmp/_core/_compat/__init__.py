@@ -43,10 +43,6 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------------------
 
 
-# The module of JAX that calls the functions of which it takes gradients.
-DIFFERENTIATES = "jax._src.interpreters.ad"
-
-
 def load_private(name: str) -> Any:
     """Imports a private module of JAX; returns None if this version does not have it."""
     try:

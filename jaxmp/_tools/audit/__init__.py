@@ -38,16 +38,16 @@ from jaxmp._tools.audit._check_state import label_arguments
 from jaxmp._tools.audit._checks import CHECKS as CHECKS
 from jaxmp._tools.audit._checks import is_attention
 from jaxmp._tools.audit._compile import Compiled, compile_for, compile_lowered
-from jaxmp._tools.audit._make_report import Attempt, make_report, with_trials
+from jaxmp._tools.audit._make_report import make_report, with_trials
 from jaxmp._tools.audit._report import AuditReport as AuditReport
 from jaxmp._tools.audit._rows import Finding as Finding
 from jaxmp._tools.audit._trace import (
     Traced,
     check_arguments,
     check_function,
-    differentiated,
     trace,
 )
+from jaxmp._tools.fixes._source import Edit
 from jaxmp.optim._find import check_plain_loop
 
 
@@ -144,13 +144,10 @@ def audit_program(
 ) -> tuple[AuditReport, Compiled | None]:
     """Audits a function, and returns the report and the compiled program, if there is one."""
 
-    def again(has_fixes: bool, is_part: bool) -> Attempt | None:
-        def walk(fn: Callable[..., Any], args: Any, kwargs: Any) -> Attempt:
-            auditor, traced = _walked(context, fn, args, kwargs, has_fixes=has_fixes)
-            report = make_report(auditor, traced, None, function=fn, chip=None)
-            return Attempt(report, auditor.findings.edits, [aval for _, aval in traced.results])
-
-        return differentiated(fn, args, kwargs, walk) if is_part else walk(fn, args, kwargs)
+    def again(has_fixes: bool) -> tuple[AuditReport, list[Edit]]:
+        auditor, traced = _walked(context, fn, args, kwargs, has_fixes=has_fixes)
+        report = make_report(auditor, traced, None, function=fn, chip=None)
+        return report, auditor.findings.edits
 
     with contextlib.nullcontext() if chip is None else default_target(chip):
         for arg in (*args, *kwargs.values()):

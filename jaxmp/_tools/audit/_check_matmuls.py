@@ -208,7 +208,7 @@ def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bo
     if STREAM in audit.flow.of(var) or _is_carry(var, op):
         return True
     is_other = operand is not var and not is_literal(var)
-    return is_other and var in op.body.sources([operand])
+    return is_other and op.body.depends_on(operand, var)
 
 
 def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> bool:

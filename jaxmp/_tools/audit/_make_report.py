@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import inspect
 import linecache
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
@@ -185,19 +185,11 @@ def make_report(
     )
 
 
-class Attempt(NamedTuple):
-    """Report on a program with changed code, the edits of its fixes, and its abstract results."""
-
-    report: AuditReport
-    edits: list[Edit]
-    results: list[Any]
-
-
 def with_trials(
     report: AuditReport,
     edits: list[Edit],
     roots: Any,
-    again: Callable[[bool, bool], Attempt | None],
+    again: Callable[[bool], tuple[AuditReport, list[Edit]]],
 ) -> AuditReport:
     """Returns a report in which the code of fixes was tried.
 
@@ -205,8 +197,8 @@ def with_trials(
       report: the report.
       edits: the expressions that fixes replace.
       roots: the audited function and its arguments.
-      again: audits the function once more, with fixes if the first argument is True, and only the
-        function that it differentiates if the second one is; None if there is none.
+      again: traces and audits the function once more, with fixes if its argument is True, and
+        returns the report and the expressions that fixes replace.
     """
     key = lambda f: (f.check, f.file, f.line)
     # A check may report two expressions of one line.
@@ -221,20 +213,12 @@ def with_trials(
         fix, group = unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
 
-    def problems(has_fixes: bool, is_part: bool) -> Problems:
-        attempt = again(has_fixes, is_part)
-        if attempt is None:
-            return {}
-        report, edits = attempt.report, printed(attempt.edits, attempt.report.findings)
+    def problems(has_fixes: bool) -> Problems:
+        report, edits = again(has_fixes)
+        edits = printed(edits, report.findings)
         # A new warning does not speak against a fix.
         relevant = [f for f in report.findings if f.severity == ERROR or key(f) in before]
-        rows: dict[Hashable, tuple[str, Edits | None]] = {
-            key(f): unified(f.fix, f.file, f.line, edits) for f in relevant
-        }
-        if is_part:
-            # With other results, a part would change the rest of the program.
-            rows[tuple(map(str, attempt.results))] = ("", None)
-        return rows
+        return {key(f): unified(f.fix, f.file, f.line, edits) for f in relevant}
 
     before = {key(f) for f in report.findings}
     tried = [group for group in groups if group is not None]

@@ -6,32 +6,26 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
-import linecache
-import sys
 from collections.abc import Callable, Sequence
-from types import CellType, FrameType, FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr
 
-from jaxmp._core._compat import DIFFERENTIATES, jaxpr_body
+from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._trees import dtype_of
 from jaxmp._core._typing import PyTree
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._constructs import inners
 from jaxmp._programs._jaxprs import Atom
-from jaxmp._programs._locations import Lines, Location
+from jaxmp._programs._locations import Location
 from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._labels import FloatInput
 from jaxmp.errors import AuditError
 from jaxmp.optim import _roles
-
-Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,14 +208,12 @@ def trace(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    profiler: Callable[..., Any] | None = None,
 ) -> Traced:
     """Traces a function for arguments of these shapes and dtypes; nothing is computed.
 
     Args:
       fn: the function.
       args, kwargs: its arguments.
-      profiler: receives the calls of the function, as that of `sys.setprofile`.
 
     Raises:
       AuditError: if `fn`, or a function that it calls, was jitted with `compiler_options`, or
@@ -233,8 +225,8 @@ def trace(
         if numbers:
             # A function may require such a number while it is traced, as that of its layers.
             with contextlib.suppress(TypeError, ValueError, OverflowError):
-                return _trace(fn, args, kwargs, leaves, numbers, profiler)
-        return _trace(fn, args, kwargs, leaves, [], profiler)
+                return _trace(fn, args, kwargs, leaves, numbers)
+        return _trace(fn, args, kwargs, leaves, [])
     except Exception as error:
         # Flax, which has this error, is an optional dependency.
         if type(error).__name__ == "TraceContextError":
@@ -274,7 +266,6 @@ def _trace(
     kwargs: dict[str, Any],
     leaves: list[_roles.StateLeaf],
     numbers: list[int],
-    profiler: Callable[..., Any] | None,
 ) -> Traced:
     """Traces a function for the arrays among its arguments, and for some numbers among them."""
     structure = jax.tree.structure((args, kwargs))
@@ -292,8 +283,6 @@ def _trace(
         for position, array in zip(positions, arrays, strict=True):
             filled[position] = array
         args, kwargs = structure.unflatten(filled)
-        if profiler is not None:
-            sys.setprofile(profiler)
         out = jtu.tree_flatten_with_path(fn(*args, **kwargs))[0]
         results[:] = [(path, jax.typeof(leaf)) for path, leaf in out if is_array(leaf)]
         # A function may write into its arguments, such as an NNX model, and return nothing. A
@@ -309,68 +298,6 @@ def _trace(
 
     closed = jax.make_jaxpr(run)(*(leaf.value for leaf in own))
     return Traced(closed, own, positions, (args, kwargs), results, _parameters(fn), written)
-
-
-class _Stop(BaseException):
-    """Ends a trace."""
-
-
-def differentiated(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    use: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Result],
-) -> Result | None:
-    """Returns what `use` returns for the first of the user's functions that JAX differentiates.
-
-    The function is traced up to this call. Python's profiler finds it, so that the result is None
-    while another profiler is active.
-
-    Args:
-      fn: the function, such as a train step.
-      args, kwargs: its arguments.
-      use: receives the function that is differentiated, and its arguments.
-    """
-    lines, results = Lines(), list[Result]()
-
-    def on_call(frame: FrameType, event: str, _: object) -> None:
-        # The methods of named tuples have no source.
-        if event != "call" or not lines.is_own(file := frame.f_code.co_filename):
-            return
-        if not linecache.getlines(file):
-            return
-        above = frame.f_back
-        while above is not None and not lines.is_own(above.f_code.co_filename):
-            if above.f_globals["__name__"] == DIFFERENTIATES:
-                sys.setprofile(None)
-                results.append(use(*_call_of(frame)))
-                raise _Stop
-            above = above.f_back
-
-    if sys.getprofile() is not None:
-        return None
-    try:
-        trace(fn, args, kwargs, on_call)
-    except _Stop:
-        return results[0]
-    finally:
-        sys.setprofile(None)
-    return None
-
-
-def _call_of(frame: FrameType) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Returns the function and the arguments of a call that begins."""
-    code, values = frame.f_code, frame.f_locals
-    cells = tuple(CellType(values[name]) for name in code.co_freevars)
-    function = FunctionType(code, frame.f_globals, code.co_name, closure=cells)
-    count, names = code.co_argcount, iter(code.co_varnames)
-    args = [values[name] for name in itertools.islice(names, count)]
-    kwargs = {name: values[name] for name in itertools.islice(names, code.co_kwonlyargcount)}
-    if code.co_flags & inspect.CO_VARARGS:
-        args += values[next(names)]
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        kwargs |= values[next(names)]
-    return function, tuple(args), kwargs
 
 
 def _parameters(fn: Callable[..., Any]) -> list[str]:

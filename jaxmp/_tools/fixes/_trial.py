@@ -119,7 +119,7 @@ def _with_other_dtypes(edits: Edits) -> Edits:
 def try_edits(
     groups: Sequence[Edits],
     roots: Iterable[Any],
-    problems_with: Callable[[bool, bool], Problems],
+    problems_with: Callable[[bool], Problems],
     before: Collection[Hashable],
     removed: Sequence[Collection[Hashable]],
 ) -> list[FixTrial]:
@@ -131,9 +131,8 @@ def try_edits(
     Args:
       groups: the edits of each fix.
       roots: objects from which the user's functions are reachable.
-      problems_with: traces the program, and returns its problems, with fixes if the first argument
-        is True; if the second one is, of the part that is differentiated alone. Its gradients have
-        the dtypes of its arguments, so that the rest of the program remains as it is.
+      problems_with: traces the program, and returns its problems, with fixes if its argument is
+        True.
       before: the problems without edits.
       removed: the problems that each group must remove.
     """
@@ -141,12 +140,12 @@ def try_edits(
     reached = _reached(functions, groups)
     trials = [FixTrial("" if is_reached else NOT_TRIED) for is_reached in reached]
 
-    def trial(*layers: Edits, has_fixes: bool = False, is_part: bool = False) -> Problems | None:
+    def trial(*layers: Edits, has_fixes: bool = False) -> Problems | None:
         """Returns the problems with edits; None if the program does not run."""
         try:
             with warnings.catch_warnings(), patched(functions, layers):
                 warnings.simplefilter("ignore")
-                return problems_with(has_fixes, is_part)
+                return problems_with(has_fixes)
         except Exception:
             return None
 
@@ -170,15 +169,7 @@ def try_edits(
 
     waiting = [n for n, row in enumerate(trials) if not row.state]
     others = [_with_other_dtypes(group) for group in groups]
-    known = trial(is_part=True) if waiting else None
-    if known and all(known.keys() >= set(removed[n]) for n in waiting):
-        problems = trial(frozenset().union(*(groups[n] for n in waiting)), is_part=True)
-        if problems is not None and known.keys() >= problems.keys():
-            for n in waiting:
-                if problems.keys().isdisjoint(removed[n]):
-                    trials[n] = FixTrial(WORKS, (), groups[n])
-            waiting = [n for n in waiting if not trials[n].state]
-    for together in (groups, others) if waiting[1:] else ():
+    for together in (groups, *([others] * (others != groups))) if waiting[1:] else ():
         problems = trial(frozenset().union(*(together[n] for n in waiting)))
         if problems is not None and all(key in before for key in problems):
             for n in waiting:

@@ -84,10 +84,7 @@ def locate_nonfinite(
         state = WORKS if report.cause == "loss_scale" else NOT_TRIED
         return dataclasses.replace(report, trial=state * (try_fixes and is_code))
 
-    def problems(_: bool, is_part: bool) -> Problems:
-        if is_part:
-            # The values of a part are not known.
-            return {}
+    def problems(_: bool) -> Problems:
         # Other values that are not finite come after those of the fix.
         after = places.intersection(_Search(trace(step, args, kwargs)).places())
         return dict.fromkeys(after, ("", None))
