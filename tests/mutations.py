@@ -1617,8 +1617,8 @@ MUTATIONS = [
     Mutation(
         "an error of a save in the background does not reach latest_step",
         "jaxmp/checkpoint/_checkpointer.py",
-        "        self.wait()\n        return complete_steps",
-        "        return complete_steps",
+        "        self.wait()\n        return _writer.complete_steps",
+        "        return _writer.complete_steps",
         ("test_checkpoint.py::test_a_full_disk_is_said_by_the_next_call",),
     ),
     Mutation(

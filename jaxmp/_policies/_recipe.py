@@ -6,6 +6,8 @@ import bisect
 import dataclasses
 import importlib
 import operator
+import re
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Self, TypeVar, Unpack, cast, final
 
@@ -16,6 +18,7 @@ from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._hints import warn_if_dropped
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp._policies._load import (
+    PolicyMap,
     RecipeData,
     RecipeLike,
     as_policy_map,
@@ -23,7 +26,9 @@ from jaxmp._policies._load import (
     first_steps,
     phase_data,
 )
+from jaxmp._policies._patterns import compile_pattern
 from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
+from jaxmp._policies._rules import Rule
 from jaxmp._policies._toml import recipe_names
 from jaxmp.errors import JaxmpError, RecipeError
 from jaxmp.fp8._scaling import Scaling
@@ -285,6 +290,37 @@ def load_recipe(recipe: RecipeLike) -> Recipe:
     """
     data = as_recipe_data(recipe)
     return data if isinstance(data, Recipe) else Recipe(**vars(data))
+
+
+def have_same_settings(first: Recipe, second: Recipe, leaves: Iterable[str]) -> bool:
+    """Returns True if two recipes specify the same settings for a state.
+
+    Rules that match nothing in the state are ignored: a later version of a recipe may add some.
+
+    Args:
+      first, second: the recipes; of a phase, the whole recipe is compared.
+      leaves: paths of the leaves of the state.
+    """
+    # The paths of modules and parameters do not contain where the state stores the parameters.
+    tails = {
+        tuple(each[n:])
+        for each in (re.split("[/:]", leaf) for leaf in leaves)
+        for n in range(len(each))
+    }
+    parameters = {f"{'/'.join(tail[:-1])}:{tail[-1]}" for tail in tails}
+    modules = {"/".join(tail[:n]) for tail in tails for n in range(len(tail))}
+
+    def applies(rule: Rule) -> bool:
+        paths = parameters if rule.addresses_parameter else modules
+        return rule.path is None or any(map(compile_pattern(rule.path).fullmatch, paths))
+
+    def applied(recipe: Recipe) -> Recipe:
+        whole = load_recipe(recipe.whole or recipe)
+        rules = filter(applies, whole.policies.rules)
+        policies = PolicyMap(whole.policies.default, rules, whole.policies.fp8)
+        return dataclasses.replace(whole, name="recipe", summary="", policies=policies)
+
+    return applied(first) == applied(second)
 
 
 def list_recipes() -> list[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from etils import epath
 from jaxmp import __version__
 from jaxmp._core._plain import from_plain
 from jaxmp._core._typing import ArrayLike
-from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._patterns import compile_pattern
-from jaxmp._policies._recipe import Recipe, load_recipe
+from jaxmp._policies._recipe import Recipe, have_same_settings, load_recipe
 from jaxmp.checkpoint._description import Description, Leaf
 from jaxmp.errors import CheckpointError, JaxmpError
 
@@ -56,6 +53,12 @@ class Manifest:
         """
         return parse_recipe(self.recipe_toml)
 
+    def is_of(self, recipe: Recipe | None) -> bool:
+        """Returns True if a recipe has the settings of the manifest's one, and for None."""
+        if recipe is None or self.recipe_toml == recipe.to_toml():
+            return True
+        return have_same_settings(self.recipe, recipe, self.description.by_path)
+
     def to_text(self) -> str:
         """Returns the manifest as JSON, with a checksum of itself."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -85,7 +88,7 @@ def parse_recipe(text: str) -> Recipe:
             ) from error
 
 
-def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
+def write(directory: epath.Path, manifest: Manifest) -> None:
     """Writes a manifest into the directory of a checkpoint, with the checksums of its files."""
     names = data_files(directory)
     manifest = dataclasses.replace(manifest, files=_file_checksums(directory, names))
@@ -103,12 +106,12 @@ def data_files(directory: epath.Path) -> list[str]:
     return names
 
 
-def has_manifest(directory: epath.Path) -> bool:
+def exists(directory: epath.Path) -> bool:
     """Returns True if jaxmp wrote the checkpoint in this directory."""
     return (directory / FILE_NAME).exists()
 
 
-def read_manifest(directory: epath.Path) -> Manifest:
+def read(directory: epath.Path) -> Manifest:
     """Reads the manifest of a checkpoint.
 
     Raises:
@@ -245,7 +248,7 @@ class CheckpointInfo:
         return "\n".join(f"{name:<11} {value}" for name, value in rows.items())
 
 
-def describe_manifest(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
+def describe(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
     """Returns the description of the checkpoint in the directory `path`."""
     names = {field.name for field in dataclasses.fields(CheckpointInfo)}
     return CheckpointInfo(
@@ -301,44 +304,3 @@ def _check_keys(extra: object) -> None:
     if isinstance(extra, (dict, list, tuple)):
         for value in extra.values() if isinstance(extra, dict) else extra:
             _check_keys(value)
-
-
-def is_same_recipe(text: str, recipe: Recipe, leaves: Iterable[str]) -> bool:
-    """Returns True if the text of a TOML file specifies the same settings as a recipe.
-
-    Rules that match nothing in the state are ignored: a later version of a recipe may add some.
-
-    Args:
-      text: the TOML text of the recipe of a checkpoint.
-      recipe: the recipe to compare it with.
-      leaves: paths of the leaves of the state.
-    """
-    if text == recipe.to_toml():
-        return True
-    recipe = load_recipe(recipe.whole or recipe)
-    # The paths of modules and parameters do not contain where the state stores the parameters.
-    tails = {
-        tuple(each[n:])
-        for each in (re.split("[/:]", leaf) for leaf in leaves)
-        for n in range(len(each))
-    }
-    parameters = {f"{'/'.join(tail[:-1])}:{tail[-1]}" for tail in tails}
-    modules = {"/".join(tail[:n]) for tail in tails for n in range(len(tail))}
-
-    def applied(each: Recipe) -> Recipe:
-        policies = each.policies
-        rules = [
-            rule
-            for rule in policies.rules
-            if rule.path is None
-            or any(
-                map(
-                    compile_pattern(rule.path).fullmatch,
-                    parameters if rule.addresses_parameter else modules,
-                )
-            )
-        ]
-        policies = PolicyMap(policies.default, rules, policies.fp8)
-        return dataclasses.replace(each, name="recipe", summary="", policies=policies)
-
-    return applied(parse_recipe(text)) == applied(recipe)

@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
 from jaxmp._core._trees import path_names
 from jaxmp._core._typing import PyTree
 from jaxmp.checkpoint import _nnx_nodes
-from jaxmp.checkpoint._handler import nest, placement
+from jaxmp.checkpoint._handler import placement
 from jaxmp.errors import CheckpointError
 
 _DTYPES = {
@@ -125,7 +126,8 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -
     """
     arrays = _read(Path(path))
     if like is None:
-        return nest({tuple(name.split(".")): _placed(x, None) for name, x in arrays.items()})
+        placed = {name: _placed(x, None) for name, x in arrays.items()}
+        return ocp.tree.from_flat_dict(placed, sep=".")
     placed = []
     for name, value in _named_leaves(like):
         array = arrays.get(name)
