@@ -852,8 +852,8 @@ MUTATIONS = [
     Mutation(
         "a phase begins one step late",
         "jaxmp/_policies/_recipe.py",
-        "bisect.bisect_right(first_steps",
-        "bisect.bisect_left(first_steps",
+        "bisect.bisect_right(_load.first_steps",
+        "bisect.bisect_left(_load.first_steps",
         ("test_phases.py::test_a_phase_has_the_keys_of_the_recipe_and_its_own",),
     ),
     Mutation(

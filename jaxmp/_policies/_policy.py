@@ -173,7 +173,7 @@ def _value_text(name: str, value: Any) -> str:
     return names_text(value) if isinstance(value, tuple) else str(value)
 
 
-def split_pairs(text: str) -> list[tuple[str, str]]:
+def _split_pairs(text: str) -> list[tuple[str, str]]:
     """Splits `"p=f32, c=bf16"` into `[("p", "f32"), ("c", "bf16")]`.
 
     Raises:
@@ -192,16 +192,19 @@ def split_pairs(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def policy_fields(pairs: list[tuple[str, Any]], within: str) -> dict[str, Any]:
-    """Returns the canonical fields of (key, value) pairs.
+def read_fields(policy: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the canonical fields that a string or a dict sets.
 
     Args:
-      pairs: keys of `FIELD_KEYS`, and values.
-      within: the input that contains the pairs, which error messages quote.
+      policy: pairs such as `"p=f32,c=bf16"`, or a dict with the same keys: those of `FIELD_KEYS`.
 
     Raises:
       PolicyError: if a key is unknown or repeated, or a value is not valid.
     """
+    if isinstance(policy, str):
+        within, pairs = policy, _split_pairs(policy)
+    else:
+        within, pairs = repr(policy), [(str(key), value) for key, value in policy.items()]
     fields: dict[str, Any] = {}
     for key, value in pairs:
         field = FIELD_KEYS.get(key.lower())
@@ -397,8 +400,7 @@ def get_policy(policy: PolicyLike) -> Policy:
     if isinstance(policy, str):
         return _parse_policy(policy)
     if isinstance(policy, Mapping):
-        pairs = [(str(key), value) for key, value in policy.items()]
-        return complete_policy(policy_fields(pairs, repr(policy)))
+        return complete_policy(read_fields(policy))
     if is_policy(policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     dtype = canonical_dtype(policy)
@@ -427,7 +429,7 @@ def _parse_policy(text: str) -> Policy:
         return Policy(dtype, dtype, dtype)
     if "=" not in text:
         raise _unknown_name_error(text, name)
-    return complete_policy(policy_fields(split_pairs(text), text))
+    return complete_policy(read_fields(text))
 
 
 def _unknown_name_error(text: str, name: str) -> PolicyError:

@@ -17,15 +17,8 @@ import optax
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._hints import warn_if_dropped
 from jaxmp._gradients._loss_scale import LossScale
-from jaxmp._policies._load import (
-    PolicyMap,
-    RecipeData,
-    RecipeLike,
-    as_policy_map,
-    as_recipe_data,
-    first_steps,
-    phase_data,
-)
+from jaxmp._policies import _load
+from jaxmp._policies._load import PolicyMap, RecipeData, RecipeLike
 from jaxmp._policies._patterns import compile_pattern
 from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
 from jaxmp._policies._rules import Rule
@@ -120,7 +113,7 @@ class Recipe(RecipeData):
           >>> model.apply(model.init(jax.random.key(0), x), x).dtype
           dtype('float32')
         """
-        policies = as_policy_map(self)
+        policies = _load.as_policy_map(self)
         wrapped = _load_adapter(model).apply_policy(model, policies, shardings=shardings)
         return warn_if_dropped(wrapped, "model = recipe.wrap(model)")
 
@@ -212,7 +205,7 @@ class Recipe(RecipeData):
             )
         if not whole.phases:
             return whole
-        return phase_data(whole, bisect.bisect_right(first_steps(whole), number) - 1)
+        return _load.phase_data(whole, bisect.bisect_right(_load.first_steps(whole), number) - 1)
 
     def split_phases(self) -> list[Recipe]:
         """Returns the recipe of each phase; `[self]` for a recipe without phases.
@@ -222,7 +215,7 @@ class Recipe(RecipeData):
           >>> load_recipe("fp8").replace(phases=phases).split_phases()
           [Recipe('fp8@0'), Recipe('fp8@900')]
         """
-        return [self.phase(step) for step in first_steps(self)]
+        return [self.phase(step) for step in _load.first_steps(self)]
 
     def replace(self, **changes: Unpack[RecipeChanges]) -> Recipe:
         """Returns this recipe with some settings replaced.
@@ -288,7 +281,7 @@ def load_recipe(recipe: RecipeLike) -> Recipe:
       >>> load_recipe("fp16").policies.resolve("dense").compute_dtype
       dtype('float16')
     """
-    data = as_recipe_data(recipe)
+    data = _load.as_recipe_data(recipe)
     return data if isinstance(data, Recipe) else Recipe(**vars(data))
 
 
