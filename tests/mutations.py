@@ -1229,8 +1229,8 @@ MUTATIONS = [
     Mutation(
         "the rules of an extended file precede those of the file",
         "jaxmp/_policies/_load.py",
-        "merged, rules + base.rules",
-        "merged, base.rules + rules",
+        "merged, own.rules + base.rules",
+        "merged, base.rules + own.rules",
         ("test_recipes.py::test_extends_puts_own_rules_first_and_replaces_scalars",),
     ),
     Mutation(

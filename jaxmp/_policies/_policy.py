@@ -13,7 +13,7 @@ from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._trees import cast_floating
 from jaxmp._core._typing import DTypeLike
-from jaxmp._policies._patterns import Names, canonical_names, names_text
+from jaxmp._policies._patterns import Names
 from jaxmp._policies._toml import shipped
 from jaxmp.errors import PolicyError
 
@@ -86,16 +86,26 @@ def _canonical_choice(name: str, value: Any, where: str) -> str:
     return value
 
 
-def _canonical_names(name: str, value: object, where: str) -> Names:
-    """Converts a list of arguments (`keep_inputs`) or methods (`forward_methods`) to a tuple."""
-    example = {"keep_inputs": ("t", "positions"), "forward_methods": ("encode", "decode")}[name]
-    try:
-        return canonical_names(value)
-    except ValueError as error:
+def _canonical_names(name: str, value: Any, where: str) -> Names:
+    """Converts arguments (`keep_inputs`) or methods (`forward_methods`) to a tuple of their names.
+
+    They are a list, tuple or set, or have the form of a policy string: `"t+positions"` or `"none"`.
+    Names of a set are sorted.
+    """
+    names = value
+    if isinstance(value, str):
+        names = [] if value.strip() == "none" else [part.strip() for part in value.split("+")]
+    problems = ["it must be a list of names"]
+    if isinstance(names, (list, tuple, set, frozenset)):
+        is_name = lambda entry: isinstance(entry, str) and entry.isidentifier()
+        problems = [f"{entry!r} is not a name" for entry in names if not is_name(entry)]
+    if problems:
+        example = {"keep_inputs": ("t", "positions"), "forward_methods": ("encode", "decode")}[name]
         raise PolicyError(
-            f"{name}={value!r}{where}: {error}. Pass names, for example {name}={example!r}, or "
-            f"'{name}={'+'.join(example)}' in a policy string."
-        ) from None
+            f"{name}={value!r}{where}: {problems[0]}. Pass names, for example {name}={example!r}, "
+            f"or '{name}={'+'.join(example)}' in a policy string."
+        )
+    return tuple(dict.fromkeys(names if isinstance(names, (list, tuple)) else sorted(names)))
 
 
 def _canonical_width(value: Any, where: str) -> int:
@@ -170,7 +180,7 @@ def _value_text(name: str, value: Any) -> str:
         return short_name(value)
     if name == "window":
         return window_text(value)
-    return names_text(value) if isinstance(value, tuple) else str(value)
+    return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
 def _split_pairs(text: str) -> list[tuple[str, str]]:

@@ -185,13 +185,14 @@ def _table_example(table: str) -> str:
 # ---------------------------------------------------------------------------
 
 
-# (table, key) -> setting. The table of keys at the top of a file is "".
-Settings = dict[tuple[str, str], Setting]
+# Table -> key -> setting. The table of keys at the top of a file is "".
+Settings = dict[str, dict[str, Setting]]
 
 
 class Contents(NamedTuple):
-    """Settings, rules and phases of one file. Values have been checked, but no combinations."""
+    """Settings, rules and phases of a file. Values have been checked, but no combinations."""
 
+    document: _toml.Document
     settings: Settings
     rules: tuple[Rule, ...]
     phases: tuple[Phase, ...]
@@ -203,7 +204,7 @@ def read_contents(document: _toml.Document) -> Contents:
     Raises:
       RecipeError: with file, line, column, key, the allowed values and a corrected TOML line.
     """
-    settings: Settings = {}
+    settings: Settings = {name: {} for name in ("", *TABLES)}
     top: dict[str, Any] = {}
     for name, value in document.table.items():
         if name in TABLES:
@@ -212,15 +213,13 @@ def read_contents(document: _toml.Document) -> Contents:
                     f"{document.locate(name)}: {_toml.describe(value)} is not a table. Write:\n"
                     + _table_example(name)
                 )
-            read = _read_table(document, (name,), TABLES[name], value)
-            settings |= {(name, key): setting for key, setting in read.items()}
+            settings[name] = _read_table(document, (name,), TABLES[name], value)
         elif name not in ("rules", "phases"):
             top[name] = value
-    read = _read_table(document, (), TOP, top)
-    settings |= {("", key): setting for key, setting in read.items()}
+    settings[""] = _read_table(document, (), TOP, top)
     rules = _read_rules(document, ("rules",), document.table) if "rules" in document.table else ()
     phases = _read_phases(document) if "phases" in document.table else ()
-    return Contents(settings, rules, phases)
+    return Contents(document, settings, rules, phases)
 
 
 def _list_of_tables(

@@ -61,9 +61,7 @@ class Manifest:
 
     def to_text(self) -> str:
         """Returns the manifest as JSON, with a checksum of itself."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["description"] = dataclasses.asdict(self.description)
-        body = json.dumps(fields, allow_nan=True)
+        body = json.dumps(dataclasses.asdict(self), allow_nan=True)
         return json.dumps({"format": FORMAT, "crc32": _crc(body), "manifest": body})
 
 
@@ -136,11 +134,9 @@ def read(directory: epath.Path) -> Manifest:
         )
     try:
         data = json.loads(body)
-        data["description"] = from_plain(Description, data["description"])
-        data["files"] = {name: tuple(row) for name, row in data["files"].items()}
-        data["nonfinite"] = tuple(data["nonfinite"])
         data.pop("checksums", None)  # of leaves, in the first checkpoints of this format
-        return Manifest(**data)
+        extra = data.pop("extra")  # stays as JSON has it
+        return dataclasses.replace(from_plain(Manifest, {**data, "extra": None}), extra=extra)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"The manifest {path} has other fields than this version of jaxmp ({__version__}) "
