@@ -278,9 +278,9 @@ class Checkpointer:
         if wanted is not None:
             check_made_with(flat.description, wanted, "state_like")
         step, directory = self._find(step)
-        if step is None or not _manifest.exists(directory):
+        if step is None or not _manifest.has_manifest(directory):
             return self._restore_foreign(flat, step, wanted, migrate, params)
-        manifest = _manifest.read(directory)
+        manifest = _manifest.read_manifest(directory)
         if verify:
             self._verify_files(directory, manifest, step)
         if only:
@@ -304,7 +304,7 @@ class Checkpointer:
         """
         directory, manifest = self._manifest(step)
         _manifest.check_files(directory, manifest)
-        return _manifest.describe(directory.parent, manifest)
+        return _manifest.describe_manifest(directory.parent, manifest)
 
     def describe(self, step: int | None = None) -> CheckpointInfo:
         """Returns what a checkpoint contains, without reading its arrays.
@@ -316,7 +316,7 @@ class Checkpointer:
           CheckpointError: if there is no such step, or jaxmp did not write it.
         """
         directory, manifest = self._manifest(step)
-        return _manifest.describe(directory.parent, manifest)
+        return _manifest.describe_manifest(directory.parent, manifest)
 
     # ---------------------------------------------------------------- Steps
 
@@ -346,13 +346,13 @@ class Checkpointer:
 
     def _manifest(self, step: int | None) -> tuple[epath.Path, Manifest]:
         step, directory = self._find(step)
-        if not _manifest.exists(directory):
+        if not _manifest.has_manifest(directory):
             folder = self._directory if step is None else directory.parent
             raise CheckpointError(
                 f"{folder} has no manifest, so jaxmp did not write it. Restore it with "
                 "restore(state, migrate=True), and save it again."
             )
-        return directory, _manifest.read(directory)
+        return directory, _manifest.read_manifest(directory)
 
     def _open_for_writing(self, step: int) -> _writer.Writer:
         if self._writer is None:

@@ -91,7 +91,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._check_written(directory, pending.leaves)
-            _manifest.write(directory, pending.finish())
+            _manifest.write_manifest(directory, pending.finish())
 
     def _check_written(self, directory: epath.Path, leaves: dict[Path, Any]) -> None:
         """Compares the arrays on disk with those to write, before an older step is deleted.

@@ -86,7 +86,7 @@ def parse_recipe(text: str) -> Recipe:
             ) from error
 
 
-def write(directory: epath.Path, manifest: Manifest) -> None:
+def write_manifest(directory: epath.Path, manifest: Manifest) -> None:
     """Writes a manifest into the directory of a checkpoint, with the checksums of its files."""
     names = data_files(directory)
     manifest = dataclasses.replace(manifest, files=_file_checksums(directory, names))
@@ -104,12 +104,12 @@ def data_files(directory: epath.Path) -> list[str]:
     return names
 
 
-def exists(directory: epath.Path) -> bool:
+def has_manifest(directory: epath.Path) -> bool:
     """Returns True if jaxmp wrote the checkpoint in this directory."""
     return (directory / FILE_NAME).exists()
 
 
-def read(directory: epath.Path) -> Manifest:
+def read_manifest(directory: epath.Path) -> Manifest:
     """Reads the manifest of a checkpoint.
 
     Raises:
@@ -244,7 +244,7 @@ class CheckpointInfo:
         return "\n".join(f"{name:<11} {value}" for name, value in rows.items())
 
 
-def describe(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
+def describe_manifest(path: epath.Path, manifest: Manifest) -> CheckpointInfo:
     """Returns the description of the checkpoint in the directory `path`."""
     names = {field.name for field in dataclasses.fields(CheckpointInfo)}
     return CheckpointInfo(

@@ -27,17 +27,6 @@ class LossTerms(NamedTuple):
     z_loss: float
 
 
-def check_same_shape(array: jax.Array, other: jax.Array, name: str) -> jax.Array:
-    if array.shape != other.shape:
-        # Broadcasting [N] against [N, 1] would give N * N losses, a common bug in loss functions.
-        raise JaxmpError(
-            f"{name} has shape {list(other.shape)}, but the array that it is compared with has "
-            f"shape {list(array.shape)} ({array.dtype}). The shapes must be equal: reshape one, or "
-            "use jnp.broadcast_to."
-        )
-    return array
-
-
 def check_number(value: Any, name: str, largest: float) -> float:
     if isinstance(value, Tracer):
         raise JaxmpError(

@@ -83,7 +83,14 @@ def softmax_cross_entropy(
                 f"ignore_index={ignore_index} needs class indices, and the labels are "
                 f"probabilities ({labels.dtype}). Pass weights instead: weights=rows_that_count."
             )
-        labels = _arguments.check_same_shape(floating_array(labels, "labels"), logits, "logits")
+        labels = floating_array(labels, "labels")
+        if labels.shape != logits.shape:
+            # Broadcasting [N] against [N, 1] would give N * N losses, a common bug.
+            raise JaxmpError(
+                f"logits has shape {list(logits.shape)}, but the array that it is compared with "
+                f"has shape {list(labels.shape)} ({labels.dtype}). The shapes must be equal: "
+                "reshape one, or use jnp.broadcast_to."
+            )
         counted, valid = None, None
     else:
         _arguments.check_indices(labels, rows, size, ignore_index, "logits", logits.shape)
