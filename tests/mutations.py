@@ -1624,8 +1624,8 @@ MUTATIONS = [
     Mutation(
         "scalars of an optimizer must be finite",
         "jaxmp/checkpoint/_description.py",
-        "        or (leaf.role == OTHER and leaf.shape and leaf.shape in shapes)\n",
-        "        or leaf.role == OTHER\n",
+        "        or (leaf.role == _roles.OTHER and leaf.shape and leaf.shape in shapes)\n",
+        "        or leaf.role == _roles.OTHER\n",
         ("test_checkpoint.py::test_scalars_of_optimizers_may_be_infinite",),
     ),
     Mutation(
