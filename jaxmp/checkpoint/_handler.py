@@ -258,17 +258,13 @@ def _read_leaves(leaves: list[tuple[Leaf, Any]], read: Reader) -> dict[str, Any]
       leaves: leaves of the checkpoint, each with the sharding to read it with (None: NumPy array).
       read: function that reads leaves.
     """
-    targets: dict[Path, jax.ShapeDtypeStruct] = {}
-    result: dict[str, Any] = {}
-    for leaf, sharding in leaves:
-        shape = stored_shape(leaf)
-        if not is_written(leaf):
-            result[leaf.path] = np.zeros(shape.shape, shape.dtype)
-        else:
-            targets[leaf.names] = shape.update(sharding=sharding)
-    if targets:
-        result |= {"/".join(path): value for path, value in read(targets).items()}
-    return result
+    shapes = {leaf: stored_shape(leaf).update(sharding=sharding) for leaf, sharding in leaves}
+    targets = {leaf.names: shape for leaf, shape in shapes.items() if is_written(leaf)}
+    values = read(targets) if targets else {}
+    return {
+        leaf.path: values[leaf.names] if is_written(leaf) else np.zeros(shape.shape, shape.dtype)
+        for leaf, shape in shapes.items()
+    }
 
 
 # ---------------------------------------------------------------------------
