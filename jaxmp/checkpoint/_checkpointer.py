@@ -15,7 +15,7 @@ from etils import epath
 
 from jaxmp import __version__
 from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
-from jaxmp._core._trees import Path
+from jaxmp._core._trees import Path, leaves_with_path
 from jaxmp._core._typing import PyTree
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
@@ -54,9 +54,8 @@ def check_made_with(description: Description, recipe: Recipe, name: str) -> None
 
 def initial_scale(recipe: Recipe | None) -> dict[str, Any]:
     """Returns field -> value of the initial loss scale of a recipe; empty if it has none."""
-    scale = None if recipe is None else recipe.loss_scale
-    flat, _ = jax.tree_util.tree_flatten_with_path(scale)
-    return {str(path[-1]).lstrip("."): np.asarray(leaf) for path, leaf in flat}
+    leaves = [] if recipe is None else leaves_with_path(recipe.loss_scale)
+    return {names[-1]: np.asarray(leaf) for names, leaf in leaves}
 
 
 # Rows that an error message lists.

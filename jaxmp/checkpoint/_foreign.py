@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmp._core._messages import missing_dependency
-from jaxmp._core._trees import Path, path_names
+from jaxmp._core._trees import Path, leaves_with_path
 from jaxmp.checkpoint._description import (
     FOREIGN,
     Description,
@@ -122,10 +122,9 @@ def read(location: ForeignCheckpoint, target: Description) -> Stored:
         tree = _read_orbax(location) if location.writer == "orbax" else _read_flax(location)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise CheckpointError(f"{location.path} cannot be read: {error}") from error
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     values = {
-        "/".join(path_names(key_path)): np.asarray(value)
-        for key_path, value in flat
+        "/".join(names): np.asarray(value)
+        for names, value in leaves_with_path(tree)
         if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
     }
     values = _with_our_scale(values, target)
