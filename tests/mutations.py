@@ -852,8 +852,8 @@ MUTATIONS = [
     Mutation(
         "a phase begins one step late",
         "jaxmp/_policies/_recipe.py",
-        "bisect.bisect_right(first_steps",
-        "bisect.bisect_left(first_steps",
+        "bisect.bisect_right(_load.first_steps",
+        "bisect.bisect_left(_load.first_steps",
         ("test_phases.py::test_a_phase_has_the_keys_of_the_recipe_and_its_own",),
     ),
     Mutation(
@@ -1229,8 +1229,8 @@ MUTATIONS = [
     Mutation(
         "the rules of an extended file precede those of the file",
         "jaxmp/_policies/_load.py",
-        "merged, rules + base.rules",
-        "merged, base.rules + rules",
+        "merged, own.rules + base.rules",
+        "merged, base.rules + own.rules",
         ("test_recipes.py::test_extends_puts_own_rules_first_and_replaces_scalars",),
     ),
     Mutation(
@@ -1617,15 +1617,22 @@ MUTATIONS = [
     Mutation(
         "an error of a save in the background does not reach latest_step",
         "jaxmp/checkpoint/_checkpointer.py",
-        "        self.wait()\n        return complete_steps",
-        "        return complete_steps",
+        "        self.wait()\n        return _writer.complete_steps",
+        "        return _writer.complete_steps",
         ("test_checkpoint.py::test_a_full_disk_is_said_by_the_next_call",),
+    ),
+    Mutation(
+        "the programs of delayed FP8 scaling depend on addresses",
+        "jaxmp/fp8/_overwritten.py",
+        "to_fm32(list(arrays.values()))",
+        "to_fm32(arrays).values()",
+        ("test_fp8_state.py::test_programs_do_not_depend_on_addresses",),
     ),
     Mutation(
         "scalars of an optimizer must be finite",
         "jaxmp/checkpoint/_description.py",
-        "        or (leaf.role == OTHER and leaf.shape and leaf.shape in shapes)\n",
-        "        or leaf.role == OTHER\n",
+        "        or (leaf.role == _roles.OTHER and leaf.shape and leaf.shape in shapes)\n",
+        "        or leaf.role == _roles.OTHER\n",
         ("test_checkpoint.py::test_scalars_of_optimizers_may_be_infinite",),
     ),
     Mutation(

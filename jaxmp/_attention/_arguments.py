@@ -160,7 +160,7 @@ def arguments(
         compute = get_policy(policy).compute_dtype
         query, key, value = (array.astype(compute) for array in (query, key, value))
     _check_dtypes(query, key, value)
-    query, key, value = (_with_batch(a, 4) for a in (query, key, value))
+    query, key, value = (with_rank(a, 4) for a in (query, key, value))
     _check_shapes(query, key, value)
     batch, queries, heads, size = query.shape
     logits = (batch, heads, queries, key.shape[1])
@@ -203,9 +203,9 @@ def _array(value: ArrayLike, name: str) -> jax.Array:
     return array
 
 
-def _with_batch(array: jax.Array, ndim: int) -> jax.Array:
-    shape = (1,) * (ndim - array.ndim) + array.shape
-    return array if shape == array.shape else array.reshape(shape)
+def with_rank(array: jax.Array, ndim: int) -> jax.Array:
+    """Adds leading dimensions of size 1."""
+    return array.reshape(*(1,) * (ndim - array.ndim), *array.shape)
 
 
 def _check_dtypes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
@@ -287,7 +287,7 @@ def _broadcastable(array: jax.Array, name: str, logits: tuple[int, ...]) -> jax.
             f"{name} has shape {array.shape}, which does not broadcast to the logits' "
             f"[batch, heads, queries, keys] = {list(logits)}."
         )
-    return _with_batch(array, 4)
+    return with_rank(array, 4)
 
 
 def _lengths(lengths: ArrayLike | None, name: str, batch: int, positions: int) -> jax.Array | None:

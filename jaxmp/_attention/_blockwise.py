@@ -18,13 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._attention._arguments import (
-    NO_KEY,
-    AttentionArguments,
-    AttentionSettings,
-    masks_at,
-    with_scaled_query,
-)
+from jaxmp._attention import _arguments
+from jaxmp._attention._arguments import NO_KEY, AttentionArguments, AttentionSettings
 from jaxmp._core._compat import vary, varying_axes
 from jaxmp._core._dtypes import wide_dtype
 from jaxmp._core._typing import PyTree
@@ -62,7 +57,7 @@ def blockwise_attention(args: AttentionArguments, block: int = _BLOCK) -> Any:
       args: the arguments.
       block: largest number of positions per block.
     """
-    args = with_scaled_query(args)
+    args = _arguments.with_scaled_query(args)
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     settings = dataclasses.replace(args.settings, precision=precision)
     batch, heads, queries, keys = args.logits_shape
@@ -206,7 +201,7 @@ class _Blocks:
         columns = j * shape.key_block + lax.broadcasted_iota(
             jnp.int32, (1, 1, 1, 1, shape.key_block), 4
         )
-        masks = [columns < shape.keys, *masks_at(self.operands, rows, columns)]
+        masks = [columns < shape.keys, *_arguments.masks_at(self.operands, rows, columns)]
         masks += [] if self.mask is None else [_at(self.mask, i, j)]
         return functools.reduce(jnp.logical_and, masks)
 

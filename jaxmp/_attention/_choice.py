@@ -14,16 +14,11 @@ from jax.sharding import AxisType
 
 from jaxmp._attention._arguments import AttentionArguments
 from jaxmp._attention._cudnn import padded_size
+from jaxmp._core import _targets
 from jaxmp._core._compat import compute_capability, cudnn_version, target
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._explanation import ExplanationRow, ExplanationSection
 from jaxmp._core._messages import install_command
-from jaxmp._core._targets import (
-    FUSED_ATTENTION,
-    LARGE_ATTENTION_HEADS,
-    capability_text,
-    unsupported_gpu,
-)
 from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")
@@ -159,8 +154,8 @@ def _device_blockers() -> Iterator[Blocker]:
         commands = " or ".join(map(install_command, ("cuda12", "cuda13")))
         change = f"Install it: {commands}."
         yield Blocker("device", "JAX finds no cuDNN", change)
-    elif gpu := unsupported_gpu(FUSED_ATTENTION):
-        first = capability_text(FUSED_ATTENTION)
+    elif gpu := _targets.unsupported_gpu(_targets.FUSED_ATTENTION):
+        first = _targets.capability_text(_targets.FUSED_ATTENTION)
         reason = f"the kernel requires compute capability {first} or more, this is {gpu}"
         yield Blocker("device", reason, "Use implementation='auto'.")
 
@@ -172,7 +167,7 @@ def _operand_blockers(args: AttentionArguments) -> Iterator[Blocker]:
         yield Blocker("policy", reason, "Write policy='bfloat16'.")
     # JAX reads the capability of the local GPU, even if it compiles for another one.
     capability = compute_capability()
-    is_hopper = capability is not None and capability >= LARGE_ATTENTION_HEADS
+    is_hopper = capability is not None and capability >= _targets.LARGE_ATTENTION_HEADS
     largest = _LARGEST_HEAD_HOPPER if is_hopper else _LARGEST_HEAD
     padded = padded_size(args.query.shape[-1], args.value.shape[-1])
     if padded > largest:

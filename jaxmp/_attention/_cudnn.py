@@ -27,12 +27,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmp._attention._arguments import (
-    NO_KEY,
-    AttentionArguments,
-    AttentionSettings,
-    with_scaled_query,
-)
+from jaxmp._attention import _arguments
+from jaxmp._attention._arguments import NO_KEY, AttentionArguments, AttentionSettings
 from jaxmp._attention._plain import seeing_queries
 from jaxmp._core._compat import partition_spec
 from jaxmp.errors import AttentionError
@@ -202,7 +198,7 @@ def cudnn_attention(args: AttentionArguments) -> Any:
       `settings.residual`, a pair of that and the log-sum-exp `[B, T, N]`, which JAX rounds to the
       same dtype.
     """
-    args = with_scaled_query(args)
+    args = _arguments.with_scaled_query(args)
     settings = args.settings
     _, _, queries, keys = args.logits_shape
     size = args.value.shape[-1]

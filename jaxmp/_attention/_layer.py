@@ -15,21 +15,8 @@ from jax.core import Tracer
 from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
-from jaxmp._attention import run_attention
-from jaxmp._attention._arguments import (
-    arguments,
-    check_implementation,
-    sees,
-    structure,
-)
-from jaxmp._attention._declared import (
-    Declaration,
-    check_known,
-    mark,
-    refuse_lengths,
-    refuse_missing,
-    sequence_lengths,
-)
+from jaxmp._attention import _arguments, _declared, run_attention
+from jaxmp._attention._declared import Declaration
 from jaxmp._attention._plain import attend, weight_dropout
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._policies._policy import Policy
@@ -48,14 +35,13 @@ class AttentionFunction:
     The first three fields are the arguments of `attention_fn`.
     """
 
-    implementation: str | None = None
+    implementation: str = "auto"
     is_causal: bool = False
     local_window_size: int | tuple[int, int] | None = None
     # The structure that the layer's policy declares for its mask; None: it declares none.
     declared: Declaration | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "implementation", check_implementation(self.implementation))
         if isinstance(self.local_window_size, list):
             object.__setattr__(self, "local_window_size", tuple(self.local_window_size))
 
@@ -151,6 +137,7 @@ def attention_fn(
       >>> layer.init_with_output(jax.random.key(0), x)[0].shape
       (1, 4, 8)
     """
+    implementation = _arguments.check_implementation(implementation)
     return AttentionFunction(implementation, is_causal, local_window_size)
 
 
@@ -225,7 +212,7 @@ def layer_attention(
     if structure is not None:
         query, hints, lengths = structure
         visible = None
-    call = arguments(
+    call = _arguments.arguments(
         query.reshape(count, *query.shape[-3:]),
         key.reshape(count, *key.shape[-3:]),
         value.reshape(count, *value.shape[-3:]),
@@ -236,7 +223,7 @@ def layer_attention(
         **dropout,
         **lengths,
     )
-    out = run_attention(call, check_implementation(hints.implementation))
+    out = run_attention(call, hints.implementation)
     return out.reshape(*batch, *out.shape[1:])
 
 
@@ -258,19 +245,19 @@ def _structure(
     if declared is None or queries == 1:
         return None
     if declared.is_square and queries != keys:
-        raise refuse_lengths(declared, queries, keys)
+        raise _declared.refuse_lengths(declared, queries, keys)
     mask = _with_hints(operands, mask, hints)
     lengths: dict[str, jax.Array] = {}
     if mask is not None:
         full = _full_mask(mask, batch, (queries, keys))
         if isinstance(full, np.ndarray):
-            check_known(full, declared)
+            _declared.check_known(full, declared)
         else:
-            query = mark(query, full, declared)
+            query = _declared.mark(query, full, declared)
         if declared.is_padded:
             lengths = _declared_lengths(full, declared, math.prod(batch))
     elif declared.is_square:
-        raise refuse_missing(declared)
+        raise _declared.refuse_missing(declared)
     window = declared.window
     hints = AttentionFunction(hints.implementation, declared.is_causal, window)
     return query, hints, lengths
@@ -288,7 +275,7 @@ def _full_mask(mask: jax.Array, batch: tuple[int, ...], positions: tuple[int, in
 
 def _declared_lengths(mask: MaskArray, declared: Declaration, count: int) -> dict[str, jax.Array]:
     """Returns the two lengths of each of `count` sequences, by argument name."""
-    lengths = (jnp.asarray(n, jnp.int32) for n in sequence_lengths(mask, declared))
+    lengths = (jnp.asarray(n, jnp.int32) for n in _declared.sequence_lengths(mask, declared))
     names = ("query_seq_lengths", "key_value_seq_lengths")
     return {name: jnp.broadcast_to(x, (count,)) for name, x in zip(names, lengths, strict=True)}
 
@@ -321,8 +308,8 @@ def _attend_with_weights(
     mask, ndim = _with_hints(operands, mask, hints), operands[0].ndim
     return attend(
         *operands,
-        bias=None if bias is None else _rank(bias, ndim),
-        mask=None if mask is None else _rank(mask, ndim),
+        bias=None if bias is None else _arguments.with_rank(bias, ndim),
+        mask=None if mask is None else _arguments.with_rank(mask, ndim),
         dropout=weight_dropout(**dropout),
         **weights,
     )
@@ -335,14 +322,11 @@ def _with_hints(
     if not hints.is_causal and hints.local_window_size is None:
         return mask
     query, key, _ = operands
-    _, window = structure(hints.is_causal, hints.local_window_size)
+    _, window = _arguments.structure(hints.is_causal, hints.local_window_size)
     ones = (1,) * (query.ndim - 2)
     rows = jnp.arange(query.shape[-3], dtype=jnp.int32).reshape(*ones, -1, 1)
     columns = jnp.arange(key.shape[-3], dtype=jnp.int32).reshape(*ones, 1, -1)
-    visible = sees(window, rows, columns)
-    return visible if mask is None else jnp.logical_and(_rank(mask, visible.ndim), visible)
-
-
-def _rank(array: jax.Array, ndim: int) -> jax.Array:
-    """Adds leading dimensions of size 1."""
-    return array.reshape(*(1,) * (ndim - array.ndim), *array.shape)
+    visible = _arguments.sees(window, rows, columns)
+    if mask is None:
+        return visible
+    return jnp.logical_and(_arguments.with_rank(mask, visible.ndim), visible)

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxmp._core import _compat
+from jaxmp._core import _compat, _targets
 from jaxmp._core._dtypes import BFLOAT16, FLOAT16
-from jaxmp._core._targets import BFLOAT16_MATMULS, capability_text, unsupported_gpu
 from jaxmp._core._typing import PyTree
 from jaxmp._gradients._hints import Mark, expect_scale
 from jaxmp._policies._policy import Policy
@@ -40,10 +39,10 @@ def check_device(policies: Policies) -> None:
     """
     if _compat.target() == "tpu":
         lacks, other, device = FLOAT16, "bf16", "TPUs multiply bfloat16 natively, and not float16"
-    elif gpu := unsupported_gpu(BFLOAT16_MATMULS):
+    elif gpu := _targets.unsupported_gpu(_targets.BFLOAT16_MATMULS):
         lacks, other = BFLOAT16, "fp16"
         device = f"{gpu} has no bfloat16 matmuls: they require compute capability "
-        device += f"{capability_text(BFLOAT16_MATMULS)}"
+        device += f"{_targets.capability_text(_targets.BFLOAT16_MATMULS)}"
     else:
         return
     if computes_in(policies, lacks):

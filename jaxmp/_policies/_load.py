@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import jax
 
@@ -22,7 +22,7 @@ from jaxmp._policies._policy import Policy, PolicyLike, complete_policy, get_pol
 from jaxmp._policies._required import check_module_dtypes, named_dtypes
 from jaxmp._policies._resolve import Policies, checked_rules
 from jaxmp._policies._rules import Rule
-from jaxmp._policies._schema import TABLES, Settings, fix_line, read_contents
+from jaxmp._policies._schema import Contents, fix_line, read_contents
 from jaxmp._policies._toml import Setting, recipe_names, shipped
 from jaxmp.errors import PolicyError, RecipeError
 from jaxmp.fp8._scaling import Scaling
@@ -245,15 +245,6 @@ def _from_policies(policies: PolicyMap) -> RecipeData:
 # ---------------------------------------------------------------------------
 
 
-class _Layers(NamedTuple):
-    """Settings, rules and phases of a file, merged with those of the files that it extends."""
-
-    document: _toml.Document
-    settings: Settings
-    rules: tuple[Rule, ...]
-    phases: tuple[Phase, ...]
-
-
 @functools.lru_cache(maxsize=64)
 def _load_name(name: str) -> RecipeData:
     return _build(_read_layers(f"{name}.toml", shipped()[name]))
@@ -269,8 +260,8 @@ def _load_file(file: str) -> RecipeData:
     return _build(_read_layers(file, Path(file)))
 
 
-def _read_layers(file: str, path: Traversable, chain: tuple[str, ...] = ()) -> _Layers:
-    """Reads a file and the files that it extends.
+def _read_layers(file: str, path: Traversable, chain: tuple[str, ...] = ()) -> Contents:
+    """Reads a file, merged with the files that it extends.
 
     Args:
       file: its name for messages.
@@ -284,22 +275,24 @@ def _read_layers(file: str, path: Traversable, chain: tuple[str, ...] = ()) -> _
             f"{file!r} extends itself: {' -> '.join(map(repr, chain))}. Extend an installed "
             f"recipe:\n{fix_line('', 'extends')}"
         )
-    settings, rules, phases = read_contents(document)
-    if ("", "extends") not in settings:
+    own = read_contents(document)
+    extends = own.settings[""].get("extends")
+    if extends is None:
         if not document.table.get("policy"):
             raise RecipeError(
                 f"{document.locate()} specifies no precision: it has no [policy] and extends no "
                 f"recipe. Add a recipe to extend:\n{fix_line('', 'extends')}"
             )
-        return _Layers(document, settings, rules, phases)
-    base = _read_base(document, settings["", "extends"], chain)
-    inherited = {key: base.settings[key] for key in base.settings if _is_inherited(key, settings)}
-    # Own settings come first: if two contradict each other, the message names the user's file.
-    merged = {**settings, **inherited}
-    return _Layers(document, merged, rules + base.rules, phases or base.phases)
+        return own
+    base = _read_base(document, extends, chain)
+    merged = {
+        table: _merge_settings(table, settings, base.settings[table])
+        for table, settings in own.settings.items()
+    }
+    return Contents(document, merged, own.rules + base.rules, own.phases or base.phases)
 
 
-def _read_base(document: _toml.Document, extends: Setting, chain: tuple[str, ...]) -> _Layers:
+def _read_base(document: _toml.Document, extends: Setting, chain: tuple[str, ...]) -> Contents:
     name = extends.value
     if name in shipped():
         return _read_layers(f"{name}.toml", shipped()[name], chain)
@@ -316,29 +309,29 @@ def _read_base(document: _toml.Document, extends: Setting, chain: tuple[str, ...
         raise RecipeError(f"{extends.location}: {error}") from None
 
 
-def _is_inherited(key: tuple[str, str], own: Settings) -> bool:
-    """Returns True if a setting of the extended recipe applies beside a file's own settings."""
-    table = key[0]
-    if key in own or table == "":
-        return False
-    if table == "loss_scale":
-        return ("loss_scale", "kind") not in own and ("loss_scale", "preset") not in own
-    if table == _scaling_table.TABLE:
-        return (table, "scaling") not in own
+# Table -> keys that replace the whole table of an extended recipe.
+_REPLACING = {"loss_scale": {"kind", "preset"}, _scaling_table.TABLE: {"scaling"}}
+
+
+def _merge_settings(
+    table: str, own: dict[str, Setting], base: dict[str, Setting]
+) -> dict[str, Setting]:
+    """Returns the settings of a table, with those of the extended recipe that apply beside them."""
+    if not table or own.keys() & _REPLACING.get(table, set()):
+        return own
     # The window of the extended recipe describes the mask of that recipe.
-    return key != ("attention", "window") or ("attention", "mask") not in own
+    replaced = {*own, "window"} if table == "attention" and "mask" in own else own
+    # Own settings come first: if two contradict each other, the message names the user's file.
+    return {**own, **{key: setting for key, setting in base.items() if key not in replaced}}
 
 
-def _build(layers: _Layers) -> RecipeData:
+def _build(layers: Contents) -> RecipeData:
     """Returns the recipe that a file specifies.
 
     Raises:
       RecipeError: if settings contradict each other.
     """
-    document, settings, rules, phases = layers
-    tables: dict[str, dict[str, Setting]] = {name: {} for name in ("", *TABLES)}
-    for (table, key), setting in settings.items():
-        tables[table][key] = setting
+    document, tables, rules, phases = layers
     values = {
         name: {key: setting.value for key, setting in table.items()}
         for name, table in tables.items()
@@ -353,7 +346,7 @@ def _build(layers: _Layers) -> RecipeData:
     scaling = tables[_scaling_table.TABLE]
     policies = _scaling_table.with_scaling(policies, scaling, document, phases)
     try:
-        policies = with_phases(policies, phases) if phases else policies
+        policies = with_phases(policies, phases)
     except RecipeError as error:
         raise RecipeError(f"{document.locate('phases')}: {error}") from None
     stem = Path(document.file).name.removesuffix(".toml")
@@ -368,7 +361,7 @@ def _build(layers: _Layers) -> RecipeData:
         ops=OpTable(values["ops"]),
         phases=phases,
     )
-    return check_recipe(data, lambda table, key: settings[table, key].location)
+    return check_recipe(data, lambda table, key: tables[table][key].location)
 
 
 # ---------------------------------------------------------------------------

@@ -70,8 +70,7 @@ def loss_scale_data(
     if not isinstance(value, Mapping):
         return _from_object(as_loss_scale(value))
     document = _toml.Document("replace(loss_scale=...)", {"loss_scale": dict(value)})
-    settings = {key: setting for (_, key), setting in read_contents(document).settings.items()}
-    return read_loss_scale(settings, policies)
+    return read_loss_scale(read_contents(document).settings["loss_scale"], policies)
 
 
 def _from_object(loss_scale: LossScale) -> LossScaleData:

@@ -459,11 +459,16 @@ def _with_added(added: tuple[OpRule, ...]) -> Mapping[str, OpRule]:
 
 
 def _row(rows: Mapping[str, OpRule], name: str) -> OpRule:
-    if name in rows:
-        return rows[name]
+    if name not in rows:
+        raise unknown_op(name, rows)
+    return rows[name]
+
+
+def unknown_op(name: object, rows: Iterable[str]) -> OpError:
+    """Returns the error for a name that a table with these rows does not have."""
     close = nearest(str(name), rows)
     hint = f" Nearest: {', '.join(map(repr, close))}." if close else ""
-    raise OpError(
+    return OpError(
         f"{name!r} is not an operation of the table.{hint} Write names as a jaxpr prints them "
         "(jax.make_jaxpr(fn)(x)), such as OpTable({'exp': 'low'}); a matmul is 'dot_general', and "
         "a softmax consists of 'exp', 'reduce_sum' and 'div'. Your own primitives require a row: "

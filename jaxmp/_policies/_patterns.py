@@ -14,6 +14,8 @@ from jaxmp.errors import RuleError
 
 # The class of a module, its name, or None where it is not known.
 ModuleType: TypeAlias = type | str | None
+# Names of arguments or methods.
+Names = tuple[str, ...]
 
 # ---------------------------------------------------------------------------
 # Paths
@@ -120,17 +122,13 @@ def _pattern_error(pattern: str, problem: str) -> RuleError:
 # ---------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=4096)
 def module_type_names(module_type: ModuleType) -> tuple[str, ...]:
     """Returns the class names that a rule may use for a module: its class and the base classes."""
     if module_type is None:
         return ()
     if isinstance(module_type, str):
         return (module_type,)
-    return _base_names(module_type)
-
-
-@functools.lru_cache(maxsize=4096)
-def _base_names(module_type: type) -> tuple[str, ...]:
     return tuple(cls.__name__ for cls in module_type.__mro__ if cls is not object)
 
 
@@ -138,56 +136,6 @@ def _base_names(module_type: type) -> tuple[str, ...]:
 def compile_type_pattern(pattern: str) -> re.Pattern[str]:
     """Compiles a pattern of class names, which may contain `*` and `?`."""
     return re.compile(glob_regex(pattern))
-
-
-# ---------------------------------------------------------------------------
-# Arguments that a module does not cast
-# ---------------------------------------------------------------------------
-
-
-Names = tuple[str, ...]
-
-# ---------------------------------------------------------------------------
-# Lists of names
-# ---------------------------------------------------------------------------
-
-
-def canonical_names(value: Any) -> Names:
-    """Converts a value of `keep_inputs` or `forward_methods` to a tuple of names.
-
-    Args:
-      value: a list, tuple or set of names, or their form in a policy string: `"t+positions"`, or
-        `"none"`.
-
-    Returns:
-      The names without duplicates; those of a set are sorted.
-
-    Raises:
-      ValueError: if an entry is not a name.
-
-    Example:
-      >>> canonical_names(["t", "x"]), canonical_names("t+x"), canonical_names("none")
-      (('t', 'x'), ('t', 'x'), ())
-    """
-    if isinstance(value, str):
-        value = [] if value.strip() == "none" else [part.strip() for part in value.split("+")]
-    if not isinstance(value, (list, tuple, set, frozenset)):
-        raise ValueError("it must be a list of names")
-    for entry in value:
-        if not isinstance(entry, str) or not entry.isidentifier():
-            raise ValueError(f"{entry!r} is not a name")
-    ordered = value if isinstance(value, (list, tuple)) else sorted(value)
-    return tuple(dict.fromkeys(ordered))
-
-
-def names_text(names: Iterable[str]) -> str:
-    """Formats names as in a policy string; the inverse of `canonical_names`.
-
-    Example:
-      >>> names_text(("t", "x")), names_text(())
-      ('t+x', 'none')
-    """
-    return "+".join(names) or "none"
 
 
 # ---------------------------------------------------------------------------

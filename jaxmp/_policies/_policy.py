@@ -13,7 +13,7 @@ from jaxmp._core._dtypes import DTYPE_NAMES, canonical_dtype, short_name
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._trees import cast_floating
 from jaxmp._core._typing import DTypeLike
-from jaxmp._policies._patterns import Names, canonical_names, names_text
+from jaxmp._policies._patterns import Names
 from jaxmp._policies._toml import shipped
 from jaxmp.errors import PolicyError
 
@@ -86,16 +86,26 @@ def _canonical_choice(name: str, value: Any, where: str) -> str:
     return value
 
 
-def _canonical_names(name: str, value: object, where: str) -> Names:
-    """Converts a list of arguments (`keep_inputs`) or methods (`forward_methods`) to a tuple."""
-    example = {"keep_inputs": ("t", "positions"), "forward_methods": ("encode", "decode")}[name]
-    try:
-        return canonical_names(value)
-    except ValueError as error:
+def _canonical_names(name: str, value: Any, where: str) -> Names:
+    """Converts arguments (`keep_inputs`) or methods (`forward_methods`) to a tuple of their names.
+
+    They are a list, tuple or set, or have the form of a policy string: `"t+positions"` or `"none"`.
+    Names of a set are sorted.
+    """
+    names = value
+    if isinstance(value, str):
+        names = [] if value.strip() == "none" else [part.strip() for part in value.split("+")]
+    problems = ["it must be a list of names"]
+    if isinstance(names, (list, tuple, set, frozenset)):
+        is_name = lambda entry: isinstance(entry, str) and entry.isidentifier()
+        problems = [f"{entry!r} is not a name" for entry in names if not is_name(entry)]
+    if problems:
+        example = {"keep_inputs": ("t", "positions"), "forward_methods": ("encode", "decode")}[name]
         raise PolicyError(
-            f"{name}={value!r}{where}: {error}. Pass names, for example {name}={example!r}, or "
-            f"'{name}={'+'.join(example)}' in a policy string."
-        ) from None
+            f"{name}={value!r}{where}: {problems[0]}. Pass names, for example {name}={example!r}, "
+            f"or '{name}={'+'.join(example)}' in a policy string."
+        )
+    return tuple(dict.fromkeys(names if isinstance(names, (list, tuple)) else sorted(names)))
 
 
 def _canonical_width(value: Any, where: str) -> int:
@@ -170,10 +180,10 @@ def _value_text(name: str, value: Any) -> str:
         return short_name(value)
     if name == "window":
         return window_text(value)
-    return names_text(value) if isinstance(value, tuple) else str(value)
+    return ("+".join(value) or "none") if isinstance(value, tuple) else str(value)
 
 
-def split_pairs(text: str) -> list[tuple[str, str]]:
+def _split_pairs(text: str) -> list[tuple[str, str]]:
     """Splits `"p=f32, c=bf16"` into `[("p", "f32"), ("c", "bf16")]`.
 
     Raises:
@@ -192,16 +202,19 @@ def split_pairs(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def policy_fields(pairs: list[tuple[str, Any]], within: str) -> dict[str, Any]:
-    """Returns the canonical fields of (key, value) pairs.
+def read_fields(policy: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the canonical fields that a string or a dict sets.
 
     Args:
-      pairs: keys of `FIELD_KEYS`, and values.
-      within: the input that contains the pairs, which error messages quote.
+      policy: pairs such as `"p=f32,c=bf16"`, or a dict with the same keys: those of `FIELD_KEYS`.
 
     Raises:
       PolicyError: if a key is unknown or repeated, or a value is not valid.
     """
+    if isinstance(policy, str):
+        within, pairs = policy, _split_pairs(policy)
+    else:
+        within, pairs = repr(policy), [(str(key), value) for key, value in policy.items()]
     fields: dict[str, Any] = {}
     for key, value in pairs:
         field = FIELD_KEYS.get(key.lower())
@@ -397,8 +410,7 @@ def get_policy(policy: PolicyLike) -> Policy:
     if isinstance(policy, str):
         return _parse_policy(policy)
     if isinstance(policy, Mapping):
-        pairs = [(str(key), value) for key, value in policy.items()]
-        return complete_policy(policy_fields(pairs, repr(policy)))
+        return complete_policy(read_fields(policy))
     if is_policy(policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     dtype = canonical_dtype(policy)
@@ -427,7 +439,7 @@ def _parse_policy(text: str) -> Policy:
         return Policy(dtype, dtype, dtype)
     if "=" not in text:
         raise _unknown_name_error(text, name)
-    return complete_policy(policy_fields(split_pairs(text), text))
+    return complete_policy(read_fields(text))
 
 
 def _unknown_name_error(text: str, name: str) -> PolicyError:

@@ -6,6 +6,8 @@ import bisect
 import dataclasses
 import importlib
 import operator
+import re
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Self, TypeVar, Unpack, cast, final
 
@@ -15,15 +17,11 @@ import optax
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._hints import warn_if_dropped
 from jaxmp._gradients._loss_scale import LossScale
-from jaxmp._policies._load import (
-    RecipeData,
-    RecipeLike,
-    as_policy_map,
-    as_recipe_data,
-    first_steps,
-    phase_data,
-)
+from jaxmp._policies import _load
+from jaxmp._policies._load import PolicyMap, RecipeData, RecipeLike
+from jaxmp._policies._patterns import compile_pattern
 from jaxmp._policies._replace import RecipeChanges, recipe_text, replace_settings
+from jaxmp._policies._rules import Rule
 from jaxmp._policies._toml import recipe_names
 from jaxmp.errors import JaxmpError, RecipeError
 from jaxmp.fp8._scaling import Scaling
@@ -115,7 +113,7 @@ class Recipe(RecipeData):
           >>> model.apply(model.init(jax.random.key(0), x), x).dtype
           dtype('float32')
         """
-        policies = as_policy_map(self)
+        policies = _load.as_policy_map(self)
         wrapped = _load_adapter(model).apply_policy(model, policies, shardings=shardings)
         return warn_if_dropped(wrapped, "model = recipe.wrap(model)")
 
@@ -207,7 +205,7 @@ class Recipe(RecipeData):
             )
         if not whole.phases:
             return whole
-        return phase_data(whole, bisect.bisect_right(first_steps(whole), number) - 1)
+        return _load.phase_data(whole, bisect.bisect_right(_load.first_steps(whole), number) - 1)
 
     def split_phases(self) -> list[Recipe]:
         """Returns the recipe of each phase; `[self]` for a recipe without phases.
@@ -217,7 +215,7 @@ class Recipe(RecipeData):
           >>> load_recipe("fp8").replace(phases=phases).split_phases()
           [Recipe('fp8@0'), Recipe('fp8@900')]
         """
-        return [self.phase(step) for step in first_steps(self)]
+        return [self.phase(step) for step in _load.first_steps(self)]
 
     def replace(self, **changes: Unpack[RecipeChanges]) -> Recipe:
         """Returns this recipe with some settings replaced.
@@ -283,8 +281,39 @@ def load_recipe(recipe: RecipeLike) -> Recipe:
       >>> load_recipe("fp16").policies.resolve("dense").compute_dtype
       dtype('float16')
     """
-    data = as_recipe_data(recipe)
+    data = _load.as_recipe_data(recipe)
     return data if isinstance(data, Recipe) else Recipe(**vars(data))
+
+
+def have_same_settings(first: Recipe, second: Recipe, leaves: Iterable[str]) -> bool:
+    """Returns True if two recipes specify the same settings for a state.
+
+    Rules that match nothing in the state are ignored: a later version of a recipe may add some.
+
+    Args:
+      first, second: the recipes; of a phase, the whole recipe is compared.
+      leaves: paths of the leaves of the state.
+    """
+    # The paths of modules and parameters do not contain where the state stores the parameters.
+    tails = {
+        tuple(each[n:])
+        for each in (re.split("[/:]", leaf) for leaf in leaves)
+        for n in range(len(each))
+    }
+    parameters = {f"{'/'.join(tail[:-1])}:{tail[-1]}" for tail in tails}
+    modules = {"/".join(tail[:n]) for tail in tails for n in range(len(tail))}
+
+    def applies(rule: Rule) -> bool:
+        paths = parameters if rule.addresses_parameter else modules
+        return rule.path is None or any(map(compile_pattern(rule.path).fullmatch, paths))
+
+    def applied(recipe: Recipe) -> Recipe:
+        whole = load_recipe(recipe.whole or recipe)
+        rules = filter(applies, whole.policies.rules)
+        policies = PolicyMap(whole.policies.default, rules, whole.policies.fp8)
+        return dataclasses.replace(whole, name="recipe", summary="", policies=policies)
+
+    return applied(first) == applied(second)
 
 
 def list_recipes() -> list[str]:

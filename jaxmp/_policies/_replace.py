@@ -10,14 +10,8 @@ from jaxmp._core._dtypes import canonical_dtype
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import DTypeLike
 from jaxmp._gradients._dynamic_loss_scale import LossScaleLike
-from jaxmp._policies._load import (
-    D,
-    PolicyMap,
-    RecipeData,
-    RecipeLike,
-    as_policy_map,
-    check_recipe,
-)
+from jaxmp._policies import _load
+from jaxmp._policies._load import D, PolicyMap, RecipeData, RecipeLike
 from jaxmp._policies._loss_scale_table import LossScaleData, automatic_kind, loss_scale_data
 from jaxmp._policies._op_table import OpTable
 from jaxmp._policies._phases import Phase, with_phases
@@ -81,7 +75,7 @@ def replace_settings(data: D, **changes: Unpack[RecipeChanges]) -> D:
         settings.pop(key, None) for key in ("policies", "loss_scale", "ops", "fp8", "phases")
     )
     new_phases = data.phases if phases is None else _read_phases(phases)
-    new_policies = data.policies if policies is None else as_policy_map(policies)
+    new_policies = data.policies if policies is None else _load.as_policy_map(policies)
     attention = {key: settings.pop(key, None) for key in ATTENTION_FIELDS}
     new_policies = _replace_attention(new_policies, attention)
     new_policies = replace_scaling(new_policies, fp8, data.name, new_phases)
@@ -90,7 +84,7 @@ def replace_settings(data: D, **changes: Unpack[RecipeChanges]) -> D:
         is_automatic = data.loss_scale_data == LossScaleData(kind=automatic_kind(data.policies))
         loss_scale = "auto" if is_automatic else data.loss_scale_data
     values = {key: _read_change(key, value) for key, value in settings.items() if value is not None}
-    return check_recipe(
+    return _load.check_recipe(
         dataclasses.replace(
             data,
             policies=new_policies,

@@ -12,13 +12,8 @@ import numpy as np
 from jaxmp._core._dtypes import bits, is_16bit, short_name
 from jaxmp._core._explanation import ExplanationRow, ExplanationSection
 from jaxmp._core._messages import nearest
-from jaxmp._policies._patterns import (
-    ModuleType,
-    compile_pattern,
-    methods_of,
-    module_type_names,
-    own_inputs,
-)
+from jaxmp._policies import _patterns
+from jaxmp._policies._patterns import ModuleType
 from jaxmp._policies._policy import Policy, with_fields
 from jaxmp._policies._resolve import Policies, resolve_policy, typed_paths
 from jaxmp._policies._rules import Rule
@@ -160,7 +155,7 @@ def explain_modules(
             continue
         row = PolicyDecision(
             path=path,
-            module_type=(module_type_names(module_type) or ("",))[0],
+            module_type=(_patterns.module_type_names(module_type) or ("",))[0],
             policy=resolved.policy,
             rule=number,
             why="" if rule is None else rule.why,
@@ -203,7 +198,7 @@ def check_required(
 
 def _no_match_error(rule: Rule, types: Mapping[str, ModuleType]) -> RuleError:
     paths = sorted(path for path in types if rule.addresses_parameter == (":" in path))
-    names = sorted({name for item in types.values() for name in module_type_names(item)})
+    names = sorted({name for item in types.values() for name in _patterns.module_type_names(item)})
     hints = []
     if rule.path is not None:
         close = nearest(rule.path.replace("**/", "").replace("/**", ""), paths) or paths[:5]
@@ -225,7 +220,7 @@ def _check_stack(rule: Rule, paths: Iterable[str]) -> None:
     assert rule.path is not None
     stacks: dict[str, set[int]] = {}
     for path in paths:
-        if match := compile_pattern(rule.path).fullmatch(path):
+        if match := _patterns.compile_pattern(rule.path).fullmatch(path):
             stacks.setdefault(path[: match.start(1)], set()).add(int(match[1]))
     for name, numbers in stacks.items():
         if numbers != set(range(len(numbers))) or len(numbers) != rule.layers:
@@ -251,9 +246,9 @@ def _check_names(rule: Rule, types: Mapping[str, ModuleType]) -> None:
             if not isinstance(module_type, type):
                 return
             classes.append(module_type)
-    methods = [item for cls in classes for item in methods_of(cls).items()]
+    methods = [item for cls in classes for item in _patterns.methods_of(cls).items()]
     names = rule.keep_inputs or ()
-    kept = {name for cls in classes for name in own_inputs(cls, names)}
+    kept = {name for cls in classes for name in _patterns.own_inputs(cls, names)}
     arguments = kept | {name for _, method in methods for name in method.names}
     known = {"keep_inputs": arguments, "forward_methods": {name for name, _ in methods}}
     for key, allowed in known.items():

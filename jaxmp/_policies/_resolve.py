@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
 from jaxmp._policies._patterns import ModuleType, own_inputs, path_string
 from jaxmp._policies._policy import Policy, summarized, with_fields
@@ -295,8 +296,7 @@ def storage_dtype(policies: Policies, names: tuple[str, ...]) -> np.dtype:
       policies: the policies.
       names: path of the parameter in its tree, such as `("block_0", "dense", "kernel")`.
     """
-    path = f"{'/'.join(names[:-1])}:{names[-1]}" if names else ""
-    return resolve_policy(policies, path).policy.param_dtype
+    return resolve_policy(policies, _trees.parameter_path(names)).policy.param_dtype
 
 
 def _with_own_inputs(policy: Policy, rule: Rule | None, module_type: ModuleType) -> Policy:

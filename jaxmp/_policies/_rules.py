@@ -12,25 +12,9 @@ import numpy as np
 
 from jaxmp._core._dtypes import DTYPE_NAMES, bits, canonical_dtype, short_name
 from jaxmp._core._typing import DTypeLike
-from jaxmp._policies._patterns import (
-    ModuleType,
-    Names,
-    compile_pattern,
-    compile_type_pattern,
-    module_type_names,
-    names_parameter,
-)
-from jaxmp._policies._policy import (
-    FIELD_NAMES,
-    Policy,
-    PolicyLike,
-    canonical_fields,
-    fields_text,
-    get_policy,
-    is_policy,
-    policy_fields,
-    split_pairs,
-)
+from jaxmp._policies import _patterns, _policy
+from jaxmp._policies._patterns import ModuleType, Names
+from jaxmp._policies._policy import FIELD_NAMES, Policy, PolicyLike
 from jaxmp._policies._toml import shipped
 from jaxmp.errors import RuleError
 
@@ -131,7 +115,7 @@ class Rule:
         code = f"Rule({_selector_code(self)})"
         values = {name: arguments[name] for name in FIELD_NAMES}
         named = {name: value for name, value in values.items() if value is not None}
-        keywords = canonical_fields(named, within=code)
+        keywords = _policy.canonical_fields(named, within=code)
         fields = {**_policy_fields(policy, code), **keywords}
         for name in FIELD_NAMES:
             object.__setattr__(self, name, fields.get(name))
@@ -147,7 +131,7 @@ class Rule:
     @functools.cached_property
     def addresses_parameter(self) -> bool:
         """True for a rule about one parameter, and False for a rule about modules."""
-        return self.path is not None and names_parameter(self.path)
+        return self.path is not None and _patterns.names_parameter(self.path)
 
     def matches(self, path: str, module_type: ModuleType = None) -> bool:
         """Returns True if the rule applies to the module or parameter at `path`.
@@ -157,7 +141,7 @@ class Rule:
           module_type: the module's class or class name, if known.
         """
         if self.path is not None:
-            match = compile_pattern(self.path).fullmatch(path)
+            match = _patterns.compile_pattern(self.path).fullmatch(path)
             if not match:
                 return False
             inner = range(self.first or 0, (self.layers or 0) - (self.last or 0))
@@ -165,8 +149,8 @@ class Rule:
                 return False
         if self.module_type is None:
             return True
-        pattern = compile_type_pattern(self.module_type)
-        return any(pattern.fullmatch(name) for name in module_type_names(module_type))
+        pattern = _patterns.compile_type_pattern(self.module_type)
+        return any(pattern.fullmatch(name) for name in _patterns.module_type_names(module_type))
 
     def __repr__(self) -> str:
         return rule_text(self)
@@ -254,19 +238,17 @@ def _policy_fields(policy: PolicyLike | None, code: str) -> dict[str, Any]:
     """Returns the canonical fields of the `policy` argument of `Rule`."""
     if policy is None:
         return {}
-    if isinstance(policy, Mapping):
-        return policy_fields(list(policy.items()), repr(policy))
-    if isinstance(policy, str) and "=" in policy:
-        return policy_fields(split_pairs(policy), policy)
+    if isinstance(policy, Mapping) or (isinstance(policy, str) and "=" in policy):
+        return _policy.read_fields(policy)
     _refuse_bare_name(policy, code)
-    whole = get_policy(policy)
+    whole = _policy.get_policy(policy)
     return {name: getattr(whole, name) for name in FIELD_NAMES}
 
 
 def _refuse_bare_name(policy: PolicyLike, code: str) -> None:
     """Refuses the name of a dtype or a recipe: `Rule("head", "bf16")` could mean either."""
     name = policy.strip().lower() if isinstance(policy, str) else None
-    if name in DTYPE_NAMES or (name is None and not is_policy(policy)):
+    if name in DTYPE_NAMES or (name is None and not _policy.is_policy(policy)):
         dtype = canonical_dtype(policy, within=code)
         short = short_name(dtype)
         raise RuleError(
@@ -282,13 +264,13 @@ def _refuse_bare_name(policy: PolicyLike, code: str) -> None:
 
 
 def _check_selector(rule: Rule) -> None:
-    fields = fields_text(rule.fields) or "c=f32"
+    fields = _policy.fields_text(rule.fields) or "c=f32"
     if rule.path is None and rule.module_type is None:
         raise RuleError(
             f"A rule requires a path, a module_type or both; for example Rule('**', {fields!r})."
         )
     if rule.path is not None:
-        compile_pattern(rule.path)
+        _patterns.compile_pattern(rule.path)
     _check_position(rule)
     if rule.addresses_parameter and rule.module_type is not None:
         raise RuleError(

@@ -142,9 +142,6 @@ def scaling_settings(scaling: Scaling) -> dict[str, object]:
     """Returns the [fp8] table of a scaling: its name and its non-default settings."""
     scaling = as_scaling(scaling)
     default = KINDS[scaling.kind]()
-    changed = {
-        name: getattr(scaling, name)
-        for name in (field.name for field in dataclasses.fields(scaling))
-        if getattr(scaling, name) != getattr(default, name)
-    }
+    settings = vars(scaling).items()
+    changed = {name: value for name, value in settings if value != getattr(default, name)}
     return {"scaling": scaling.kind, **changed}

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxmp._core._dtypes import DTYPE_NAMES
 from jaxmp._core._messages import did_you_mean
 from jaxmp._gradients._dynamic_loss_scale import PRESETS
-from jaxmp._policies import _phases, _scaling_table, _toml
-from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, OpTable
+from jaxmp._policies import _phases, _policy, _scaling_table, _toml
+from jaxmp._policies._op_table import DEFAULT_OPS, OpRule, unknown_op
 from jaxmp._policies._phases import Phase
-from jaxmp._policies._policy import (
-    ATTENTION,
-    ATTENTION_FIELDS,
-    FIELD_KEYS,
-    MASKS,
-    MATMUL_PRECISIONS,
-    canonical_fields,
-)
 from jaxmp._policies._rules import POSITION, Rule
 from jaxmp._policies._toml import BOOLEAN, COUNT, DTYPE, NUMBER, Field, Setting, choice
-from jaxmp.errors import OpError, RecipeError, RuleError
+from jaxmp.errors import RecipeError, RuleError
 
 MASTERS = ("auto", "fp32", "packed", "none")
 MOMENT_DTYPES = ("float32", "bfloat16")
@@ -38,8 +30,9 @@ def _name(text: str) -> str:
     return text
 
 
-def _canonical(name: str, value: object) -> Any:
-    return canonical_fields({name: value}, within="")[name]
+def _canonical(name: str) -> Callable[[Any], Any]:
+    """Returns the conversion of a value of this field of a policy."""
+    return lambda value: _policy.canonical_fields({name: value}, within="")[name]
 
 
 def _category(op: OpRule) -> Field:
@@ -62,18 +55,18 @@ _POLICY = {
     "param_dtype": DTYPE,
     "compute_dtype": DTYPE._replace(example='"bfloat16"'),
     "output_dtype": DTYPE,
-    "matmul": choice(*MATMUL_PRECISIONS),
+    "matmul": choice(*_policy.MATMUL_PRECISIONS),
     "keep_inputs": Field(
         "a list of argument names",
         '["t", "positions"]',
         (list,),
-        convert=lambda value: _canonical("keep_inputs", value),
+        convert=_canonical("keep_inputs"),
     ),
     "forward_methods": Field(
         "a list of method names",
         '["encode", "decode"]',
         (list,),
-        convert=lambda value: _canonical("forward_methods", value),
+        convert=_canonical("forward_methods"),
     ),
     "fp32_outputs_below": COUNT._replace(
         allowed="a nonnegative integer", example="16", bounds=(0, 2**31 - 1)
@@ -81,16 +74,16 @@ _POLICY = {
 }
 
 _ATTENTION = {
-    "implementation": choice(*ATTENTION),
-    "mask": choice(*MASKS, example="causal"),
+    "implementation": choice(*_policy.ATTENTION),
+    "mask": choice(*_policy.MASKS, example="causal"),
     "window": Field(
         "a nonnegative integer, or a list of two: [left, right]",
         "127",
         (int, list),
-        convert=lambda value: _canonical("window", value),
+        convert=_canonical("window"),
     ),
 }
-assert tuple(_ATTENTION) == ATTENTION_FIELDS
+assert tuple(_ATTENTION) == _policy.ATTENTION_FIELDS
 
 # Settings of a dynamic loss scale. `DynamicLossScale` checks their ranges when the recipe is built.
 DYNAMIC = {
@@ -192,13 +185,14 @@ def _table_example(table: str) -> str:
 # ---------------------------------------------------------------------------
 
 
-# (table, key) -> setting. The table of keys at the top of a file is "".
-Settings = dict[tuple[str, str], Setting]
+# Table -> key -> setting. The table of keys at the top of a file is "".
+Settings = dict[str, dict[str, Setting]]
 
 
 class Contents(NamedTuple):
-    """Settings, rules and phases of one file. Values have been checked, but no combinations."""
+    """Settings, rules and phases of a file. Values have been checked, but no combinations."""
 
+    document: _toml.Document
     settings: Settings
     rules: tuple[Rule, ...]
     phases: tuple[Phase, ...]
@@ -210,7 +204,7 @@ def read_contents(document: _toml.Document) -> Contents:
     Raises:
       RecipeError: with file, line, column, key, the allowed values and a corrected TOML line.
     """
-    settings: Settings = {}
+    settings: Settings = {name: {} for name in ("", *TABLES)}
     top: dict[str, Any] = {}
     for name, value in document.table.items():
         if name in TABLES:
@@ -219,15 +213,13 @@ def read_contents(document: _toml.Document) -> Contents:
                     f"{document.locate(name)}: {_toml.describe(value)} is not a table. Write:\n"
                     + _table_example(name)
                 )
-            read = _read_table(document, (name,), TABLES[name], value)
-            settings |= {(name, key): setting for key, setting in read.items()}
+            settings[name] = _read_table(document, (name,), TABLES[name], value)
         elif name not in ("rules", "phases"):
             top[name] = value
-    read = _read_table(document, (), TOP, top)
-    settings |= {("", key): setting for key, setting in read.items()}
+    settings[""] = _read_table(document, (), TOP, top)
     rules = _read_rules(document, ("rules",), document.table) if "rules" in document.table else ()
     phases = _read_phases(document) if "phases" in document.table else ()
-    return Contents(settings, rules, phases)
+    return Contents(document, settings, rules, phases)
 
 
 def _list_of_tables(
@@ -282,7 +274,7 @@ def _read_table(
     settings: dict[str, Setting] = {}
     for key, value in values.items():
         # In policies and rules, `c` is short for `compute_dtype`.
-        name = FIELD_KEYS.get(key, key) if kind in ("policy", "rules", "phases") else key
+        name = _policy.FIELD_KEYS.get(key, key) if kind in ("policy", "rules", "phases") else key
         if kind in ("policy", "rules") and name in _FORMER and value is False:
             continue
         if name not in fields:
@@ -318,7 +310,8 @@ def _unknown_key(document: _toml.Document, key: _toml.Key, table: str) -> Recipe
     """Returns the error for a key that its table does not have."""
     name, location = str(key[-1]), document.locate(*key)
     if table == "ops":
-        return _unknown_op(location, name)
+        error = unknown_op(name, DEFAULT_OPS)
+        return RecipeError(f"{location}: {error} In TOML:\n{fix_line('ops', 'exp')}")
     home = next((other for other, fields in TABLES.items() if name in fields), "")
     if home and not table:
         value = document.table[name]
@@ -338,11 +331,3 @@ def _unknown_key(document: _toml.Document, key: _toml.Key, table: str) -> Recipe
         f"{location}: unknown key {name!r}.{hint} Allowed: {', '.join(allowed)}. Write, for "
         f"example:\n{fix}"
     )
-
-
-def _unknown_op(location: str, name: str) -> RecipeError:
-    try:
-        OpTable().op(name)
-    except OpError as error:
-        return RecipeError(f"{location}: {error} In TOML:\n{fix_line('ops', 'exp')}")
-    raise AssertionError(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -14,44 +15,16 @@ from etils import epath
 
 from jaxmp import __version__
 from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
-from jaxmp._core._trees import Path
+from jaxmp._core._trees import Path, leaves_with_path
 from jaxmp._core._typing import PyTree
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._policies._resolve import storage_dtype
-from jaxmp.checkpoint import _foreign
+from jaxmp.checkpoint import _foreign, _handler, _manifest, _writer
 from jaxmp.checkpoint._description import Description, FlatState, finite_leaves, flatten_state
-from jaxmp.checkpoint._handler import (
-    ITEM,
-    RestoreState,
-    SaveState,
-    StateHandler,
-    is_written,
-    make_leaves,
-    start_tests,
-    to_stored,
-)
-from jaxmp.checkpoint._manifest import (
-    CheckpointInfo,
-    Manifest,
-    as_json,
-    as_metrics,
-    as_step,
-    check_files,
-    describe_manifest,
-    has_manifest,
-    is_same_recipe,
-    read_manifest,
-)
+from jaxmp.checkpoint._manifest import CheckpointInfo, Manifest
 from jaxmp.checkpoint._plan import Plan, differences, plan_copy, plan_migration, plan_parameters
 from jaxmp.checkpoint._settle import Declared, declare
-from jaxmp.checkpoint._writer import (
-    Writer,
-    check_directory,
-    complete_steps,
-    explain_errors,
-    saved_order,
-)
 from jaxmp.errors import CheckpointError
 from jaxmp.optim._assign import warn_of_replaced
 
@@ -81,9 +54,8 @@ def check_made_with(description: Description, recipe: Recipe, name: str) -> None
 
 def initial_scale(recipe: Recipe | None) -> dict[str, Any]:
     """Returns field -> value of the initial loss scale of a recipe; empty if it has none."""
-    scale = None if recipe is None else recipe.loss_scale
-    flat, _ = jax.tree_util.tree_flatten_with_path(scale)
-    return {str(path[-1]).lstrip("."): np.asarray(leaf) for path, leaf in flat}
+    leaves = [] if recipe is None else leaves_with_path(recipe.loss_scale)
+    return {names[-1]: np.asarray(leaf) for names, leaf in leaves}
 
 
 # Rows that an error message lists.
@@ -141,7 +113,7 @@ class Checkpointer:
             )
         self._directory = path
         self._keep = keep
-        self._writer: Writer | None = None
+        self._writer: _writer.Writer | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -202,7 +174,8 @@ class Checkpointer:
         check_made_with(flat.description, recipe, "The state")
         if params is not None:
             flat = dataclasses.replace(flat, description=declare(flat.description, params))
-        step, metrics, extra = as_step(step), as_metrics(metrics), as_json(extra)
+        step = _manifest.as_step(step)
+        metrics, extra = _manifest.as_metrics(metrics), _manifest.as_json(extra)
         writer = self._open_for_writing(step)
         if step in self.all_steps():
             raise CheckpointError(
@@ -216,11 +189,9 @@ class Checkpointer:
             ((p.path, values[p.leaf], values[p.master]) for p in trained if p.leaf and p.master),
             stacklevel=2,
         )
-        stored = [to_stored(leaf, value) for leaf, value in zip(leaves, flat.values, strict=True)]
+        stored = {leaf: _handler.to_stored(leaf, values[leaf.path]) for leaf in leaves}
         tested = finite_leaves(flat.description)
-        tests = start_tests(
-            {x.path: v for x, v in zip(leaves, stored, strict=True) if x.path in tested}
-        )
+        tests = _handler.start_tests({x.path: v for x, v in stored.items() if x.path in tested})
         manifest = Manifest(
             step=step,
             recipe_toml=recipe.to_toml(),
@@ -231,12 +202,8 @@ class Checkpointer:
             metrics=metrics,
             extra=extra,
         )
-        args = SaveState(
-            leaves={
-                leaf.names: value
-                for leaf, value in zip(leaves, stored, strict=True)
-                if is_written(leaf)
-            },
+        args = _handler.SaveState(
+            leaves={x.names: value for x, value in stored.items() if _handler.is_written(x)},
             manifest=manifest,
             tests=tests,
             allow_nonfinite=allow_nonfinite,
@@ -310,18 +277,17 @@ class Checkpointer:
         if wanted is not None:
             check_made_with(flat.description, wanted, "state_like")
         step, directory = self._find(step)
-        if step is None or not has_manifest(directory):
+        if step is None or not _manifest.has_manifest(directory):
             return self._restore_foreign(flat, step, wanted, migrate, params)
-        manifest = read_manifest(directory)
+        manifest = _manifest.read_manifest(directory)
         if verify:
             self._verify_files(directory, manifest, step)
         if only:
             plan = plan_parameters(manifest.description, flat.description, params)
         else:
             plan = self._plan(flat.description, manifest, wanted, migrate, params)
-        read = lambda targets: self._read(directory, targets)
-        values = make_leaves(plan, manifest.description, flat, read)
-        return flat.rebuild(values)
+        read = functools.partial(_read_leaves, directory)
+        return flat.rebuild(_handler.make_leaves(plan, manifest.description, flat, read))
 
     def verify(self, step: int | None = None) -> CheckpointInfo:
         """Reads all files of a checkpoint and compares their checksums.
@@ -336,8 +302,8 @@ class Checkpointer:
           CheckpointError: naming the first file that is missing or damaged.
         """
         directory, manifest = self._manifest(step)
-        check_files(directory, manifest)
-        return describe_manifest(directory.parent, manifest)
+        _manifest.check_files(directory, manifest)
+        return _manifest.describe_manifest(directory.parent, manifest)
 
     def describe(self, step: int | None = None) -> CheckpointInfo:
         """Returns what a checkpoint contains, without reading its arrays.
@@ -349,18 +315,18 @@ class Checkpointer:
           CheckpointError: if there is no such step, or jaxmp did not write it.
         """
         directory, manifest = self._manifest(step)
-        return describe_manifest(directory.parent, manifest)
+        return _manifest.describe_manifest(directory.parent, manifest)
 
     # ---------------------------------------------------------------- Steps
 
     def all_steps(self) -> list[int]:
         """Returns the complete steps in ascending order; waits for a step that is being saved."""
         self.wait()
-        return complete_steps(self._directory)
+        return _writer.complete_steps(self._directory)
 
     def latest_step(self) -> int | None:
         """Returns the complete step that was saved last; None: there is none."""
-        return next(reversed(saved_order(self._directory, self.all_steps())), None)
+        return next(reversed(_writer.saved_order(self._directory, self.all_steps())), None)
 
     # ---------------------------------------------------------------- Details
 
@@ -372,47 +338,38 @@ class Checkpointer:
             listed = f"the steps {', '.join(map(str, steps))}" if steps else "no step"
             missing = "a checkpoint" if step is None else f"step {step}"
             raise CheckpointError(f"{self._directory} does not contain {missing}. It has {listed}.")
-        return step, self._directory if step is None else self._path(step) / ITEM
+        return step, self._directory if step is None else self._path(step) / _handler.ITEM
 
     def _path(self, step: int) -> epath.Path:
         return self._directory / str(step)
 
     def _manifest(self, step: int | None) -> tuple[epath.Path, Manifest]:
         step, directory = self._find(step)
-        if not has_manifest(directory):
+        if not _manifest.has_manifest(directory):
             folder = self._directory if step is None else directory.parent
             raise CheckpointError(
                 f"{folder} has no manifest, so jaxmp did not write it. Restore it with "
                 "restore(state, migrate=True), and save it again."
             )
-        return directory, read_manifest(directory)
+        return directory, _manifest.read_manifest(directory)
 
-    def _open_for_writing(self, step: int) -> Writer:
+    def _open_for_writing(self, step: int) -> _writer.Writer:
         if self._writer is None:
-            check_directory(self._directory)
-            with explain_errors(self._directory, step):
-                self._writer = Writer(self._directory, self._keep)
+            _writer.check_directory(self._directory)
+            with _writer.explain_errors(self._directory, step):
+                self._writer = _writer.Writer(self._directory, self._keep)
         return self._writer
 
     def _verify_files(self, directory: epath.Path, manifest: Manifest, step: int) -> None:
         try:
-            check_files(directory, manifest)
+            _manifest.check_files(directory, manifest)
         except CheckpointError as error:
-            steps = saved_order(self._directory, {*self.all_steps(), step})
+            steps = _writer.saved_order(self._directory, {*self.all_steps(), step})
             earlier = steps[: steps.index(step)]
             hint = (
                 f" Restore an earlier step: restore(state, step={earlier[-1]})." if earlier else ""
             )
             raise CheckpointError(f"{error}{hint}") from None
-
-    def _read(
-        self, directory: epath.Path, targets: dict[Path, jax.ShapeDtypeStruct]
-    ) -> dict[Path, Any]:
-        with ocp.Checkpointer(StateHandler()) as checkpointer:
-            try:
-                return checkpointer.restore(directory, args=RestoreState(targets))
-            except (ValueError, KeyError, OSError) as error:
-                raise CheckpointError(f"Orbax cannot read {directory}: {error}") from error
 
     def _plan(
         self,
@@ -425,8 +382,7 @@ class Checkpointer:
         """Returns the plan of a restore, and prints the plan of a migration."""
         source = manifest.description
         rows = differences(source, target)
-        paths = source.by_path
-        if not rows and (wanted is None or is_same_recipe(manifest.recipe_toml, wanted, paths)):
+        if not rows and manifest.is_of(wanted):
             return plan_copy(source, target)
         before = f"under the recipe {manifest.recipe.name!r}"
         after = f"the recipe {wanted.name!r}" if wanted is not None else "another precision"
@@ -474,7 +430,17 @@ class Checkpointer:
             plan,
             migrate,
         )
-        return flat.rebuild(make_leaves(plan, stored.description, flat, stored.read))
+        return flat.rebuild(_handler.make_leaves(plan, stored.description, flat, stored.read))
+
+
+def _read_leaves(
+    directory: epath.Path, targets: dict[Path, jax.ShapeDtypeStruct]
+) -> dict[Path, Any]:
+    with ocp.Checkpointer(_handler.StateHandler()) as checkpointer:
+        try:
+            return checkpointer.restore(directory, args=_handler.RestoreState(targets))
+        except (ValueError, KeyError, OSError) as error:
+            raise CheckpointError(f"Orbax cannot read {directory}: {error}") from error
 
 
 def _announce(head: str, plan: Plan, migrate: Migrate) -> None:

@@ -25,7 +25,6 @@ from jaxmp.errors import CheckpointError
 from jaxmp.optim import _roles
 from jaxmp.optim._layout import MasterParamsState
 from jaxmp.optim._master import is_rounded
-from jaxmp.optim._roles import COUNTER, FP8, MASTER, OTHER, PARAMETER, REMAINDER
 from jaxmp.optim._skip import SkipNonfiniteState
 
 # Dtypes of numbers that orbax does not write.
@@ -47,7 +46,7 @@ class Leaf:
     # NumPy's name of the dtype; JAX's for PRNG keys: "key<fry>"; "Python int" for its int.
     dtype: str
     shape: tuple[int, ...]
-    role: str = OTHER
+    role: str = _roles.OTHER
 
     @property
     def names(self) -> Path:
@@ -182,7 +181,7 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
         "/".join(_trees.path_names(leaf.path)): leaf.role
         for tree in (with_nodes(_nnx_nodes.variables), typed)
         for leaf in _roles.leaves_with_roles(tree)
-        if leaf.role in (FP8, COUNTER) or isinstance(leaf.owner, LossScale)
+        if leaf.role in (_roles.FP8, _roles.COUNTER) or isinstance(leaf.owner, LossScale)
     }
     values = {"/".join(names): value for names, value in rows} if by_values else {}
     models = {"/".join(path): "/".join(model) for path, model in _nnx_nodes.trained_models(nodes)}
@@ -229,12 +228,12 @@ def _describe(
     )
     scales = _nodes(typed, LossScale)
     for row in masters:
-        role = REMAINDER if row.layout == "packed" else MASTER
-        roles |= {p.leaf: PARAMETER for p in row.parameters if p.leaf}
+        role = _roles.REMAINDER if row.layout == "packed" else _roles.MASTER
+        roles |= {p.leaf: _roles.PARAMETER for p in row.parameters if p.leaf}
         roles |= {p.master: role for p in row.parameters if p.master}
     return Description(
         tuple(
-            Leaf(path, dtype, tuple(np.shape(value)), roles.get(path, OTHER))
+            Leaf(path, dtype, tuple(np.shape(value)), roles.get(path, _roles.OTHER))
             for path, dtype, (_, value) in zip(paths, dtypes, rows, strict=True)
         ),
         masters,
@@ -401,8 +400,8 @@ def finite_leaves(description: Description) -> set[str]:
     return {
         leaf.path
         for leaf in description.leaves
-        if leaf.role in (PARAMETER, MASTER)
-        or (leaf.role == OTHER and leaf.shape and leaf.shape in shapes)
+        if leaf.role in (_roles.PARAMETER, _roles.MASTER)
+        or (leaf.role == _roles.OTHER and leaf.shape and leaf.shape in shapes)
     }
 
 

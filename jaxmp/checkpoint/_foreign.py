@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmp._core._messages import missing_dependency
-from jaxmp._core._trees import Path, path_names
+from jaxmp._core._trees import Path, leaves_with_path
 from jaxmp.checkpoint._description import (
     FOREIGN,
     Description,
@@ -25,7 +25,7 @@ from jaxmp.checkpoint._description import (
     is_below,
 )
 from jaxmp.errors import CheckpointError
-from jaxmp.optim._roles import COLLECTIONS, COUNTER, FP8, LOSS_SCALE, MASTER, OTHER, REMAINDER
+from jaxmp.optim import _roles
 
 _ORBAX_FILE = "_METADATA"
 # In the directory of a step, or of a checkpoint that `orbax.checkpoint.v1` wrote under any name.
@@ -122,10 +122,9 @@ def read(location: ForeignCheckpoint, target: Description) -> Stored:
         tree = _read_orbax(location) if location.writer == "orbax" else _read_flax(location)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise CheckpointError(f"{location.path} cannot be read: {error}") from error
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     values = {
-        "/".join(path_names(key_path)): np.asarray(value)
-        for key_path, value in flat
+        "/".join(names): np.asarray(value)
+        for names, value in leaves_with_path(tree)
         if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
     }
     values = _with_our_scale(values, target)
@@ -182,7 +181,7 @@ def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
     masters = [_infer_masters(row, values) for row in target.masters]
     masters = [row for row in masters if row is not None]
     roles = {
-        parameter.master: REMAINDER if row.layout == "packed" else MASTER
+        parameter.master: _roles.REMAINDER if row.layout == "packed" else _roles.MASTER
         for row in masters
         for parameter in row.parameters
         if parameter.master
@@ -192,14 +191,14 @@ def _infer(values: dict[str, np.ndarray], target: Description) -> Description:
         for scale in target.scales
         if any(is_below(path, scale.path) for path in values)
     )
-    roles |= {path: LOSS_SCALE for path in values for s in scales if is_below(path, s.path)}
+    roles |= {path: _roles.LOSS_SCALE for path in values for s in scales if is_below(path, s.path)}
     for leaf in target.leaves:
-        if leaf.role in (COUNTER, FP8) and leaf.path in values:
+        if leaf.role in (_roles.COUNTER, _roles.FP8) and leaf.path in values:
             roles[leaf.path] = leaf.role
-    is_fp8 = lambda path: FP8 in map(COLLECTIONS.get, path.split("/"))
-    roles |= dict.fromkeys(filter(is_fp8, values), FP8)
+    is_fp8 = lambda path: _roles.FP8 in map(_roles.COLLECTIONS.get, path.split("/"))
+    roles |= dict.fromkeys(filter(is_fp8, values), _roles.FP8)
     leaves = tuple(
-        Leaf(path, jnp.dtype(value.dtype).name, value.shape, roles.get(path, OTHER))
+        Leaf(path, jnp.dtype(value.dtype).name, value.shape, roles.get(path, _roles.OTHER))
         for path, value in values.items()
     )
     optimizers = target.optimizers if masters else ()

@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 
 from jaxmp._core._dtypes import FLOAT16, FLOAT32
 from jaxmp._core._trees import Path
+from jaxmp.checkpoint import _manifest
 from jaxmp.checkpoint._description import PYTHON_NUMBERS, Description, FlatState, Leaf
-from jaxmp.checkpoint._manifest import Manifest, write_manifest
 from jaxmp.checkpoint._plan import Action, Plan
 from jaxmp.errors import CheckpointError
 from jaxmp.optim import _master
@@ -82,7 +82,8 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
     async def async_save(self, directory: epath.Path, args: SaveState) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Starts to write the leaves."""
         self._pending = args
-        return await super().async_save(directory, args=ocp.args.PyTreeSave(nest(args.leaves)))
+        tree = ocp.tree.from_flat_dict(args.leaves)
+        return await super().async_save(directory, args=ocp.args.PyTreeSave(tree))
 
     def finalize(self, directory: epath.Path) -> None:
         """Completes the files of the data and writes the manifest."""
@@ -90,7 +91,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._check_written(directory, pending.leaves)
-            write_manifest(directory, pending.finish())
+            _manifest.write_manifest(directory, pending.finish())
 
     def _check_written(self, directory: epath.Path, leaves: dict[Path, Any]) -> None:
         """Compares the arrays on disk with those to write, before an older step is deleted.
@@ -99,7 +100,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
           CheckpointError: naming the first array that is missing, or has another shape or dtype.
         """
         try:
-            written = self.metadata(directory).tree
+            written = ocp.tree.to_flat_dict(self.metadata(directory).tree)
         except (ValueError, OSError) as error:
             reason = str(error).partition(" [")[0]
             raise CheckpointError(
@@ -107,7 +108,7 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
                 f"{reason}."
             ) from error
         for path, leaf in leaves.items():
-            stored = _lookup(written, path)
+            stored = written[path]
             if tuple(stored.shape) != leaf.shape or np.dtype(stored.dtype) != leaf.dtype:
                 raise CheckpointError(
                     f"Orbax wrote {'/'.join(path)!r} to {directory} as "
@@ -117,15 +118,16 @@ class StateHandler(ocp.PyTreeCheckpointHandler):
 
     def restore(self, directory: epath.Path, args: RestoreState) -> dict[Path, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns the leaves that are named in `args`, by their paths."""
+        restore_args = {path: _restore_args(x) for path, x in args.targets.items()}
         restored = super().restore(
             directory,
             args=ocp.args.PyTreeRestore(
-                item=nest(args.targets),
-                restore_args=nest({path: _restore_args(x) for path, x in args.targets.items()}),
+                item=ocp.tree.from_flat_dict(args.targets),
+                restore_args=ocp.tree.from_flat_dict(restore_args),
                 partial_restore=True,
             ),
         )
-        return {path: _lookup(restored, path) for path in args.targets}
+        return ocp.tree.to_flat_dict(restored)
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True)
@@ -141,11 +143,11 @@ class SaveState(ocp.args.CheckpointArgs):
     """
 
     leaves: dict[Path, Any]
-    manifest: Manifest
+    manifest: _manifest.Manifest
     tests: dict[str, list[Any]]
     allow_nonfinite: bool
 
-    def finish(self) -> Manifest:
+    def finish(self) -> _manifest.Manifest:
         """Returns the manifest with the leaves that are not finite; waits for their tests.
 
         Raises:
@@ -183,23 +185,6 @@ def _restore_args(target: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(
         sharding=target.sharding, global_shape=target.shape, dtype=target.dtype
     )
-
-
-def nest(leaves: dict[Path, Any]) -> dict[str, Any]:
-    """Returns nested dicts of leaves by their paths."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = leaf
-    return tree
-
-
-def _lookup(tree: dict[str, Any], path: Path) -> Any:
-    for name in path:
-        tree = tree[name]
-    return tree
 
 
 # ---------------------------------------------------------------------------
@@ -273,17 +258,13 @@ def _read_leaves(leaves: list[tuple[Leaf, Any]], read: Reader) -> dict[str, Any]
       leaves: leaves of the checkpoint, each with the sharding to read it with (None: NumPy array).
       read: function that reads leaves.
     """
-    targets: dict[Path, jax.ShapeDtypeStruct] = {}
-    result: dict[str, Any] = {}
-    for leaf, sharding in leaves:
-        shape = stored_shape(leaf)
-        if not is_written(leaf):
-            result[leaf.path] = np.zeros(shape.shape, shape.dtype)
-        else:
-            targets[leaf.names] = shape.update(sharding=sharding)
-    if targets:
-        result |= {"/".join(path): value for path, value in read(targets).items()}
-    return result
+    shapes = {leaf: stored_shape(leaf).update(sharding=sharding) for leaf, sharding in leaves}
+    targets = {leaf.names: shape for leaf, shape in shapes.items() if is_written(leaf)}
+    values = read(targets) if targets else {}
+    return {
+        leaf.path: values[leaf.names] if is_written(leaf) else np.zeros(shape.shape, shape.dtype)
+        for leaf, shape in shapes.items()
+    }
 
 
 # ---------------------------------------------------------------------------

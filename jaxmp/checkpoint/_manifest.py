@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from etils import epath
 from jaxmp import __version__
 from jaxmp._core._plain import from_plain
 from jaxmp._core._typing import ArrayLike
-from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._patterns import compile_pattern
-from jaxmp._policies._recipe import Recipe, load_recipe
+from jaxmp._policies._recipe import Recipe, have_same_settings, load_recipe
 from jaxmp.checkpoint._description import Description, Leaf
 from jaxmp.errors import CheckpointError, JaxmpError
 
@@ -56,11 +53,15 @@ class Manifest:
         """
         return parse_recipe(self.recipe_toml)
 
+    def is_of(self, recipe: Recipe | None) -> bool:
+        """Returns True if a recipe has the settings of the manifest's one, and for None."""
+        if recipe is None or self.recipe_toml == recipe.to_toml():
+            return True
+        return have_same_settings(self.recipe, recipe, self.description.by_path)
+
     def to_text(self) -> str:
         """Returns the manifest as JSON, with a checksum of itself."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["description"] = dataclasses.asdict(self.description)
-        body = json.dumps(fields, allow_nan=True)
+        body = json.dumps(dataclasses.asdict(self), allow_nan=True)
         return json.dumps({"format": FORMAT, "crc32": _crc(body), "manifest": body})
 
 
@@ -133,11 +134,9 @@ def read_manifest(directory: epath.Path) -> Manifest:
         )
     try:
         data = json.loads(body)
-        data["description"] = from_plain(Description, data["description"])
-        data["files"] = {name: tuple(row) for name, row in data["files"].items()}
-        data["nonfinite"] = tuple(data["nonfinite"])
         data.pop("checksums", None)  # of leaves, in the first checkpoints of this format
-        return Manifest(**data)
+        extra = data.pop("extra")  # stays as JSON has it
+        return dataclasses.replace(from_plain(Manifest, {**data, "extra": None}), extra=extra)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"The manifest {path} has other fields than this version of jaxmp ({__version__}) "
@@ -301,44 +300,3 @@ def _check_keys(extra: object) -> None:
     if isinstance(extra, (dict, list, tuple)):
         for value in extra.values() if isinstance(extra, dict) else extra:
             _check_keys(value)
-
-
-def is_same_recipe(text: str, recipe: Recipe, leaves: Iterable[str]) -> bool:
-    """Returns True if the text of a TOML file specifies the same settings as a recipe.
-
-    Rules that match nothing in the state are ignored: a later version of a recipe may add some.
-
-    Args:
-      text: the TOML text of the recipe of a checkpoint.
-      recipe: the recipe to compare it with.
-      leaves: paths of the leaves of the state.
-    """
-    if text == recipe.to_toml():
-        return True
-    recipe = load_recipe(recipe.whole or recipe)
-    # The paths of modules and parameters do not contain where the state stores the parameters.
-    tails = {
-        tuple(each[n:])
-        for each in (re.split("[/:]", leaf) for leaf in leaves)
-        for n in range(len(each))
-    }
-    parameters = {f"{'/'.join(tail[:-1])}:{tail[-1]}" for tail in tails}
-    modules = {"/".join(tail[:n]) for tail in tails for n in range(len(tail))}
-
-    def applied(each: Recipe) -> Recipe:
-        policies = each.policies
-        rules = [
-            rule
-            for rule in policies.rules
-            if rule.path is None
-            or any(
-                map(
-                    compile_pattern(rule.path).fullmatch,
-                    parameters if rule.addresses_parameter else modules,
-                )
-            )
-        ]
-        policies = PolicyMap(policies.default, rules, policies.fp8)
-        return dataclasses.replace(each, name="recipe", summary="", policies=policies)
-
-    return applied(parse_recipe(text)) == applied(recipe)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+import orbax.checkpoint as ocp
+
 from jaxmp._core._trees import Path
 from jaxmp._core._typing import PyTree
 
@@ -38,14 +40,9 @@ def update(node: nnx.Pytree, arrays: PyTree) -> nnx.Pytree:
 
 def optimizer_states(node: nnx.Pytree) -> PyTree:
     """Returns the states of the optimizers in an NNX object as optax made them, in nested dicts."""
-    nnx = sys.modules["flax.nnx"]
-    tree: dict[str, Any] = {}
-    for path, optimizer in _optimizers(node):
-        inside = tree
-        for name in path:
-            inside = inside.setdefault(name, {})
-        inside["opt_state"] = nnx.as_pure(optimizer.opt_state)
-    return tree
+    pure = sys.modules["flax.nnx"].as_pure
+    states = {(*path, "opt_state"): pure(part.opt_state) for path, part in _optimizers(node)}
+    return ocp.tree.from_flat_dict(states)
 
 
 def trained_models(nodes: list[tuple[Path, nnx.Pytree]]) -> list[tuple[Path, Path]]:

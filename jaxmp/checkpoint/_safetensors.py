@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 
-from jaxmp._core._trees import path_names
+from jaxmp._core import _trees
 from jaxmp._core._typing import PyTree
 from jaxmp.checkpoint import _nnx_nodes
-from jaxmp.checkpoint._handler import nest, placement
+from jaxmp.checkpoint._handler import placement
 from jaxmp.errors import CheckpointError
 
 _DTYPES = {
@@ -125,7 +126,8 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree | None = None) -
     """
     arrays = _read(Path(path))
     if like is None:
-        return nest({tuple(name.split(".")): _placed(x, None) for name, x in arrays.items()})
+        placed = {name: _placed(x, None) for name, x in arrays.items()}
+        return ocp.tree.from_flat_dict(placed, sep=".")
     placed = []
     for name, value in _named_leaves(like):
         array = arrays.get(name)
@@ -161,8 +163,8 @@ def _placed(array: np.ndarray, value: object) -> Any:
 
 def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     tree = _nnx_nodes.pure_state(tree) if _nnx_nodes.is_node(tree) else tree
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [("/".join(path_names(key_path)).replace("/", "."), leaf) for key_path, leaf in flat]
+    rows = _trees.leaves_with_path(tree)
+    return [("/".join(names).replace("/", "."), leaf) for names, leaf in rows]
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:

@@ -60,18 +60,9 @@ class Dims(NamedTuple):
         other = 1 - side
         batch = tuple(range(len(self.batch[0])))
         contract, others = self.in_result(other), self.free(other)
-        if side:
-            dims = Dims(
-                (others, contract),
-                (self.batch[other], batch),
-                (self.ndims[other], self.result_ndim),
-            )
-        else:
-            dims = Dims(
-                (contract, others),
-                (batch, self.batch[other]),
-                (self.result_ndim, self.ndims[other]),
-            )
+        ndims = self.result_ndim, self.ndims[other]
+        fields: Any = (contract, others), (batch, self.batch[other]), ndims
+        dims = Dims(*(pair[::-1] if side else pair for pair in fields))
         # In this dot, the free axes of the other operand are those that the forward dot contracts,
         # in ascending order.
         pairs = zip(self.contract[other], self.contract[side], strict=True)

@@ -268,17 +268,13 @@ def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
       The operand for the backward pass and the operand for the forward dot. Both read the named
       arrays, so that a recomputed forward dot quantizes nothing if the arrays were saved.
     """
-    values = operand.values
-    if isinstance(operand, MXOperand):
-        exponents = saveable(operand.exponents)
-        of_backward, of_forward = named_values(values)
-        return MXOperand(of_backward, exponents), MXOperand(of_forward, exponents)
-    if operand.factor is None:
-        values = saveable(values)
-        return Operand(values, None), Operand(values, None)
-    factor = saveable(operand.factor)
+    values, scales = operand
+    if scales is None:
+        whole = Operand(saveable(values), None)
+        return whole, whole
+    scales, kind = saveable(scales), type(operand)
     of_backward, of_forward = named_values(values)
-    return Operand(of_backward, factor), Operand(of_forward, factor)
+    return kind(of_backward, scales), kind(of_forward, scales)
 
 
 def _multiply(
@@ -325,11 +321,7 @@ def _first(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(call: DotCall, lhs: jax.Array, rhs: jax.Array, state: State | None) -> jax.Array:
-    return _forward(call, *_operands(call, lhs, rhs, _before(call, state))[0])
-
-
-def _before(call: DotCall, state: State | None) -> State | None:
-    return None if state is None else before_step(state)
+    return _forward(call, *_operands(call, lhs, rhs, before_step(state))[0])
 
 
 def _operands(
@@ -352,7 +344,7 @@ def _product_fwd(
     call: DotCall, lhs: jax.Array, rhs: jax.Array, state: State | None
 ) -> tuple[jax.Array, Any]:
     lhs, rhs = _differentiated_once(type(call.scaling).__name__, lhs, rhs)
-    before = _before(call, state)
+    before = before_step(state)
     operands, seen = _operands(call, lhs, rhs, before)
     saved = []
     for side, x in enumerate((lhs, rhs)):

@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from jaxmp._core import _compat
+from jaxmp._core import _compat, _targets
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._explanation import ExplanationRow, ExplanationSection
-from jaxmp._core._targets import FP8_MATMULS, capability_text, unsupported_gpu
+from jaxmp._programs import _matmuls
 from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp._programs._jaxprs import equations
-from jaxmp._programs._matmuls import MX_MATMUL, count_flops
 from jaxmp._programs._operations import Dot, dot_of, name_of
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._scaling import MX_BLOCK, Scaling
@@ -107,12 +106,13 @@ def excluded_form(equation: Any) -> tuple[str, str]:
 
 def share_notes(jaxpr: Any) -> Iterator[str]:
     """Yields the share of a program's FLOPs in FP8, and the forms of matmuls that are not."""
-    flops = count_flops(jaxpr)
+    flops = _matmuls.count_flops(jaxpr)
     fp8 = sum(count for dtypes, count in flops.items() if all(map(is_fp8, dtypes)))
     if flops:
         yield f"{fp8 / flops.total():.1%} of the FLOPs of all matmuls and convolutions are in FP8"
     flat = list(equations(jaxpr))
-    scaled = (jaxpr for call in flat if name_of(call) == MX_MATMUL for jaxpr in sub_jaxprs(call))
+    calls = (call for call in flat if name_of(call) == _matmuls.MX_MATMUL)
+    scaled = (jaxpr for call in calls for jaxpr in sub_jaxprs(call))
     in_fp8 = {id(equation) for jaxpr in scaled for equation in equations(jaxpr)}
     forms = Counter(excluded_form(equation) for equation in flat if id(equation) not in in_fp8)
     for (name, reason), count in forms.items():
@@ -374,10 +374,11 @@ def decide_product(
 
 def _check_device(path: str) -> None:
     """Raises if the GPU that is compiled for has no FP8 matmuls."""
-    gpu = unsupported_gpu(FP8_MATMULS)
+    gpu = _targets.unsupported_gpu(_targets.FP8_MATMULS)
     if gpu:
+        first = _targets.capability_text(_targets.FP8_MATMULS)
         raise CompositionError(
-            f'matmul = "fp8" for {path!r}: {gpu} has no FP8 matmuls, which begin with '
-            f'{capability_text(FP8_MATMULS)}. Use a recipe without them, such as "bf16". To round '
-            "to FP8 and multiply in 16 bits instead, write\n    [fp8]\n    emulate = true"
+            f'matmul = "fp8" for {path!r}: {gpu} has no FP8 matmuls, which begin with {first}. Use '
+            'a recipe without them, such as "bf16". To round to FP8 and multiply in 16 bits '
+            "instead, write\n    [fp8]\n    emulate = true"
         )

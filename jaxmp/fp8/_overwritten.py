@@ -193,11 +193,12 @@ def to_max_accumulated(tree: PyTree) -> PyTree:
     """
     params, collection = split(tree)
     states = _Collection(collection)
-    # Layers share some arrays of active states.
+    # Layers share some arrays of active states. Trees of JAX sort the keys of dicts, so that this
+    # one, whose keys are addresses, would make each process compile another program.
     arrays = {id(x): x for each in states.locations for x in states.read(each).values()}
     if not _max_accumulates(list(arrays.values())):
         return tree
-    converted = to_fm32(arrays)
+    converted = dict(zip(arrays, to_fm32(list(arrays.values())), strict=True))
     for location in states.locations:
         state = states.read(location)
         states.write(location, {name: converted[id(leaf)] for name, leaf in state.items()})

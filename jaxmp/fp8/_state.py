@@ -211,14 +211,16 @@ def check_reducible(leaf: jax.Array) -> None:
 # ---------------------------------------------------------------------------
 
 
-def before_step(state: Mapping[str, Any]) -> State:
-    """Returns `settled(state)` for a state in float32 or `fm32`.
+def before_step(state: State | None) -> State | None:
+    """Returns `settled(state)` for a state in float32 or `fm32`; None without a state.
 
     Raises:
       CompositionError: as in `to_float32`.
     """
+    if state is None:
+        return None
     check_reducible(state[AGE])
-    return _active_in_float32(dict(state)) if is_active(state) else settled(state)
+    return _active_in_float32(state) if is_active(state) else settled(state)
 
 
 # Jitted, so that all layers share one trace and, in StableHLO, one function.

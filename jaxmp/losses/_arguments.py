@@ -27,21 +27,6 @@ class LossTerms(NamedTuple):
     z_loss: float
 
 
-def sizes_of(array: jax.Array) -> list[int]:
-    return list(array.shape)
-
-
-def check_same_shape(array: jax.Array, other: jax.Array, name: str) -> jax.Array:
-    if array.shape != other.shape:
-        # Broadcasting [N] against [N, 1] would give N * N losses, a common bug in loss functions.
-        raise JaxmpError(
-            f"{name} has shape {sizes_of(other)}, but the array that it is compared with has shape "
-            f"{sizes_of(array)} ({array.dtype}). The shapes must be equal: reshape one, or use "
-            "jnp.broadcast_to."
-        )
-    return array
-
-
 def check_number(value: Any, name: str, largest: float) -> float:
     if isinstance(value, Tracer):
         raise JaxmpError(
@@ -77,7 +62,7 @@ def check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
     layout = "[V, D]" if transposed else "[D, V]"
     if hidden.ndim < 1 or kernel.ndim != 2:
         raise JaxmpError(
-            f"hidden has shape {sizes_of(hidden)} and kernel {sizes_of(kernel)}; allowed are "
+            f"hidden has shape {list(hidden.shape)} and kernel {list(kernel.shape)}; allowed are "
             f"[..., D] and {layout}."
         )
     features, size = kernel.shape[::-1] if transposed else kernel.shape
@@ -86,11 +71,11 @@ def check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
         if size == hidden.shape[-1]:
             fix = f" The kernel is transposed: pass transposed={not transposed}."
         raise JaxmpError(
-            f"hidden {sizes_of(hidden)} has {hidden.shape[-1]} features, and kernel "
-            f"{sizes_of(kernel)}, read as {layout}, takes {features}.{fix}"
+            f"hidden {list(hidden.shape)} has {hidden.shape[-1]} features, and kernel "
+            f"{list(kernel.shape)}, read as {layout}, takes {features}.{fix}"
         )
     if not size:
-        raise JaxmpError(f"kernel {sizes_of(kernel)}, read as {layout}, has no classes.")
+        raise JaxmpError(f"kernel {list(kernel.shape)}, read as {layout}, has no classes.")
     return size
 
 
@@ -109,15 +94,16 @@ def check_indices(
         raise JaxmpError(f"ignore_index={ignore_index!r} is not an integer, such as -100.")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise JaxmpError(
-            f"labels are {labels.dtype} of shape {sizes_of(labels)}; with {name} of shape "
+            f"labels are {labels.dtype} of shape {list(labels.shape)}; with {name} of shape "
             f"{list(shape)} they must be class indices, integers of shape {list(rows)}: "
             "labels.astype(jnp.int32)."
             + (" For probabilities: softmax_cross_entropy." if name == "hidden" else "")
         )
     if labels.shape != tuple(rows):
         raise JaxmpError(
-            f"labels have shape {sizes_of(labels)}, and {name} of shape {list(shape)} has rows of "
-            f"shape {list(rows)}. Pass one class index for each row: labels.reshape({tuple(rows)})."
+            f"labels have shape {list(labels.shape)}, and {name} of shape {list(shape)} has rows "
+            f"of shape {list(rows)}. Pass one class index for each row: "
+            f"labels.reshape({tuple(rows)})."
         )
     if isinstance(labels, Tracer) or not labels.is_fully_addressable:
         return
@@ -174,7 +160,7 @@ def row_factors(
     weights = jnp.asarray(weights)
     if jnp.issubdtype(weights.dtype, jnp.complexfloating) or weights.shape != tuple(rows):
         raise JaxmpError(
-            f"weights are {weights.dtype} of shape {sizes_of(weights)}; the losses have shape "
+            f"weights are {weights.dtype} of shape {list(weights.shape)}; the losses have shape "
             f"{list(rows)}, and each has one real weight. For equal weights of all rows: "
             f"weights=jnp.full({tuple(rows)}, weight)."
         )

@@ -19,24 +19,8 @@ from jaxmp._core._dtypes import FLOATS_16BIT, floating_array, wide_dtype
 from jaxmp._core._targets import target_memory
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import JaxmpError
-from jaxmp.losses._arguments import (
-    LossTerms,
-    Reduction,
-    apply_factors,
-    check_indices,
-    check_layer,
-    check_reduction,
-    make_terms,
-    mark_invalid,
-    read_indices,
-    reduce_sum,
-    row_factors,
-    sizes_of,
-    total_weight,
-    vary_alike,
-    weighted_sum,
-    zero_unweighted,
-)
+from jaxmp.losses import _arguments
+from jaxmp.losses._arguments import LossTerms, Reduction
 from jaxmp.losses._softmax import forward, slope_of
 
 
@@ -117,23 +101,23 @@ def linear_cross_entropy(
       >>> float(value), gradient.dtype
       (2.3025..., dtype('float32'))
     """
-    reduction = check_reduction(reduction)
+    reduction = _arguments.check_reduction(reduction)
     hidden, kernel = floating_array(hidden, "hidden"), floating_array(kernel, "kernel")
-    size = check_layer(hidden, kernel, transposed)
+    size = _arguments.check_layer(hidden, kernel, transposed)
     bias = None if bias is None else floating_array(bias, "bias")
     if bias is not None and bias.shape != (size,):
         raise JaxmpError(
-            f"bias has shape {sizes_of(bias)}, and the kernel {sizes_of(kernel)} has {size} "
+            f"bias has shape {list(bias.shape)}, and the kernel {list(kernel.shape)} has {size} "
             f"classes. Pass one number for each class: bias.reshape({size})."
         )
-    terms = make_terms(label_smoothing, z_loss)
+    terms = _arguments.make_terms(label_smoothing, z_loss)
     stored = _check_logits_dtype(logits_dtype, hidden.dtype)
     labels = jnp.asarray(labels)
     rows = hidden.shape[:-1]
-    check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)
-    labels, counted, valid = read_indices(labels, size, ignore_index)
+    _arguments.check_indices(labels, rows, size, ignore_index, "hidden", hidden.shape)
+    labels, counted, valid = _arguments.read_indices(labels, size, ignore_index)
     wide = wide_dtype(hidden.dtype)
-    factors = row_factors(weights, counted, rows, wide)
+    factors = _arguments.row_factors(weights, counted, rows, wide)
     if precision is None:  # the backward pass is traced where the caller's setting has ended
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     per_row = reduction == "none"
@@ -147,13 +131,13 @@ def linear_cross_entropy(
     )
     compute = functools.partial(_each_loss if per_row else _total_loss, layer)
     compute = _automatic(compute, hidden, kernel, like=labels if per_row else None)
-    weight = total_weight(factors, rows, wide)
+    weight = _arguments.total_weight(factors, rows, wide)
     if reduction == "mean" and factors is None and math.prod(rows):
         # With the factor 1 / N in each row, the gradients of the sum are those of the mean: the
         # backward pass does not read and write them again to divide them.
         factors, reduction = jnp.full(rows, 1 / math.prod(rows), wide), "sum"
     result = compute(hidden, kernel, bias, labels, valid, factors)
-    return result if per_row else reduce_sum(result, weight, reduction)
+    return result if per_row else _arguments.reduce_sum(result, weight, reduction)
 
 
 class _Layer(NamedTuple):
@@ -191,14 +175,14 @@ def _flat(
     """Flattens the rows of arrays and factors to one dimension."""
     hidden = hidden.reshape(labels.size, hidden.shape[-1])
     valid, factors = (None if array is None else array.reshape(-1) for array in (valid, factors))
-    return vary_alike(_Arrays(hidden, kernel, bias, labels.reshape(-1), valid), factors)
+    return _arguments.vary_alike(_Arrays(hidden, kernel, bias, labels.reshape(-1), valid), factors)
 
 
 def _each_loss(layer: _Layer, *args: jax.Array) -> jax.Array:
     """Returns the loss of each row times its factor, in the shape of the labels."""
     arrays, factors = _flat(*args)
     losses: Any = _layer_losses(layer, arrays)
-    weighted = losses if factors is None else apply_factors(losses, factors)
+    weighted = losses if factors is None else _arguments.apply_factors(losses, factors)
     return weighted.reshape(args[3].shape)
 
 
@@ -207,7 +191,7 @@ def _total_loss(layer: _Layer, *args: jax.Array) -> Any:
     arrays, factors = _flat(*args)
     if factors is None:
         ones = jnp.ones(arrays.labels.shape, wide_dtype(arrays.hidden.dtype))
-        (factors,) = vary_alike(ones, like=arrays)
+        (factors,) = _arguments.vary_alike(ones, like=arrays)
     return _layer_total(layer, arrays, factors)
 
 
@@ -358,11 +342,11 @@ def _over_chunks(
     if factors is not None:
         zeros = lambda array: None if array is None else jnp.zeros(array.shape, wide)
         sums = (zeros(arrays.kernel), zeros(arrays.bias))
-        (sums,) = vary_alike(sums, like=(arrays, factors))
+        (sums,) = _arguments.vary_alike(sums, like=(arrays, factors))
     labels = arrays.labels[:, None]
     split = jax.tree.map(lambda array: _split(array, layer.chunk), (arrays.hidden, labels, factors))
     sums, (losses, d_hidden) = lax.scan(one_chunk, sums, split)
-    losses = mark_invalid(_join(losses, arrays.hidden.shape[0]), arrays.valid)
+    losses = _arguments.mark_invalid(_join(losses, arrays.hidden.shape[0]), arrays.valid)
     if sums is None:
         return losses, None
     d_hidden = _join(d_hidden, arrays.hidden.shape[0])
@@ -389,14 +373,14 @@ def _stretch(factors: jax.Array, dtype: DTypeLike) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer_total(layer: _Layer, arrays: _Arrays, factors: jax.Array) -> jax.Array:
     """Computes `sum(factors * losses)`; the forward pass also computes its gradients."""
-    return weighted_sum(_over_chunks(layer, arrays, None)[0], factors)
+    return _arguments.weighted_sum(_over_chunks(layer, arrays, None)[0], factors)
 
 
 def _layer_total_fwd(layer: _Layer, arrays: _Arrays, factors: jax.Array) -> Any:
     known = factors if arrays.valid is None else jnp.where(arrays.valid, factors, 0)
     losses, gradients = _over_chunks(layer, arrays, known)
-    total = weighted_sum(losses, factors)
-    return total, (arrays, zero_unweighted(losses, factors), gradients)
+    total = _arguments.weighted_sum(losses, factors)
+    return total, (arrays, _arguments.zero_unweighted(losses, factors), gradients)
 
 
 def _layer_total_bwd(layer: _Layer, saved: tuple[Any, ...], cotangent: jax.Array) -> Any:

@@ -14,20 +14,8 @@ from jax.typing import ArrayLike
 from jaxmp._core._compat import target
 from jaxmp._core._dtypes import floating_array, wide_dtype
 from jaxmp.errors import JaxmpError
-from jaxmp.losses._arguments import (
-    LossTerms,
-    Reduction,
-    check_indices,
-    check_reduction,
-    check_same_shape,
-    make_terms,
-    mark_invalid,
-    read_indices,
-    reduce_losses,
-    row_factors,
-    sizes_of,
-    vary_alike,
-)
+from jaxmp.losses import _arguments
+from jaxmp.losses._arguments import LossTerms, Reduction
 
 
 def softmax_cross_entropy(
@@ -82,10 +70,10 @@ def softmax_cross_entropy(
       >>> jax.grad(loss)(logits).dtype
       dtype(bfloat16)
     """
-    logits, reduction = floating_array(logits, "logits"), check_reduction(reduction)
-    terms = make_terms(label_smoothing, z_loss)
+    logits, reduction = floating_array(logits, "logits"), _arguments.check_reduction(reduction)
+    terms = _arguments.make_terms(label_smoothing, z_loss)
     if not logits.ndim or not logits.shape[-1]:
-        raise JaxmpError(f"logits have shape {sizes_of(logits)}: the last axis has no classes.")
+        raise JaxmpError(f"logits have shape {list(logits.shape)}: the last axis has no classes.")
     *rows, size = logits.shape
     wide = wide_dtype(logits.dtype)
     labels = jnp.asarray(labels)
@@ -95,16 +83,23 @@ def softmax_cross_entropy(
                 f"ignore_index={ignore_index} needs class indices, and the labels are "
                 f"probabilities ({labels.dtype}). Pass weights instead: weights=rows_that_count."
             )
-        labels = check_same_shape(floating_array(labels, "labels"), logits, "logits")
+        labels = floating_array(labels, "labels")
+        if labels.shape != logits.shape:
+            # Broadcasting [N] against [N, 1] would give N * N losses, a common bug.
+            raise JaxmpError(
+                f"logits has shape {list(logits.shape)}, but the array that it is compared with "
+                f"has shape {list(labels.shape)} ({labels.dtype}). The shapes must be equal: "
+                "reshape one, or use jnp.broadcast_to."
+            )
         counted, valid = None, None
     else:
-        check_indices(labels, rows, size, ignore_index, "logits", logits.shape)
-        labels, counted, valid = read_indices(labels, size, ignore_index)
+        _arguments.check_indices(labels, rows, size, ignore_index, "logits", logits.shape)
+        labels, counted, valid = _arguments.read_indices(labels, size, ignore_index)
         labels = jnp.expand_dims(labels, -1)
-    factors = row_factors(weights, counted, rows, wide)
-    logits, labels, factors, valid = vary_alike(logits, labels, factors, valid)
-    losses = mark_invalid(_row_losses(terms, logits, labels), valid)
-    return reduce_losses(losses, factors, reduction)
+    factors = _arguments.row_factors(weights, counted, rows, wide)
+    logits, labels, factors, valid = _arguments.vary_alike(logits, labels, factors, valid)
+    losses = _arguments.mark_invalid(_row_losses(terms, logits, labels), valid)
+    return _arguments.reduce_losses(losses, factors, reduction)
 
 
 class _Rows(NamedTuple):
