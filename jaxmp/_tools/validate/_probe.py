@@ -31,7 +31,7 @@ from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs._jaxprs import Path
 from jaxmp._tools.stats._observe import Observer, modules_of
 from jaxmp._tools.validate._pure import PureRun
-from jaxmp._tools.validate._rows import GradientRow, ModuleRow, Pattern
+from jaxmp._tools.validate._rows import CandidateResult, GradientRow, ModuleRow, Pattern
 from jaxmp._tools.validate._run import check_grads
 from jaxmp._tools.validate._train import global_norm
 
@@ -140,34 +140,6 @@ class Probe(NamedTuple):
     dtypes: Mapping[str, str] = MappingProxyType({})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measurements:
-    """Differences of a candidate from the reference at all compared steps.
-
-    Args:
-      gradients: a row for each step.
-      modules: a row for each step and module.
-      patterns: differences of gradients, updates and states that have a known form.
-    """
-
-    gradients: tuple[GradientRow, ...] = ()
-    modules: tuple[ModuleRow, ...] = ()
-    patterns: tuple[Pattern, ...] = ()
-
-    def add(self, step: int, reference: Probe, candidate: Probe) -> Measurements:
-        """Returns the measurements with those of another step."""
-        gradients, patterns = self.gradients, self.patterns
-        if reference.grads and candidate.grads:
-            row = gradient_row(step, reference, candidate)
-            gradients += (row,)
-            patterns += tuple(find_patterns(row, reference, candidate))
-        return Measurements(
-            gradients=gradients,
-            modules=self.modules + tuple(module_rows(step, reference, candidate)),
-            patterns=patterns,
-        )
-
-
 def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
     """Returns a function of (arrays, batch) that measures one step, compiled once.
 
@@ -260,6 +232,22 @@ def _samples(tree: PyTree) -> dict[str, Array]:
 # ---------------------------------------------------------------------------
 # Differences
 # ---------------------------------------------------------------------------
+
+
+def with_step(
+    result: CandidateResult, step: int, reference: Probe, candidate: Probe
+) -> CandidateResult:
+    """Returns the result of a candidate with its differences from the reference at a step."""
+    modules = (*result.modules, *module_rows(step, reference, candidate))
+    result = dataclasses.replace(result, modules=modules)
+    if not (reference.grads and candidate.grads):
+        return result
+    row = gradient_row(step, reference, candidate)
+    return dataclasses.replace(
+        result,
+        gradients=(*result.gradients, row),
+        patterns=(*result.patterns, *find_patterns(row, reference, candidate)),
+    )
 
 
 def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:

@@ -367,25 +367,33 @@ def checksum(tree: PyTree, start: int = 0) -> int:
     return start
 
 
-def check_same_params(reference: PyTree, candidate: PyTree, name: str, seed: int) -> None:
+def check_same_params(
+    reference: Mapping[str, np.ndarray], params: PyTree, name: str, seed: int
+) -> None:
     """Checks that the initial parameters are those of the reference, up to their storage dtype.
+
+    Args:
+      reference: parameters of the reference by path.
+      params: those of a candidate.
+      name: the candidate.
+      seed: the seed.
 
     Raises:
       ValidationError: naming the first parameter that differs.
     """
-    expected = _trees.leaves_with_path(reference)
-    actual = _trees.leaves_with_path(candidate)
-    if [path for path, _ in expected] != [path for path, _ in actual]:
+    leaves = _trees.leaves_with_path(params)
+    actual = {_trees.parameter_path(path): leaf for path, leaf in leaves}
+    if actual.keys() != reference.keys():
         raise ValidationError(
             f"{name!r} has other parameters than the reference for seed {seed}: "
-            f"{len(actual)} leaves instead of {len(expected)}. make_run has to return the same "
+            f"{len(actual)} leaves instead of {len(reference)}. make_run has to return the same "
             "model for every recipe."
         )
-    for (path, leaf), (_, other) in zip(expected, actual, strict=True):
-        cast = np.asarray(jnp.asarray(leaf, other.dtype))
-        if cast.tobytes() != np.asarray(other).tobytes():
+    for path, leaf in actual.items():
+        cast = np.asarray(jnp.asarray(reference[path], leaf.dtype))
+        if cast.tobytes() != np.asarray(leaf).tobytes():
             raise ValidationError(
-                f"The initial parameter {_trees.parameter_path(path)!r} of {name!r} differs from "
-                f"the reference for seed {seed}. Initialize the parameters in FP32 from the seed "
-                "alone, such as model.init(jax.random.key(seed), x), before casting them."
+                f"The initial parameter {path!r} of {name!r} differs from the reference for seed "
+                f"{seed}. Initialize the parameters in FP32 from the seed alone, such as "
+                "model.init(jax.random.key(seed), x), before casting them."
             )
