@@ -71,14 +71,14 @@ OUTLIER_SEEDS, OUTLIER_ALPHA, OUTLIER_SHARE = 4, 0.05, 0.5
 
 
 class Interval(NamedTuple):
-    """Mean of paired differences with the bounds of its 95 % interval; None with a single seed.
+    """Mean of paired differences with the bounds of its 95 % interval: the mean for a single seed.
 
     `outlier` is the distance of an outlier from the median of the other seeds, 0 if there is none.
     """
 
     mean: float
-    low: float | None
-    high: float | None
+    low: float
+    high: float
     deviation: float
     outlier: float = 0.0
 
@@ -97,9 +97,7 @@ def paired_interval(differences: Sequence[float], candidates: int = 1) -> Interv
     """
     values = np.asarray(differences, np.float64)
     mean = float(np.mean(values))
-    if len(values) < 2:
-        return Interval(mean, None, None, math.nan)
-    if not np.isfinite(values).all():
+    if len(values) < 2 or not np.isfinite(values).all():
         return Interval(mean, mean, mean, math.nan)
     below, above = _widths(values[None], candidates)
     deviation = float(np.std(values, ddof=1))
@@ -149,7 +147,7 @@ def has_outlier(interval: Interval, budget: float) -> bool:
 def judge_interval(interval: Interval, budget: float, direction: str = "min") -> str:
     """Returns "pass", "fail", "differs" or "inconclusive".
 
-    With one seed there is no interval, and the difference itself decides.
+    With one seed, the difference itself decides.
 
     Args:
       interval: the mean of the differences; positive if the candidate is worse.
@@ -165,14 +163,12 @@ def judge_interval(interval: Interval, budget: float, direction: str = "min") ->
     if not math.isfinite(interval.mean):
         # A loss of -inf or an improvement without bound does not occur; NaN is a failure, too.
         return FAIL
-    low = interval.mean if interval.low is None else interval.low
-    high = interval.mean if interval.high is None else interval.high
     is_two_sided = direction == TWO_SIDED
-    if low > budget:
+    if interval.low > budget:
         return FAIL
-    if high < -budget:
+    if interval.high < -budget:
         return FAIL if is_two_sided else DIFFERS
-    is_inside = high <= budget and (low >= -budget or not is_two_sided)
+    is_inside = interval.high <= budget and (interval.low >= -budget or not is_two_sided)
     return PASS if is_inside and not has_outlier(interval, budget) else INCONCLUSIVE
 
 
@@ -293,13 +289,11 @@ def _tested(
     interval = paired_interval([pair.difference for pair in pairs], candidates)
     interval = _without_rounding(interval, pairs, scale)
     verdict = judge_interval(interval, limit, metric.direction)
-    bound = interval.mean if interval.high is None else interval.high
-    if metric.direction == TWO_SIDED:
-        bound = max(bound, -(interval.mean if interval.low is None else interval.low))
+    bounds = (interval.low, interval.high) if len(pairs) > 1 else ()
+    bound = max(interval.high, -interval.low) if metric.direction == TWO_SIDED else interval.high
     text = f"{label(name)} {_shown(interval.mean, metric)}"
-    if interval.low is not None and interval.high is not None and math.isfinite(interval.mean):
-        low, high = (_shown(x, metric) for x in (interval.low, interval.high))
-        text += f" ({low} to {high})"
+    if bounds and math.isfinite(interval.mean):
+        text += f" ({' to '.join(_shown(x, metric) for x in bounds)})"
     if verdict == INCONCLUSIVE and has_outlier(interval, limit):
         far = _shown(interval.outlier, metric).lstrip("+")
         text += f" with an outlier, one seed at {far} from the others"
@@ -307,8 +301,8 @@ def _tested(
         name=name,
         verdict=verdict,
         value=ratio(interval.mean),
-        low=None if interval.low is None else ratio(interval.low),
-        high=None if interval.high is None else ratio(interval.high),
+        low=ratio(interval.low) if bounds else None,
+        high=ratio(interval.high) if bounds else None,
         budget=ratio(limit),
         margin=ratio(limit) - ratio(bound),
         scale=scale,
@@ -321,9 +315,7 @@ def _without_rounding(interval: Interval, pairs: Sequence[SeedPair], scale: str)
     magnitude = 1.0 if scale == "relative" else max(abs(pair.reference) for pair in pairs)
     if not 0 < abs(interval.mean) <= _SPACING * magnitude:
         return interval
-    low, high = (
-        None if bound is None else bound - interval.mean for bound in (interval.low, interval.high)
-    )
+    low, high = (bound - interval.mean for bound in (interval.low, interval.high))
     return interval._replace(mean=0.0, low=low, high=high)
 
 

@@ -15,7 +15,14 @@ import numpy as np
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._tools.report._progress import OnStep
-from jaxmp._tools.validate._pure import PureRun, as_arrays, checksum, too_few_batches
+from jaxmp._tools.validate._pure import (
+    PureRun,
+    as_arrays,
+    checksum,
+    scale_of,
+    skipped_of,
+    too_few_batches,
+)
 from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._rows import TrainingRecord
 from jaxmp._tools.validate._run import check_batch
@@ -47,10 +54,11 @@ def compile_step(run: PureRun) -> Advance:
     """Compiles the step of a run, so that it donates its arrays and returns a `StepRow`."""
 
     def advance(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepRow]:
-        scale, before = run.scale(arrays), run.skipped(arrays)
+        before = run.opt_state(arrays)
         new, result = run.step(arrays, batch)
+        skipped = skipped_of(run.opt_state(new)) - skipped_of(before)
         norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
-        return new, StepRow(result.loss, norm, scale, run.skipped(new) - before)
+        return new, StepRow(result.loss, norm, scale_of(before), skipped)
 
     return jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first).compile()
 
