@@ -284,8 +284,8 @@ MUTATIONS = [
     Mutation(
         "statistics: recomputed operands are counted again",
         "jaxmp/_tools/stats/_observe.py",
-        "if place.phase == FORWARD or inside.is_cotangent(var):",
-        "if place.phase != BACKWARD or inside.is_cotangent(var):",
+        "if place.phase == _jaxprs.FORWARD or inside.is_cotangent(var):",
+        "if place.phase != _jaxprs.BACKWARD or inside.is_cotangent(var):",
         ("test_statistics.py::test_a_scan_has_a_row_for_each_layer",),
     ),
     Mutation(

@@ -16,12 +16,9 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array
 from jaxmp._policies._op_table import OpTable
-from jaxmp._programs._analysis import ModuleOutputs, used_inside
-from jaxmp._programs._bind import runs_in_fp32
+from jaxmp._programs import _analysis, _bind, _jaxprs, _operations
 from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Path
-from jaxmp._programs._operations import axes_of, dot_of
 from jaxmp._tools.stats._measure import clipped, fp8_scale, rounded_to
 from jaxmp._tools.stats._observe import MATMULS, Observer
 
@@ -66,7 +63,7 @@ class Emulation(Interpreter):
         self.name, self.scale = name, scale
         self._dtype = jnp.dtype(np.float16 if name == FLOAT16 else jnp.bfloat16)
         # Scopes with FP32 results, such as norms, which also sum their gradients in FP32.
-        self._fp32_modules: set[Path] = set()
+        self._fp32_modules: set[_jaxprs.Path] = set()
 
     def traced(self, closed: ClosedJaxpr, arrays: list[Any]) -> tuple[ClosedJaxpr, list[Any]]:
         """Returns the emulated step as a program, and its arguments."""
@@ -96,20 +93,20 @@ class Emulation(Interpreter):
         state: Any = None,
     ) -> list[Any]:
         place = place or Place()
-        values = _as_values(args, place.phase == BACKWARD)
-        return super().run(jaxpr, values, place, ModuleOutputs(jaxpr, place, state))
+        values = _as_values(args, place.phase == _jaxprs.BACKWARD)
+        return super().run(jaxpr, values, place, _analysis.ModuleOutputs(jaxpr, place, state))
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         place, outputs, name = frame.place.of(equation), frame.state, equation.primitive.name
-        is_backward, is_matmul = place.phase == BACKWARD, name in MATMULS
-        is_inside = self.name and (place.scopes or is_matmul) and runs_in_fp32(equation)
+        is_backward, is_matmul = place.phase == _jaxprs.BACKWARD, name in MATMULS
+        is_inside = self.name and (place.scopes or is_matmul) and _bind.runs_in_fp32(equation)
         arrays = list(map(self.array, operands))
         if name in CONSTRUCTS or not is_inside or not any(map(_is_fp32, arrays)):
             used = [var in outputs.consumers for var in equation.outvars]
-            used = used_inside(equation, used) if place.phase == FORWARD else None
+            used = _analysis.used_inside(equation, used) if place.phase == _jaxprs.FORWARD else None
             return _as_values(self.enter(equation, operands, frame, used), is_backward)
         is_wide = any(x.is_wide for x in operands) and name != "add_any"
-        is_batch_sum = name == "reduce_sum" and 0 in axes_of(equation)
+        is_batch_sum = name == "reduce_sum" and 0 in _operations.axes_of(equation)
         if is_backward and is_batch_sum and not is_wide and place.scopes not in self._fp32_modules:
             # A sum over the batch, as of a bias, accumulates in the format.
             (result,) = self.bound(equation, [self._narrow(arrays[0], True)])
@@ -119,7 +116,8 @@ class Emulation(Interpreter):
         if is_matmul:
             # Parameters, inputs and cotangents may come from outside of the module, in FP32.
             arrays = [self._rounded(x, f) for x, f in zip(arrays, flags, strict=True)]
-        if self.name == FLOAT8 and name == "dot_general" and not dot_of(equation).batch[0]:
+        is_dot = name == "dot_general"
+        if self.name == FLOAT8 and is_dot and not _operations.dot_of(equation).batch[0]:
             pairs = zip(arrays, flags, strict=True)
             arrays = [_fp8(x, f) if _is_fp32(x) else x for x, f in pairs]
         results = self.bound(equation, arrays)
