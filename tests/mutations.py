@@ -1730,7 +1730,7 @@ MUTATIONS = [
     Mutation(
         "a candidate passes if its mean is within the budget, whatever the interval",
         "jaxmp/_tools/validate/_compare.py",
-        "    is_inside = high <= budget and (",
+        "    is_inside = interval.high <= budget and (",
         "    is_inside = interval.mean <= budget and (",
         ("test_validate.py::test_power_agrees_with_simulation",),
     ),
@@ -1784,6 +1784,13 @@ MUTATIONS = [
         "            factor=factor,\n        )\n        return\n",
         "            factor=factor,\n        )\n",
         ("test_validate_trials.py::test_another_learning_rate_of_adam",),
+    ),
+    Mutation(
+        "a change of a subnormal float16 value counts as none",
+        "jaxmp/_tools/validate/_probe.py",
+        "rounded_to(wide, x.dtype) if",
+        "jax.lax.reduce_precision(wide, 5, 10) if",
+        ("test_validate_trials.py::test_changes_of_subnormal_float16_values_are_measured",),
     ),
     Mutation(
         "an average in 16 bits may change in a single element",

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -195,22 +195,17 @@ class Watcher:
         name = self.function
         if not watched.takes_gradients or name not in (None, call.name):
             return False
-        with self._busy():
+        self.is_busy = True
+        try:
             arguments = jax.tree.map(_copied, (call.args, call.kwargs))
             self.calls = [*self.calls[-1:], call._replace(args=arguments[0], kwargs=arguments[1])]
             failed = _measure.has_failed(arguments)
+        finally:
+            self.is_busy = False
         if failed:
             self.finish()
         self.calls = self.calls[-1:]
         return True
-
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        self.is_busy = True
-        try:
-            yield
-        finally:
-            self.is_busy = False
 
     def finish(self, error: str = "") -> NoReturn:
         """Writes the result, and ends the process.

@@ -83,16 +83,6 @@ class Evidence(NamedTuple):
         """Smallest loss scale of the runs."""
         return min(min(record.loss_scales) for record in self.trained.records)
 
-    @property
-    def is_finite(self) -> bool:
-        """False if the last loss of a run is not finite."""
-        return all(math.isfinite(record.losses[-1]) for record in self.trained.records)
-
-    @property
-    def gradient_error(self) -> float:
-        """Largest relative error of the gradient."""
-        return max((row.error for row in self.result.gradients), default=0.0)
-
     def findings(self, *checks: str) -> list[Finding]:
         """Returns the errors of some checks of the audit, the most operations first."""
         errors = [each for each in self.trained.audit.errors if each.check in checks]
@@ -117,9 +107,11 @@ def diagnose(
         # A step that cannot be emulated does not invalidate the verdict.
         note = f"The step was not repeated in FP32: {type(error).__name__}: {str(error)[:200]}"
         evidence = evidence._replace(note=note)
-    results = [*(function(evidence) for function in _DIAGNOSES), *_patterns(evidence)]
-    supported = [result for result in results if result is not None]
-    supported.sort(key=lambda result: -result[0])
+    diagnoses = [
+        each(evidence) for each in (_underflow, _masters, _lines, _overflow, _skipped)
+    ] + _patterns(evidence)
+    supported = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
+    supported.sort(key=lambda diagnosis: -diagnosis[0])
     causes = tuple({cause.id: cause for _, cause in reversed(supported)}.values())[::-1]
     return causes if causes or not rows else (_located(evidence),)
 
@@ -187,7 +179,8 @@ def _overflow(evidence: Evidence) -> Diagnosis:
 def _skipped(evidence: Evidence) -> Diagnosis:
     """Finds steps that were skipped while the loss scale was too large."""
     training, share = evidence.result.training, evidence.result.training.skipped_share
-    if not training.skipped or not evidence.is_finite:
+    is_finite = all(math.isfinite(record.losses[-1]) for record in evidence.trained.records)
+    if not training.skipped or not is_finite:
         return None
     low, _ = training.final_loss_scale
     scale = f"until the loss scale had fallen to {low:g}"
@@ -244,7 +237,8 @@ def _lines(evidence: Evidence) -> Diagnosis:
         causes = [pair for pair in alone if pair[0] >= _ORIGIN * top]
         score = 0.4 if math.isinf(error) and _is_scale(evidence) else min(error, 1.5)
         (value, line), *later = causes
-        cause = _line_cause(evidence, line, _effect(trial, quantity, value, line.origin.dtype))
+        effect = _effect(trial, quantity, value, line.origin.dtype)
+        cause = _line_cause(evidence.findings(*_COMPUTED), trial, line, effect)
         also = ", ".join(each.origin.location or each.module for _, each in later)
         more = f" So do those of each of these lines alone: {also}." if later else ""
         return score, dataclasses.replace(cause, evidence=f"{cause.evidence}{more}")
@@ -266,14 +260,13 @@ def _effect(trial: Trial, quantity: str, error: float, dtype: str) -> str:
     return f"makes the {quantity} infinite or NaN{reason}"
 
 
-def _line_cause(evidence: Evidence, line: LineTrial, effect: str) -> Cause:
+def _line_cause(findings: list[Finding], trial: Trial, line: LineTrial, effect: str) -> Cause:
+    """Returns the cause of a line, with the first finding of the audit there."""
     origin = line.origin
-    findings = evidence.findings(*_COMPUTED)
     # A finding without a line of its own has that of the step's definition.
-    own = {each.origin.location for each in evidence.trial.lines} if evidence.trial else set()
-    places = (each.location if each.location in own else "" for each in findings)
-    matching = (f for f, place in zip(findings, places, strict=True) if place == origin.location)
-    finding = next(matching, None)
+    own = {each.origin.location for each in trial.lines}
+    is_here = lambda each: (each.location if each.location in own else "") == origin.location
+    finding = next(filter(is_here, findings), None)
     module = line.module or "(root)"
     where = f"{module} ({origin.location})" if origin.location else module
     computed = _COMPUTED[finding.check] if finding else "an operation"
@@ -350,15 +343,6 @@ _FIXES = {
 }
 
 
-_DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
-    _underflow,
-    _masters,
-    _lines,
-    _overflow,
-    _skipped,
-)
-
-
 # ---------------------------------------------------------------------------
 # Location of an error without a known cause
 # ---------------------------------------------------------------------------
@@ -366,7 +350,8 @@ _DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
 
 def _located(evidence: Evidence) -> Cause:
     """Returns where the error arises: in the update, in a module, or after the compared steps."""
-    rows, error = evidence.result.gradients, evidence.gradient_error
+    rows, origin = evidence.result.gradients, evidence.result.origin
+    error = max((row.error for row in rows), default=0.0)
     cause = None if evidence.trial is None else _without_roundings(evidence.trial)
     if cause is not None:
         return cause
@@ -391,7 +376,6 @@ def _located(evidence: Evidence) -> Cause:
             ).strip(),
             fix=findings[0].fix if findings else fix,
         )
-    origin = find_origin(evidence.result.modules)
     module = origin.growth or origin.forward
     if module and error > evidence.gradient_budget:
         grows = f" and grows most in {origin.growth}" if origin.growth else ""

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs._jaxprs import Path
+from jaxmp._tools.stats._measure import rounded_to
 from jaxmp._tools.stats._observe import Observer, modules_of
 from jaxmp._tools.validate._pure import PureRun
 from jaxmp._tools.validate._rows import CandidateResult, GradientRow, ModuleRow, Pattern
@@ -152,24 +152,25 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         paths[:] = outputs
         before, after = run.params(arrays), run.params(new)
         update = jax.tree.map(_difference, after, before)
-        changes = _stalled(before, after, result.grads), global_norm(update)
         state, other = (
             {k: x for k, x in run.state(y).items() if not _trees.is_key(x)} for y in (arrays, new)
         )
-        samples = (
-            _samples(update),
-            {path: sampled(_difference(other[path], leaf)) for path, leaf in state.items()},
-            _samples(before),
-        )
         dtypes.update({path: str(leaf.dtype) for path, leaf in state.items()})
-        return result, list(outputs.values()), changes, samples
+        changes = {path: _difference(other[path], leaf) for path, leaf in state.items()}
+        numbers = {"stalled": _stalled(before, after, result.grads), "update": global_norm(update)}
+        samples = {
+            "updates": _samples(update),
+            "changes": jax.tree.map(sampled, changes),
+            "params": _samples(before),
+        }
+        return result, list(outputs.values()), numbers, samples
 
     paths: list[tuple[str, ...]] = []
     dtypes: dict[str, str] = {}
     compiled = jax.jit(measure)
 
     def probe(arrays: PyTree, batch: PyTree) -> Probe:
-        result, outputs, (stalled, update), samples = jax.device_get(compiled(arrays, batch))
+        result, outputs, numbers, samples = jax.device_get(compiled(arrays, batch))
         return Probe(
             loss=float(result.loss),
             grads=leaves_of(result.grads),
@@ -178,12 +179,9 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
                 for module, output in zip(modules_of(paths), outputs, strict=True)
                 if output.is_computed
             },
-            stalled=float(stalled),
-            update=float(update),
-            updates=samples[0],
-            changes=samples[1],
-            params=samples[2],
             dtypes=dict(dtypes),
+            **{name: float(number) for name, number in numbers.items()},
+            **samples,
         )
 
     return probe
@@ -217,10 +215,7 @@ def _difference(x: Array, y: Array) -> Array:
 def _stored(x: Array) -> Array:
     """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
     wide = x.astype(jnp.float32)
-    if not is_16bit(x.dtype):
-        return wide
-    info = jnp.finfo(x.dtype)
-    return lax.reduce_precision(wide, info.nexp, info.nmant)
+    return rounded_to(wide, x.dtype) if is_16bit(x.dtype) else wide
 
 
 def _samples(tree: PyTree) -> dict[str, Array]:
