@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -242,32 +242,31 @@ def compare_metrics(
       its test.
     """
     training = training or choose_training(reference, candidate, [budget])
-    pairs = [seed_pairs(reference, candidate, metric) for metric in metrics]
+    final = lambda name: lambda record: record.evaluations[name][-1]
+    pairs = [_pairs(reference, candidate, final(metric.name), metric) for metric in metrics]
     checks = [
         _tested(f"held_out_{metric.name}", each, metric, budget, candidates)
         for metric, each in zip(metrics, pairs, strict=True)
     ]
-    finals = [
-        _pair(first.seed, final_loss(first), final_loss(second), training)
-        for first, second in zip(reference, candidate, strict=True)
-    ]
+    finals = _pairs(reference, candidate, final_loss, training)
     checks.append(_tested("final_loss", finals, training, budget, candidates))
     power = _power(pairs[0], metrics[0], limit_of(metrics[0], budget), candidates)
     return checks, pairs[0], power
 
 
-def seed_pairs(reference: Records, candidate: Records, metric: MetricChoice) -> list[SeedPair]:
-    """Returns the final metric of both for each seed, and the difference."""
-    final = lambda record: record.evaluations[metric.name][-1]
-    return [
-        _pair(first.seed, final(first), final(second), metric)
-        for first, second in zip(reference, candidate, strict=True)
-    ]
-
-
-def _pair(seed: int, reference: float, candidate: float, metric: MetricChoice) -> SeedPair:
-    difference = metric_difference(reference, candidate, metric)
-    return SeedPair(seed=seed, reference=reference, candidate=candidate, difference=difference)
+def _pairs(
+    reference: Records,
+    candidate: Records,
+    figure: Callable[[TrainingRecord], float],
+    metric: MetricChoice,
+) -> list[SeedPair]:
+    """Returns a figure of both for each seed, and the difference."""
+    pairs = []
+    for first, second in zip(reference, candidate, strict=True):
+        x, y = figure(first), figure(second)
+        difference = metric_difference(x, y, metric)
+        pairs.append(SeedPair(seed=first.seed, reference=x, candidate=y, difference=difference))
+    return pairs
 
 
 def metric_difference(reference: float, candidate: float, metric: MetricChoice) -> float:

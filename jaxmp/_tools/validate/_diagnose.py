@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxmp._tools.audit import AuditReport, Finding
+from jaxmp._tools.report._section import module_text
 from jaxmp._tools.validate._rows import (
     CandidateResult,
     Cause,
@@ -170,7 +171,7 @@ def _overflow(evidence: Evidence) -> Diagnosis:
     first = min(broken, key=lambda row: (row.step, row.order))
     return 1.4, Cause(
         id="overflow",
-        summary=f"the output of {first.module or '(root)'} is not finite",
+        summary=f"the output of {module_text(first.module)} is not finite",
         evidence=f"At step {first.step}, on the parameters of the reference, whose output is.",
         fix='recipe = jaxmp.load_recipe("bf16")  # or an FP32 rule for this module',
     )
@@ -267,7 +268,7 @@ def _line_cause(findings: list[Finding], trial: Trial, line: LineTrial, effect: 
     own = {each.origin.location for each in trial.lines}
     is_here = lambda each: (each.location if each.location in own else "") == origin.location
     finding = next(filter(is_here, findings), None)
-    module = line.module or "(root)"
+    module = module_text(line.module)
     where = f"{module} ({origin.location})" if origin.location else module
     computed = _COMPUTED[finding.check] if finding else "an operation"
     if finding and finding.check == "accumulator_16bit" and "gradients" not in finding.message:
@@ -401,12 +402,12 @@ def _without_roundings(trial: Trial) -> Cause | None:
     ]
     if outputs:
         first = min(outputs, key=lambda row: row.order)
-        where, error = f"the output of {first.module or '(root)'}", first.activation_error or 0.0
+        where, error = f"the output of {module_text(first.module)}", first.activation_error or 0.0
     elif exact.loss_error > _DIFFERENT:
         where, error = "the loss", exact.loss_error
     elif finite(exact, "error"):
         worst = max(modules, key=lambda row: row.gradient_error or 0.0)
-        where, error = f"the gradient of {worst.module or '(root)'}", worst.gradient_error or 0.0
+        where, error = f"the gradient of {module_text(worst.module)}", worst.gradient_error or 0.0
     else:
         return None
     return Cause(
@@ -443,7 +444,7 @@ def find_origin(modules: Sequence[ModuleRow]) -> ErrorOrigin:
             growth, factor = after, ratio
     trained = [row for row in rows if row.gradient_error is not None]
     backward = max(trained, key=lambda row: row.gradient_error or 0.0, default=None)
-    name = lambda row: "" if row is None else row.module or "(root)"
+    name = lambda row: "" if row is None else module_text(row.module)
     texts = []
     if first is not None:
         texts.append(
