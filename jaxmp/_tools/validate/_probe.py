@@ -28,6 +28,7 @@ from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs._jaxprs import Path
+from jaxmp._tools.report._section import grouped, module_text
 from jaxmp._tools.stats._measure import rounded_to
 from jaxmp._tools.stats._observe import Observer, modules_of
 from jaxmp._tools.validate._pure import PureRun
@@ -266,6 +267,11 @@ def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
     )
 
 
+def _module_of(path: str) -> str:
+    """Returns the module of a parameter."""
+    return path.rpartition(":")[0]
+
+
 def _underflow(reference: np.ndarray, candidate: np.ndarray) -> float:
     """Returns the share of the reference's nonzero elements that are zero in the candidate."""
     nonzero = reference != 0
@@ -275,9 +281,7 @@ def _underflow(reference: np.ndarray, candidate: np.ndarray) -> float:
 def module_rows(step: int, reference: Probe, candidate: Probe) -> list[ModuleRow]:
     """Returns the differences of each module's gradients and output, in forward order."""
     order = {module: position for position, module in enumerate(reference.outputs)}
-    own: dict[str, list[str]] = {}
-    for path in reference.grads:
-        own.setdefault(path.rpartition(":")[0], []).append(path)
+    own = grouped(reference.grads, _module_of)
     rows = []
     for module in dict.fromkeys([*order, *own]):
         row = ModuleRow(module=module, step=step, order=order.get(module, -1))
@@ -381,11 +385,9 @@ def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pat
 
 def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> Iterator[Pattern]:
     """Finds modules whose gradient is zero, unless that of all modules is."""
-    modules: dict[str, list[str]] = {}
-    for path in reference:
-        modules.setdefault(path.rpartition(":")[0] or "(root)", []).append(path)
+    modules = grouped(reference, _module_of)
     names = [
-        module
+        module_text(module)
         for module, paths in modules.items()
         if not joined(candidate, paths).any()
         and np.linalg.norm(joined(reference, paths)) > _FROZEN * row.norm
