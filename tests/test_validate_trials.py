@@ -51,7 +51,7 @@ def emulated(dtype, numbers=(), default=ROUNDED):
     modes[list(numbers)] = EXACT if default == ROUNDED else ROUNDED
     options = {"xla_allow_excess_precision": False}
     compiled = jax.jit(emulation.pure_run.step, compiler_options=options)
-    result = compiled((modes, pure.arrays), pure.first)[1]
+    result = compiled(pure.arrays, (modes, pure.first))[1]
     plain = jax.jit(pure.step, compiler_options=options)(pure.arrays, pure.first)[1]
     return np.asarray(result.grads["w"]), np.asarray(plain.grads["w"]), emulation.origins
 
@@ -108,7 +108,7 @@ def test_loops_and_parts_of_devices_are_emulated():
     results = {}
     for mode in (ROUNDED, EXACT):
         modes = np.full(MAX_LINES, mode, np.int32)
-        results[mode] = np.asarray(compiled((modes, pure.arrays), pure.first)[1].grads["w"])
+        results[mode] = np.asarray(compiled(pure.arrays, (modes, pure.first))[1].grads["w"])
     plain = jax.jit(pure.step, compiler_options=options)(pure.arrays, pure.first)[1].grads["w"]
     np.testing.assert_array_equal(results[ROUNDED], plain)
     exact = np.asarray(state["params"]["w"], np.float64) * float(jnp.bfloat16(0.7)) ** 3

@@ -113,24 +113,22 @@ class MachineReport(NamedTuple):
         memory = machine.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
         rows = {"devices": devices, "python": platform.python_version(), **machine.versions}
         if machine.driver:
-            rows |= {"NVIDIA driver": machine.driver}
+            rows["NVIDIA driver"] = machine.driver
         if machine.platform == "gpu":
-            rows |= {"share of GPU memory that JAX allocates": memory}
+            rows["share of GPU memory that JAX allocates"] = memory
         if chip := machine.chip:
             peaks = ", ".join(f"{dtype} {peak / 1e12:,.0f}" for dtype, peak in chip.peak.items())
             text = f"{chip.memory / 1e9:.1f} GB at {chip.bandwidth / 1e9:,.0f} GB/s"
-            rows |= {f"target {chip.name!r}": f"{text}; TFLOP/s of dense matmuls: {peaks}"}
+            rows[f"target {chip.name!r}"] = f"{text}; TFLOP/s of dense matmuls: {peaks}"
         elif machine.chips:
             text = _targets.differences(machine.chips)
-            rows |= {"target": f"{text}; its kind does not tell them apart"}
+            rows["target"] = f"{text}; its kind does not tell them apart"
         elif machine.platform != "cpu" or machine.gpus:
-            rows |= {"target": "not in the table of chips; describe it as docs/chips.md shows"}
+            rows["target"] = "not in the table of chips; describe it as docs/chips.md shows"
         if machine.memory:
-            rows |= {
-                "memory that JAX may allocate": f"{machine.memory / 1e9:.1f} GB of each device"
-            }
-        compilers = " and ".join(machine.compilers)
-        rows |= {"programs can be compiled for": compilers or f"none: {install_command('aot')}"}
+            rows["memory that JAX may allocate"] = f"{machine.memory / 1e9:.1f} GB of each device"
+        compilers = " and ".join(machine.compilers) or f"none: {install_command('aot')}"
+        rows["programs can be compiled for"] = compilers
         rows |= self.features
         rows["recipe"] = f"{self.recipe}: {self.reason}"
         lines = [f"{name}: {text}" for name, text in rows.items()]

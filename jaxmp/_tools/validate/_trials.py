@@ -99,20 +99,15 @@ class RoundedLines(Interpreter):
 
     @property
     def pure_run(self) -> PureRun:
-        """The run whose state is `(modes, arrays)`."""
-        inner = self._run
-        return inner._replace(
-            step=self._step,
-            params=lambda state: inner.params(state[1]),
-            state=lambda state: inner.state(state[1]),
-        )
+        """The run whose batches are `(modes, batch)`."""
+        return self._run._replace(step=self._step)
 
     def module(self, origin: LineOrigin) -> str:
         """Returns the path of the module of a line."""
         return _locations.module_of(origin.names, _locations.root_of(self._locations.names))
 
-    def _step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
-        self._modes, arrays = state
+    def _step(self, arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
+        self._modes, batch = batch
         paths = ["/".join(path) for path, _ in _trees.leaves_with_path(batch)]
         inputs = [f"{path!r} of the batch" if path else "the batch" for path in paths]
         labels = [*[""] * len(jax.tree.leaves(arrays)), *inputs]
@@ -120,7 +115,7 @@ class RoundedLines(Interpreter):
         outs = self.run(self._closed, args, state=_Inside(labels=tuple(labels)))
         new, result = jax.tree.unflatten(jax.tree.structure(self._shape), outs)
         new = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), new, self._shape[0])
-        return (state[0], new), result
+        return new, result
 
     # -- equations --------------------------------------------------------------------------
 
@@ -283,7 +278,7 @@ def repeat_step(run: PureRun, arrays: PyTree, batch: PyTree, step: int, referenc
     probe = make_probe(emulation.pure_run)
 
     def measure(modes: np.ndarray) -> Probe:
-        return probe((modes, arrays), batch)
+        return probe(arrays, (modes, batch))
 
     same = lambda mode: np.full(MAX_LINES, mode, np.int32)
     exact = measure(same(EXACT))
