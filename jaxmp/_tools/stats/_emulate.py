@@ -17,7 +17,6 @@ from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs import _analysis, _bind, _jaxprs, _operations
-from jaxmp._programs._constructs import CONSTRUCTS
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
 from jaxmp._tools.stats._measure import clipped, fp8_scale, rounded_to
 from jaxmp._tools.stats._observe import MATMULS, Observer
@@ -101,7 +100,7 @@ class Emulation(Interpreter):
         is_backward, is_matmul = place.phase == _jaxprs.BACKWARD, name in MATMULS
         is_inside = self.name and (place.scopes or is_matmul) and _bind.runs_in_fp32(equation)
         arrays = list(map(self.array, operands))
-        if name in CONSTRUCTS or not is_inside or not any(map(_is_fp32, arrays)):
+        if not is_inside or not any(map(_is_fp32, arrays)):
             used = [var in outputs.consumers for var in equation.outvars]
             used = _analysis.used_inside(equation, used) if place.phase == _jaxprs.FORWARD else None
             return _as_values(self.enter(equation, operands, frame, used), is_backward)

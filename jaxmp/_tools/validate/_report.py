@@ -239,33 +239,25 @@ def find_regressions(report: ValidationReport, baseline: ValidationReport) -> li
 
 
 def _worse(report: ValidationReport, new: CandidateResult, old: CandidateResult) -> Iterator[str]:
-    yield from _worse_metric(report, new, old)
+    """Yields a sentence for each figure of a candidate that is worse than in the baseline."""
+    metric = report.metric
+    differences = [
+        metric_difference(before.candidate, after.candidate, metric)
+        for before, after in zip(old.pairs, new.pairs, strict=True)
+    ]
+    interval = paired_interval(differences)
+    if metric.direction == TWO_SIDED and interval.mean < 0:
+        interval = paired_interval([-difference for difference in differences])
+    limit = LOSS_SHARE * new.checks[0].budget
+    if math.isnan(interval.mean) or (interval.low > 0 and interval.mean > limit):
+        value = figure_text(relative_difference(interval.mean, metric), metric.scale)
+        yield f"the held-out {metric.name} is worse by {value} than in the baseline."
     before, after = (
         float(np.median([row.error for row in each.gradients] or [math.nan])) for each in (old, new)
     )
     # Below this error, FP32 programs of two versions differ as much.
     if after > GRADIENT_FACTOR * before and after > 1e-4:
         yield f"the gradient error rose from {100 * before:.3g} % to {100 * after:.3g} %."
-
-
-def _worse_metric(
-    report: ValidationReport, new: CandidateResult, old: CandidateResult
-) -> Iterator[str]:
-    scale = report.metric.scale
-    differences = [
-        metric_difference(before.candidate, after.candidate, report.metric)
-        for before, after in zip(old.pairs, new.pairs, strict=True)
-    ]
-    interval = paired_interval(differences)
-    if report.metric.direction == TWO_SIDED and interval.mean < 0:
-        interval = paired_interval([-difference for difference in differences])
-    limit = LOSS_SHARE * new.checks[0].budget
-    if math.isnan(interval.mean) or (interval.low > 0 and interval.mean > limit):
-        value = relative_difference(interval.mean, report.metric)
-        yield (
-            f"the held-out {report.metric.name} is worse by {figure_text(value, scale)} than in "
-            "the baseline."
-        )
 
 
 # ---------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class RoundedLines(Interpreter):
         inside = _Inside(location, (equation, *state.enclosing), tuple(labels))
         if name in _bind.MOVES and any(labels):
             state.named.update(dict.fromkeys(equation.outvars, max(labels)))
-        if name in _constructs.CONSTRUCTS or not _bind.runs_in_fp32(equation):
+        if not _bind.runs_in_fp32(equation):  # a construct, a kernel or a callback
             # The first operand of a branch is its index.
             is_branch = _constructs.form_of(equation) is _constructs.Form.BRANCH
             inside = inside._replace(labels=tuple(labels[is_branch:]))
