@@ -108,7 +108,8 @@ class Emulation(Interpreter):
         is_batch_sum = name == "reduce_sum" and 0 in _operations.axes_of(equation)
         if is_backward and is_batch_sum and not is_wide and place.scopes not in self._fp32_modules:
             # A sum over the batch, as of a bias, accumulates in the format.
-            (result,) = self.bound(equation, [self._narrow(arrays[0], True)])
+            narrow = lax.convert_element_type(self._scaled(arrays[0], True), self._dtype)
+            (result,) = self.bound(equation, [lax.optimization_barrier(narrow)])
             wide = lax.convert_element_type(result, FLOAT32)
             return [_Value(lax.div(wide, self._scale(True)), True)]
         flags = [x.is_cotangent for x in operands]
@@ -134,15 +135,15 @@ class Emulation(Interpreter):
     def _scale(self, is_backward: bool) -> Any:
         return self.scale if is_backward and self.name == FLOAT16 else np.float32(1)
 
-    def _narrow(self, x: Array, is_backward: bool) -> Array:
-        x = clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
-        return lax.optimization_barrier(lax.convert_element_type(x, self._dtype))
+    def _scaled(self, x: Array, is_backward: bool) -> Array:
+        """Returns an array times its scale, in the range of the format."""
+        return clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
 
     def _rounded(self, x: Any, is_backward: bool) -> Any:
         if not _is_fp32(x):
             return x
-        x = clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
-        return lax.div(rounded_to(x, self._dtype), self._scale(is_backward))
+        scaled = rounded_to(self._scaled(x, is_backward), self._dtype)
+        return lax.div(scaled, self._scale(is_backward))
 
 
 def _as_values(results: Sequence[Any], is_cotangent: bool) -> list[_Value]:

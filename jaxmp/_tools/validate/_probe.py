@@ -284,20 +284,15 @@ def module_rows(step: int, reference: Probe, candidate: Probe) -> list[ModuleRow
     own = grouped(reference.grads, _module_of)
     rows = []
     for module in dict.fromkeys([*order, *own]):
-        row = ModuleRow(module=module, step=step, order=order.get(module, -1))
-        rows.append(_module_row(row, own.get(module, []), reference, candidate))
+        errors: dict[str, float] = {}
+        if module in own:
+            x, y = (joined(probe.grads, own[module]) for probe in (reference, candidate))
+            errors |= {"gradient_error": difference(x, y).error, "underflow": _underflow(x, y)}
+        output, other = (probe.outputs.get(module) for probe in (reference, candidate))
+        if output is not None and other is not None and output.shape == other.shape:
+            errors["activation_error"] = difference(output, other).error
+        rows.append(ModuleRow(module=module, step=step, order=order.get(module, -1), **errors))
     return rows
-
-
-def _module_row(row: ModuleRow, paths: list[str], reference: Probe, candidate: Probe) -> ModuleRow:
-    values: dict[str, float] = {}
-    if paths:
-        x, y = (joined(probe.grads, paths) for probe in (reference, candidate))
-        values |= {"gradient_error": difference(x, y).error, "underflow": _underflow(x, y)}
-    output, other = reference.outputs.get(row.module), candidate.outputs.get(row.module)
-    if output is not None and other is not None and output.shape == other.shape:
-        values["activation_error"] = difference(output, other).error
-    return dataclasses.replace(row, **values)
 
 
 # ---------------------------------------------------------------------------
