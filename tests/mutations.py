@@ -1765,8 +1765,8 @@ MUTATIONS = [
     Mutation(
         "emulated operations do not round",
         "jaxmp/_tools/validate/_trials.py",
-        "    return jnp.where(mode == ROUNDED, rounded_to(x, dtype), ",
-        "    return jnp.where(mode == ROUNDED, x, ",
+        "mode == ROUNDED, _bind.rounded_to(x, dtype), ",
+        "mode == ROUNDED, x, ",
         ("test_validate_trials.py::test_emulated_roundings_are_those_of_the_step",),
     ),
     Mutation(
@@ -1786,7 +1786,7 @@ MUTATIONS = [
     Mutation(
         "a change of a subnormal float16 value counts as none",
         "jaxmp/_tools/validate/_probe.py",
-        "rounded_to(wide, x.dtype) if",
+        "_bind.rounded_to(wide, x.dtype) if",
         "jax.lax.reduce_precision(wide, 5, 10) if",
         ("test_validate_trials.py::test_changes_of_subnormal_float16_values_are_measured",),
     ),

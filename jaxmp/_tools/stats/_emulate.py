@@ -18,7 +18,7 @@ from jaxmp._core._typing import Array
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs import _analysis, _bind, _jaxprs, _operations
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
-from jaxmp._tools.stats._measure import clipped, fp8_scale, rounded_to
+from jaxmp._tools.stats._measure import clipped, fp8_scale
 from jaxmp._tools.stats._observe import MATMULS, Observer
 
 EMULATED = FLOAT16, FLOAT8 = "float16", "float8"
@@ -142,7 +142,7 @@ class Emulation(Interpreter):
     def _rounded(self, x: Any, is_backward: bool) -> Any:
         if not _is_fp32(x):
             return x
-        scaled = rounded_to(self._scaled(x, is_backward), self._dtype)
+        scaled = _bind.rounded_to(self._scaled(x, is_backward), self._dtype)
         return lax.div(scaled, self._scale(is_backward))
 
 
@@ -159,7 +159,7 @@ def _is_fp32(x: Any) -> bool:
 def _fp8(x: Array, is_cotangent: bool) -> Array:
     name = "float8_e5m2" if is_cotangent else "float8_e4m3fn"
     scale = fp8_scale(lax.reduce_max(lax.abs(x), range(x.ndim)), name)
-    return lax.div(rounded_to(clipped(lax.mul(x, scale), name), name), scale)
+    return lax.div(_bind.rounded_to(clipped(lax.mul(x, scale), name), name), scale)
 
 
 # ---------------------------------------------------------------------------

@@ -72,29 +72,13 @@ class _Inside:
         self.outputs = _analysis.ModuleOutputs(jaxpr, place, outer.used)
         self.cotangents: set[_jaxprs.Atom] = set(itertools.compress(body.invars, outer.cotangents))
         phases = [place.of(each).phase for each in _jaxprs.equations(body, inside=False)]
-        self.gradients = gradients_of(body, phases, place.phase)
+        self.gradients = _analysis.gradients_of(body, phases, place.phase)
         # Variable -> its statistics.
         self.measured: dict[_jaxprs.Atom, TensorStats] = {}
 
     def is_cotangent(self, var: _jaxprs.Atom) -> bool:
         """Returns True if the backward pass made a variable."""
         return not _jaxprs.is_literal(var) and var in self.cotangents
-
-
-def gradients_of(body: Any, phases: Sequence[str], outer: str) -> set[_jaxprs.Atom]:
-    """Returns the variables that the backward pass makes, and code outside of it reads.
-
-    Args:
-      body: a jaxpr.
-      phases: the phase of each of its equations.
-      outer: the phase of the equation that contains it.
-    """
-    own = list(_jaxprs.equations(body, inside=False))
-    phase_of = dict(zip(map(id, own), phases, strict=True)) | {id(None): outer}
-    made = {var for each in own if phase_of[id(each)] == _jaxprs.BACKWARD for var in each.outvars}
-    readers = _analysis.Body(body).consumers if made else {}
-    is_outside = lambda reader: phase_of[id(reader)] == _jaxprs.FORWARD
-    return {var for var in made if any(map(is_outside, readers.get(var, ())))}
 
 
 class Observer(Interpreter):

@@ -27,9 +27,9 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._programs import _bind
 from jaxmp._programs._jaxprs import Path
 from jaxmp._tools.report._section import grouped, module_text
-from jaxmp._tools.stats._measure import rounded_to
 from jaxmp._tools.stats._observe import Observer, modules_of
 from jaxmp._tools.validate._pure import PureRun
 from jaxmp._tools.validate._rows import CandidateResult, GradientRow, ModuleRow, Pattern
@@ -216,7 +216,7 @@ def _difference(x: Array, y: Array) -> Array:
 def _stored(x: Array) -> Array:
     """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
     wide = x.astype(jnp.float32)
-    return rounded_to(wide, x.dtype) if is_16bit(x.dtype) else wide
+    return _bind.rounded_to(wide, x.dtype) if is_16bit(x.dtype) else wide
 
 
 def _samples(tree: PyTree) -> dict[str, Array]:

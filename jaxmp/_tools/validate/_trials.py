@@ -29,7 +29,6 @@ from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs import _bind, _constructs, _jaxprs, _locations
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._tools.stats._measure import rounded_to
 from jaxmp._tools.validate._probe import Probe, gradient_row, make_probe, module_rows
 from jaxmp._tools.validate._pure import PureRun, StepResult
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow
@@ -192,8 +191,8 @@ class RoundedLines(Interpreter):
 
 def _as_format(x: Array, dtype: np.dtype, mode: Array) -> Array:
     """Returns FP32 values rounded to a format, as far as the mode demands."""
-    wide = lax.reduce_precision(x, 8, jnp.finfo(dtype).nmant)
-    return jnp.where(mode == ROUNDED, rounded_to(x, dtype), jnp.where(mode == WIDE_RANGE, wide, x))
+    wide = jnp.where(mode == WIDE_RANGE, lax.reduce_precision(x, 8, jnp.finfo(dtype).nmant), x)
+    return jnp.where(mode == ROUNDED, _bind.rounded_to(x, dtype), wide)
 
 
 # ---------------------------------------------------------------------------
