@@ -378,7 +378,7 @@ def _with_leaves(run: PureRun, arrays: PyTree, leaves: Leaves) -> PyTree:
     return run.with_params(arrays, new)
 
 
-def make_plan(
+def planned_report(
     reference: str,
     seeds: tuple[int, ...],
     steps: int,

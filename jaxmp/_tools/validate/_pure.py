@@ -146,7 +146,7 @@ def _scalar(value: object, function: str, name: str) -> Array:
     )
 
 
-def scale_of(opt_state: PyTree) -> Array:
+def loss_scale_of(opt_state: PyTree) -> Array:
     """Returns the loss scale of an optimizer as a float32 scalar; 1 without one."""
     scales = [node.scale_value for _, node in _find.find(opt_state, LossScale)]
     return jnp.asarray(_compat.plain_array(scales[0]) if scales else 1, jnp.float32)

@@ -19,7 +19,7 @@ from jaxmp._tools.validate._pure import (
     PureRun,
     as_arrays,
     checksum,
-    scale_of,
+    loss_scale_of,
     skipped_of,
     too_few_batches,
 )
@@ -58,7 +58,7 @@ def compile_step(run: PureRun) -> Advance:
         new, result = run.step(arrays, batch)
         skipped = skipped_of(run.opt_state(new)) - skipped_of(before)
         norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
-        return new, StepRow(result.loss, norm, scale_of(before), skipped)
+        return new, StepRow(result.loss, norm, loss_scale_of(before), skipped)
 
     return jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first).compile()
 

@@ -22,7 +22,7 @@ from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._views import read_report
 from jaxmp._tools.validate._budget import BudgetsLike, check_directions, resolve_budgets
-from jaxmp._tools.validate._driver import Settings, make_plan, run_validation
+from jaxmp._tools.validate._driver import Settings, planned_report, run_validation
 from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._run import MakeRun, TrainingRun, check_model_arguments
 from jaxmp.errors import ValidationError
@@ -127,7 +127,7 @@ def validate(
         candidates=candidates,
         budgets=resolve_budgets(budgets, candidates),
         directions=check_directions({} if metrics is None else metrics),
-        plan=make_plan(name, _as_seeds(seeds), steps, eval_every, compare_steps),
+        plan=planned_report(name, _as_seeds(seeds), steps, eval_every, compare_steps),
     )
     if resume is not None:
         settings = settings._replace(earlier=_as_earlier(resume, settings.plan))
