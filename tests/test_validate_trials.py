@@ -13,7 +13,7 @@ import jaxmp
 import validate_healthy
 import validate_sabotages
 from grids import EXPENSIVE
-from jaxmp._tools.validate._probe import Probe, find_patterns, gradient_row
+from jaxmp._tools.validate._probe import Probe, find_patterns, gradient_row, make_probe
 from jaxmp._tools.validate._pure import as_pure
 from jaxmp._tools.validate._trials import EXACT, MAX_LINES, ROUNDED, RoundedLines
 
@@ -51,7 +51,7 @@ def emulated(dtype, numbers=(), default=ROUNDED):
     modes[list(numbers)] = EXACT if default == ROUNDED else ROUNDED
     options = {"xla_allow_excess_precision": False}
     compiled = jax.jit(emulation.pure_run.step, compiler_options=options)
-    result = compiled((modes, pure.arrays), pure.first)[1]
+    result = compiled(pure.arrays, (modes, pure.first))[1]
     plain = jax.jit(pure.step, compiler_options=options)(pure.arrays, pure.first)[1]
     return np.asarray(result.grads["w"]), np.asarray(plain.grads["w"]), emulation.origins
 
@@ -108,7 +108,7 @@ def test_loops_and_parts_of_devices_are_emulated():
     results = {}
     for mode in (ROUNDED, EXACT):
         modes = np.full(MAX_LINES, mode, np.int32)
-        results[mode] = np.asarray(compiled((modes, pure.arrays), pure.first)[1].grads["w"])
+        results[mode] = np.asarray(compiled(pure.arrays, (modes, pure.first))[1].grads["w"])
     plain = jax.jit(pure.step, compiler_options=options)(pure.arrays, pure.first)[1].grads["w"]
     np.testing.assert_array_equal(results[ROUNDED], plain)
     exact = np.asarray(state["params"]["w"], np.float64) * float(jnp.bfloat16(0.7)) ** 3
@@ -211,6 +211,23 @@ def test_a_module_without_a_gradient():
     assert set(result) == {"zero_gradient"}  # its moments do not change, either
     assert result["zero_gradient"].text == "the gradient of fc1 is zero"
     assert "zero_gradient" not in forms(probe(scaled(GRADS, 0.0)))
+
+
+def test_changes_of_subnormal_float16_values_are_measured():
+    average = jnp.float16([1e-6, 3e-5])
+
+    def step(state, batch):
+        return {**state, "average": 2 * state["average"]}, {"loss": batch.sum()}
+
+    run = jaxmp.TrainingRun(
+        state={"params": {"w": jnp.ones(2)}, "average": average},
+        step=step,
+        batches=[np.ones(2, np.float32)],
+        evaluate=lambda state: 0.0,
+    )
+    pure = as_pure(run, "run", 1)
+    changes = make_probe(pure)(pure.arrays, pure.first).changes
+    np.testing.assert_array_equal(changes["average"], average.astype(jnp.float32))
 
 
 @pytest.mark.parametrize(("dtype", "share", "expected"), [

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_body
 from jaxmp._programs._constructs import Inner, inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, Path, equations, is_literal
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, Path, equations, is_literal
 from jaxmp._programs._locations import FULL_PRECISION
 
 
@@ -127,6 +127,22 @@ class Body:
             if not dependents.isdisjoint(read) and through(equation):
                 dependents.update(equation.outvars)
         return dependents
+
+
+def gradients_of(body: Any, phases: Sequence[str], outer: str) -> set[Atom]:
+    """Returns the variables that the backward pass makes, and code outside of it reads.
+
+    Args:
+      body: a jaxpr.
+      phases: the phase of each of its equations.
+      outer: the phase of the equation that contains it.
+    """
+    own = list(equations(body, inside=False))
+    phase_of = dict(zip(map(id, own), phases, strict=True)) | {id(None): outer}
+    made = {var for each in own if phase_of[id(each)] == BACKWARD for var in each.outvars}
+    readers = Body(body).consumers if made else {}
+    is_outside = lambda reader: phase_of[id(reader)] == FORWARD
+    return {var for var in made if any(map(is_outside, readers.get(var, ())))}
 
 
 class Forward(Interpreter):

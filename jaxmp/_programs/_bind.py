@@ -85,6 +85,16 @@ def wide(x: Any) -> Any:
     return lax.convert_element_type(x, FLOAT32) if is_narrow(x) else x
 
 
+def rounded_to(x: Array, dtype: Any) -> Array:
+    """Returns FP32 values rounded to a format; XLA may remove a plain pair of conversions."""
+    info = jnp.finfo(dtype)
+    if info.nexp == 8:
+        return lax.reduce_precision(x, 8, info.nmant)
+    # `lax.reduce_precision` would replace subnormal numbers by zero.
+    narrow = lax.optimization_barrier(lax.convert_element_type(x, jnp.dtype(dtype)))
+    return lax.convert_element_type(narrow, FLOAT32)
+
+
 def runs_in_fp32(equation: JaxprEqn) -> bool:
     """Returns False for kernels, callbacks and operations on the bits of an array."""
     name = equation.primitive.name

@@ -13,20 +13,8 @@ from typing import NamedTuple
 
 import jax
 
-from jaxmp._core._compat import compute_capability, cudnn_version
+from jaxmp._core import _compat, _targets
 from jaxmp._core._messages import install_command
-from jaxmp._core._targets import (
-    BFLOAT16_MATMULS,
-    FP8_MATMULS,
-    FUSED_ATTENTION,
-    MX_MATMULS,
-    Capability,
-    Target,
-    capability_text,
-    differences,
-    get_target,
-    possible_targets,
-)
 from jaxmp._tools.audit._compile import check_compiler
 from jaxmp.errors import MissingDependencyError
 
@@ -41,7 +29,7 @@ _COMPILED = {"NVIDIA's GPUs": "h100", "TPUs": "v6e"}
 # Lowest driver and compute capability of each major version of CUDA: "Installing JAX" in JAX's
 # documentation.
 _DRIVERS = {12: 525, 13: 580}
-_CAPABILITIES: dict[int, Capability] = {12: (5, 2), 13: (7, 5)}
+_CAPABILITIES: dict[int, _targets.Capability] = {12: (5, 2), 13: (7, 5)}
 
 
 class Machine(NamedTuple):
@@ -67,7 +55,7 @@ class Machine(NamedTuple):
     versions: Mapping[str, str]
     devices: Mapping[str, int]
     platform: str
-    capability: Capability | None = None
+    capability: _targets.Capability | None = None
     cudnn: int | None = None
     gpus: tuple[str, ...] = ()
     driver: str = ""
@@ -80,15 +68,15 @@ class Machine(NamedTuple):
     clock: float = 0.0
 
     @property
-    def chip(self) -> Target | None:
+    def chip(self) -> _targets.Target | None:
         """The chip that JAX uses, or a GPU that it does not use; None if it is not known."""
         return self.chips[0] if len(self.chips) == 1 else None
 
     @property
-    def chips(self) -> list[Target]:
+    def chips(self) -> list[_targets.Target]:
         """The chips that the device may be, by its name, memory and clock."""
         kinds = (*self.gpus, *self.devices) if self.platform == "cpu" else self.devices
-        possible = (possible_targets(kind, self.total, self.clock) for kind in kinds)
+        possible = (_targets.possible_targets(kind, self.total, self.clock) for kind in kinds)
         return next(filter(None, possible), [])
 
 
@@ -125,23 +113,22 @@ class MachineReport(NamedTuple):
         memory = machine.environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
         rows = {"devices": devices, "python": platform.python_version(), **machine.versions}
         if machine.driver:
-            rows |= {"NVIDIA driver": machine.driver}
+            rows["NVIDIA driver"] = machine.driver
         if machine.platform == "gpu":
-            rows |= {"share of GPU memory that JAX allocates": memory}
+            rows["share of GPU memory that JAX allocates"] = memory
         if chip := machine.chip:
             peaks = ", ".join(f"{dtype} {peak / 1e12:,.0f}" for dtype, peak in chip.peak.items())
             text = f"{chip.memory / 1e9:.1f} GB at {chip.bandwidth / 1e9:,.0f} GB/s"
-            rows |= {f"target {chip.name!r}": f"{text}; TFLOP/s of dense matmuls: {peaks}"}
+            rows[f"target {chip.name!r}"] = f"{text}; TFLOP/s of dense matmuls: {peaks}"
         elif machine.chips:
-            rows |= {"target": f"{differences(machine.chips)}; its kind does not tell them apart"}
+            text = _targets.differences(machine.chips)
+            rows["target"] = f"{text}; its kind does not tell them apart"
         elif machine.platform != "cpu" or machine.gpus:
-            rows |= {"target": "not in the table of chips; describe it as docs/chips.md shows"}
+            rows["target"] = "not in the table of chips; describe it as docs/chips.md shows"
         if machine.memory:
-            rows |= {
-                "memory that JAX may allocate": f"{machine.memory / 1e9:.1f} GB of each device"
-            }
-        compilers = " and ".join(machine.compilers)
-        rows |= {"programs can be compiled for": compilers or f"none: {install_command('aot')}"}
+            rows["memory that JAX may allocate"] = f"{machine.memory / 1e9:.1f} GB of each device"
+        compilers = " and ".join(machine.compilers) or f"none: {install_command('aot')}"
+        rows["programs can be compiled for"] = compilers
         rows |= self.features
         rows["recipe"] = f"{self.recipe}: {self.reason}"
         lines = [f"{name}: {text}" for name, text in rows.items()]
@@ -193,8 +180,8 @@ def read_machine() -> Machine:
         versions,
         names,
         backend,
-        compute_capability() if backend == "gpu" else None,
-        cudnn_version() if backend == "gpu" else None,
+        _compat.compute_capability() if backend == "gpu" else None,
+        _compat.cudnn_version() if backend == "gpu" else None,
         gpus,
         driver,
         {name: text for name, text in os.environ.items() if name.startswith(prefixes)},
@@ -217,7 +204,7 @@ def _memory() -> int:
 
 def _compiles(chip: str) -> bool:
     try:
-        check_compiler(get_target(chip))
+        check_compiler(_targets.get_target(chip))
     except MissingDependencyError:
         return False
     return True
@@ -265,8 +252,8 @@ def _recipe(machine: Machine) -> tuple[str, str]:
     elif capability is None:
         return "bf16", "the formats of this device are unknown"
     else:
-        name = f"compute capability {capability_text(capability)}"
-        lowest = {"bfloat16": BFLOAT16_MATMULS, "float8_e4m3fn": FP8_MATMULS}
+        name = f"compute capability {_targets.capability_text(capability)}"
+        lowest = {"bfloat16": _targets.BFLOAT16_MATMULS, "float8_e4m3fn": _targets.FP8_MATMULS}
         formats = tuple(dtype for dtype, first in lowest.items() if capability >= first)
     if "bfloat16" not in formats:
         return "fp16", f"{name} supports fast matmuls in float16, but not in bfloat16"
@@ -293,11 +280,15 @@ def _features(machine: Machine) -> dict[str, str]:
     if chip is not None and chip.capability is None:
         return dict.fromkeys((attention, fp8), "no: jaxmp knows the kernels of NVIDIA's GPUs only")
     capability = chip.capability if chip else machine.capability
-    lowest = {attention: FUSED_ATTENTION, fp8: FP8_MATMULS, "MX matmuls": MX_MATMULS}
+    lowest = {
+        attention: _targets.FUSED_ATTENTION,
+        fp8: _targets.FP8_MATMULS,
+        "MX matmuls": _targets.MX_MATMULS,
+    }
     texts = {}
     for name, first in lowest.items():
         is_sufficient = capability is None or capability >= first
-        missing = f"no: it requires compute capability {capability_text(first)}"
+        missing = f"no: it requires compute capability {_targets.capability_text(first)}"
         texts[name] = "available" if is_sufficient else missing
     if machine.cudnn is None:
         texts[attention] = "no: JAX finds no cuDNN"
@@ -323,7 +314,8 @@ def _version_problems(machine: Machine) -> list[Problem]:
     jaxlib = versions.get("jaxlib", "")
     for n in installed:
         if capability and capability < _CAPABILITIES[n]:
-            message = f"CUDA {n} does not support compute capability {capability_text(capability)}."
+            text = _targets.capability_text(capability)
+            message = f"CUDA {n} does not support compute capability {text}."
             problems.append(Problem(message, _other_cuda(n, min(_DRIVERS))))
         for package in (f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt"):
             version = versions.get(package, "not installed")

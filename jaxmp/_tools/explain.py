@@ -13,13 +13,12 @@ from jaxmp._attention import AttentionExplanation, recorded_choices
 from jaxmp._autocast import autocast, explain_operations
 from jaxmp._autocast._explain import AutocastExplanation
 from jaxmp._autocast._resolve import trace
-from jaxmp._core import _compat
-from jaxmp._core._explanation import ExplanationSection, to_text
+from jaxmp._core import _compat, _explanation
+from jaxmp._policies import _recipe
 from jaxmp._policies._load import RecipeLike
-from jaxmp._policies._recipe import ADAPTERS, adapter_name, load_recipe
 from jaxmp._policies._required import PolicyExplanation
 from jaxmp.errors import JaxmpError
-from jaxmp.fp8._explain import Fp8Explanation, explanation_of, recorded
+from jaxmp.fp8 import _explain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,12 +48,12 @@ class Explanation:
 
     policies: PolicyExplanation | None = None
     autocast: AutocastExplanation | None = None
-    fp8: Fp8Explanation = dataclasses.field(default_factory=Fp8Explanation)
+    fp8: _explain.Fp8Explanation = dataclasses.field(default_factory=_explain.Fp8Explanation)
     attention: tuple[AttentionExplanation, ...] = ()
 
-    def sections(self) -> list[tuple[str, ExplanationSection[Any]]]:
+    def sections(self) -> list[tuple[str, _explanation.ExplanationSection[Any]]]:
         """Returns the sections with content, by title."""
-        titled: list[tuple[str, ExplanationSection[Any] | None]] = [
+        titled: list[tuple[str, _explanation.ExplanationSection[Any] | None]] = [
             ("policies", self.policies),
             ("autocast", self.autocast),
             ("fp8", self.fp8 if self.fp8.rows else None),
@@ -73,7 +72,7 @@ class Explanation:
             "fp8": self.fp8.to_dict(),
             "attention": [call.to_dict() for call in self.attention],
         }
-        return json.dumps(fields, indent=1, default=to_text)
+        return json.dumps(fields, indent=1, default=_explanation.to_text)
 
 
 def explain(
@@ -119,13 +118,13 @@ def explain(
       >>> explain(jaxmp.dot_product_attention)(q, q, q, is_causal=True).attention[0].implementation
       'blockwise'
     """
-    adapter = adapter_name(fn)
+    adapter = _recipe.adapter_name(fn)
     if adapter is not None and recipe is None:
         raise JaxmpError(
             "explain requires a recipe for a model: jaxmp.explain(model, 'bf16')(x). To explain a "
             "wrapped model as it is, pass the function that calls it."
         )
-    if isinstance(fn, type) and any(each.__module__ in ADAPTERS for each in fn.__mro__):
+    if isinstance(fn, type) and any(each.__module__ in _recipe.ADAPTERS for each in fn.__mro__):
         raise JaxmpError(
             f"explain received the class {fn.__name__} instead of a model. Pass an instance: "
             f"jaxmp.explain({fn.__name__}(...), 'bf16')(x)."
@@ -136,7 +135,7 @@ def explain(
             "arguments last: jaxmp.explain(loss_fn, 'bf16')(params, batch)."
         )
 
-    loaded = None if recipe is None else load_recipe(recipe)
+    loaded = None if recipe is None else _recipe.load_recipe(recipe)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         context = contextlib.nullcontext() if target is None else _compat.context(target=target)
@@ -151,12 +150,12 @@ def explain(
             if adapter is None and loaded is not None:
                 operations = explain_operations(fn, loaded, args, kwargs)
                 run = autocast(fn, loaded)
-            with recorded(is_full=True) as record, recorded_choices() as attention:
+            with _explain.recorded(is_full=True) as record, recorded_choices() as attention:
                 traced, _ = trace(run, (*first, *args), kwargs)
         return Explanation(
             policies=policies,
             autocast=operations,
-            fp8=explanation_of(record, traced.closed),
+            fp8=_explain.explanation_of(record, traced.closed),
             attention=tuple(attention),
         )
 

@@ -124,7 +124,7 @@ def _plan_script(
     ended = (command[0], measured, options["prices"], options["rates"])
     try:
         for recipe in options["recipes"]:
-            _, values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
+            values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
             for chip, (row, seconds) in zip(chips, values, strict=True):
                 made = MeasuredRow(_plain.from_plain(PlanRow, row), seconds)
                 measured.setdefault(chip.name, []).append(made)

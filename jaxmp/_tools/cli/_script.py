@@ -18,9 +18,9 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -41,37 +41,37 @@ from jaxmp.errors import AuditError, JaxmpError
 # ---------------------------------------------------------------------------
 
 
-class ScriptResult(NamedTuple):
-    """A sentence about the functions that the tool has read, and the result of the tool."""
-
-    sentence: str
-    value: Any
-
-
 def run_script(
     tool: str,
     arguments: Sequence[str],
     *,
-    module: bool = False,
-    function: str | None = None,
-    max_seconds: float = 600.0,
+    function: str | None,
+    max_seconds: float,
     **settings: Any,
-) -> ScriptResult:
+) -> tuple[str, Any]:
     """Runs a script until its train steps are traced, and a tool on these.
 
     Args:
       tool: "audit", "memory", "plan" or "locate".
-      arguments: path of the script, or name of a module, followed by the arguments of the script.
-      module: True if the first argument is a module, as for `python -m`.
+      arguments: path of the script, or "-m" and the name of a module, followed by the arguments of
+        the script.
       function: name of the only function to read; None for the train steps.
       max_seconds: the script is stopped after this time.
       **settings: settings of the tool.
 
+    Returns:
+      A sentence about the functions that the tool has read, and the result of the tool.
+
     Raises:
       AuditError: if the script fails, or exits before it compiles a function with matmuls.
     """
+    is_module = arguments[0] == "-m"
+    if is_module:
+        arguments = arguments[1:]
+    if not arguments:
+        raise JaxmpError(f"-m requires a module: jaxmp {tool} --script -m my_package.train")
     script = arguments[0]
-    if not module and not os.path.isfile(script):
+    if not is_module and not os.path.isfile(script):
         raise AuditError(
             f"the script {script!r} does not exist. Pass a file, or a module after -m:\n"
             f"    jaxmp {tool} --script train.py\n    jaxmp {tool} --script -m my_package.train"
@@ -81,7 +81,7 @@ def run_script(
         watch = {"tool": tool, "result": str(file), "function": function}
         watch |= {"max_seconds": max_seconds, "settings": settings}
         package = str(Path(jaxmp.__file__).parents[1])
-        run = {"module": module, "jaxmp": package, "watch": watch}
+        run = {"module": is_module, "jaxmp": package, "watch": watch}
         child = Path(__file__).with_name("_script_child.py")
         command = [sys.executable, str(child), json.dumps(run), *arguments]
         status = _wait(command, bool(settings.get("target") or settings.get("targets")))
@@ -90,7 +90,7 @@ def run_script(
         result = json.loads(file.read_text("utf-8"))
     if result["error"]:
         raise AuditError(result["error"])
-    return ScriptResult(result["sentence"], result["value"])
+    return result["sentence"], result["value"]
 
 
 def _wait(command: list[str], compiles: bool) -> int:
@@ -195,22 +195,17 @@ class Watcher:
         name = self.function
         if not watched.takes_gradients or name not in (None, call.name):
             return False
-        with self._busy():
+        self.is_busy = True
+        try:
             arguments = jax.tree.map(_copied, (call.args, call.kwargs))
             self.calls = [*self.calls[-1:], call._replace(args=arguments[0], kwargs=arguments[1])]
             failed = _measure.has_failed(arguments)
+        finally:
+            self.is_busy = False
         if failed:
             self.finish()
         self.calls = self.calls[-1:]
         return True
-
-    @contextlib.contextmanager
-    def _busy(self) -> Iterator[None]:
-        self.is_busy = True
-        try:
-            yield
-        finally:
-            self.is_busy = False
 
     def finish(self, error: str = "") -> NoReturn:
         """Writes the result, and ends the process.

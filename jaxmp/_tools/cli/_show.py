@@ -3,7 +3,7 @@
 import dataclasses
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,6 @@ from jaxmp._tools.cli._output import console, escape, make_table, write_json
 
 if TYPE_CHECKING:
     from jaxmp.checkpoint import Checkpointer
-    from jaxmp.checkpoint._manifest import CheckpointInfo
 
 
 def show_recipes(json: JsonOption = None) -> None:
@@ -99,7 +98,7 @@ def show_checkpoint(
     """Print the recipe, the master layout and the leaves of a checkpoint."""
     checkpointer, step = open_run(path, step)
     info = checkpointer.describe(step)
-    if write_json(json, _rows(info, steps=checkpointer.all_steps())):
+    if write_json(json, dataclasses.asdict(info) | {"steps": checkpointer.all_steps()}):
         return
     console().print(escape(f"{info.path}\n{info}"), soft_wrap=True)
     if leaves:
@@ -115,7 +114,7 @@ def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = Non
     """Read all files of a checkpoint and compare their checksums; exits with 2 if it is damaged."""
     checkpointer, step = open_run(path, step)
     info = checkpointer.verify(step)
-    if not write_json(json, _rows(info, intact=True)):
+    if not write_json(json, dataclasses.asdict(info) | {"intact": True}):
         console().print(escape(f"Step {info.step} is intact: {len(info.leaves)} leaves.", "green"))
 
 
@@ -124,7 +123,3 @@ def open_run(path: Path, step: int | None) -> "tuple[Checkpointer, int | None]":
     if step is None and path.name.isdigit() and (path / "state").is_dir():
         path, step = path.parent, int(path.name)
     return jaxmp.checkpoint.Checkpointer(path), step
-
-
-def _rows(info: "CheckpointInfo", **more: object) -> dict[str, Any]:
-    return {**dataclasses.asdict(info), **more}

@@ -38,9 +38,9 @@ T = TypeVar("T")
 
 
 def in_script(
-    tool: str, script: str, arguments: list[str], json: str | None, **options: Any
-) -> tuple[str, Any]:
-    """Runs a tool on a script, and prints which functions it has read.
+    tool: str, script: str, arguments: list[str] | None, json: str | None, **options: Any
+) -> Any:
+    """Runs a tool on a script, prints which functions it has read, and returns its result.
 
     Args:
       tool: the command.
@@ -54,14 +54,10 @@ def in_script(
     for target in (options.get("target"), *(options.get("targets") or ())):
         if target is not None:
             _targets.get_target(target)
-    is_module = script == "-m"
-    if is_module and not arguments:
-        raise JaxmpError(f"-m requires a module: jaxmp {tool} --script -m my_package.train")
-    command = arguments if is_module else [script, *arguments]
-    result = _script.run_script(tool, command, module=is_module, **options)
+    sentence, value = _script.run_script(tool, [script, *(arguments or [])], **options)
     if json != "-":
-        console().print(escape(result.sentence, "dim"), soft_wrap=True)
-    return result
+        console().print(escape(sentence, "dim"), soft_wrap=True)
+    return value
 
 
 # ---------------------------------------------------------------------------
@@ -114,7 +110,7 @@ def run_audit(
     else:
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
-        report = cls.from_json(in_script("audit", script, function or [], json, **options)[1])
+        report = cls.from_json(in_script("audit", script, function, json, **options))
     write_report(report, json, html, full=full)
     if fail_on == "any" and baseline is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
@@ -189,7 +185,7 @@ def run_memory(
                 f"\n    jaxmp plan --script {script} --recipes {recipe} --targets h200"
             )
         settings |= {"function": name, "max_seconds": max_seconds}
-        _, text = in_script("memory", script, function or [], json, **settings)
+        text = in_script("memory", script, function, json, **settings)
         estimate = jaxmp.typing.MemoryEstimate.from_json(text)
     else:
         make = _arguments.only_function("memory", function, name)
@@ -333,8 +329,7 @@ def run_locate(
                 "--checkpoint is for functions: the script restores the state itself. Write\n"
                 f"    jaxmp locate --script {script}"
             )
-        options = {"function": name, "max_seconds": max_seconds}
-        _, text = in_script("locate", script, function or [], json, **options)
+        text = in_script("locate", script, function, json, function=name, max_seconds=max_seconds)
         report = jaxmp.typing.NonfiniteReport.from_json(text)
     else:
         make = _arguments.only_function("locate", function, name)

@@ -21,13 +21,12 @@ from jax.extend.core import JaxprEqn
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._trees import is_float
 from jaxmp._core._typing import Array
-from jaxmp._programs._analysis import Body
+from jaxmp._programs._analysis import Body, gradients_of
 from jaxmp._programs._bind import bind_in_fp32, wide
 from jaxmp._programs._constructs import Form, Inner, inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place, vary_as_here
 from jaxmp._programs._jaxprs import FORWARD, Atom, equations, is_literal
 from jaxmp._programs._locations import Location, Locations
-from jaxmp._tools.stats._observe import gradients_of
 
 ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
 # Iterations of a while loop that are recorded: the first ones and the last.

@@ -23,7 +23,6 @@ from jaxmp._programs import _bind, _constructs, _locations, _operations
 from jaxmp._programs._constructs import Form
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import Path
-from jaxmp._tools.stats import _measure
 
 # Index of the maker of an argument or a constant.
 INPUT = -1
@@ -172,7 +171,7 @@ class _Walk(Interpreter):
 
 def in_stored_dtype(x: Array, dtype: np.dtype) -> Array:
     """Returns an FP32 array rounded to the dtype in which a program stores it."""
-    return _measure.rounded_to(x, dtype) if _bind.is_narrow_dtype(dtype) else x
+    return _bind.rounded_to(x, dtype) if _bind.is_narrow_dtype(dtype) else x
 
 
 def walk(

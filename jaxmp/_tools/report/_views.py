@@ -117,14 +117,11 @@ class Report(abc.ABC):
                 data.pop(name, None)
             return from_plain(cls, data)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            subject = f"{'an' if cls._subject[0] in 'aeiou' else 'a'} {cls._subject}"
             raise cls._error(
-                f"{text[:80]!r} is not the JSON text of {cls._article()} ({error}). Write one with:"
+                f"{text[:80]!r} is not the JSON text of {subject} ({error}). Write one with:"
                 f"\n    pathlib.Path('{cls._subject}.json').write_text(report.to_json())"
             ) from None
-
-    @classmethod
-    def _article(cls) -> str:
-        return f"{'an' if cls._subject[0] in 'aeiou' else 'a'} {cls._subject}"
 
 
 class Interrupted(KeyboardInterrupt):

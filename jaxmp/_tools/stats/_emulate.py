@@ -16,13 +16,9 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array
 from jaxmp._policies._op_table import OpTable
-from jaxmp._programs._analysis import ModuleOutputs, used_inside
-from jaxmp._programs._bind import runs_in_fp32
-from jaxmp._programs._constructs import CONSTRUCTS
+from jaxmp._programs import _analysis, _bind, _jaxprs, _operations
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Path
-from jaxmp._programs._operations import axes_of, dot_of
-from jaxmp._tools.stats._measure import clipped, fp8_scale, rounded_to
+from jaxmp._tools.stats._measure import clipped, fp8_scale
 from jaxmp._tools.stats._observe import MATMULS, Observer
 
 EMULATED = FLOAT16, FLOAT8 = "float16", "float8"
@@ -66,7 +62,7 @@ class Emulation(Interpreter):
         self.name, self.scale = name, scale
         self._dtype = jnp.dtype(np.float16 if name == FLOAT16 else jnp.bfloat16)
         # Scopes with FP32 results, such as norms, which also sum their gradients in FP32.
-        self._fp32_modules: set[Path] = set()
+        self._fp32_modules: set[_jaxprs.Path] = set()
 
     def traced(self, closed: ClosedJaxpr, arrays: list[Any]) -> tuple[ClosedJaxpr, list[Any]]:
         """Returns the emulated step as a program, and its arguments."""
@@ -96,30 +92,32 @@ class Emulation(Interpreter):
         state: Any = None,
     ) -> list[Any]:
         place = place or Place()
-        values = _as_values(args, place.phase == BACKWARD)
-        return super().run(jaxpr, values, place, ModuleOutputs(jaxpr, place, state))
+        values = _as_values(args, place.phase == _jaxprs.BACKWARD)
+        return super().run(jaxpr, values, place, _analysis.ModuleOutputs(jaxpr, place, state))
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         place, outputs, name = frame.place.of(equation), frame.state, equation.primitive.name
-        is_backward, is_matmul = place.phase == BACKWARD, name in MATMULS
-        is_inside = self.name and (place.scopes or is_matmul) and runs_in_fp32(equation)
+        is_backward, is_matmul = place.phase == _jaxprs.BACKWARD, name in MATMULS
+        is_inside = self.name and (place.scopes or is_matmul) and _bind.runs_in_fp32(equation)
         arrays = list(map(self.array, operands))
-        if name in CONSTRUCTS or not is_inside or not any(map(_is_fp32, arrays)):
+        if not is_inside or not any(map(_is_fp32, arrays)):
             used = [var in outputs.consumers for var in equation.outvars]
-            used = used_inside(equation, used) if place.phase == FORWARD else None
+            used = _analysis.used_inside(equation, used) if place.phase == _jaxprs.FORWARD else None
             return _as_values(self.enter(equation, operands, frame, used), is_backward)
         is_wide = any(x.is_wide for x in operands) and name != "add_any"
-        is_batch_sum = name == "reduce_sum" and 0 in axes_of(equation)
+        is_batch_sum = name == "reduce_sum" and 0 in _operations.axes_of(equation)
         if is_backward and is_batch_sum and not is_wide and place.scopes not in self._fp32_modules:
             # A sum over the batch, as of a bias, accumulates in the format.
-            (result,) = self.bound(equation, [self._narrow(arrays[0], True)])
+            narrow = lax.convert_element_type(self._scaled(arrays[0], True), self._dtype)
+            (result,) = self.bound(equation, [lax.optimization_barrier(narrow)])
             wide = lax.convert_element_type(result, FLOAT32)
             return [_Value(lax.div(wide, self._scale(True)), True)]
         flags = [x.is_cotangent for x in operands]
         if is_matmul:
             # Parameters, inputs and cotangents may come from outside of the module, in FP32.
             arrays = [self._rounded(x, f) for x, f in zip(arrays, flags, strict=True)]
-        if self.name == FLOAT8 and name == "dot_general" and not dot_of(equation).batch[0]:
+        is_dot = name == "dot_general"
+        if self.name == FLOAT8 and is_dot and not _operations.dot_of(equation).batch[0]:
             pairs = zip(arrays, flags, strict=True)
             arrays = [_fp8(x, f) if _is_fp32(x) else x for x, f in pairs]
         results = self.bound(equation, arrays)
@@ -137,15 +135,15 @@ class Emulation(Interpreter):
     def _scale(self, is_backward: bool) -> Any:
         return self.scale if is_backward and self.name == FLOAT16 else np.float32(1)
 
-    def _narrow(self, x: Array, is_backward: bool) -> Array:
-        x = clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
-        return lax.optimization_barrier(lax.convert_element_type(x, self._dtype))
+    def _scaled(self, x: Array, is_backward: bool) -> Array:
+        """Returns an array times its scale, in the range of the format."""
+        return clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
 
     def _rounded(self, x: Any, is_backward: bool) -> Any:
         if not _is_fp32(x):
             return x
-        x = clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
-        return lax.div(rounded_to(x, self._dtype), self._scale(is_backward))
+        scaled = _bind.rounded_to(self._scaled(x, is_backward), self._dtype)
+        return lax.div(scaled, self._scale(is_backward))
 
 
 def _as_values(results: Sequence[Any], is_cotangent: bool) -> list[_Value]:
@@ -161,7 +159,7 @@ def _is_fp32(x: Any) -> bool:
 def _fp8(x: Array, is_cotangent: bool) -> Array:
     name = "float8_e5m2" if is_cotangent else "float8_e4m3fn"
     scale = fp8_scale(lax.reduce_max(lax.abs(x), range(x.ndim)), name)
-    return lax.div(rounded_to(clipped(lax.mul(x, scale), name), name), scale)
+    return lax.div(_bind.rounded_to(clipped(lax.mul(x, scale), name), name), scale)
 
 
 # ---------------------------------------------------------------------------

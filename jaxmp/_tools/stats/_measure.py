@@ -15,6 +15,7 @@ from jax import lax
 from jaxmp._core._dtypes import FLOAT32, is_fp8
 from jaxmp._core._shardings import flattened
 from jaxmp._core._typing import Array, DTypeLike
+from jaxmp._programs import _bind
 from jaxmp._programs._interpreter import vary_as_here
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -166,16 +167,6 @@ def clipped(x: Array, dtype: Any) -> Array:
     return lax.clamp(-largest, x, largest)
 
 
-def rounded_to(x: Array, dtype: Any) -> Array:
-    """Returns FP32 values rounded to a format; XLA may remove a plain pair of conversions."""
-    info = jnp.finfo(dtype)
-    if info.nexp == 8:
-        return lax.reduce_precision(x, 8, info.nmant)
-    # `lax.reduce_precision` would replace subnormal numbers by zero.
-    narrow = lax.optimization_barrier(lax.convert_element_type(x, jnp.dtype(dtype)))
-    return lax.convert_element_type(narrow, FLOAT32)
-
-
 def _rounding(x: Array, name: str, zeros: Array, inverse: Any) -> Rounding:
     """Returns the losses of a rounding; squares times `inverse**2` do not underflow."""
     bits, (zero, last, _) = _bits(x), _range_of(name)
@@ -183,7 +174,7 @@ def _rounding(x: Array, name: str, zeros: Array, inverse: Any) -> Rounding:
     overflow = _count(lax.gt(bits, np.uint32(last)))
     count = _at_least_1(lax.sub(np.uint32(x.size), zeros))
     share = lambda part: lax.div(lax.convert_element_type(part, FLOAT32), count)
-    error = lax.sub(rounded_to(clipped(x, name), name), x)
+    error = lax.sub(_bind.rounded_to(clipped(x, name), name), x)
     signal, noise = (_power(lax.mul(each, inverse)) for each in (x, error))
     snr = lax.mul(lax.log(lax.div(signal, noise)), np.float32(10 / np.log(10)))
     snr = lax.select(lax.eq(noise, np.float32(0)), lax.full_like(snr, np.inf), snr)

@@ -12,21 +12,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array
-from jaxmp._programs._analysis import Body, ModuleOutputs, used_inside
+from jaxmp._programs import _analysis, _jaxprs, _locations, _operations
 from jaxmp._programs._constructs import inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import (
-    BACKWARD,
-    FORWARD,
-    QUANTIZE,
-    RECOMPUTE,
-    Atom,
-    Path,
-    equations,
-    is_literal,
-)
-from jaxmp._programs._locations import module_of, root_of
-from jaxmp._programs._operations import name_of
 from jaxmp._tools.stats._measure import TensorStats, measure_tensor
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
@@ -47,17 +35,17 @@ class Key(NamedTuple):
     """
 
     kind: str
-    path: Path
+    path: _jaxprs.Path
     label: str
     shape: tuple[int, ...]
     at: tuple[Any, ...]
 
 
-def modules_of(paths: Iterable[Path]) -> Iterator[str]:
+def modules_of(paths: Iterable[_jaxprs.Path]) -> Iterator[str]:
     """Yields the path of the module of each tensor, for their name scopes."""
     paths = list(paths)
-    root = root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
-    return (module_of(path, root) for path in paths)
+    root = _locations.root_of({path[:n]: None for path in paths for n in range(len(path) + 1)})
+    return (_locations.module_of(path, root) for path in paths)
 
 
 class _Outer(NamedTuple):
@@ -81,32 +69,16 @@ class _Inside:
     def __init__(self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, outer: _Outer) -> None:
         body, _ = jaxpr_body(jaxpr)
         self.at = (*outer.at, outer.number, id(body))
-        self.outputs = ModuleOutputs(jaxpr, place, outer.used)
-        self.cotangents: set[Atom] = set(itertools.compress(body.invars, outer.cotangents))
-        phases = [place.of(each).phase for each in equations(body, inside=False)]
-        self.gradients = gradients_of(body, phases, place.phase)
+        self.outputs = _analysis.ModuleOutputs(jaxpr, place, outer.used)
+        self.cotangents: set[_jaxprs.Atom] = set(itertools.compress(body.invars, outer.cotangents))
+        phases = [place.of(each).phase for each in _jaxprs.equations(body, inside=False)]
+        self.gradients = _analysis.gradients_of(body, phases, place.phase)
         # Variable -> its statistics.
-        self.measured: dict[Atom, TensorStats] = {}
+        self.measured: dict[_jaxprs.Atom, TensorStats] = {}
 
-    def is_cotangent(self, var: Atom) -> bool:
+    def is_cotangent(self, var: _jaxprs.Atom) -> bool:
         """Returns True if the backward pass made a variable."""
-        return not is_literal(var) and var in self.cotangents
-
-
-def gradients_of(body: Any, phases: Sequence[str], outer: str) -> set[Atom]:
-    """Returns the variables that the backward pass makes, and code outside of it reads.
-
-    Args:
-      body: a jaxpr.
-      phases: the phase of each of its equations.
-      outer: the phase of the equation that contains it.
-    """
-    own = list(equations(body, inside=False))
-    phase_of = dict(zip(map(id, own), phases, strict=True)) | {id(None): outer}
-    made = {var for each in own if phase_of[id(each)] == BACKWARD for var in each.outvars}
-    readers = Body(body).consumers if made else {}
-    is_outside = lambda reader: phase_of[id(reader)] == FORWARD
-    return {var for var in made if any(map(is_outside, readers.get(var, ())))}
+        return not _jaxprs.is_literal(var) and var in self.cotangents
 
 
 class Observer(Interpreter):
@@ -128,32 +100,33 @@ class Observer(Interpreter):
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         inside, place, name = frame.state, frame.place.of(equation), equation.primitive.name
         at = (*inside.at, frame.index)
-        if self.only_outputs and place.phase != FORWARD:
+        if self.only_outputs and place.phase != _jaxprs.FORWARD:
             return self.bound(equation, operands)
-        role = name_of(equation).removeprefix(QUANTIZE) if QUANTIZE in name_of(equation) else ""
+        called = _operations.name_of(equation)
+        role = called.removeprefix(_jaxprs.QUANTIZE) if _jaxprs.QUANTIZE in called else ""
         # A scan over layers moves the constants of its body to calls without operands.
         if role and operands and not self.only_outputs:
             results = self.bound(equation, operands)
-            if place.phase != RECOMPUTE:
+            if place.phase != _jaxprs.RECOMPUTE:
                 self._quantized(operands[0], results, Key(OPERANDS, place.scopes, role, (), at))
             return results
         if name in (*MATMULS, *_KERNELS) and not self.only_outputs:
             for n, (var, x) in enumerate(zip(equation.invars, operands, strict=True)):
                 label = ("lhs", "rhs")[n] if name in MATMULS else f"operand_{n}"
-                label = label if place.phase == FORWARD else "output_grad"
+                label = label if place.phase == _jaxprs.FORWARD else "output_grad"
                 # Operands of a matmul that is computed again are left out.
-                if place.phase == FORWARD or inside.is_cotangent(var):
+                if place.phase == _jaxprs.FORWARD or inside.is_cotangent(var):
                     self._measure(inside, OPERANDS, (place.scopes, label), var, x, at)
         flags = []
         for inner in inners(equation)[-1:]:
             for n, var in enumerate(inner.operands):
-                is_carry = place.phase == BACKWARD and n in inner.carried
+                is_carry = place.phase == _jaxprs.BACKWARD and n in inner.carried
                 flags.append(is_carry or inside.is_cotangent(var))
         used = [var in inside.outputs.consumers for var in equation.outvars]
-        used = used_inside(equation, used) if place.phase == FORWARD else None
+        used = _analysis.used_inside(equation, used) if place.phase == _jaxprs.FORWARD else None
         state = _Outer(inside.at, frame.index, used, flags)
         results = self.enter(equation, operands, frame, state)
-        if place.phase == BACKWARD:
+        if place.phase == _jaxprs.BACKWARD:
             inside.cotangents.update(equation.outvars)
         for var, x in zip(equation.outvars, results, strict=True):
             for path in inside.outputs.last.get(var, ()):
@@ -162,9 +135,11 @@ class Observer(Interpreter):
                 self._measure(inside, GRADIENTS, (place.scopes, ""), var, x, at)
         return results
 
-    def _measure(self, inside: Any, kind: str, name: Any, var: Atom, x: Any, at: Any) -> None:
+    def _measure(
+        self, inside: Any, kind: str, name: Any, var: _jaxprs.Atom, x: Any, at: Any
+    ) -> None:
         # FP8 operands have been measured before their quantization.
-        if is_literal(var) or not jnp.issubdtype(x.dtype, jnp.floating) or is_fp8(x.dtype):
+        if _jaxprs.is_literal(var) or not jnp.issubdtype(x.dtype, jnp.floating) or is_fp8(x.dtype):
             return
         if var not in inside.measured:
             inside.measured[var] = self.measure(x)

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._core._typing import Array
-from jaxmp._tools.audit._trace import Traced, check_function, is_array, trace
+from jaxmp._tools.audit import _trace
 from jaxmp._tools.stats._emulate import EMULATED, Emulation, Sampler, Samples, errors_of
 from jaxmp._tools.stats._measure import TensorStats, measure_tensor
 from jaxmp._tools.stats._observe import ACTIVATIONS, GRADIENTS, SCALES, Key, Observer, modules_of
 from jaxmp._tools.stats._report import StatsReport, make_stats_report
 from jaxmp.errors import AuditError
-from jaxmp.optim._roles import AVERAGE, FP8, MASTER, PARAMETER, STATISTICS
+from jaxmp.optim import _roles
 
 
 @jax.tree_util.register_dataclass
@@ -103,7 +103,7 @@ def with_stats(
       >>> sorted(stats.tensors["operands"]), float(stats.tensors["gradients"]["w"].amax) == 2.0**-60
       (['dense:lhs', 'dense:output_grad', 'dense:rhs'], True)
     """
-    check_function(step, "with_stats")
+    _trace.check_function(step, "with_stats")
     unknown = [name for name in what_if if name not in EMULATED]
     if unknown or isinstance(what_if, str):
         raise AuditError(
@@ -114,13 +114,13 @@ def with_stats(
 
     def measured(*args: Any, **kwargs: Any) -> TrainingStats:
         leaves, structure = jax.tree.flatten((args, kwargs))
-        types = [jax.typeof(leaf) if is_array(leaf) else leaf for leaf in leaves]
+        types = [jax.typeof(leaf) if _trace.is_array(leaf) else leaf for leaf in leaves]
         key = structure, tuple(x if isinstance(x, Hashable) else repr(x) for x in types)
         if key not in programs:
             shapes, names = structure.unflatten(types)
             # XLA must not leave out roundings.
             options: dict[str, Any] = {"xla_allow_excess_precision": False}
-            traced = trace(step, shapes, names)
+            traced = _trace.trace(step, shapes, names)
             program = _Program(traced)
             samples = jax.jit(program.samples, static_argnums=1, compiler_options=options)
             programs[key] = program, jax.jit(program, compiler_options=options), samples
@@ -140,7 +140,7 @@ def with_stats(
 class _Program:
     """Statistics of a traced step, as a function of the arrays among its arguments."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: _trace.Traced) -> None:
         self.traced, self.names, self.roles = traced, traced.texts(), traced.roles()
         # The modules of `samples` in the order of the forward pass.
         self.modules: tuple[str, ...] = ()
@@ -156,7 +156,8 @@ class _Program:
             suffix = f"#{counts[kind, name]}" if counts[kind, name] > 1 else ""
             rows.setdefault(kind, {})[name + suffix] = stats
 
-        for kind, numbers in (("parameters", self._parameters()), (SCALES, self._of_role(FP8))):
+        scales = self._of_role(_roles.FP8)
+        for kind, numbers in (("parameters", self._parameters()), (SCALES, scales)):
             for number in numbers:
                 add(kind, self.names[number], measure_tensor(arrays[number]))
         for key, module, stats in self._by_module(observer):
@@ -189,7 +190,7 @@ class _Program:
         """Yields (key, module, measurement) of each tensor that an observer measured."""
         of_fp8, of_parameters = (
             {self.traced.arrays[n].shape for n in numbers}
-            for numbers in (self._of_role(FP8), self._parameters())
+            for numbers in (self._of_role(_roles.FP8), self._parameters())
         )
         modules = modules_of(key.path for key in observer.side)
         for (key, measured), module in zip(observer.side.items(), modules, strict=True):
@@ -205,12 +206,12 @@ class _Program:
         ]
 
     def _parameters(self) -> list[int]:
-        return self._of_role(PARAMETER, MASTER, AVERAGE, STATISTICS)
+        return self._of_role(_roles.PARAMETER, _roles.MASTER, _roles.AVERAGE, _roles.STATISTICS)
 
     def _parameter(self, key: Key, module: str) -> str:
         """Returns the parameter of a gradient; its module and shape if they fit several ones."""
         arrays = self.traced.arrays
-        numbers = [n for n in self._of_role(PARAMETER) if arrays[n].shape == key.shape]
+        numbers = [n for n in self._of_role(_roles.PARAMETER) if arrays[n].shape == key.shape]
         fitting = [self.names[n] for n in numbers]
         parts = [part for part in module.split("/") if part]
         named = [n for n in fitting if all(re.search(rf"\b{re.escape(p)}\b", n) for p in parts)]

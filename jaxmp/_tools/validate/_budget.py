@@ -192,13 +192,9 @@ def choose_metrics(
       budgets: budgets of all candidates.
 
     Raises:
-      ValidationError: if the evaluation returns no metric, or not one that has a name above.
+      ValidationError: if the evaluation does not return a metric that has a name above.
     """
     metrics = list(reference[0].evaluations)
-    if not metrics:
-        raise ValidationError(
-            'evaluate returned no metrics. Return the held-out loss, or {"loss": ...}.'
-        )
     tolerances = [name for each in budgets for name in (*each.relative, *each.absolute)]
     for name in (*directions, *tolerances):
         if name not in metrics and (name != TRAINING or name in directions):

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,14 +71,14 @@ OUTLIER_SEEDS, OUTLIER_ALPHA, OUTLIER_SHARE = 4, 0.05, 0.5
 
 
 class Interval(NamedTuple):
-    """Mean of paired differences with the bounds of its 95 % interval; None with a single seed.
+    """Mean of paired differences with the bounds of its 95 % interval: the mean for a single seed.
 
     `outlier` is the distance of an outlier from the median of the other seeds, 0 if there is none.
     """
 
     mean: float
-    low: float | None
-    high: float | None
+    low: float
+    high: float
     deviation: float
     outlier: float = 0.0
 
@@ -97,9 +97,7 @@ def paired_interval(differences: Sequence[float], candidates: int = 1) -> Interv
     """
     values = np.asarray(differences, np.float64)
     mean = float(np.mean(values))
-    if len(values) < 2:
-        return Interval(mean, None, None, math.nan)
-    if not np.isfinite(values).all():
+    if len(values) < 2 or not np.isfinite(values).all():
         return Interval(mean, mean, mean, math.nan)
     below, above = _widths(values[None], candidates)
     deviation = float(np.std(values, ddof=1))
@@ -149,7 +147,7 @@ def has_outlier(interval: Interval, budget: float) -> bool:
 def judge_interval(interval: Interval, budget: float, direction: str = "min") -> str:
     """Returns "pass", "fail", "differs" or "inconclusive".
 
-    With one seed there is no interval, and the difference itself decides.
+    With one seed, the difference itself decides.
 
     Args:
       interval: the mean of the differences; positive if the candidate is worse.
@@ -165,14 +163,12 @@ def judge_interval(interval: Interval, budget: float, direction: str = "min") ->
     if not math.isfinite(interval.mean):
         # A loss of -inf or an improvement without bound does not occur; NaN is a failure, too.
         return FAIL
-    low = interval.mean if interval.low is None else interval.low
-    high = interval.mean if interval.high is None else interval.high
     is_two_sided = direction == TWO_SIDED
-    if low > budget:
+    if interval.low > budget:
         return FAIL
-    if high < -budget:
+    if interval.high < -budget:
         return FAIL if is_two_sided else DIFFERS
-    is_inside = high <= budget and (low >= -budget or not is_two_sided)
+    is_inside = interval.high <= budget and (interval.low >= -budget or not is_two_sided)
     return PASS if is_inside and not has_outlier(interval, budget) else INCONCLUSIVE
 
 
@@ -246,32 +242,31 @@ def compare_metrics(
       its test.
     """
     training = training or choose_training(reference, candidate, [budget])
-    pairs = [seed_pairs(reference, candidate, metric) for metric in metrics]
+    final = lambda name: lambda record: record.evaluations[name][-1]
+    pairs = [_pairs(reference, candidate, final(metric.name), metric) for metric in metrics]
     checks = [
         _tested(f"held_out_{metric.name}", each, metric, budget, candidates)
         for metric, each in zip(metrics, pairs, strict=True)
     ]
-    finals = [
-        _pair(first.seed, final_loss(first), final_loss(second), training)
-        for first, second in zip(reference, candidate, strict=True)
-    ]
+    finals = _pairs(reference, candidate, final_loss, training)
     checks.append(_tested("final_loss", finals, training, budget, candidates))
     power = _power(pairs[0], metrics[0], limit_of(metrics[0], budget), candidates)
     return checks, pairs[0], power
 
 
-def seed_pairs(reference: Records, candidate: Records, metric: MetricChoice) -> list[SeedPair]:
-    """Returns the final metric of both for each seed, and the difference."""
-    final = lambda record: record.evaluations[metric.name][-1]
-    return [
-        _pair(first.seed, final(first), final(second), metric)
-        for first, second in zip(reference, candidate, strict=True)
-    ]
-
-
-def _pair(seed: int, reference: float, candidate: float, metric: MetricChoice) -> SeedPair:
-    difference = metric_difference(reference, candidate, metric)
-    return SeedPair(seed=seed, reference=reference, candidate=candidate, difference=difference)
+def _pairs(
+    reference: Records,
+    candidate: Records,
+    figure: Callable[[TrainingRecord], float],
+    metric: MetricChoice,
+) -> list[SeedPair]:
+    """Returns a figure of both for each seed, and the difference."""
+    pairs = []
+    for first, second in zip(reference, candidate, strict=True):
+        x, y = figure(first), figure(second)
+        difference = metric_difference(x, y, metric)
+        pairs.append(SeedPair(seed=first.seed, reference=x, candidate=y, difference=difference))
+    return pairs
 
 
 def metric_difference(reference: float, candidate: float, metric: MetricChoice) -> float:
@@ -293,13 +288,11 @@ def _tested(
     interval = paired_interval([pair.difference for pair in pairs], candidates)
     interval = _without_rounding(interval, pairs, scale)
     verdict = judge_interval(interval, limit, metric.direction)
-    bound = interval.mean if interval.high is None else interval.high
-    if metric.direction == TWO_SIDED:
-        bound = max(bound, -(interval.mean if interval.low is None else interval.low))
+    bounds = (interval.low, interval.high) if len(pairs) > 1 else ()
+    bound = max(interval.high, -interval.low) if metric.direction == TWO_SIDED else interval.high
     text = f"{label(name)} {_shown(interval.mean, metric)}"
-    if interval.low is not None and interval.high is not None and math.isfinite(interval.mean):
-        low, high = (_shown(x, metric) for x in (interval.low, interval.high))
-        text += f" ({low} to {high})"
+    if bounds and math.isfinite(interval.mean):
+        text += f" ({' to '.join(_shown(x, metric) for x in bounds)})"
     if verdict == INCONCLUSIVE and has_outlier(interval, limit):
         far = _shown(interval.outlier, metric).lstrip("+")
         text += f" with an outlier, one seed at {far} from the others"
@@ -307,8 +300,8 @@ def _tested(
         name=name,
         verdict=verdict,
         value=ratio(interval.mean),
-        low=None if interval.low is None else ratio(interval.low),
-        high=None if interval.high is None else ratio(interval.high),
+        low=ratio(interval.low) if bounds else None,
+        high=ratio(interval.high) if bounds else None,
         budget=ratio(limit),
         margin=ratio(limit) - ratio(bound),
         scale=scale,
@@ -321,9 +314,7 @@ def _without_rounding(interval: Interval, pairs: Sequence[SeedPair], scale: str)
     magnitude = 1.0 if scale == "relative" else max(abs(pair.reference) for pair in pairs)
     if not 0 < abs(interval.mean) <= _SPACING * magnitude:
         return interval
-    low, high = (
-        None if bound is None else bound - interval.mean for bound in (interval.low, interval.high)
-    )
+    low, high = (bound - interval.mean for bound in (interval.low, interval.high))
     return interval._replace(mean=0.0, low=low, high=high)
 
 

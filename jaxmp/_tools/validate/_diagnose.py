@@ -11,11 +11,26 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jaxmp._tools.audit import AuditReport, Finding
-from jaxmp._tools.validate._probe import Measurements
-from jaxmp._tools.validate._rows import Cause, ErrorOrigin, ModuleRow, TrainingRow, percent
-from jaxmp._tools.validate._trials import SHARE, LineOrigin, LineTrial, Trial, finite
+from jaxmp._tools.report._section import module_text
+from jaxmp._tools.validate._rows import (
+    CandidateResult,
+    Cause,
+    ErrorOrigin,
+    ModuleRow,
+    TrainingRecord,
+    percent,
+)
+from jaxmp._tools.validate._trials import (
+    SHARE,
+    LineOrigin,
+    LineTrial,
+    Trial,
+    finite,
+    step_to_repeat,
+)
 
 # Smallest shares of elements that count as a symptom.
 _UNDERFLOW, _STALLED = 0.02, 0.05
@@ -29,56 +44,77 @@ _DIFFERENT = 0.005
 _ORIGIN = 0.8
 
 
-@dataclasses.dataclass(frozen=True)
-class Evidence:
+class Trained(NamedTuple):
+    """Runs of one recipe.
+
+    Args:
+      records: the runs of all seeds.
+      result: differences from the reference at the compared steps.
+      audit: audit of the step.
+      lacks_masters: True if a parameter is stored in 16 bits and has no FP32 master.
+      repeat: repeats a compared step without roundings.
+    """
+
+    records: list[TrainingRecord]
+    result: CandidateResult
+    audit: AuditReport
+    lacks_masters: bool
+    repeat: Callable[[int], Trial]
+
+
+class Evidence(NamedTuple):
     """Everything that a diagnosis may use.
 
     Args:
-      measurements: differences at the compared steps.
-      audit: audit of the candidate's step.
-      training: comparison of the whole training.
-      lacks_masters: True if a parameter is stored in 16 bits and has no FP32 master.
-      scale: smallest loss scale of the runs.
+      result: differences at the compared steps, and comparison of the whole training.
+      trained: the runs of the candidate.
       gradient_budget: largest error of the gradient that passes.
-      is_finite: False if a loss of the candidate is not finite.
       trial: a compared step repeated without roundings; None if no gradients were compared.
       note: the reason why a step was not repeated.
     """
 
-    measurements: Measurements
-    audit: AuditReport
-    training: TrainingRow
-    lacks_masters: bool
-    scale: float
+    result: CandidateResult
+    trained: Trained
     gradient_budget: float
-    is_finite: bool
     trial: Trial | None = None
     note: str = ""
 
     @property
-    def gradient_error(self) -> float:
-        """Largest relative error of the gradient."""
-        return max((row.error for row in self.measurements.gradients), default=0.0)
+    def scale(self) -> float:
+        """Smallest loss scale of the runs."""
+        return min(min(record.loss_scales) for record in self.trained.records)
 
     def findings(self, *checks: str) -> list[Finding]:
         """Returns the errors of some checks of the audit, the most operations first."""
-        errors = [each for each in self.audit.errors if each.check in checks]
+        errors = [each for each in self.trained.audit.errors if each.check in checks]
         return sorted(errors, key=lambda each: -each.count)
 
 
 Diagnosis = tuple[float, Cause] | None
 
 
-def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
-    """Returns the causes that the evidence supports, the most important first.
+def diagnose(
+    result: CandidateResult, trained: Trained, gradient_budget: float
+) -> tuple[Cause, ...]:
+    """Returns the causes that the measurements support, the most important first.
 
     If there is none, and gradients were compared, the only item is the location of the error.
     """
-    results = [*(function(evidence) for function in _DIAGNOSES), *_patterns(evidence)]
-    supported = [result for result in results if result is not None]
-    supported.sort(key=lambda result: -result[0])
+    evidence, rows = Evidence(result, trained, gradient_budget), result.gradients
+    try:
+        trial = trained.repeat(step_to_repeat(rows)) if rows else None
+        evidence = evidence._replace(trial=trial)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        # A step that cannot be emulated does not invalidate the verdict.
+        note = f"The step was not repeated in FP32: {type(error).__name__}: {str(error)[:200]}"
+        evidence = evidence._replace(note=note)
+    diagnoses = [
+        each(evidence) for each in (_underflow, _masters, _lines, _overflow, _skipped)
+    ] + _patterns(evidence)
+    supported = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
+    supported.sort(key=lambda diagnosis: -diagnosis[0])
     causes = tuple({cause.id: cause for _, cause in reversed(supported)}.values())[::-1]
-    return causes if causes or not evidence.measurements.gradients else (_located(evidence),)
+    return causes if causes or not rows else (_located(evidence),)
 
 
 # ---------------------------------------------------------------------------
@@ -89,7 +125,7 @@ def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
 def _underflow(evidence: Evidence) -> Diagnosis:
     """Finds gradients that agree if float16 has the range of FP32."""
     trial = evidence.trial
-    share = max((row.underflow for row in evidence.measurements.gradients), default=0.0)
+    share = max((row.underflow for row in evidence.result.gradients), default=0.0)
     if trial is None or not trial.uses_float16 or share < _UNDERFLOW:
         return None
     before, after = finite(trial.rounded, "error"), finite(trial.wide_range, "error")
@@ -110,9 +146,9 @@ def _underflow(evidence: Evidence) -> Diagnosis:
 
 def _masters(evidence: Evidence) -> Diagnosis:
     # Updates of zero leave parameters unchanged in every dtype.
-    rows = [row for row in evidence.measurements.gradients if row.update_ratio != 0]
+    rows = [row for row in evidence.result.gradients if row.update_ratio != 0]
     share = max((row.stalled - row.reference_stalled for row in rows), default=0.0)
-    if not evidence.lacks_masters or share < _STALLED:
+    if not evidence.trained.lacks_masters or share < _STALLED:
         return None
     return share, Cause(
         id="missing_masters",
@@ -129,13 +165,13 @@ def _masters(evidence: Evidence) -> Diagnosis:
 
 
 def _overflow(evidence: Evidence) -> Diagnosis:
-    broken = [r for r in evidence.measurements.modules if r.activation_error == math.inf]
+    broken = [r for r in evidence.result.modules if r.activation_error == math.inf]
     if not broken:
         return None
     first = min(broken, key=lambda row: (row.step, row.order))
     return 1.4, Cause(
         id="overflow",
-        summary=f"the output of {first.module or '(root)'} is not finite",
+        summary=f"the output of {module_text(first.module)} is not finite",
         evidence=f"At step {first.step}, on the parameters of the reference, whose output is.",
         fix='recipe = jaxmp.load_recipe("bf16")  # or an FP32 rule for this module',
     )
@@ -143,8 +179,9 @@ def _overflow(evidence: Evidence) -> Diagnosis:
 
 def _skipped(evidence: Evidence) -> Diagnosis:
     """Finds steps that were skipped while the loss scale was too large."""
-    training, share = evidence.training, evidence.training.skipped_share
-    if not training.skipped or not evidence.is_finite:
+    training, share = evidence.result.training, evidence.result.training.skipped_share
+    is_finite = all(math.isfinite(record.losses[-1]) for record in evidence.trained.records)
+    if not training.skipped or not is_finite:
         return None
     low, _ = training.final_loss_scale
     scale = f"until the loss scale had fallen to {low:g}"
@@ -201,7 +238,8 @@ def _lines(evidence: Evidence) -> Diagnosis:
         causes = [pair for pair in alone if pair[0] >= _ORIGIN * top]
         score = 0.4 if math.isinf(error) and _is_scale(evidence) else min(error, 1.5)
         (value, line), *later = causes
-        cause = _line_cause(evidence, line, _effect(trial, quantity, value, line.origin.dtype))
+        effect = _effect(trial, quantity, value, line.origin.dtype)
+        cause = _line_cause(evidence.findings(*_COMPUTED), trial, line, effect)
         also = ", ".join(each.origin.location or each.module for _, each in later)
         more = f" So do those of each of these lines alone: {also}." if later else ""
         return score, dataclasses.replace(cause, evidence=f"{cause.evidence}{more}")
@@ -210,7 +248,7 @@ def _lines(evidence: Evidence) -> Diagnosis:
 
 def _is_scale(evidence: Evidence) -> bool:
     """Returns True if a loss scale may be the cause of an overflow: the forward pass agrees."""
-    outputs = [row.activation_error or 0.0 for row in evidence.measurements.modules]
+    outputs = [row.activation_error or 0.0 for row in evidence.result.modules]
     return evidence.scale > 1 and max(outputs, default=0.0) < evidence.gradient_budget
 
 
@@ -223,15 +261,14 @@ def _effect(trial: Trial, quantity: str, error: float, dtype: str) -> str:
     return f"makes the {quantity} infinite or NaN{reason}"
 
 
-def _line_cause(evidence: Evidence, line: LineTrial, effect: str) -> Cause:
+def _line_cause(findings: list[Finding], trial: Trial, line: LineTrial, effect: str) -> Cause:
+    """Returns the cause of a line, with the first finding of the audit there."""
     origin = line.origin
-    findings = evidence.findings(*_COMPUTED)
     # A finding without a line of its own has that of the step's definition.
-    own = {each.origin.location for each in evidence.trial.lines} if evidence.trial else set()
-    places = (each.location if each.location in own else "" for each in findings)
-    matching = (f for f, place in zip(findings, places, strict=True) if place == origin.location)
-    finding = next(matching, None)
-    module = line.module or "(root)"
+    own = {each.origin.location for each in trial.lines}
+    is_here = lambda each: (each.location if each.location in own else "") == origin.location
+    finding = next(filter(is_here, findings), None)
+    module = module_text(line.module)
     where = f"{module} ({origin.location})" if origin.location else module
     computed = _COMPUTED[finding.check] if finding else "an operation"
     if finding and finding.check == "accumulator_16bit" and "gradients" not in finding.message:
@@ -272,7 +309,7 @@ def _patterns(evidence: Evidence) -> list[Diagnosis]:
 
     At later steps, the candidate's optimizer has a state of its own.
     """
-    patterns = evidence.measurements.patterns
+    patterns = evidence.result.patterns
     first = min((each.step for each in patterns if each.id != "state"), default=0)
     return [
         (
@@ -307,15 +344,6 @@ _FIXES = {
 }
 
 
-_DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
-    _underflow,
-    _masters,
-    _lines,
-    _overflow,
-    _skipped,
-)
-
-
 # ---------------------------------------------------------------------------
 # Location of an error without a known cause
 # ---------------------------------------------------------------------------
@@ -323,7 +351,8 @@ _DIAGNOSES: tuple[Callable[[Evidence], Diagnosis], ...] = (
 
 def _located(evidence: Evidence) -> Cause:
     """Returns where the error arises: in the update, in a module, or after the compared steps."""
-    rows, error = evidence.measurements.gradients, evidence.gradient_error
+    rows, origin = evidence.result.gradients, evidence.result.origin
+    error = max((row.error for row in rows), default=0.0)
     cause = None if evidence.trial is None else _without_roundings(evidence.trial)
     if cause is not None:
         return cause
@@ -348,7 +377,6 @@ def _located(evidence: Evidence) -> Cause:
             ).strip(),
             fix=findings[0].fix if findings else fix,
         )
-    origin = find_origin(evidence.measurements.modules)
     module = origin.growth or origin.forward
     if module and error > evidence.gradient_budget:
         grows = f" and grows most in {origin.growth}" if origin.growth else ""
@@ -374,12 +402,12 @@ def _without_roundings(trial: Trial) -> Cause | None:
     ]
     if outputs:
         first = min(outputs, key=lambda row: row.order)
-        where, error = f"the output of {first.module or '(root)'}", first.activation_error or 0.0
+        where, error = f"the output of {module_text(first.module)}", first.activation_error or 0.0
     elif exact.loss_error > _DIFFERENT:
         where, error = "the loss", exact.loss_error
     elif finite(exact, "error"):
         worst = max(modules, key=lambda row: row.gradient_error or 0.0)
-        where, error = f"the gradient of {worst.module or '(root)'}", worst.gradient_error or 0.0
+        where, error = f"the gradient of {module_text(worst.module)}", worst.gradient_error or 0.0
     else:
         return None
     return Cause(
@@ -416,7 +444,7 @@ def find_origin(modules: Sequence[ModuleRow]) -> ErrorOrigin:
             growth, factor = after, ratio
     trained = [row for row in rows if row.gradient_error is not None]
     backward = max(trained, key=lambda row: row.gradient_error or 0.0, default=None)
-    name = lambda row: "" if row is None else row.module or "(root)"
+    name = lambda row: "" if row is None else module_text(row.module)
     texts = []
     if first is not None:
         texts.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._policies._recipe import Recipe
-from jaxmp._tools.audit import AuditReport, audit
+from jaxmp._tools.audit import audit
 from jaxmp._tools.report._progress import OnRun, OnStep
 from jaxmp._tools.report._section import abbreviate, counted
 from jaxmp._tools.report._views import Interrupted
@@ -26,8 +26,8 @@ from jaxmp._tools.validate._compare import (
     compare_training,
     overall,
 )
-from jaxmp._tools.validate._diagnose import Evidence, diagnose, find_origin
-from jaxmp._tools.validate._probe import Leaves, Measurements, Probe, leaves_of, make_probe
+from jaxmp._tools.validate._diagnose import Trained, diagnose, find_origin
+from jaxmp._tools.validate._probe import Leaves, Probe, leaves_of, make_probe, with_step
 from jaxmp._tools.validate._pure import PureRun, as_arrays, as_pure, check_same_params, checksum
 from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._rows import (
@@ -39,12 +39,11 @@ from jaxmp._tools.validate._rows import (
     Comparison,
     MetricChoice,
     TrainingRecord,
-    TrainingRow,
     figure_text,
 )
 from jaxmp._tools.validate._run import MakeRun
-from jaxmp._tools.validate._train import Hashes, Schedule, make_program, train
-from jaxmp._tools.validate._trials import Trial, repeat_step, step_to_repeat
+from jaxmp._tools.validate._train import Hashes, compile_step, train
+from jaxmp._tools.validate._trials import Trial, repeat_step
 from jaxmp.errors import ValidationError
 
 _TEST = (
@@ -63,45 +62,28 @@ _UNSEEN = " A failure in one of {} seeds does not occur in {} with a probability
 
 
 class Settings(NamedTuple):
-    """Arguments of a validation, checked."""
+    """Arguments of a validation, checked.
 
-    reference: tuple[str, Recipe]
+    Args:
+      reference: the recipe to compare with.
+      candidates: the other recipes by name.
+      budgets: the budget of each candidate.
+      directions: declared directions of metrics.
+      plan: the report before the first run: the name of the reference, seeds and steps.
+      earlier: the report whose runs are not repeated.
+    """
+
+    reference: Recipe
     candidates: Mapping[str, Recipe]
     budgets: Mapping[str, Budget]
     directions: Mapping[str, str]
-    seeds: tuple[int, ...]
-    schedule: Schedule
-    # The report whose runs are not repeated.
+    plan: ValidationReport
     earlier: ValidationReport = ValidationReport()
 
     @property
     def recipes(self) -> dict[str, Recipe]:
         """The recipes by name, the reference first."""
-        return dict([self.reference]) | dict(self.candidates)
-
-
-class Reference(NamedTuple):
-    """Values of the reference that candidates are compared with.
-
-    Args:
-      initial: seed -> initial parameters.
-      steps: compared step -> parameters before it, and measurements.
-    """
-
-    initial: dict[int, Leaves]
-    steps: dict[int, tuple[Leaves, Probe]]
-
-
-class Trained(NamedTuple):
-    """Records, measurements and audit of one recipe."""
-
-    records: list[TrainingRecord]
-    measurements: Measurements
-    audit: AuditReport
-    # True if a parameter is stored in 16 bits and has no FP32 master.
-    lacks_masters: bool
-    # Repeats a compared step without roundings.
-    repeat: Callable[[int], Trial]
+        return {self.plan.reference: self.reference, **self.candidates}
 
 
 def run_validation(
@@ -112,37 +94,26 @@ def run_validation(
     Raises:
       Interrupted: by Ctrl-C, if a run is finished.
     """
-    results: dict[str, Trained] = {}
-    saved, runs = Reference({}, {}), list[TrainingRecord]()
-    shared = (make_run, settings, saved, runs, on_run, on_step)
+    trainer, results = _Trainer(make_run, settings, on_run, on_step), dict[str, Trained]()
     try:
         for name, recipe in settings.recipes.items():
-            results[name] = _train_recipe(name, recipe, *shared)
-            if name == settings.reference[0]:
+            results[name] = trainer.train(name, recipe)
+            if name == settings.plan.reference:
                 _check_finite(results[name].records)
         return _make_report(settings, results)
     except KeyboardInterrupt:
-        if not runs:
+        if not trainer.runs:
             raise
-        raise Interrupted(_make_partial(settings, results, runs)) from None
+        raise Interrupted(_make_partial(settings, results, trainer.runs)) from None
 
 
 def _make_partial(
     settings: Settings, results: Mapping[str, Trained], runs: Sequence[TrainingRecord]
 ) -> ValidationReport:
     """Returns the report on the candidates whose runs are all finished, with all other runs."""
-    schedule = settings.schedule
-    report = ValidationReport(
-        reference=settings.reference[0],
-        seeds=settings.seeds,
-        steps=schedule.steps,
-        eval_steps=schedule.eval_steps,
-        compare_steps=schedule.compare_steps,
-    )
-    if len(results) > 1:
-        report = _make_report(settings, results)
+    report = _make_report(settings, results) if len(results) > 1 else settings.plan
     counts = [(name, sum(run.name == name for run in runs)) for name in settings.recipes]
-    total = len(settings.seeds)
+    total = len(settings.plan.seeds)
     lacking = [f"{name} has {n} of {counted(total, 'run')}" for name, n in counts if n < total]
     verdict = "A candidate has a verdict after its last run."
     note = f"Interrupted: {', '.join(lacking)}. {verdict}" if lacking else ""
@@ -156,7 +127,7 @@ def _make_partial(
 
 def _make_report(settings: Settings, results: Mapping[str, Trained]) -> ValidationReport:
     """Compares the candidates of `results` with the reference."""
-    reference = results[settings.reference[0]]
+    reference = results[settings.plan.reference]
     names = [name for name in settings.candidates if name in results]
     for name in names:
         _check_data(reference.records, results[name].records)
@@ -168,14 +139,10 @@ def _make_report(settings: Settings, results: Mapping[str, Trained]) -> Validati
     others = [each.reason for each in (*metrics[1:], training) if each.scale == "absolute"]
     reason = metrics[0].reason
     reason = " ".join([reason, *(each for each in dict.fromkeys(others) if each not in reason)])
-    test, seeds = _TEST + (_CORRECTED.format(count) if count > 2 else ""), len(settings.seeds)
+    test, seeds = _TEST + (_CORRECTED.format(count) if count > 2 else ""), len(settings.plan.seeds)
     test += _UNSEEN.format(_RARE, counted(seeds, "run"), 100 * (1 - 1 / _RARE) ** seeds)
-    return ValidationReport(
-        reference=settings.reference[0],
-        seeds=settings.seeds,
-        steps=settings.schedule.steps,
-        eval_steps=settings.schedule.eval_steps,
-        compare_steps=settings.schedule.compare_steps,
+    return dataclasses.replace(
+        settings.plan,
         metric=dataclasses.replace(metrics[0], reason=reason),
         test=test,
         candidates=tuple(candidates),
@@ -243,54 +210,31 @@ def _compare(
       scale: scale of the training loss.
       name: the candidate.
     """
-    reference, candidate = results[settings.reference[0]], results[name]
+    reference, candidate = results[settings.plan.reference], results[name]
     budget, records = settings.budgets[name], (reference.records, candidate.records)
     count = len(settings.candidates)
     checks, pairs, power = compare_metrics(*records, metrics, budget, scale, count)
     training = compare_training(*records, scale)
-    steps = settings.schedule.steps * len(settings.seeds)
-    gradients = candidate.measurements.gradients
+    steps = settings.plan.steps * len(settings.plan.seeds)
     unit = scale.unit if scale.scale == "absolute" else 0.0
-    checks += compare_figures(gradients, training, budget, steps, unit)
+    checks += compare_figures(candidate.result.gradients, training, budget, steps, unit)
     decisive = overall(checks)
-    causes = ()
-    if decisive.verdict in (FAIL, DIFFERS):
-        causes = diagnose(_evidence(candidate, training, budget))
-    return CandidateResult(
+    result = dataclasses.replace(
+        candidate.result,
         name=name,
         recipe=settings.candidates[name].name,
         verdict=decisive.verdict,
-        headline=_headline(name, decisive, causes),
-        causes=causes,
+        causes=(),
         checks=tuple(checks),
         pairs=tuple(pairs),
         power=power,
-        gradients=gradients,
-        modules=candidate.measurements.modules,
-        patterns=candidate.measurements.patterns,
-        origin=find_origin(candidate.measurements.modules),
+        origin=find_origin(candidate.result.modules),
         training=training,
     )
-
-
-def _evidence(candidate: Trained, training: TrainingRow, budget: Budget) -> Evidence:
-    trial, note, rows = None, "", candidate.measurements.gradients
-    try:
-        trial = candidate.repeat(step_to_repeat(rows)) if rows else None
-    except (TypeError, ValueError, NotImplementedError) as error:
-        # A step that cannot be emulated does not invalidate the verdict.
-        note = f"The step was not repeated in FP32: {type(error).__name__}: {str(error)[:200]}"
-    return Evidence(
-        measurements=candidate.measurements,
-        audit=candidate.audit,
-        training=training,
-        lacks_masters=candidate.lacks_masters,
-        scale=min(min(record.loss_scales) for record in candidate.records),
-        gradient_budget=budget.gradient,
-        is_finite=bool(np.isfinite([r.losses[-1] for r in candidate.records]).all()),
-        trial=trial,
-        note=note,
-    )
+    if decisive.verdict in (FAIL, DIFFERS):
+        causes = diagnose(result, candidate, budget.gradient)
+        result = dataclasses.replace(result, causes=causes)
+    return dataclasses.replace(result, headline=_headline(name, decisive, result.causes))
 
 
 def _headline(name: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
@@ -332,68 +276,86 @@ def _check_data(reference: Sequence[TrainingRecord], candidate: Sequence[Trainin
 # ---------------------------------------------------------------------------
 
 
-def _train_recipe(
-    name: str,
-    recipe: Recipe,
-    make_run: MakeRun,
-    settings: Settings,
-    saved: Reference,
-    runs: list[TrainingRecord],
-    on_run: OnRun,
-    on_step: OnStep,
-) -> Trained:
-    """Trains all seeds of a recipe, one after another, and appends their records to `runs`."""
-    seeds, schedule = settings.seeds, settings.schedule
-    is_reference = name == settings.reference[0]
-    run = lambda seed: as_pure(
-        make_run(recipe, seed), f"make_run({name!r}, {seed})", schedule.steps
-    )
-    first = run(seeds[0])
-    params = jax.eval_shape(first.params, first.arrays)
-    audited, objects = first.audited
-    report = audit(audited, *objects, first.first, recipe=recipe)
-    program, hashes = functools.cache(lambda: make_program(first)), Hashes.of(first)
-    comparer = _Comparer(first, saved, is_reference)
-    finished = _finished(name, settings)
+class _Trainer:
+    """Trains recipes, the reference first, and compares the others with it.
 
-    def train_one(seed: int) -> TrainingRecord:
-        current = first if seed == seeds[0] else run(seed)
-        _check_initial(name, seed, current, saved, is_reference)
-        on_run(f"{name}, seed {seed}")
-        each, initial = Hashes.of(current), checksum(current.params(current.arrays))
-        record = finished.get(seed)
-        if record and (record.initial_checksum, record.program) == (f"{initial:08x}", each.step):
-            for _ in range(schedule.steps):
-                on_step()
-            runs.append(record)
-            return record
-        own = program() if each.step == hashes.step else make_program(current)
-        if not each.evaluation or each.evaluation != hashes.evaluation:
-            own = own.with_evaluation(current)
-        # Only the first seed is compared.
-        compared = comparer if seed == seeds[0] else lambda *_: None
-        record = train(name, seed, current, own, schedule, on_compare=compared, on_step=on_step)
-        runs.append(dataclasses.replace(record, program=each.step))
-        return runs[-1]
+    `runs` are the records of the finished runs.
+    """
 
-    def repeat(step: int) -> Trial:
-        current, (leaves, reference) = run(seeds[0]), saved.steps[step]
-        batch = as_arrays(next(itertools.islice(current.batches, step, None)))
-        return repeat_step(current, _with_leaves(current, leaves), batch, step, reference)
+    def __init__(
+        self, make_run: MakeRun, settings: Settings, on_run: OnRun, on_step: OnStep
+    ) -> None:
+        self.runs: list[TrainingRecord] = []
+        self._make_run, self._settings = make_run, settings
+        self._on_run, self._on_step = on_run, on_step
+        # Of the reference: seed -> initial parameters.
+        self._initial: dict[int, Leaves] = {}
+        # Of the reference: compared step -> parameters before it, and measurements.
+        self._steps: dict[int, tuple[Leaves, Probe]] = {}
 
-    records = list(map(train_one, seeds))
-    if seeds[0] in finished and records[0] is finished[seeds[0]]:
-        earlier = settings.earlier[name]
-        comparer.measurements = Measurements(
-            gradients=earlier.gradients, modules=earlier.modules, patterns=earlier.patterns
+    def train(self, name: str, recipe: Recipe) -> Trained:
+        """Trains all seeds of a recipe, one after another."""
+        plan, finished = self._settings.plan, _finished(name, self._settings)
+        is_reference, result = name == plan.reference, CandidateResult(name=name)
+        run = lambda seed: as_pure(
+            self._make_run(recipe, seed), f"make_run({name!r}, {seed})", plan.steps
         )
-    return Trained(
-        records=records,
-        measurements=comparer.measurements,
-        audit=report,
-        lacks_masters=any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params)),
-        repeat=repeat,
-    )
+        first = run(plan.seeds[0])
+        params = jax.eval_shape(first.params, first.arrays)
+        function, objects = first.audited
+        audited = audit(function, *objects, first.first, recipe=recipe)
+        advance, hashes = functools.cache(lambda: compile_step(first)), Hashes.of(first)
+        probe = make_probe(first)
+
+        def compare(step: int, arrays: PyTree, batch: PyTree) -> None:
+            nonlocal result
+            if is_reference:
+                params = leaves_of(first.params(arrays))
+                self._steps[step] = params, probe(arrays, batch)
+                return
+            leaves, reference = self._steps[step]
+            candidate = probe(_with_leaves(first, arrays, leaves), batch)
+            result = with_step(result, step, reference, candidate)
+
+        def train_one(seed: int) -> TrainingRecord:
+            is_first = seed == plan.seeds[0]
+            current = first if is_first else run(seed)
+            params = current.params(current.arrays)
+            if is_reference:
+                self._initial[seed] = leaves_of(params)
+            else:
+                check_same_params(self._initial[seed], params, name, seed)
+            self._on_run(f"{name}, seed {seed}")
+            each, initial = Hashes.of(current), f"{checksum(params):08x}"
+            record = finished.get(seed)
+            if record and (record.initial_checksum, record.program) == (initial, each.step):
+                for _ in range(plan.steps):
+                    self._on_step()
+                return record
+            own = advance() if each.step == hashes.step else compile_step(current)
+            like = first if each.evaluation == hashes.evaluation else current
+            evaluate = jax.jit(like.evaluate) if each.evaluation else current.evaluate
+            # Only the first seed is compared.
+            compared = compare if is_first else lambda *_: None
+            hooks = {"on_compare": compared, "on_step": self._on_step}
+            record = train(name, seed, current, own, evaluate, plan, **hooks)
+            return dataclasses.replace(record, initial_checksum=initial, program=each.step)
+
+        records = []
+        for seed in plan.seeds:
+            records.append(train_one(seed))
+            self.runs.append(records[-1])
+        if records[0] is finished.get(plan.seeds[0]):
+            result = self._settings.earlier[name]
+
+        def repeat(step: int) -> Trial:
+            current, (leaves, reference) = run(plan.seeds[0]), self._steps[step]
+            batch = as_arrays(next(itertools.islice(current.batches, step, None)))
+            arrays = _with_leaves(current, current.arrays, leaves)
+            return repeat_step(current, arrays, batch, step, reference)
+
+        lacks_masters = any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params))
+        return Trained(records, result, audited, lacks_masters, repeat)
 
 
 def _finished(name: str, settings: Settings) -> dict[int, TrainingRecord]:
@@ -404,56 +366,30 @@ def _finished(name: str, settings: Settings) -> dict[int, TrainingRecord]:
     """
     earlier = settings.earlier
     has_verdict = any(each.name == name for each in earlier.candidates)
-    is_compared = has_verdict and earlier.seeds[:1] == settings.seeds[:1]
+    is_compared = has_verdict and earlier.seeds[:1] == settings.plan.seeds[:1]
     runs = {run.seed: run for run in earlier.runs if run.name == name}
-    return {n: run for n, run in runs.items() if n != settings.seeds[0] or is_compared}
+    return {n: run for n, run in runs.items() if n != settings.plan.seeds[0] or is_compared}
 
 
-def _with_leaves(run: PureRun, leaves: Leaves, arrays: PyTree = None) -> PyTree:
-    """Returns a state, or the initial one, with parameters by path."""
-    arrays = run.arrays if arrays is None else arrays
+def _with_leaves(run: PureRun, arrays: PyTree, leaves: Leaves) -> PyTree:
+    """Returns a state with parameters by path."""
     params = run.params(arrays)
     new = _trees.map_with_path(lambda path, _: leaves[_trees.parameter_path(path)], params)
     return run.with_params(arrays, new)
 
 
-def _check_initial(
-    name: str, seed: int, run: PureRun, saved: Reference, is_reference: bool
-) -> None:
-    """Saves the initial parameters of the reference, or compares those of a candidate."""
-    params = run.params(run.arrays)
-    if is_reference:
-        saved.initial[seed] = leaves_of(params)
-        return
-    leaves = saved.initial[seed]
-    expected = _trees.map_with_path(lambda path, _: leaves.get(_trees.parameter_path(path)), params)
-    check_same_params(expected, params, name, seed)
-
-
-class _Comparer:
-    """Measures the steps to compare: saves those of the reference, compares those of others."""
-
-    def __init__(self, run: PureRun, saved: Reference, is_reference: bool) -> None:
-        self._run, self._saved, self._is_reference = run, saved, is_reference
-        self._probe = make_probe(run)
-        self.measurements = Measurements()
-
-    def __call__(self, step: int, arrays: PyTree, batch: PyTree) -> None:
-        if self._is_reference:
-            params = leaves_of(self._run.params(arrays))
-            self._saved.steps[step] = params, self._probe(arrays, batch)
-            return
-        leaves, reference = self._saved.steps[step]
-        candidate = self._probe(_with_leaves(self._run, leaves, arrays), batch)
-        self.measurements = self.measurements.add(step, reference, candidate)
-
-
-def make_schedule(
-    steps: int, eval_every: int | None, compare_steps: Sequence[int] | None
-) -> Schedule:
-    """Returns the steps of a run.
+def planned_report(
+    reference: str,
+    seeds: tuple[int, ...],
+    steps: int,
+    eval_every: int | None,
+    compare_steps: Sequence[int] | None,
+) -> ValidationReport:
+    """Returns the report of a validation before its first run.
 
     Args:
+      reference: name of the reference.
+      seeds: the seeds.
       steps: number of training steps.
       eval_every: steps between two evaluations; None: a tenth of the steps.
       compare_steps: numbers of updates before a comparison; None: 0, a tenth, and all but one.
@@ -478,4 +414,10 @@ def make_schedule(
                 f"compare_steps={list(compared)}: {step} is not between 0 and {steps - 1}."
             )
     evaluated = itertools.chain(range(0, steps, every), (steps,))
-    return Schedule(steps, tuple(evaluated), tuple(sorted(set(compared))))
+    return ValidationReport(
+        reference=reference,
+        seeds=seeds,
+        steps=steps,
+        eval_steps=tuple(evaluated),
+        compare_steps=tuple(sorted(set(compared))),
+    )

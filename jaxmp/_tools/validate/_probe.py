@@ -22,16 +22,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._programs import _bind
 from jaxmp._programs._jaxprs import Path
+from jaxmp._tools.report._section import grouped, module_text
 from jaxmp._tools.stats._observe import Observer, modules_of
 from jaxmp._tools.validate._pure import PureRun
-from jaxmp._tools.validate._rows import GradientRow, ModuleRow, Pattern
+from jaxmp._tools.validate._rows import CandidateResult, GradientRow, ModuleRow, Pattern
 from jaxmp._tools.validate._run import check_grads
 from jaxmp._tools.validate._train import global_norm
 
@@ -140,34 +141,6 @@ class Probe(NamedTuple):
     dtypes: Mapping[str, str] = MappingProxyType({})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measurements:
-    """Differences of a candidate from the reference at all compared steps.
-
-    Args:
-      gradients: a row for each step.
-      modules: a row for each step and module.
-      patterns: differences of gradients, updates and states that have a known form.
-    """
-
-    gradients: tuple[GradientRow, ...] = ()
-    modules: tuple[ModuleRow, ...] = ()
-    patterns: tuple[Pattern, ...] = ()
-
-    def add(self, step: int, reference: Probe, candidate: Probe) -> Measurements:
-        """Returns the measurements with those of another step."""
-        gradients, patterns = self.gradients, self.patterns
-        if reference.grads and candidate.grads:
-            row = gradient_row(step, reference, candidate)
-            gradients += (row,)
-            patterns += tuple(find_patterns(row, reference, candidate))
-        return Measurements(
-            gradients=gradients,
-            modules=self.modules + tuple(module_rows(step, reference, candidate)),
-            patterns=patterns,
-        )
-
-
 def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
     """Returns a function of (arrays, batch) that measures one step, compiled once.
 
@@ -180,24 +153,25 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         paths[:] = outputs
         before, after = run.params(arrays), run.params(new)
         update = jax.tree.map(_difference, after, before)
-        changes = _stalled(before, after, result.grads), global_norm(update)
         state, other = (
             {k: x for k, x in run.state(y).items() if not _trees.is_key(x)} for y in (arrays, new)
         )
-        samples = (
-            _samples(update),
-            {path: sampled(_difference(other[path], leaf)) for path, leaf in state.items()},
-            _samples(before),
-        )
         dtypes.update({path: str(leaf.dtype) for path, leaf in state.items()})
-        return result, list(outputs.values()), changes, samples
+        changes = {path: _difference(other[path], leaf) for path, leaf in state.items()}
+        numbers = {"stalled": _stalled(before, after, result.grads), "update": global_norm(update)}
+        samples = {
+            "updates": _samples(update),
+            "changes": jax.tree.map(sampled, changes),
+            "params": _samples(before),
+        }
+        return result, list(outputs.values()), numbers, samples
 
     paths: list[tuple[str, ...]] = []
     dtypes: dict[str, str] = {}
     compiled = jax.jit(measure)
 
     def probe(arrays: PyTree, batch: PyTree) -> Probe:
-        result, outputs, (stalled, update), samples = jax.device_get(compiled(arrays, batch))
+        result, outputs, numbers, samples = jax.device_get(compiled(arrays, batch))
         return Probe(
             loss=float(result.loss),
             grads=leaves_of(result.grads),
@@ -206,12 +180,9 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
                 for module, output in zip(modules_of(paths), outputs, strict=True)
                 if output.is_computed
             },
-            stalled=float(stalled),
-            update=float(update),
-            updates=samples[0],
-            changes=samples[1],
-            params=samples[2],
             dtypes=dict(dtypes),
+            **{name: float(number) for name, number in numbers.items()},
+            **samples,
         )
 
     return probe
@@ -245,10 +216,7 @@ def _difference(x: Array, y: Array) -> Array:
 def _stored(x: Array) -> Array:
     """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
     wide = x.astype(jnp.float32)
-    if not is_16bit(x.dtype):
-        return wide
-    info = jnp.finfo(x.dtype)
-    return lax.reduce_precision(wide, info.nexp, info.nmant)
+    return _bind.rounded_to(wide, x.dtype) if is_16bit(x.dtype) else wide
 
 
 def _samples(tree: PyTree) -> dict[str, Array]:
@@ -260,6 +228,22 @@ def _samples(tree: PyTree) -> dict[str, Array]:
 # ---------------------------------------------------------------------------
 # Differences
 # ---------------------------------------------------------------------------
+
+
+def with_step(
+    result: CandidateResult, step: int, reference: Probe, candidate: Probe
+) -> CandidateResult:
+    """Returns the result of a candidate with its differences from the reference at a step."""
+    modules = (*result.modules, *module_rows(step, reference, candidate))
+    result = dataclasses.replace(result, modules=modules)
+    if not (reference.grads and candidate.grads):
+        return result
+    row = gradient_row(step, reference, candidate)
+    return dataclasses.replace(
+        result,
+        gradients=(*result.gradients, row),
+        patterns=(*result.patterns, *find_patterns(row, reference, candidate)),
+    )
 
 
 def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
@@ -283,6 +267,11 @@ def gradient_row(step: int, reference: Probe, candidate: Probe) -> GradientRow:
     )
 
 
+def _module_of(path: str) -> str:
+    """Returns the module of a parameter."""
+    return path.rpartition(":")[0]
+
+
 def _underflow(reference: np.ndarray, candidate: np.ndarray) -> float:
     """Returns the share of the reference's nonzero elements that are zero in the candidate."""
     nonzero = reference != 0
@@ -292,25 +281,18 @@ def _underflow(reference: np.ndarray, candidate: np.ndarray) -> float:
 def module_rows(step: int, reference: Probe, candidate: Probe) -> list[ModuleRow]:
     """Returns the differences of each module's gradients and output, in forward order."""
     order = {module: position for position, module in enumerate(reference.outputs)}
-    own: dict[str, list[str]] = {}
-    for path in reference.grads:
-        own.setdefault(path.rpartition(":")[0], []).append(path)
+    own = grouped(reference.grads, _module_of)
     rows = []
     for module in dict.fromkeys([*order, *own]):
-        row = ModuleRow(module=module, step=step, order=order.get(module, -1))
-        rows.append(_module_row(row, own.get(module, []), reference, candidate))
+        errors: dict[str, float] = {}
+        if module in own:
+            x, y = (joined(probe.grads, own[module]) for probe in (reference, candidate))
+            errors |= {"gradient_error": difference(x, y).error, "underflow": _underflow(x, y)}
+        output, other = (probe.outputs.get(module) for probe in (reference, candidate))
+        if output is not None and other is not None and output.shape == other.shape:
+            errors["activation_error"] = difference(output, other).error
+        rows.append(ModuleRow(module=module, step=step, order=order.get(module, -1), **errors))
     return rows
-
-
-def _module_row(row: ModuleRow, paths: list[str], reference: Probe, candidate: Probe) -> ModuleRow:
-    values: dict[str, float] = {}
-    if paths:
-        x, y = (joined(probe.grads, paths) for probe in (reference, candidate))
-        values |= {"gradient_error": difference(x, y).error, "underflow": _underflow(x, y)}
-    output, other = reference.outputs.get(row.module), candidate.outputs.get(row.module)
-    if output is not None and other is not None and output.shape == other.shape:
-        values["activation_error"] = difference(output, other).error
-    return dataclasses.replace(row, **values)
 
 
 # ---------------------------------------------------------------------------
@@ -398,11 +380,9 @@ def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pat
 
 def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> Iterator[Pattern]:
     """Finds modules whose gradient is zero, unless that of all modules is."""
-    modules: dict[str, list[str]] = {}
-    for path in reference:
-        modules.setdefault(path.rpartition(":")[0] or "(root)", []).append(path)
+    modules = grouped(reference, _module_of)
     names = [
-        module
+        module_text(module)
         for module, paths in modules.items()
         if not joined(candidate, paths).any()
         and np.linalg.norm(joined(reference, paths)) > _FROZEN * row.norm

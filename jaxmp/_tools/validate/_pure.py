@@ -41,8 +41,7 @@ class PureRun(NamedTuple):
       evaluate: arrays -> metrics.
       params: arrays -> parameters, with FP32 masters where there are any.
       with_params: (arrays, parameters) -> arrays, with the parameters cast to the storage dtypes.
-      scale: arrays -> loss scale as a float32 scalar; 1 without a loss scale.
-      skipped: arrays -> number of skipped steps as an int32 scalar.
+      opt_state: arrays -> state of the optimizer, with its loss scale and skipped steps.
       state: arrays -> all other leaves by path, such as statistics, averages and moments.
       first: the first batch, with JAX arrays as leaves.
       batches: all batches; they can be read once.
@@ -54,8 +53,7 @@ class PureRun(NamedTuple):
     evaluate: Callable[[PyTree], dict[str, Array]]
     params: Callable[[PyTree], PyTree]
     with_params: Callable[[PyTree, PyTree], PyTree]
-    scale: Callable[[PyTree], Array]
-    skipped: Callable[[PyTree], Array]
+    opt_state: Callable[[PyTree], PyTree]
     state: Callable[[PyTree], dict[str, Array]]
     first: PyTree
     batches: Iterator[PyTree]
@@ -148,13 +146,15 @@ def _scalar(value: object, function: str, name: str) -> Array:
     )
 
 
-def _scale_of(tree: PyTree) -> Array:
-    scales = [node.scale_value for _, node in _find.find(tree, LossScale)]
+def loss_scale_of(opt_state: PyTree) -> Array:
+    """Returns the loss scale of an optimizer as a float32 scalar; 1 without one."""
+    scales = [node.scale_value for _, node in _find.find(opt_state, LossScale)]
     return jnp.asarray(_compat.plain_array(scales[0]) if scales else 1, jnp.float32)
 
 
-def _skipped_of(tree: PyTree) -> Array:
-    counts = [node.total for _, node in _find.find(tree, SkipStats)]
+def skipped_of(opt_state: PyTree) -> Array:
+    """Returns the number of skipped steps of an optimizer as an int32 scalar."""
+    counts = [node.total for _, node in _find.find(opt_state, SkipStats)]
     return jnp.asarray(_compat.plain_array(counts[0]) if counts else 0, jnp.int32)
 
 
@@ -195,8 +195,7 @@ def _pure_tree(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pu
         evaluate=lambda arrays: _metrics(run.evaluate(opened(arrays))),
         params=lambda arrays: _full_params(opened(arrays)),
         with_params=lambda arrays, params: jax.tree.leaves(_replace_params(opened(arrays), params)),
-        scale=lambda arrays: _scale_of(getattr(opened(arrays), "opt_state", opened(arrays))),
-        skipped=lambda arrays: _skipped_of(opened(arrays)),
+        opt_state=opened,
         state=lambda arrays: _other_leaves(opened(arrays)),
         first=as_arrays(first),
         batches=batches,
@@ -307,18 +306,18 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
 
     def with_params(arrays: PyTree, params: PyTree) -> PyTree:
         live = objects(arrays)
-        model = live[number]
-        like = nnx.as_pure(nnx.state(model, nnx.Param))
-        nnx.update(model, _cast_like(params, like))
+        like = nnx.as_pure(nnx.state(live[number], nnx.Param))
+        nnx.update(live[number], _cast_like(params, like))
         return nnx.as_pure(nnx.split(live)[1])
 
+    def opt_states(arrays: PyTree) -> list[PyTree]:
+        optimizers = (node for node in objects(arrays) if hasattr(node, "opt_state"))
+        return [nnx.as_pure(node.opt_state) for node in optimizers]
+
     def params(arrays: PyTree) -> PyTree:
-        live = objects(arrays)
-        stored = nnx.as_pure(nnx.state(live[number], nnx.Param))
-        optimizers = [node for node in live if hasattr(node, "opt_state")]
-        if not optimizers:
-            return stored
-        return _find.replace_by_masters(stored, nnx.as_pure(optimizers[0].opt_state))
+        stored = nnx.as_pure(nnx.state(objects(arrays)[number], nnx.Param))
+        states = opt_states(arrays)
+        return _find.replace_by_masters(stored, states[0]) if states else stored
 
     def state_of(arrays: PyTree) -> dict[str, Array]:
         trees = {}
@@ -334,8 +333,7 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
         evaluate=lambda arrays: _metrics(run.evaluate(*objects(arrays))),
         params=params,
         with_params=with_params,
-        scale=lambda arrays: _scale_of(_opt_states(objects(arrays))),
-        skipped=lambda arrays: _skipped_of(_opt_states(objects(arrays))),
+        opt_state=opt_states,
         state=state_of,
         first=as_arrays(first),
         batches=batches,
@@ -348,10 +346,6 @@ def _number_of_model(nodes: tuple[Any, ...]) -> int:
     modules = [i for i, node in enumerate(nodes) if isinstance(node, nnx.Module)]
     trained = [trained_model(node) for node in nodes]
     return next((i for i in modules if any(nodes[i] is m for m in trained)), modules[0])
-
-
-def _opt_states(nodes: tuple[Any, ...]) -> PyTree:
-    return [nnx.as_pure(node.opt_state) for node in nodes if hasattr(node, "opt_state")]
 
 
 # ---------------------------------------------------------------------------
@@ -367,25 +361,33 @@ def checksum(tree: PyTree, start: int = 0) -> int:
     return start
 
 
-def check_same_params(reference: PyTree, candidate: PyTree, name: str, seed: int) -> None:
+def check_same_params(
+    reference: Mapping[str, np.ndarray], params: PyTree, name: str, seed: int
+) -> None:
     """Checks that the initial parameters are those of the reference, up to their storage dtype.
+
+    Args:
+      reference: parameters of the reference by path.
+      params: those of a candidate.
+      name: the candidate.
+      seed: the seed.
 
     Raises:
       ValidationError: naming the first parameter that differs.
     """
-    expected = _trees.leaves_with_path(reference)
-    actual = _trees.leaves_with_path(candidate)
-    if [path for path, _ in expected] != [path for path, _ in actual]:
+    leaves = _trees.leaves_with_path(params)
+    actual = {_trees.parameter_path(path): leaf for path, leaf in leaves}
+    if actual.keys() != reference.keys():
         raise ValidationError(
             f"{name!r} has other parameters than the reference for seed {seed}: "
-            f"{len(actual)} leaves instead of {len(expected)}. make_run has to return the same "
+            f"{len(actual)} leaves instead of {len(reference)}. make_run has to return the same "
             "model for every recipe."
         )
-    for (path, leaf), (_, other) in zip(expected, actual, strict=True):
-        cast = np.asarray(jnp.asarray(leaf, other.dtype))
-        if cast.tobytes() != np.asarray(other).tobytes():
+    for path, leaf in actual.items():
+        cast = np.asarray(jnp.asarray(reference[path], leaf.dtype))
+        if cast.tobytes() != np.asarray(leaf).tobytes():
             raise ValidationError(
-                f"The initial parameter {_trees.parameter_path(path)!r} of {name!r} differs from "
-                f"the reference for seed {seed}. Initialize the parameters in FP32 from the seed "
-                "alone, such as model.init(jax.random.key(seed), x), before casting them."
+                f"The initial parameter {path!r} of {name!r} differs from the reference for seed "
+                f"{seed}. Initialize the parameters in FP32 from the seed alone, such as "
+                "model.init(jax.random.key(seed), x), before casting them."
             )

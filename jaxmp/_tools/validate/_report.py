@@ -168,6 +168,8 @@ class ValidationReport(Report):
     def to_html(self, *, full: bool = True) -> str:
         """Returns the report as one HTML page with charts, without scripts or links.
 
+        The page follows the reader's light or dark scheme, and fits a phone.
+
         Args:
           full: as in `to_text`.
 
@@ -175,7 +177,12 @@ class ValidationReport(Report):
           >>> page = ValidationReport(steps=100).to_html()
           >>> _ = Path("validation.html").write_text(page, encoding="utf-8")
         """
-        return render_page(self, full)
+        sections = validation_sections(self, full)
+        tables = (number for number, section in enumerate(sections, 1) if section.rows)
+        first = next(tables, len(self.candidates))
+        parts = html_sections(sections[:first]), _charts_of(self), html_sections(sections[first:])
+        body = "\n".join(filter(None, parts))
+        return html_document(self._title, body, _chart.STYLE + _STYLE)
 
 
 # ---------------------------------------------------------------------------
@@ -232,7 +239,19 @@ def find_regressions(report: ValidationReport, baseline: ValidationReport) -> li
 
 
 def _worse(report: ValidationReport, new: CandidateResult, old: CandidateResult) -> Iterator[str]:
-    yield from _worse_metric(report, new, old)
+    """Yields a sentence for each figure of a candidate that is worse than in the baseline."""
+    metric = report.metric
+    differences = [
+        metric_difference(before.candidate, after.candidate, metric)
+        for before, after in zip(old.pairs, new.pairs, strict=True)
+    ]
+    interval = paired_interval(differences)
+    if metric.direction == TWO_SIDED and interval.mean < 0:
+        interval = paired_interval([-difference for difference in differences])
+    limit = LOSS_SHARE * new.checks[0].budget
+    if math.isnan(interval.mean) or (interval.low > 0 and interval.mean > limit):
+        value = figure_text(relative_difference(interval.mean, metric), metric.scale)
+        yield f"the held-out {metric.name} is worse by {value} than in the baseline."
     before, after = (
         float(np.median([row.error for row in each.gradients] or [math.nan])) for each in (old, new)
     )
@@ -241,57 +260,13 @@ def _worse(report: ValidationReport, new: CandidateResult, old: CandidateResult)
         yield f"the gradient error rose from {100 * before:.3g} % to {100 * after:.3g} %."
 
 
-def _worse_metric(
-    report: ValidationReport, new: CandidateResult, old: CandidateResult
-) -> Iterator[str]:
-    scale = report.metric.scale
-    differences = [
-        metric_difference(before.candidate, after.candidate, report.metric)
-        for before, after in zip(old.pairs, new.pairs, strict=True)
-    ]
-    interval = paired_interval(differences)
-    if report.metric.direction == TWO_SIDED and interval.mean < 0:
-        interval = paired_interval([-difference for difference in differences])
-    low = interval.mean if interval.low is None else interval.low
-    limit = LOSS_SHARE * new.checks[0].budget
-    if math.isnan(interval.mean) or (low > 0 and interval.mean > limit):
-        value = relative_difference(interval.mean, report.metric)
-        yield (
-            f"the held-out {report.metric.name} is worse by {figure_text(value, scale)} than in "
-            "the baseline."
-        )
-
-
 # ---------------------------------------------------------------------------
-# Page
+# Charts
 # ---------------------------------------------------------------------------
-
 
 _STYLE = """
 @media (max-width: 30rem) { .jaxmp { padding: 1rem; } .jaxmp h1 { font-size: 1.15rem; } }
 """
-
-
-def render_page(report: ValidationReport, full: bool = True) -> str:
-    """Returns a report as one HTML page with its style and charts, without scripts or links.
-
-    The page follows the reader's light or dark scheme, and fits a phone.
-
-    Args:
-      report: the report.
-      full: True for all tables.
-    """
-    sections = validation_sections(report, full)
-    tables = (number for number, section in enumerate(sections, 1) if section.rows)
-    first = next(tables, len(report.candidates))
-    parts = html_sections(sections[:first]), _charts_of(report), html_sections(sections[first:])
-    body = "\n".join(filter(None, parts))
-    return html_document("Precision validation", body, _chart.STYLE + _STYLE)
-
-
-# ---------------------------------------------------------------------------
-# Charts
-# ---------------------------------------------------------------------------
 
 
 def _charts_of(report: ValidationReport) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jaxmp._tools.report._section import Fix, Section, counted, grouped, nonempty
+from jaxmp._tools.report._section import Fix, Section, counted, grouped, module_text, nonempty
 
 if TYPE_CHECKING:
     from jaxmp._tools.validate._report import ValidationReport
@@ -453,7 +453,7 @@ def _modules(candidate: CandidateResult, full: bool) -> Section:
     quantities = [("output", "activation_error"), ("gradient", "gradient_error")]
     cells = tuple(
         (
-            module or "(root)",
+            module_text(module),
             *(
                 percent(getattr(errors.get((module, step)), field, None))
                 for _, field in quantities

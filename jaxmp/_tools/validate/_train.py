@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,15 @@ import numpy as np
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._tools.report._progress import OnStep
-from jaxmp._tools.validate._pure import PureRun, as_arrays, checksum, too_few_batches
+from jaxmp._tools.validate._pure import (
+    PureRun,
+    as_arrays,
+    checksum,
+    loss_scale_of,
+    skipped_of,
+    too_few_batches,
+)
+from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._rows import TrainingRecord
 from jaxmp._tools.validate._run import check_batch
 
@@ -30,54 +37,30 @@ _NO_NORM = -1.0
 _UNTRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
-class Schedule(NamedTuple):
-    """Steps of a run: their number, and those at which it is evaluated and compared."""
-
-    steps: int
-    eval_steps: tuple[int, ...]
-    compare_steps: tuple[int, ...]
-
-
 class StepRow(NamedTuple):
-    """Measurements of one step, or of all."""
+    """Measurements of one step."""
 
-    loss: Array | np.ndarray
-    norm: Array | np.ndarray
-    scale: Array | np.ndarray
-    skipped: Array | np.ndarray
-
-
-@dataclasses.dataclass
-class CompiledRun:
-    """Compiled step and evaluation of a recipe.
-
-    Args:
-      advance: (arrays, batch) -> (arrays, StepRow); donates the arrays.
-      evaluate: arrays -> metrics.
-    """
-
-    advance: Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
-    evaluate: Callable[[PyTree], dict[str, Array]]
-
-    def with_evaluation(self, run: PureRun) -> CompiledRun:
-        """Returns the program of a run with the same step and another evaluation."""
-        return dataclasses.replace(self, evaluate=_traceable(run.evaluate, run.arrays))
+    loss: Array
+    norm: Array
+    scale: Array
+    skipped: Array
 
 
-def make_program(run: PureRun) -> CompiledRun:
-    """Compiles the step of a run."""
-    lowered = jax.jit(_advance(run), donate_argnums=0).lower(run.arrays, run.first)
-    return CompiledRun(lowered.compile(), _traceable(run.evaluate, run.arrays))
+# (arrays, batch) -> (arrays, measurements).
+Advance = Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
 
 
-def _advance(run: PureRun) -> Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]:
+def compile_step(run: PureRun) -> Advance:
+    """Compiles the step of a run, so that it donates its arrays and returns a `StepRow`."""
+
     def advance(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepRow]:
-        scale, before = run.scale(arrays), run.skipped(arrays)
+        before = run.opt_state(arrays)
         new, result = run.step(arrays, batch)
+        skipped = skipped_of(run.opt_state(new)) - skipped_of(before)
         norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
-        return new, StepRow(result.loss, norm, scale, run.skipped(new) - before)
+        return new, StepRow(result.loss, norm, loss_scale_of(before), skipped)
 
-    return advance
+    return jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first).compile()
 
 
 def global_norm(tree: PyTree) -> Array:
@@ -85,17 +68,6 @@ def global_norm(tree: PyTree) -> Array:
     leaves = [leaf for leaf in jax.tree.leaves(tree) if _trees.is_float(leaf)]
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
     return jnp.sqrt(jnp.sum(jnp.stack(squares))) if squares else jnp.float32(0)
-
-
-def _traceable(
-    evaluate: Callable[[PyTree], dict[str, Array]], arrays: PyTree
-) -> Callable[[PyTree], dict[str, Array]]:
-    """Returns the jitted evaluation, or the evaluation itself if JAX cannot trace it."""
-    try:
-        jax.eval_shape(evaluate, arrays)
-    except _UNTRACEABLE:
-        return evaluate
-    return jax.jit(evaluate)
 
 
 class Hashes(NamedTuple):
@@ -128,20 +100,6 @@ def _hash(function: Callable[..., PyTree], *args: PyTree) -> str:
     return hashlib.sha256(f"{text}\n{structure}\n{constants}".encode()).hexdigest()[:16]
 
 
-def take_batches(run: PureRun, steps: int, name: str) -> Iterator[PyTree]:
-    """Yields the first `steps` batches.
-
-    Raises:
-      ValidationError: if there are fewer.
-    """
-    count = 0
-    for batch in itertools.islice(run.batches, steps):
-        count += 1
-        yield batch
-    if count < steps:
-        raise too_few_batches(name, count, steps)
-
-
 # ---------------------------------------------------------------------------
 # Training
 # ---------------------------------------------------------------------------
@@ -151,8 +109,9 @@ def train(
     name: str,
     seed: int,
     run: PureRun,
-    program: CompiledRun,
-    schedule: Schedule,
+    advance: Advance,
+    evaluate: Callable[[PyTree], dict[str, Array]],
+    plan: ValidationReport,
     *,
     on_compare: OnCompare,
     on_step: OnStep,
@@ -163,47 +122,42 @@ def train(
       name: name of the recipe.
       seed: the seed.
       run: the run.
-      program: its compiled program.
-      schedule: the steps.
-      on_compare: called before a step of `schedule.compare_steps`.
+      advance: its compiled step.
+      evaluate: arrays -> metrics.
+      plan: report with the steps.
+      on_compare: called before a step of `plan.compare_steps`.
       on_step: called after each step.
+
+    Raises:
+      ValidationError: if there are fewer batches than steps, or a batch has another shape.
     """
-    arrays = _trees.owned(run.arrays)
-    data, initial = 0, checksum(run.params(run.arrays))
+    arrays, data, steps = _trees.owned(run.arrays), 0, plan.steps
     rows: list[StepRow] = []
     evaluations: list[dict[str, Any]] = []
-    for step, batch in enumerate(take_batches(run, schedule.steps, f"{name}, seed {seed}")):
-        if step in schedule.eval_steps:
-            evaluations.append(jax.device_get(program.evaluate(arrays)))
+    for step, batch in enumerate(itertools.islice(run.batches, steps)):
+        if step in plan.eval_steps:
+            evaluations.append(jax.device_get(evaluate(arrays)))
         data = checksum(batch, data)
         loaded = as_arrays(batch)
         check_batch(run.first, loaded, f"{name}, seed {seed},", step)
-        if step in schedule.compare_steps:
+        if step in plan.compare_steps:
             on_compare(step, arrays, loaded)
-        arrays, row = program.advance(arrays, loaded)
+        arrays, row = advance(arrays, loaded)
         rows.append(row)
         on_step()
-    evaluations.append(jax.device_get(program.evaluate(arrays)))
-    return _record(
-        StepRow(*(np.stack(c) for c in zip(*jax.device_get(rows), strict=True))),
-        evaluations,
+    if len(rows) < steps:
+        raise too_few_batches(f"{name}, seed {seed}", len(rows), steps)
+    evaluations.append(jax.device_get(evaluate(arrays)))
+    losses, norms, scales, skipped = map(np.stack, zip(*jax.device_get(rows), strict=True))
+    floats = lambda values: tuple(float(value) for value in values)
+    return TrainingRecord(
         name=name,
         seed=seed,
-        eval_steps=schedule.eval_steps,
-        initial_checksum=f"{initial:08x}",
-        data_checksum=f"{data:08x}",
-    )
-
-
-def _record(columns: StepRow, evaluations: list[dict[str, Any]], **fields: Any) -> TrainingRecord:
-    """Returns the record of a seed from its measurements and other fields."""
-    floats = lambda values: tuple(float(value) for value in values)
-    has_gradients = not (columns.norm == _NO_NORM).all()
-    return TrainingRecord(
-        losses=floats(columns.loss),
-        gradient_norms=floats(columns.norm) if has_gradients else (),
-        loss_scales=floats(columns.scale),
-        skipped=tuple(int(step) for step in np.flatnonzero(columns.skipped)),
+        losses=floats(losses),
+        gradient_norms=() if (norms == _NO_NORM).all() else floats(norms),
+        loss_scales=floats(scales),
+        skipped=tuple(int(step) for step in np.flatnonzero(skipped)),
+        eval_steps=plan.eval_steps,
         evaluations={name: floats(row[name] for row in evaluations) for name in evaluations[0]},
-        **fields,
+        data_checksum=f"{data:08x}",
     )

@@ -27,13 +27,8 @@ from jaxmp._core import _trees
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs import _bind
-from jaxmp._programs._bind import bind_in_fp32, is_narrow, runs_in_fp32, wide
-from jaxmp._programs._constructs import CONSTRUCTS, Form, form_of
+from jaxmp._programs import _bind, _constructs, _jaxprs, _locations
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import Equation, is_literal
-from jaxmp._programs._locations import Lines, Location, Locations, module_of, root_of
-from jaxmp._tools.stats._measure import rounded_to
 from jaxmp._tools.validate._probe import Probe, gradient_row, make_probe, module_rows
 from jaxmp._tools.validate._pure import PureRun, StepResult
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow
@@ -71,7 +66,7 @@ class _Inside(NamedTuple):
       named: variables that are leaves of the batch, and their names.
     """
 
-    location: Location = Location()
+    location: _locations.Location = _locations.Location()
     enclosing: tuple[Any, ...] = ()
     labels: tuple[str, ...] = ()
     named: dict[Any, str] = MappingProxyType({})  # type: ignore[assignment]
@@ -95,7 +90,7 @@ class RoundedLines(Interpreter):
         self.origins: list[LineOrigin] = []
         self._run = run
         self._numbers: dict[tuple[str, str, str], int] = {}
-        self._lines, self._locations = Lines(), Locations()
+        self._lines, self._locations = _locations.Lines(), _locations.Locations()
         self._modes: Array = jnp.zeros(MAX_LINES, jnp.int32)
         self._closed, self._shape = jax.make_jaxpr(run.step, return_shape=True)(
             run.arrays, run.first
@@ -103,33 +98,28 @@ class RoundedLines(Interpreter):
 
     @property
     def pure_run(self) -> PureRun:
-        """The run whose state is `(modes, arrays)`."""
-        inner = self._run
-        return inner._replace(
-            step=self._step,
-            params=lambda state: inner.params(state[1]),
-            state=lambda state: inner.state(state[1]),
-        )
+        """The run whose batches are `(modes, batch)`."""
+        return self._run._replace(step=self._step)
 
     def module(self, origin: LineOrigin) -> str:
         """Returns the path of the module of a line."""
-        return module_of(origin.names, root_of(self._locations.names))
+        return _locations.module_of(origin.names, _locations.root_of(self._locations.names))
 
-    def _step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
-        self._modes, arrays = state
+    def _step(self, arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepResult]:
+        self._modes, batch = batch
         paths = ["/".join(path) for path, _ in _trees.leaves_with_path(batch)]
         inputs = [f"{path!r} of the batch" if path else "the batch" for path in paths]
         labels = [*[""] * len(jax.tree.leaves(arrays)), *inputs]
-        args = list(map(wide, jax.tree.leaves((arrays, batch))))
+        args = list(map(_bind.wide, jax.tree.leaves((arrays, batch))))
         outs = self.run(self._closed, args, state=_Inside(labels=tuple(labels)))
         new, result = jax.tree.unflatten(jax.tree.structure(self._shape), outs)
         new = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), new, self._shape[0])
-        return (state[0], new), result
+        return new, result
 
     # -- equations --------------------------------------------------------------------------
 
     def constant(self, array: Any) -> Any:
-        return wide(array)
+        return _bind.wide(array)
 
     def run(
         self,
@@ -147,29 +137,30 @@ class RoundedLines(Interpreter):
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         state: _Inside = frame.state
         name = equation.primitive.name
-        labels = ["" if is_literal(v) else state.named.get(v, "") for v in equation.invars]
+        labels = ["" if _jaxprs.is_literal(v) else state.named.get(v, "") for v in equation.invars]
         location = self._locations.of(equation, state.location)
         inside = _Inside(location, (equation, *state.enclosing), tuple(labels))
         if name in _bind.MOVES and any(labels):
             state.named.update(dict.fromkeys(equation.outvars, max(labels)))
-        if name in CONSTRUCTS or not runs_in_fp32(equation):
+        if not _bind.runs_in_fp32(equation):  # a construct, a kernel or a callback
             # The first operand of a branch is its index.
-            inside = inside._replace(labels=tuple(labels[form_of(equation) is Form.BRANCH :]))
+            is_branch = _constructs.form_of(equation) is _constructs.Form.BRANCH
+            inside = inside._replace(labels=tuple(labels[is_branch:]))
             return self.enter(equation, operands, frame, inside)
-        return self._rounded(equation, bind_in_fp32(equation, operands), inside, labels)
+        return self._rounded(equation, _bind.bind_in_fp32(equation, operands), inside, labels)
 
     def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Runs an equation in the dtypes of the step."""
-        return bind_in_fp32(equation, operands)
+        return _bind.bind_in_fp32(equation, operands)
 
     # -- roundings --------------------------------------------------------------------------
 
     def _rounded(
-        self, equation: Equation, outs: list[Any], inside: _Inside, labels: Sequence[str]
+        self, equation: _jaxprs.Equation, outs: list[Any], inside: _Inside, labels: Sequence[str]
     ) -> list[Any]:
         """Rounds the results of an operation that computes, and registers its line."""
         name = equation.primitive.name
-        dtypes = [var.aval.dtype if is_narrow(var.aval) else None for var in equation.outvars]
+        dtypes = [var.aval.dtype if _bind.is_narrow(var.aval) else None for var in equation.outvars]
         if name in _bind.MOVES or not any(dtypes):
             return outs
         source = ""
@@ -200,8 +191,8 @@ class RoundedLines(Interpreter):
 
 def _as_format(x: Array, dtype: np.dtype, mode: Array) -> Array:
     """Returns FP32 values rounded to a format, as far as the mode demands."""
-    wide = lax.reduce_precision(x, 8, jnp.finfo(dtype).nmant)
-    return jnp.where(mode == ROUNDED, rounded_to(x, dtype), jnp.where(mode == WIDE_RANGE, wide, x))
+    wide = jnp.where(mode == WIDE_RANGE, lax.reduce_precision(x, 8, jnp.finfo(dtype).nmant), x)
+    return jnp.where(mode == ROUNDED, _bind.rounded_to(x, dtype), wide)
 
 
 # ---------------------------------------------------------------------------
@@ -286,7 +277,7 @@ def repeat_step(run: PureRun, arrays: PyTree, batch: PyTree, step: int, referenc
     probe = make_probe(emulation.pure_run)
 
     def measure(modes: np.ndarray) -> Probe:
-        return probe((modes, arrays), batch)
+        return probe(arrays, (modes, batch))
 
     same = lambda mode: np.full(MAX_LINES, mode, np.int32)
     exact = measure(same(EXACT))

@@ -22,7 +22,7 @@ from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._views import read_report
 from jaxmp._tools.validate._budget import BudgetsLike, check_directions, resolve_budgets
-from jaxmp._tools.validate._driver import Settings, make_schedule, run_validation
+from jaxmp._tools.validate._driver import Settings, planned_report, run_validation
 from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._run import MakeRun, TrainingRun, check_model_arguments
 from jaxmp.errors import ValidationError
@@ -123,22 +123,21 @@ def validate(
             f"recipes={{'my_{name}': recipe}}."
         )
     settings = Settings(
-        reference=(name, reference),
+        reference=reference,
         candidates=candidates,
         budgets=resolve_budgets(budgets, candidates),
         directions=check_directions({} if metrics is None else metrics),
-        seeds=_as_seeds(seeds),
-        schedule=make_schedule(steps, eval_every, compare_steps),
+        plan=planned_report(name, _as_seeds(seeds), steps, eval_every, compare_steps),
     )
     if resume is not None:
-        settings = settings._replace(earlier=_as_earlier(resume, settings))
-    total = steps * len(settings.seeds) * len(settings.recipes)
+        settings = settings._replace(earlier=_as_earlier(resume, settings.plan))
+    total = steps * len(settings.plan.seeds) * len(settings.recipes)
     with progress_bar(total, progress) as (on_run, on_step):
         return run_validation(make, settings, on_run, on_step)
 
 
 def _as_earlier(
-    resume: ValidationReport | str | os.PathLike[str], settings: Settings
+    resume: ValidationReport | str | os.PathLike[str], plan: ValidationReport
 ) -> ValidationReport:
     """Reads the report whose runs are not repeated.
 
@@ -146,12 +145,12 @@ def _as_earlier(
       ValidationError: if it has another reference or other steps.
     """
     earlier = read_report(ValidationReport, resume)
-    same = {"reference": settings.reference[0], **settings.schedule._asdict()}
-    for name, value in same.items():
-        if getattr(earlier, name) != value:
+    for name in ("reference", "steps", "eval_steps", "compare_steps"):
+        old, new = getattr(earlier, name), getattr(plan, name)
+        if old != new:
             raise ValidationError(
-                f"The report of resume= was made with {name}={getattr(earlier, name)!r}, and this "
-                f"validation has {value!r}. Pass the same arguments, or leave out resume."
+                f"The report of resume= was made with {name}={old!r}, and this validation has "
+                f"{new!r}. Pass the same arguments, or leave out resume."
             )
     return earlier
 
