@@ -585,10 +585,41 @@ def test_autocast_mends_a_layer_that_casts_itself():
     model = jaxmp.load_recipe("bf16").wrap(CastsItself())
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     (finding,) = audit(model.apply, variables, X, recipe="bf16").errors
-    assert "replace x.astype(F32) by:\n    x.astype(jnp.bfloat16)" in finding.fix
+    assert code_of(finding) == "lax.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))"
+    assert finding.trial == "works"
     scope = {"fn": model.apply, "jaxmp": jaxmp}
     exec("fn = jaxmp.autocast(fn, 'bf16')", scope)
     assert audit(scope["fn"], variables, X, recipe="bf16").ok
+
+
+def cast_by_name(x, w):
+    y = x.astype(F32)
+    return (y @ w).astype(BF16)
+
+
+def widened(x):
+    return x.astype(F32)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: (x.astype(F32) @ w).astype(BF16),
+        lambda x, w: jnp.dot(F32(x), w).astype(BF16),
+        lambda x, w: jnp.matmul(a=x.astype(F32), b=w).astype(BF16),
+        lambda x, w: jnp.einsum("bi,io->ob", x.astype(F32), w).astype(BF16),
+        lambda x, w: lax.convert_element_type(x, F32).dot(w).astype(BF16),
+        lambda x, w: jnp.tensordot(widened(x), widened(w), 1).astype(BF16),
+        lambda x, w: lax.dot(x, w).astype(BF16),
+        cast_by_name,
+    ],
+)
+def test_the_fix_of_a_matmul_casts_both_operands(fn):
+    x = half(X)
+    for recipe in ("bf16", None):
+        (finding,) = audit(fn, x, W, recipe=recipe).errors
+        assert finding.trial == "works"
+        assert "jnp.bfloat16" in code_of(finding)
 
 
 @pytest.mark.parametrize(

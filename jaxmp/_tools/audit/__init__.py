@@ -158,7 +158,7 @@ def audit_program(
             compiled = compile_for(chip, traced, compiler)
         report = make_report(auditor, traced, compiled, function=fn, chip=chip)
         if try_fixes:
-            report = with_trials(report, auditor.findings.edits, (fn, args, kwargs), again)
+            report = with_trials(report, auditor.findings.edits, again)
     return report, compiled
 
 

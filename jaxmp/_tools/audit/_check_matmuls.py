@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from types import CodeType
 from typing import NamedTuple
@@ -50,8 +49,8 @@ from jaxmp._tools.audit._labels import (
     WideValue,
 )
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._rewrite import cast, narrowed, with_operand
-from jaxmp._tools.fixes._source import expression_of
+from jaxmp._tools.fixes._rewrite import narrowed, with_dtype, with_operand
+from jaxmp._tools.fixes._source import Expression, expression_of
 from jaxmp._tools.report._section import bytes_text
 
 IMPLICIT_PROMOTION = Check(
@@ -153,7 +152,7 @@ def _label_promotion(
     elif any(_is_stream(var, operand, op, audit) for var in others):
         audit.flow.mark(result, STREAM)
         index = next(n for n, var in enumerate(reader.invars) if var is not result)
-        fix = _fix_wide("Cast the stream at its start", here, index, source, audit.findings)
+        fix = _fix_wide("Cast the stream at its start", here, [index], source, audit.findings)
         message = f"{message}: the residual stream or loop carry is {target} from its start."
         audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=WARNING)
     else:
@@ -182,20 +181,20 @@ def _fix_promotion(
             "Replace the array or NumPy number by a Python number, which does not promote:\n"
             f"    {with_operand(expression_of(op, findings), index, number) or number}"
         )
-    return _fix_wide("Cast the wide operand", op, index, source, findings)
+    return _fix_wide("Cast the wide operand", op, [index], source, findings)
 
 
 def _fix_wide(
-    sentence: str, op: OpOccurrence, index: int, dtype: str, findings: PendingFindings
+    sentence: str, op: OpOccurrence, indices: list[int], dtype: str, findings: PendingFindings
 ) -> str:
-    """Returns the fix that casts one operand, in words if its code is not known."""
+    """Returns the fix that casts operands, in words if its code is not known."""
     own = expression_of(op, findings)
-    code = narrowed(own, index, dtype)
-    operand = op.equation.invars[index].aval.str_short()
+    code = narrowed(own, indices, dtype)
+    operands = " and ".join(op.equation.invars[index].aval.str_short() for index in indices)
     if code:
         return f"{sentence}:\n    {code}"
     where = f" of `{own.text}`" if own is not None else ""
-    return f"{sentence}, {operand}, to {dtype}{where}."
+    return f"{sentence}, {operands}, to {dtype}{where}."
 
 
 # ---------------------------------------------------------------------------
@@ -293,7 +292,7 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
     message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
     index, sentence = dtypes.index(wide), "Cast the wide operand"
-    fix = _fix_wide(sentence, op, index, narrow.name, audit.findings)
+    fix = _fix_wide(sentence, op, [index], narrow.name, audit.findings)
     code = "\n" in fix
     if op.location.phase != FORWARD:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
@@ -478,22 +477,44 @@ def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
 
 
 def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:
-    """Returns a fix of the user's own cast to FP32 that an operand comes from; "" without one."""
-    for var in op.equation.invars[:2]:
-        maker = op.body.maker_through(var, _MOVES)
-        if maker is None or maker.primitive.name != "convert_element_type":
-            continue
-        source = dtype_of(maker.invars[0])
-        if not is_16bit(source) or not audit.findings.is_own_call(maker):
-            continue
-        if call_site(maker) == call_site(op.equation):
-            other = int(var is op.equation.invars[0])
-            return _fix_wide("Cast the other operand", op, other, source.name, audit.findings)
-        site = op._replace(equation=maker)
-        expression = expression_of(site, audit.findings)
-        node = None if expression is None else expression.node
-        if expression and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            code = expression.replaced_by(cast(node.func.value, source.name))
-            where = audit.findings.where(site)
-            return f"At {where}, replace {expression.text} by:\n    {code}" if code else ""
-    return ""
+    """Returns the fix of a matmul with an operand that the user's code casts to FP32, or "".
+
+    The operand without a cast, such as an FP32 parameter, is cast to 16 bits, too.
+    """
+    findings = audit.findings
+    casts = [_own_cast(var, op, findings) for var in op.equation.invars[:2]]
+    dtypes = [dtype_of(cast.equation.invars[0]).name for cast in casts if cast is not None]
+    if not dtypes:
+        return ""
+    own, dtype, lines = expression_of(op, findings), dtypes[0], list[str]()
+    here = list[int]()
+    for index, cast in enumerate(casts):
+        # The call of the matmul promotes an operand that is in 16 bits.
+        is_promoted = cast is not None and call_site(cast.equation) == call_site(op.equation)
+        expression = None if cast is None else expression_of(cast, findings)
+        if expression is None or cast is None or _is_inside(expression, own, dtype):
+            here += [] if is_promoted else [index]
+        elif not is_promoted and (code := with_dtype(expression, dtype)):
+            where = findings.where(cast)
+            lines.append(f"At {where}, replace {expression.text} by:\n    {code}")
+    if here and not findings.is_own_call(op.equation):
+        # The operands of a library's layer follow the policies.
+        return ""
+    both = "operands" if len(here) == 2 else "wide operand" if lines else "other operand"
+    more = [_fix_wide(f"Cast the {both}", op, here, dtype, findings)] if here else []
+    return "\n".join(dict.fromkeys(lines + more))
+
+
+def _own_cast(var: Atom, op: OpOccurrence, findings: PendingFindings) -> OpOccurrence | None:
+    """Returns the cast from 16 bits in the user's code that an operand comes from."""
+    maker = op.body.maker_through(var, _MOVES)
+    is_cast = maker is not None and maker.primitive.name == "convert_element_type"
+    if maker is None or not is_cast or not is_16bit(dtype_of(maker.invars[0])):
+        return None
+    return op._replace(equation=maker) if findings.is_own_call(maker) else None
+
+
+def _is_inside(cast: Expression, matmul: Expression | None, dtype: str) -> bool:
+    """Returns True for a cast that is a part of a matmul whose operands can be cast."""
+    is_part = matmul is not None and matmul.contains(cast)
+    return is_part and bool(narrowed(matmul, [0, 1], dtype))
