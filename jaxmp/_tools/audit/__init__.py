@@ -48,6 +48,7 @@ from jaxmp._tools.audit._trace import (
     trace,
 )
 from jaxmp._tools.fixes._source import Edit
+from jaxmp._tools.fixes._trial import without_collection
 from jaxmp.optim._find import check_plain_loop
 
 
@@ -173,7 +174,8 @@ def _walked(
     """Traces a function, and walks over its program."""
     traced, auditor = trace(fn, args, kwargs), Auditor(context)
     auditor.findings.reads_source = has_fixes
-    label_arguments(auditor, traced)
-    # Masks that attention makes for its own derivative are not the model's.
-    auditor.run(Scope(traced.closed, stops=is_attention))
+    with without_collection():
+        label_arguments(auditor, traced)
+        # Masks that attention makes for its own derivative are not the model's.
+        auditor.run(Scope(traced.closed, stops=is_attention))
     return auditor, traced

@@ -32,6 +32,7 @@ from jaxmp._tools.audit._checks import (
     half_of,
     named,
 )
+from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._labels import REDUCES, ConditionalFinding, RoundedInput, Summand
 from jaxmp._tools.audit._origins import SUMS, fix_operation, fix_origins
 from jaxmp._tools.audit._rows import Finding
@@ -124,10 +125,15 @@ def check_loss(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
 
 @LOSS_16BIT.on_program
 def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
-    """Reports 16-bit scalars that the program returns alone or in tuples, such as losses."""
+    """Reports 16-bit scalars that the program returns alone or in tuples, such as losses.
+
+    Those that a step adds to one of its arguments are state, of which other checks report updates.
+    """
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned
+        updated = (traced.variables[x.number] for x in audit.flow.labels(Update, var))
+        is_loss &= not (audit.has_backward and any(v.aval.dtype == aval.dtype for v in updated))
         op = traced.maker_of(var) if is_loss else None
         if op is not None:
             file, line = audit.findings.line_of(op)

@@ -136,7 +136,7 @@ def try_edits(
     def trial(*layers: Edits, has_fixes: bool = False) -> Problems | None:
         """Returns the problems with edits; None if the program does not run."""
         try:
-            with warnings.catch_warnings(), patched(functions, layers):
+            with warnings.catch_warnings(), without_collection(), patched(functions, layers):
                 warnings.simplefilter("ignore")
                 return problems_with(has_fixes)
         except Exception:
@@ -228,6 +228,18 @@ def _files_of(functions: list[types.FunctionType]) -> set[str]:
 
 
 @contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Pauses garbage collection, which would visit all equations of a program again and again."""
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def patched(functions: list[types.FunctionType], layers: Sequence[Edits]) -> Iterator[None]:
     """Replaces the code of functions in a block, and what is traced in it is traced again.
 
@@ -238,9 +250,6 @@ def patched(functions: list[types.FunctionType], layers: Sequence[Edits]) -> Ite
     codes = [(function, function.__code__) for function in functions]
     texts = _texts(layers)
     before = {file: linecache.cache.get(file) for file in texts}
-    # The garbage collector would visit all equations of the programs before, again and again.
-    was_collecting = gc.isenabled()
-    gc.disable()
     try:
         for function, code in _replacements(functions, texts):
             function.__code__ = code
@@ -249,8 +258,6 @@ def patched(functions: list[types.FunctionType], layers: Sequence[Edits]) -> Ite
         with _compat.context(version=next(_VERSIONS)):
             yield
     finally:
-        if was_collecting:
-            gc.enable()
         for function, code in codes:
             function.__code__ = code
         for file, entry in before.items():
