@@ -224,6 +224,8 @@ class Flow:
 
     def __init__(self, ops: OpTable) -> None:
         self._labels: dict[Any, Labels] = {}
+        # (rule, labels) -> those that the rule selects.
+        self._chosen: dict[tuple[Hashable, Labels], Labels] = {}
         self._ops = ops
         # Numbers of the scalar arguments that cotangents are proportional to.
         self.scaled_by: set[int] = set()
@@ -289,7 +291,8 @@ class Flow:
         if is_plain or not (labels or name == "broadcast_in_dim"):
             self._label_results(equation, labels)
             return
-        special, own = _of_classes(labels, _is_special), _of_classes(labels, _is_lineage)
+        special = self._of_classes("special", labels, _is_special)
+        own = self._of_classes("lineage", labels, _is_lineage)
         kept = self._kept(labels - special - own if special or own else labels, name)
         if SCALAR in kept and (is_call or not _are_scalars(equation)):
             kept -= {SCALAR}
@@ -321,12 +324,11 @@ class Flow:
             return _NONE
         phase, moved = op.location.phase, self._of_moved(op)
         lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
-        kept = _of_classes(
-            special, lambda cls: issubclass(cls, lasting) and _survives(cls, op.name)
-        )
+        lasts = lambda cls: issubclass(cls, lasting) and _survives(cls, op.name)
+        kept = self._of_classes((op.name, phase), special, lasts)
         if moved is not None:
             kept &= moved
-        powers: Any = _of_classes(special, lambda cls: cls is Power)
+        powers: Any = self._of_classes("power", special, lambda cls: cls is Power)
         if powers and phase == BACKWARD:
             self.scaled_by.update(x.number for x in powers if x.exponent)
         return kept | powers_after(op, self.of) if powers else kept
@@ -338,9 +340,23 @@ class Flow:
                 self._labels[var] = labels
                 continue
             if narrow is None:
-                narrow = _of_classes(labels, lambda cls: not issubclass(cls, WideValue))
+                narrow = self._of_classes("narrow", labels, _is_narrow)
                 narrow -= {WAS_16_BITS}
             self._labels[var] = narrow
+
+    def _of_classes(
+        self, rule: Hashable, labels: Labels, is_member: Callable[[type], bool]
+    ) -> Labels:
+        """Returns the labels of the classes that a rule selects.
+
+        A residual stream has hundreds of labels, and most operations add none to them.
+        """
+        chosen = self._chosen.get((rule, labels))
+        if chosen is None:
+            members = {cls for cls in set(map(type, labels)) if is_member(cls)}
+            chosen = frozenset([x for x in labels if type(x) in members]) if members else _NONE
+            self._chosen[rule, labels] = chosen
+        return chosen
 
     def _of_moved(self, op: OpOccurrence) -> Labels | None:
         """Returns the labels of the operands that `op` selects from; None for other operations."""
@@ -351,7 +367,7 @@ class Flow:
 
     def _still_fp8(self, labels: Labels, equation: Equation) -> Labels:
         """Removes FP8 labels unless all operands other than scalars have them."""
-        fp8 = _of_classes(labels, lambda cls: cls is WasFp8)
+        fp8 = self._of_classes("fp8", labels, lambda cls: cls is WasFp8)
         arrays = (var for var in equation.invars if math.prod(getattr(var.aval, "shape", ())) > 1)
         if fp8 and not all(fp8 & self.of(var) for var in arrays):
             return labels - fp8
@@ -383,13 +399,8 @@ def _is_matched(equation: Equation) -> bool:
     return all(None not in inner.results for inner in inners(equation)[-1:])
 
 
-def _of_classes(labels: Labels, is_member: Callable[[type], bool]) -> Labels:
-    """Returns the labels of the classes with a property, which is asked once for each class."""
-    classes = set(map(type, labels))
-    members = {cls for cls in classes if is_member(cls)}
-    if len(members) == len(classes):
-        return labels
-    return frozenset([x for x in labels if type(x) in members]) if members else _NONE
+def _is_narrow(cls: type) -> bool:
+    return not issubclass(cls, WideValue)
 
 
 def _survives(cls: type, name: str) -> bool:
