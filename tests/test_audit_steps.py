@@ -650,6 +650,25 @@ def test_the_fix_of_a_softmax_inside_flax():
     assert audit(scope["model"].apply, variables, half(X), recipe="bf16").ok
 
 
+@pytest.mark.parametrize("count", [lambda: 2, lambda: lax.psum(1, "data")])
+def test_the_fix_of_a_sum_over_devices_keeps_the_quotient(count):
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def mean(reduced):
+        def gradient(w, x):
+            grads = jax.grad(loss)(w, x)
+            return reduced(grads)
+
+        specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
+        return jax.shard_map(gradient, mesh=mesh, check_vma=False, **specs)
+
+    (finding,) = audit(mean(lambda g: lax.psum(g, "data") / count()), half(W), X).warnings
+    assert finding.check == "all_reduce_16bit" and finding.trial == "works"
+    assert code_of(finding).startswith("lax.psum(jax.tree.map(")
+    wide = lambda g: lax.psum(g.astype(F32), "data") / count()
+    assert not audit(mean(wide), half(W), X).warnings
+
+
 def test_fixes_of_training_steps():
     (finding,) = audit(sgd, half(W), X).errors
     scope = {"loss_fn": lambda w: w, "params": jnp.ones(2), "jax": jax, "jnp": jnp}
