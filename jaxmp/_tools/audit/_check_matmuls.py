@@ -48,7 +48,7 @@ from jaxmp._tools.audit._labels import (
     ConditionalFinding,
     WideValue,
 )
-from jaxmp._tools.audit._origins import fix_casts, fix_wide
+from jaxmp._tools.audit._origins import fix_casts, fix_wide, in_words, is_in_flax
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import with_operand
 from jaxmp._tools.fixes._source import expression_of
@@ -170,6 +170,8 @@ def _fix_promotion(
     op: OpOccurrence, upcast: Atom, others: list[Atom], source: str, findings: PendingFindings
 ) -> str:
     if not findings.is_own_call(op.equation):
+        if not is_in_flax(op):
+            return in_words(op, findings)
         return (
             f"Set dtype=jnp.{source} in the layer, or cast its result:\n"
             f"    y = y.astype(jnp.{source})"

@@ -143,10 +143,8 @@ def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindi
         return f"{sentence}:\n    jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
     if code := with_sums(own, dtype):
         return f"{sentence}:\n    {code}"
-    site = call_site(op.equation)
-    file = "" if site is None else site[0].co_filename.replace("\\", "/")
-    if "/flax/" in file:
-        return _fix_layer(sentence, op, own, findings, is_nnx="/flax/nnx/" in file)
+    if is_in_flax(op):
+        return _fix_layer(sentence, op, own, findings)
     argument = f"preferred_element_type=jnp.{dtype}"
     return f"{sentence}: set {argument} in the matmul that `{own.text}` computes."
 
@@ -207,16 +205,20 @@ def _is_inside(cast: Expression, matmul: Expression | None, dtype: str) -> bool:
     return is_part and bool(narrowed(matmul, [0, 1], dtype))
 
 
+def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
+    """Returns True for an operation that Flax's own code computes."""
+    site = call_site(op.equation)
+    return site is not None and f"/{package}/" in site[0].co_filename.replace("\\", "/")
+
+
 def contains_matmul(op: OpOccurrence, findings: PendingFindings) -> bool:
     """Returns True if the line of the user contains the matmul itself, and not a layer."""
     own = expression_of(op, findings)
     return own is not None and bool(with_sums(own, "float32"))
 
 
-def _fix_layer(
-    sentence: str, op: OpOccurrence, own: Expression, findings: PendingFindings, *, is_nnx: bool
-) -> str:
-    """Returns the fix of a layer of Flax that returns FP32 sums."""
+def _fix_layer(sentence: str, op: OpOccurrence, own: Expression, findings: PendingFindings) -> str:
+    """Returns the fix of a layer of Flax that returns FP32 sums, in words for a function."""
     layer, dtype = constructor_of(own), half_of(op.equation.invars)
     assert dtype is not None
     if ".attend(" in own.text:
@@ -225,6 +227,9 @@ def _fix_layer(
     if layer is not None and (code := with_wide_layer(layer)):
         where = findings.text_of(layer.place[:2])
         return f"At {where}, {sentence[0].lower()}{sentence[1:]}:\n    {code}"
+    if known_function(own)[0].startswith("flax.") and layer is not own:
+        return in_words(op, findings)
+    is_nnx = is_in_flax(op, "flax/nnx")
     linear, conv = ("nnx.Linear", "nnx.Conv") if is_nnx else ("linen.Dense", "linen.Conv")
     argument = LAYERS[f"flax.{conv if 'conv' in op.name else linear}"]
     return f"{sentence}: construct the layer that `{own.text}` calls with {argument}."
