@@ -453,6 +453,44 @@ def test_what_is_right_in_16_bits(fn):
     assert audit(fn, shape(4, 64)).findings == ()
 
 
+def test_a_sum_of_exponentials_is_a_softmax_only_if_a_quotient_follows():
+    rows = shape(32, 64)
+    energy = lambda row: jnp.exp(row).sum()
+    share = lambda row: jnp.exp(row) / jnp.exp(row).sum()
+    for fn, check in ((energy, "exp_16bit"), (share, "softmax_16bit")):
+        assert check in checks(audit(jax.vmap(fn), rows))
+    assert "softmax_16bit" not in checks(audit(jax.vmap(energy), rows))
+    assert audit(jax.vmap(lambda row: jnp.exp(row.astype(jnp.float32)).sum()), rows).ok
+
+
+def spectral_norm(w, u):
+    """One step of the power iteration, and the largest singular value."""
+    v = w.T @ u
+    v = v / jnp.linalg.norm(v)
+    u = w @ v
+    u = lax.stop_gradient(u * lax.rsqrt(jnp.sum(u * u) + 1e-12))
+    return u @ w @ v
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_power_iteration_is_fp32_by_design(gradient):
+    w, u = shape(64, 32, dtype=jnp.float32), shape(64, dtype=jnp.float32)
+    scaled = lambda w, u: ((w / spectral_norm(w, u)) ** 2).sum()
+    assert audit(jax.grad(scaled) if gradient else scaled, w, u, recipe=BF16).ok
+    embedding = lambda w, u: (y := w.T @ u) / jnp.linalg.norm(y)
+    the_only(audit(embedding, w, u, recipe=BF16), "fp32_matmul")
+
+
+def test_a_rounded_count_is_no_rounded_loss():
+    def loss(w, x, mask):
+        losses = (x @ w.astype(jnp.bfloat16)).astype(jnp.float32).mean(-1)
+        terms = jnp.where(mask, losses, 0)
+        return terms.sum() / mask.sum().astype(jnp.bfloat16).astype(jnp.float32)
+
+    arguments = shape(64, 64, dtype=jnp.float32), shape(600, 64), shape(600, dtype=bool)
+    assert checks(audit(jax.grad(loss), *arguments)) == {"rounded_integer"}
+
+
 def test_powers_overflow_in_float16_alone():
     assert audit(lambda x: x**3, shape(4, 64)).findings == ()
     report = audit(lambda x: x**3, shape(4, 64, dtype=jnp.float16))

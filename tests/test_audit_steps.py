@@ -585,10 +585,41 @@ def test_autocast_mends_a_layer_that_casts_itself():
     model = jaxmp.load_recipe("bf16").wrap(CastsItself())
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     (finding,) = audit(model.apply, variables, X, recipe="bf16").errors
-    assert "replace x.astype(F32) by:\n    x.astype(jnp.bfloat16)" in finding.fix
+    assert code_of(finding) == "lax.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))"
+    assert finding.trial == "works"
     scope = {"fn": model.apply, "jaxmp": jaxmp}
     exec("fn = jaxmp.autocast(fn, 'bf16')", scope)
     assert audit(scope["fn"], variables, X, recipe="bf16").ok
+
+
+def cast_by_name(x, w):
+    y = x.astype(F32)
+    return (y @ w).astype(BF16)
+
+
+def widened(x):
+    return x.astype(F32)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: (x.astype(F32) @ w).astype(BF16),
+        lambda x, w: jnp.dot(F32(x), w).astype(BF16),
+        lambda x, w: jnp.matmul(a=x.astype(F32), b=w).astype(BF16),
+        lambda x, w: jnp.einsum("bi,io->ob", x.astype(F32), w).astype(BF16),
+        lambda x, w: lax.convert_element_type(x, F32).dot(w).astype(BF16),
+        lambda x, w: jnp.tensordot(widened(x), widened(w), 1).astype(BF16),
+        lambda x, w: lax.dot(x, w).astype(BF16),
+        cast_by_name,
+    ],
+)
+def test_the_fix_of_a_matmul_casts_both_operands(fn):
+    x = half(X)
+    for recipe in ("bf16", None):
+        (finding,) = audit(fn, x, W, recipe=recipe).errors
+        assert finding.trial == "works"
+        assert "jnp.bfloat16" in code_of(finding)
 
 
 @pytest.mark.parametrize(
@@ -617,6 +648,25 @@ def test_the_fix_of_a_softmax_inside_flax():
     scope = {"model": model, "jaxmp": jaxmp}
     exec(code_of(finding), scope)
     assert audit(scope["model"].apply, variables, half(X), recipe="bf16").ok
+
+
+@pytest.mark.parametrize("count", [lambda: 2, lambda: lax.psum(1, "data")])
+def test_the_fix_of_a_sum_over_devices_keeps_the_quotient(count):
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def mean(reduced):
+        def gradient(w, x):
+            grads = jax.grad(loss)(w, x)
+            return reduced(grads)
+
+        specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
+        return jax.shard_map(gradient, mesh=mesh, check_vma=False, **specs)
+
+    (finding,) = audit(mean(lambda g: lax.psum(g, "data") / count()), half(W), X).warnings
+    assert finding.check == "all_reduce_16bit" and finding.trial == "works"
+    assert code_of(finding).startswith("lax.psum(jax.tree.map(")
+    wide = lambda g: lax.psum(g.astype(F32), "data") / count()
+    assert not audit(mean(wide), half(W), X).warnings
 
 
 def test_fixes_of_training_steps():

@@ -48,6 +48,7 @@ from jaxmp._tools.audit._trace import (
     trace,
 )
 from jaxmp._tools.fixes._source import Edit
+from jaxmp._tools.fixes._trial import without_collection
 from jaxmp.optim._find import check_plain_loop
 
 
@@ -158,7 +159,7 @@ def audit_program(
             compiled = compile_for(chip, traced, compiler)
         report = make_report(auditor, traced, compiled, function=fn, chip=chip)
         if try_fixes:
-            report = with_trials(report, auditor.findings.edits, (fn, args, kwargs), again)
+            report = with_trials(report, auditor.findings.edits, again)
     return report, compiled
 
 
@@ -173,7 +174,8 @@ def _walked(
     """Traces a function, and walks over its program."""
     traced, auditor = trace(fn, args, kwargs), Auditor(context)
     auditor.findings.reads_source = has_fixes
-    label_arguments(auditor, traced)
-    # Masks that attention makes for its own derivative are not the model's.
-    auditor.run(Scope(traced.closed, stops=is_attention))
+    with without_collection():
+        label_arguments(auditor, traced)
+        # Masks that attention makes for its own derivative are not the model's.
+        auditor.run(Scope(traced.closed, stops=is_attention))
     return auditor, traced

@@ -20,6 +20,7 @@ from jaxmp._programs._uses import EXACT, Use
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import (
+    FLOATS,
     LAYOUT,
     Check,
     OpOccurrence,
@@ -97,6 +98,8 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
         total = op.body.maker_through(op.equation.invars[0], LAYOUT | named("mul div neg"))
     if total is None or total.primitive.name != "reduce_sum" or total.invars[0].aval.size == 1:
         return None
+    if dtype_of(op.body.source_of(total.invars[0], LAYOUT)) not in FLOATS:
+        return None  # A count, such as that of the elements of a mask.
     dtype, where = dtype_of(result).name, audit.findings.where(op)
     message = f"the loss is rounded to {dtype} when its terms are summed"
     fix = fix_operation(op._replace(equation=total), audit.findings)

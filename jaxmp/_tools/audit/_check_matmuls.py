@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from types import CodeType
 from typing import NamedTuple
@@ -41,7 +40,7 @@ from jaxmp._tools.audit._checks import (
     is_internal_matmul,
     named,
 )
-from jaxmp._tools.audit._dataflow import GRADIENT
+from jaxmp._tools.audit._dataflow import GRADIENT, is_of_power_iteration
 from jaxmp._tools.audit._labels import (
     GATED,
     STREAM,
@@ -49,8 +48,9 @@ from jaxmp._tools.audit._labels import (
     ConditionalFinding,
     WideValue,
 )
+from jaxmp._tools.audit._origins import fix_casts, fix_wide, in_words, is_in_flax
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._rewrite import cast, narrowed, with_operand
+from jaxmp._tools.fixes._rewrite import with_operand
 from jaxmp._tools.fixes._source import expression_of
 from jaxmp._tools.report._section import bytes_text
 
@@ -153,7 +153,7 @@ def _label_promotion(
     elif any(_is_stream(var, operand, op, audit) for var in others):
         audit.flow.mark(result, STREAM)
         index = next(n for n, var in enumerate(reader.invars) if var is not result)
-        fix = _fix_wide("Cast the stream at its start", here, index, source, audit.findings)
+        fix = fix_wide("Cast the stream at its start", here, [index], source, audit.findings)
         message = f"{message}: the residual stream or loop carry is {target} from its start."
         audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=WARNING)
     else:
@@ -170,6 +170,8 @@ def _fix_promotion(
     op: OpOccurrence, upcast: Atom, others: list[Atom], source: str, findings: PendingFindings
 ) -> str:
     if not findings.is_own_call(op.equation):
+        if not is_in_flax(op):
+            return in_words(op, findings)
         return (
             f"Set dtype=jnp.{source} in the layer, or cast its result:\n"
             f"    y = y.astype(jnp.{source})"
@@ -182,20 +184,7 @@ def _fix_promotion(
             "Replace the array or NumPy number by a Python number, which does not promote:\n"
             f"    {with_operand(expression_of(op, findings), index, number) or number}"
         )
-    return _fix_wide("Cast the wide operand", op, index, source, findings)
-
-
-def _fix_wide(
-    sentence: str, op: OpOccurrence, index: int, dtype: str, findings: PendingFindings
-) -> str:
-    """Returns the fix that casts one operand, in words if its code is not known."""
-    own = expression_of(op, findings)
-    code = narrowed(own, index, dtype)
-    operand = op.equation.invars[index].aval.str_short()
-    if code:
-        return f"{sentence}:\n    {code}"
-    where = f" of `{own.text}`" if own is not None else ""
-    return f"{sentence}, {operand}, to {dtype}{where}."
+    return fix_wide("Cast the wide operand", op, [index], source, findings)
 
 
 # ---------------------------------------------------------------------------
@@ -274,10 +263,6 @@ MIXED_OPERANDS = Check(
     fix="y = y.astype(x.dtype)",
 )
 
-# Primitives between a user's cast and the matmul that reads it.
-_MOVES = named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
-
-
 # ---------------------------------------------------------------------------
 # Dtypes
 # ---------------------------------------------------------------------------
@@ -293,7 +278,7 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
     message = f"{op.name} of {dtypes[0].name} and {dtypes[1].name} runs in {wide.name}."
     index, sentence = dtypes.index(wide), "Cast the wide operand"
-    fix = _fix_wide(sentence, op, index, narrow.name, audit.findings)
+    fix = fix_wide(sentence, op, [index], narrow.name, audit.findings)
     code = "\n" in fix
     if op.location.phase != FORWARD:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
@@ -324,29 +309,23 @@ def check_fp32(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> 
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
 
 
-class _Solved(NamedTuple):
-    """Scopes and line of a matmul whose result is factorized, and of its gradients."""
+class _Exact(NamedTuple):
+    """Scopes and line of a matmul that is FP32 by design, and of its gradients."""
 
     names: Path
     line: tuple[str, int]
 
 
 def _is_fp32_by_design(op: OpOccurrence, matmul: Matmul, audit: Auditor) -> bool:
-    """Returns True for matmuls of attention, and of a matrix that is factorized or solved.
+    """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm.
 
-    Autocast computes the latter in FP32, because its condition multiplies each rounding error.
+    Autocast computes the factorized one in FP32, because its condition multiplies each rounding
+    error. The power iteration of a spectral norm requires FP32, too, and has few operations.
     """
-    key = _Solved(op.location.names, audit.findings.line_of(op))
-    if Use.SOLVED in audit.use_of(op.equation.outvars[0]):
-        audit.collected[_Solved].append(key)
-    if is_internal_matmul(op, matmul) or key in audit.collected[_Solved]:
-        return True
-    # The power iteration of a spectral norm, whose matmuls have one row.
-    traceback = op.equation.source_info.traceback
-    codes = () if traceback is None else traceback.raw_frames()[0]
-    return any(code.co_qualname.startswith("SpectralNorm.") for code in codes) and (
-        op.location.phase != FORWARD or 1 in op.equation.outvars[0].aval.shape
-    )
+    key = _Exact(op.location.names, audit.findings.line_of(op))
+    if Use.SOLVED in audit.use_of(op.equation.outvars[0]) or is_of_power_iteration(op):
+        audit.collected[_Exact].append(key)
+    return is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
 
 
 def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
@@ -431,7 +410,7 @@ def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
         return
     if WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
         message = f"{op.name} of float32, and an operand was cast up from 16 bits."
-        fix = promotion_fix(op, audit) or _fix_rule(op, audit) or _fix_cast(op, audit)
+        fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op, audit.findings)
         _add(FP32_MATMUL, op, message, fix or _policy_code(op, audit), flops, audit)
 
 
@@ -440,7 +419,7 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
     is_highest = options is not None and options.is_highest
     message = f"{op.name} of float32, but the policies require {required}"
     message += "; the code sets precision=HIGHEST." if is_highest else "."
-    fix = promotion_fix(op, audit) or _fix_rule(op, audit) or _fix_cast(op, audit)
+    fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op, audit.findings)
     path = module_paths_of(op.location.names)[0]
     # A rule for the root would reach its own operations alone.
     if path and not promotion_fix(op, audit):
@@ -475,25 +454,3 @@ def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
         "This line calls a function with a backward rule (`jax.custom_vjp`), which policies and"
         f" `autocast` do not change. In the rule, cast {wide} to 16 bits before the matmul."
     )
-
-
-def _fix_cast(op: OpOccurrence, audit: Auditor) -> str:
-    """Returns a fix of the user's own cast to FP32 that an operand comes from; "" without one."""
-    for var in op.equation.invars[:2]:
-        maker = op.body.maker_through(var, _MOVES)
-        if maker is None or maker.primitive.name != "convert_element_type":
-            continue
-        source = dtype_of(maker.invars[0])
-        if not is_16bit(source) or not audit.findings.is_own_call(maker):
-            continue
-        if call_site(maker) == call_site(op.equation):
-            other = int(var is op.equation.invars[0])
-            return _fix_wide("Cast the other operand", op, other, source.name, audit.findings)
-        site = op._replace(equation=maker)
-        expression = expression_of(site, audit.findings)
-        node = None if expression is None else expression.node
-        if expression and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            code = expression.replaced_by(cast(node.func.value, source.name))
-            where = audit.findings.where(site)
-            return f"At {where}, replace {expression.text} by:\n    {code}" if code else ""
-    return ""

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT
 from jaxmp._programs._analysis import Body
+from jaxmp._programs._constructs import CALLS
 from jaxmp._programs._jaxprs import (
     BACKWARD,
     FORWARD,
@@ -32,8 +33,9 @@ from jaxmp._tools.audit._checks import (
     half_of,
     named,
 )
+from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._labels import REDUCES, ConditionalFinding, RoundedInput, Summand
-from jaxmp._tools.audit._origins import SUMS, fix_operation, fix_origins
+from jaxmp._tools.audit._origins import SUMS, fix_operation, fix_origins, readers_of
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import in_fp32
@@ -90,6 +92,7 @@ _FIX_NORM = f"Compute mean and variance in FP32, and cast the result:\n    {NORM
 _NEAR = LAYOUT | named("mul div add sub select_n")
 _SUMS = named("reduce_sum cumsum")
 _SQUARES = named("square integer_pow")
+_DIVIDES = named("integer_pow pow rsqrt")
 REDUCTIONS = _SUMS | named(
     "reduce_prod cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub scatter-mul"
 )
@@ -124,10 +127,15 @@ def check_loss(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
 
 @LOSS_16BIT.on_program
 def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
-    """Reports 16-bit scalars that the program returns alone or in tuples, such as losses."""
+    """Reports 16-bit scalars that the program returns alone or in tuples, such as losses.
+
+    Those that a step adds to one of its arguments are state, of which other checks report updates.
+    """
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned
+        updated = (traced.variables[x.number] for x in audit.flow.labels(Update, var))
+        is_loss &= not (audit.has_backward and any(v.aval.dtype == aval.dtype for v in updated))
         op = traced.maker_of(var) if is_loss else None
         if op is not None:
             file, line = audit.findings.line_of(op)
@@ -143,8 +151,37 @@ def _role_of_exponential(op: OpOccurrence) -> str:
     if op.name in ("exp", "exp2"):
         sums = [e for e in _reads(op.equation, op.body) if e.primitive.name in _SUMS]
         after = (e.primitive.name for total in sums for e in _reads(total, op.body))
-        return ("log-sum-exp" if "log" in after else "softmax") if sums else ""
+        if "log" in after:
+            return "log-sum-exp"
+        return "softmax" if any(_is_divided(total, op) for total in sums) else ""
     return "log-sum-exp" if op.name == "log" and _follows_sum_of_exp(op) else ""
+
+
+def _is_divided(total: Equation, op: OpOccurrence) -> bool:
+    """Returns True for a sum by which the program may divide, as a softmax does.
+
+    Attention in blocks divides by a carry of its loop.
+    """
+    waiting = [(var, op) for var in total.outvars]
+    seen: set[Atom] = set()
+    while waiting:
+        var, within = waiting.pop()
+        if var in seen:
+            continue
+        seen.add(var)
+        is_returned = None in within.body.consumers.get(var, ())
+        if is_returned and within.outer is not None and within.outer.name not in CALLS:
+            return True
+        for reader, inside in readers_of(var, within):
+            name = reader.primitive.name
+            if name not in _NEAR | CALLS | named("max min neg reduce_sum"):
+                if name in _DIVIDES or sub_jaxprs(reader):
+                    return True
+                continue
+            if name == "div" and var is reader.invars[1]:
+                return True
+            waiting += [(result, inside) for result in reader.outvars]
+    return False
 
 
 def _precision(dtype: np.dtype) -> str:
@@ -230,7 +267,7 @@ def _contains_sum(equation: Equation) -> bool:
 
 def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
-    message = f"{op.name} in {dtype.name}: the variance has {limit}."
+    message = f"{op.name} in {dtype.name}: the variance or sum of squares has {limit}."
     fix = fix_operation(op, audit.findings, dtype.name, SUMS)
     if op.location.names and not in_fp32(expression_of(op, audit.findings)):
         fix = audit.context.wrap_code

@@ -27,7 +27,7 @@ from jaxmp._tools.audit._hlo_collectives import (
     axis_names,
 )
 from jaxmp._tools.audit._labels import Reduction16Bit
-from jaxmp._tools.audit._origins import fix_origins
+from jaxmp._tools.audit._origins import fix_expression, fix_origins
 from jaxmp._tools.audit._rows import CollectiveRow, Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import with_split_copy
@@ -102,7 +102,9 @@ def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
         audit.notes[sum_note(dtype)] = None
         return
     message = f"gradients are summed over devices in {dtype} ({op.name})."
-    fix = fix_origins(op, audit.findings)
+    # A quotient after the sum stays, so that the code keeps the function.
+    fix = fix_origins(op, audit.findings) or fix_expression("Sum in FP32", op, audit.findings)
+    fix = fix if "\n" in fix else ""
     fix = fix or f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
     if op.name == "reduce_scatter" and op.location.phase == BACKWARD:
         fix = _FIX_GATHER_VJP.format(name=name, dtype=dtype)

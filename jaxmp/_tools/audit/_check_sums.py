@@ -68,11 +68,6 @@ FIX_ACCUMULATOR = (
     "    total = jnp.zeros(p.shape, jnp.float32)\n"
     "    total = total + grads.astype(jnp.float32)"
 )
-# Words, because the first value may be an argument.
-_FIX_CARRY = (
-    "Cast the first value of the carry to FP32 before the loop, add in FP32, and cast the result"
-    " after the loop."
-)
 
 
 # ---------------------------------------------------------------------------
@@ -162,7 +157,7 @@ def _report_carry(op: OpOccurrence, carry: Atom, addition: Equation, audit: Audi
     fix = fix_carry(op, carry, inner, audit)
     if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
-        audit.add(ACCUMULATOR_16BIT, inner, message, fix or FIX_ACCUMULATOR)
+        audit.add(ACCUMULATOR_16BIT, inner, message, fix)
         return
     message = f"a loop adds terms in {dtype.name}."
     if length is not None:
@@ -172,7 +167,7 @@ def _report_carry(op: OpOccurrence, carry: Atom, addition: Equation, audit: Audi
             return
         text = error_text(length, dtype, in_chunks=False)
         message = f"a loop adds {length:,} terms in {dtype.name} {text}."
-    audit.add(REDUCTION_16BIT, inner, message, fix or _FIX_CARRY)
+    audit.add(REDUCTION_16BIT, inner, message, fix)
 
 
 def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Auditor) -> str:
@@ -185,18 +180,24 @@ def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Au
       audit: for the lines of the source.
 
     Returns:
-      Sentences and code, or "" if the code of the first value is not known.
+      Sentences and code, or words alone if the code of the first value is not known, because it is
+      an argument, for example.
     """
+    where = audit.findings.where(loop)
+    words = (
+        f"Cast the first value of the carry to FP32 before the loop at {where}, which is"
+        f" {carry.aval.str_short()}, add in FP32, and cast the result after the loop."
+    )
     inside = addition.body.jaxpr
     first = loop.equation.invars[len(loop.equation.invars) - len(inside.invars) :]
     start = first[inside.invars.index(carry)]
     maker = loop.body.maker_through(start, LAYOUT - {"broadcast_in_dim"})
     if maker is None:
-        return ""
+        return words
     made = loop._replace(equation=maker)
     code = in_fp32(expression_of(made, audit.findings))
     if not code:
-        return ""
+        return words
     where = audit.findings.where(made)
     lines = [f"Start in FP32, at {where}:\n    {code}"]
     summand = None
@@ -256,7 +257,8 @@ def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
     if any(frame.function_name == "associative_scan" for frame in frames):
         message = f"an associative scan adds in {dtype.name}, in which a factor of 0.999 is 1."
         fix = (
-            "Cast the arrays to FP32 before `lax.associative_scan`, and its results back after it."
+            f"Cast the {dtype.name} arrays to FP32 before `lax.associative_scan`, and its results"
+            " back after it."
         )
         audit.add(ACCUMULATOR_16BIT, op, message, fix)
 
@@ -341,7 +343,7 @@ def _report_recurrence(
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
     assert linear.addition is not None
     inner = op._replace(equation=linear.addition, body=Body(loop.jaxpr), outer=op)
-    fix = fix_carry(op, carry, inner, audit) or _FIX_CARRY
+    fix = fix_carry(op, carry, inner, audit)
     audit.add(ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 
 

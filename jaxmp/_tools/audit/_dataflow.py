@@ -10,9 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, is_literal
+from jaxmp._programs._analysis import Body
+from jaxmp._programs._jaxprs import (
+    BACKWARD,
+    FORWARD,
+    Atom,
+    Equation,
+    equations,
+    is_literal,
+    sub_jaxprs,
+)
+from jaxmp._programs._matmuls import MATMULS
 from jaxmp._programs._operations import exponent_of
-from jaxmp._tools.audit._checks import OpOccurrence, dtype_of, named
+from jaxmp._tools.audit._checks import LAYOUT, OpOccurrence, dtype_of, named
 
 # Label of a value of a backward pass, and of values computed from it.
 GRADIENT = "computed from gradients"
@@ -285,3 +295,56 @@ def _is_neutral(var: Atom, op: OpOccurrence) -> bool:
         np.isfinite(source.val) & (np.abs(source.val) > 1e-3)
     )
     return op.location.phase == BACKWARD or is_constant
+
+
+# Operations between a vector and the product that it is computed from, with its norm.
+_MOST_STEPS = 32
+
+
+def is_of_power_iteration(op: OpOccurrence) -> bool:
+    """Returns True for the products of a spectral norm: of one vector and of one matrix, again.
+
+    A vector is divided by its norm before the next product with the same matrix.
+    """
+    matrix = _matrix_of(op.equation, op.body)
+    if matrix is None or op.location.phase != FORWARD:
+        return False
+    waiting, seen = list(op.equation.outvars), set[Atom]()
+    after = list[Equation]()
+    while waiting:
+        for reader in op.body.readers(waiting.pop()):
+            if _matrix_of(reader, op.body) is matrix:
+                after.append(reader)
+            elif not seen.issuperset(reader.outvars) and reader.primitive.name not in MATMULS:
+                seen.update(reader.outvars)
+                waiting += reader.outvars
+    return any(_is_normalized(each, matrix, op.body) for each in (op.equation, *after))
+
+
+def _matrix_of(equation: Equation, body: Body) -> Atom | None:
+    """Returns the matrix that an equation multiplies by one vector; None for other equations."""
+    if equation.primitive.name != "dot_general":
+        return None
+    vector, matrix = sorted(equation.invars, key=lambda var: var.aval.size)
+    sizes = sorted(size for size in vector.aval.shape if size > 1)
+    is_product = len(sizes) == 1 and sum(size > 1 for size in matrix.aval.shape) == 2
+    return body.source_of(matrix, LAYOUT) if is_product else None
+
+
+def _is_normalized(equation: Equation, matrix: Atom, body: Body) -> bool:
+    """Returns True if the vector of a product is a quotient of such a product and its norm."""
+    vector = min(equation.invars, key=lambda var: var.aval.size)
+    waiting, seen, has_root, has_product = [vector], set[Atom](), False, False
+    while waiting and len(seen) < _MOST_STEPS:
+        var = waiting.pop()
+        maker = None if var in seen else body.maker(var)
+        seen.add(var)
+        if maker is None:
+            continue
+        if maker.primitive.name in MATMULS:
+            has_product |= _matrix_of(maker, body) is matrix
+            continue
+        inside = [e for jaxpr in sub_jaxprs(maker) for e in equations(jaxpr)]
+        has_root |= any(e.primitive.name in ("sqrt", "rsqrt") for e in (maker, *inside))
+        waiting += [each for each in maker.invars if not is_literal(each)]
+    return has_root and has_product

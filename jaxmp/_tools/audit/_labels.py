@@ -224,6 +224,8 @@ class Flow:
 
     def __init__(self, ops: OpTable) -> None:
         self._labels: dict[Any, Labels] = {}
+        # (rule, labels) -> those that the rule selects.
+        self._chosen: dict[tuple[Hashable, Labels], Labels] = {}
         self._ops = ops
         # Numbers of the scalar arguments that cotangents are proportional to.
         self.scaled_by: set[int] = set()
@@ -253,7 +255,10 @@ class Flow:
 
     def labels(self, cls: type[_Label], *variables: Atom) -> list[_Label]:
         """Returns the labels of one class that some operands have."""
-        return [label for label in self.of_all(variables) if isinstance(label, cls)]
+        labels = self.of_all(variables)
+        # A residual stream has hundreds of labels of few classes.
+        classes = {each for each in set(map(type, labels)) if issubclass(each, cls)}
+        return [label for label in labels if type(label) in classes] if classes else []
 
     def copy(self, sources: Iterable[Atom | None], targets: Iterable[Atom | None]) -> None:
         """Copies labels into or out of a sub-jaxpr; None stands for an unknown variable."""
@@ -286,8 +291,8 @@ class Flow:
         if is_plain or not (labels or name == "broadcast_in_dim"):
             self._label_results(equation, labels)
             return
-        special = frozenset([x for x in labels if _is_special(type(x))])
-        own = frozenset([x for x in labels if _is_lineage(type(x))])
+        special = self._of_classes("special", labels, _is_special)
+        own = self._of_classes("lineage", labels, _is_lineage)
         kept = self._kept(labels - special - own if special or own else labels, name)
         if SCALAR in kept and (is_call or not _are_scalars(equation)):
             kept -= {SCALAR}
@@ -319,21 +324,39 @@ class Flow:
             return _NONE
         phase, moved = op.location.phase, self._of_moved(op)
         lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
-        kept = frozenset(
-            x
-            for x in special
-            if isinstance(x, lasting) and _survives(x, op.name) and (moved is None or x in moved)
-        )
-        powers = [x for x in special if isinstance(x, Power)]
+        lasts = lambda cls: issubclass(cls, lasting) and _survives(cls, op.name)
+        kept = self._of_classes((op.name, phase), special, lasts)
+        if moved is not None:
+            kept &= moved
+        powers: Any = self._of_classes("power", special, lambda cls: cls is Power)
         if powers and phase == BACKWARD:
             self.scaled_by.update(x.number for x in powers if x.exponent)
         return kept | powers_after(op, self.of) if powers else kept
 
     def _label_results(self, equation: Equation, labels: Labels) -> None:
-        wide = frozenset([x for x in labels if _is_wide(x)])
+        narrow = None
         for var in equation.outvars:
-            is_lost = wide and dtype_of(var) not in (FLOAT32, FLOAT64)
-            self._labels[var] = labels - wide if is_lost else labels
+            if not labels or dtype_of(var) in (FLOAT32, FLOAT64):
+                self._labels[var] = labels
+                continue
+            if narrow is None:
+                narrow = self._of_classes("narrow", labels, _is_narrow)
+                narrow -= {WAS_16_BITS}
+            self._labels[var] = narrow
+
+    def _of_classes(
+        self, rule: Hashable, labels: Labels, is_member: Callable[[type], bool]
+    ) -> Labels:
+        """Returns the labels of the classes that a rule selects.
+
+        A residual stream has hundreds of labels, and most operations add none to them.
+        """
+        chosen = self._chosen.get((rule, labels))
+        if chosen is None:
+            members = {cls for cls in set(map(type, labels)) if is_member(cls)}
+            chosen = frozenset([x for x in labels if type(x) in members]) if members else _NONE
+            self._chosen[rule, labels] = chosen
+        return chosen
 
     def _of_moved(self, op: OpOccurrence) -> Labels | None:
         """Returns the labels of the operands that `op` selects from; None for other operations."""
@@ -344,7 +367,7 @@ class Flow:
 
     def _still_fp8(self, labels: Labels, equation: Equation) -> Labels:
         """Removes FP8 labels unless all operands other than scalars have them."""
-        fp8 = frozenset([label for label in labels if isinstance(label, WasFp8)])
+        fp8 = self._of_classes("fp8", labels, lambda cls: cls is WasFp8)
         arrays = (var for var in equation.invars if math.prod(getattr(var.aval, "shape", ())) > 1)
         if fp8 and not all(fp8 & self.of(var) for var in arrays):
             return labels - fp8
@@ -376,15 +399,15 @@ def _is_matched(equation: Equation) -> bool:
     return all(None not in inner.results for inner in inners(equation)[-1:])
 
 
-def _survives(label: object, name: str) -> bool:
-    if isinstance(label, Power):
+def _is_narrow(cls: type) -> bool:
+    return not issubclass(cls, WideValue)
+
+
+def _survives(cls: type, name: str) -> bool:
+    if cls is Power:
         return False
-    survives = getattr(label, "survives", None)
+    survives = getattr(cls, "survives", None)
     return name not in REDUCES if survives is None else name in survives
-
-
-def _is_wide(label: object) -> bool:
-    return label is WAS_16_BITS or isinstance(label, WideValue)
 
 
 def _after_cast(labels: Labels, equation: Equation) -> Labels:

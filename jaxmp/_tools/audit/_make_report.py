@@ -188,7 +188,6 @@ def make_report(
 def with_trials(
     report: AuditReport,
     edits: list[Edit],
-    roots: Any,
     again: Callable[[bool], tuple[AuditReport, list[Edit]]],
 ) -> AuditReport:
     """Returns a report in which the code of fixes was tried.
@@ -196,7 +195,6 @@ def with_trials(
     Args:
       report: the report.
       edits: the expressions that fixes replace.
-      roots: the audited function and its arguments.
       again: traces and audits the function once more, with fixes if its argument is True, and
         returns the report and the expressions that fixes replace.
     """
@@ -225,7 +223,7 @@ def with_trials(
     removed = [set(map(key, groups[group])) for group in tried]
     trials = {None: FixTrial(NOT_TRIED)}
     if tried:
-        trials |= zip(tried, try_edits(tried, roots, problems, before, removed), strict=True)
+        trials |= zip(tried, try_edits(tried, problems, before, removed), strict=True)
     findings = [
         _with_trial(finding, group or frozenset(), trials[group])
         for group, members in groups.items()

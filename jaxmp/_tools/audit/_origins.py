@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._constructs import CALLS, inners, sub_jaxprs
 from jaxmp._programs._jaxprs import (
@@ -38,7 +38,9 @@ from jaxmp._tools.fixes._rewrite import (
     in_fp32,
     known_function,
     narrow_code,
+    narrowed,
     wide_code,
+    with_dtype,
     with_sums,
     with_wide_attend,
     with_wide_layer,
@@ -57,6 +59,8 @@ _ELEMENTWISE = _MOVES | named(
     "add sub mul div neg exp exp2 log log1p expm1 logistic tanh pow integer_pow square sqrt rsqrt"
     " max min clamp"
 )
+# Primitives between a user's cast and the matmul that reads it.
+_BEFORE_MATMUL = named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
 _LOGS = named("log log1p log2")
 # Operations of a norm: the sum of elementwise results.
 SUMS = _ELEMENTWISE | named("reduce_sum")
@@ -139,12 +143,72 @@ def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindi
         return f"{sentence}:\n    jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
     if code := with_sums(own, dtype):
         return f"{sentence}:\n    {code}"
-    site = call_site(op.equation)
-    file = "" if site is None else site[0].co_filename.replace("\\", "/")
-    if "/flax/" in file:
-        return _fix_layer(sentence, op, own, findings, is_nnx="/flax/nnx/" in file)
+    if is_in_flax(op):
+        return _fix_layer(sentence, op, own, findings)
     argument = f"preferred_element_type=jnp.{dtype}"
     return f"{sentence}: set {argument} in the matmul that `{own.text}` computes."
+
+
+def fix_wide(
+    sentence: str, op: OpOccurrence, indices: list[int], dtype: str, findings: PendingFindings
+) -> str:
+    """Returns the fix that casts operands, in words if its code is not known."""
+    own = expression_of(op, findings)
+    code = narrowed(own, indices, dtype)
+    operands = " and ".join(op.equation.invars[index].aval.str_short() for index in indices)
+    if code:
+        return f"{sentence}:\n    {code}"
+    where = f" of `{own.text}`" if own is not None else ""
+    return f"{sentence}, {operands}, to {dtype}{where}."
+
+
+def fix_casts(op: OpOccurrence, findings: PendingFindings) -> str:
+    """Returns the fix of a matmul with an operand that the user's code casts to FP32, or "".
+
+    The operand without a cast, such as an FP32 parameter, is cast to 16 bits, too.
+    """
+    casts = [_own_cast(var, op, findings) for var in op.equation.invars[:2]]
+    dtypes = [dtype_of(cast.equation.invars[0]).name for cast in casts if cast is not None]
+    if not dtypes:
+        return ""
+    own, dtype, lines = expression_of(op, findings), dtypes[0], list[str]()
+    here = list[int]()
+    for index, cast in enumerate(casts):
+        # The call of the matmul promotes an operand that is in 16 bits.
+        is_promoted = cast is not None and call_site(cast.equation) == call_site(op.equation)
+        expression = None if cast is None else expression_of(cast, findings)
+        if expression is None or cast is None or _is_inside(expression, own, dtype):
+            here += [] if is_promoted else [index]
+        elif not is_promoted and (code := with_dtype(expression, dtype)):
+            where = findings.where(cast)
+            lines.append(f"At {where}, replace {expression.text} by:\n    {code}")
+    if here and not findings.is_own_call(op.equation):
+        # The operands of a library's layer follow the policies.
+        return ""
+    both = "operands" if len(here) == 2 else "wide operand" if lines else "other operand"
+    more = [fix_wide(f"Cast the {both}", op, here, dtype, findings)] if here else []
+    return "\n".join(dict.fromkeys(lines + more))
+
+
+def _own_cast(var: Atom, op: OpOccurrence, findings: PendingFindings) -> OpOccurrence | None:
+    """Returns the cast from 16 bits in the user's code that an operand comes from."""
+    maker = op.body.maker_through(var, _BEFORE_MATMUL)
+    is_cast = maker is not None and maker.primitive.name == "convert_element_type"
+    if maker is None or not is_cast or not is_16bit(dtype_of(maker.invars[0])):
+        return None
+    return op._replace(equation=maker) if findings.is_own_call(maker) else None
+
+
+def _is_inside(cast: Expression, matmul: Expression | None, dtype: str) -> bool:
+    """Returns True for a cast that is a part of a matmul whose operands can be cast."""
+    is_part = matmul is not None and matmul.contains(cast)
+    return is_part and bool(narrowed(matmul, [0, 1], dtype))
+
+
+def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
+    """Returns True for an operation that Flax's own code computes."""
+    site = call_site(op.equation)
+    return site is not None and f"/{package}/" in site[0].co_filename.replace("\\", "/")
 
 
 def contains_matmul(op: OpOccurrence, findings: PendingFindings) -> bool:
@@ -153,10 +217,8 @@ def contains_matmul(op: OpOccurrence, findings: PendingFindings) -> bool:
     return own is not None and bool(with_sums(own, "float32"))
 
 
-def _fix_layer(
-    sentence: str, op: OpOccurrence, own: Expression, findings: PendingFindings, *, is_nnx: bool
-) -> str:
-    """Returns the fix of a layer of Flax that returns FP32 sums."""
+def _fix_layer(sentence: str, op: OpOccurrence, own: Expression, findings: PendingFindings) -> str:
+    """Returns the fix of a layer of Flax that returns FP32 sums, in words for a function."""
     layer, dtype = constructor_of(own), half_of(op.equation.invars)
     assert dtype is not None
     if ".attend(" in own.text:
@@ -165,6 +227,9 @@ def _fix_layer(
     if layer is not None and (code := with_wide_layer(layer)):
         where = findings.text_of(layer.place[:2])
         return f"At {where}, {sentence[0].lower()}{sentence[1:]}:\n    {code}"
+    if known_function(own)[0].startswith("flax.") and layer is not own:
+        return in_words(op, findings)
+    is_nnx = is_in_flax(op, "flax/nnx")
     linear, conv = ("nnx.Linear", "nnx.Conv") if is_nnx else ("linen.Dense", "linen.Conv")
     argument = LAYERS[f"flax.{conv if 'conv' in op.name else linear}"]
     return f"{sentence}: construct the layer that `{own.text}` calls with {argument}."
@@ -266,7 +331,7 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
         if var in seen:
             continue
         seen.add(var)
-        for reader, inside in _readers(var, within):
+        for reader, inside in readers_of(var, within):
             name = reader.primitive.name
             if name in MATMULS:
                 return False
@@ -279,7 +344,7 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
     return bool(names & exact)
 
 
-def _readers(var: Atom, op: OpOccurrence) -> Iterator[tuple[Equation, OpOccurrence]]:
+def readers_of(var: Atom, op: OpOccurrence) -> Iterator[tuple[Equation, OpOccurrence]]:
     """Yields the equations that read a variable, and those of a call's results."""
     for reader in op.body.consumers.get(var, ()):
         if reader is not None:
@@ -288,7 +353,7 @@ def _readers(var: Atom, op: OpOccurrence) -> Iterator[tuple[Equation, OpOccurren
             inner = inners(op.outer.equation)[-1]
             for result, out in zip(inner.results, inner.jaxpr.outvars, strict=True):
                 if out is var and result is not None:
-                    yield from _readers(result, op.outer)
+                    yield from readers_of(result, op.outer)
 
 
 def _is_widened(op: OpOccurrence) -> bool:

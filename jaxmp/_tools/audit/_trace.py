@@ -148,6 +148,11 @@ class Traced:
         """The id of a jaxpr of the program -> its makers and readers."""
         return {}
 
+    @functools.cached_property
+    def _returned(self) -> dict[int, list[Any]]:
+        """The id of an equation -> its jaxpr, and result of the equation -> result of the jaxpr."""
+        return {}
+
     def maker_of(self, result: Atom) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
         jaxpr, var, op = self.jaxpr, result, None
@@ -157,9 +162,13 @@ class Traced:
             if maker is None:
                 break
             op, below, var = OpOccurrence(maker, Location(), 1, body, op), var, None
-            for inner in inners(maker)[-1:]:
-                pairs = zip(inner.results, inner.jaxpr.outvars, strict=True)
-                jaxpr, var = inner.jaxpr, next((i for o, i in pairs if o is below), None)
+            if id(maker) not in self._returned:
+                self._returned[id(maker)] = [
+                    (inner.jaxpr, dict(zip(inner.results, inner.jaxpr.outvars, strict=True)))
+                    for inner in inners(maker)[-1:]
+                ]
+            for inner, returned in self._returned[id(maker)]:
+                jaxpr, var = inner, returned.get(below)
         return op
 
     def _parameter(self, keys: list[Any]) -> str:

@@ -62,7 +62,7 @@ _TABLE: dict[str, dict[str, Function]] = {
         "power float_power logaddexp logaddexp2 hypot arctan2 add subtract multiply divide"
         " true_divide matmul dot vdot inner outer tensordot maximum minimum remainder mod": _PAIR,
         "argmax argmin argsort digitize count_nonzero searchsorted sign": _INDICES,
-        "einsum": Function((1, 2, 3)),
+        "einsum": Function((1, 2, 3, 4)),
         "interp where": Function((1,)),
         "zeros ones empty asarray array": Function((), dtype=1),
         f"full {_LIKE}": Function((), dtype=2),
@@ -75,7 +75,8 @@ _TABLE: dict[str, dict[str, Function]] = {
         "exp exp2 expm1 log log1p logistic sqrt rsqrt cbrt square sin cos tan tanh sinh cosh"
         " integer_pow erf erfc erf_inv lgamma digamma cumsum cumprod cumlogsumexp reduce_sum"
         " reduce_prod neg abs reciprocal": _ARRAY,
-        "pow add sub mul div max min atan2 rem": _PAIR,
+        "pow add sub mul div max min atan2 rem dot dot_general batch_matmul ragged_dot conv"
+        " conv_general_dilated conv_with_general_padding conv_transpose": _PAIR,
         "psum pmean psum_scatter": Function(is_tree=True),
         "top_k approx_max_k argmax argmin sort": _INDICES,
         "full": Function((), dtype=2),
@@ -119,10 +120,11 @@ DOMAINS: Mapping[str, frozenset[str]] = {
     "softmax": frozenset({"softmax", "log_softmax"}),
 }
 # Functions with a `preferred_element_type`.
-MATMULS = frozenset(
-    f"jax.{name}"
-    for name in ("numpy.matmul", "numpy.dot", "numpy.einsum", "numpy.tensordot", "lax.dot_general")
+_MATMULS = (
+    "numpy.matmul numpy.dot numpy.vdot numpy.inner numpy.einsum numpy.tensordot lax.dot"
+    " lax.dot_general lax.batch_matmul"
 )
+MATMULS = frozenset(f"jax.{name}" for name in _MATMULS.split())
 # Layers of Flax -> the argument of their constructor by which they return FP32 sums. `Partial`
 # requires no import.
 _PREFERRED = "preferred_element_type=jnp.float32"
@@ -141,6 +143,8 @@ LAYERS: Mapping[str, str] = {
 EMBEDDINGS = frozenset(("flax.linen.Embed", "flax.nnx.Embed"))
 # Constructors such as `jnp.float16(x)`.
 DTYPES = frozenset(f"jax.numpy.{name}" for name in ("float16", "bfloat16", "float32"))
+# Functions that return their first argument in the dtype of their second one.
+CASTS = frozenset(("jax.lax.convert_element_type", "jax.numpy.asarray", "jax.numpy.array"))
 # Modules and names that are known although a file imports them in another way, as with `*`.
 COMMON_NAMES: Mapping[str, str] = {
     "jax": "jax",

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxmp._tools.fixes._functions import (
+    CASTS,
     DOMAINS,
     DTYPES,
     EMBEDDINGS,
@@ -79,9 +81,91 @@ def narrow_code(expression: Expression, code: str, dtype: str) -> str:
     return ast.unparse(cast(parsed(code), dtype)) if is_array else ""
 
 
-def narrowed(expression: Expression | None, index: int, dtype: str) -> str:
-    """Returns an operation of two arrays with a cast of one; see `with_operand`."""
-    return with_operand(expression, index, f"_.astype(jnp.{dtype})")
+def narrowed(expression: Expression | None, indices: Collection[int], dtype: str) -> str:
+    """Returns an operation of two arrays with casts of some to 16 bits; see `with_operand`.
+
+    All operands of an einsum are cast, because JAX may exchange them. The other code of a matmul
+    returns FP32 sums.
+    """
+    if expression is None:
+        return ""
+    node, name = expression.copy(), known_function(expression)[0]
+    operands = _operands(node, expression)
+    if name == "jax.numpy.einsum":
+        indices = range(len(operands))
+    if not indices or max(indices) >= len(operands):
+        return ""
+    for index in indices:
+        _change(operands[index], lambda operand: _recast(operand, dtype, expression))
+    code = ast.unparse(node)
+    sums = _with_sums(parsed(code), name, "float32")
+    return expression.replaced_by(code, "" if sums is None else ast.unparse(sums))
+
+
+def with_dtype(expression: Expression, dtype: str) -> str:
+    """Returns an expression with a cast of its result, in place of a cast that it is already."""
+    return expression.replaced_by(_recast(expression.copy(), dtype, expression))
+
+
+def _recast(node: ast.expr, dtype: str, expression: Expression) -> ast.expr:
+    target = parsed(f"jnp.{dtype}")
+    function = node.func if isinstance(node, ast.Call) else None
+    if isinstance(node, ast.Call) and isinstance(function, ast.Attribute):
+        if function.attr == "astype":
+            return ast.Call(function, [target], [])
+        name = expression.name_of(function)
+        if name in DTYPES:
+            return ast.Call(target, node.args, [])
+        if name in CASTS and node.args:
+            return ast.Call(function, [node.args[0], target], [])
+    return cast(node, dtype)
+
+
+# An operand in a syntax tree: its parent, or a list of arguments, and the attribute or index.
+_Operand = tuple[Any, Any]
+
+
+def _operands(node: ast.expr, expression: Expression) -> list[_Operand]:
+    """Returns the arrays of an operation that computes with two; of a lookup, its table."""
+    if isinstance(node, ast.BinOp):
+        return [(node, "left"), (node, "right")]
+    if isinstance(node, ast.Subscript):
+        return [(node, "value")]
+    if not isinstance(node, ast.Call):
+        return []
+    name, row = known_function(expression)
+    if name == "dot" and isinstance(node.func, ast.Attribute):
+        return [(node.func, "value"), *[(node.args, 0)][: len(node.args)]]
+    if name == "jax.numpy.take":
+        return [(node.args, 0)]
+    is_pair = row is not None and len(row.arrays) > 1
+    return _arguments(node, name, row) if row is not None and is_pair else []
+
+
+def _arguments(node: ast.Call, name: str, row: Function) -> list[_Operand]:
+    """Returns the arguments of a call that are cast."""
+    names, arguments = parameters_of(name), []
+    for position in row.arrays:
+        if position < len(node.args):
+            arguments.append((node.args, position))
+        for keyword in node.keywords:
+            if position < len(names) and keyword.arg == names[position]:
+                arguments.append((keyword, "value"))
+    return [] if any(isinstance(n, ast.Starred) for n in node.args) else arguments
+
+
+def _value(operand: _Operand) -> ast.expr:
+    parent, field = operand
+    return parent[field] if isinstance(parent, list) else getattr(parent, field)
+
+
+def _change(operand: _Operand, change: Callable[[ast.expr], ast.expr]) -> None:
+    parent, field = operand
+    new = change(_value(operand))
+    if isinstance(parent, list):
+        parent[field] = new
+    else:
+        setattr(parent, field, new)
 
 
 def with_operand(expression: Expression | None, index: int, code: str) -> str:
@@ -94,20 +178,12 @@ def with_operand(expression: Expression | None, index: int, code: str) -> str:
     """
     if expression is None:
         return ""
-    changed = lambda operand: parsed(f"({ast.unparse(operand)})".join(code.split("_")))
     node = expression.copy()
-    name, row = known_function(expression)
-    if isinstance(node, ast.BinOp):
-        side = "right" if index else "left"
-        setattr(node, side, changed(getattr(node, side)))
-    elif isinstance(node, ast.Subscript) and index == 0:
-        node.value = changed(node.value)
-    elif isinstance(node, ast.Call) and name == "jax.numpy.take" and index == 0:
-        node.args[0] = changed(node.args[0])
-    elif isinstance(node, ast.Call) and row is not None and row.arrays[:2] == (0, 1):
-        node.args[index] = changed(node.args[index])
-    else:
+    operands = _operands(node, expression)
+    if index >= len(operands):
         return ""
+    change = lambda operand: parsed(f"({ast.unparse(operand)})".join(code.split("_")))
+    _change(operands[index], change)
     return expression.replaced_by(node)
 
 
@@ -177,31 +253,28 @@ def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr |
     if name in METHODS and isinstance(node.func, ast.Attribute):
         node.func.value = cast(node.func.value)
         return node
-    wide = _cast_tree if row.is_tree else cast
-    names = parameters_of(name)
-    for position in row.arrays:
-        is_given = position < len(node.args)
-        for keyword in () if is_given else node.keywords:
-            if position < len(names) and keyword.arg == names[position]:
-                keyword.value = wide(keyword.value)
-                return node
-        if is_given and not isinstance(node.args[position], (ast.Constant, ast.Starred)):
-            node.args[position] = wide(node.args[position])
+    for operand in _arguments(node, name, row):
+        if not isinstance(_value(operand), ast.Constant):
+            _change(operand, _cast_tree if row.is_tree else cast)
             return node
     return None
 
 
 def with_sums(expression: Expression, dtype: str) -> str:
     """Returns a matmul with another `preferred_element_type`."""
-    node = expression.copy()
+    node = _with_sums(expression.copy(), known_function(expression)[0], dtype)
+    return expression.replaced_by(node)
+
+
+def _with_sums(node: ast.expr, name: str, dtype: str) -> ast.expr | None:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         node = ast.Call(parsed("jnp.matmul"), [node.left, node.right], [])
-    elif not isinstance(node, ast.Call) or known_function(expression)[0] not in MATMULS:
-        return ""
-    name = "preferred_element_type"
-    node.keywords = [k for k in node.keywords if k.arg != name]
-    node.keywords.append(ast.keyword(name, parsed(f"jnp.{dtype}")))
-    return expression.replaced_by(node)
+    elif not isinstance(node, ast.Call) or name not in MATMULS:
+        return None
+    option = "preferred_element_type"
+    node.keywords = [k for k in node.keywords if k.arg != option]
+    node.keywords.append(ast.keyword(option, parsed(f"jnp.{dtype}")))
+    return node
 
 
 def with_wide_layer(layer: Expression) -> str:

@@ -86,6 +86,13 @@ class Expression:
     def __hash__(self) -> int:
         return hash(self._key)
 
+    def contains(self, other: Expression) -> bool:
+        """Returns True if another expression is a part of this one."""
+        file, *first = self.place
+        other_file, *second = other.place
+        starts, ends = (first[0::2], second[0::2]), (first[1::2], second[1::2])
+        return file == other_file and starts[0] <= starts[1] and ends[0] >= ends[1]
+
     def copy(self) -> Any:
         """Returns a syntax tree that may be changed."""
         return ast.parse(self.text, mode="eval").body

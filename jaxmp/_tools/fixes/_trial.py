@@ -7,9 +7,7 @@ functions for the duration of a trace. All lines keep their numbers.
 from __future__ import annotations
 
 import ast
-import collections
 import contextlib
-import functools
 import gc
 import itertools
 import linecache
@@ -17,10 +15,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
+from typing import NamedTuple
 
 from jaxmp._core import _compat
 from jaxmp._tools.fixes._source import Edit, with_inner
@@ -30,8 +25,6 @@ WORKS, FAILS, NOT_TRIED = "works", "fails", "not tried"
 _MOST_TRIALS = 5
 # Fixes that follow from another one.
 _MOST_LAYERS = 3
-# Objects that are searched for functions.
-_MOST_OBJECTS = 50_000
 _VERSIONS = itertools.count(1)
 
 Edits = frozenset[Edit]
@@ -118,7 +111,6 @@ def _with_other_dtypes(edits: Edits) -> Edits:
 
 def try_edits(
     groups: Sequence[Edits],
-    roots: Iterable[Any],
     problems_with: Callable[[bool], Problems],
     before: Collection[Hashable],
     removed: Sequence[Collection[Hashable]],
@@ -130,20 +122,21 @@ def try_edits(
 
     Args:
       groups: the edits of each fix.
-      roots: objects from which the user's functions are reachable.
       problems_with: traces the program, and returns its problems, with fixes if its argument is
         True.
       before: the problems without edits.
       removed: the problems that each group must remove.
     """
-    functions, is_complete = _functions_of(roots, {e.file for group in groups for e in group})
-    reached = _reached(functions, groups)
+    functions = _functions_of({edit.file for group in groups for edit in group})
+    # (file, line) -> whether the functions that contain it can be replaced.
+    lines = _replaceable(functions)
+    reached = [all(any(lines.get(edit[:2], ())) for edit in group) for group in groups]
     trials = [FixTrial("" if is_reached else NOT_TRIED) for is_reached in reached]
 
     def trial(*layers: Edits, has_fixes: bool = False) -> Problems | None:
         """Returns the problems with edits; None if the program does not run."""
         try:
-            with warnings.catch_warnings(), patched(functions, layers):
+            with warnings.catch_warnings(), without_collection(), patched(functions, layers):
                 warnings.simplefilter("ignore")
                 return problems_with(has_fixes)
         except Exception:
@@ -183,64 +176,12 @@ def try_edits(
         if trials[n].state == FAILS and others[n] != groups[n]:
             other = alone(others[n], removed[n])
             trials[n] = other if other.state else trials[n]
-    # A function that runs may have kept its code.
-    unknown = {"", FAILS} if not is_complete else {""}
-    return [FixTrial(NOT_TRIED) if row.state in unknown else row for row in trials]
-
-
-# ---------------------------------------------------------------------------
-# Functions
-# ---------------------------------------------------------------------------
-
-
-def _functions_of(roots: Iterable[Any], files: set[str]) -> tuple[list[types.FunctionType], bool]:
-    """Returns the live functions of some files, once each, and whether all objects were seen.
-
-    The nearest objects are searched first.
-    """
-    modules = [m for m in list(sys.modules.values()) if getattr(m, "__file__", None) in files]
-    waiting = collections.deque([*roots, *(value for m in modules for value in vars(m).values())])
-    seen: set[int] = set()
-    functions = []
-    while waiting and len(seen) < _MOST_OBJECTS:
-        value = waiting.popleft()
-        if id(value) in seen or isinstance(value, _ATOMS):
-            continue
-        seen.add(id(value))
-        if isinstance(value, types.FunctionType) and value.__code__.co_filename in files:
-            functions.append(value)
-            waiting += value.__globals__.values()
-        waiting += _parts(value)
-    return functions, not waiting
-
-
-_ATOMS = (types.ModuleType, str, bytes, int, float, complex, type(None), np.ndarray, jax.Array)
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """Yields the objects that an object stores."""
-    if isinstance(value, dict):
-        yield from list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from value
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell
-                yield cell.cell_contents
-        yield from (value.__defaults__ or ()) + tuple((value.__kwdefaults__ or {}).values())
-    elif isinstance(value, property):
-        yield value.fget
-    for name in ("__wrapped__", "__func__", "__self__"):
-        with contextlib.suppress(Exception):
-            yield object.__getattribute__(value, name)
-    with contextlib.suppress(TypeError):
-        yield from list(vars(value).values())
-    if not isinstance(value, type):
-        yield type(value)
-    elif value.__module__.partition(".")[0] not in ("builtins", "jax", "numpy", "typing"):
-        yield from value.__mro__[1:]
+    for n, group in enumerate(groups):
+        # The function that runs may be one of those that kept their code.
+        may_be_old = trials[n].state == FAILS and not all(all(lines[e[:2]]) for e in group)
+        if may_be_old or not trials[n].state:
+            trials[n] = FixTrial(NOT_TRIED)
+    return trials
 
 
 # ---------------------------------------------------------------------------
@@ -248,19 +189,54 @@ def _parts(value: Any) -> Iterator[Any]:
 # ---------------------------------------------------------------------------
 
 
-def _reached(functions: list[types.FunctionType], groups: Sequence[Edits]) -> list[bool]:
-    """Returns for each group of edits whether all functions with their lines can be replaced."""
-    # (file, line) -> whether the functions with this line have the text of the file.
+def _functions_of(files: set[str]) -> list[types.FunctionType]:
+    """Returns all live functions of some files, wherever a closure or a decorator stores them."""
+    objects = [*gc.get_objects(), *(_of_modules(files) if gc.get_freeze_count() else ())]
+    functions = {id(each): each for each in objects if type(each) is types.FunctionType}
+    return [each for each in functions.values() if each.__code__.co_filename in files]
+
+
+def _of_modules(files: set[str]) -> Iterator[object]:
+    """Yields what the modules of some files refer to, without the contents of other modules.
+
+    `gc.freeze` hides objects from `gc.get_objects`.
+    """
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
+    seen = {id(vars(module)) for module in modules}
+    waiting = [v for m in modules if vars(m).get("__file__") in files for v in vars(m).values()]
+    while waiting:
+        yield from waiting
+        seen.update(map(id, waiting))
+        referents = {id(each): each for each in gc.get_referents(*waiting) if gc.is_tracked(each)}
+        waiting = [each for key, each in referents.items() if key not in seen]
+
+
+def _replaceable(functions: list[types.FunctionType]) -> dict[tuple[str, int], list[bool]]:
+    """Returns for each line whether the functions that contain it have the text of the file."""
     lines: dict[tuple[str, int], list[bool]] = {}
-    for file in {edit.file for group in groups for edit in group}:
-        codes = _compiled(file, linecache.getlines(file))
-        for function in functions:
-            code = function.__code__
-            if code.co_filename == file:
-                is_same = _counterpart(code, codes, codes) is not None
-                for line in _lines(code):
-                    lines.setdefault((file, line), []).append(is_same)
-    return [all(all(lines.get(e[:2], [False])) for e in group) for group in groups]
+    codes = {file: _compiled(file, linecache.getlines(file)) for file in _files_of(functions)}
+    for code in {id(function.__code__): function.__code__ for function in functions}.values():
+        of_file = codes[code.co_filename]
+        is_same = _counterpart(code, of_file, of_file) is not None
+        for line in _lines(code):
+            lines.setdefault((code.co_filename, line), []).append(is_same)
+    return lines
+
+
+def _files_of(functions: list[types.FunctionType]) -> set[str]:
+    return {function.__code__.co_filename for function in functions}
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Pauses garbage collection, which would visit all equations of a program again and again."""
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -274,9 +250,6 @@ def patched(functions: list[types.FunctionType], layers: Sequence[Edits]) -> Ite
     codes = [(function, function.__code__) for function in functions]
     texts = _texts(layers)
     before = {file: linecache.cache.get(file) for file in texts}
-    # The garbage collector would visit all equations of the programs before, again and again.
-    was_collecting = gc.isenabled()
-    gc.disable()
     try:
         for function, code in _replacements(functions, texts):
             function.__code__ = code
@@ -285,8 +258,6 @@ def patched(functions: list[types.FunctionType], layers: Sequence[Edits]) -> Ite
         with _compat.context(version=next(_VERSIONS)):
             yield
     finally:
-        if was_collecting:
-            gc.enable()
         for function, code in codes:
             function.__code__ = code
         for file, entry in before.items():
@@ -319,11 +290,14 @@ def _replacements(
 ) -> Iterator[tuple[types.FunctionType, types.CodeType]]:
     for file, lines in texts.items():
         old, new = _compiled(file, linecache.getlines(file)), _compiled(file, lines)
-        for function in functions:
-            if function.__code__.co_filename == file:
-                code = _counterpart(function.__code__, old, new)
-                if code is not None:
-                    yield function, code
+        counterparts: dict[int, types.CodeType | None] = {}
+        for function, code in [(f, f.__code__) for f in functions]:
+            if code.co_filename == file:
+                if id(code) not in counterparts:
+                    counterparts[id(code)] = _counterpart(code, old, new)
+                changed = counterparts[id(code)]
+                if changed is not None:
+                    yield function, changed
 
 
 def _counterpart(

@@ -89,7 +89,7 @@ def locate_nonfinite(
         after = places.intersection(_Search(trace(step, args, kwargs)).places())
         return dict.fromkeys(after, ("", None))
 
-    (trial,) = try_edits([edits], (step, args, kwargs), problems, places, [places])
+    (trial,) = try_edits([edits], problems, places, [places])
     if trial.state != FAILS:
         return dataclasses.replace(report, trial=trial.state)
     # The sentence without its code.
