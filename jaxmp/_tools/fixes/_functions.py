@@ -120,8 +120,13 @@ DOMAINS: Mapping[str, frozenset[str]] = {
 }
 # Functions with a `preferred_element_type`.
 MATMULS = frozenset(
-    f"jax.{name}"
-    for name in ("numpy.matmul", "numpy.dot", "numpy.einsum", "numpy.tensordot", "lax.dot_general")
+    f"jax.{module}.{name}"
+    for module, names in {
+        "numpy": "matmul dot einsum tensordot inner vdot vecdot",
+        "lax": "dot dot_general ragged_dot conv conv_transpose conv_general_dilated"
+        " conv_with_general_padding",
+    }.items()
+    for name in names.split()
 )
 # Layers of Flax -> the argument of their constructor by which they return FP32 sums. `Partial`
 # requires no import.
