@@ -1485,6 +1485,13 @@ MUTATIONS = [
         ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
     ),
     Mutation(
+        "gradients of functions of weights are rounded to 16 bits",
+        "jaxmp/_gradients/_fp32/_interpreter.py",
+        "(name, Copy): _apply for name in _FUNCTIONS}",
+        '(name, Copy): _apply for name in _FUNCTIONS - {"tanh"}}',
+        ("test_gradients.py::test_one_device_sums_float16_gradients_in_the_range_of_several",),
+    ),
+    Mutation(
         "products of weights are summed over devices in 16 bits",
         "jaxmp/_gradients/_fp32/_derivatives.py",
         "    if equation.primitive.name not in MATMULS:\n        return bind",

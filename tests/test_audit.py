@@ -1040,6 +1040,12 @@ def test_gradients_of_a_convolution_take_as_much_again_each(strides):
     assert 2 * report["forward",] <= report["backward",] <= 4 * report["forward",]
 
 
+def test_gradients_of_a_wide_convolution_under_autocast_are_16_bit():
+    loss = lambda x, w: jnp.mean(lax.conv(x, w, (1, 1), "SAME") ** 2)
+    report = audit(jax.grad(jaxmp.autocast(loss, "bf16")), shape(2, 8, 8, 8), shape(8, 8, 3, 3))
+    assert report.ok and set(report.flops_by("lhs", "rhs")) == {("bfloat16", "bfloat16")}
+
+
 def test_ragged_dot_counts_each_row_once():
     def fn(x, w, sizes):
         return lax.ragged_dot(x, w, sizes)

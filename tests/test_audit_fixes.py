@@ -588,6 +588,24 @@ def test_the_fix_of_a_layer_changes_its_constructor(cls, call, constructor, tmp_
     assert not outputs(source.replace(constructor or call, code))
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "jnp.inner(x, kernel)",
+        "lax.ragged_dot(x, kernel.T[None], jnp.array([64]))",
+        "lax.conv(x[..., None], kernel[..., None], (1,), 'VALID')",
+        "lax.conv_transpose(x[None], kernel.T[None], (2,), 'SAME')",
+    ],
+)
+def test_the_fix_of_a_matmul_or_convolution_returns_its_fp32_sums(head, tmp_path):
+    source = f"{HEAD}def loss_fn(x):\n    kernel = x[:8]\n    return jnp.argmax(HEAD, -1)\n"
+    (finding,) = jaxmp.audit(loaded(source.replace("HEAD", head), tmp_path), half()).errors
+    assert (finding.check, finding.trial) == ("rounded_output", "works")
+    code = finding.fix.splitlines()[1].strip()
+    assert code == f"{head[:-1]}, preferred_element_type=jnp.float32)"
+    assert jaxmp.audit(loaded(source.replace("HEAD", code), tmp_path), half()).ok
+
+
 def test_a_fix_names_the_functions_that_it_casts_once(tmp_path):
     source = HEAD + "import optax\ndef loss_fn(x):\n    return optax.l2_loss(x * 2).mean()\n"
     source = source.replace("optax.l2_loss(x * 2)", "jax.nn.logsumexp(x, axis=-1)")

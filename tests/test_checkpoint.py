@@ -665,6 +665,8 @@ def test_states_of_jaxmp_that_orbax_wrote_are_migrated(source, tmp_path, capsys)
         ({"loss_scale": jnp.float32(2**13)}, 0),
         ({"loss_scale": np.float64(2**13)}, 0),
         ({"loss_scale": {"loss_scale": jnp.float32(2**13), "counter": jnp.int32(7)}}, 7),
+        ({"loss_scale": {"0": jnp.float32(2**13), "1": jnp.int32(7)}}, 7),  # jax.tree.leaves
+        ({"loss_scale": {"scale": jnp.float32(2**13), "fin_steps": jnp.int32(7)}}, 7),
         ({"dynamic_scale": {"scale": jnp.float32(2**13), "fin_steps": jnp.int32(7)}}, 7),
     ],
 )

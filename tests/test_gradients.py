@@ -591,8 +591,11 @@ def test_a_leaf_that_is_no_array_is_named_with_the_way_to_split_it_off():
     ("weight", "is_finite"),
     [
         (lambda w: jax.checkpoint(lambda w: w * 0.5)(w.astype(jnp.float16)), True),
-        (lambda w: jnp.tanh(w.astype(jnp.float16)), False),
-        (lambda w: jnp.tanh(w).astype(jnp.float16), True),  # as docs/recipes.md advises
+        (lambda w: jnp.tanh(w.astype(jnp.float16)), True),
+        (lambda w: jax.nn.softplus(jnp.maximum(w.astype(jnp.float16), 0.5) ** 3), True),
+        (lambda w: _standardized(w.astype(jnp.float16)), True),
+        (lambda w: w.astype(jnp.float16) @ w.astype(jnp.float16), False),
+        (lambda w: (w @ w).astype(jnp.float16), True),  # as docs/recipes.md advises
     ],
 )
 def test_one_device_sums_float16_gradients_in_the_range_of_several(weight, is_finite):
@@ -605,6 +608,14 @@ def test_one_device_sums_float16_gradients_in_the_range_of_several(weight, is_fi
     one, two = grad(w, x), grad(*jax.device_put((w, x), (replicated, sharding)))
     np.testing.assert_array_equal(one, two)
     assert np.isfinite(one).all() == is_finite
+    messages = [f.message for f in jaxmp.audit(grad, w, x).warnings if f.check == "float16_range"]
+    assert any("gradient of a product of weights" in text for text in messages) != is_finite
+
+
+def _standardized(weight):
+    """Returns a weight minus its mean, with the lengths of its columns as 1."""
+    weight = weight - weight.mean(0, keepdims=True)
+    return weight / jnp.sqrt(1 + jnp.sum(jnp.square(weight), 0, keepdims=True))
 
 
 # ---------------------------------------------------------------------------

@@ -154,7 +154,9 @@ def _read_flax(location: ForeignCheckpoint) -> Any:
 # Ends of the paths under which jmp and Flax store a dynamic loss scale -> our names of its leaves.
 _SCALES = [
     {"loss_scale/loss_scale": "scale_value", "loss_scale/counter": "good_steps"},
+    {"loss_scale/0": "scale_value", "loss_scale/1": "good_steps"},
     {"loss_scale": "scale_value"},
+    {"loss_scale/scale": "scale_value", "loss_scale/fin_steps": "good_steps"},
     {"dynamic_scale/scale": "scale_value", "dynamic_scale/fin_steps": "good_steps"},
 ]
 

@@ -38,6 +38,7 @@ from jaxmp._gradients._fp32._values import (
     Selected,
     Value,
     Weight,
+    are_weights,
     as_array,
     as_list,
     attached,
@@ -61,6 +62,13 @@ _MERGES = frozenset(
     | {"sub"}
 )
 
+# Functions of single elements.
+_FUNCTIONS = frozenset(
+    {"abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "clamp", "cos"}
+    | {"cosh", "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "integer_pow"}
+    | {"lgamma", "log", "log1p", "logistic", "pow", "rsqrt", "sin", "sinh", "sqrt", "square"}
+    | {"tan", "tanh"}
+)
 
 # Constructs that the interpreter enters, if they read weights.
 _ENTERED = {Form.CALL, Form.REMAT, Form.BRANCH, Form.SCAN, Form.SHARDS}
@@ -309,9 +317,15 @@ def _reshard(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     return [Copy(value.low, carrier, layout)]
 
 
+def _apply(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """Applies a function of weights to copies and to their carriers, with gradients in FP32."""
+    is_applied = are_weights(operands) and is_16bit_aval(equation.outvars[0].aval)
+    return _merge(equation, operands) if is_applied else _compute(equation, operands)
+
+
 def _reduce(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Reduces copies, of which each device reads its part."""
-    return _compute(
+    return _apply(
         equation, [v._replace(layout=None) if isinstance(v, Copy) else v for v in operands]
     )
 
@@ -319,7 +333,7 @@ def _reduce(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 def _calculate(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs arithmetic on arrays of one shape, so that the gradient of a copy is summed in FP32."""
     operands = [_broadcast(operand, equation) for operand in operands]
-    rule = _merge if equation.primitive.name in _MERGES else _compute
+    rule = _merge if equation.primitive.name in _MERGES else _apply
     return rule(equation, operands)
 
 
@@ -402,6 +416,7 @@ _RULES: dict[tuple[str, type | None], Callable[[JaxprEqn, list[Value]], list[Val
     ("convert_element_type", Rows): _convert_rows,
     ("custom_vjp_call", Weight): _custom_derivative,
     **{(name, Copy): _move for name in MOVES},
+    **{(name, Copy): _apply for name in _FUNCTIONS},
     **{(name, Copy): _reduce for name in REDUCTIONS},
     **{(name, Copy): _merge for name in _MERGES},
     **{(name, Copy): _calculate for name in _BROADCASTING},

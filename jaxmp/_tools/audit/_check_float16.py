@@ -9,12 +9,22 @@ from typing import NamedTuple
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT16, is_16bit
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal
-from jaxmp._programs._operations import exponent_of
+from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
+from jaxmp._programs._analysis import Body
+from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, is_literal
+from jaxmp._programs._matmuls import MATMULS, WIDENED_MATMUL
+from jaxmp._programs._operations import exponent_of, name_of
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import NORM_16BIT
-from jaxmp._tools.audit._checks import LAYOUT, Check, OpOccurrence, dtype_of, half_of, named
+from jaxmp._tools.audit._checks import (
+    LAYOUT,
+    WARNING,
+    Check,
+    OpOccurrence,
+    dtype_of,
+    half_of,
+    named,
+)
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.audit._origins import SUMS, fix_expression, fix_operation
@@ -27,8 +37,8 @@ FLOAT16_RANGE = Check(
     id="float16_range",
     explanation="A value leaves the range of float16: an epsilon below 3e-8 is 0 before a division,"
     " logarithm or root; a finite constant beyond 65504 is infinite; squares that are summed"
-    " overflow from 256 on; attention multiplies queries and keys before it scales them; or values"
-    " are cast from bfloat16 to float16 and back.",
+    " overflow from 256 on; attention multiplies queries and keys before it scales them; values are"
+    " cast from bfloat16 to float16 and back; or the gradient of a product of weights is rounded.",
     fix="x = x.astype(jnp.float32)",
     includes_optimizer=True,
 )
@@ -129,6 +139,38 @@ def check_formats(op: OpOccurrence, audit: Auditor) -> OtherFormat | None:
     loss = "beyond 65504 it is inf" if dtype == FLOAT16 else "it loses 3 bits of precision"
     fix = f"Keep one 16-bit format: remove .astype(jnp.{dtype.name}) at {audit.findings.where(op)}."
     return OtherFormat(op, f"a {source.name} value is cast to {dtype.name}, where {loss}", fix)
+
+
+@FLOAT16_RANGE.on_operation("convert_element_type")
+def check_gradient(op: OpOccurrence, audit: Auditor) -> None:
+    """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    is_rounded = dtype_of(operand) == FLOAT32 and dtype_of(result) == FLOAT16
+    if op.location.phase != BACKWARD or not is_rounded:
+        return
+    maker = op.body.maker_through(operand, LAYOUT)
+    if maker is None or not _is_matmul(maker) or not _is_multiplied(result, op.body):
+        return
+    if all(dtype_of(var) == FLOAT16 for var in maker.invars[:2]):
+        message = "the gradient of a product of weights is rounded to float16: sums beyond 65504"
+        fix = (
+            "Multiply the FP32 parameters, w = (a @ b).astype(jnp.float16), or the activations by"
+            " one weight after the other, y = (x @ a) @ b."
+        )
+        audit.add(FLOAT16_RANGE, op, f"{message} are inf.", fix, severity=WARNING)
+
+
+def _is_matmul(equation: Equation) -> bool:
+    return equation.primitive.name in MATMULS or name_of(equation) == WIDENED_MATMUL
+
+
+def _is_multiplied(var: Atom, body: Body) -> bool:
+    """Returns True if a matmul reads a value, which may be cast or moved before."""
+    return any(
+        _is_matmul(reader)
+        or (reader.primitive.name in LAYOUT and _is_multiplied(reader.outvars[0], body))
+        for reader in body.readers(var)
+    )
 
 
 # ---------------------------------------------------------------------------

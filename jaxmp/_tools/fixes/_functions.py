@@ -120,11 +120,15 @@ DOMAINS: Mapping[str, frozenset[str]] = {
     "softmax": frozenset({"softmax", "log_softmax"}),
 }
 # Functions with a `preferred_element_type`.
-_MATMULS = (
-    "numpy.matmul numpy.dot numpy.vdot numpy.inner numpy.einsum numpy.tensordot lax.dot"
-    " lax.dot_general lax.batch_matmul"
+MATMULS = frozenset(
+    f"jax.{module}.{name}"
+    for module, names in {
+        "numpy": "matmul dot einsum tensordot inner vdot vecdot",
+        "lax": "dot dot_general ragged_dot batch_matmul conv conv_transpose conv_general_dilated"
+        " conv_with_general_padding",
+    }.items()
+    for name in names.split()
 )
-MATMULS = frozenset(f"jax.{name}" for name in _MATMULS.split())
 # Layers of Flax -> the argument of their constructor by which they return FP32 sums. `Partial`
 # requires no import.
 _PREFERRED = "preferred_element_type=jnp.float32"
