@@ -99,7 +99,7 @@ def run_audit(
     html: _arguments.HtmlOption = None,
 ) -> None:
     """Print the dtypes in which a training step computes, and what is wrong with them."""
-    from jaxmp._tools.audit import _report
+    from jaxmp._tools.audit import _report, audit_phases
 
     wanted = [check for check in _arguments.split_items(fail_on) if check != "none"]
     checks = _report.known_checks(None if fail_on == "any" else wanted)
@@ -108,9 +108,10 @@ def run_audit(
     loaded = None if recipe is None else _recipe.load_recipe(recipe)
     if script is None:
         make = _arguments.only_function("audit", function, name)
-        options = {"recipe": loaded, "target": target, "try_fixes": try_fixes}
+        options: dict[str, Any] = {"target": target, "try_fixes": try_fixes}
         audit = _busy(f"auditing {make}")(jaxmp.audit)
-        report = _run_tool("audit", audit, make, loaded, options)
+        run = lambda phase: _run_tool("audit", audit, make, phase, options | {"recipe": phase})
+        report = audit_phases(loaded, run) if loaded and loaded.phases else run(loaded)
     else:
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
@@ -177,8 +178,8 @@ def run_memory(
 ) -> None:
     """Print the memory that a training step requires, by kind, and whether it fits a chip.
 
-    The exit status is 1 if it does not fit, and 0 if it may. Of several steps of a script, the
-    largest counts.
+    The exit status is 1 if it does not fit, and 0 if it may. Of several steps of a script, and of
+    the phases of a recipe, the largest counts.
     """
     del share  # its callback sets the environment variable
     settings: dict[str, Any] = {"target": target, "exact": exact}
@@ -194,7 +195,13 @@ def run_memory(
     else:
         make = _arguments.only_function("memory", function, name)
         loaded = None if recipe is None else _recipe.load_recipe(recipe)
-        estimate = _run_tool("memory", jaxmp.estimate_memory, make, loaded, settings)
+        estimate = max(
+            (
+                _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
+                for phase in ([None] if loaded is None else loaded.split_phases())
+            ),
+            key=lambda estimate: estimate.total,
+        )
     write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
 

@@ -27,13 +27,21 @@ from jaxmp._tools.validate._compare import (
     overall,
 )
 from jaxmp._tools.validate._diagnose import Evidence, diagnose, find_origin
+from jaxmp._tools.validate._phases import (
+    Phase,
+    at_step,
+    make_runs,
+    phases_of,
+    records_of,
+)
 from jaxmp._tools.validate._probe import Leaves, Measurements, Probe, leaves_of, make_probe
-from jaxmp._tools.validate._pure import PureRun, as_arrays, as_pure, check_same_params, checksum
+from jaxmp._tools.validate._pure import PureRun, as_arrays, check_same_params, checksum
 from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._rows import (
     DIFFERS,
     FAIL,
     INCONCLUSIVE,
+    PASS,
     CandidateResult,
     Cause,
     Comparison,
@@ -43,7 +51,7 @@ from jaxmp._tools.validate._rows import (
     figure_text,
 )
 from jaxmp._tools.validate._run import MakeRun
-from jaxmp._tools.validate._train import Hashes, Schedule, make_program, train
+from jaxmp._tools.validate._train import CompiledRun, Hashes, Schedule, make_program, train
 from jaxmp._tools.validate._trials import Trial, repeat_step, step_to_repeat
 from jaxmp.errors import ValidationError
 
@@ -93,11 +101,13 @@ class Reference(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Records, measurements and audit of one recipe."""
+    """Records, measurements and audits of one recipe."""
 
     records: list[TrainingRecord]
     measurements: Measurements
-    audit: AuditReport
+    phases: list[Phase]
+    # First step of each phase -> audit of its step.
+    audits: dict[int, AuditReport]
     # True if a parameter is stored in 16 bits and has no FP32 master.
     lacks_masters: bool
     # Repeats a compared step without roundings.
@@ -245,58 +255,86 @@ def _compare(
     """
     reference, candidate = results[settings.reference[0]], results[name]
     budget, records = settings.budgets[name], (reference.records, candidate.records)
-    count = len(settings.candidates)
-    checks, pairs, power = compare_metrics(*records, metrics, budget, scale, count)
-    training = compare_training(*records, scale)
-    steps = settings.schedule.steps * len(settings.seeds)
-    gradients = candidate.measurements.gradients
-    unit = scale.unit if scale.scale == "absolute" else 0.0
-    checks += compare_figures(gradients, training, budget, steps, unit)
-    decisive = overall(checks)
+    shared = (metrics, budget, scale, len(settings.candidates))
+    checks, pairs, power = compare_metrics(*records, *shared)
+    parts = []
+    for phase in candidate.phases:
+        own = [records_of(phase, each) for each in records]
+        rows, training = (
+            candidate.measurements.between(phase.start, phase.stop),
+            compare_training(*own, scale),
+        )
+        count = (phase.stop - phase.start) * len(settings.seeds)
+        unit = scale.unit if scale.scale == "absolute" else 0.0
+        figures = compare_figures(rows.gradients, training, budget, count, unit)
+        verdict = overall([*compare_metrics(*own, *shared)[0], *figures])
+        parts.append(_Part(phase, verdict, figures, rows, training))
+    # The figures of the phase with the worst ones.
+    checks += [overall(each) for each in zip(*(part.figures for part in parts), strict=False)]
+    decisive, worst = overall(checks), overall([part.verdict for part in parts])
+    part = next(part for part in parts if part.verdict is worst)
     causes = ()
     if decisive.verdict in (FAIL, DIFFERS):
-        causes = diagnose(_evidence(candidate, training, budget))
+        causes = diagnose(_evidence(candidate, part, budget))
+    has_phases = len(parts) > 1
+    where = part.phase.name if has_phases and decisive.verdict != PASS else ""
     return CandidateResult(
         name=name,
         recipe=settings.candidates[name].name,
         verdict=decisive.verdict,
-        headline=_headline(name, decisive, causes),
+        headline=_headline(name, where, decisive, causes),
         causes=causes,
         checks=tuple(checks),
+        phases=tuple(
+            dataclasses.replace(part.verdict, name=part.phase.name)
+            for part in parts[: len(parts) * has_phases]
+        ),
         pairs=tuple(pairs),
         power=power,
-        gradients=gradients,
+        gradients=candidate.measurements.gradients,
         modules=candidate.measurements.modules,
         patterns=candidate.measurements.patterns,
-        origin=find_origin(candidate.measurements.modules),
-        training=training,
+        origin=find_origin(part.rows.modules),
+        training=compare_training(*records, scale),
     )
 
 
-def _evidence(candidate: Trained, training: TrainingRow, budget: Budget) -> Evidence:
-    trial, note, rows = None, "", candidate.measurements.gradients
+class _Part(NamedTuple):
+    """Comparison of the steps of one phase: what decides, and the figures without an interval."""
+
+    phase: Phase
+    verdict: Comparison
+    figures: list[Comparison]
+    rows: Measurements
+    training: TrainingRow
+
+
+def _evidence(candidate: Trained, part: _Part, budget: Budget) -> Evidence:
+    trial, note, rows = None, "", part.rows.gradients
     try:
         trial = candidate.repeat(step_to_repeat(rows)) if rows else None
     except (TypeError, ValueError, NotImplementedError) as error:
         # A step that cannot be emulated does not invalidate the verdict.
         note = f"The step was not repeated in FP32: {type(error).__name__}: {str(error)[:200]}"
+    records = records_of(part.phase, candidate.records)
     return Evidence(
-        measurements=candidate.measurements,
-        audit=candidate.audit,
-        training=training,
+        measurements=part.rows,
+        audit=candidate.audits[part.phase.start],
+        training=part.training,
         lacks_masters=candidate.lacks_masters,
-        scale=min(min(record.loss_scales) for record in candidate.records),
+        scale=min(min(record.loss_scales) for record in records),
         gradient_budget=budget.gradient,
-        is_finite=bool(np.isfinite([r.losses[-1] for r in candidate.records]).all()),
+        is_finite=bool(np.isfinite([record.losses[-1] for record in records]).all()),
         trial=trial,
         note=note,
     )
 
 
-def _headline(name: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
+def _headline(name: str, where: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
     figure = functools.partial(figure_text, scale=decisive.scale, sign=False)
     budget = f"budget {figure(decisive.budget)}"
-    cause = f"{causes[0].summary}; " if causes else ""
+    cause = f"in the phase {where}; " if where else ""
+    cause += f"{causes[0].summary}; " if causes else ""
     if decisive.verdict == FAIL:
         excess = decisive.value - decisive.budget
         over = f", over it by {figure(excess)}" if np.isfinite(excess) else ""
@@ -306,7 +344,7 @@ def _headline(name: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
         reason = "another loss on the same parameters" if is_other else "better by more than that"
         return f"{name} DIFFERS: {cause}{decisive.text}, {budget}, {reason}"
     if decisive.verdict == INCONCLUSIVE:
-        return f"{name} is INCONCLUSIVE: {decisive.text}, {budget}; use more seeds"
+        return f"{name} is INCONCLUSIVE: {cause}{decisive.text}, {budget}; use more seeds"
     return f"{name} passes: {decisive.text}, {budget}, margin {figure(decisive.margin)}"
 
 
@@ -345,39 +383,47 @@ def _train_recipe(
     """Trains all seeds of a recipe, one after another, and appends their records to `runs`."""
     seeds, schedule = settings.seeds, settings.schedule
     is_reference = name == settings.reference[0]
-    run = lambda seed: as_pure(
-        make_run(recipe, seed), f"make_run({name!r}, {seed})", schedule.steps
-    )
-    first = run(seeds[0])
-    params = jax.eval_shape(first.params, first.arrays)
-    audited, objects = first.audited
-    report = audit(audited, *objects, first.first, recipe=recipe)
-    program, hashes = functools.cache(lambda: make_program(first)), Hashes.of(first)
+    phases = phases_of(name, recipe, schedule.steps)
+    make = functools.partial(make_runs, make_run, phases, schedule.steps)
+    first = make(seeds[0])
+    params = jax.eval_shape(first[0].params, first[0].arrays)
+    audits = {}
+    for phase in phases:
+        audited, objects = first[phase.start].audited
+        audits[phase.start] = audit(audited, *objects, first[0].first, recipe=phase.recipe)
+    program = functools.cache(lambda start: make_program(first[start]))
+    hashes = {start: Hashes.of(run) for start, run in first.items()}
     comparer = _Comparer(first, saved, is_reference)
     finished = _finished(name, settings)
 
+    def program_of(start: int, run: PureRun, each: Hashes) -> CompiledRun:
+        own = program(start) if each.step == hashes[start].step else make_program(run)
+        is_known = each.evaluation and each.evaluation == hashes[start].evaluation
+        return own if is_known else own.with_evaluation(run)
+
     def train_one(seed: int) -> TrainingRecord:
-        current = first if seed == seeds[0] else run(seed)
+        runs_by_start = first if seed == seeds[0] else make(seed)
+        current = runs_by_start[0]
         _check_initial(name, seed, current, saved, is_reference)
         on_run(f"{name}, seed {seed}")
-        each, initial = Hashes.of(current), checksum(current.params(current.arrays))
-        record = finished.get(seed)
-        if record and (record.initial_checksum, record.program) == (f"{initial:08x}", each.step):
+        each = {start: Hashes.of(run) for start, run in runs_by_start.items()}
+        # The first steps of later phases belong to the program.
+        traced = ", ".join(f"{start} " * (start > 0) + h.step for start, h in each.items())
+        initial, record = checksum(current.params(current.arrays)), finished.get(seed)
+        if record and (record.initial_checksum, record.program) == (f"{initial:08x}", traced):
             for _ in range(schedule.steps):
                 on_step()
             runs.append(record)
             return record
-        own = program() if each.step == hashes.step else make_program(current)
-        if not each.evaluation or each.evaluation != hashes.evaluation:
-            own = own.with_evaluation(current)
+        own = {start: program_of(start, run, each[start]) for start, run in runs_by_start.items()}
         # Only the first seed is compared.
         compared = comparer if seed == seeds[0] else lambda *_: None
         record = train(name, seed, current, own, schedule, on_compare=compared, on_step=on_step)
-        runs.append(dataclasses.replace(record, program=each.step))
+        runs.append(dataclasses.replace(record, program=traced))
         return runs[-1]
 
     def repeat(step: int) -> Trial:
-        current, (leaves, reference) = run(seeds[0]), saved.steps[step]
+        current, (leaves, reference) = at_step(make(seeds[0]), step), saved.steps[step]
         batch = as_arrays(next(itertools.islice(current.batches, step, None)))
         return repeat_step(current, _with_leaves(current, leaves), batch, step, reference)
 
@@ -390,7 +436,8 @@ def _train_recipe(
     return Trained(
         records=records,
         measurements=comparer.measurements,
-        audit=report,
+        phases=phases,
+        audits=audits,
         lacks_masters=any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params)),
         repeat=repeat,
     )
@@ -433,49 +480,17 @@ def _check_initial(
 class _Comparer:
     """Measures the steps to compare: saves those of the reference, compares those of others."""
 
-    def __init__(self, run: PureRun, saved: Reference, is_reference: bool) -> None:
-        self._run, self._saved, self._is_reference = run, saved, is_reference
-        self._probe = make_probe(run)
+    def __init__(self, runs: Mapping[int, PureRun], saved: Reference, is_reference: bool) -> None:
+        self._runs, self._saved, self._is_reference = runs, saved, is_reference
+        self._probes = {start: make_probe(run) for start, run in runs.items()}
         self.measurements = Measurements()
 
     def __call__(self, step: int, arrays: PyTree, batch: PyTree) -> None:
+        run, probe = at_step(self._runs, step), at_step(self._probes, step)
         if self._is_reference:
-            params = leaves_of(self._run.params(arrays))
-            self._saved.steps[step] = params, self._probe(arrays, batch)
+            params = leaves_of(run.params(arrays))
+            self._saved.steps[step] = params, probe(arrays, batch)
             return
         leaves, reference = self._saved.steps[step]
-        candidate = self._probe(_with_leaves(self._run, leaves, arrays), batch)
+        candidate = probe(_with_leaves(run, leaves, arrays), batch)
         self.measurements = self.measurements.add(step, reference, candidate)
-
-
-def make_schedule(
-    steps: int, eval_every: int | None, compare_steps: Sequence[int] | None
-) -> Schedule:
-    """Returns the steps of a run.
-
-    Args:
-      steps: number of training steps.
-      eval_every: steps between two evaluations; None: a tenth of the steps.
-      compare_steps: numbers of updates before a comparison; None: 0, a tenth, and all but one.
-
-    Raises:
-      ValidationError: if a number is not within the run.
-    """
-    if not isinstance(steps, int) or steps < 1:
-        raise ValidationError(f"steps={steps!r} is not a positive integer, such as steps=500.")
-    every = max(1, steps // 10) if eval_every is None else eval_every
-    if not isinstance(every, int) or every < 1:
-        raise ValidationError(f"eval_every={eval_every!r} is not a positive integer.")
-    if compare_steps is not None and not isinstance(compare_steps, Sequence):
-        raise ValidationError(
-            f"compare_steps={compare_steps!r} is not a list. Pass numbers of updates, such as "
-            f"compare_steps=[0, {steps - 1}]."
-        )
-    compared = (0, steps // 10, steps - 1) if compare_steps is None else tuple(compare_steps)
-    for step in compared:
-        if not 0 <= step < steps:
-            raise ValidationError(
-                f"compare_steps={list(compared)}: {step} is not between 0 and {steps - 1}."
-            )
-    evaluated = itertools.chain(range(0, steps, every), (steps,))
-    return Schedule(steps, tuple(evaluated), tuple(sorted(set(compared))))

@@ -167,6 +167,15 @@ class Measurements:
             patterns=patterns,
         )
 
+    def between(self, start: int, stop: int) -> Measurements:
+        """Returns the measurements of the steps from `start` to before `stop`."""
+        is_within = lambda row: start <= row.step < stop
+        return Measurements(
+            gradients=tuple(filter(is_within, self.gradients)),
+            modules=tuple(filter(is_within, self.modules)),
+            patterns=tuple(filter(is_within, self.patterns)),
+        )
+
 
 def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
     """Returns a function of (arrays, batch) that measures one step, compiled once.

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +15,13 @@ import numpy as np
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.report._progress import OnStep
+from jaxmp._tools.validate._phases import at_step, phases_of
 from jaxmp._tools.validate._pure import PureRun, as_arrays, checksum, too_few_batches
 from jaxmp._tools.validate._rows import TrainingRecord
 from jaxmp._tools.validate._run import check_batch
+from jaxmp.errors import ValidationError
 
 # Called before step `n` with (n, arrays, batch), if `n` is a step to compare.
 OnCompare = Callable[[int, PyTree, PyTree], None]
@@ -36,6 +39,46 @@ class Schedule(NamedTuple):
     steps: int
     eval_steps: tuple[int, ...]
     compare_steps: tuple[int, ...]
+
+
+def make_schedule(
+    steps: int,
+    eval_every: int | None,
+    compare_steps: Sequence[int] | None,
+    recipes: Mapping[str, Recipe],
+) -> Schedule:
+    """Returns the steps of a run.
+
+    Args:
+      steps: number of training steps.
+      eval_every: steps between two evaluations; None: a tenth of the steps.
+      compare_steps: numbers of updates before a comparison; None: 0, a tenth, all but one, and
+        the first steps of phases.
+      recipes: all recipes by name.
+
+    Raises:
+      ValidationError: if a number, or the first step of a phase, is not within the run.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValidationError(f"steps={steps!r} is not a positive integer, such as steps=500.")
+    every = max(1, steps // 10) if eval_every is None else eval_every
+    if not isinstance(every, int) or every < 1:
+        raise ValidationError(f"eval_every={eval_every!r} is not a positive integer.")
+    if compare_steps is not None and not isinstance(compare_steps, Sequence):
+        raise ValidationError(
+            f"compare_steps={compare_steps!r} is not a list. Pass numbers of updates, such as "
+            f"compare_steps=[0, {steps - 1}]."
+        )
+    phases = [phase for each in recipes.items() for phase in phases_of(*each, steps)]
+    starts = {phase.start for phase in phases}
+    compared = {0, steps // 10, steps - 1} | starts if compare_steps is None else {*compare_steps}
+    for step in compared:
+        if not 0 <= step < steps:
+            raise ValidationError(
+                f"compare_steps={sorted(compared)}: {step} is not between 0 and {steps - 1}."
+            )
+    evaluated = {*range(0, steps, every), steps} | starts
+    return Schedule(steps, tuple(sorted(evaluated)), tuple(sorted(compared)))
 
 
 class StepRow(NamedTuple):
@@ -151,7 +194,7 @@ def train(
     name: str,
     seed: int,
     run: PureRun,
-    program: CompiledRun,
+    programs: Mapping[int, CompiledRun],
     schedule: Schedule,
     *,
     on_compare: OnCompare,
@@ -162,8 +205,8 @@ def train(
     Args:
       name: name of the recipe.
       seed: the seed.
-      run: the run.
-      program: its compiled program.
+      run: the run; that of the first phase of a recipe.
+      programs: first step of each phase -> its compiled program.
       schedule: the steps.
       on_compare: called before a step of `schedule.compare_steps`.
       on_step: called after each step.
@@ -172,18 +215,20 @@ def train(
     data, initial = 0, checksum(run.params(run.arrays))
     rows: list[StepRow] = []
     evaluations: list[dict[str, Any]] = []
+    # A state is evaluated by the phase that has trained it.
+    evaluate = lambda step, arrays: at_step(programs, max(step - 1, 0)).evaluate(arrays)
     for step, batch in enumerate(take_batches(run, schedule.steps, f"{name}, seed {seed}")):
         if step in schedule.eval_steps:
-            evaluations.append(jax.device_get(program.evaluate(arrays)))
+            evaluations.append(jax.device_get(evaluate(step, arrays)))
         data = checksum(batch, data)
         loaded = as_arrays(batch)
         check_batch(run.first, loaded, f"{name}, seed {seed},", step)
         if step in schedule.compare_steps:
             on_compare(step, arrays, loaded)
-        arrays, row = program.advance(arrays, loaded)
+        arrays, row = at_step(programs, step).advance(arrays, loaded)
         rows.append(row)
         on_step()
-    evaluations.append(jax.device_get(program.evaluate(arrays)))
+    evaluations.append(jax.device_get(evaluate(schedule.steps, arrays)))
     return _record(
         StepRow(*(np.stack(c) for c in zip(*jax.device_get(rows), strict=True))),
         evaluations,
