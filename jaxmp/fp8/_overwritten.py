@@ -197,7 +197,8 @@ def to_max_accumulated(tree: PyTree) -> PyTree:
     arrays = {id(x): x for each in states.locations for x in states.read(each).values()}
     if not _max_accumulates(list(arrays.values())):
         return tree
-    converted = to_fm32(arrays)
+    # A dict of ids would be converted in the order of addresses, which differs between traces.
+    converted = dict(zip(arrays, to_fm32(list(arrays.values())), strict=True))
     for location in states.locations:
         state = states.read(location)
         states.write(location, {name: converted[id(leaf)] for name, leaf in state.items()})
