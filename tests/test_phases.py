@@ -13,6 +13,7 @@ from flax import nnx
 from typer.testing import CliRunner
 
 import jaxmp
+from grids import fast_cases
 from jaxmp._tools.cli._app import app
 from jaxmp.errors import RecipeError, RuleError, ValidationError
 
@@ -383,6 +384,7 @@ def nnx_losses(seed):
     [(Net(), linen_losses), (lambda seed: NNXNet(nnx.Rngs(seed)), nnx_losses)],
     ids=["linen", "nnx"],
 )
+@fast_cases("linen")
 def test_validate_trains_the_phases_as_a_loop_does(model, losses_of):
     options = MODEL | {"steps": 6, "seeds": [3, 4], "eval_every": 6, "compare_steps": [0]}
     report = jaxmp.validate(model, {"mine": RECIPE}, reference_recipe="bf16", **options)
