@@ -166,7 +166,8 @@ def audit_phases(recipe: Recipe, audit_one: Callable[[Recipe], AuditReport]) -> 
         }
         notes = tuple(f"{phase.name}: {note}" for note in report.notes)
         reports.append(dataclasses.replace(report, **moved, notes=notes))
-    return dataclasses.replace(join_reports(reports), recipe=recipe.name)
+    policies = ", then ".join(dict.fromkeys(report.policies for report in reports))
+    return dataclasses.replace(join_reports(reports), recipe=recipe.name, policies=policies)
 
 
 def join_reports(reports: list[AuditReport]) -> AuditReport:

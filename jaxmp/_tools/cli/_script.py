@@ -152,7 +152,9 @@ class Watcher:
         return any(watched.takes_gradients for watched in self.watched.values())
 
     def _load_recipe(self, recipe: Any) -> Recipe:
-        """Returns the planned recipe instead of the script's."""
+        """Returns the planned recipe instead of the script's; a loaded recipe is one already."""
+        if isinstance(recipe, Recipe):
+            return recipe
         self.recipes.append(str(recipe))
         return load_recipe(self.settings["recipe"])
 
