@@ -614,7 +614,7 @@ def test_a_script_runs_until_its_step_has_failed(watch):
 
 PLANNED = """
 import jax, jax.numpy as jnp, jaxmp
-autocast = jaxmp.autocast(lambda w, x: x @ w, jaxmp.load_recipe("bf16"))
+autocast = jaxmp.autocast(lambda w, x: x @ w, jaxmp.load_recipe(jaxmp.load_recipe("bf16")))
 step = jax.jit(lambda w, x: w - jax.grad(lambda w: autocast(w, x).sum())(w))
 step(jnp.ones((4, 4)), jnp.ones((4, 4)))
 """
@@ -624,7 +624,7 @@ def test_a_plan_replaces_the_recipe_of_a_script(watch):
     settings = {"recipe": "fp16", "targets": ["v100"], "cache": None, "hosts": None, "links": {}}
     ((row, seconds),) = watch("plan", compile(PLANNED, "plan.py", "exec"), **settings)["value"]
     assert (row["recipe"], row["fits"], row["lacking"], seconds) == ("fp16", True, "", None)
-    other = PLANNED.replace('jaxmp.load_recipe("bf16")', '"bf16"')
+    other = PLANNED.replace('jaxmp.load_recipe(jaxmp.load_recipe("bf16"))', '"bf16"')
     with pytest.raises(
         AuditError, match=r"does not call jaxmp\.load_recipe, [^:]*:\n    def make_step"
     ):

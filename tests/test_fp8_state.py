@@ -1,6 +1,7 @@
 """The state of delayed scaling, step by step, and under transformations that combine gradients."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +126,8 @@ def test_states_of_a_model_are_updated_as_each_layer_updates_its_own(recipe):
     assert found["a"]["input_amax_history"][0] == 4
 
 
-def counted_step(recipe, layers):
-    """Returns the numbers of equations of a training step: of its own, and of its functions."""
+def traced_step(recipe, layers):
+    """Returns the program of a training step."""
     product, state_of = fp8.dot_general(recipe), {}
     if recipe.is_stateful:
         state_of = {str(n): fp8.init_state(recipe) for n in range(layers)}
@@ -145,9 +146,19 @@ def counted_step(recipe, layers):
         _, grads = state.value_and_grad(loss)(x)
         return state.apply_gradients(grads=grads)
 
-    closed = jax.make_jaxpr(step)(state, of_size(1, 24, 16))
+    return jax.make_jaxpr(step)(state, of_size(1, 24, 16))
+
+
+def counted_step(recipe, layers):
+    """Returns the numbers of equations of a training step: of its own, and of its functions."""
+    closed = traced_step(recipe, layers)
     bodies = {id(sub): sub for e in equations(closed) for sub in sub_jaxprs(e)}
     return len(closed.eqns), sum(len(jaxpr_body(sub)[0].eqns) for sub in bodies.values())
+
+
+def test_equal_steps_are_equal_programs_as_caches_of_compilers_require():
+    texts = [re.sub("0x[0-9a-f]+", "", str(traced_step(RECIPE, 2))) for _ in range(4)]
+    assert len(set(texts)) == 1
 
 
 def test_a_further_layer_adds_few_equations_to_the_step():

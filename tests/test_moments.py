@@ -257,13 +257,18 @@ def test_adamw_moves_20_bytes_per_parameter():
 
 
 # Read twice: gradients. Read and written: 16-bit parameters, masters, moments. `cond` has a second
-# branch for a skipped step, which reads and writes parameters and masters.
+# branch for a skipped step, which reads and writes parameters and masters; its clipping reads the
+# gradients once more.
+COND = {"skip": "cond", "master": "packed"}
 BYTES = {
     "fp32_gradients": ({}, jnp.float32, 2 * 4 + 4 + 8 + 8),
     "bf16_gradients": ({}, jnp.bfloat16, 2 * 2 + 4 + 8 + 8),
+    "clipped": ({}, jnp.bfloat16, 2 * 2 + 4 + 8 + 8),
     "packed": ({"master": "packed"}, jnp.bfloat16, 2 * 2 + 4 + 4 + 8),
+    "packed_clipped": ({"master": "packed"}, jnp.bfloat16, 2 * 2 + 4 + 4 + 8),
     "cond": ({"skip": "cond"}, jnp.float32, 2 * 4 + 4 + 8 + 8 + 12),
-    "cond_packed": ({"skip": "cond", "master": "packed"}, jnp.bfloat16, 2 * 2 + 4 + 4 + 8 + 8),
+    "cond_packed": (COND, jnp.bfloat16, 2 * 2 + 4 + 4 + 8 + 8),
+    "cond_packed_clipped": (COND, jnp.bfloat16, 3 * 2 + 4 + 4 + 8 + 8),
 }
 
 
@@ -272,7 +277,9 @@ BYTES = {
 def test_recipes_with_16_bit_parameters_move_no_more_bytes_than_they_must(name):
     changes, grad_dtype, expected = BYTES[name]
     changes = {"skip": "select", "moment_dtype": "bfloat16", **changes}
-    tx = jaxmp.load_recipe("bf16_params").replace(**changes).optimizer(optax.adamw(1e-3))
+    clip = [optax.clip_by_global_norm(1.0)] * ("clipped" in name)
+    inner = optax.chain(*clip, optax.adamw(1e-3))
+    tx = jaxmp.load_recipe("bf16_params").replace(**changes).optimizer(inner)
     moved, temporary, _ = moved_bytes(tx, jnp.bfloat16, grad_dtype)
     assert moved == pytest.approx(expected, abs=0.2) and temporary < 0.05
 

@@ -10,9 +10,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from typer.testing import CliRunner
 
 import jaxmp
-from jaxmp.errors import RecipeError, RuleError
+from grids import fast_cases
+from jaxmp._tools.cli._app import app
+from jaxmp.errors import RecipeError, RuleError, ValidationError
 
 pytestmark = pytest.mark.usefixtures("standard_promotion", "rank_promotion")
 
@@ -39,8 +42,12 @@ def optimizer_of(recipe):
     return recipe.optimizer(optax.adam(1e-2))
 
 
+def make_variables(seed, recipe=RECIPE):
+    return recipe.phase(0).wrap(Net()).init(jax.random.key(seed), X)
+
+
 def make_state(recipe=RECIPE):
-    variables = recipe.phase(0).wrap(Net()).init(jax.random.key(1), X)
+    variables = make_variables(1, recipe)
     tx = optimizer_of(recipe)
     return jaxmp.TrainState.create(apply_fn=None, params=variables, tx=tx)
 
@@ -291,14 +298,15 @@ def test_layers_in_scans_and_layers_that_run_twice_reset_their_states(microbatch
     assert (amaxes[0] > 0).all() and (amaxes[1] == 0).all() and (amaxes[2] > 0).all()
 
 
+class NNXNet(nnx.Module):
+    def __init__(self, rngs):
+        self.body, self.head = (nnx.Linear(32, 32, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.body(x)))
+
+
 def test_nnx_models_switch_with_one_optimizer():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.body, self.head = (nnx.Linear(32, 32, rngs=rngs) for _ in range(2))
-
-        def __call__(self, x):
-            return self.head(nnx.relu(self.body(x)))
-
     traces = []
 
     @nnx.jit
@@ -309,7 +317,7 @@ def test_nnx_models_switch_with_one_optimizer():
         optimizer.update(model, grads)
         return loss
 
-    model = RECIPE.phase(0).wrap(Model(nnx.Rngs(0)))
+    model = RECIPE.phase(0).wrap(NNXNet(nnx.Rngs(0)))
     optimizer = jaxmp.nnx.Optimizer(model, RECIPE.optimizer(optax.adam(1e-2)))
     ages = []
     for step in range(6):
@@ -320,24 +328,134 @@ def test_nnx_models_switch_with_one_optimizer():
     assert ages == [1, 1, 0, 0, 1, 1] and traces == ["mine@0", "mine@2", "mine@4"]
 
 
-def test_validate_names_the_phase_that_fails():
-    phases = [{"from_step": 5, "matmul": "default"}]
-    recipe = jaxmp.load_recipe("bf16").replace(
-        policies="p=f32,c=bf16,o=f32,matmul=fp8", fp8="current", phases=phases
-    )
-    x = np.random.default_rng(0).normal(size=(21, 16, 32)).astype(np.float32)
+# ---------------------------------------------------------------------------
+# Tools
+# ---------------------------------------------------------------------------
+
+DATA = np.random.default_rng(0).normal(size=(21, 16, 32)).astype(np.float32)
+MODEL = {
+    "loss_fn": lambda model, x: jnp.mean((model(x) - jnp.flip(x, -1)) ** 2),
+    "batches": DATA[:20],
+    "optimizer": optax.adam(1e-2),
+    "held_out": DATA[20:],
+    "progress": False,
+}
+CURRENT = FP8.replace(policies="p=f32,c=bf16,o=f32,matmul=fp8", fp8="current")
+
+
+@pytest.mark.parametrize(("failing", "recipe"), [("mine@0", CURRENT), ("mine@10", FP8)])
+def test_validate_names_the_phase_that_fails(failing, recipe):
+    phases = [{"from_step": 10, "matmul": "default"}]
+    if failing == "mine@10":
+        recipe = jaxmp.load_recipe("bf16").replace(policies="p=f32,c=bf16,o=f32")
+        phases = [{"from_step": 10, "matmul": "fp8"}]
+    budget = jaxmp.Budget(loss=0.2, gradient=0.02, loss_error=1.0)
     report = jaxmp.validate(
-        Net(),
-        {"mine": recipe},
-        steps=20,
-        seeds=2,
-        budgets={"mine@0": 1e-4, "mine@5": 0.05},
-        loss_fn=lambda model, x: jnp.mean((model(x) - jnp.flip(x, -1)) ** 2),
-        batches=x[:20],
-        optimizer=optax.adam(1e-2),
-        held_out=x[20:],
-        progress=False,
+        Net(), {"mine": recipe.replace(phases=phases)}, steps=20, seeds=2, budgets=budget, **MODEL
     )
-    verdicts = {name: report[name].verdict for name in ("mine@0", "mine@5")}
-    assert verdicts["mine@5"] == "pass" and verdicts["mine@0"] != "pass", verdicts
-    assert not report.ok and "mine@0" in str(report).splitlines()[0]
+    verdicts = {each.name: each.verdict for each in report["mine"].phases}
+    assert list(verdicts) == ["mine@0", "mine@10"]
+    assert [name for name, verdict in verdicts.items() if verdict == "fail"] == [failing]
+    assert not report.ok and f"in the phase {failing}" in str(report).splitlines()[0]
+    assert {0, 10, 19} <= set(report.compare_steps) and 10 in report.eval_steps
+    assert jaxmp.typing.ValidationReport.from_json(report.to_json()) == report
+
+
+def linen_losses(seed):
+    params = {**make_variables(seed), "params": Net().init(jax.random.key(seed), X)["params"]}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=optimizer_of(RECIPE))
+    return run(state, 0, 6, batch=lambda step: DATA[step])[1]
+
+
+def nnx_losses(seed):
+    @nnx.jit
+    def step_fn(recipe, model, optimizer, x):
+        loss, grads = optimizer.value_and_grad(MODEL["loss_fn"])(recipe.wrap(model), x)
+        optimizer.update(model, grads)
+        return loss
+
+    model = RECIPE.phase(0).wrap(NNXNet(nnx.Rngs(seed)))
+    optimizer = jaxmp.nnx.Optimizer(model, optimizer_of(RECIPE))
+    return [float(step_fn(RECIPE.phase(n), model, optimizer, DATA[n])) for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("model", "losses_of"),
+    [(Net(), linen_losses), (lambda seed: NNXNet(nnx.Rngs(seed)), nnx_losses)],
+    ids=["linen", "nnx"],
+)
+@fast_cases("linen")
+def test_validate_trains_the_phases_as_a_loop_does(model, losses_of):
+    options = MODEL | {"steps": 6, "seeds": [3, 4], "eval_every": 6, "compare_steps": [0]}
+    report = jaxmp.validate(model, {"mine": RECIPE}, reference_recipe="bf16", **options)
+    assert [list(run.losses) for run in report.runs[2:]] == [losses_of(3), losses_of(4)]
+    # A resumed validation trains the compared reference alone.
+    again = jaxmp.validate(
+        model, {"mine": RECIPE}, reference_recipe="bf16", resume=report, **options
+    )
+    assert again.candidates == report.candidates and again.runs[1:] == report.runs[1:]
+
+
+def test_validate_refuses_phases_that_it_cannot_train():
+    with pytest.raises(ValidationError, match=r"phase from step 4.*steps=5 or more") as error:
+        jaxmp.validate(Net(), {"mine": RECIPE}, steps=4, **MODEL)
+    names = {"recipe": RECIPE}
+    exec(str(error.value).splitlines()[-1].strip(), names)
+    assert [phase.from_step for phase in names["recipe"].phases] == [2, 3]
+    other = lambda recipe, seed: jaxmp.TrainingRun(
+        state={"params": {"w": jnp.zeros(2 + (recipe.name == "mine@2"))}},
+        step=lambda state, x: (state, jnp.sum(x)),
+        batches=DATA,
+        evaluate=lambda state: jnp.sum(state["params"]["w"]),
+    )
+    with pytest.raises(ValidationError, match=r"(?s)mine@2.*another state.*one train state"):
+        jaxmp.validate(other, {"mine": RECIPE}, reference_recipe="bf16", steps=6)
+
+
+def test_the_audit_reads_each_phase():
+    recipe = FP8.replace(
+        phases=[{"from_step": 2, "rules": [jaxmp.Rule("body", "c=f32")]}], name="mine"
+    )
+    report = jaxmp.audit(train_step, recipe, make_state(recipe), X, recipe=recipe)
+    assert report.recipe == "mine" and report.function == "train_step"
+    dtypes = {row.module: row.lhs for row in report.matmuls if row.phase == "forward"}
+    assert dtypes == {
+        "mine@0/body": "float8_e4m3fn",
+        "mine@0/head": "bfloat16",
+        "mine@2/body": "float32",
+        "mine@2/head": "bfloat16",
+    }
+    # A step that never switches has FP32 matmuls where the first phase has FP8.
+    stuck = lambda recipe, state, x: train_step(recipe.phase(2), state, x)
+    report = jaxmp.audit(stuck, recipe, make_state(recipe), X, recipe=recipe)
+    assert {finding.module for finding in report.errors} == {"mine@0/body"}
+    assert "mine@0/body" in str(report)
+
+
+STEP = """
+import jax, jax.numpy as jnp, optax, jaxmp, flax.linen as nn
+
+def make_step(recipe):
+    net, x = nn.Dense(16), jnp.ones((8, 16))
+    state = jaxmp.TrainState.create(
+        apply_fn=None, params=recipe.wrap(net).init(jax.random.key(0), x),
+        tx=recipe.optimizer(optax.sgd(0.1)),
+    )
+    def train_step(state, x):
+        loss_fn = lambda params, x: jnp.mean((recipe.wrap(net).apply(params, x) - x) ** 2)
+        loss, grads = state.value_and_grad(loss_fn)(x)
+        return state.apply_gradients(grads=grads), loss
+    return train_step, state, x
+"""
+
+
+@pytest.mark.parametrize("command", ["audit", "memory"])
+def test_commands_read_each_phase(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step.py").write_text(STEP, encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(RECIPE.to_toml(), encoding="utf-8")
+    words = [command, "step.py:make_step", "--recipe", "mine.toml", "--json", "out.json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "out.json").read_text(encoding="utf-8")
+    assert command == "memory" or all(f"mine@{n}/" in text for n in (0, 2, 4))

@@ -139,7 +139,8 @@ def as_policy_map(policies: RecipeLike) -> PolicyMap:
     if data.phases:
         raise RecipeError(
             f"The recipe {data.name!r} has phases, of which each has other policies. Select that "
-            "of the step on the host: recipe.phase(step). All of them: recipe.split_phases()."
+            "of the step on the host: recipe.phase(step). An audit replaces the recipe among the "
+            "arguments by each: jaxmp.audit(train_step, recipe, state, batch, recipe=recipe)."
         )
     return data.policies
 

@@ -215,7 +215,7 @@ class Recipe(RecipeData):
           >>> load_recipe("fp8").replace(phases=phases).split_phases()
           [Recipe('fp8@0'), Recipe('fp8@900')]
         """
-        return [self.phase(step) for step in _load.first_steps(self)]
+        return [self.phase(step) for step in _load.first_steps(self)] if self.phases else [self]
 
     def replace(self, **changes: Unpack[RecipeChanges]) -> Recipe:
         """Returns this recipe with some settings replaced.

@@ -7,11 +7,13 @@ subject, and register themselves in `_checks` when they are imported here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxmp._core._typing import PyTree
-from jaxmp._policies._load import RecipeLike
 
 # The order of these imports is that of the checks in reports and in the documentation.
 # isort: off
@@ -31,8 +33,10 @@ from jaxmp._tools.audit import _check_attention as _check_attention
 # isort: on
 from jaxmp._core import _compat
 from jaxmp._core._targets import Target, TargetLike, default_target, get_target
-from jaxmp._policies._load import as_policy_map, as_recipe_data
+from jaxmp._policies._load import RecipeLike, as_policy_map
+from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._programs._static_values import Scope
+from jaxmp._tools.audit import _rows
 from jaxmp._tools.audit._auditor import Auditor, PolicyContext
 from jaxmp._tools.audit._check_state import label_arguments
 from jaxmp._tools.audit._checks import CHECKS as CHECKS
@@ -72,7 +76,8 @@ def audit(
       recipe: the recipe that the program should follow: its name, a policy string, a
         `Policy`, a `PolicyMap` or a `Recipe`. None: an FP32 matmul is an error if an operand was
         cast up from 16 bits. A program contains no module types, so a dtype that a rule by type
-        requires is allowed in every module.
+        requires is allowed in every module. A recipe with phases must be an argument of `fn`, too:
+        each phase is audited, and modules are such as "mine@900/dense".
       target: a chip, such as "h200" or "v6e", to compile the program for it, too; docs/chips.md
         lists them. A mapping or a TOML file describes another one: {"like": "h100", "memory":
         96e9}. It does not have to be present (the extras `aot` and `tpu-aot` of jaxmp). For
@@ -121,9 +126,11 @@ def audit_call(
     """Audits a function whose keyword arguments may have any name, such as `target`."""
     check_function(fn, "audit")
     chip = _compat.current_context().chip if target is None else get_target(target)
-    data = None if recipe is None else as_recipe_data(recipe)
-    if data is not None:
-        as_policy_map(data)  # refuses a recipe with phases
+    data = None if recipe is None else load_recipe(recipe)
+    if data is not None and data.phases:
+        options: Any = {"target": target, "try_fixes": try_fixes}
+        call = lambda phase: (fn, *_with_phase((args, kwargs), phase))
+        return audit_phases(data, lambda one: audit_call(*call(one), recipe=one, **options))
     name = recipe if isinstance(recipe, str) else "bf16" if recipe is None else ""
     code = repr(name) if name else "recipe"
     # JAX may start its backends at any step of an audit.
@@ -131,6 +138,59 @@ def audit_call(
         device = _compat.target() if chip is None else chip.platform
         context = PolicyContext(data, device, code)
         return audit_program(context, fn, args, kwargs, chip, try_fixes=try_fixes)[0]
+
+
+def _with_phase(call: PyTree, phase: Recipe) -> PyTree:
+    """Returns the arguments of a function with a phase of a recipe instead of the recipe.
+
+    Raises:
+      RecipeError: if the recipe is not among them.
+    """
+    is_whole = lambda node: isinstance(node, Recipe) and node == phase.whole
+    leaves, structure = jax.tree.flatten(call, is_leaf=is_whole)
+    if phase.whole is not None and not any(map(is_whole, leaves)):
+        as_policy_map(phase.whole)
+    return structure.unflatten(phase if is_whole(leaf) else leaf for leaf in leaves)
+
+
+def audit_phases(recipe: Recipe, audit_one: Callable[[Recipe], AuditReport]) -> AuditReport:
+    """Returns one report on all phases of a recipe, whose names precede the paths of modules."""
+    reports = []
+    for phase in recipe.split_phases():
+        report = audit_one(phase)
+        moved = {
+            name: tuple(
+                dataclasses.replace(row, module=f"{phase.name}/{row.module}".rstrip("/"))
+                for row in getattr(report, name)
+            )
+            for name in ("findings", "matmuls", "gemms", "attention", "collectives")
+        }
+        notes = tuple(f"{phase.name}: {note}" for note in report.notes)
+        reports.append(dataclasses.replace(report, **moved, notes=notes))
+    policies = ", then ".join(dict.fromkeys(report.policies for report in reports))
+    return dataclasses.replace(join_reports(reports), recipe=recipe.name, policies=policies)
+
+
+def join_reports(reports: list[AuditReport]) -> AuditReport:
+    """Returns one report for several programs; its memory is that of the largest one."""
+    first = reports[0]
+    if len(reports) == 1:
+        return first
+    every = lambda field: [row for report in reports for row in getattr(report, field)]
+    severity = lambda finding: _rows.SEVERITIES.index(finding.severity)
+    memories = [report.memory for report in reports if report.memory is not None]
+    return dataclasses.replace(
+        first,
+        function=", ".join(dict.fromkeys(report.function for report in reports)),
+        equations=sum(report.equations for report in reports),
+        findings=tuple(sorted(dict.fromkeys(every("findings")), key=severity)),
+        memory=max(memories, key=lambda row: row.arguments + row.temporary, default=None),
+        notes=tuple(dict.fromkeys(every("notes"))),
+        attention=tuple(every("attention")),
+        collectives=tuple(every("collectives")),
+        matmuls=_rows.merged(every("matmuls"), "flops", "count"),
+        gemms=_rows.merged(every("gemms"), "flops", "count"),
+    )
 
 
 def audit_program(

@@ -118,7 +118,12 @@ def _plan_script(
     """Runs a script once for each recipe, and returns the plan of its step."""
     from jaxmp._tools.plan import MeasuredRow, PlanRow, check_plan, make_plan
 
-    _, chips = check_plan(lambda recipe: recipe, **options)
+    recipes, chips = check_plan(lambda recipe: recipe, **options)
+    if whole := next((recipe.whole for recipe in recipes if recipe.whole), None):
+        raise JaxmpError(
+            f"The recipe {whole.name!r} has phases, and a script runs its first one. Pass a "
+            f"function, which receives each phase:\n    {_PLAN}"
+        )
     more |= {name: options[name] for name in ("targets", "hosts", "links")}
     measured: dict[str, list[MeasuredRow]] = {}
     ended = (command[0], measured, options["prices"], options["rates"])

@@ -30,7 +30,6 @@ from jaxmp._core import _compat, _plain, _targets
 from jaxmp._core._compat import _watch_jit
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools import audit
-from jaxmp._tools.audit import _rows
 from jaxmp._tools.cli._jitted import Watched, defined_steps, function_of
 from jaxmp._tools.nonfinite import _measure
 from jaxmp._tools.plan import _programs
@@ -153,7 +152,9 @@ class Watcher:
         return any(watched.takes_gradients for watched in self.watched.values())
 
     def _load_recipe(self, recipe: Any) -> Recipe:
-        """Returns the planned recipe instead of the script's."""
+        """Returns the planned recipe instead of the script's; a loaded recipe is one already."""
+        if isinstance(recipe, Recipe):
+            return recipe
         self.recipes.append(str(recipe))
         return load_recipe(self.settings["recipe"])
 
@@ -285,7 +286,7 @@ class Watcher:
             estimates = [jaxmp.estimate_memory(*_positional(w.call), **settings) for w in chosen]
             return max(estimates, key=lambda estimate: estimate.total).to_json()
         calls = [(w.call.function, w.call.args, w.call.kwargs) for w in chosen]
-        return join_reports([audit.audit_call(*call, **settings) for call in calls]).to_json()
+        return audit.join_reports([audit.audit_call(*call, **settings) for call in calls]).to_json()
 
     def _check_recipes(self) -> None:
         names = list(dict.fromkeys(self.recipes))
@@ -321,28 +322,6 @@ def _positional(call: _watch_jit.JitCall) -> tuple[Any, ...]:
 
     run.__name__ = call.name
     return run, call.args, call.kwargs
-
-
-def join_reports(reports: list[audit.AuditReport]) -> audit.AuditReport:
-    """Returns one report for several functions; its memory is that of the largest one."""
-    first = reports[0]
-    if len(reports) == 1:
-        return first
-    every = lambda field: [row for report in reports for row in getattr(report, field)]
-    severity = lambda finding: _rows.SEVERITIES.index(finding.severity)
-    memories = [report.memory for report in reports if report.memory is not None]
-    return dataclasses.replace(
-        first,
-        function=", ".join(report.function for report in reports),
-        equations=sum(report.equations for report in reports),
-        findings=tuple(sorted(dict.fromkeys(every("findings")), key=severity)),
-        memory=max(memories, key=lambda row: row.arguments + row.temporary, default=None),
-        notes=tuple(dict.fromkeys(every("notes"))),
-        attention=tuple(every("attention")),
-        collectives=tuple(every("collectives")),
-        matmuls=_rows.merged(every("matmuls"), "flops", "count"),
-        gemms=_rows.merged(every("gemms"), "flops", "count"),
-    )
 
 
 def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> list[Any]:

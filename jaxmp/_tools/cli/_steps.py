@@ -95,7 +95,7 @@ def run_audit(
     html: _arguments.HtmlOption = None,
 ) -> None:
     """Print the dtypes in which a training step computes, and what is wrong with them."""
-    from jaxmp._tools.audit import _report
+    from jaxmp._tools.audit import _report, audit_phases
 
     wanted = [check for check in _arguments.split_items(fail_on) if check != "none"]
     checks = _report.known_checks(None if fail_on == "any" else wanted)
@@ -104,9 +104,10 @@ def run_audit(
     loaded = None if recipe is None else _recipe.load_recipe(recipe)
     if script is None:
         make = _arguments.only_function("audit", function, name)
-        options = {"recipe": loaded, "target": target, "try_fixes": try_fixes}
+        options: dict[str, Any] = {"target": target, "try_fixes": try_fixes}
         audit = _busy(f"auditing {make}")(jaxmp.audit)
-        report = _run_tool("audit", audit, make, loaded, options)
+        run = lambda phase: _run_tool("audit", audit, make, phase, options | {"recipe": phase})
+        report = audit_phases(loaded, run) if loaded and loaded.phases else run(loaded)
     else:
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
@@ -173,8 +174,8 @@ def run_memory(
 ) -> None:
     """Print the memory that a training step requires, by kind, and whether it fits a chip.
 
-    The exit status is 1 if it does not fit, and 0 if it may. Of several steps of a script, the
-    largest counts.
+    The exit status is 1 if it does not fit, and 0 if it may. Of several steps of a script, and of
+    the phases of a recipe, the largest counts.
     """
     del share  # its callback sets the environment variable
     settings: dict[str, Any] = {"target": target, "exact": exact}
@@ -190,7 +191,13 @@ def run_memory(
     else:
         make = _arguments.only_function("memory", function, name)
         loaded = None if recipe is None else _recipe.load_recipe(recipe)
-        estimate = _run_tool("memory", jaxmp.estimate_memory, make, loaded, settings)
+        estimate = max(
+            (
+                _run_tool("memory", jaxmp.estimate_memory, make, phase, settings)
+                for phase in ([None] if loaded is None else loaded.split_phases())
+            ),
+            key=lambda estimate: estimate.total,
+        )
     write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
 
@@ -347,7 +354,8 @@ def _located(
         checkpointer, step = open_run(checkpoint, step)
         info = checkpointer.describe(step)
     example = "jaxmp locate run.py:make_step --checkpoint checkpoints"
-    train_step, *arguments = _arguments.make_step(function, example, info, least=2)
+    known = [] if info is None else [info]
+    train_step, *arguments = _arguments.make_step(function, example, *known, least=2)
     if checkpointer is not None and info is not None:
         count = _count(info, arguments[0])
         if count is None:

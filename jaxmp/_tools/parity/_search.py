@@ -24,7 +24,7 @@ import collections
 import dataclasses
 import itertools
 import linecache
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -236,42 +236,42 @@ class _Search:
         nearest = [
             _align.before(*each) for each in zip(self.records, ends, self._paired, strict=True)
         ]
-        regions = [
+        unpaired = [
             [n for n in near if n not in paired and _computes(records[n])]
             for near, paired, records in zip(nearest, self._paired, self.records, strict=True)
         ]
-        only = self._only(regions, _sign)
-        if only == ([], []):
+        only = self._only(unpaired, _sign)
+        if not any(only):
             # Reductions of other numbers of elements, such as over another batch.
-            reduced = [
-                [n for n in region if len({*map(np.shape, (*r[n].operands, r[n].value))}) > 1]
-                for region, r in zip(regions, self.records, strict=True)
+            reductions = [
+                [n for n in indices if _changes_shape(records[n])]
+                for indices, records in zip(unpaired, self.records, strict=True)
             ]
-            only = self._only(reduced, lambda r: (*_sign(r), *map(np.shape, r.operands)))
-        if self._coarser(ends[1]) is None and only == ([], []):
-            stored = (n for n in nearest[1] if n in self._partner and self._coarser(n) == 1)
-            return _Candidate(pair, value, only, (1, max(stored, default=ends[1])))
-        if self._coarser(ends[1]) is not None:
-            return _Candidate(pair, value, only, (1, ends[1]))
-        side = 1 if only[1] else 0
-        reported = max(only[side], key=lambda n: (_rank(self.records[side][n]), n))
+            only = self._only(reductions, lambda r: (*_sign(r), *map(np.shape, r.operands)))
+        side, reported = 1, ends[1]
+        if self._coarser(ends[1]) is None:
+            if any(only):
+                side = 1 if only[1] else 0
+                reported = max(only[side], key=lambda n: (_rank(self.records[side][n]), n))
+            else:
+                rounded = (n for n in nearest[1] if n in self._partner and self._coarser(n) == 1)
+                reported = max(rounded, default=ends[1])
         return _Candidate(pair, value, only, (side, reported))
 
     def _only(
-        self, regions: Sequence[list[int]], sign: Callable[[ResultRecord], Any]
+        self, indices: Sequence[list[int]], sign: Callable[[ResultRecord], Any]
     ) -> tuple[list[int], list[int]]:
-        """Returns the operations of each region that the other region has less often."""
-        signs = [
-            collections.Counter(sign(records[n]) for n in region)
-            for records, region in zip(self.records, regions, strict=True)
-        ]
+        """Returns the operations of each program whose sign the other program has less often.
+
+        Args:
+          indices: the operations of each program that are compared.
+          sign: returns what equal operations have in common.
+        """
+        signs = [[sign(self.records[side][n]) for n in indices[side]] for side in (0, 1)]
+        train, serve = map(collections.Counter, signs)
         first, second = (
-            [
-                n
-                for n in regions[side]
-                if sign(self.records[side][n]) in signs[side] - signs[1 - side]
-            ]
-            for side in (0, 1)
+            [n for n, own in zip(indices[side], signs[side], strict=True) if own in more]
+            for side, more in ((0, train - serve), (1, serve - train))
         )
         return first, second
 
@@ -297,31 +297,34 @@ class _Search:
     def _dtypes(self, candidates: Sequence[_Candidate]) -> Changes:
         """Returns the change of the operations in the candidates' groups to the first dtypes."""
         train, serve = self.records
-        keys = {self._group_of(*candidate.reported) for candidate in candidates}
+        groups = {self._group_of(*candidate.reported) for candidate in candidates}
         new = {n for candidate in candidates for n in candidate.only[1]}
-        alone = [
-            {
-                n: record
-                for n, record in enumerate(records)
-                if n not in paired and _computes(record) and self._group_of(side, n) in keys
-            }
-            for side, (records, paired) in enumerate(zip(self.records, self._paired, strict=True))
-        ]
-        known = set(map(_sign, alone[0].values()))
-        # Roundings that the first program does not have.
+        # Roundings of the second program that the first one does not have.
+        known = {_sign(train[n]) for n in self._unpaired_in(groups, 0)}
+        extra = (n for n in self._unpaired_in(groups, 1) if _sign(serve[n]) not in known)
         changes = {
             n: Change(dtype=_dtypes.FLOAT32)
-            for n, record in enumerate(serve)
-            if (n in new or (n in alone[1] and _sign(record) not in known))
-            and _bind.is_narrow_dtype(record.dtype)
+            for n in sorted({*new, *extra})
+            if _bind.is_narrow_dtype(serve[n].dtype)
         }
         for n, partner in self._partner.items():
+            if serve[n].primitive in _bind.MOVES or self._group_of(1, n) not in groups:
+                continue
             # If the first program rounds its result next, the dtype of the second one is right.
             next_dtypes = {r.dtype if _is_cast(r) else None for r in self._readers.get(partner, ())}
-            is_other = serve[n].dtype != train[partner].dtype and next_dtypes != {serve[n].dtype}
-            if is_other and serve[n].primitive not in _bind.MOVES and self._group_of(1, n) in keys:
+            if serve[n].dtype != train[partner].dtype and next_dtypes != {serve[n].dtype}:
                 changes[n] = Change(dtype=train[partner].dtype)
         return changes
+
+    def _unpaired_in(self, groups: Collection[str], side: int) -> list[int]:
+        """Returns the operations of some groups that compute, and have no counterpart."""
+        return [
+            n
+            for n, record in enumerate(self.records[side])
+            if n not in self._paired[side]
+            and _computes(record)
+            and self._group_of(side, n) in groups
+        ]
 
     # -- texts ----------------------------------------------------------------------------------
 
@@ -368,17 +371,20 @@ class _Search:
                 return "arguments", f"Pass the same values to {where} in both programs: {reason}."
             return "operations", f"Use the same operations and values in both programs: {where}."
         rows: dict[tuple[str, str], dict[str, None]] = {}
+        dtype = _dtypes.FLOAT32
         for n, change in sorted(changes.items()):
             record = self.records[1][n]
             name, text = record.primitive, f" in {change.dtype} instead of {record.dtype}"
             if _is_cast(record):
                 name, text = "no cast", f" to {record.dtype}"
+            else:
+                dtype = change.dtype
             rows.setdefault((self._where(1, n), text), {})[name] = None
         lines = [f"    {where}: {', '.join(names)}{text}" for (where, text), names in rows.items()]
         more = [f"    and {len(lines) - _LINES} more lines"] if len(lines) > _LINES else []
         sentence = (
             f"Compute these lines of the {self.names[1]} program in the dtypes of {self.names[0]}. "
-            f"Cast the operands, as in x.astype(jnp.{next(iter(changes.values())).dtype}), or set "
+            f"Cast the operands, as in x.astype(jnp.{dtype}), or set "
             "the dtype of the module:"
         )
         return "dtype", "\n".join([sentence, *lines[:_LINES], *more])
@@ -418,6 +424,11 @@ def _computes(record: ResultRecord) -> bool:
     """Returns True for an operation that computes or rounds floats."""
     is_float = jnp.issubdtype(record.dtype, jnp.floating)
     return is_float and (record.primitive not in _align.MOVES or _is_cast(record))
+
+
+def _changes_shape(record: ResultRecord) -> bool:
+    """Returns True if operands and result do not all have the same shape."""
+    return len({*map(np.shape, (*record.operands, record.value))}) > 1
 
 
 def _is_cast(record: ResultRecord) -> bool:

@@ -90,7 +90,8 @@ BudgetsLike: TypeAlias = float | Budget | Mapping[str, float | Budget] | None
 
 def format_of(recipe: Recipe) -> str:
     """Returns "fp8", "16-bit" or "fp32": the narrowest format in which a recipe multiplies."""
-    policies = [recipe.policies.default, *recipe.policies.rules]
+    phases = [phase.policies for phase in recipe.split_phases()]
+    policies = [policy for each in phases for policy in (each.default, *each.rules)]
     if any(getattr(policy, "matmul", None) == "fp8" for policy in policies):
         return "fp8"
     dtypes = {str(getattr(policy, "compute_dtype", None)) for policy in policies}

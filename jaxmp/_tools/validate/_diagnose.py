@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from jaxmp._tools.audit import AuditReport, Finding
 from jaxmp._tools.report._section import module_text
+from jaxmp._tools.validate._phases import Phase
 from jaxmp._tools.validate._rows import (
     CandidateResult,
     Cause,
@@ -45,19 +46,21 @@ _ORIGIN = 0.8
 
 
 class Trained(NamedTuple):
-    """Runs of one recipe.
+    """Runs of one recipe, or their steps in one of its phases.
 
     Args:
       records: the runs of all seeds.
       result: differences from the reference at the compared steps.
-      audit: audit of the step.
+      phases: its phases.
+      audits: audit of the step of each.
       lacks_masters: True if a parameter is stored in 16 bits and has no FP32 master.
       repeat: repeats a compared step without roundings.
     """
 
     records: list[TrainingRecord]
     result: CandidateResult
-    audit: AuditReport
+    phases: list[Phase]
+    audits: list[AuditReport]
     lacks_masters: bool
     repeat: Callable[[int], Trial]
 
@@ -86,7 +89,8 @@ class Evidence(NamedTuple):
 
     def findings(self, *checks: str) -> list[Finding]:
         """Returns the errors of some checks of the audit, the most operations first."""
-        errors = [each for each in self.trained.audit.errors if each.check in checks]
+        errors = [each for audit in self.trained.audits for each in audit.errors]
+        errors = [each for each in errors if each.check in checks]
         return sorted(errors, key=lambda each: -each.count)
 
 

@@ -27,13 +27,21 @@ from jaxmp._tools.validate._compare import (
     overall,
 )
 from jaxmp._tools.validate._diagnose import Trained, diagnose, find_origin
+from jaxmp._tools.validate._phases import (
+    at_step,
+    differences_of,
+    make_runs,
+    phases_of,
+    records_of,
+)
 from jaxmp._tools.validate._probe import Leaves, Probe, leaves_of, make_probe, with_step
-from jaxmp._tools.validate._pure import PureRun, as_arrays, as_pure, check_same_params, checksum
+from jaxmp._tools.validate._pure import PureRun, as_arrays, check_same_params, checksum
 from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._rows import (
     DIFFERS,
     FAIL,
     INCONCLUSIVE,
+    PASS,
     CandidateResult,
     Cause,
     Comparison,
@@ -42,7 +50,7 @@ from jaxmp._tools.validate._rows import (
     figure_text,
 )
 from jaxmp._tools.validate._run import MakeRun
-from jaxmp._tools.validate._train import Hashes, compile_step, train
+from jaxmp._tools.validate._train import Hashes, Program, compile_step, train
 from jaxmp._tools.validate._trials import Trial, repeat_step
 from jaxmp.errors import ValidationError
 
@@ -212,35 +220,77 @@ def _compare(
     """
     reference, candidate = results[settings.plan.reference], results[name]
     budget, records = settings.budgets[name], (reference.records, candidate.records)
-    count = len(settings.candidates)
-    checks, pairs, power = compare_metrics(*records, metrics, budget, scale, count)
-    training = compare_training(*records, scale)
-    steps = settings.plan.steps * len(settings.plan.seeds)
-    unit = scale.unit if scale.scale == "absolute" else 0.0
-    checks += compare_figures(candidate.result.gradients, training, budget, steps, unit)
-    decisive = overall(checks)
-    result = dataclasses.replace(
+    shared = (metrics, budget, scale, len(settings.candidates))
+    checks, pairs, power = compare_metrics(*records, *shared)
+    parts = [_compare_phase(n, reference, candidate, shared) for n in range(len(candidate.phases))]
+    # The figures of the phase with the worst ones.
+    figures = [figure for part in parts for figure in part.figures]
+    for figure in dict.fromkeys(each.name for each in figures):
+        checks.append(overall([each for each in figures if each.name == figure]))
+    decisive, worst = overall(checks), overall([part.verdict for part in parts])
+    part = next(part for part in parts if part.verdict is worst)
+    causes, names = (), [phase.name for phase in candidate.phases if len(parts) > 1]
+    if decisive.verdict in (FAIL, DIFFERS):
+        causes = diagnose(part.trained.result, part.trained, budget.gradient)
+    where = part.trained.phases[0].name if names and decisive.verdict != PASS else ""
+    return dataclasses.replace(
         candidate.result,
         name=name,
         recipe=settings.candidates[name].name,
         verdict=decisive.verdict,
-        causes=(),
+        headline=_headline(name, where, decisive, causes),
+        causes=causes,
         checks=tuple(checks),
+        phases=tuple(
+            dataclasses.replace(part.verdict, name=each)
+            for each, part in zip(names, parts, strict=False)
+        ),
         pairs=tuple(pairs),
         power=power,
-        origin=find_origin(candidate.result.modules),
-        training=training,
+        origin=part.trained.result.origin,
+        training=compare_training(*records, scale),
     )
-    if decisive.verdict in (FAIL, DIFFERS):
-        causes = diagnose(result, candidate, budget.gradient)
-        result = dataclasses.replace(result, causes=causes)
-    return dataclasses.replace(result, headline=_headline(name, decisive, result.causes))
 
 
-def _headline(name: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
+class _Part(NamedTuple):
+    """Comparison of the steps of one phase: what decides, and the figures without an interval."""
+
+    verdict: Comparison
+    figures: list[Comparison]
+    trained: Trained
+
+
+def _compare_phase(
+    number: int,
+    reference: Trained,
+    candidate: Trained,
+    shared: tuple[Sequence[MetricChoice], Budget, MetricChoice, int],
+) -> _Part:
+    """Compares one phase of a candidate with the same steps of the reference.
+
+    Args:
+      number: the phase.
+      reference, candidate: the whole runs.
+      shared: further arguments of `compare_metrics`.
+    """
+    (_, budget, scale, _), phase = shared, candidate.phases[number]
+    records = records_of(phase, reference.records), records_of(phase, candidate.records)
+    training, result = compare_training(*records, scale), differences_of(phase, candidate.result)
+    result = dataclasses.replace(result, origin=find_origin(result.modules), training=training)
+    steps = (phase.stop - phase.start) * len(candidate.records)
+    unit = scale.unit if scale.scale == "absolute" else 0.0
+    figures = compare_figures(result.gradients, training, budget, steps, unit)
+    verdict = overall([*compare_metrics(*records, *shared)[0], *figures])
+    audits = [candidate.audits[number]]
+    own = candidate._replace(records=records[1], result=result, phases=[phase], audits=audits)
+    return _Part(verdict, figures, own)
+
+
+def _headline(name: str, where: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
     figure = functools.partial(figure_text, scale=decisive.scale, sign=False)
     budget = f"budget {figure(decisive.budget)}"
-    cause = f"{causes[0].summary}; " if causes else ""
+    cause = f"in the phase {where}; " if where else ""
+    cause += f"{causes[0].summary}; " if causes else ""
     if decisive.verdict == FAIL:
         excess = decisive.value - decisive.budget
         over = f", over it by {figure(excess)}" if np.isfinite(excess) else ""
@@ -250,7 +300,7 @@ def _headline(name: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
         reason = "another loss on the same parameters" if is_other else "better by more than that"
         return f"{name} DIFFERS: {cause}{decisive.text}, {budget}, {reason}"
     if decisive.verdict == INCONCLUSIVE:
-        return f"{name} is INCONCLUSIVE: {decisive.text}, {budget}; use more seeds"
+        return f"{name} is INCONCLUSIVE: {cause}{decisive.text}, {budget}; use more seeds"
     return f"{name} passes: {decisive.text}, {budget}, margin {figure(decisive.margin)}"
 
 
@@ -297,49 +347,57 @@ class _Trainer:
         """Trains all seeds of a recipe, one after another."""
         plan, finished = self._settings.plan, _finished(name, self._settings)
         is_reference, result = name == plan.reference, CandidateResult(name=name)
-        run = lambda seed: as_pure(
-            self._make_run(recipe, seed), f"make_run({name!r}, {seed})", plan.steps
-        )
-        first = run(plan.seeds[0])
-        params = jax.eval_shape(first.params, first.arrays)
-        function, objects = first.audited
-        audited = audit(function, *objects, first.first, recipe=recipe)
-        advance, hashes = functools.cache(lambda: compile_step(first)), Hashes.of(first)
-        probe = make_probe(first)
+        phases = phases_of(name, recipe, plan.steps)
+        make = functools.partial(make_runs, self._make_run, phases, plan.steps)
+        runs = make(plan.seeds[0])
+        params = jax.eval_shape(runs[0].params, runs[0].arrays)
+        audits = []
+        for phase in phases:
+            function, objects = runs[phase.start].audited
+            audits.append(audit(function, *objects, runs[0].first, recipe=phase.recipe))
+        advance = functools.cache(lambda start: compile_step(runs[start]))
+        hashes = {start: Hashes.of(run) for start, run in runs.items()}
+        probes = {start: make_probe(run) for start, run in runs.items()}
 
         def compare(step: int, arrays: PyTree, batch: PyTree) -> None:
             nonlocal result
+            run, probe = at_step(runs, step), at_step(probes, step)
             if is_reference:
-                params = leaves_of(first.params(arrays))
+                params = leaves_of(run.params(arrays))
                 self._steps[step] = params, probe(arrays, batch)
                 return
             leaves, reference = self._steps[step]
-            candidate = probe(_with_leaves(first, arrays, leaves), batch)
+            candidate = probe(_with_leaves(run, arrays, leaves), batch)
             result = with_step(result, step, reference, candidate)
+
+        def program_of(start: int, run: PureRun, each: Hashes) -> Program:
+            own = advance(start) if each.step == hashes[start].step else compile_step(run)
+            like = runs[start] if each.evaluation == hashes[start].evaluation else run
+            return Program(own, jax.jit(like.evaluate) if each.evaluation else run.evaluate)
 
         def train_one(seed: int) -> TrainingRecord:
             is_first = seed == plan.seeds[0]
-            current = first if is_first else run(seed)
-            params = current.params(current.arrays)
+            own = runs if is_first else make(seed)
+            params = own[0].params(own[0].arrays)
             if is_reference:
                 self._initial[seed] = leaves_of(params)
             else:
                 check_same_params(self._initial[seed], params, name, seed)
             self._on_run(f"{name}, seed {seed}")
-            each, initial = Hashes.of(current), f"{checksum(params):08x}"
+            each, initial = {n: Hashes.of(run) for n, run in own.items()}, f"{checksum(params):08x}"
+            # The first steps of later phases belong to the program.
+            traced = ", ".join(f"{n} " * (n > 0) + own.step for n, own in each.items())
             record = finished.get(seed)
-            if record and (record.initial_checksum, record.program) == (initial, each.step):
+            if record and (record.initial_checksum, record.program) == (initial, traced):
                 for _ in range(plan.steps):
                     self._on_step()
                 return record
-            own = advance() if each.step == hashes.step else compile_step(current)
-            like = first if each.evaluation == hashes.evaluation else current
-            evaluate = jax.jit(like.evaluate) if each.evaluation else current.evaluate
+            programs = {start: program_of(start, run, each[start]) for start, run in own.items()}
             # Only the first seed is compared.
             compared = compare if is_first else lambda *_: None
             hooks = {"on_compare": compared, "on_step": self._on_step}
-            record = train(name, seed, current, own, evaluate, plan, **hooks)
-            return dataclasses.replace(record, initial_checksum=initial, program=each.step)
+            record = train(name, seed, own[0], programs, plan, **hooks)
+            return dataclasses.replace(record, initial_checksum=initial, program=traced)
 
         records = []
         for seed in plan.seeds:
@@ -349,13 +407,14 @@ class _Trainer:
             result = self._settings.earlier[name]
 
         def repeat(step: int) -> Trial:
-            current, (leaves, reference) = run(plan.seeds[0]), self._steps[step]
+            current = at_step(make(plan.seeds[0]), step)
+            leaves, reference = self._steps[step]
             batch = as_arrays(next(itertools.islice(current.batches, step, None)))
             arrays = _with_leaves(current, current.arrays, leaves)
             return repeat_step(current, arrays, batch, step, reference)
 
         lacks_masters = any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params))
-        return Trained(records, result, audited, lacks_masters, repeat)
+        return Trained(records, result, phases, audits, lacks_masters, repeat)
 
 
 def _finished(name: str, settings: Settings) -> dict[int, TrainingRecord]:
@@ -384,6 +443,7 @@ def planned_report(
     steps: int,
     eval_every: int | None,
     compare_steps: Sequence[int] | None,
+    recipes: Mapping[str, Recipe],
 ) -> ValidationReport:
     """Returns the report of a validation before its first run.
 
@@ -392,10 +452,12 @@ def planned_report(
       seeds: the seeds.
       steps: number of training steps.
       eval_every: steps between two evaluations; None: a tenth of the steps.
-      compare_steps: numbers of updates before a comparison; None: 0, a tenth, and all but one.
+      compare_steps: numbers of updates before a comparison; None: 0, a tenth, all but one, and
+        the first steps of phases.
+      recipes: all recipes by name.
 
     Raises:
-      ValidationError: if a number is not within the run.
+      ValidationError: if a number, or the first step of a phase, is not within the run.
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValidationError(f"steps={steps!r} is not a positive integer, such as steps=500.")
@@ -407,17 +469,18 @@ def planned_report(
             f"compare_steps={compare_steps!r} is not a list. Pass numbers of updates, such as "
             f"compare_steps=[0, {steps - 1}]."
         )
-    compared = (0, steps // 10, steps - 1) if compare_steps is None else tuple(compare_steps)
+    phases = [phase for each in recipes.items() for phase in phases_of(*each, steps)]
+    starts = {phase.start for phase in phases}
+    compared = {0, steps // 10, steps - 1} | starts if compare_steps is None else {*compare_steps}
     for step in compared:
         if not 0 <= step < steps:
             raise ValidationError(
-                f"compare_steps={list(compared)}: {step} is not between 0 and {steps - 1}."
+                f"compare_steps={sorted(compared)}: {step} is not between 0 and {steps - 1}."
             )
-    evaluated = itertools.chain(range(0, steps, every), (steps,))
     return ValidationReport(
         reference=reference,
         seeds=seeds,
         steps=steps,
-        eval_steps=tuple(evaluated),
-        compare_steps=tuple(sorted(set(compared))),
+        eval_steps=tuple(sorted({*range(0, steps, every), steps} | starts)),
+        compare_steps=tuple(sorted(compared)),
     )

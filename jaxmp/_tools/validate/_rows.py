@@ -284,6 +284,8 @@ class CandidateResult:
       headline: the verdict in one line, with number, budget, margin and the cause of a failure.
       causes: diagnosed causes, the most important first; empty for a candidate that passes.
       checks: comparisons with budgets; the first failing one decides the headline.
+      phases: the comparison that decides for the steps of each phase, with its name, such as
+        "mine@900"; empty for a recipe without phases.
       pairs: the deciding metric for each seed.
       power: the number of seeds that the test requires.
       gradients: gradients of all parameters at each of `compare_steps`.
@@ -299,6 +301,7 @@ class CandidateResult:
     headline: str = ""
     causes: tuple[Cause, ...] = ()
     checks: tuple[Comparison, ...] = ()
+    phases: tuple[Comparison, ...] = ()
     pairs: tuple[SeedPair, ...] = ()
     power: Power = dataclasses.field(default_factory=Power)
     gradients: tuple[GradientRow, ...] = ()
@@ -396,6 +399,12 @@ def _candidate_sections(
             candidate.power.text,
             ("quantity", "value"),
             training_rows(candidate.training),
+        ),
+        Section(
+            f"{candidate.name}: phases",
+            "",
+            ("phase", "verdict", "decided by"),
+            tuple((each.name, each.verdict, each.text) for each in candidate.phases),
         ),
         _gradients(candidate),
         _modules(candidate, full),

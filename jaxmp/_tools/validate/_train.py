@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._tools.report._progress import OnStep
+from jaxmp._tools.validate._phases import at_step
 from jaxmp._tools.validate._pure import (
     PureRun,
     as_arrays,
@@ -48,6 +49,13 @@ class StepRow(NamedTuple):
 
 # (arrays, batch) -> (arrays, measurements).
 Advance = Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
+
+
+class Program(NamedTuple):
+    """A compiled step, and the evaluation of its arrays."""
+
+    advance: Advance
+    evaluate: Callable[[PyTree], dict[str, Array]]
 
 
 def compile_step(run: PureRun) -> Advance:
@@ -109,8 +117,7 @@ def train(
     name: str,
     seed: int,
     run: PureRun,
-    advance: Advance,
-    evaluate: Callable[[PyTree], dict[str, Array]],
+    programs: Mapping[int, Program],
     plan: ValidationReport,
     *,
     on_compare: OnCompare,
@@ -121,9 +128,8 @@ def train(
     Args:
       name: name of the recipe.
       seed: the seed.
-      run: the run.
-      advance: its compiled step.
-      evaluate: arrays -> metrics.
+      run: the run; that of the first phase of a recipe.
+      programs: first step of each phase -> its programs.
       plan: report with the steps.
       on_compare: called before a step of `plan.compare_steps`.
       on_step: called after each step.
@@ -134,20 +140,22 @@ def train(
     arrays, data, steps = _trees.owned(run.arrays), 0, plan.steps
     rows: list[StepRow] = []
     evaluations: list[dict[str, Any]] = []
+    # A state is evaluated by the phase that has trained it.
+    evaluate = lambda step, arrays: at_step(programs, max(step - 1, 0)).evaluate(arrays)
     for step, batch in enumerate(itertools.islice(run.batches, steps)):
         if step in plan.eval_steps:
-            evaluations.append(jax.device_get(evaluate(arrays)))
+            evaluations.append(jax.device_get(evaluate(step, arrays)))
         data = checksum(batch, data)
         loaded = as_arrays(batch)
         check_batch(run.first, loaded, f"{name}, seed {seed},", step)
         if step in plan.compare_steps:
             on_compare(step, arrays, loaded)
-        arrays, row = advance(arrays, loaded)
+        arrays, row = at_step(programs, step).advance(arrays, loaded)
         rows.append(row)
         on_step()
     if len(rows) < steps:
         raise too_few_batches(f"{name}, seed {seed}", len(rows), steps)
-    evaluations.append(jax.device_get(evaluate(arrays)))
+    evaluations.append(jax.device_get(evaluate(steps, arrays)))
     losses, norms, scales, skipped = map(np.stack, zip(*jax.device_get(rows), strict=True))
     floats = lambda values: tuple(float(value) for value in values)
     return TrainingRecord(

@@ -57,11 +57,11 @@ def validate(
     report states where the error arises. The seeds are trained one after another.
 
     Args:
-      make_run: `make_run(recipe, seed)` returns a `TrainingRun`; it receives a `Recipe`. Or a Flax
-        model: a Linen module, or a function from the seed to a Linen or NNX module, together with
-        `loss_fn`, `batches`, `optimizer` and `held_out`.
-      recipes: the candidates, in a list or a dict from names to recipes. Each phase of a recipe is
-        a candidate, such as "mine@900", that trains all steps.
+      make_run: `make_run(recipe, seed)` returns a `TrainingRun`; it receives a `Recipe`, or each
+        phase of one. Or a Flax model: a Linen module, or a function from the seed to a Linen or NNX
+        module, together with `loss_fn`, `batches`, `optimizer` and `held_out`.
+      recipes: the candidates, in a list or a dict from names to recipes. A recipe with phases
+        trains each of them in its steps, and the report names the first phase that fails.
       reference_recipe: the recipe to compare with.
       seeds: number of seeds, or the seeds. With one seed, the result has no interval.
       steps: number of training steps of each run.
@@ -73,7 +73,8 @@ def validate(
         direction is that of docs/validate.md, and "two-sided" for other names.
       eval_every: steps between two evaluations; None: a tenth of `steps`.
       compare_steps: numbers of updates before the steps at which gradients and activations of the
-        first seed are compared; None: 0, a tenth of `steps`, and `steps - 1`.
+        first seed are compared; None: 0, a tenth of `steps`, `steps - 1`, and the first steps of
+        phases.
       progress: True to show a progress bar; None: if standard error is a terminal.
       resume: an earlier report of the same steps, its JSON text, or a path that ends in `.json`.
         Its runs with the same step and initial parameters are taken instead of trained, except that
@@ -88,7 +89,8 @@ def validate(
       verdicts.
 
     Raises:
-      ValidationError: if arguments or runs cannot be compared, such as other initial parameters.
+      ValidationError: if arguments or runs cannot be compared, such as other initial parameters,
+        or a recipe has a phase after the last step.
       RecipeError, PolicyError: if a recipe cannot be loaded.
       KeyboardInterrupt: by Ctrl-C. If a run is finished, its attribute `report` is the report on
         the candidates and runs that are; `validate(..., resume=report)` goes on.
@@ -127,7 +129,14 @@ def validate(
         candidates=candidates,
         budgets=resolve_budgets(budgets, candidates),
         directions=check_directions({} if metrics is None else metrics),
-        plan=planned_report(name, _as_seeds(seeds), steps, eval_every, compare_steps),
+        plan=planned_report(
+            name,
+            _as_seeds(seeds),
+            steps,
+            eval_every,
+            compare_steps,
+            {name: reference, **candidates},
+        ),
     )
     if resume is not None:
         settings = settings._replace(earlier=_as_earlier(resume, settings.plan))
@@ -210,13 +219,6 @@ def _named(recipes: RecipesLike) -> dict[str, Recipe]:
                 f"recipes={{'first': ..., 'second': ...}}."
             )
         named = {name: recipe for name, (_, recipe) in zip(names, loaded, strict=True)}
-    named = {
-        name
-        if len(recipe.split_phases()) == 1
-        else f"{name}@{phase.name.rpartition('@')[2]}": phase
-        for name, recipe in named.items()
-        for phase in recipe.split_phases()
-    }
     if not named:
         raise ValidationError('recipes is empty. Pass some: recipes=["bf16"].')
     return named
