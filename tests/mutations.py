@@ -1489,7 +1489,9 @@ MUTATIONS = [
         "jaxmp/_flax/_casts.py",
         "if id(leaf) in unrounded:",
         "if id(leaf) in unrounded and not resolved.narrow:",
-        ("test_search.py::test_a_decision_that_strict_promotion_rounds_is_named_and_the_fix_works",),
+        (
+            "test_search.py::test_a_decision_that_strict_promotion_rounds_is_named_and_the_fix_works",
+        ),
     ),
     Mutation(
         "gradients of functions of weights are rounded to 16 bits",

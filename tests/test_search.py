@@ -218,12 +218,11 @@ def test_a_model_is_searched_once_per_shape():
     model = jaxmp.load_recipe("bf16").wrap(Counted())
     variables = model.init(jax.random.key(0), X)
     calls.clear()
-    with jax.numpy_dtype_promotion("standard"):
-        for x in (X, X + 1, X[:2], X):
-            model.apply(variables, x)
-        # A number that changes with each call is no reason for another search.
-        for time in (1.0, 2.0, 3.0):
-            model.apply(variables, X, time)
+    for x in (X, X + 1, X[:2], X):
+        model.apply(variables, x)
+    # A number that changes with each call is no reason for another search.
+    for time in (1.0, 2.0, 3.0):
+        model.apply(variables, X, time)
     assert len(calls) == 4 + 2 + 3 + 1
 
 

@@ -28,6 +28,7 @@ import numpy as np
 from jaxmp._autocast._resolve import is_traced_by_autocast
 from jaxmp._core._compat import JaxprEqn, context, current_context
 from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core._trees import is_float
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _labels, _missing_precision
 from jaxmp._flax._casts import computes_in_16_bits
@@ -165,7 +166,8 @@ class ModelSearch:
         reached = _Reached(labeling.layers & reasons.keys(), is_strict)
         reached.run(closed, [False] * len(closed.jaxpr.invars))
         labels = {label: reasons[label] for label in reached.labels & reasons.keys()}
-        labels, error = _accepted(prepare, labels) if is_strict else (labels, None)
+        may_meet = is_strict and reached.meets
+        labels, error = _accepted(prepare, labels) if may_meet else (labels, None)
         if error is not None:
             rounded = [label for label in reached.rounded if reasons[label] != _OF_MODEL]
             if rounded and not path:
@@ -320,8 +322,10 @@ class _Reached(Forward):
     def __init__(self, layers: set[str], is_strict: bool) -> None:
         super().__init__()
         self._layers, self._is_strict, self.labels = layers, is_strict, set[str]()
-        # Labels of layers whose results are rounded, or lose an operation with a 16-bit array.
+        # Labels of layers whose results are rounded, or take the dtype of another operand.
         self.rounded: dict[str, None] = {}
+        # True if such a value and a 16-bit array may be operands of one operation.
+        self.meets = False
 
     def join(self, first: bool, second: bool) -> bool:
         return first or second
@@ -335,16 +339,19 @@ class _Reached(Forward):
             label = label_of(equation)
             is_layer = label in self._layers
             is_reached = is_reached or is_layer
+            is_narrow = is_layer and (is_16bit(aval.dtype) or aval.weak_type)
+            self.rounded |= {label: None} if is_narrow else {}
             self.labels |= {label} if is_reached else set()
-            self.rounded |= {label: None} if is_layer and _is_narrow(aval) else {}
         elif name in MATMULS:
             # The author of a layer, or a rule, may return FP32.
             is_reached = aval.dtype == FLOAT32 and not self._is_strict
+        elif is_reached:
+            self.meets |= sum(_is_strong_16bit(var.aval) for var in equation.invars) > 1
         return [is_reached] * len(equation.outvars)
 
 
-def _is_narrow(aval: Any) -> bool:
-    return is_16bit(aval.dtype) or aval.weak_type
+def _is_strong_16bit(aval: Any) -> bool:
+    return is_float(aval) and is_16bit(aval.dtype) and not aval.weak_type
 
 
 _OF_MODEL = "its results are those of the model"
