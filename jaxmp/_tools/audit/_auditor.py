@@ -146,10 +146,11 @@ class PolicyContext:
 def _before_cast(var: Atom, op: OpOccurrence) -> Atom:
     """Returns the operand that JAX widens, because the gradient of a convolution is wider."""
     maker = op.body.maker_through(var, _LAYOUT)
-    is_cast = maker is not None and maker.primitive.name == "convert_element_type"
-    if not is_cast or dtype_of(maker.invars[0]).itemsize > dtype_of(var).itemsize:
+    if maker is None or maker.primitive.name != "convert_element_type":
         return var
-    return maker.invars[0] if call_site(maker) == call_site(op.equation) else var
+    is_widened = dtype_of(maker.invars[0]).itemsize <= dtype_of(var).itemsize
+    is_same_call = is_widened and call_site(maker) == call_site(op.equation)
+    return maker.invars[0] if is_same_call else var
 
 
 _LAYOUT = named("transpose rev")
