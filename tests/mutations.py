@@ -1022,8 +1022,8 @@ MUTATIONS = [
     Mutation(
         "modules round the FP32 sums of a layer of the user's own class",
         "jaxmp/_flax/_search.py",
-        "fact = _REACHED if is_wide else _DATA",
-        "fact = _DATA",
+        "is_reached = aval.dtype == FLOAT32 and not self._is_strict",
+        "is_reached = False",
         ("test_search.py::test_modules_pass_the_fp32_results_of_own_layers_to_a_decision",),
     ),
     Mutation(
@@ -1483,6 +1483,15 @@ MUTATIONS = [
         "(name, Copy): _move for name in MOVES}",
         '(name, Copy): _move for name in MOVES - {"broadcast_in_dim"}}',
         ("test_fp32_gradients.py::test_gradients_are_summed_in_fp32",),
+    ),
+    Mutation(
+        "logits of a head with few outputs are rounded beside a 16-bit array",
+        "jaxmp/_flax/_casts.py",
+        "if id(leaf) in unrounded:",
+        "if id(leaf) in unrounded and not resolved.narrow:",
+        (
+            "test_search.py::test_a_decision_that_strict_promotion_rounds_is_named_and_the_fix_works",
+        ),
     ),
     Mutation(
         "gradients of functions of weights are rounded to 16 bits",

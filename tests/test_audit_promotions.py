@@ -230,6 +230,12 @@ def test_the_matmuls_of_a_promotion_have_its_fix(policies):
     assert audit(jax.grad(mended, (0, 1)), X, W, recipe=policies).ok
 
 
+def test_fp32_logits_that_promote_a_bias_are_returned_as_probabilities():
+    logits = lambda x, w: jnp.matmul(x, w, preferred_element_type=jnp.float32) + x
+    assert audit(lambda x, w: jax.nn.softmax(logits(x, w)), X, W).ok
+    assert not audit(logits, X, W).ok
+
+
 def test_fixes_of_promotions_name_what_promotes():
     (finding,) = (f for f in audit(into_matmul, X, W).errors if f.check == "implicit_promotion")
     assert finding.fix.endswith("which does not promote:\n    x * 0.5")

@@ -1,5 +1,7 @@
 """Results that models compare or return keep their FP32 sums, whatever their layers are called."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -453,23 +455,50 @@ class Beside(nn.Module):
     """Logits to which a parameter that is read in 16 bits is added."""
 
     shift_dtype: jnp.dtype = jnp.bfloat16
+    classes: int = CLASSES
 
     @nn.compact
-    def __call__(self, x):
-        shift = self.param("shift", nn.initializers.zeros, (CLASSES,))
-        logits = nn.Dense(CLASSES, name="output")(x)
+    def __call__(self, x, is_shifted=True):
+        shift = self.param("shift", nn.initializers.zeros, (self.classes,))
+        logits = nn.Dense(self.classes, name="output")(x)
+        if not is_shifted:
+            return nn.log_softmax(logits)
         return nn.log_softmax(logits + shift[None].astype(self.shift_dtype))
 
 
-def test_a_decision_that_strict_promotion_rounds_is_named_and_the_fix_works():
+@pytest.mark.parametrize("classes", [CLASSES, 4])
+def test_a_decision_that_strict_promotion_rounds_is_named_and_the_fix_works(classes):
     recipe = jaxmp.load_recipe("bf16")
-    variables = Beside(jnp.float32).init(jax.random.key(0), X)
-    rounds = r"'output' is rounded.*line \d+\. .* Rule\('output', 'o=f32'\)"
+    model, exact = (Beside(dtype, classes) for dtype in (jnp.bfloat16, jnp.float32))
+    variables = exact.init(jax.random.key(0), X)
+    wrapped = recipe.wrap(model)
+    wrapped.apply(variables, X, False)  # Without a warning.
+    rounds = r"'output' is rounded.*test_search.py, line \d+\. .* Rule\('output', 'o=f32'\)"
     with pytest.warns(jaxmp.errors.RecipeWarning, match=rounds):
-        recipe.wrap(Beside()).apply(variables, X)
+        wrapped.apply(variables, X)
     with jax.numpy_dtype_promotion("standard"):
-        expected = recipe.wrap(Beside()).apply(variables, X)
+        expected = recipe.wrap(model).apply(variables, X)
     rules = [jaxmp.Rule("output", "o=f32")]
-    fixed = recipe.replace(policies=jaxmp.PolicyMap(recipe, rules)).wrap(Beside(jnp.float32))
+    fixed = recipe.replace(policies=jaxmp.PolicyMap(recipe, rules)).wrap(exact)
     # Without a warning.
     np.testing.assert_array_equal(fixed.apply(variables, X), expected)
+    assert np.any(expected != expected.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+class CastRouter(nn.Module):
+    """Router whose weights are cast to the dtype of the experts, and noise of the logits' dtype."""
+
+    @nn.compact
+    def __call__(self, x):
+        logits = nn.Dense(CLASSES, name="gate")(x)
+        logits = logits + jax.random.normal(jax.random.key(0), logits.shape, logits.dtype)
+        weights, chosen = jax.lax.top_k(nn.softmax(logits), 1)
+        experts = nn.DenseGeneral((CLASSES, WIDTH), name="experts")(x)
+        return jnp.take_along_axis(experts, chosen[..., None], 1)[:, 0] * weights.astype(x.dtype)
+
+
+def test_strict_promotion_accepts_a_router_with_explicit_casts():
+    variables = CastRouter().init(jax.random.key(0), X)
+    model = jaxmp.load_recipe("bf16").wrap(CastRouter())
+    jaxpr = jax.make_jaxpr(model.apply)(variables, X)  # Without a warning.
+    assert re.search(rf"f32\[{len(X)},{CLASSES}\] = exp", str(jaxpr))

@@ -210,10 +210,10 @@ def cast_outputs(
             if computes_in_16_bits(module_policy.policies):
                 leaf = strongly_typed(leaf)  # the result of a narrow layer
             return cast_array(leaf, dtype)
-        if resolved.narrow:
-            return weakly_typed(cast_array(leaf, dtype))
         if id(leaf) in unrounded:
             return leaf
+        if resolved.narrow:
+            return weakly_typed(cast_array(leaf, dtype))
         # The result of a narrow layer, which modules pass on.
         return leaf if is_weak_float32(leaf) else cast_array(leaf, dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -142,20 +143,24 @@ def note_weights(module_policy: ModulePolicy, own: Callable[[], Iterable[Any]]) 
 _NO_DOT = _explain.UNKNOWN_DOT
 
 
-def refused_sums(rounded: dict[str, np.dtype], meeting: JaxprEqn, reasons: dict[str, str]) -> str:
+def refused_sums(
+    rounded: list[str], dtype: np.dtype, reasons: dict[str, str], error: Exception
+) -> str:
     """Returns a warning of layers whose FP32 sums strict promotion refuses.
 
     Args:
-      rounded: labels of the layers -> the 16-bit dtype of their results.
-      meeting: the operation whose operands would be FP32 sums and a 16-bit array.
+      rounded: labels of the layers.
+      dtype: of their results.
       reasons: label -> why the result should be FP32.
+      error: of the operation of FP32 sums and a 16-bit array.
     """
     label, *others = rounded
     path = label.removeprefix(PREFIX).rpartition(".")[0]
-    more = f" (and {len(others)} others)" if others else ""
-    file, line = Lines().of([meeting])
+    more = f" (and {len(others)} other{'s' * (len(others) > 1)})" if others else ""
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    file, line = Lines().first_own((frame.filename, frame.lineno or 0) for frame in frames)
     return (
-        f"The result of the layer {path!r}{more} is rounded to {rounded[label]}, although "
+        f"The result of the layer {path!r}{more} is rounded to {dtype}, although "
         f"{reasons[label]}: jax_numpy_dtype_promotion='strict' refuses its FP32 sums beside the "
         f"16-bit array in {os.path.basename(file)}, line {line}. Convert this array there, "
         f"y.astype(jnp.float32), and add a rule for the layer, Rule({path!r}, 'o=f32')."

@@ -62,6 +62,8 @@ class ModelSearch:
         # Labels of the results of linear layers.
         self._layers: set[str] = set()
         self._messages: list[str] = []
+        # Warnings of layers whose FP32 sums strict promotion refuses.
+        self._refused: set[str] = set()
 
     def __reduce__(self) -> tuple[type[ModelSearch], tuple[()]]:
         return ModelSearch, ()
@@ -160,24 +162,48 @@ class ModelSearch:
             reasons = {label: reason for label, reason in reasons.items() if reason != _OF_MODEL}
         reasons = {label: reason for label, reason in reasons.items() if reason}
         self._layers |= labeling.layers
-        # Strict promotion refuses an operation of FP32 sums and a 16-bit array.
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
         reached = _Reached(labeling.layers & reasons.keys(), is_strict)
-        reached.run(closed, [_DATA] * len(closed.jaxpr.invars))
-        meeting = reached.meeting if is_strict else None
-        exact = set() if meeting is not None else reached.labels & reasons.keys()
-        labels = {label: reasons[label] for label in exact}
+        reached.run(closed, [False] * len(closed.jaxpr.invars))
+        labels = {label: reasons[label] for label in reached.labels & reasons.keys()}
+        may_meet = is_strict and reached.meets
+        labels, error = _accepted(prepare, labels) if may_meet else (labels, None)
+        if error is not None:
+            rounded = [label for label in reached.rounded if reasons[label] != _OF_MODEL]
+            if rounded and not path:
+                dtype = policies.default.compute_dtype
+                refused = _missing_precision.refused_sums(rounded, dtype, reasons, error)
+                self._messages += [refused] if refused not in self._refused else []
+                self._refused.add(refused)
         if is_first and not path:
-            rounded = {n: dtype for n, dtype in reached.rounded.items() if reasons[n] != _OF_MODEL}
-            refused = ""
-            if meeting is not None and rounded:
-                refused = _missing_precision.refused_sums(rounded, meeting, reasons)
             low = "" if is_cast else _missing_precision.low_share(cls, closed, count, labeling)
             unused = ""
             if in_fp8 and is_whole:
                 unused = _missing_precision.unused_fp8(cls, fp8.rows, labels, closed.jaxpr)
-            self._messages += filter(None, (refused, low, unused))
+            self._messages += filter(None, (low, unused))
         return labels
+
+
+def _accepted(
+    prepare: Callable[[], tuple[Callable[..., PyTree], PyTree, int]], labels: dict[str, str]
+) -> tuple[dict[str, str], Exception | None]:
+    """Returns the labels of values that strict promotion accepts in FP32, and its error if none.
+
+    If it refuses the results of the model in FP32, it may accept the decisions.
+    """
+    refused = None
+    decisions = {label: reason for label, reason in labels.items() if reason != _OF_MODEL}
+    for accepted in filter(None, (labels, decisions)):
+        fn, arrays, _ = prepare()
+        search = context(decisions=frozenset(accepted))
+        try:
+            with search, _explain.recorded(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                _jaxprs.trace(fn, (arrays,), {})
+            return accepted, None
+        except Exception as error:
+            refused = error
+    return {}, refused
 
 
 def _failure_text(
@@ -283,9 +309,6 @@ class _LabelUses(Uses):
         return super().equation(equation, results, frame)
 
 
-_CONSTANT, _DATA, _REACHED = range(3)
-
-
 class _Reached(Forward):
     """Finds the labels of values that are computed from FP32 sums, without another matmul.
 
@@ -294,40 +317,37 @@ class _Reached(Forward):
       is_strict: True under strict promotion, in which only these layers return FP32.
     """
 
-    nothing = _DATA
+    nothing = False
 
     def __init__(self, layers: set[str], is_strict: bool) -> None:
         super().__init__()
         self._layers, self._is_strict, self.labels = layers, is_strict, set[str]()
-        # Labels of layers -> the 16-bit dtype of their results.
-        self.rounded: dict[str, np.dtype] = {}
-        # First operation of which such a value and a 16-bit array are operands.
-        self.meeting: JaxprEqn | None = None
+        # Labels of layers whose results are rounded, or take the dtype of another operand.
+        self.rounded: dict[str, None] = {}
+        # True if such a value and a 16-bit array may be operands of one operation.
+        self.meets = False
 
-    def constant(self, array: Any) -> int:
-        return _DATA if np.ndim(array) else _CONSTANT
-
-    def join(self, first: int, second: int) -> int:
-        return max(first, second)
+    def join(self, first: bool, second: bool) -> bool:
+        return first or second
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        name, fact = equation.primitive.name, max(operands, default=_CONSTANT)
+        name, aval = equation.primitive.name, array_aval(equation.outvars[0])
         if sub_jaxprs(equation):
             return self.enter(equation, operands, frame)
+        is_reached = any(operands)
         if name == "name":
-            label, dtype = label_of(equation), array_aval(equation.outvars[0]).dtype
-            fact = _REACHED if label in self._layers else fact
-            self.rounded |= {label: dtype} if label in self._layers and is_16bit(dtype) else {}
-            self.labels |= {label} if fact == _REACHED else set()
+            label = label_of(equation)
+            is_layer = label in self._layers
+            is_reached = is_reached or is_layer
+            is_narrow = is_layer and (is_16bit(aval.dtype) or aval.weak_type)
+            self.rounded |= {label: None} if is_narrow else {}
+            self.labels |= {label} if is_reached else set()
         elif name in MATMULS:
             # The author of a layer, or a rule, may return FP32.
-            is_wide = array_aval(equation.outvars[0]).dtype == FLOAT32 and not self._is_strict
-            fact = _REACHED if is_wide else _DATA
-        elif fact == _REACHED:
-            others = (equation.invars[n].aval for n, each in enumerate(operands) if each == _DATA)
-            if self.meeting is None and any(map(_is_strong_16bit, others)):
-                self.meeting = equation
-        return [fact] * len(equation.outvars)
+            is_reached = aval.dtype == FLOAT32 and not self._is_strict
+        elif is_reached:
+            self.meets |= sum(_is_strong_16bit(var.aval) for var in equation.invars) > 1
+        return [is_reached] * len(equation.outvars)
 
 
 def _is_strong_16bit(aval: Any) -> bool:

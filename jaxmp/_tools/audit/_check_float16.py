@@ -142,7 +142,7 @@ def check_formats(op: OpOccurrence, audit: Auditor) -> OtherFormat | None:
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type")
-def check_gradient(op: OpOccurrence, audit: Auditor) -> None:
+def check_product_of_weights(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
     (operand,), (result,) = op.equation.invars, op.equation.outvars
     is_rounded = dtype_of(operand) == FLOAT32 and dtype_of(result) == FLOAT16

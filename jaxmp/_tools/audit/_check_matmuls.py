@@ -118,8 +118,12 @@ def report_matmul(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) 
 
 @IMPLICIT_PROMOTION.on_program
 def report_results(audit: Auditor, traced: Traced) -> None:
-    """Reports promotions of values that the program returns."""
-    audit.report(PromotedValue, traced.jaxpr.outvars, ", and the program returns the wide result")
+    """Reports promotions of returned values. A softmax, a choice or a loss reads FP32."""
+    labels = audit.flow.labels(PromotedValue, *traced.jaxpr.outvars)
+    for label in sorted(labels, key=lambda label: label.number):
+        use = audit.use_of(label.op.equation.outvars[0])
+        if not use & (Use.SOFTMAX | Use.ORDER | Use.LOSS):
+            label.report(", and the program returns the wide result", audit.findings)
 
 
 def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
