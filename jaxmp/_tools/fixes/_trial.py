@@ -214,17 +214,14 @@ def _of_modules(files: set[str]) -> Iterator[object]:
 def _replaceable(functions: list[types.FunctionType]) -> dict[tuple[str, int], list[bool]]:
     """Returns for each line whether the functions that contain it have the text of the file."""
     lines: dict[tuple[str, int], list[bool]] = {}
-    codes = {file: _compiled(file, linecache.getlines(file)) for file in _files_of(functions)}
+    files = {function.__code__.co_filename for function in functions}
+    codes = {file: _compiled(file, linecache.getlines(file)) for file in files}
     for code in {id(function.__code__): function.__code__ for function in functions}.values():
         of_file = codes[code.co_filename]
         is_same = _counterpart(code, of_file, of_file) is not None
         for line in _lines(code):
             lines.setdefault((code.co_filename, line), []).append(is_same)
     return lines
-
-
-def _files_of(functions: list[types.FunctionType]) -> set[str]:
-    return {function.__code__.co_filename for function in functions}
 
 
 @contextlib.contextmanager
