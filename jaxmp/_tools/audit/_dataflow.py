@@ -309,7 +309,8 @@ def is_of_power_iteration(op: OpOccurrence) -> bool:
     matrix = _matrix_of(op.equation, op.body)
     if matrix is None or op.location.phase != FORWARD:
         return False
-    products = [e for e in op.body.jaxpr.eqns if _matrix_of(e, op.body) is matrix]
+    here = equations(op.body.jaxpr, inside=False)
+    products = [each for each in here if _matrix_of(each, op.body) is matrix]
     return any(_is_normalized(product, matrix, op.body) for product in products)
 
 

@@ -101,7 +101,7 @@ def narrowed(expression: Expression | None, indices: Collection[int], dtype: str
     if not indices or max(indices) >= len(operands):
         return ""
     chosen = [operands[index] for index in indices]
-    node = _Replaced({old: _with_dtype(old, dtype, expression) for old in chosen}).visit(node)
+    node = _Replaced({old: _in_dtype(old, dtype, expression) for old in chosen}).visit(node)
     code = ast.unparse(node)
     sums = _with_sums(node, name, "float32")
     return expression.replaced_by(code, "" if sums is None else ast.unparse(sums))
@@ -154,12 +154,12 @@ def _arguments(node: ast.Call, name: str, row: Function) -> list[ast.expr]:
     return [given[key] for key in keys if key in given]
 
 
-def with_dtype(expression: Expression, dtype: str) -> str:
+def in_dtype(expression: Expression, dtype: str) -> str:
     """Returns an expression with a result of another dtype; a cast remains a single cast."""
-    return expression.replaced_by(_with_dtype(expression.copy(), dtype, expression))
+    return expression.replaced_by(_in_dtype(expression.copy(), dtype, expression))
 
 
-def _with_dtype(node: ast.expr, dtype: str, expression: Expression) -> ast.expr:
+def _in_dtype(node: ast.expr, dtype: str, expression: Expression) -> ast.expr:
     target = parsed(f"jnp.{dtype}")
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         name = expression.name_of(node.func)
@@ -219,7 +219,7 @@ def _widened(expression: Expression) -> ast.expr | None:
     if is_cast or name in DTYPES:
         # A cast to integers reads what was rounded before.
         is_integer = is_cast and "int" in ast.unparse(node)
-        return None if is_integer else _with_dtype(node, "float32", expression)
+        return None if is_integer else _in_dtype(node, "float32", expression)
     return None if row is None else _with_wide_arguments(node, name, row)
 
 
