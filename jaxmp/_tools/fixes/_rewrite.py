@@ -120,10 +120,10 @@ def with_operand(expression: Expression | None, index: int, code: str) -> str:
 class _Replaced(ast.NodeTransformer):
     """Replaces nodes of a syntax tree."""
 
-    def __init__(self, new: Mapping[ast.AST, ast.expr]) -> None:
+    def __init__(self, new: Mapping[ast.expr, ast.expr]) -> None:
         self.new = new
 
-    def visit(self, node: ast.AST) -> Any:
+    def visit(self, node: Any) -> Any:
         return self.new[node] if node in self.new else self.generic_visit(node)
 
 

@@ -7,6 +7,7 @@ functions for the duration of a trace. All lines keep their numbers.
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import gc
 import itertools
@@ -191,7 +192,10 @@ def try_edits(
 
 def _functions_of(files: set[str]) -> list[types.FunctionType]:
     """Returns all live functions of some files, wherever a closure or a decorator stores them."""
-    objects = [*gc.get_objects(), *(_of_modules(files) if gc.get_freeze_count() else ())]
+    # Each function refers to the built-in names. To list what refers to them takes a fraction of
+    # the time of `gc.get_objects`.
+    objects = gc.get_referrers(vars(builtins))
+    objects += _of_modules(files) if gc.get_freeze_count() else ()
     functions = {id(each): each for each in objects if type(each) is types.FunctionType}
     return [each for each in functions.values() if each.__code__.co_filename in files]
 
@@ -199,7 +203,7 @@ def _functions_of(files: set[str]) -> list[types.FunctionType]:
 def _of_modules(files: set[str]) -> Iterator[object]:
     """Yields what the modules of some files refer to, without the contents of other modules.
 
-    `gc.freeze` hides objects from `gc.get_objects`.
+    The garbage collector does not find objects after `gc.freeze`.
     """
     modules = [m for m in list(sys.modules.values()) if isinstance(m, types.ModuleType)]
     seen = {id(vars(module)) for module in modules}
