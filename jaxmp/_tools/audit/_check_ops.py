@@ -92,7 +92,8 @@ _FIX_NORM = f"Compute mean and variance in FP32, and cast the result:\n    {NORM
 _NEAR = LAYOUT | named("mul div add sub select_n")
 _SUMS = named("reduce_sum cumsum")
 _SQUARES = named("square integer_pow")
-_DIVIDES = named("integer_pow pow rsqrt")
+_DIVIDES = named("div integer_pow pow rsqrt")
+_KEEPS_SUM = _NEAR | named("max min neg reduce_sum")
 REDUCTIONS = _SUMS | named(
     "reduce_prod cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub scatter-mul"
 )
@@ -172,15 +173,14 @@ def _is_divided(total: Equation, op: OpOccurrence) -> bool:
         is_returned = None in within.body.consumers.get(var, ())
         if is_returned and within.outer is not None and within.outer.name not in CALLS:
             return True
-        for reader, inside in readers_of(var, within):
-            name = reader.primitive.name
-            if name not in _NEAR | CALLS | named("max min neg reduce_sum"):
-                if name in _DIVIDES or sub_jaxprs(reader):
-                    return True
-                continue
-            if name == "div" and var is reader.invars[1]:
+        for reader, place in readers_of(var, within):
+            name, inside = reader.primitive.name, list(sub_jaxprs(reader))
+            names = {each.primitive.name for jaxpr in inside for each in equations(jaxpr)} | {name}
+            is_numerator = name == "div" and var is reader.invars[0]
+            if (names & _DIVIDES and not is_numerator) or (inside and name not in CALLS):
                 return True
-            waiting += [(result, inside) for result in reader.outvars]
+            if name in CALLS | _KEEPS_SUM:
+                waiting += [(result, place) for result in reader.outvars]
     return False
 
 

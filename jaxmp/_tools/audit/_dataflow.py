@@ -309,16 +309,9 @@ def is_of_power_iteration(op: OpOccurrence) -> bool:
     matrix = _matrix_of(op.equation, op.body)
     if matrix is None or op.location.phase != FORWARD:
         return False
-    waiting, seen = list(op.equation.outvars), set[Atom]()
-    after = list[Equation]()
-    while waiting:
-        for reader in op.body.readers(waiting.pop()):
-            if _matrix_of(reader, op.body) is matrix:
-                after.append(reader)
-            elif not seen.issuperset(reader.outvars) and reader.primitive.name not in MATMULS:
-                seen.update(reader.outvars)
-                waiting += reader.outvars
-    return any(_is_normalized(each, matrix, op.body) for each in (op.equation, *after))
+    here = equations(op.body.jaxpr, inside=False)
+    products = [each for each in here if _matrix_of(each, op.body) is matrix]
+    return any(_is_normalized(product, matrix, op.body) for product in products)
 
 
 def _matrix_of(equation: Equation, body: Body) -> Atom | None:

@@ -26,7 +26,8 @@ _SUMS = ("all-reduce", "reduce-scatter")
 # Contents of arrays.
 WEIGHT, WEIGHT_GRADIENT, ACTIVATION, UPDATE = "weight", "gradient", "activation", "update"
 
-# Instructions besides matmuls after which a gradient of an activation is no gradient of a weight.
+# Instructions, besides matmuls, that combine elements of a gradient. Only gradients of activations
+# are read by them.
 _COMBINES = named("scatter reduce reduce-window sort gather")
 # Instructions besides matmuls whose result is an activation, whatever their operands are.
 _MIXES = named("scatter rng-bit-generator")
@@ -71,7 +72,8 @@ class Content(NamedTuple):
     """Content of an array that devices send.
 
     content: "weight", "gradient", "activation", "update" (of a parameter), or "".
-    read_as: for weights, the dtype to which all readers cast the array; its own if one does not.
+    read_as: for weights, the dtype to which all readers cast the array, or that of the array if
+      one of them reads it without a cast.
     is_kept: True for a weight that a forward and a backward pass read.
     in_matmul: True for a weight or an activation that a matmul reads.
     """
@@ -132,9 +134,9 @@ class ArrayContents:
     def _is_read_by_model(self, result: Value, phase: str) -> bool:
         """Returns True if a differentiated operation combines the elements of an array.
 
-        The gradient of a weight passes only through operations on single elements, and then to the
-        optimizer. The gradient of an activation is multiplied with weights, scattered into the
-        table of an embedding, or added up for a bias or a scale.
+        Between the sum of a weight's gradient and the optimizer, there are only elementwise
+        operations. The gradient of an activation is multiplied with weights, scattered into the
+        table of an embedding, or summed for a bias or a scale.
         """
         for value in self._flow.after(result, self._belongs_to_model):
             combines = is_matmul(value.instruction) or value.instruction.opcode in _COMBINES
@@ -193,7 +195,7 @@ class ArrayContents:
         return Content(WEIGHT, self._read_as(result), is_kept, bool(phases))
 
     def _read_as(self, result: Value) -> str:
-        """Returns the dtype to which all readers cast a weight; its own dtype if one does not."""
+        """Returns the dtype to which all readers cast a weight; see `Content.read_as`."""
         shape = result.instruction.shapes[-1 if result.number is None else result.number]
         if len([size for size in shape.sizes if size > 1]) < 2:
             return shape.dtype

@@ -35,12 +35,12 @@ from jaxmp._tools.audit._checks import (
 )
 from jaxmp._tools.fixes._functions import LAYERS
 from jaxmp._tools.fixes._rewrite import (
+    in_dtype,
     in_fp32,
     known_function,
     narrow_code,
     narrowed,
     wide_code,
-    with_dtype,
     with_sums,
     with_wide_attend,
     with_wide_layer,
@@ -179,7 +179,7 @@ def fix_casts(op: OpOccurrence, findings: PendingFindings) -> str:
         expression = None if cast is None else expression_of(cast, findings)
         if expression is None or cast is None or _is_inside(expression, own, dtype):
             here += [] if is_promoted else [index]
-        elif not is_promoted and (code := with_dtype(expression, dtype)):
+        elif not is_promoted and (code := in_dtype(expression, dtype)):
             where = findings.where(cast)
             lines.append(f"At {where}, replace {expression.text} by:\n    {code}")
     if here and not findings.is_own_call(op.equation):

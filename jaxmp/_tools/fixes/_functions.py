@@ -1,7 +1,7 @@
 """The functions that a fix may change, with the arguments that it casts.
 
-A function that is not in the table, such as one of the user's, is never changed: a fix then has
-words and no code.
+A fix only contains code for functions of this table. For other functions, such as the user's, it
+describes the change in words.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ class Function(NamedTuple):
     """Function whose result depends on the dtype of its arrays.
 
     arrays: positions of the arguments that are cast.
-    returns_arrays: False if the result has no dtype to restore: integers, indices, and tuples.
-    is_tree: True if these arguments are pytrees.
-    dtype: position of its `dtype`; None if it has none, and -1 if it is keyword-only.
+    returns_arrays: False if a fix cannot cast the result back, because it consists of integers,
+      indices or several arrays.
+    is_tree: True if the arguments are pytrees.
+    dtype: position of the parameter `dtype`; -1 if it is keyword-only, None without it.
     """
 
     arrays: tuple[int, ...] = (0,)
@@ -112,7 +113,7 @@ FUNCTIONS: Mapping[str, Function] = {
     for names, form in rows.items()
     for name in names.split()
 }
-# What an operation computes -> the functions that compute it of their first argument.
+# Operation whose operand has a bound -> the functions that apply it to their first argument.
 DOMAINS: Mapping[str, frozenset[str]] = {
     "log": frozenset({"log", "log1p", "log2", "log10"}),
     "root": frozenset({"sqrt", "rsqrt", "cbrt", "power", "pow"}),
@@ -129,8 +130,8 @@ MATMULS = frozenset(
     }.items()
     for name in names.split()
 )
-# Layers of Flax -> the argument of their constructor by which they return FP32 sums. `Partial`
-# requires no import.
+# Layers of Flax -> the argument of their constructor by which they return FP32 sums. The code uses
+# `jax.tree_util.Partial`, because a user's file may not import `functools`.
 _PREFERRED = "preferred_element_type=jnp.float32"
 _DOT = f"dot_general=jax.tree_util.Partial(jax.lax.dot_general, {_PREFERRED})"
 _CONV = f"conv_general_dilated=jax.tree_util.Partial(jax.lax.conv_general_dilated, {_PREFERRED})"
@@ -149,7 +150,7 @@ EMBEDDINGS = frozenset(("flax.linen.Embed", "flax.nnx.Embed"))
 DTYPES = frozenset(f"jax.numpy.{name}" for name in ("float16", "bfloat16", "float32"))
 # Functions that return their first argument in the dtype of their second one.
 CASTS = frozenset(("jax.lax.convert_element_type", "jax.numpy.asarray", "jax.numpy.array"))
-# Modules and names that are known although a file imports them in another way, as with `*`.
+# Usual names of modules, for files whose imports do not show them, such as `from x import *`.
 COMMON_NAMES: Mapping[str, str] = {
     "jax": "jax",
     "jnp": "jax.numpy",

@@ -1,7 +1,7 @@
 """New code for an expression: other dtypes, and operands within the domain of a function.
 
-Each function returns the code and records the edit, or returns "" for an expression that it does
-not know how to change.
+Each function returns the code and records the edit. It returns "" for an expression with a function
+that is not in the table, or of another form.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ from jaxmp._tools.fixes._functions import (
 from jaxmp._tools.fixes._source import Expression
 
 _WIDE = ast.Attribute(ast.Name("jnp"), "float32")
-# Bounds of an operand, as code in which `{array}` is the operand: the smallest one with a finite
-# result and derivative, and the one below which a softmax has no finite row.
+# Bounds of an operand as code, in which `{array}` is the operand: its smallest positive normal
+# number, the distance from 1 to the next larger number, and its lowest finite number.
 TINY, EPS = "jnp.finfo(({array}).dtype).tiny", "jnp.finfo(({array}).dtype).eps"
 LOWEST = "jnp.finfo(({array}).dtype).min"
 
@@ -82,10 +82,15 @@ def narrow_code(expression: Expression, code: str, dtype: str) -> str:
 
 
 def narrowed(expression: Expression | None, indices: Collection[int], dtype: str) -> str:
-    """Returns an operation of two arrays with casts of some to 16 bits; see `with_operand`.
+    """Returns an operation of two arrays that casts some of them to 16 bits.
 
-    All operands of an einsum are cast, because JAX may exchange them. The other code of a matmul
-    returns FP32 sums.
+    All operands of an einsum are cast, because JAX may exchange them. If the operation is a matmul,
+    the edit also contains code that returns FP32 sums.
+
+    Args:
+      expression: of the operation.
+      indices: 0 for the first array, 1 for the second.
+      dtype: such as "bfloat16".
     """
     if expression is None:
         return ""
@@ -95,96 +100,76 @@ def narrowed(expression: Expression | None, indices: Collection[int], dtype: str
         indices = range(len(operands))
     if not indices or max(indices) >= len(operands):
         return ""
-    for index in indices:
-        _change(operands[index], lambda operand: _recast(operand, dtype, expression))
+    chosen = [operands[index] for index in indices]
+    node = _Replaced({old: _in_dtype(old, dtype, expression) for old in chosen}).visit(node)
     code = ast.unparse(node)
-    sums = _with_sums(parsed(code), name, "float32")
+    sums = _with_sums(node, name, "float32")
     return expression.replaced_by(code, "" if sums is None else ast.unparse(sums))
 
 
-def with_dtype(expression: Expression, dtype: str) -> str:
-    """Returns an expression with a cast of its result, in place of a cast that it is already."""
-    return expression.replaced_by(_recast(expression.copy(), dtype, expression))
+def with_operand(expression: Expression | None, index: int, code: str) -> str:
+    """Returns an operation of two arrays in which code replaces one; see `narrowed`."""
+    if expression is None:
+        return ""
+    node = expression.copy()
+    operands = _operands(node, expression)[index : index + 1]
+    new = {operand: parsed(code) for operand in operands}
+    return expression.replaced_by(_Replaced(new).visit(node)) if new else ""
 
 
-def _recast(node: ast.expr, dtype: str, expression: Expression) -> ast.expr:
-    target = parsed(f"jnp.{dtype}")
-    function = node.func if isinstance(node, ast.Call) else None
-    if isinstance(node, ast.Call) and isinstance(function, ast.Attribute):
-        if function.attr == "astype":
-            return ast.Call(function, [target], [])
-        name = expression.name_of(function)
-        if name in DTYPES:
-            return ast.Call(target, node.args, [])
-        if name in CASTS and node.args:
-            return ast.Call(function, [node.args[0], target], [])
-    return cast(node, dtype)
+class _Replaced(ast.NodeTransformer):
+    """Replaces nodes of a syntax tree."""
+
+    def __init__(self, new: Mapping[ast.expr, ast.expr]) -> None:
+        self.new = new
+
+    def visit(self, node: Any) -> Any:
+        return self.new[node] if node in self.new else self.generic_visit(node)
 
 
-# An operand in a syntax tree: its parent, or a list of arguments, and the attribute or index.
-_Operand = tuple[Any, Any]
-
-
-def _operands(node: ast.expr, expression: Expression) -> list[_Operand]:
+def _operands(node: ast.expr, expression: Expression) -> list[ast.expr]:
     """Returns the arrays of an operation that computes with two; of a lookup, its table."""
     if isinstance(node, ast.BinOp):
-        return [(node, "left"), (node, "right")]
+        return [node.left, node.right]
     if isinstance(node, ast.Subscript):
-        return [(node, "value")]
+        return [node.value]
     if not isinstance(node, ast.Call):
         return []
     name, row = known_function(expression)
     if name == "dot" and isinstance(node.func, ast.Attribute):
-        return [(node.func, "value"), *[(node.args, 0)][: len(node.args)]]
+        return [node.func.value, *node.args[:1]]
     if name == "jax.numpy.take":
-        return [(node.args, 0)]
+        return node.args[:1]
     is_pair = row is not None and len(row.arrays) > 1
     return _arguments(node, name, row) if row is not None and is_pair else []
 
 
-def _arguments(node: ast.Call, name: str, row: Function) -> list[_Operand]:
-    """Returns the arguments of a call that are cast."""
-    names, arguments = parameters_of(name), []
-    for position in row.arrays:
-        if position < len(node.args):
-            arguments.append((node.args, position))
-        for keyword in node.keywords:
-            if position < len(names) and keyword.arg == names[position]:
-                arguments.append((keyword, "value"))
-    return [] if any(isinstance(n, ast.Starred) for n in node.args) else arguments
+def _arguments(node: ast.Call, name: str, row: Function) -> list[ast.expr]:
+    """Returns the arguments of a call that are cast; none of a call such as `f(*arrays)`."""
+    if any(isinstance(argument, ast.Starred) for argument in node.args):
+        return []
+    names = dict(enumerate(parameters_of(name)))
+    given = dict(enumerate(node.args)) | {k.arg: k.value for k in node.keywords}
+    keys = (position if position in given else names.get(position) for position in row.arrays)
+    return [given[key] for key in keys if key in given]
 
 
-def _value(operand: _Operand) -> ast.expr:
-    parent, field = operand
-    return parent[field] if isinstance(parent, list) else getattr(parent, field)
+def in_dtype(expression: Expression, dtype: str) -> str:
+    """Returns an expression with a result of another dtype; a cast remains a single cast."""
+    return expression.replaced_by(_in_dtype(expression.copy(), dtype, expression))
 
 
-def _change(operand: _Operand, change: Callable[[ast.expr], ast.expr]) -> None:
-    parent, field = operand
-    new = change(_value(operand))
-    if isinstance(parent, list):
-        parent[field] = new
-    else:
-        setattr(parent, field, new)
-
-
-def with_operand(expression: Expression | None, index: int, code: str) -> str:
-    """Returns an operation of two arrays with other code for one.
-
-    Args:
-      expression: of the operation.
-      index: 0 for the first array, 1 for the second.
-      code: the new operand, in which `_` is the old one.
-    """
-    if expression is None:
-        return ""
-    node = expression.copy()
-    operands = _operands(node, expression)
-    if index >= len(operands):
-        return ""
-    change = lambda operand: parsed(f"({ast.unparse(operand)})".join(code.split("_")))
-    _change(operands[index], change)
-    return expression.replaced_by(node)
+def _in_dtype(node: ast.expr, dtype: str, expression: Expression) -> ast.expr:
+    target = parsed(f"jnp.{dtype}")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        name = expression.name_of(node.func)
+        if node.func.attr == "astype":
+            return ast.Call(node.func, [target], [])
+        if name in DTYPES:
+            return ast.Call(target, node.args, [])
+        if name in CASTS and node.args:
+            return ast.Call(node.func, [node.args[0], target], [])
+    return cast(node, dtype)
 
 
 def with_fp32_summand(expression: Expression | None, index: int | None) -> str:
@@ -229,13 +214,12 @@ def _widened(expression: Expression) -> ast.expr | None:
     if not isinstance(node, ast.Call):
         return None
     function = node.func
-    if isinstance(function, ast.Attribute) and function.attr == "astype":
-        # A cast to integers reads what was rounded before.
-        is_float = "int" not in ast.unparse(node)
-        return ast.Call(function, [_WIDE], []) if is_float else None
+    is_cast = isinstance(function, ast.Attribute) and function.attr == "astype"
     name, row = known_function(expression)
-    if name in DTYPES:
-        return ast.Call(_WIDE, node.args, node.keywords)
+    if is_cast or name in DTYPES:
+        # A cast to integers reads what was rounded before.
+        is_integer = is_cast and "int" in ast.unparse(node)
+        return None if is_integer else _in_dtype(node, "float32", expression)
     return None if row is None else _with_wide_arguments(node, name, row)
 
 
@@ -253,11 +237,11 @@ def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr |
     if name in METHODS and isinstance(node.func, ast.Attribute):
         node.func.value = cast(node.func.value)
         return node
-    for operand in _arguments(node, name, row):
-        if not isinstance(_value(operand), ast.Constant):
-            _change(operand, _cast_tree if row.is_tree else cast)
-            return node
-    return None
+    arrays = (n for n in _arguments(node, name, row) if not isinstance(n, ast.Constant))
+    first = next(arrays, None)
+    if first is None:
+        return None
+    return _Replaced({first: (_cast_tree if row.is_tree else cast)(first)}).visit(node)
 
 
 def with_sums(expression: Expression, dtype: str) -> str:
@@ -297,7 +281,7 @@ def with_wide_layer(layer: Expression) -> str:
 
 
 def with_wide_attend(expression: Expression, embedding: Expression | None, dtype: str) -> str:
-    """Returns a matmul with FP32 sums in place of `embed.attend(x)`.
+    """Returns a matmul with FP32 sums that replaces `embed.attend(x)`.
 
     Args:
       expression: the call.
@@ -318,7 +302,7 @@ def with_wide_attend(expression: Expression, embedding: Expression | None, dtype
 
 
 def with_finite_numbers(expression: Expression | None, dtype: str) -> str:
-    """Returns an expression with the largest number of a dtype in place of larger constants."""
+    """Returns an expression whose constants are at most the largest number of a dtype."""
     if expression is None:
         return ""
     node = _FiniteNumbers(dtype).visit(expression.copy())
@@ -365,8 +349,9 @@ def with_split_copy(expression: Expression | None, spec: str, dtype: str, *, has
     Args:
       expression: a call with an array and a sharding.
       spec: code of the partition spec before.
-      dtype: to which the array is cast before; "" for its own.
-      has_mesh: True if there is a mesh for a spec alone; otherwise it is that of the sharding.
+      dtype: the dtype to which the array is cast before; "" for no cast.
+      has_mesh: True if the call is inside of a mesh, so that a spec suffices. Otherwise, the new
+        sharding has the mesh of the old one.
     """
     node = None if expression is None else expression.node
     if expression is None or not isinstance(node, ast.Call) or len(node.args) != 2:
@@ -413,9 +398,9 @@ def within(expression: Expression, low: int, high: int | None) -> str:
 
 
 def divided(expression: Expression | None) -> str:
-    """Returns a quotient with 1 in place of denominators of zero.
+    """Returns a quotient that divides by 1 where the denominator is zero.
 
-    If the denominator contains a root or a norm, these are kept positive instead: their derivative
+    A root or a norm in the denominator gets a positive lower bound instead, because its derivative
     is infinite at zero.
     """
     node = None if expression is None else expression.node

@@ -22,8 +22,8 @@ class Edit(NamedTuple):
     end_line: int
     start: int
     end: int
-    # Old and new code, as `ast.unparse` writes it, and code whose result has the other dtype: that
-    # of the operation where `code` returns FP32, and FP32 where it does not. "" for none.
+    # Old and new code, as `ast.unparse` writes it. `other` is new code with a result of another
+    # dtype: 16 bits if `code` returns FP32, and FP32 if it returns 16 bits; "" for none.
     old: str
     code: str
     other: str = ""
@@ -40,7 +40,7 @@ _MOST_CODES = 6
 
 
 class Findings(Protocol):
-    """Collection of edits, and the files that belong to the user."""
+    """Collection that receives edits, with the `Lines` that tell the user's files from others."""
 
     lines: Any
     edits: list[Edit]
@@ -135,7 +135,7 @@ def expression_of(op: Any, findings: Findings) -> Expression | None:
       findings: for the files of the user, and for the edits.
 
     Returns:
-      None without source code, or if an operation has no position in it.
+      None without source code, or if the code object of the operation does not contain columns.
     """
     for equation in (op.equation, *op.enclosing) if findings.reads_source else ():
         traceback = equation.source_info.traceback
@@ -152,7 +152,7 @@ def expression_of(op: Any, findings: Findings) -> Expression | None:
 
 @functools.lru_cache(maxsize=64)
 def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
-    """Returns the places of all instructions; to list them takes long for a long function."""
+    """Returns the lines and columns of all instructions, which takes long for a long function."""
     return list(code.co_positions())
 
 
