@@ -379,6 +379,9 @@ def nnx_losses(seed):
     return [float(step_fn(RECIPE.phase(n), model, optimizer, DATA[n])) for n in range(6)]
 
 
+FIGURES = ["gradient_error", "loss_error", "skipped_steps"]
+
+
 @pytest.mark.parametrize(
     ("model", "losses_of"),
     [(Net(), linen_losses), (lambda seed: NNXNet(nnx.Rngs(seed)), nnx_losses)],
@@ -389,6 +392,7 @@ def test_validate_trains_the_phases_as_a_loop_does(model, losses_of):
     options = MODEL | {"steps": 6, "seeds": [3, 4], "eval_every": 6, "compare_steps": [0]}
     report = jaxmp.validate(model, {"mine": RECIPE}, reference_recipe="bf16", **options)
     assert [list(run.losses) for run in report.runs[2:]] == [losses_of(3), losses_of(4)]
+    assert [check.name for check in report["mine"].checks[2:]] == FIGURES
     # A resumed validation trains the compared reference alone.
     again = jaxmp.validate(
         model, {"mine": RECIPE}, reference_recipe="bf16", resume=report, **options

@@ -17,7 +17,7 @@ from jaxmp._core._typing import PyTree
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit import AuditReport, audit
 from jaxmp._tools.report._progress import OnRun, OnStep
-from jaxmp._tools.report._section import abbreviate, counted
+from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
 from jaxmp._tools.validate._budget import Budget, choose_metrics, choose_training
 from jaxmp._tools.validate._compare import (
@@ -260,17 +260,16 @@ def _compare(
     parts = []
     for phase in candidate.phases:
         own = [records_of(phase, each) for each in records]
-        rows, training = (
-            candidate.measurements.between(phase.start, phase.stop),
-            compare_training(*own, scale),
-        )
+        rows = candidate.measurements.between(phase.start, phase.stop)
+        training = compare_training(*own, scale)
         count = (phase.stop - phase.start) * len(settings.seeds)
         unit = scale.unit if scale.scale == "absolute" else 0.0
-        figures = compare_figures(rows.gradients, training, budget, count, unit)
-        verdict = overall([*compare_metrics(*own, *shared)[0], *figures])
-        parts.append(_Part(phase, verdict, figures, rows, training))
-    # The figures of the phase with the worst ones.
-    checks += [overall(each) for each in zip(*(part.figures for part in parts), strict=False)]
+        own_figures = compare_figures(rows.gradients, training, budget, count, unit)
+        verdict = overall([*compare_metrics(*own, *shared)[0], *own_figures])
+        parts.append(_Part(phase, verdict, own_figures, rows, training))
+    # Each figure is that of the phase in which it is worst.
+    figures = grouped([each for part in parts for each in part.figures], lambda each: each.name)
+    checks += map(overall, figures.values())
     decisive, worst = overall(checks), overall([part.verdict for part in parts])
     part = next(part for part in parts if part.verdict is worst)
     causes = ()
