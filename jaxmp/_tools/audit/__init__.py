@@ -148,7 +148,7 @@ def _with_phase(call: PyTree, phase: Recipe) -> PyTree:
     is_recipe = lambda node: isinstance(node, Recipe)
     leaves, structure = jax.tree.flatten(call, is_leaf=is_recipe)
     if not any(is_recipe(leaf) and leaf == phase.whole for leaf in leaves):
-        as_policy_map(phase.whole)
+        as_policy_map(phase.whole or phase)
     return structure.unflatten(phase if is_recipe(x) and x == phase.whole else x for x in leaves)
 
 

@@ -259,7 +259,7 @@ def _compare(
     checks, pairs, power = compare_metrics(*records, *shared)
     parts = []
     for phase in candidate.phases:
-        own = [records_of(phase, each) for each in records]
+        own = records_of(phase, reference.records), records_of(phase, candidate.records)
         rows = candidate.measurements.between(phase.start, phase.stop)
         training = compare_training(*own, scale)
         count = (phase.stop - phase.start) * len(settings.seeds)
