@@ -125,7 +125,7 @@ MUTATIONS = [
     Mutation(
         "a resumed validation takes the runs of another program",
         "jaxmp/_tools/validate/_driver.py",
-        '(record.initial_checksum, record.program) == (f"{initial:08x}", each.step)',
+        '(record.initial_checksum, record.program) == (f"{initial:08x}", traced)',
         'record.initial_checksum == f"{initial:08x}"',
         ("test_validate.py::test_only_runs_of_the_same_program_are_taken",),
     ),

@@ -436,6 +436,20 @@ def test_the_audit_reads_each_phase():
     assert "mine@0/body" in str(report)
 
 
+def test_a_plan_has_a_row_for_each_phase():
+    def make_step(recipe):
+        dtype = recipe.policies.default.compute_dtype
+        return lambda w: jax.grad(lambda w: jnp.sum((w @ w).astype(dtype)))(w), jnp.ones((8, 8))
+
+    phases = [{"from_step": 2, "compute_dtype": "f32"}]
+    recipe = jaxmp.load_recipe("fp16").replace(phases=phases, name="mine")
+    report = jaxmp.plan(make_step, recipes=[recipe], targets=["v100"], progress=False)
+    assert [row.recipe for row in report.rows] == ["mine@0", "mine@2"]
+    assert " --recipes mine --reference-recipe fp32" in report.choices[0].check
+    last = jaxmp.plan(make_step, recipes=[recipe.phase(2)], targets=["v100"], progress=False)
+    assert [row.recipe for row in last.rows] == ["mine@2"]
+
+
 STEP = """
 import jax, jax.numpy as jnp, optax, jaxmp, flax.linen as nn
 

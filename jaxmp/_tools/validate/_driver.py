@@ -28,7 +28,7 @@ from jaxmp._tools.validate._compare import (
 )
 from jaxmp._tools.validate._diagnose import Evidence, diagnose, find_origin
 from jaxmp._tools.validate._phases import (
-    Phase,
+    PhaseSteps,
     at_step,
     make_runs,
     phases_of,
@@ -105,7 +105,7 @@ class Trained(NamedTuple):
 
     records: list[TrainingRecord]
     measurements: Measurements
-    phases: list[Phase]
+    phases: list[PhaseSteps]
     # First step of each phase -> audit of its step.
     audits: dict[int, AuditReport]
     # True if a parameter is stored in 16 bits and has no FP32 master.
@@ -301,7 +301,7 @@ def _compare(
 class _Part(NamedTuple):
     """Comparison of the steps of one phase: what decides, and the figures without an interval."""
 
-    phase: Phase
+    phase: PhaseSteps
     verdict: Comparison
     figures: list[Comparison]
     rows: Measurements
@@ -385,11 +385,12 @@ def _train_recipe(
     phases = phases_of(name, recipe, schedule.steps)
     make = functools.partial(make_runs, make_run, phases, schedule.steps)
     first = make(seeds[0])
-    params = jax.eval_shape(first[0].params, first[0].arrays)
+    run = first[0]
+    params = jax.eval_shape(run.params, run.arrays)
     audits = {}
     for phase in phases:
         audited, objects = first[phase.start].audited
-        audits[phase.start] = audit(audited, *objects, first[0].first, recipe=phase.recipe)
+        audits[phase.start] = audit(audited, *objects, run.first, recipe=phase.recipe)
     program = functools.cache(lambda start: make_program(first[start]))
     hashes = {start: Hashes.of(run) for start, run in first.items()}
     comparer = _Comparer(first, saved, is_reference)
