@@ -125,7 +125,7 @@ MUTATIONS = [
     Mutation(
         "a resumed validation takes the runs of another program",
         "jaxmp/_tools/validate/_driver.py",
-        "(record.initial_checksum, record.program) == (initial, each.step)",
+        "(record.initial_checksum, record.program) == (initial, traced)",
         "record.initial_checksum == initial",
         ("test_validate.py::test_only_runs_of_the_same_program_are_taken",),
     ),
@@ -855,6 +855,27 @@ MUTATIONS = [
         "bisect.bisect_right(_load.first_steps",
         "bisect.bisect_left(_load.first_steps",
         ("test_phases.py::test_a_phase_has_the_keys_of_the_recipe_and_its_own",),
+    ),
+    Mutation(
+        "a validation trains all steps in the first phase",
+        "jaxmp/_tools/validate/_phases.py",
+        "return phases[max(start for start in phases if start <= step)]",
+        "return phases[min(start for start in phases if start <= step)]",
+        ("test_phases.py::test_validate_trains_the_phases_as_a_loop_does",),
+    ),
+    Mutation(
+        "an audit reads the first phase of a recipe for all",
+        "jaxmp/_tools/audit/__init__.py",
+        "        report = audit_one(phase)\n",
+        "        report = audit_one(recipe.split_phases()[0])\n",
+        ("test_phases.py::test_the_audit_reads_each_phase",),
+    ),
+    Mutation(
+        "FP8 states are converted in the order of addresses",
+        "jaxmp/fp8/_overwritten.py",
+        "dict(zip(arrays, to_fm32(list(arrays.values())), strict=True))",
+        "to_fm32(arrays)",
+        ("test_fp8_state.py::test_equal_steps_are_equal_programs_as_caches_of_compilers_require",),
     ),
     Mutation(
         "a rule by position selects one layer too many at the end",

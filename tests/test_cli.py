@@ -194,6 +194,12 @@ def commands(folder):
     sys.modules.pop("my_training", None)
 
 
+def test_without_a_checkpoint_a_function_keeps_its_defaults(run, folder):
+    lines = 'def make_step(recipe="bf16"):\n    assert recipe == "bf16"'
+    (folder / "default.py").write_text(STEP.replace("def make_step(recipe):", lines))
+    assert run("locate", "default.py:make_step")[0] == 0
+
+
 def test_every_command_writes_json(run, folder, commands):
     assert sorted(commands) == sorted(command.name for command in app.registered_commands)
     for arguments in commands.values():

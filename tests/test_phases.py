@@ -379,6 +379,9 @@ def nnx_losses(seed):
     return [float(step_fn(RECIPE.phase(n), model, optimizer, DATA[n])) for n in range(6)]
 
 
+FIGURES = ["gradient_error", "loss_error", "skipped_steps"]
+
+
 @pytest.mark.parametrize(
     ("model", "losses_of"),
     [(Net(), linen_losses), (lambda seed: NNXNet(nnx.Rngs(seed)), nnx_losses)],
@@ -389,6 +392,7 @@ def test_validate_trains_the_phases_as_a_loop_does(model, losses_of):
     options = MODEL | {"steps": 6, "seeds": [3, 4], "eval_every": 6, "compare_steps": [0]}
     report = jaxmp.validate(model, {"mine": RECIPE}, reference_recipe="bf16", **options)
     assert [list(run.losses) for run in report.runs[2:]] == [losses_of(3), losses_of(4)]
+    assert [check.name for check in report["mine"].checks[2:]] == FIGURES
     # A resumed validation trains the compared reference alone.
     again = jaxmp.validate(
         model, {"mine": RECIPE}, reference_recipe="bf16", resume=report, **options
@@ -430,6 +434,20 @@ def test_the_audit_reads_each_phase():
     report = jaxmp.audit(stuck, recipe, make_state(recipe), X, recipe=recipe)
     assert {finding.module for finding in report.errors} == {"mine@0/body"}
     assert "mine@0/body" in str(report)
+
+
+def test_a_plan_has_a_row_for_each_phase():
+    def make_step(recipe):
+        dtype = recipe.policies.default.compute_dtype
+        return lambda w: jax.grad(lambda w: jnp.sum((w @ w).astype(dtype)))(w), jnp.ones((8, 8))
+
+    phases = [{"from_step": 2, "compute_dtype": "f32"}]
+    recipe = jaxmp.load_recipe("fp16").replace(phases=phases, name="mine")
+    report = jaxmp.plan(make_step, recipes=[recipe], targets=["v100"], progress=False)
+    assert [row.recipe for row in report.rows] == ["mine@0", "mine@2"]
+    assert " --recipes mine --reference-recipe fp32" in report.choices[0].check
+    last = jaxmp.plan(make_step, recipes=[recipe.phase(2)], targets=["v100"], progress=False)
+    assert [row.recipe for row in last.rows] == ["mine@2"]
 
 
 STEP = """

@@ -227,13 +227,14 @@ def make_step(name: str, example: str, *argument: object, least: int = 1) -> tup
     Args:
       name: the function, as in `load_function`.
       example: a command line for error messages.
-      *argument: a recipe, or the description of a checkpoint; none, to pass nothing.
+      *argument: a recipe, or the description of a checkpoint or None; none, to pass nothing.
       least: smallest number of values that the function returns.
     """
     make = load_function(name, example, "train_step, state, batch")
     parameters = inspect.signature(make).parameters
-    argument = argument if parameters else ()
     required = [each for each, p in parameters.items() if p.default is p.empty and p.kind < 2]
+    # None, without a checkpoint, does not replace a default.
+    argument = argument if required or (parameters and argument != (None,)) else ()
     if len(required) > len(argument):
         raise JaxmpError(
             f"{name} takes {', '.join(required)}, which this command lacks:\n    {example}"

@@ -354,8 +354,7 @@ def _located(
         checkpointer, step = open_run(checkpoint, step)
         info = checkpointer.describe(step)
     example = "jaxmp locate run.py:make_step --checkpoint checkpoints"
-    known = [] if info is None else [info]
-    train_step, *arguments = _arguments.make_step(function, example, *known, least=2)
+    train_step, *arguments = _arguments.make_step(function, example, info, least=2)
     if checkpointer is not None and info is not None:
         count = _count(info, arguments[0])
         if count is None:

@@ -252,8 +252,10 @@ def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
         reasons += [_comparison(other, best)] * (other is not base)
     chosen = {name: getattr(best, name) for name in ("recipe", "batch", "remat")}
     reference = "fp32" if best is base else base.recipe
-    check = f"jaxmp validate run.py:make_run --recipes {best.recipe} --reference-recipe {reference}"
-    check *= best.recipe != reference
+    # A phase, such as "mine@900", is validated with its recipe.
+    own, reference = (name.partition("@")[0] for name in (best.recipe, reference))
+    check = f"jaxmp validate run.py:make_run --recipes {own} --reference-recipe {reference}"
+    check *= own != reference
     return PlanChoice(target=target, **chosen, reason=" ".join(reasons) or "It fits.", check=check)
 
 

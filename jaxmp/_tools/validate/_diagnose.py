@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jaxmp._tools.audit import AuditReport, Finding
 from jaxmp._tools.report._section import module_text
-from jaxmp._tools.validate._phases import Phase
+from jaxmp._tools.validate._phases import PhaseSteps
 from jaxmp._tools.validate._rows import (
     CandidateResult,
     Cause,
@@ -59,7 +59,7 @@ class Trained(NamedTuple):
 
     records: list[TrainingRecord]
     result: CandidateResult
-    phases: list[Phase]
+    phases: list[PhaseSteps]
     audits: list[AuditReport]
     lacks_masters: bool
     repeat: Callable[[int], Trial]

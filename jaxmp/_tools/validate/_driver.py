@@ -17,7 +17,7 @@ from jaxmp._core._typing import PyTree
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit import audit
 from jaxmp._tools.report._progress import OnRun, OnStep
-from jaxmp._tools.report._section import abbreviate, counted
+from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
 from jaxmp._tools.validate._budget import Budget, choose_metrics, choose_training
 from jaxmp._tools.validate._compare import (
@@ -223,10 +223,9 @@ def _compare(
     shared = (metrics, budget, scale, len(settings.candidates))
     checks, pairs, power = compare_metrics(*records, *shared)
     parts = [_compare_phase(n, reference, candidate, shared) for n in range(len(candidate.phases))]
-    # The figures of the phase with the worst ones.
-    figures = [figure for part in parts for figure in part.figures]
-    for figure in dict.fromkeys(each.name for each in figures):
-        checks.append(overall([each for each in figures if each.name == figure]))
+    # Each figure is that of the phase in which it is worst.
+    figures = grouped([each for part in parts for each in part.figures], lambda each: each.name)
+    checks += map(overall, figures.values())
     decisive, worst = overall(checks), overall([part.verdict for part in parts])
     part = next(part for part in parts if part.verdict is worst)
     causes, names = (), [phase.name for phase in candidate.phases if len(parts) > 1]
@@ -350,11 +349,12 @@ class _Trainer:
         phases = phases_of(name, recipe, plan.steps)
         make = functools.partial(make_runs, self._make_run, phases, plan.steps)
         runs = make(plan.seeds[0])
-        params = jax.eval_shape(runs[0].params, runs[0].arrays)
+        first = runs[0]
+        params = jax.eval_shape(first.params, first.arrays)
         audits = []
         for phase in phases:
             function, objects = runs[phase.start].audited
-            audits.append(audit(function, *objects, runs[0].first, recipe=phase.recipe))
+            audits.append(audit(function, *objects, first.first, recipe=phase.recipe))
         advance = functools.cache(lambda start: compile_step(runs[start]))
         hashes = {start: Hashes.of(run) for start, run in runs.items()}
         probes = {start: make_probe(run) for start, run in runs.items()}
@@ -378,7 +378,8 @@ class _Trainer:
         def train_one(seed: int) -> TrainingRecord:
             is_first = seed == plan.seeds[0]
             own = runs if is_first else make(seed)
-            params = own[0].params(own[0].arrays)
+            current = own[0]
+            params = current.params(current.arrays)
             if is_reference:
                 self._initial[seed] = leaves_of(params)
             else:
@@ -386,7 +387,7 @@ class _Trainer:
             self._on_run(f"{name}, seed {seed}")
             each, initial = {n: Hashes.of(run) for n, run in own.items()}, f"{checksum(params):08x}"
             # The first steps of later phases belong to the program.
-            traced = ", ".join(f"{n} " * (n > 0) + own.step for n, own in each.items())
+            traced = ", ".join(f"{n} " * (n > 0) + hashed.step for n, hashed in each.items())
             record = finished.get(seed)
             if record and (record.initial_checksum, record.program) == (initial, traced):
                 for _ in range(plan.steps):
@@ -396,7 +397,7 @@ class _Trainer:
             # Only the first seed is compared.
             compared = compare if is_first else lambda *_: None
             hooks = {"on_compare": compared, "on_step": self._on_step}
-            record = train(name, seed, own[0], programs, plan, **hooks)
+            record = train(name, seed, current, programs, plan, **hooks)
             return dataclasses.replace(record, initial_checksum=initial, program=traced)
 
         records = []

@@ -15,7 +15,7 @@ from jaxmp.errors import ValidationError
 T = TypeVar("T")
 
 
-class Phase(NamedTuple):
+class PhaseSteps(NamedTuple):
     """Steps in which a run trains with a recipe without phases, from `start` to before `stop`."""
 
     name: str
@@ -24,7 +24,7 @@ class Phase(NamedTuple):
     stop: int
 
 
-def phases_of(name: str, recipe: Recipe, steps: int) -> list[Phase]:
+def phases_of(name: str, recipe: Recipe, steps: int) -> list[PhaseSteps]:
     """Returns the phases of a run; one phase for a recipe without phases.
 
     Args:
@@ -48,11 +48,13 @@ def phases_of(name: str, recipe: Recipe, steps: int) -> list[Phase]:
         )
     stops = [*starts[1:], steps]
     names = [name] if len(starts) == 1 else [f"{name}@{start}" for start in starts]
-    return [Phase(*each) for each in zip(names, recipe.split_phases(), starts, stops, strict=True)]
+    return [
+        PhaseSteps(*each) for each in zip(names, recipe.split_phases(), starts, stops, strict=True)
+    ]
 
 
 def make_runs(
-    make_run: MakeRun, phases: Sequence[Phase], steps: int, seed: int
+    make_run: MakeRun, phases: Sequence[PhaseSteps], steps: int, seed: int
 ) -> dict[int, PureRun]:
     """Returns the run of each phase by its first step. All phases have the state of the first one.
 
@@ -78,19 +80,19 @@ def at_step(phases: Mapping[int, T], step: int) -> T:
     return phases[max(start for start in phases if start <= step)]
 
 
-def records_of(phase: Phase, records: Sequence[TrainingRecord]) -> list[TrainingRecord]:
+def records_of(phase: PhaseSteps, records: Sequence[TrainingRecord]) -> list[TrainingRecord]:
     """Returns the records of the steps of a phase, with the evaluations until its end."""
     return [_record_of(phase, record) for record in records]
 
 
-def differences_of(phase: Phase, result: CandidateResult) -> CandidateResult:
+def differences_of(phase: PhaseSteps, result: CandidateResult) -> CandidateResult:
     """Returns a result with its differences at the compared steps of a phase."""
     is_own = lambda row: phase.start <= row.step < phase.stop
     rows = {name: getattr(result, name) for name in ("gradients", "modules", "patterns")}
     return dataclasses.replace(result, **{n: tuple(filter(is_own, rows[n])) for n in rows})
 
 
-def _record_of(phase: Phase, record: TrainingRecord) -> TrainingRecord:
+def _record_of(phase: PhaseSteps, record: TrainingRecord) -> TrainingRecord:
     steps = slice(phase.start, phase.stop)
     count = sum(step <= phase.stop for step in record.eval_steps)
     return dataclasses.replace(

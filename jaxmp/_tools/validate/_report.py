@@ -20,6 +20,7 @@ per step, `evaluations` an item per item of `eval_steps`.
         "checks": [{"name": "held_out_loss", "verdict": "fail", "value": 0.031, "low": 0.028,
                     "high": 0.034, "budget": 0.005, "margin": -0.026, "scale": "relative",
                     "text": "..."}],
+        "phases": [],
         "pairs": [{"seed": 0, "reference": 2.1975, "candidate": 2.2650, "difference": 0.0303}],
         "power": {"deviation": 0.001, "seeds_needed": 2, "text": "..."},
         "gradients": [{"step": 0, "error": 0.41, "cosine": 0.93, "underflow": 0.31, ...}],
