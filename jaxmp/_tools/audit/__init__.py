@@ -232,9 +232,9 @@ def _walked(
     has_fixes: bool = True,
 ) -> tuple[Auditor, Traced]:
     """Traces a function, and walks over its program."""
-    traced, auditor = trace(fn, args, kwargs), Auditor(context)
-    auditor.findings.reads_source = has_fixes
     with without_collection():
+        traced, auditor = trace(fn, args, kwargs), Auditor(context)
+        auditor.findings.reads_source = has_fixes
         label_arguments(auditor, traced)
         # Masks that attention makes for its own derivative are not the model's.
         auditor.run(Scope(traced.closed, stops=is_attention))
