@@ -130,7 +130,7 @@ def audit_call(
     if data is not None and data.phases:
         options: Any = {"target": target, "try_fixes": try_fixes}
         call = lambda phase: (fn, *_with_phase((args, kwargs), phase))
-        return audit_phases(data, lambda one: audit_call(*call(one), recipe=one, **options))
+        return audit_phases(data, lambda phase: audit_call(*call(phase), recipe=phase, **options))
     name = recipe if isinstance(recipe, str) else "bf16" if recipe is None else ""
     code = repr(name) if name else "recipe"
     # JAX may start its backends at any step of an audit.

@@ -184,7 +184,7 @@ def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Au
       an argument, for example.
     """
     where = audit.findings.where(loop)
-    words = (
+    text = (
         f"Cast the first value of the carry to FP32 before the loop at {where}, which is"
         f" {carry.aval.str_short()}, add in FP32, and cast the result after the loop."
     )
@@ -193,11 +193,11 @@ def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Au
     start = first[inside.invars.index(carry)]
     maker = loop.body.maker_through(start, LAYOUT - {"broadcast_in_dim"})
     if maker is None:
-        return words
+        return text
     made = loop._replace(equation=maker)
     code = in_fp32(expression_of(made, audit.findings))
     if not code:
-        return words
+        return text
     where = audit.findings.where(made)
     lines = [f"Start in FP32, at {where}:\n    {code}"]
     summand = None

@@ -6,6 +6,7 @@ describes the change in words.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from collections.abc import Mapping
@@ -173,3 +174,19 @@ def parameters_of(name: str) -> list[str]:
         return list(inspect.signature(value).parameters)
     except (TypeError, ValueError):
         return []
+
+
+def arguments_of(node: ast.Call, name: str, row: Function) -> list[ast.expr]:
+    """Returns the arguments of a call that are cast; none of a call such as `f(*arrays)`.
+
+    Args:
+      node: the call.
+      name: full name of the function.
+      row: its row of the table.
+    """
+    if any(isinstance(argument, ast.Starred) for argument in node.args):
+        return []
+    names = dict(enumerate(parameters_of(name)))
+    passed = dict(enumerate(node.args)) | {k.arg: k.value for k in node.keywords}
+    keys = (position if position in passed else names.get(position) for position in row.arrays)
+    return [passed[key] for key in keys if key in passed]

@@ -24,7 +24,7 @@ from jaxmp._tools.fixes._functions import (
     MATMULS,
     METHODS,
     Function,
-    parameters_of,
+    arguments_of,
 )
 from jaxmp._tools.fixes._source import Expression
 
@@ -141,17 +141,7 @@ def _operands(node: ast.expr, expression: Expression) -> list[ast.expr]:
     if name == "jax.numpy.take":
         return node.args[:1]
     is_pair = row is not None and len(row.arrays) > 1
-    return _arguments(node, name, row) if row is not None and is_pair else []
-
-
-def _arguments(node: ast.Call, name: str, row: Function) -> list[ast.expr]:
-    """Returns the arguments of a call that are cast; none of a call such as `f(*arrays)`."""
-    if any(isinstance(argument, ast.Starred) for argument in node.args):
-        return []
-    names = dict(enumerate(parameters_of(name)))
-    given = dict(enumerate(node.args)) | {k.arg: k.value for k in node.keywords}
-    keys = (position if position in given else names.get(position) for position in row.arrays)
-    return [given[key] for key in keys if key in given]
+    return arguments_of(node, name, row) if row is not None and is_pair else []
 
 
 def in_dtype(expression: Expression, dtype: str) -> str:
@@ -237,7 +227,7 @@ def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr |
     if name in METHODS and isinstance(node.func, ast.Attribute):
         node.func.value = cast(node.func.value)
         return node
-    arrays = (n for n in _arguments(node, name, row) if not isinstance(n, ast.Constant))
+    arrays = (n for n in arguments_of(node, name, row) if not isinstance(n, ast.Constant))
     first = next(arrays, None)
     if first is None:
         return None
