@@ -2,11 +2,11 @@
 
     python benchmarks/moment_validate.py                         # 4,000 steps, five seeds
     python benchmarks/moment_validate.py --steps 300 --seeds 2   # shorter
-    python benchmarks/moment_validate.py --out moments.json
+    python benchmarks/moment_validate.py --out benchmarks/results/moment_validate_cpu.json
 
 Both trainings are those of the recipe `bf16`, with AdamW and a decay of 0.999 of second moments.
 `jaxmp.validate` prints the interval of the difference between the held-out losses. It passes if the
-difference is within 0.1 %.
+difference is within 0.1 %. Five seeds take 40 minutes of CPU time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ def main() -> None:
         eval_every=max(steps // 4, 1),
     )
     print(report)
-    write_result(arguments.out, report=report.to_dict())
+    rows = report.to_dict()
+    (candidate,) = rows["candidates"]
+    parts = ("headline", "verdict", "checks", "pairs", "power", "training")
+    own = {name: candidate[name] for name in parts}
+    write_result(arguments.out, steps=rows["steps"], seeds=rows["seeds"], **own)
 
 
 if __name__ == "__main__":
