@@ -451,6 +451,29 @@ def test_symbolic_shapes():
     np.testing.assert_allclose(exported.call(X), model.apply(variables, X), atol=0.05)
 
 
+class Printed(nn.Module):
+    """Logits that the model also passes to Python, by an operation without results."""
+
+    @nn.compact
+    def __call__(self, x):
+        logits = nn.Dense(CLASSES, name="output")(x)
+        jax.debug.callback(lambda value: None, logits)
+        return nn.log_softmax(logits)
+
+
+def test_operations_without_results_are_no_obstacle():
+    model = jaxmp.load_recipe("bf16").wrap(Printed())
+    variables = model.init(jax.random.key(0), X)
+    wide = nn.log_softmax(X.astype(jnp.bfloat16).astype(jnp.float32) @ kernel_of(variables))
+    np.testing.assert_allclose(model.apply(variables, X), wide, atol=1e-5)
+
+
+def kernel_of(variables):
+    """Returns the kernel of the output layer, rounded to bfloat16."""
+    kernel = variables["params"]["output"]["kernel"]
+    return kernel.astype(jnp.bfloat16).astype(jnp.float32)
+
+
 class Beside(nn.Module):
     """Logits to which a parameter that is read in 16 bits is added."""
 

@@ -331,9 +331,9 @@ class _Reached(Forward):
         return first or second
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        name, aval = equation.primitive.name, array_aval(equation.outvars[0])
-        if sub_jaxprs(equation):
+        if sub_jaxprs(equation) or not equation.outvars:
             return self.enter(equation, operands, frame)
+        name, aval = equation.primitive.name, array_aval(equation.outvars[0])
         is_reached = any(operands)
         if name == "name":
             label = label_of(equation)
