@@ -60,12 +60,9 @@ PLANTED = {
         "sum": "total = total + grads.astype(jnp.bfloat16)",
     },
 }
-# Places in which the lines of each fix are pasted.
-PASTED = {
-    "implicit_promotion": ("scale",),
-    "missing_master": ("optimizer",),
-    "accumulator_16bit": ("start", "sum"),
-}
+# Places in which the lines of each fix are pasted. The source of the step is not in a file, so that
+# the fix of a carry has no code.
+PASTED = {"implicit_promotion": ("scale",), "missing_master": ("optimizer",)}
 TOKENS = jax.ShapeDtypeStruct((2, 4, 1025), "int32")
 
 
@@ -89,5 +86,8 @@ def test_the_fixes_of_planted_errors_remove_them(monkeypatch):
         report = audit_step(lines, monkeypatch)
         (finding,) = (finding for finding in report.errors if finding.check == check)
         fix = [line.strip() for line in finding.fix.splitlines() if line.startswith("    ")]
+        if check not in PASTED:
+            assert not fix and "first value of the carry to FP32 before the loop" in finding.fix
+            continue
         fixed = lines | dict(zip(PASTED[check], fix, strict=True))
         assert audit_step(fixed, monkeypatch).ok, (check, fix)
