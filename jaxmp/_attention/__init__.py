@@ -188,15 +188,10 @@ def choice_of(name: str, operands: Iterable[Any]) -> AttentionExplanation | None
 
     Args:
       name: name of the jitted function, which begins with `MARK`.
-      operands: types of the operands. If they differ from those of the original call, as under
-        `vmap`, the result is the choice that all calls of this name share.
+      operands: types of the operands. Under `vmap` they differ from those of the original call, and
+        the choice is unknown.
     """
-    known = _choices.get(name, {})
-    exact = known.get(_operands_of(operands))
-    if exact is not None:
-        return exact
-    said = {(choice.reason, choice.rows): choice for choice in known.values()}
-    return next(iter(said.values())) if len(said) == 1 else None
+    return _choices.get(name, {}).get(_operands_of(operands))
 
 
 def implementation_of(name: str) -> tuple[str, str]:

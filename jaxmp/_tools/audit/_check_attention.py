@@ -55,6 +55,7 @@ _LOGITS = {
     "xla": "stores the logits of all pairs of positions in memory",
     "blockwise": "computes one block of keys after another in a loop",
 }
+_ON_GPU = "audit(..., target='h200') reports the choice for a GPU."
 
 
 class _Summed(NamedTuple):
@@ -161,7 +162,7 @@ def _explain_choice(
     if choice is None:
         reason = argument or "the requested implementation"
         fix = "jaxmp.explain(jaxmp.dot_product_attention)(query, key, value)"
-        return f"{message}; the reason is: {reason}.", fix
+        return f"{message}; the reason is: {reason}.", _ON_GPU if argument == "device" else fix
     blockers = [f"{blocker.argument}: {blocker.reason}" for blocker in choice.rows]
     why = f". cuDNN's kernel cannot run ({'; '.join(blockers)})" if blockers else ""
     # The call cannot change the device, so other reasons come first.
@@ -170,7 +171,7 @@ def _explain_choice(
     if choice.reason == ASKED:
         changes.insert(0, f"Remove {implementation!r}, so that attention is 'auto'.")
     if choice.rows and not others:
-        changes.append("audit(..., target='h200') reports the choice for a GPU.")
+        changes.append(_ON_GPU)
     return f"{message} ({choice.reason}){why}.", " ".join(changes)
 
 
