@@ -1394,6 +1394,13 @@ MUTATIONS = [
         ("test_audit_fixes.py::test_the_fix_of_two_dtypes_casts_the_wide_operand",),
     ),
     Mutation(
+        "a quotient by sums of other rows becomes a softmax",
+        "jaxmp/_tools/fixes/_rewrite.py",
+        'others == ["keepdims=True"] or',
+        'others in ([], ["keepdims=True"]) or',
+        ("test_nonfinite.py::test_steps_that_overflow_become_one_function",),
+    ),
+    Mutation(
         "the audit confuses the axes of a mesh",
         "jaxmp/_tools/audit/_hlo_collectives.py",
         "along != along[:, :1]",
