@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from jaxmp._tools.explain import Explanation
     from jaxmp._tools.memory import MemoryEstimate
     from jaxmp._tools.nonfinite import NonfiniteReport
-    from jaxmp._tools.parity import ParityReport
     from jaxmp._tools.plan import PlanReport
     from jaxmp._tools.stats import StatsReport, TrainingStats
-    from jaxmp._tools.validate import ValidationReport
+    from jaxmp._tools.validate._parity_report import ParityReport
+    from jaxmp._tools.validate._report import ValidationReport
 
 __all__ = [
     "AuditReport",
@@ -46,11 +46,11 @@ _LAZY = {
     "Explanation": "jaxmp._tools.explain",
     "MemoryEstimate": "jaxmp._tools.memory",
     "NonfiniteReport": "jaxmp._tools.nonfinite",
-    "ParityReport": "jaxmp._tools.parity",
+    "ParityReport": "jaxmp._tools.validate._parity_report",
     "PlanReport": "jaxmp._tools.plan",
     "StatsReport": "jaxmp._tools.stats",
     "TrainingStats": "jaxmp._tools.stats",
-    "ValidationReport": "jaxmp._tools.validate",
+    "ValidationReport": "jaxmp._tools.validate._report",
 }
 
 

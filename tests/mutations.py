@@ -174,7 +174,7 @@ MUTATIONS = [
     ),
     Mutation(
         "programs of TPUs end at a kernel whose attributes contain a line break",
-        "jaxmp/_tools/hlo/__init__.py",
+        "jaxmp/_tools/audit/_hlo.py",
         '_CONTINUED.sub("", text)',
         "text",
         (
@@ -1865,21 +1865,21 @@ MUTATIONS = [
     # Parity of training and serving.
     Mutation(
         "a program that is run by operations does not round",
-        "jaxmp/_tools/parity/_walk.py",
+        "jaxmp/_tools/validate/_walk.py",
         "            x = x if name in _bind.MOVES else in_stored_dtype(x, change.dtype or dtype)\n",
         "            x = x if name in _bind.MOVES else in_stored_dtype(x, np.dtype(np.float32))\n",
         ("test_parity.py::test_a_walk_rounds_as_the_program",),
     ),
     Mutation(
         "rounding explains no difference of 16-bit results",
-        "jaxmp/_tools/parity/_align.py",
+        "jaxmp/_tools/validate/_align.py",
         "_HALF = 0.5\n",
         "_HALF = 0.0\n",
         ("test_parity.py::test_the_criterion_accepts_last_bits_and_finds_roundings",),
     ),
     Mutation(
         "the change of the serving program is not run before it is printed",
-        "jaxmp/_tools/parity/_search.py",
+        "jaxmp/_tools/validate/_parity_search.py",
         "        return self._mismatch(walk(*self.changed, changes)[1])\n",
         "        return self._mismatch(walk(*self.changed)[1])\n",
         ("test_parity.py::test_weights_that_were_rounded_before",),

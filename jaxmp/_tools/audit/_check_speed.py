@@ -20,12 +20,12 @@ from jaxmp._tools.audit._checks import (
     named,
 )
 from jaxmp._tools.audit._dataflow import From
+from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Step
+from jaxmp._tools.audit._hlo_kernels import accessed, kernels, results, written
 from jaxmp._tools.audit._hlo_matmuls import is_matmul, parts, shape_of
 from jaxmp._tools.audit._hlo_stats import fused_attention, required_bytes, source_of
 from jaxmp._tools.audit._labels import Fact
 from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.hlo import Computation, Instruction, Program, Step
-from jaxmp._tools.hlo._kernels import accessed, kernels, results, written
 from jaxmp._tools.report._section import bytes_text, counted, share_text
 from jaxmp.losses._linear import chunk_rows
 

@@ -11,6 +11,7 @@ from jaxmp._programs._jaxprs import BACKWARD, Path, phase_of
 from jaxmp._programs._locations import Lines, module_of
 from jaxmp._programs._matmuls import attention_flops
 from jaxmp._tools.audit._compile import Compiled
+from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Shape
 from jaxmp._tools.audit._hlo_collectives import (
     ArrayContents,
     collective_name,
@@ -33,7 +34,6 @@ from jaxmp._tools.audit._rows import (
     MemoryRow,
     merged,
 )
-from jaxmp._tools.hlo import Computation, Instruction, Program, Shape
 from jaxmp._tools.report._section import bytes_text
 
 _VIEWS = frozenset({"bitcast", "get-tuple-element"})

@@ -8,11 +8,11 @@ import textwrap
 from typing import ClassVar
 
 from jaxmp._core._plain import JSONValue
-from jaxmp._tools.parity import _metrics
-from jaxmp._tools.parity._metrics import ParityRow
-from jaxmp._tools.parity._search import ParityCause
 from jaxmp._tools.report import _section, _views
 from jaxmp._tools.report._section import Fix, Section
+from jaxmp._tools.validate import _metrics
+from jaxmp._tools.validate._metrics import ParityRow
+from jaxmp._tools.validate._parity_search import ParityCause
 from jaxmp.errors import ValidationError
 
 _COLUMNS = ("positions", "0.999 to 1.002", "1 %", "5 %", "difference", "KL", "largest ratio")
