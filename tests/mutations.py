@@ -865,7 +865,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an audit reads the first phase of a recipe for all",
-        "jaxmp/_tools/audit/__init__.py",
+        "jaxmp/_tools/audit/_audit.py",
         "        report = audit_one(phase)\n",
         "        report = audit_one(recipe.split_phases()[0])\n",
         ("test_phases.py::test_the_audit_reads_each_phase",),

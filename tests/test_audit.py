@@ -33,9 +33,8 @@ from jaxmp import audit
 from jaxmp._core._compat import cudnn_version
 from jaxmp._programs._matmuls import attention_flops
 from jaxmp._tools import cli
-from jaxmp._tools.audit import CHECKS
 from jaxmp._tools.audit._check_sums import rounding_error
-from jaxmp._tools.audit._checks import Check
+from jaxmp._tools.audit._checks import CHECKS, Check
 from relaxed import relaxed
 from train_lm import prepare, prepare_nnx
 

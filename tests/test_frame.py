@@ -252,7 +252,7 @@ def test_a_file_knows_few_others_and_a_training_none_of_the_tools():
     )
     shared = [name for name, count in defined.items() if count > 1]
     assert len(shared) <= SHARED_NAMES, sorted(shared)
-    assert len(others["jaxmp._tools.explain"]) > 5 and len(trees) > 100
+    assert len(others["jaxmp._tools.audit._explain"]) > 5 and len(trees) > 100
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ import jaxmp
 from jaxmp._core import _compat, _plain, _targets
 from jaxmp._core._compat import _watch_jit
 from jaxmp._policies._recipe import Recipe, load_recipe
-from jaxmp._tools import audit
+from jaxmp._tools.audit import _audit
 from jaxmp._tools.cli._jitted import Watched, defined_steps, function_of
 from jaxmp._tools.nonfinite import _measure
 from jaxmp._tools.plan import _programs
@@ -286,7 +286,8 @@ class Watcher:
             estimates = [jaxmp.estimate_memory(*_positional(w.call), **settings) for w in chosen]
             return max(estimates, key=lambda estimate: estimate.total).to_json()
         calls = [(w.call.function, w.call.args, w.call.kwargs) for w in chosen]
-        return audit.join_reports([audit.audit_call(*call, **settings) for call in calls]).to_json()
+        reports = [_audit.audit_call(*call, **settings) for call in calls]
+        return _audit.join_reports(reports).to_json()
 
     def _check_recipes(self) -> None:
         names = list(dict.fromkeys(self.recipes))

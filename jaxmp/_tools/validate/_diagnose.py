@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxmp._tools.audit import AuditReport, Finding
+from jaxmp._tools.audit._report import AuditReport
+from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.report._section import module_text
 from jaxmp._tools.validate._phases import PhaseSteps
 from jaxmp._tools.validate._rows import (

@@ -15,7 +15,7 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._policies._recipe import Recipe
-from jaxmp._tools.audit import audit
+from jaxmp._tools.audit._audit import audit
 from jaxmp._tools.report._progress import OnRun, OnStep
 from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
