@@ -44,7 +44,7 @@ import transformers
 from transformers.models.llama import modeling_flax_llama
 
 import jaxmp
-from jaxmp._tools.audit import _compile
+from jaxmp._tools.audit import _audit
 from memory_estimates import (
     ForeignModel,
     foreign_step,
@@ -117,7 +117,7 @@ def measure(model: str, recipe: str, chip: str, devices: int) -> dict[str, Any]:
         arguments = fsdp(arguments, devices)
         step = split_rows(step, arguments[-1]) if model != "nnx" else step
     texts: list[str] = []
-    compiled = _compile.compile_for
+    compiled = _audit.compile_for
 
     def keep(*args: Any) -> Any:
         result = compiled(*args)

@@ -276,14 +276,14 @@ MUTATIONS = [
     ),
     Mutation(
         "statistics: operands of kernels are not measured",
-        "jaxmp/_tools/stats/_observe.py",
+        "jaxmp/_programs/_observe.py",
         "(*MATMULS, *_KERNELS)",
         "MATMULS",
         ("test_statistics.py::test_operands_of_kernels_are_measured",),
     ),
     Mutation(
         "statistics: recomputed operands are counted again",
-        "jaxmp/_tools/stats/_observe.py",
+        "jaxmp/_programs/_observe.py",
         "if place.phase == _jaxprs.FORWARD or inside.is_cotangent(var):",
         "if place.phase != _jaxprs.BACKWARD or inside.is_cotangent(var):",
         ("test_statistics.py::test_a_scan_has_a_row_for_each_layer",),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum, einsum_sizes
 from jaxmp._flax._layer_table import (
@@ -148,6 +149,11 @@ class OverwriteWithGradient(nnx.Variable):
       >>> nnx.state(model, OverwriteWithGradient)["fp8_age"][...].shape
       ()
     """
+
+
+def trained(wrt: Filter) -> Filter:
+    """Excludes state that is overwritten by its gradient, which is not a parameter."""
+    return nnx.All(wrt, nnx.Not(OverwriteWithGradient))
 
 
 # A bridge may have converted a Linen model with such a state before this module was imported.

@@ -16,8 +16,8 @@ from flax.nnx.filterlib import Filter
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_cast_on_read import bound_of
-from jaxmp._flax._nnx_gradients import Gradient, trained
-from jaxmp._flax._nnx_layers import OverwriteWithGradient
+from jaxmp._flax._nnx_gradients import Gradient
+from jaxmp._flax._nnx_layers import OverwriteWithGradient, trained
 from jaxmp._flax._nnx_writes import Write, continued, undo
 from jaxmp._gradients import _value_and_grad
 from jaxmp._gradients._loss_scale import LossScale

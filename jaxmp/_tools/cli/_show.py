@@ -3,7 +3,7 @@
 import dataclasses
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,9 +13,6 @@ from jaxmp._policies._policy import summarized
 from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp._tools.cli._arguments import JsonOption, RecipeArgument
 from jaxmp._tools.cli._output import console, escape, make_table, write_json
-
-if TYPE_CHECKING:
-    from jaxmp.checkpoint import Checkpointer
 
 
 def show_recipes(json: JsonOption = None) -> None:
@@ -118,7 +115,7 @@ def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = Non
         console().print(escape(f"Step {info.step} is intact: {len(info.leaves)} leaves.", "green"))
 
 
-def open_run(path: Path, step: int | None) -> "tuple[Checkpointer, int | None]":
+def open_run(path: Path, step: int | None) -> "tuple[jaxmp.checkpoint.Checkpointer, int | None]":
     """Returns the checkpointer of a run and the step; `path` may be that of a step."""
     if step is None and path.name.isdigit() and (path / "state").is_dir():
         path, step = path.parent, int(path.name)

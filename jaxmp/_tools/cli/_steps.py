@@ -27,7 +27,6 @@ from jaxmp.errors import JaxmpError
 
 if TYPE_CHECKING:
     from jaxmp._policies._recipe import Recipe
-    from jaxmp.checkpoint._manifest import CheckpointInfo
     from jaxmp.typing import NonfiniteReport
 
 T = TypeVar("T")
@@ -378,7 +377,7 @@ def _located(
         )
 
 
-def _count(info: "CheckpointInfo", first: object) -> int | None:
+def _count(info: "jaxmp.checkpoint.CheckpointInfo", first: object) -> int | None:
     """Returns the number of arguments that a checkpoint has as a tuple; None if it has the first.
 
     The paths of a tuple begin with a number.

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._core._typing import Array
+from jaxmp._programs import _observe
+from jaxmp._programs._observe import ACTIVATIONS, GRADIENTS, SCALES, Key, Observer
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.stats._emulate import EMULATED, Emulation, Sampler, Samples, errors_of
 from jaxmp._tools.stats._measure import TensorStats, measure_tensor
-from jaxmp._tools.stats._observe import ACTIVATIONS, GRADIENTS, SCALES, Key, Observer, modules_of
 from jaxmp._tools.stats._report import StatsReport, make_stats_report
 from jaxmp.errors import AuditError
 from jaxmp.optim import _roles
@@ -137,6 +138,12 @@ def with_stats(
     return measured
 
 
+class _Measured(Observer):
+    """Observer that computes the statistics of each tensor."""
+
+    measure = staticmethod(measure_tensor)
+
+
 class _Program:
     """Statistics of a traced step, as a function of the arrays among its arguments."""
 
@@ -146,7 +153,7 @@ class _Program:
         self.modules: tuple[str, ...] = ()
 
     def __call__(self, arrays: list[Any]) -> TrainingStats:
-        observer = Observer()
+        observer = _Measured()
         results = observer.run(self.traced.closed, arrays)
         rows: dict[str, dict[str, TensorStats]] = {}
         counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -192,7 +199,7 @@ class _Program:
             {self.traced.arrays[n].shape for n in numbers}
             for numbers in (self._of_role(_roles.FP8), self._parameters())
         )
-        modules = modules_of(key.path for key in observer.side)
+        modules = _observe.modules_of(key.path for key in observer.side)
         for (key, measured), module in zip(observer.side.items(), modules, strict=True):
             if key.kind != GRADIENTS or key.shape not in of_fp8 - of_parameters:
                 yield key, module, measured

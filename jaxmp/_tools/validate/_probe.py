@@ -29,8 +29,8 @@ from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs import _bind
 from jaxmp._programs._jaxprs import Path
+from jaxmp._programs._observe import Observer, modules_of
 from jaxmp._tools.report._section import grouped, module_text
-from jaxmp._tools.stats._observe import Observer, modules_of
 from jaxmp._tools.validate._pure import PureRun
 from jaxmp._tools.validate._rows import CandidateResult, GradientRow, ModuleRow, Pattern
 from jaxmp._tools.validate._run import check_grads

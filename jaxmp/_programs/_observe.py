@@ -1,9 +1,12 @@
-"""Runs a traced step again, and measures the tensors of its modules."""
+"""Runs a traced step again, and measures the tensors of its modules.
+
+A module is a name scope; `_analysis` determines its outputs.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +18,6 @@ from jaxmp._core._typing import Array
 from jaxmp._programs import _analysis, _jaxprs, _locations, _operations
 from jaxmp._programs._constructs import inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._tools.stats._measure import TensorStats, measure_tensor
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
 MATMULS = ("dot_general", "conv_general_dilated")
@@ -73,8 +75,8 @@ class _Inside:
         self.cotangents: set[_jaxprs.Atom] = set(itertools.compress(body.invars, outer.cotangents))
         phases = [place.of(each).phase for each in _jaxprs.equations(body, inside=False)]
         self.gradients = _analysis.gradients_of(body, phases, place.phase)
-        # Variable -> its statistics.
-        self.measured: dict[_jaxprs.Atom, TensorStats] = {}
+        # Variable -> its measurement.
+        self.measured: dict[_jaxprs.Atom, Any] = {}
 
     def is_cotangent(self, var: _jaxprs.Atom) -> bool:
         """Returns True if the backward pass made a variable."""
@@ -82,12 +84,11 @@ class _Inside:
 
 
 class Observer(Interpreter):
-    """Interpreter that measures tensors; its side results are their statistics by `Key`."""
+    """Interpreter that measures tensors; its side results are the measurements by `Key`."""
 
     consequence = "the tensors inside of it are not measured"
     has_side_results = True
     drops_derivatives = True
-    measure: Callable[..., Any] = staticmethod(measure_tensor)
     # True for a client that reads only the outputs of modules.
     only_outputs = False
 
@@ -134,6 +135,15 @@ class Observer(Interpreter):
             if var in inside.gradients and not self.only_outputs:
                 self._measure(inside, GRADIENTS, (place.scopes, ""), var, x, at)
         return results
+
+    def measure(self, x: Array, factor: Array | None = None, dtype: Any = None) -> Any:
+        """Measures a tensor.
+
+        Args:
+          x: the tensor.
+          factor, dtype: reciprocal of the scale, and format, with which the program quantizes it.
+        """
+        raise NotImplementedError
 
     def _measure(
         self, inside: Any, kind: str, name: Any, var: _jaxprs.Atom, x: Any, at: Any
