@@ -334,14 +334,14 @@ MUTATIONS = [
     Mutation(
         "the FP32 result of a narrow layer promotes what it meets",
         "jaxmp/_flax/_casts.py",
-        "return weakly_typed(cast_array(leaf, dtype))",
+        "return _matmuls.weakly_typed(cast_array(leaf, dtype))",
         "return cast_array(leaf, dtype)",
         ("test_fp32_outputs.py::test_a_head_returns_the_sums_of_its_matmul",),
     ),
     Mutation(
         "modules round the FP32 result of a narrow layer inside of them",
         "jaxmp/_flax/_casts.py",
-        "return leaf if is_weak_float32(leaf) else cast_array(leaf, dtype)",
+        "return leaf if _matmuls.is_weak_float32(leaf) else cast_array(leaf, dtype)",
         "return cast_array(leaf, dtype)",
         ("test_fp32_outputs.py::test_a_head_returns_the_sums_of_its_matmul",),
     ),
@@ -355,8 +355,8 @@ MUTATIONS = [
     Mutation(
         "a narrow matmul under autocast promotes what its result meets",
         "jaxmp/_autocast/_decide.py",
-        "Decision(dtype, Priority.NARROW, reason, FLOAT32)",
-        "Decision(dtype, Priority.COMPUTED, reason, FLOAT32)",
+        "Decision(dtype, Priority.NARROW, reason, _dtypes.FLOAT32)",
+        "Decision(dtype, Priority.COMPUTED, reason, _dtypes.FLOAT32)",
         ("test_fp32_outputs.py::test_autocast_does_not_promote_what_a_narrow_result_meets",),
     ),
     Mutation(
@@ -397,7 +397,7 @@ MUTATIONS = [
     Mutation(
         "the gradient of a gather is summed in 16 bits",
         "jaxmp/_autocast/_decide.py",
-        'name == "gather" and is_16bit(values[0].dtype)',
+        'name == "gather" and _dtypes.is_16bit(values[0].dtype)',
         "False",
         ("test_autocast_decisions.py::test_the_gradient_of_a_gather_is_a_sum_in_fp32",),
     ),
@@ -506,7 +506,7 @@ MUTATIONS = [
     Mutation(
         "a float16 product is rounded on the way to a mean",
         "jaxmp/_autocast/_decide.py",
-        "if dtype == FLOAT16 and is_matmul(equation):",
+        "if dtype == _dtypes.FLOAT16 and is_matmul(equation):",
         "if False:",
         ("test_autocast.py::test_a_float16_product_on_the_way_to_a_mean_does_not_overflow",),
     ),
@@ -845,7 +845,7 @@ MUTATIONS = [
     Mutation(
         "a layer that rests in a phase keeps its FP8 state",
         "jaxmp/_flax/_fp8_layers.py",
-        "            return rest(out, self.state())\n",
+        "            return _state.rest(out, self.state())\n",
         "            return out\n",
         ("test_phases.py::test_the_first_scale_after_a_bf16_phase_is_that_of_the_tensor",),
     ),
@@ -954,8 +954,8 @@ MUTATIONS = [
     Mutation(
         "a head with an FP32 output rounds its sums to 16 bits",
         "jaxmp/_policies/_resolve.py",
-        "wide_output=policy.output_dtype if is_wide else FLOAT32 if returns_fp32 else None",
-        "wide_output=FLOAT32 if returns_fp32 else None",
+        "wide_output=policy.output_dtype if is_wide else _dtypes.FLOAT32 if returns_fp32 else None",
+        "wide_output=_dtypes.FLOAT32 if returns_fp32 else None",
         (
             "test_linen.py::test_a_wider_output_is_emitted_by_the_product_itself",
             "test_nnx_policies.py::test_a_wide_output_keeps_the_sums_of_16_bit_products",
@@ -1000,7 +1000,7 @@ MUTATIONS = [
     Mutation(
         "full_precision does not apply",
         "jaxmp/_autocast/_resolve.py",
-        "return FLOAT32 if self.is_full_precision else self.policy.compute_dtype",
+        "return _dtypes.FLOAT32 if self.is_full_precision else self.policy.compute_dtype",
         "return self.policy.compute_dtype",
         ("test_autocast.py::test_full_precision_holds_in_both_passes",),
     ),
@@ -1036,14 +1036,14 @@ MUTATIONS = [
     Mutation(
         "a layer is a decision although its results feed other layers",
         "jaxmp/_flax/_search.py",
-        "    if use == Use.RESULT:\n",
-        "    if Use.RESULT in use:\n",
+        "    if use == _uses.Use.RESULT:\n",
+        "    if _uses.Use.RESULT in use:\n",
         ("test_search.py::test_decisions_keep_their_sums_and_their_neighbours_are_rounded",),
     ),
     Mutation(
         "modules round the FP32 sums of a layer of the user's own class",
         "jaxmp/_flax/_search.py",
-        "is_reached = aval.dtype == FLOAT32 and not self._is_strict",
+        "is_reached = aval.dtype == _dtypes.FLOAT32 and not self._is_strict",
         "is_reached = False",
         ("test_search.py::test_modules_pass_the_fp32_results_of_own_layers_to_a_decision",),
     ),
@@ -1102,7 +1102,7 @@ MUTATIONS = [
     Mutation(
         "weights without matmuls, and layers that were traced before, count as not in FP8",
         "jaxmp/_flax/_missing_precision.py",
-        "    if set(MATMULS).isdisjoint(",
+        "    if set(_matmuls.MATMULS).isdisjoint(",
         "    if False and set().isdisjoint(",
         (
             "test_fp8_batch.py::test_weights_that_are_not_multiplied_do_not_warn",
@@ -1265,7 +1265,7 @@ MUTATIONS = [
     Mutation(
         "the audit is silent about rounded logits of a softmax",
         "jaxmp/_tools/audit/_check_losses.py",
-        "if Use.SOFTMAX in use",
+        "if _uses.Use.SOFTMAX in use",
         "if False",
         (
             "test_audit_plants.py::test_a_planted_defect_is_found_at_its_line_and_its_fix_removes_it",
@@ -1326,7 +1326,7 @@ MUTATIONS = [
     Mutation(
         "the audit is silent about an operation of a later JAX that contains a program",
         "jaxmp/_tools/audit/_auditor.py",
-        "elif is_unknown(op.equation):",
+        "elif _constructs.is_unknown(op.equation):",
         "elif False:",
         ("test_audit.py::test_an_unknown_operation_with_a_jaxpr_is_not_inspected",),
     ),
@@ -1403,7 +1403,7 @@ MUTATIONS = [
     Mutation(
         "autocast multiplies batches of vectors as XLA's CPU compiler refuses",
         "jaxmp/_programs/_matmuls.py",
-        'lax.optimization_barrier(out) if target() == "cpu" else out',
+        'lax.optimization_barrier(out) if _compat.target() == "cpu" else out',
         "out",
         ("test_autocast_decisions.py::test_xla_compiles_wide_results_on_a_cpu",),
     ),
@@ -1427,14 +1427,15 @@ MUTATIONS = [
     Mutation(
         "the audit reports matmuls that a rule wants in FP32",
         "jaxmp/_tools/audit/_check_matmuls.py",
-        "    elif FLOAT32 not in allowed:\n",
+        "    elif _dtypes.FLOAT32 not in allowed:\n",
         "    else:\n",
         ("test_audit.py::test_a_rule_that_wants_fp32_makes_it_right",),
     ),
     Mutation(
         "the audit ignores full_precision",
         "jaxmp/_tools/audit/_auditor.py",
-        "        if FULL_PRECISION in names:\n            return frozenset({FLOAT32})\n",
+        "        if _locations.FULL_PRECISION in names:\n"
+        "            return frozenset({_dtypes.FLOAT32})\n",
         "",
         ("test_audit.py::test_full_precision_is_allowed",),
     ),

@@ -25,12 +25,12 @@ import jax
 from jaxmp._autocast._explain import AutocastExplanation, Recorder
 from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._resolve import make_config, trace
-from jaxmp._gradients._hints import Mark, warn_if_dropped
-from jaxmp._policies._device import check_device, check_gradient
+from jaxmp._gradients import _hints
+from jaxmp._policies import _device
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs._locations import FULL_PRECISION
-from jaxmp.fp8._explain import decisions, is_explained, warn_if_unused
+from jaxmp.fp8 import _explain
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -104,20 +104,20 @@ def autocast(
       dtype('float32')
     """
     config = make_config(fn, recipe, ops, "autocast")
-    mark = Mark()
+    mark = _hints.Mark()
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_device(config.policies)
-        check_gradient(config.policies, lambda: (args, kwargs), mark)
-        with decisions(config.policies.default.matmul == "fp8") as rows:
+        _device.check_device(config.policies)
+        _device.check_gradient(config.policies, lambda: (args, kwargs), mark)
+        with _explain.decisions(config.policies.default.matmul == "fp8") as rows:
             traced, in_custom_vjp = trace(fn, args, kwargs)
-            interpreter = Autocast(config, in_custom_vjp, lists_calls=is_explained())
+            interpreter = Autocast(config, in_custom_vjp, lists_calls=_explain.is_explained())
             arrays = interpreter.function(traced.closed, traced.arrays)
-        warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
+        _explain.warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
         return traced.results(arrays)
 
-    return warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
+    return _hints.warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
 
 
 def explain_operations(

@@ -15,11 +15,9 @@ from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._policies._device import matmul_precision
+from jaxmp._programs import _jaxprs, _matmuls, _operations
 from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import sub_jaxprs
-from jaxmp._programs._jaxprs import Path, array_aval, equations
-from jaxmp._programs._matmuls import wide_product, widened_product
-from jaxmp._programs._operations import arithmetic_of, dot_of
 from jaxmp.fp8 import _explain as fp8_explain
 from jaxmp.fp8._dot_general import dot_general
 
@@ -40,12 +38,12 @@ def multiply(
       policy: the policy of its scopes.
       in_fp8: the `fp8.dot_general` that replaces it; None: it runs in `decision.dtype`.
     """
-    options, dtype, wide = arithmetic_of(equation), decision.dtype, decision.result
+    options, dtype, wide = _operations.arithmetic_of(equation), decision.dtype, decision.result
     if options is None:
         out = bind(equation, arrays)
         return out if wide == dtype else cast(out, wide)
     if in_fp8 is not None:
-        dot = tuple(dot_of(equation))
+        dot = tuple(_operations.dot_of(equation))
         return in_fp8(*arrays, dot, options.precision, wide, out_sharding=options.out_sharding)
     changes: dict[str, Any] = {"preferred_element_type": dtype}
     precision = matmul_precision(policy.policy, None)
@@ -58,23 +56,23 @@ def multiply(
         product = lambda *arrays, **dtypes: bind(equation, list(arrays), **dtypes)
         # XLA's CPU compiler has no kernel for all such gradients of weights.
         if preferred_element_type != dtype and target() == "cpu" and _is_of_rows(equation):
-            return widened_product(product, *operands)
+            return _matmuls.widened_product(product, *operands)
         return product(*operands, preferred_element_type=preferred_element_type)
 
-    return wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
+    return _matmuls.wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
 
 
 def _is_of_rows(equation: JaxprEqn) -> bool:
     """Returns True for the gradient of the weight of a layer, if its inputs have several rows."""
-    rows = dot_of(equation).contracted[0] if is_matmul(equation) else ()
-    return len(rows) > 1 and array_aval(equation.invars[0]).ndim - 1 not in rows
+    rows = _operations.dot_of(equation).contracted[0] if is_matmul(equation) else ()
+    return len(rows) > 1 and _jaxprs.array_aval(equation.invars[0]).ndim - 1 not in rows
 
 
 def fp8_product(
     config: AutocastConfig,
     equation: JaxprEqn,
     values: Sequence[Value],
-    scope_path: Path,
+    scope_path: _jaxprs.Path,
     why: str,
 ) -> Callable[..., Array] | None:
     """Returns the `fp8.dot_general` that replaces a matmul; None if it does not run in FP8.
@@ -93,11 +91,13 @@ def fp8_product(
     return dot_general(config.scaling, kernel="rhs" if kernel else "lhs")
 
 
-def explain_products_inside(config: AutocastConfig, equation: JaxprEqn, scope_path: Path) -> None:
+def explain_products_inside(
+    config: AutocastConfig, equation: JaxprEqn, scope_path: _jaxprs.Path
+) -> None:
     """Records for `explain` the matmuls of an equation that runs as its author wrote it."""
-    inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
+    inside = (each for inner in sub_jaxprs(equation) for each in _jaxprs.equations(inner))
     for each in filter(is_matmul, (equation, *inside)):
-        lhs, rhs = (array_aval(var).shape for var in each.invars)
+        lhs, rhs = (_jaxprs.array_aval(var).shape for var in each.invars)
         _decide_fp8(config, each, (lhs, rhs), (*scope_path, IN_CUSTOM_VJP), 1, "")
 
 
@@ -105,11 +105,11 @@ def _decide_fp8(
     config: AutocastConfig,
     equation: JaxprEqn,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    scope_path: Path,
+    scope_path: _jaxprs.Path,
     kernel: int,
     why: str,
 ) -> bool:
     assert config.scaling is not None
     why = why or config.scope_policy(scope_path).exclusion_reason
-    path, dot = path_of(scope_path), dot_of(equation)
+    path, dot = path_of(scope_path), _operations.dot_of(equation)
     return fp8_explain.decide_product(config.scaling, path, shapes, dot, kernel, why)

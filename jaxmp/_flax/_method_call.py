@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._dtypes import bits, is_16bit
+from jaxmp._core import _dtypes
 from jaxmp._core._trees import saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._flax import _labels, _missing_precision
@@ -206,8 +206,8 @@ def cast_inputs(
     elif module_policy.traits.is_rnn:
         carry = "initial_carry"
     kept, policy, originals = module_policy.kept(method), module_policy.policy, {}
-    notes = is_16bit(module_policy.input_dtype)
-    is_wide = bits(policy.compute_dtype) > 16
+    notes = _dtypes.is_16bit(module_policy.input_dtype)
+    is_wide = _dtypes.bits(policy.compute_dtype) > 16
 
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
         new = leaf if id(leaf) in unrounded else _cast_input(leaf, dtype)
@@ -269,7 +269,7 @@ def explain_mismatch(error: Exception, module_policy: ModulePolicy, method: str 
         return
     is_refused = _NO_16BIT.search(text) is not None
     concerns = policy.compute_dtype.name in text and ("float32" in text or is_refused)
-    if not (is_16bit(policy.compute_dtype) and concerns) or has_note:
+    if not (_dtypes.is_16bit(policy.compute_dtype) and concerns) or has_note:
         return
     name = module_policy.resolved.path
     below, subtree = (f"{name}/*", f"{name}/**") if name else ("*", "**")

@@ -17,10 +17,9 @@ from jax.core import Tracer
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._gradients import _value_and_grad
+from jaxmp._gradients import _loss_scale, _value_and_grad
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
 from jaxmp._gradients._hints import warn_if_dropped
-from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
@@ -115,7 +114,7 @@ class TrainState(struct.PyTreeNode):
         return cls(apply_fn=apply_fn, tx=tx, **made, **kwargs)
 
     @property
-    def loss_scale(self) -> LossScale:
+    def loss_scale(self) -> _loss_scale.LossScale:
         """The loss scale in the optimizer state; `NoLossScale()` if it has none."""
         return _find.own_loss_scale(self.opt_state)
 
@@ -383,8 +382,8 @@ for _cls in (
     _skip.SkipStats,
     _skip.SkipNonfiniteState,
     _layout.MasterParamsState,
-    NoLossScale,
-    StaticLossScale,
+    _loss_scale.NoLossScale,
+    _loss_scale.StaticLossScale,
     DynamicLossScale,
 ):
     serialization.register_serialization_state(_cls, _refuse_serialization, _refuse_serialization)

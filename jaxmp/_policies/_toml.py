@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._core._dtypes import bits, canonical_dtype
+from jaxmp._core import _dtypes
 from jaxmp._core._messages import did_you_mean
 from jaxmp.errors import RecipeError
 
@@ -291,8 +291,8 @@ def choice(*options: str, example: str = "") -> Field:
 
 
 def _dtype_name(name: str) -> str:
-    dtype = canonical_dtype(name)
-    if bits(dtype) < 16:
+    dtype = _dtypes.canonical_dtype(name)
+    if _dtypes.bits(dtype) < 16:
         raise RecipeError(
             f"{dtype.name} is too narrow: values overflow without a scale. Use float32, bfloat16 "
             'or float16; matmul = "fp8" makes linear layers multiply in FP8, with scales.'

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, target
-from jaxmp._core._dtypes import FLOAT32, bits, is_16bit
+from jaxmp._core import _compat, _dtypes
 from jaxmp._core._typing import DTypeLike
 from jaxmp._programs._constructs import Form, form_of, inners
 from jaxmp._programs._jaxprs import Equation, equations
@@ -218,7 +217,7 @@ def attention_flops(
 # ---------------------------------------------------------------------------
 
 
-def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Counter[tuple[Any, Any]]:
+def count_flops(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> Counter[tuple[Any, Any]]:
     """Returns the FLOPs of a program's matmuls by the dtypes of their operands, without integers.
 
     Of the branches of a `cond`, the one with the most FLOPs counts.
@@ -251,7 +250,7 @@ def _multiplied(flops: Counter[tuple[Any, Any]], times: int) -> Counter[tuple[An
 
 def multiple_of(dtype: DTypeLike) -> int:
     """Returns the number of elements in 16 bytes, of which sizes should be multiples."""
-    return max(1, 128 // bits(dtype))
+    return max(1, 128 // _dtypes.bits(dtype))
 
 
 def padded(size: int, multiple: int) -> int:
@@ -296,7 +295,7 @@ def wide_product(
     def wide(*operands: jax.Array) -> jax.Array:
         out = product(*operands, preferred_element_type=dtype)
         # XLA's CPU compiler folds a transpose into the matmul, and has no kernel for the result.
-        return lax.optimization_barrier(out) if target() == "cpu" else out
+        return lax.optimization_barrier(out) if _compat.target() == "cpu" else out
 
     @jax.custom_jvp
     def multiply(*operands: jax.Array) -> jax.Array:
@@ -327,8 +326,8 @@ def widened_product(product: Callable[..., jax.Array], *operands: jax.Array) -> 
     """
 
     def multiply(*operands: jax.Array) -> jax.Array:
-        wide = [o.astype(FLOAT32) if is_16bit(o.dtype) else o for o in operands]
-        return product(*wide, preferred_element_type=FLOAT32)
+        wide = [o.astype(_dtypes.FLOAT32) if _dtypes.is_16bit(o.dtype) else o for o in operands]
+        return product(*wide, preferred_element_type=_dtypes.FLOAT32)
 
     multiply.__name__ = WIDENED_MATMUL
     return jax.jit(multiply)(*operands)
@@ -342,7 +341,7 @@ def widened_product(product: Callable[..., jax.Array], *operands: jax.Array) -> 
 def is_weak_float32(value: Any) -> bool:
     """Returns True for a weakly typed FP32 array."""
     is_weak = isinstance(value, jax.Array) and getattr(value, "weak_type", False)
-    return bool(is_weak) and value.dtype == FLOAT32
+    return bool(is_weak) and value.dtype == _dtypes.FLOAT32
 
 
 def weakly_typed(value: Any) -> Any:
@@ -367,4 +366,4 @@ def as_weak(array: jax.Array) -> jax.Array:
 
 def strongly_typed(value: Any) -> Any:
     """Returns a weakly typed FP32 array as one that promotes 16-bit operands; others unchanged."""
-    return lax.convert_element_type(value, FLOAT32) if is_weak_float32(value) else value
+    return lax.convert_element_type(value, _dtypes.FLOAT32) if is_weak_float32(value) else value

@@ -89,6 +89,9 @@ class Observer(Interpreter):
     consequence = "the tensors inside of it are not measured"
     has_side_results = True
     drops_derivatives = True
+    # Measures a tensor; an array that the program quantizes also with the reciprocal of its scale
+    # and the format.
+    measure: Callable[..., Any]
     # True for a client that reads only the outputs of modules.
     only_outputs = False
 
@@ -135,15 +138,6 @@ class Observer(Interpreter):
             if var in inside.gradients and not self.only_outputs:
                 self._measure(inside, GRADIENTS, (place.scopes, ""), var, x, at)
         return results
-
-    def measure(self, x: Array, factor: Array | None = None, dtype: Any = None) -> Any:
-        """Measures a tensor.
-
-        Args:
-          x: the tensor.
-          factor, dtype: reciprocal of the scale, and format, with which the program quantizes it.
-        """
-        raise NotImplementedError
 
     def _measure(
         self, inside: Any, kind: str, name: Any, var: _jaxprs.Atom, x: Any, at: Any

@@ -30,9 +30,8 @@ from jaxmp._tools.audit import _check_speed as _check_speed
 from jaxmp._tools.audit import _check_attention as _check_attention
 
 # isort: on
-from jaxmp._core import _compat
-from jaxmp._core._targets import Target, TargetLike, default_target, get_target
-from jaxmp._policies._load import RecipeLike, as_policy_map
+from jaxmp._core import _compat, _targets
+from jaxmp._policies import _load
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit import _rows
@@ -56,8 +55,8 @@ from jaxmp.optim._find import check_plain_loop
 def audit(
     fn: Callable[..., Any],
     *args: PyTree,
-    recipe: RecipeLike | None = None,
-    target: TargetLike | None = None,
+    recipe: _load.RecipeLike | None = None,
+    target: _targets.TargetLike | None = None,
     try_fixes: bool = True,
     **kwargs: PyTree,
 ) -> AuditReport:
@@ -116,13 +115,13 @@ def audit_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    recipe: RecipeLike | None,
-    target: TargetLike | None,
+    recipe: _load.RecipeLike | None,
+    target: _targets.TargetLike | None,
     try_fixes: bool = True,
 ) -> AuditReport:
     """Audits a function whose keyword arguments may have any name, such as `target`."""
     check_function(fn, "audit")
-    chip = _compat.current_context().chip if target is None else get_target(target)
+    chip = _compat.current_context().chip if target is None else _targets.get_target(target)
     data = None if recipe is None else load_recipe(recipe)
     if data is not None and data.phases:
         options: Any = {"target": target, "try_fixes": try_fixes}
@@ -146,7 +145,7 @@ def _with_phase(call: PyTree, phase: Recipe) -> PyTree:
     is_whole = lambda node: isinstance(node, Recipe) and node == phase.whole
     leaves, structure = jax.tree.flatten(call, is_leaf=is_whole)
     if phase.whole is not None and not any(map(is_whole, leaves)):
-        as_policy_map(phase.whole)
+        _load.as_policy_map(phase.whole)
     return structure.unflatten(phase if is_whole(leaf) else leaf for leaf in leaves)
 
 
@@ -195,7 +194,7 @@ def audit_program(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    chip: Target | None,
+    chip: _targets.Target | None,
     compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
     *,
     try_fixes: bool = False,
@@ -207,7 +206,7 @@ def audit_program(
         report = make_report(auditor, traced, None, function=fn, chip=None)
         return report, auditor.findings.edits
 
-    with contextlib.nullcontext() if chip is None else default_target(chip):
+    with contextlib.nullcontext() if chip is None else _targets.default_target(chip):
         for arg in (*args, *kwargs.values()):
             check_plain_loop(arg)
         auditor, traced = _walked(context, fn, args, kwargs)

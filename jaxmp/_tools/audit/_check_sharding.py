@@ -9,8 +9,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._programs._constructs import LOOPS, loop_of
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, equations, phase_of
+from jaxmp._programs import _constructs, _jaxprs
 from jaxmp._programs._locations import module_of
 from jaxmp._programs._matmuls import MATMULS
 from jaxmp._programs._operations import is_in_mesh, mesh_axes_of, sharding_of_result
@@ -70,7 +69,7 @@ def label_reductions(op: OpOccurrence, audit: Auditor) -> None:
 @ALL_REDUCE_16BIT.on_operation(*MATMULS)
 def label_activations(op: OpOccurrence, audit: Auditor) -> None:
     """Records that a matmul of the backward pass reads a sum, which is then an activation."""
-    if op.location.phase == BACKWARD:
+    if op.location.phase == _jaxprs.BACKWARD:
         for label in audit.flow.labels(Reduction16Bit, *op.equation.invars[:2]):
             label.is_activation = True
 
@@ -93,7 +92,7 @@ def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
     dtype = dtype_of(op.equation.invars[0]).name
     names = mesh_axes_of(op.equation)
     name = repr(names[0]) if len(names) == 1 else repr(names)
-    if op.location.phase == FORWARD and not reduction.is_gradient and is_sum(op):
+    if op.location.phase == _jaxprs.FORWARD and not reduction.is_gradient and is_sum(op):
         message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
         fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
         audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op, audit.findings) or fix)
@@ -106,9 +105,9 @@ def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
     fix = fix_origins(op, audit.findings) or fix_expression("Sum in FP32", op, audit.findings)
     fix = fix if "\n" in fix else ""
     fix = fix or f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
-    if op.name == "reduce_scatter" and op.location.phase == BACKWARD:
+    if op.name == "reduce_scatter" and op.location.phase == _jaxprs.BACKWARD:
         fix = _FIX_GATHER_VJP.format(name=name, dtype=dtype)
-    elif op.location.phase == BACKWARD:
+    elif op.location.phase == _jaxprs.BACKWARD:
         fix = (
             "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
             f"    params = jax.lax.pcast(params, {name}, to='varying')"
@@ -305,7 +304,7 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
 @FP32_ALL_GATHER.on_operation("sharding_constraint")
 def collect_constraints(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the constraints of the forward pass, of which some gather weights."""
-    if op.location.phase == FORWARD:
+    if op.location.phase == _jaxprs.FORWARD:
         audit.collected[Constraint].append(constraint_of(op, audit))
 
 
@@ -378,18 +377,18 @@ class _MicrobatchLoop(NamedTuple):
     length: int | None
 
 
-@REDUCTION_PER_MICROBATCH.on_result(*LOOPS)
+@REDUCTION_PER_MICROBATCH.on_result(*_constructs.LOOPS)
 def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
-    if op.location.differentiated or op.location.phase != FORWARD:
+    if op.location.differentiated or op.location.phase != _jaxprs.FORWARD:
         return
-    loop = loop_of(op.equation)
+    loop = _constructs.loop_of(op.equation)
     assert loop is not None
     body = loop.jaxpr
     if audit.flow.labels(Update, *body.outvars):
         return
-    stacks = (str(equation.source_info.name_stack) for equation in equations(body))
-    if any(phase_of(stack) == BACKWARD for stack in stacks):
+    stacks = (str(equation.source_info.name_stack) for equation in _jaxprs.equations(body))
+    if any(_jaxprs.phase_of(stack) == _jaxprs.BACKWARD for stack in stacks):
         audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(loop.length))
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._core._targets import Target
+from jaxmp._programs import _locations
 from jaxmp._programs._jaxprs import BACKWARD, Path, phase_of
-from jaxmp._programs._locations import Lines, module_of
 from jaxmp._programs._matmuls import attention_flops
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Shape
@@ -126,7 +126,7 @@ class Origins:
 
     def __init__(self, program: Program, names: dict[Path, None], root: Path) -> None:
         self.program, self._known, self._root = program, names, root
-        self._lines = Lines()
+        self._lines = _locations.Lines()
 
     def names(self, op_name: str) -> Path:
         """Returns the scopes of a name stack that the traced program contains.
@@ -149,7 +149,7 @@ class Origins:
 
     def module(self, op_name: str) -> str:
         """Returns the module path of a name stack; "" for the root."""
-        return module_of(self.names(op_name), self._root)
+        return _locations.module_of(self.names(op_name), self._root)
 
 
 def _named_reader(

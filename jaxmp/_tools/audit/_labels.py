@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from jaxmp._core import _dtypes
 from jaxmp._core._compat import Literal
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
 from jaxmp._policies._op_table import OpTable
-from jaxmp._programs._constructs import Inner, inners
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation
+from jaxmp._programs import _constructs, _jaxprs
 from jaxmp._tools.audit._checks import (
     Check,
     OpOccurrence,
@@ -235,15 +234,15 @@ class Flow:
         # Numbers of the arguments that a differentiated function reads.
         self.differentiated: set[int] = set()
 
-    def mark(self, var: Atom, label: Hashable) -> None:
+    def mark(self, var: _jaxprs.Atom, label: Hashable) -> None:
         """Adds a label to a variable."""
         self._labels[var] = self._labels.get(var, _NONE) | {label}
 
-    def of(self, var: Atom) -> Labels:
+    def of(self, var: _jaxprs.Atom) -> Labels:
         """Returns the labels of an operand."""
         return _NONE if isinstance(var, Literal) else self._labels.get(var, _NONE)
 
-    def of_all(self, variables: Iterable[Atom]) -> Labels:
+    def of_all(self, variables: Iterable[_jaxprs.Atom]) -> Labels:
         """Returns the labels of several operands."""
         labels, known = _NONE, self._labels
         for var in variables:
@@ -253,14 +252,16 @@ class Flow:
                 labels = labels | own if labels else own
         return labels
 
-    def labels(self, cls: type[_Label], *variables: Atom) -> list[_Label]:
+    def labels(self, cls: type[_Label], *variables: _jaxprs.Atom) -> list[_Label]:
         """Returns the labels of one class that some operands have."""
         labels = self.of_all(variables)
         # A residual stream has hundreds of labels of few classes.
         classes = {each for each in set(map(type, labels)) if issubclass(each, cls)}
         return [label for label in labels if type(label) in classes] if classes else []
 
-    def copy(self, sources: Iterable[Atom | None], targets: Iterable[Atom | None]) -> None:
+    def copy(
+        self, sources: Iterable[_jaxprs.Atom | None], targets: Iterable[_jaxprs.Atom | None]
+    ) -> None:
         """Copies labels into or out of a sub-jaxpr; None stands for an unknown variable."""
         for source, target in zip(sources, targets, strict=True):
             if source is not None and target is not None:
@@ -268,13 +269,13 @@ class Flow:
                 if labels:
                     self._labels[target] = self.of(target) | labels
 
-    def enter(self, inner: Inner) -> None:
+    def enter(self, inner: _constructs.Inner) -> None:
         """Copies the labels of operands into a sub-jaxpr, which may be shared by several calls."""
         for var in inner.jaxpr.invars:
             self._labels.pop(var, None)
         self.copy(inner.operands, inner.jaxpr.invars)
 
-    def leave(self, inner: Inner) -> None:
+    def leave(self, inner: _constructs.Inner) -> None:
         """Copies the labels of results out of a sub-jaxpr."""
         self.copy(inner.jaxpr.outvars, inner.results)
 
@@ -298,7 +299,7 @@ class Flow:
             kept -= {SCALAR}
         if not is_call:
             kept |= lineage(op, own, self.of) | self._specials_after(op, special)
-        elif op.location.phase == FORWARD and _is_matched(equation):
+        elif op.location.phase == _jaxprs.FORWARD and _is_matched(equation):
             kept -= {GRADIENT}
         self._label_results(equation, kept)
 
@@ -306,11 +307,11 @@ class Flow:
         """Returns the labels of the operands, as the operation reads them."""
         equation, phase = op.equation, op.location.phase
         labels = self.of_all(equation.invars)
-        if phase == BACKWARD:
+        if phase == _jaxprs.BACKWARD:
             if self.has_float16 and not self.has_scale:
                 self.has_scale = any(is_scale(op, var, self.of) for var in equation.invars)
             labels = labels | _ONLY_GRADIENT if labels else _ONLY_GRADIENT
-        elif op.location.differentiated and phase == FORWARD and not is_call:
+        elif op.location.differentiated and phase == _jaxprs.FORWARD and not is_call:
             self.differentiated.update([x.number for x in labels if isinstance(x, From)])
         if op.name == "convert_element_type":
             labels = _after_cast(labels, equation)
@@ -323,20 +324,20 @@ class Flow:
         if not special:
             return _NONE
         phase, moved = op.location.phase, self._of_moved(op)
-        lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
+        lasting = _SPECIAL if phase == _jaxprs.FORWARD else Reduction16Bit
         lasts = lambda cls: issubclass(cls, lasting) and _survives(cls, op.name)
         kept = self._of_classes((op.name, phase), special, lasts)
         if moved is not None:
             kept &= moved
         powers: Any = self._of_classes("power", special, lambda cls: cls is Power)
-        if powers and phase == BACKWARD:
+        if powers and phase == _jaxprs.BACKWARD:
             self.scaled_by.update(x.number for x in powers if x.exponent)
         return kept | powers_after(op, self.of) if powers else kept
 
-    def _label_results(self, equation: Equation, labels: Labels) -> None:
+    def _label_results(self, equation: _jaxprs.Equation, labels: Labels) -> None:
         narrow = None
         for var in equation.outvars:
-            if not labels or dtype_of(var) in (FLOAT32, FLOAT64):
+            if not labels or dtype_of(var) in (_dtypes.FLOAT32, _dtypes.FLOAT64):
                 self._labels[var] = labels
                 continue
             if narrow is None:
@@ -365,7 +366,7 @@ class Flow:
             return self.of_all(operands[:1])
         return self.of_all(operands[1:]) if op.name == "select_n" else None
 
-    def _still_fp8(self, labels: Labels, equation: Equation) -> Labels:
+    def _still_fp8(self, labels: Labels, equation: _jaxprs.Equation) -> Labels:
         """Removes FP8 labels unless all operands other than scalars have them."""
         fp8 = self._of_classes("fp8", labels, lambda cls: cls is WasFp8)
         arrays = (var for var in equation.invars if math.prod(getattr(var.aval, "shape", ())) > 1)
@@ -390,13 +391,13 @@ class Flow:
         return labels
 
 
-def _are_scalars(equation: Equation) -> bool:
+def _are_scalars(equation: _jaxprs.Equation) -> bool:
     return all(math.prod(getattr(var.aval, "shape", (0,))) == 1 for var in equation.outvars)
 
 
-def _is_matched(equation: Equation) -> bool:
+def _is_matched(equation: _jaxprs.Equation) -> bool:
     """Returns True if each result of an equation is a known result of its jaxpr."""
-    return all(None not in inner.results for inner in inners(equation)[-1:])
+    return all(None not in inner.results for inner in _constructs.inners(equation)[-1:])
 
 
 def _is_narrow(cls: type) -> bool:
@@ -410,14 +411,14 @@ def _survives(cls: type, name: str) -> bool:
     return name not in REDUCES if survives is None else name in survives
 
 
-def _after_cast(labels: Labels, equation: Equation) -> Labels:
+def _after_cast(labels: Labels, equation: _jaxprs.Equation) -> Labels:
     source, target = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
-    if target == FLOAT32 and is_16bit(source):
+    if target == _dtypes.FLOAT32 and _dtypes.is_16bit(source):
         return labels | {WAS_16_BITS}
-    if source == FLOAT32 and is_16bit(target):
+    if source == _dtypes.FLOAT32 and _dtypes.is_16bit(target):
         return frozenset(
             RoundedInput(x, target.name) if isinstance(x, FloatInput) else x for x in labels
         )
-    if is_fp8(source) and not is_fp8(target):
+    if _dtypes.is_fp8(source) and not _dtypes.is_fp8(target):
         return labels | {WasFp8(source.name)}
     return labels

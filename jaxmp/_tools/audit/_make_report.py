@@ -16,8 +16,7 @@ from jaxmp._core._targets import Target
 from jaxmp._policies._load import RecipeData
 from jaxmp._policies._policy import summarized
 from jaxmp._policies._resolve import matmul_scaling
-from jaxmp._programs._analysis import Backward, Forward
-from jaxmp._programs._constructs import CALLS, Form, form_of, inners, loop_of
+from jaxmp._programs import _analysis, _constructs
 from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._jaxprs import Path
 from jaxmp._programs._locations import module_of
@@ -42,17 +41,7 @@ from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._report import AuditReport, fix_parts
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._source import Edit, both
-from jaxmp._tools.fixes._trial import (
-    FAILS,
-    NOT_TRIED,
-    Edits,
-    FixTrial,
-    Problems,
-    try_edits,
-    unified,
-    with_edits,
-)
+from jaxmp._tools.fixes import _source, _trial
 
 
 def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
@@ -82,7 +71,7 @@ def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
     return [finding for finding in pending if id(finding) not in ids]
 
 
-class _Sources(Backward):
+class _Sources(_analysis.Backward):
     """Finds the variables at any depth that some results depend on.
 
     A loop depends on all that its body computes.
@@ -98,12 +87,16 @@ class _Sources(Backward):
             return [False] * len(equation.invars)
         pairs = zip(equation.outvars, results, strict=True)
         self.found.update(var for var, is_needed in pairs if is_needed)
-        if not inners(equation):
+        if not _constructs.inners(equation):
             return [True] * len(equation.invars)
-        is_loop = loop_of(equation) is not None
+        is_loop = _constructs.loop_of(equation) is not None
         operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
         # The index of a branch.
-        return [True, *operands[1:]] if form_of(equation) is Form.BRANCH else operands
+        return (
+            [True, *operands[1:]]
+            if _constructs.form_of(equation) is _constructs.Form.BRANCH
+            else operands
+        )
 
     def join(self, first: bool, second: bool) -> bool:
         return first or second
@@ -187,8 +180,8 @@ def make_report(
 
 def with_trials(
     report: AuditReport,
-    edits: list[Edit],
-    again: Callable[[bool], tuple[AuditReport, list[Edit]]],
+    edits: list[_source.Edit],
+    again: Callable[[bool], tuple[AuditReport, list[_source.Edit]]],
 ) -> AuditReport:
     """Returns a report in which the code of fixes was tried.
 
@@ -204,26 +197,26 @@ def with_trials(
     for finding in report.findings:
         place = key(finding), finding.severity, finding.module
         first = lines.setdefault(place, finding)
-        lines[place] = dataclasses.replace(first, fix=both(first.fix, finding.fix))
+        lines[place] = dataclasses.replace(first, fix=_source.both(first.fix, finding.fix))
     groups: dict[Any, list[Finding]] = {}
     edits = printed(edits, report.findings)
     for finding in lines.values() if edits else report.findings:
-        fix, group = unified(finding.fix, finding.file, finding.line, edits)
+        fix, group = _trial.unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
 
-    def problems(has_fixes: bool) -> Problems:
+    def problems(has_fixes: bool) -> _trial.Problems:
         report, edits = again(has_fixes)
         edits = printed(edits, report.findings)
         # A new warning does not speak against a fix.
         relevant = [f for f in report.findings if f.severity == ERROR or key(f) in before]
-        return {key(f): unified(f.fix, f.file, f.line, edits) for f in relevant}
+        return {key(f): _trial.unified(f.fix, f.file, f.line, edits) for f in relevant}
 
     before = {key(f) for f in report.findings}
     tried = [group for group in groups if group is not None]
     removed = [set(map(key, groups[group])) for group in tried]
-    trials = {None: FixTrial(NOT_TRIED)}
+    trials = {None: _trial.FixTrial(_trial.NOT_TRIED)}
     if tried:
-        trials |= zip(tried, try_edits(tried, problems, before, removed), strict=True)
+        trials |= zip(tried, _trial.try_edits(tried, problems, before, removed), strict=True)
     findings = [
         _with_trial(finding, group or frozenset(), trials[group])
         for group, members in groups.items()
@@ -246,18 +239,18 @@ def _joined(findings: list[Finding]) -> list[Finding]:
     return [dataclasses.replace(first, message=message), *kept[1:]]
 
 
-def printed(edits: list[Edit], findings: Iterable[Finding]) -> list[Edit]:
+def printed(edits: list[_source.Edit], findings: Iterable[Finding]) -> list[_source.Edit]:
     """Returns the edits that are in the fixes of some findings."""
     lines = {line.strip() for f in findings for line in f.fix.splitlines() if line[:4].isspace()}
     return [edit for edit in edits if edit.code in lines]
 
 
-def _with_trial(finding: Finding, group: Edits, trial: FixTrial) -> Finding:
+def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -> Finding:
     if not any(is_code for is_code, _ in fix_parts(finding.fix)):
         return finding
-    if trial.state != FAILS:
-        fix = with_edits(finding.fix, group, trial.edits) if trial.edits else finding.fix
-        fix = functools.reduce(both, trial.more, fix)
+    if trial.state != _trial.FAILS:
+        fix = _trial.with_edits(finding.fix, group, trial.edits) if trial.edits else finding.fix
+        fix = functools.reduce(_source.both, trial.more, fix)
         return dataclasses.replace(finding, fix=fix, trial=trial.state)
     remedy = (
         "Cast the arrays that this line reads to FP32 before it, and its results back after it."
@@ -308,7 +301,7 @@ def _fsdp_axes(compiled: Compiled, traced: Traced) -> frozenset[str]:
     return frozenset(of_weights & (of_batch | constrained.found))
 
 
-class _ConstrainedAxes(Forward):
+class _ConstrainedAxes(_analysis.Forward):
     """Finds the mesh axes to which a program constrains the rows of its batch."""
 
     def __init__(self) -> None:
@@ -319,7 +312,7 @@ class _ConstrainedAxes(Forward):
         if any(operands) and equation.primitive.name == "sharding_constraint":
             spec = getattr(sharding_of_result(equation), "spec", ())
             self.found |= axis_names(spec[:1])
-        is_call = equation.primitive.name in CALLS
+        is_call = equation.primitive.name in _constructs.CALLS
         return self.enter(equation, operands, frame) if is_call else [None] * len(equation.outvars)
 
 

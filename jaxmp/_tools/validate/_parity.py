@@ -12,14 +12,14 @@ from jax import export
 
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import PyTree
-from jaxmp._policies._recipe import Recipe, load_recipe
+from jaxmp._policies import _recipe
 from jaxmp._programs import _jaxprs
 from jaxmp._tools.validate import _metrics, _parity_search
 from jaxmp._tools.validate._parity_report import ParityReport
 from jaxmp.errors import ValidationError, ValidationFailedError
 
 # A function of the batch, an exported program, or a recipe with which `program` makes a function.
-ProgramLike: TypeAlias = Callable[..., Any] | export.Exported | Recipe | str
+ProgramLike: TypeAlias = Callable[..., Any] | export.Exported | _recipe.Recipe | str
 _CALL = "jaxmp.parity(train_log_probs, serve_log_probs, [(params, tokens)])"
 
 
@@ -29,7 +29,7 @@ def parity(
     batches: Sequence[PyTree],
     *,
     outputs: str = "log_probs",
-    program: Callable[[Recipe], Callable[..., Any]] | None = None,
+    program: Callable[[_recipe.Recipe], Callable[..., Any]] | None = None,
     batch_size: int | None = None,
     shift: int = 0,
     search: bool = True,
@@ -183,12 +183,12 @@ def _check(batches: Any, outputs: str, batch_size: int | None, shift: int) -> No
 
 
 def _function(
-    each: ProgramLike, name: str, program: Callable[[Recipe], Callable[..., Any]] | None
+    each: ProgramLike, name: str, program: Callable[[_recipe.Recipe], Callable[..., Any]] | None
 ) -> Callable[..., Any]:
     if isinstance(each, export.Exported):
         return each.call
-    if isinstance(each, (str, Recipe)) and program is not None:
-        each = program(load_recipe(each))
+    if isinstance(each, (str, _recipe.Recipe)) and program is not None:
+        each = program(_recipe.load_recipe(each))
     if not callable(each) or isinstance(each, (jax.stages.Compiled, jax.stages.Lowered)):
         raise ValidationError(
             f"{name} is {each!r}, of type {type(each).__name__}. Pass a function of the batch, a "

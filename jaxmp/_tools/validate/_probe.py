@@ -27,10 +27,9 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs import _bind
+from jaxmp._programs import _bind, _observe
 from jaxmp._programs._jaxprs import Path
-from jaxmp._programs._observe import Observer, modules_of
-from jaxmp._tools.report._section import grouped, module_text
+from jaxmp._tools.report import _section
 from jaxmp._tools.validate._pure import PureRun
 from jaxmp._tools.validate._rows import CandidateResult, GradientRow, ModuleRow, Pattern
 from jaxmp._tools.validate._run import check_grads
@@ -85,7 +84,7 @@ def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outpu
     return observed
 
 
-class _Outputs(Observer):
+class _Outputs(_observe.Observer):
     """Observer that samples the outputs of modules."""
 
     consequence = "the outputs of the modules inside of it are not compared"
@@ -177,7 +176,7 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
             grads=leaves_of(result.grads),
             outputs={
                 module: output.values
-                for module, output in zip(modules_of(paths), outputs, strict=True)
+                for module, output in zip(_observe.modules_of(paths), outputs, strict=True)
                 if output.is_computed
             },
             dtypes=dict(dtypes),
@@ -281,7 +280,7 @@ def _underflow(reference: np.ndarray, candidate: np.ndarray) -> float:
 def module_rows(step: int, reference: Probe, candidate: Probe) -> list[ModuleRow]:
     """Returns the differences of each module's gradients and output, in forward order."""
     order = {module: position for position, module in enumerate(reference.outputs)}
-    own = grouped(reference.grads, _module_of)
+    own = _section.grouped(reference.grads, _module_of)
     rows = []
     for module in dict.fromkeys([*order, *own]):
         errors: dict[str, float] = {}
@@ -380,9 +379,9 @@ def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pat
 
 def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> Iterator[Pattern]:
     """Finds modules whose gradient is zero, unless that of all modules is."""
-    modules = grouped(reference, _module_of)
+    modules = _section.grouped(reference, _module_of)
     names = [
-        module_text(module)
+        _section.module_text(module)
         for module, paths in modules.items()
         if not joined(candidate, paths).any()
         and np.linalg.norm(joined(reference, paths)) > _FROZEN * row.norm

@@ -27,8 +27,7 @@ from jaxmp._core import _trees
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs import _bind, _constructs, _jaxprs, _locations
-from jaxmp._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._programs import _bind, _constructs, _interpreter, _jaxprs, _locations
 from jaxmp._tools.validate._probe import Probe, gradient_row, make_probe, module_rows
 from jaxmp._tools.validate._pure import PureRun, StepResult
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow
@@ -72,7 +71,7 @@ class _Inside(NamedTuple):
     named: dict[Any, str] = MappingProxyType({})  # type: ignore[assignment]
 
 
-class RoundedLines(Interpreter):
+class RoundedLines(_interpreter.Interpreter):
     """Step of a run with emulated 16-bit operations.
 
     Args:
@@ -125,7 +124,7 @@ class RoundedLines(Interpreter):
         self,
         jaxpr: Any,
         args: Sequence[Any],
-        place: Place | None = None,
+        place: _interpreter.Place | None = None,
         state: _Inside | None = None,
     ) -> list[Any]:
         """Runs one jaxpr; see `Interpreter.run`."""
@@ -134,7 +133,9 @@ class RoundedLines(Interpreter):
         named = {var: label for var, label in pairs if label}
         return super().run(jaxpr, args, place, state._replace(named=named))
 
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(
+        self, equation: JaxprEqn, operands: list[Any], frame: _interpreter.Frame
+    ) -> list[Any]:
         state: _Inside = frame.state
         name = equation.primitive.name
         labels = ["" if _jaxprs.is_literal(v) else state.named.get(v, "") for v in equation.invars]

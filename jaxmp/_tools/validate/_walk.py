@@ -19,9 +19,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmp._core._compat import _exported
 from jaxmp._core._typing import Array
-from jaxmp._programs import _bind, _constructs, _locations, _operations
+from jaxmp._programs import _bind, _constructs, _interpreter, _locations, _operations
 from jaxmp._programs._constructs import Form
-from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import Path
 
 # Index of the maker of an argument or a constant.
@@ -75,7 +74,7 @@ class _Value(NamedTuple):
     maker: int = INPUT
 
 
-class _Walk(Interpreter):
+class _Walk(_interpreter.Interpreter):
     """Interpreter that runs a program with concrete arrays.
 
     Args:
@@ -99,7 +98,9 @@ class _Walk(Interpreter):
     def literal(self, var: Any) -> _Value:
         return self.constant(jnp.asarray(var.val, var.aval.dtype))
 
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(
+        self, equation: JaxprEqn, operands: list[Any], frame: _interpreter.Frame
+    ) -> list[Any]:
         form, name = _constructs.form_of(equation), equation.primitive.name
         # The state of a run are the enclosing equations.
         inside = frame.place.of(equation), (equation, *(frame.state or ()))
@@ -135,7 +136,7 @@ class _Walk(Interpreter):
         return values
 
     def _scanned(
-        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+        self, equation: JaxprEqn, operands: list[Any], place: _interpreter.Place, state: Any
     ) -> list[Any]:
         loop = _constructs.scan_of(equation)
         consts, carry, rows = loop.split(operands)
