@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._core._dtypes import FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, is_float, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._flax._layer_table import LayerTraits, is_flax
+from jaxmp._flax._layer_table import LayerTraits, author_class, is_flax
 from jaxmp._policies import _patterns, _resolve
 from jaxmp._policies._device import computes_in
 from jaxmp._policies._load import PolicyMap
@@ -82,7 +82,7 @@ class ModulePolicy:
 
 @functools.cache
 def _is_method_of_flax(cls: type, method: str) -> bool:
-    bases = getattr(cls, "_jaxmp_class", cls).__mro__
+    bases = author_class(cls).__mro__
     return is_flax(next((base for base in bases if method in vars(base)), None))
 
 

@@ -17,7 +17,7 @@ from jaxmp._core._compat import current_context
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import IsLeaf, ModulePolicy
-from jaxmp._flax._layer_table import LayerTraits
+from jaxmp._flax._layer_table import LayerTraits, author_class
 
 
 class CalledModule(NamedTuple):
@@ -97,7 +97,7 @@ def is_decision(traits: LayerTraits, cls: type, path: Sequence[str], method: str
     is_layer = bool(traits.kernel or traits.embedding) and not traits.is_convolution
     if not decisions or not is_matmul or not is_layer:
         return False
-    author, owner = getattr(cls, "_jaxmp_class", cls), traits.registered or traits.layer
+    author, owner = author_class(cls), traits.registered or traits.layer
     if getattr(author, method) is not getattr(owner, method, None):
         return False
     label = f"{label_owner(name, method, RESULT)}0"

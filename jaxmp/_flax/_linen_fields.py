@@ -28,17 +28,19 @@ from jaxmp._flax._fp8_layers import (
     quantizes_float32_kernels,
     wide_operator,
 )
-from jaxmp._flax._layer_table import CONV, DOT_GENERAL, PREFERRED, LayerTable, LayerTraits
+from jaxmp._flax._layer_table import (
+    CONV,
+    DOT_GENERAL,
+    PREFERRED,
+    LayerTable,
+    LayerTraits,
+    author_class,
+)
 from jaxmp._flax._method_call import Boundary, MethodCall
 from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import CompositionError
 
 _UNSET = object()
-
-
-def author_class(module: nn.Module) -> type[nn.Module]:
-    """Returns the class of a module as the author of the model wrote it."""
-    return getattr(type(module), "_jaxmp_class", type(module))
 
 
 # ---------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def method_under_policy(under_policy: MethodCall, call: Callable[..., Any]) -> C
     """
     module, module_policy = under_policy.module, under_policy.module_policy
     traits, method = module_policy.traits, under_policy.method
-    own = getattr(author_class(module), method, None)
+    own = getattr(author_class(type(module)), method, None)
     is_replaced = traits.embedding or traits.layer is nn.Einsum
     if not is_replaced or own is not getattr(traits.layer, method, call):
         return call

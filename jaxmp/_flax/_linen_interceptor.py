@@ -20,6 +20,7 @@ from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _labels
 from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype, resolve_module
+from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._linen_fields import LINEN_LAYERS, method_under_policy, prepare
 from jaxmp._flax._method_call import MethodCall
 from jaxmp._policies._device import matmul_precision, precision_scope
@@ -346,7 +347,7 @@ def module_paths(
         if where.module.scope is not None and hasattr(cls, where.method_name):
             key_scopes(where.module)
             path = "/".join(where.module.path)
-            paths.setdefault(path, getattr(cls, "_jaxmp_class", cls))
+            paths.setdefault(path, author_class(cls))
             outputs[path] = LINEN_LAYERS.outputs(where.module)
         return call(*args, **kwargs)
 

@@ -21,6 +21,7 @@ from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_interceptor
 from jaxmp._flax._casts import cast_outputs, resolve_module
+from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._linen_fields import LINEN_LAYERS, author_fields
 from jaxmp._flax._linen_interceptor import (
     Path,
@@ -70,7 +71,7 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
     _check_unbound(model)
     policies = _load.as_policy_map(recipe)
     _required.check_module_dtypes(policies)
-    cls = wrapped_class(getattr(type(model), "_jaxmp_class", type(model)), policies)
+    cls = wrapped_class(author_class(type(model)), policies)
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
     # The parent is not copied: a new module belongs to the method in which it is created.
     new = cls(**{name: getattr(model, name) for name in fields if name != "parent"})
@@ -78,19 +79,6 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
         by_path = shardings_by_path(shardings, "shardings")
         object.__setattr__(new, "_jaxmp_shardings", by_path)
     return cast(M, new)
-
-
-def module_paths(
-    model: nn.Module, *args: PyTree, rngs: PyTree = None, **kwargs: PyTree
-) -> dict[str, type | None]:
-    """Lists every path that a rule can match in a model, without computing anything.
-
-    Returns:
-      A dict from module path to the module's class, `''` being the model itself, and from
-      `path:name` to None for every parameter.
-    """
-    check_model(model, nn.Module)
-    return _linen_interceptor.module_paths(model, args, kwargs, rngs, {})
 
 
 def explain_model(

@@ -88,11 +88,6 @@ def bound_of(module: nnx.Module) -> Bound | None:
     return vars(module).get(ATTRIBUTE)
 
 
-def author_class(module: nnx.Module) -> type:
-    """Returns the class of a module as the author of the model wrote it."""
-    return getattr(type(module), "_jaxmp_class", type(module))
-
-
 # ---------------------------------------------------------------------------
 # Attributes
 # ---------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding
 from jaxmp._core import _shardings, _trees
 from jaxmp._core._dtypes import short_name
 from jaxmp._core._typing import PyTree
+from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._missing_precision import low_precision_share
-from jaxmp._flax._nnx_cast_on_read import Path, author_class, bound_of, is_member
+from jaxmp._flax._nnx_cast_on_read import Path, bound_of, is_member
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_subclass import bind, unbind
 from jaxmp._flax._shardings import SPEC, check_model
@@ -113,7 +114,7 @@ def _paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
     paths: dict[str, type | None] = {}
     for entry in entries:
         for path in entry.paths:
-            paths["/".join(path)] = author_class(entry.module)
+            paths["/".join(path)] = author_class(type(entry.module))
     for entry in entries:
         for path in entry.paths:
             paths |= {_param_path(path, name): None for name, _ in entry.params}
@@ -253,7 +254,7 @@ def _check_shared(entries: list[ModuleEntry], policies: _load.PolicyMap) -> None
 
 
 def _check_shared_module(entry: ModuleEntry, policies: _load.PolicyMap) -> None:
-    name = f"The {author_class(entry.module).__name__}"
+    name = f"The {author_class(type(entry.module)).__name__}"
     resolved = {"/".join(path): _resolve(entry, path, policies) for path in entry.paths}
     _check_equal(name, {path: each.policy for path, each in resolved.items()}, "c=f32")
     # Modules with equal policies differ if the rule of one path names an output dtype.
@@ -279,7 +280,7 @@ def _check_equal(subject: str, resolved: Mapping[str, Any], fix: str) -> None:
 
 def _resolve(entry: ModuleEntry, path: Path, policies: _load.PolicyMap) -> ResolvedPolicy:
     """Resolves the policy of a module under one of its paths."""
-    return resolve_policy(policies, path, author_class(entry.module))
+    return resolve_policy(policies, path, author_class(type(entry.module)))
 
 
 def _deciding_path(entry: ModuleEntry, policies: _load.PolicyMap) -> Path:
