@@ -334,14 +334,14 @@ MUTATIONS = [
     Mutation(
         "the FP32 result of a narrow layer promotes what it meets",
         "jaxmp/_flax/_casts.py",
-        "return _matmuls.weakly_typed(cast_array(leaf, dtype))",
+        "return _wide.weakly_typed(cast_array(leaf, dtype))",
         "return cast_array(leaf, dtype)",
         ("test_fp32_outputs.py::test_a_head_returns_the_sums_of_its_matmul",),
     ),
     Mutation(
         "modules round the FP32 result of a narrow layer inside of them",
         "jaxmp/_flax/_casts.py",
-        "return leaf if _matmuls.is_weak_float32(leaf) else cast_array(leaf, dtype)",
+        "return leaf if _wide.is_weak_float32(leaf) else cast_array(leaf, dtype)",
         "return cast_array(leaf, dtype)",
         ("test_fp32_outputs.py::test_a_head_returns_the_sums_of_its_matmul",),
     ),
@@ -1604,7 +1604,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a result that a function in C keeps counts as dropped",
-        "jaxmp/_gradients/_hints.py",
+        "jaxmp/_core/_messages.py",
         "    return any(each.argval == name and",
         "    return any(",
         ("test_hints.py::test_functions_in_c_may_keep_a_result",),

@@ -25,7 +25,7 @@ import jax
 from jaxmp._autocast._explain import AutocastExplanation, Recorder
 from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._resolve import make_config, trace
-from jaxmp._gradients import _hints
+from jaxmp._core import _messages
 from jaxmp._policies import _device
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._op_table import OpTable
@@ -104,7 +104,7 @@ def autocast(
       dtype('float32')
     """
     config = make_config(fn, recipe, ops, "autocast")
-    mark = _hints.Mark()
+    mark = _messages.Mark()
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -117,7 +117,7 @@ def autocast(
         _explain.warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
         return traced.results(arrays)
 
-    return _hints.warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
+    return _messages.warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
 
 
 def explain_operations(

@@ -10,12 +10,13 @@ from jax import lax
 from jaxmp._autocast._decide import Decision
 from jaxmp._autocast._resolve import IN_CUSTOM_VJP, AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import Value, is_matmul, kernel_of
+from jaxmp._core import _wide
 from jaxmp._core._compat import JaxprEqn, target
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._policies._device import matmul_precision
-from jaxmp._programs import _jaxprs, _matmuls, _operations
+from jaxmp._programs import _jaxprs, _operations
 from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp.fp8 import _explain as fp8_explain
@@ -56,10 +57,10 @@ def multiply(
         product = lambda *arrays, **dtypes: bind(equation, list(arrays), **dtypes)
         # XLA's CPU compiler has no kernel for all such gradients of weights.
         if preferred_element_type != dtype and target() == "cpu" and _is_of_rows(equation):
-            return _matmuls.widened_product(product, *operands)
+            return _wide.widened_product(product, *operands)
         return product(*operands, preferred_element_type=preferred_element_type)
 
-    return _matmuls.wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
+    return _wide.wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
 
 
 def _is_of_rows(equation: JaxprEqn) -> bool:

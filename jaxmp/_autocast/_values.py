@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.core import AbstractValue, ShapedArray
 
-from jaxmp._core import _dtypes, _trees
+from jaxmp._core import _dtypes, _trees, _wide
 from jaxmp._core._compat import JaxprEqn, Literal
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._programs import _matmuls
@@ -109,7 +109,7 @@ def returned(value: Value, aval: Any, dtype: Any) -> Array:
     """Returns the array of a result in `dtype`, and with the weak type of `aval`."""
     array = _trees.cast(jnp.asarray(value.array), dtype) if value.castable else value.array
     is_weak = getattr(aval, "weak_type", False) and array.dtype == aval.dtype
-    return _matmuls.as_weak(array) if is_weak else array
+    return _wide.as_weak(array) if is_weak else array
 
 
 def with_dtype(aval: ShapedArray, value: Value) -> ShapedArray:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._core import _wide
 from jaxmp._core._dtypes import FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, is_float, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
@@ -19,7 +20,6 @@ from jaxmp._policies import _patterns, _resolve
 from jaxmp._policies._device import computes_in
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy
-from jaxmp._programs import _matmuls
 
 # ---------------------------------------------------------------------------
 # Policies of modules
@@ -207,14 +207,14 @@ def cast_outputs(
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
         if resolved.casts_output or not is_16bit(module_policy.policy.compute_dtype):
             if computes_in_16_bits(module_policy.policies):
-                leaf = _matmuls.strongly_typed(leaf)  # the result of a narrow layer
+                leaf = _wide.strongly_typed(leaf)  # the result of a narrow layer
             return cast_array(leaf, dtype)
         if id(leaf) in unrounded:
             return leaf
         if resolved.narrow:
-            return _matmuls.weakly_typed(cast_array(leaf, dtype))
+            return _wide.weakly_typed(cast_array(leaf, dtype))
         # The result of a narrow layer, which modules pass on.
-        return leaf if _matmuls.is_weak_float32(leaf) else cast_array(leaf, dtype)
+        return leaf if _wide.is_weak_float32(leaf) else cast_array(leaf, dtype)
 
     return cast_tree(out, dtype, is_leaf, cast_leaf)
 
@@ -237,7 +237,7 @@ def widen_outputs(
     resolved = module_policy.resolved
 
     def widen(leaf: Any, dtype: Any) -> Any:
-        leaf = _matmuls.strongly_typed(leaf) if resolved.casts_output else leaf
+        leaf = _wide.strongly_typed(leaf) if resolved.casts_output else leaf
         is_known = (leaf.shape, leaf.dtype) in known
         return leaf if is_known or bits(leaf.dtype) >= bits(dtype) else cast(leaf, dtype)
 

@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxmp._core import _dtypes
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._programs._matmuls import wide_product
+from jaxmp._core._wide import wide_product
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _einsum, _scaling, _state
 from jaxmp.fp8._dims import make_dims

@@ -19,6 +19,7 @@ from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._typing import PyTree
+from jaxmp._core._wide import wide_product
 from jaxmp._flax._casts import ModulePolicy, written_back
 from jaxmp._flax._fp8_layers import (
     LayerDot,
@@ -37,7 +38,6 @@ from jaxmp._flax._layer_table import (
     author_class,
 )
 from jaxmp._flax._method_call import Boundary, MethodCall
-from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import CompositionError
 
 _UNSET = object()

@@ -17,6 +17,7 @@ from flax.core import DenyList
 
 from jaxmp._autocast._resolve import trace
 from jaxmp._core import _compat
+from jaxmp._core._messages import Mark
 from jaxmp._core._shardings import shardings_by_path
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_interceptor
@@ -38,7 +39,6 @@ from jaxmp._flax._linen_interceptor import (
 from jaxmp._flax._missing_precision import low_precision_share
 from jaxmp._flax._search import ModelSearch, copied_arguments
 from jaxmp._flax._shardings import check_model, constrain_variables
-from jaxmp._gradients._hints import Mark
 from jaxmp._policies import _device, _load, _required
 from jaxmp.errors import CompositionError, RecipeWarning
 

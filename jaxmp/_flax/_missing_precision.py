@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _compat, _dtypes
+from jaxmp._core import _compat, _dtypes, _wide
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._labels import PREFIX, RESULT, CalledModule, Labeling, label_owner
@@ -79,7 +79,7 @@ class _WeightMatmuls(Forward):
             return [False]
         if name in EXACT:
             return [any(operands)] * len(equation.outvars)
-        is_converted = _operations.name_of(equation) == _matmuls.WIDENED_MATMUL
+        is_converted = _operations.name_of(equation) == _wide.WIDENED_MATMUL
         return [False] if is_converted else self.enter(equation, operands, frame)
 
     def _path(self, scopes: _jaxprs.Path) -> str:

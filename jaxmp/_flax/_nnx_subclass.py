@@ -21,6 +21,7 @@ from jaxmp._core import _compat
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import cast
 from jaxmp._core._typing import DTypeLike, PyTree
+from jaxmp._core._wide import wide_product
 from jaxmp._flax import _labels, _search
 from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
 from jaxmp._flax._fp8_layers import Promotion, quantizes_float32_kernels, wide_operator
@@ -38,7 +39,6 @@ from jaxmp._flax._nnx_cast_on_read import (
 from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes, set_fp8_state
 from jaxmp._policies import _device
 from jaxmp._policies._load import PolicyMap
-from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import RecipeWarning
 
 # ---------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from flax import serialization, struct
 from jax.core import Tracer
 
 from jaxmp._core import _trees
+from jaxmp._core._messages import warn_if_dropped
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients import _loss_scale, _value_and_grad
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
-from jaxmp._gradients._hints import warn_if_dropped
 from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten

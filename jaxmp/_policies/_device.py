@@ -12,15 +12,16 @@ import numpy as np
 
 from jaxmp._core import _compat, _targets
 from jaxmp._core._dtypes import BFLOAT16, FLOAT16
+from jaxmp._core._messages import Mark
 from jaxmp._core._typing import PyTree
-from jaxmp._gradients import _hints
+from jaxmp._gradients._hints import expect_scale
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies
 from jaxmp.errors import RecipeWarning
 
 
-def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: _hints.Mark) -> None:
+def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: Mark) -> None:
     """Warns if a model in float16 is differentiated without a loss scale.
 
     Args:
@@ -29,7 +30,7 @@ def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: _hint
       mark: that of the model.
     """
     if not mark.is_checked and computes_in(policies, FLOAT16):
-        _hints.expect_scale(inputs(), mark)
+        expect_scale(inputs(), mark)
 
 
 def check_device(policies: Policies) -> None:

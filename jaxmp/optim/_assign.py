@@ -14,8 +14,8 @@ from jax.core import Tracer
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_16bit
+from jaxmp._core._messages import warn_user
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._gradients._hints import warn_user
 from jaxmp._policies._resolve import Policies, storage_dtype
 from jaxmp.errors import RecipeWarning
 from jaxmp.optim import _layout, _master

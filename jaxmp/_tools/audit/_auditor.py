@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-from jaxmp._core import _dtypes
+from jaxmp._core import _dtypes, _wide
 from jaxmp._policies import _resolve
 from jaxmp._policies._load import RecipeData
 from jaxmp._policies._op_table import OpTable
@@ -274,7 +274,7 @@ class Auditor:
     def _visit_matmul(self, op: OpOccurrence) -> None:
         """Counts and checks a matmul or convolution."""
         matmul = _matmuls.matmul_of(op.equation)
-        if op.outer is not None and op.caller == _matmuls.WIDENED_MATMUL:
+        if op.outer is not None and op.caller == _wide.WIDENED_MATMUL:
             lhs, rhs = (dtype_of(var) for var in op.outer.equation.invars[:2])
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
         elif op.name == "conv_general_dilated" and op.location.phase == _jaxprs.BACKWARD:

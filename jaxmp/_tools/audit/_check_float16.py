@@ -10,9 +10,10 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp._core import _dtypes
+from jaxmp._core._wide import WIDENED_MATMUL
 from jaxmp._programs import _jaxprs, _operations
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._matmuls import MATMULS, WIDENED_MATMUL
+from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import NORM_16BIT
 from jaxmp._tools.audit._checks import (

@@ -30,7 +30,7 @@ from jaxmp._core import _compat, _plain, _targets
 from jaxmp._core._compat import _watch_jit
 from jaxmp._policies import _recipe
 from jaxmp._tools.audit import _audit
-from jaxmp._tools.cli._jitted import Watched, defined_steps, function_of
+from jaxmp._tools.audit._jitted import Watched, defined_steps, function_of
 from jaxmp._tools.nonfinite import _measure
 from jaxmp._tools.plan import _programs
 from jaxmp.errors import AuditError, JaxmpError
