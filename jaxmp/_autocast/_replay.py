@@ -10,17 +10,9 @@ from typing import Any
 from jax import Array
 from jax.core import ShapedArray
 
-from jaxmp._autocast import _products
+from jaxmp._autocast import _products, _resolve
 from jaxmp._autocast._decide import Consumers, Environment, decide, why_not_fp8
 from jaxmp._autocast._explain import IN_RULE, Recorder
-from jaxmp._autocast._resolve import (
-    IN_BACKWARD,
-    IN_CUSTOM_JVP,
-    IN_CUSTOM_VJP,
-    IN_JVP_RULE,
-    AutocastConfig,
-    ScopePolicy,
-)
 from jaxmp._autocast._values import (
     Priority,
     Value,
@@ -52,7 +44,7 @@ class Autocast(InPlace):
 
     def __init__(
         self,
-        config: AutocastConfig,
+        config: _resolve.AutocastConfig,
         in_custom_vjp: bool = False,
         record: Recorder | None = None,
         lists_calls: bool = False,
@@ -122,7 +114,7 @@ class Autocast(InPlace):
         scope_path = place.scopes
         self.seen.add(scope_path)
         if place.phase == _jaxprs.BACKWARD and self.config.scaling is not None:
-            scope_path = (*scope_path, IN_BACKWARD)
+            scope_path = (*scope_path, _resolve.IN_BACKWARD)
         if self.is_as_written(equation):
             return self.run_as_written(equation, frame.state, operands, scope_path)
         # FP8 dots have no rule for the derivatives that `custom_vmap` takes.
@@ -161,8 +153,8 @@ class Autocast(InPlace):
             return self.in_place(equation, values, env, place, tuple(used))
         if self.config.scaling is not None:
             # Reverse mode transposes matmuls of the rule; those in FP8 have no transpose.
-            scope_path = (*scope_path, IN_CUSTOM_JVP)
-        of_rule = Place((*scope_path, IN_JVP_RULE), place.phase)
+            scope_path = (*scope_path, _resolve.IN_CUSTOM_JVP)
+        of_rule = Place((*scope_path, _resolve.IN_JVP_RULE), place.phase)
         of_function = Place(scope_path, place.phase)
         return self.custom_jvp(equation, values, of_function, tuple(used), of_rule)
 
@@ -203,7 +195,7 @@ class Autocast(InPlace):
         """Runs an equation in its recorded dtypes, and records the matmuls inside."""
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
-        policy = self.config.scope_policy((*scope_path, IN_CUSTOM_VJP))
+        policy = self.config.scope_policy((*scope_path, _resolve.IN_CUSTOM_VJP))
         if policy.uses_fp8 and self.lists_calls:
             _products.explain_products_inside(self.config, equation, scope_path)
         return wrap(equation, bind(equation, env.recorded(equation, values)))
@@ -240,7 +232,7 @@ class Autocast(InPlace):
 
     def scope_policies(
         self, jaxpr: Jaxpr | ClosedJaxpr, scope_path: _jaxprs.Path
-    ) -> tuple[ScopePolicy, ...]:
+    ) -> tuple[_resolve.ScopePolicy, ...]:
         """Returns the resolved policy of each scope in a jaxpr that is called at `scope_path`.
 
         Layers that call the same function share one retraced jaxpr if these policies are equal.

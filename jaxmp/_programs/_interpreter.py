@@ -36,17 +36,8 @@ from jax.sharding import PartitionSpec
 
 from jaxmp._core import _compat
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._programs import _constructs
 from jaxmp._programs._bind import as_recorded, bind
-from jaxmp._programs._constructs import (
-    Form,
-    call_of,
-    cond_of,
-    form_of,
-    is_unknown,
-    scan_of,
-    shard_map_of,
-    while_of,
-)
 from jaxmp._programs._jaxprs import FORWARD, Path, is_literal, phase_of, scope_names
 from jaxmp._programs._locations import Lines
 from jaxmp.errors import RecipeWarning
@@ -207,8 +198,8 @@ class Interpreter:
           frame: the run of the jaxpr that contains it.
           state: state of the client for the jaxprs; the test of a while loop has none.
         """
-        form = form_of(equation)
-        is_call = form is Form.DERIVATIVE and self.drops_derivatives
+        form = _constructs.form_of(equation)
+        is_call = form is _constructs.Form.DERIVATIVE and self.drops_derivatives
         rule = Interpreter._call if is_call else _RULES.get(form)
         if rule is not None:
             return rule(self, equation, operands, frame.place.of(equation), state)
@@ -217,7 +208,7 @@ class Interpreter:
 
     def check_known(self, equation: _compat.JaxprEqn) -> None:
         """Warns of an operation that contains a jaxpr, and is neither listed nor opaque."""
-        if is_unknown(equation):
+        if _constructs.is_unknown(equation):
             self._warn(equation, equation.primitive.name)
 
     def _warn(self, equation: _compat.JaxprEqn, name: str) -> None:
@@ -245,12 +236,12 @@ class Interpreter:
     ) -> list[Any]:
         """Runs the jaxpr of a call in place of the call."""
         args = self.entered(operands, Entry.CALL, operands)
-        return self.run(call_of(equation).jaxpr, args, place, state)
+        return self.run(_constructs.call_of(equation).jaxpr, args, place, state)
 
     def _remat(
         self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        call, keys = call_of(equation), []
+        call, keys = _constructs.call_of(equation), []
         args = self.entered(operands, Entry.REMAT, operands)
         if call.is_recomputation:
             results = self.run(call.jaxpr, call.separated(args), place, state)
@@ -269,7 +260,7 @@ class Interpreter:
     def _scan(
         self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        loop, keys = scan_of(equation), []
+        loop, keys = _constructs.scan_of(equation), []
         consts, carry, rows = loop.split(operands)
         consts = self.entered(consts, Entry.CALL, operands)
 
@@ -288,7 +279,7 @@ class Interpreter:
     def _while(
         self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        loop = while_of(equation)
+        loop = _constructs.while_of(equation)
         of_test, of_body, carry = loop.split(operands)
         of_test, of_body = (self.entered(v, Entry.CALL, operands) for v in (of_test, of_body))
         carry = self.entered(carry, Entry.CARRY, operands)
@@ -324,7 +315,7 @@ class Interpreter:
     def _cond(
         self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        (index, *rest), cond = operands, cond_of(equation)
+        (index, *rest), cond = operands, _constructs.cond_of(equation)
         if cond.by_platform:
             self._warn(equation, "platform_dependent")
             return self.bound(equation, operands)
@@ -357,7 +348,7 @@ class Interpreter:
     def _shard_map(
         self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        record, keys = shard_map_of(equation), []
+        record, keys = _constructs.shard_map_of(equation), []
         args = self.entered(operands, Entry.SHARD, operands)
         specs = [
             jax.tree.map(lambda _, spec=spec: spec, arg)
@@ -392,13 +383,13 @@ class Interpreter:
         return dict(zip(keys, values, strict=True))
 
 
-_RULES: dict[Form | None, Callable[..., list[Any]]] = {
-    Form.CALL: Interpreter._call,
-    Form.REMAT: Interpreter._remat,
-    Form.SHARDS: Interpreter._shard_map,
-    Form.BRANCH: Interpreter._cond,
-    Form.SCAN: Interpreter._scan,
-    Form.WHILE: Interpreter._while,
+_RULES: dict[_constructs.Form | None, Callable[..., list[Any]]] = {
+    _constructs.Form.CALL: Interpreter._call,
+    _constructs.Form.REMAT: Interpreter._remat,
+    _constructs.Form.SHARDS: Interpreter._shard_map,
+    _constructs.Form.BRANCH: Interpreter._cond,
+    _constructs.Form.SCAN: Interpreter._scan,
+    _constructs.Form.WHILE: Interpreter._while,
 }
 
 

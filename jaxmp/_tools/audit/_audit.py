@@ -34,19 +34,13 @@ from jaxmp._core import _compat, _targets
 from jaxmp._policies import _load
 from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._programs._static_values import Scope
-from jaxmp._tools.audit import _rows
+from jaxmp._tools.audit import _rows, _trace
 from jaxmp._tools.audit._auditor import Auditor, PolicyContext
 from jaxmp._tools.audit._check_state import label_arguments
 from jaxmp._tools.audit._checks import is_attention
 from jaxmp._tools.audit._compile import Compiled, compile_for, compile_lowered
 from jaxmp._tools.audit._make_report import make_report, with_trials
 from jaxmp._tools.audit._report import AuditReport
-from jaxmp._tools.audit._trace import (
-    Traced,
-    check_arguments,
-    check_function,
-    trace,
-)
 from jaxmp._tools.fixes._source import Edit
 from jaxmp._tools.fixes._trial import without_collection
 from jaxmp.optim._find import check_plain_loop
@@ -105,8 +99,8 @@ def audit(
       >>> [finding.check for finding in audit(attend, x, x, recipe="bf16").findings]
       ['softmax_16bit', 'rounded_output']
     """
-    check_function(fn, "audit")
-    check_arguments(fn, args, kwargs)
+    _trace.check_function(fn, "audit")
+    _trace.check_arguments(fn, args, kwargs)
     return audit_call(fn, args, kwargs, recipe=recipe, target=target, try_fixes=try_fixes)
 
 
@@ -120,7 +114,7 @@ def audit_call(
     try_fixes: bool = True,
 ) -> AuditReport:
     """Audits a function whose keyword arguments may have any name, such as `target`."""
-    check_function(fn, "audit")
+    _trace.check_function(fn, "audit")
     chip = _compat.current_context().chip if target is None else _targets.get_target(target)
     data = None if recipe is None else load_recipe(recipe)
     if data is not None and data.phases:
@@ -226,10 +220,10 @@ def _walked(
     kwargs: dict[str, Any],
     *,
     has_fixes: bool = True,
-) -> tuple[Auditor, Traced]:
+) -> tuple[Auditor, _trace.Traced]:
     """Traces a function, and walks over its program."""
     with without_collection():
-        traced, auditor = trace(fn, args, kwargs), Auditor(context)
+        traced, auditor = _trace.trace(fn, args, kwargs), Auditor(context)
         auditor.findings.reads_source = has_fixes
         label_arguments(auditor, traced)
         # Masks that attention makes for its own derivative are not the model's.

@@ -14,18 +14,7 @@ from jaxmp._policies._load import RecipeData
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls, _uses
 from jaxmp._programs._static_values import Scope
-from jaxmp._tools.audit._checks import (
-    FLOATS,
-    ON_16_BITS,
-    ON_MATMUL,
-    ON_OPERATION,
-    ON_RESULT,
-    OpOccurrence,
-    PendingFindings,
-    dtype_of,
-    half_of,
-    named,
-)
+from jaxmp._tools.audit import _checks
 from jaxmp._tools.audit._dataflow import GRADIENT
 from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._tools.audit._rows import NOT_COUNTED, NOT_INSPECTED
@@ -109,12 +98,12 @@ class PolicyContext:
         return _resolve.resolve_first(self.policies, _jaxprs.module_paths_of(names))
 
 
-def _before_cast(var: _jaxprs.Atom, op: OpOccurrence) -> _jaxprs.Atom:
+def _before_cast(var: _jaxprs.Atom, op: _checks.OpOccurrence) -> _jaxprs.Atom:
     """Returns the operand that JAX widens, because the gradient of a convolution is wider."""
     maker = op.body.maker_through(var, _LAYOUT)
     if maker is None or maker.primitive.name != "convert_element_type":
         return var
-    is_widened = dtype_of(maker.invars[0]).itemsize <= dtype_of(var).itemsize
+    is_widened = _checks.dtype_of(maker.invars[0]).itemsize <= _checks.dtype_of(var).itemsize
     return (
         maker.invars[0]
         if is_widened and _locations.call_site(maker) == _locations.call_site(op.equation)
@@ -122,8 +111,8 @@ def _before_cast(var: _jaxprs.Atom, op: OpOccurrence) -> _jaxprs.Atom:
     )
 
 
-_LAYOUT = named("transpose rev")
-_KERNELS = named(
+_LAYOUT = _checks.named("transpose rev")
+_KERNELS = _checks.named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
     " scaled_dot scaled_matmul"
 )
@@ -136,7 +125,7 @@ class Auditor:
 
     def __init__(self, context: PolicyContext) -> None:
         self.context, self.locations = context, _locations.Locations()
-        self.findings = PendingFindings(self._is_after_gradient)
+        self.findings = _checks.PendingFindings(self._is_after_gradient)
         # For checks: reports an operation.
         self.add = self.findings.add
         self.flow = Flow(context.ops)
@@ -146,7 +135,7 @@ class Auditor:
         self.equations = 0
         self.has_backward = False
         # The first matmul of the backward pass that reads float16.
-        self.float16_backward: OpOccurrence | None = None
+        self.float16_backward: _checks.OpOccurrence | None = None
         # (scopes, pass, dtype, dtype) -> [FLOPs, count].
         self.matmuls: dict[tuple[_jaxprs.Path, str, str, str], list[int]] = {}
         # (scopes, pass, line) of a matmul -> the FP8 dtype that an operand has or had.
@@ -185,12 +174,12 @@ class Auditor:
         for label in sorted(self.flow.labels(cls, *variables), key=lambda label: label.number):
             label.report(harm, self.findings)
 
-    def _is_after_gradient(self, op: OpOccurrence) -> bool:
+    def _is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
         return op.location.is_outside and GRADIENT in self.flow.of_all(op.equation.invars)
 
     # -- the walk ---------------------------------------------------------------------------
 
-    def run(self, scope: Scope, times: int = 1, outer: OpOccurrence | None = None) -> None:
+    def run(self, scope: Scope, times: int = 1, outer: _checks.OpOccurrence | None = None) -> None:
         """Visits the equations of a jaxpr and of its sub-jaxprs.
 
         Args:
@@ -204,15 +193,15 @@ class Auditor:
         above = _locations.Location() if outer is None else outer.location
         for equation in _jaxprs.equations(scope.jaxpr, inside=False):
             location = self.locations.of(equation, above)
-            self._visit(OpOccurrence(equation, location, times, body, outer))
+            self._visit(_checks.OpOccurrence(equation, location, times, body, outer))
 
-    def _visit(self, op: OpOccurrence) -> None:
+    def _visit(self, op: _checks.OpOccurrence) -> None:
         self.equations += 1
         self.has_backward |= op.location.phase != _jaxprs.FORWARD
         name, result = op.name, next(iter(op.equation.outvars), None)
         if name in _matmuls.MATMULS:
             self._visit_matmul(op)
-        labels = [function(op, self) for function in ON_OPERATION.get(name, ())]
+        labels = [function(op, self) for function in _checks.ON_OPERATION.get(name, ())]
         if name in _ENTERED:
             self._enter(op)
         else:
@@ -228,21 +217,21 @@ class Auditor:
                 self.flow.mark(result, label)
         if name == "dot_general" and op.location.phase == _jaxprs.FORWARD:
             self.flow.mark(result, Logits(op))
-        for function in ON_RESULT.get(name, ()):
+        for function in _checks.ON_RESULT.get(name, ()):
             function(op, self)
 
-    def _check_16_bits(self, op: OpOccurrence) -> list[Any]:
+    def _check_16_bits(self, op: _checks.OpOccurrence) -> list[Any]:
         """Returns labels of an operation that reads 16 bits where the op table requires FP32."""
         is_sensitive = self.context.ops.category(op.name) == "fp32"
-        dtype = half_of(op.equation.invars) if is_sensitive else None
+        dtype = _checks.half_of(op.equation.invars) if is_sensitive else None
         if dtype is None:
             return []
         # Derivatives leave equations whose results nothing reads. Compilers remove them.
         if not any(var in op.body.consumers for var in op.equation.outvars):
             return []
-        return [function(op, dtype, self) for function in ON_16_BITS]
+        return [function(op, dtype, self) for function in _checks.ON_16_BITS]
 
-    def _enter(self, op: OpOccurrence) -> None:
+    def _enter(self, op: _checks.OpOccurrence) -> None:
         equation, form = op.equation, _constructs.form_of(op.equation)
         self.flow.step(op, is_call=True)
         inside = _constructs.inners(equation)
@@ -271,14 +260,14 @@ class Auditor:
 
     # -- matmuls ----------------------------------------------------------------------------
 
-    def _visit_matmul(self, op: OpOccurrence) -> None:
+    def _visit_matmul(self, op: _checks.OpOccurrence) -> None:
         """Counts and checks a matmul or convolution."""
         matmul = _matmuls.matmul_of(op.equation)
         if op.outer is not None and op.caller == _wide.WIDENED_MATMUL:
-            lhs, rhs = (dtype_of(var) for var in op.outer.equation.invars[:2])
+            lhs, rhs = (_checks.dtype_of(var) for var in op.outer.equation.invars[:2])
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
         elif op.name == "conv_general_dilated" and op.location.phase == _jaxprs.BACKWARD:
-            lhs, rhs = (dtype_of(_before_cast(var, op)) for var in op.equation.invars)
+            lhs, rhs = (_checks.dtype_of(_before_cast(var, op)) for var in op.equation.invars)
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
         dtypes = matmul.lhs, matmul.rhs
         if matmul.is_integer:
@@ -289,9 +278,9 @@ class Auditor:
             row = op.equation.outvars, flops
             self.after_gradient[self.findings.where(op)].append(row)
         self._record_fp8(op, matmul)
-        is_float = matmul.lhs in FLOATS | {matmul.rhs}
+        is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
         if matmul.contracts and is_float and not _matmuls.is_inner_product(op.equation):
-            for function in ON_MATMUL:
+            for function in _checks.ON_MATMUL:
                 function(op, matmul, flops, self)
         if op.location.phase == _jaxprs.FORWARD and _dtypes.FLOAT16 in dtypes:
             self.flow.has_float16 = True
@@ -300,7 +289,7 @@ class Auditor:
         elif _dtypes.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 
-    def _count_integers(self, op: OpOccurrence, matmul: _matmuls.Matmul) -> None:
+    def _count_integers(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> None:
         """Counts a matmul of integers or bools, which does not count as FLOPs."""
         key = (op.location.names, op.location.phase, matmul.lhs.name, matmul.rhs.name)
         self.matmuls.setdefault(key, [0, 0])[1] += 1
@@ -308,7 +297,7 @@ class Auditor:
         where = self.findings.where(op)
         self.notes[f"the {pair} matmul at {where} has no floating-point operations"] = None
 
-    def _record_fp8(self, op: OpOccurrence, matmul: _matmuls.Matmul) -> None:
+    def _record_fp8(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> None:
         names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if _dtypes.is_fp8(dtype)]
         labels = self.flow.labels(WasFp8, *op.equation.invars[:2])
         names += sorted(label.name for label in labels)
@@ -316,7 +305,7 @@ class Auditor:
             key = op.location.names, op.location.phase, self.findings.line_of(op)
             self.fp8[key] = names[0]
 
-    def _count(self, op: OpOccurrence, matmul: _matmuls.Matmul) -> int:
+    def _count(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> int:
         """Counts a matmul, and returns the FLOPs of all its executions."""
         flops = matmul.flops * op.times
         key = (op.location.names, op.location.phase, matmul.lhs.name, matmul.rhs.name)
@@ -325,7 +314,7 @@ class Auditor:
         row[1] += 1
         return flops
 
-    def _count_kernel(self, op: OpOccurrence) -> None:
+    def _count_kernel(self, op: _checks.OpOccurrence) -> None:
         """Counts the matmuls of a kernel if they are known; checks do not apply to them."""
         matmuls = _matmuls.kernel_matmuls(op.equation)
         for matmul in matmuls or ():

@@ -14,14 +14,8 @@ from jax.extend.core import JaxprEqn
 from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _constructs, _jaxprs, _operations
 from jaxmp._programs._interpreter import Frame
+from jaxmp._tools.audit import _check_ops
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._check_ops import (
-    ACCUMULATOR_16BIT,
-    REDUCTION_16BIT,
-    REDUCTIONS,
-    counts_largest,
-    made_of,
-)
 from jaxmp._tools.audit._check_state import MISSING_MASTER, is_compensated, step_of
 from jaxmp._tools.audit._checks import (
     FLOATS,
@@ -66,13 +60,13 @@ FIX_ACCUMULATOR = (
 # ---------------------------------------------------------------------------
 
 
-@REDUCTION_16BIT.on_16_bits
+@_check_ops.REDUCTION_16BIT.on_16_bits
 def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports a reduction of many terms."""
-    if op.name not in REDUCTIONS:
+    if op.name not in _check_ops.REDUCTIONS:
         return
     terms = _terms(op)
-    if terms < _FEW_TERMS or counts_largest(op):
+    if terms < _FEW_TERMS or _check_ops.counts_largest(op):
         return
     in_chunks = op.name in _IN_CHUNKS
     verb = "multiplies" if "prod" in op.name or op.name == "scatter-mul" else "adds"
@@ -81,16 +75,16 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     is_backward = op.location.phase == _jaxprs.BACKWARD
     if not is_backward and op.name != "reduce_window_sum":
         fix = fix_operation(op, audit.findings, dtype.name)
-        audit.add(REDUCTION_16BIT, op, message, fix)
+        audit.add(_check_ops.REDUCTION_16BIT, op, message, fix)
     elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
         fix = ""
         if is_backward:
             message = f"in the gradient of a broadcast or of indexing, {message}"
             fix = _fix_gradient(audit)
-        audit.add(REDUCTION_16BIT, op, message, fix, severity=WARNING)
+        audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=WARNING)
 
 
-@REDUCTION_16BIT.on_result(*_constructs.LOOPS)
+@_check_ops.REDUCTION_16BIT.on_result(*_constructs.LOOPS)
 def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
 
@@ -101,13 +95,13 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     body = _analysis.Body(loop.jaxpr)
     for before, after in zip(loop.incoming, loop.outgoing, strict=True):
         if dtype_of(before) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(after):
-            makers = made_of(after, body, _PUTS)
+            makers = _check_ops.made_of(after, body, _PUTS)
             addition = next((e for e in makers if _adds_to(e, before, body)), None)
             if addition is not None and not is_compensated(addition, body):
                 _report_carry(op, before, addition, audit)
 
 
-@ACCUMULATOR_16BIT.on_result("add", "add_any")
+@_check_ops.ACCUMULATOR_16BIT.on_result("add", "add_any")
 def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a sum of three or more 16-bit gradients without a loop."""
     (result,) = op.equation.outvars
@@ -116,7 +110,7 @@ def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     if any(label.number > 2 for label in audit.flow.labels(Terms, result)):
         message = f"gradients of several microbatches are summed in {dtype_of(result).name}."
         fix = fix_operation(op, audit.findings) or FIX_ACCUMULATOR
-        audit.add(ACCUMULATOR_16BIT, op, message, fix)
+        audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
 def _terms(op: OpOccurrence) -> int:
@@ -150,7 +144,7 @@ def _report_carry(
     fix = fix_carry(op, carry, inner, audit)
     if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
-        audit.add(ACCUMULATOR_16BIT, inner, message, fix)
+        audit.add(_check_ops.ACCUMULATOR_16BIT, inner, message, fix)
         return
     message = f"a loop adds terms in {dtype.name}."
     if length is not None:
@@ -160,7 +154,7 @@ def _report_carry(
             return
         text = error_text(length, dtype, in_chunks=False)
         message = f"a loop adds {length:,} terms in {dtype.name} {text}."
-    audit.add(REDUCTION_16BIT, inner, message, fix)
+    audit.add(_check_ops.REDUCTION_16BIT, inner, message, fix)
 
 
 def fix_carry(
@@ -241,7 +235,7 @@ def _is_running(var: _jaxprs.Atom, before: _jaxprs.Atom, loop: _analysis.Body) -
     return source is before or (maker is not None and _adds_to(maker, before, loop))
 
 
-@ACCUMULATOR_16BIT.on_operation("add")
+@_check_ops.ACCUMULATOR_16BIT.on_operation("add")
 def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
     """Reports `lax.associative_scan` with sums in 16 bits, which has no equation of its own."""
     dtype = half_of(op.equation.outvars)
@@ -255,7 +249,7 @@ def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
             f"Cast the {dtype.name} arrays to FP32 before `lax.associative_scan`, and its results"
             " back after it."
         )
-        audit.add(ACCUMULATOR_16BIT, op, message, fix)
+        audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
 _KEEPS = LAYOUT | named("neg select_n")
@@ -272,7 +266,7 @@ class _Linear(NamedTuple):
     addition: _jaxprs.Equation | None = None
 
 
-@ACCUMULATOR_16BIT.on_result(*_constructs.LOOPS)
+@_check_ops.ACCUMULATOR_16BIT.on_result(*_constructs.LOOPS)
 def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a 16-bit carry that is scaled and added to in each step.
 
@@ -339,13 +333,13 @@ def _report_recurrence(
     assert linear.addition is not None
     inner = op._replace(equation=linear.addition, body=_analysis.Body(loop.jaxpr), outer=op)
     fix = fix_carry(op, carry, inner, audit)
-    audit.add(ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
+    audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 
 
 _CHANGES = named("mul div add sub max min clamp")
 
 
-@ACCUMULATOR_16BIT.on_program
+@_check_ops.ACCUMULATOR_16BIT.on_program
 def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports sums, counters, statistics and other averages that a step updates in 16 bits."""
     step = step_of(audit, traced)
@@ -362,7 +356,9 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
             text = "are sums in 16 bits: a sum of ones stops at {limit}"
         literals = [abs(float(x.val)) for x in update.op.equation.invars if _jaxprs.is_literal(x)]
         wide = "int32" if factor == PLUS and 1 in literals else "float32"
-        yield from step.findings(ACCUMULATOR_16BIT, updates, text, step.fix(number, update, wide))
+        yield from step.findings(
+            _check_ops.ACCUMULATOR_16BIT, updates, text, step.fix(number, update, wide)
+        )
 
 
 # ---------------------------------------------------------------------------

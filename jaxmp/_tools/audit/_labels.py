@@ -17,6 +17,7 @@ from jaxmp._core import _dtypes
 from jaxmp._core._compat import Literal
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs import _constructs, _jaxprs
+from jaxmp._tools.audit import _dataflow
 from jaxmp._tools.audit._checks import (
     Check,
     OpOccurrence,
@@ -24,17 +25,6 @@ from jaxmp._tools.audit._checks import (
     PendingFindings,
     dtype_of,
     named,
-)
-from jaxmp._tools.audit._dataflow import (
-    GRADIENT,
-    LINEAGE,
-    SCALAR,
-    From,
-    Power,
-    is_chosen_scale,
-    is_scale,
-    lineage,
-    powers_after,
 )
 
 # ---------------------------------------------------------------------------
@@ -171,7 +161,7 @@ class Logits(NamedTuple):
 _Label = TypeVar("_Label")
 Labels = frozenset[Any]
 _NONE: Labels = frozenset()
-_ONLY_GRADIENT: Labels = frozenset({GRADIENT})
+_ONLY_GRADIENT: Labels = frozenset({_dataflow.GRADIENT})
 # Labels that every operation propagates.
 _PROPAGATED_BY_ALL = _ONLY_GRADIENT
 
@@ -196,7 +186,7 @@ _PLAIN = named(
     "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
 )
 # Labels that special rules propagate.
-_SPECIAL = (ConditionalFinding, Fact, Power, Reduction16Bit, Stream)
+_SPECIAL = (ConditionalFinding, Fact, _dataflow.Power, Reduction16Bit, Stream)
 
 
 @functools.cache
@@ -206,7 +196,7 @@ def _is_special(cls: type) -> bool:
 
 @functools.cache
 def _is_lineage(cls: type) -> bool:
-    return issubclass(cls, LINEAGE)
+    return issubclass(cls, _dataflow.LINEAGE)
 
 
 # ---------------------------------------------------------------------------
@@ -295,12 +285,12 @@ class Flow:
         special = self._of_classes("special", labels, _is_special)
         own = self._of_classes("lineage", labels, _is_lineage)
         kept = self._kept(labels - special - own if special or own else labels, name)
-        if SCALAR in kept and (is_call or not _are_scalars(equation)):
-            kept -= {SCALAR}
+        if _dataflow.SCALAR in kept and (is_call or not _are_scalars(equation)):
+            kept -= {_dataflow.SCALAR}
         if not is_call:
-            kept |= lineage(op, own, self.of) | self._specials_after(op, special)
+            kept |= _dataflow.lineage(op, own, self.of) | self._specials_after(op, special)
         elif op.location.phase == _jaxprs.FORWARD and _is_matched(equation):
-            kept -= {GRADIENT}
+            kept -= {_dataflow.GRADIENT}
         self._label_results(equation, kept)
 
     def _read(self, op: OpOccurrence, is_call: bool) -> Labels:
@@ -309,16 +299,18 @@ class Flow:
         labels = self.of_all(equation.invars)
         if phase == _jaxprs.BACKWARD:
             if self.has_float16 and not self.has_scale:
-                self.has_scale = any(is_scale(op, var, self.of) for var in equation.invars)
+                self.has_scale = any(
+                    _dataflow.is_scale(op, var, self.of) for var in equation.invars
+                )
             labels = labels | _ONLY_GRADIENT if labels else _ONLY_GRADIENT
         elif op.location.differentiated and phase == _jaxprs.FORWARD and not is_call:
-            self.differentiated.update([x.number for x in labels if isinstance(x, From)])
+            self.differentiated.update([x.number for x in labels if isinstance(x, _dataflow.From)])
         if op.name == "convert_element_type":
             labels = _after_cast(labels, equation)
         elif labels:
             labels = self._still_fp8(labels, equation)
-        is_chosen = self.has_float16 and is_chosen_scale(equation)
-        return labels | {SCALAR} if is_chosen else labels
+        is_chosen = self.has_float16 and _dataflow.is_chosen_scale(equation)
+        return labels | {_dataflow.SCALAR} if is_chosen else labels
 
     def _specials_after(self, op: OpOccurrence, special: Labels) -> Labels:
         if not special:
@@ -329,10 +321,10 @@ class Flow:
         kept = self._of_classes((op.name, phase), special, lasts)
         if moved is not None:
             kept &= moved
-        powers: Any = self._of_classes("power", special, lambda cls: cls is Power)
+        powers: Any = self._of_classes("power", special, lambda cls: cls is _dataflow.Power)
         if powers and phase == _jaxprs.BACKWARD:
             self.scaled_by.update(x.number for x in powers if x.exponent)
-        return kept | powers_after(op, self.of) if powers else kept
+        return kept | _dataflow.powers_after(op, self.of) if powers else kept
 
     def _label_results(self, equation: _jaxprs.Equation, labels: Labels) -> None:
         narrow = None
@@ -405,7 +397,7 @@ def _is_narrow(cls: type) -> bool:
 
 
 def _survives(cls: type, name: str) -> bool:
-    if cls is Power:
+    if cls is _dataflow.Power:
         return False
     survives = getattr(cls, "survives", None)
     return name not in REDUCES if survives is None else name in survives

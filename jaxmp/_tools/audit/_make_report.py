@@ -21,19 +21,12 @@ from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._jaxprs import Path
 from jaxmp._programs._locations import module_of
 from jaxmp._programs._operations import sharding_of_result
+from jaxmp._tools.audit import _checks
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._check_sizes import MISALIGNED_MATMUL
-from jaxmp._tools.audit._checks import (
-    CHECKS,
-    ERROR,
-    ON_COMPILED,
-    ON_PROGRAM,
-    WARNING,
-    PendingFinding,
-)
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._hlo_collectives import axis_names
@@ -44,7 +37,7 @@ from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _source, _trial
 
 
-def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
+def checked_findings(auditor: Auditor, traced: Traced) -> list[_checks.PendingFinding]:
     """Returns the findings without those of checks that do not apply to the optimizer.
 
     An operation belongs to the optimizer if it reads values that were computed from gradients, and
@@ -140,7 +133,7 @@ def make_report(
       function: the audited function.
       chip: the chip that `audit` received.
     """
-    of_program = [f for function in ON_PROGRAM for f in function(auditor, traced) or ()]
+    of_program = [f for function in _checks.ON_PROGRAM for f in function(auditor, traced) or ()]
     findings = [*_final_findings(auditor, traced), *of_program]
     policies = auditor.context.policies
     rows: dict[str, Any] = {}
@@ -159,7 +152,7 @@ def make_report(
         program = CompiledProgram(
             compilation, tuple(findings), fp8, axes, compiled.chip, traced.nnx_count
         )
-        findings += [f for function in ON_COMPILED for f in function(program, auditor)]
+        findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
         del rows["origins"]
     recipe, definition = auditor.context.recipe, _definition(function)
@@ -208,7 +201,7 @@ def with_trials(
         report, edits = again(has_fixes)
         edits = printed(edits, report.findings)
         # A new warning does not speak against a fix.
-        relevant = [f for f in report.findings if f.severity == ERROR or key(f) in before]
+        relevant = [f for f in report.findings if f.severity == _checks.ERROR or key(f) in before]
         return {key(f): _trial.unified(f.fix, f.file, f.line, edits) for f in relevant}
 
     before = {key(f) for f in report.findings}
@@ -340,9 +333,9 @@ def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
     for item in pending:
         severity = item.severity
         if item.check is MISALIGNED_MATMUL and item.harmed_flops >= _LARGE_SHARE * total:
-            severity = ERROR
+            severity = _checks.ERROR
         elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
-            severity = WARNING
+            severity = _checks.WARNING
         finding = _final_finding(item, auditor.root, severity)
         key = finding.check, finding.severity, finding.module, finding.file, finding.line
         if key in merged:
@@ -352,13 +345,13 @@ def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
     return list(merged.values())
 
 
-def _is_minor(finding: PendingFinding, total: int) -> bool:
+def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
     """Returns True for a promotion that concerns a small share of all FLOPs."""
     is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total and not finding.has_other_harm
     return finding.check is IMPLICIT_PROMOTION and is_small
 
 
-def _final_finding(finding: PendingFinding, root: Path, severity: str) -> Finding:
+def _final_finding(finding: _checks.PendingFinding, root: Path, severity: str) -> Finding:
     file, line = finding.line
     return Finding(
         check=finding.check.id,
@@ -392,7 +385,7 @@ def _definition(function: Callable[..., Any]) -> tuple[str, int]:
 def _sort_key(finding: Finding) -> tuple[int, int, int]:
     """Sorts errors before warnings, then by check and by FLOPs; notes keep their order."""
     order = SEVERITIES.index(finding.severity)
-    return order, order < 2 and list(CHECKS).index(finding.check), -finding.flops
+    return order, order < 2 and list(_checks.CHECKS).index(finding.check), -finding.flops
 
 
 # ---------------------------------------------------------------------------
