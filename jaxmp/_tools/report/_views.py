@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from jaxmp._core import _plain
 from jaxmp._core._messages import missing_dependency
+from jaxmp._core._plain import JSONValue
 from jaxmp._core._typing import RichRenderable
 from jaxmp._tools.report._page import html_document, html_sections
 from jaxmp._tools.report._section import Section
@@ -35,7 +36,7 @@ class Report(abc.ABC):
     _command: ClassVar[str]
     _error: ClassVar[type[Exception]]
     # The fields that precede the others in JSON: constants, and names of properties.
-    _schema: ClassVar[dict[str, _plain.JSONValue]]
+    _schema: ClassVar[dict[str, JSONValue]]
     _summary: ClassVar[tuple[str, ...]] = ("ok",)
 
     @abc.abstractmethod
@@ -81,7 +82,7 @@ class Report(abc.ABC):
     def _repr_html_(self) -> str:
         return self.to_html()
 
-    def to_dict(self) -> dict[str, _plain.JSONValue]:
+    def to_dict(self) -> dict[str, JSONValue]:
         """Returns the report as plain data: the fields of `to_json`."""
         assert dataclasses.is_dataclass(self)
         summary = {name: getattr(self, name) for name in self._summary}
