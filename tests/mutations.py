@@ -977,7 +977,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the backward matmuls of a wide head run in FP32",
-        "jaxmp/_programs/_matmuls.py",
+        "jaxmp/_core/_wide.py",
         "[product(d_lhs, rhs, *sizes)]",
         "[product(d_lhs.astype(dtype), rhs.astype(dtype), preferred_element_type=dtype)]",
         ("test_models.py::test_every_product_has_the_operands_that_the_rules_say",),
@@ -1042,7 +1042,7 @@ MUTATIONS = [
     ),
     Mutation(
         "modules round the FP32 sums of a layer of the user's own class",
-        "jaxmp/_flax/_search.py",
+        "jaxmp/_flax/_labels.py",
         "is_reached = aval.dtype == _dtypes.FLOAT32 and not self._is_strict",
         "is_reached = False",
         ("test_search.py::test_modules_pass_the_fp32_results_of_own_layers_to_a_decision",),
@@ -1402,7 +1402,7 @@ MUTATIONS = [
     ),
     Mutation(
         "autocast multiplies batches of vectors as XLA's CPU compiler refuses",
-        "jaxmp/_programs/_matmuls.py",
+        "jaxmp/_core/_wide.py",
         'lax.optimization_barrier(out) if _compat.target() == "cpu" else out',
         "out",
         ("test_autocast_decisions.py::test_xla_compiles_wide_results_on_a_cpu",),

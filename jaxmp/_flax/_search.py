@@ -26,19 +26,12 @@ import jax
 import numpy as np
 
 from jaxmp._autocast._resolve import is_traced_by_autocast
-from jaxmp._core import _compat, _dtypes
-from jaxmp._core._trees import is_float
+from jaxmp._core import _compat
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _labels, _missing_precision
 from jaxmp._flax._casts import computes_in_16_bits
 from jaxmp._policies._load import PolicyMap
 from jaxmp._programs import _jaxprs, _uses
-from jaxmp._programs._analysis import Forward
-from jaxmp._programs._constructs import Form, form_of, scan_of, sub_jaxprs
-from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._jaxprs import array_aval
-from jaxmp._programs._matmuls import MATMULS
-from jaxmp._programs._operations import label_of
 from jaxmp.errors import RecipeWarning
 from jaxmp.fp8 import _explain
 
@@ -151,7 +144,7 @@ class ModelSearch:
             # The call itself raises the same error, or it reads values of arrays outside of `jit`.
             self._failure = _failure_text(key, labeling, error)
             return None
-        uses = _LabelUses()
+        uses = _labels.LabelUses()
         uses.facts(closed.jaxpr, _uses.wide_results(closed.jaxpr))
         reasons = {label: _reason(use) for label, use in uses.of_labels.items()}
         cls, policies, path = key
@@ -161,7 +154,7 @@ class ModelSearch:
         reasons = {label: reason for label, reason in reasons.items() if reason}
         self._layers |= labeling.layers
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
-        reached = _Reached(labeling.layers & reasons.keys(), is_strict)
+        reached = _labels.Reached(labeling.layers & reasons.keys(), is_strict)
         reached.run(closed, [False] * len(closed.jaxpr.invars))
         labels = {label: reasons[label] for label in reached.labels & reasons.keys()}
         may_meet = is_strict and reached.meets
@@ -281,75 +274,6 @@ def _described_function(function: Any) -> Hashable:
 
 # The cell of a variable that is not assigned yet.
 _EMPTY = types.CellType()
-
-
-# ---------------------------------------------------------------------------
-# Analysis
-# ---------------------------------------------------------------------------
-
-
-class _LabelUses(_uses.Uses):
-    """Uses of labeled values, except where another array, such as a carry, fixes their dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_labels: dict[str, _uses.Use] = {}
-
-    def equation(self, equation: _compat.JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
-        name = equation.primitive.name
-        if name == "name":
-            label = label_of(equation)
-            self.of_labels[label] = self.of_labels.get(label, _uses.Use.NONE) | results[0]
-        form = form_of(equation)
-        if form in (Form.SCAN, Form.WHILE, Form.BRANCH) or name == "dynamic_update_slice":
-            fixed = scan_of(equation).carry if form is Form.SCAN else len(results)
-            results = [_uses.Use.NONE] * fixed + results[fixed:]
-        return super().equation(equation, results, frame)
-
-
-class _Reached(Forward):
-    """Finds the labels of values that are computed from FP32 sums, without another matmul.
-
-    Args:
-      layers: labels of the results of the layers that return their sums.
-      is_strict: True under strict promotion, in which only these layers return FP32.
-    """
-
-    nothing = False
-
-    def __init__(self, layers: set[str], is_strict: bool) -> None:
-        super().__init__()
-        self._layers, self._is_strict, self.labels = layers, is_strict, set[str]()
-        # Labels of layers whose results are rounded, or take the dtype of another operand.
-        self.rounded: dict[str, None] = {}
-        # True if such a value and a 16-bit array may be operands of one operation.
-        self.meets = False
-
-    def join(self, first: bool, second: bool) -> bool:
-        return first or second
-
-    def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        if sub_jaxprs(equation) or not equation.outvars:
-            return self.enter(equation, operands, frame)
-        name, aval = equation.primitive.name, array_aval(equation.outvars[0])
-        is_reached = any(operands)
-        if name == "name":
-            label = label_of(equation)
-            is_layer = label in self._layers
-            is_reached = is_reached or is_layer
-            is_narrow = is_layer and (_dtypes.is_16bit(aval.dtype) or aval.weak_type)
-            self.rounded |= {label: None} if is_narrow else {}
-            self.labels |= {label} if is_reached else set()
-        elif name in MATMULS:
-            # The author of a layer, or a rule, may return FP32.
-            is_reached = aval.dtype == _dtypes.FLOAT32 and not self._is_strict
-        elif is_reached:
-            self.meets |= sum(_is_strong_16bit(var.aval) for var in equation.invars) > 1
-        return [is_reached] * len(equation.outvars)
-
-
-def _is_strong_16bit(aval: Any) -> bool:
-    return is_float(aval) and _dtypes.is_16bit(aval.dtype) and not aval.weak_type
 
 
 _OF_MODEL = "its results are those of the model"
