@@ -20,12 +20,10 @@ from jaxmp._core._messages import warn_if_dropped
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients import _loss_scale, _value_and_grad
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
-from jaxmp._policies._required import check_required
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim import _assign, _find, _layout, _master, _skip
 from jaxmp.optim._apply import apply_update
-from jaxmp.optim._find import check_composition
 
 
 class TrainState(struct.PyTreeNode):
@@ -293,9 +291,9 @@ def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
     """Returns the step, the stored parameters and the optimizer state of step 0."""
     trainable, overwritten = _overwritten.split(params)
     trainable = jax.tree.map(_strong, trainable)
-    check_composition(jax.eval_shape(tx.init, trainable), trainable)
+    _find.check_composition(jax.eval_shape(tx.init, trainable), trainable)
     opt_state = tx.init(trainable)
-    _check_rules(opt_state, trainable)
+    _assign.check_rules(opt_state, trainable)
     stored = jax.tree.map(_fresh, _assign.store(trainable, opt_state), trainable)
     fix = (
         "state = state.replace(params=recipe.cast_params(state.params)). If another part of the "
@@ -346,22 +344,6 @@ def _fresh_array(leaf: object) -> object:
 
 def _fresh(new: Array, original: Array) -> Array:
     return _trees.copied(new) if new is original else new
-
-
-def _check_rules(opt_state: PyTree, params: PyTree) -> None:
-    """Refuses required rules that set `param_dtype` by path and match no parameter."""
-    paths = set()
-    for names, _ in _trees.leaves_with_path(params):
-        inside = _trees.rule_names(params, names)
-        paths.add(_trees.parameter_path(inside))
-        paths.update("/".join(inside[:i]) for i in range(len(inside)))
-    for node in _layout.master_states(opt_state):
-        policies = node.layout.policies
-        if policies is not None:
-            rules = [
-                r for r in policies.rules if r.param_dtype is not None and r.module_type is None
-            ]
-            check_required(policies, sorted(paths), rules)
 
 
 # ---------------------------------------------------------------------------
