@@ -24,18 +24,6 @@ from jaxmp._flax import _linen_interceptor
 from jaxmp._flax._casts import cast_outputs, resolve_module
 from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._linen_fields import LINEN_LAYERS, author_fields
-from jaxmp._flax._linen_interceptor import (
-    Path,
-    Plain,
-    PolicyInterceptor,
-    Root,
-    add_policy_state,
-    check_required_rules,
-    is_by_path,
-    key_scopes,
-    make_root,
-    modules_in,
-)
 from jaxmp._flax._missing_precision import low_precision_share
 from jaxmp._flax._search import ModelSearch, copied_arguments
 from jaxmp._flax._shardings import check_model, constrain_variables
@@ -132,12 +120,12 @@ def _check_unbound(model: nn.Module) -> None:
 # Wrapped classes
 # ---------------------------------------------------------------------------
 
-_classes: dict[tuple[type, _load.PolicyMap, Path], type] = {}
+_classes: dict[tuple[type, _load.PolicyMap, _linen_interceptor.Path], type] = {}
 _classes_lock = threading.Lock()
 
 
 def wrapped_class(
-    cls: type[nn.Module], policies: _load.PolicyMap, origin: Path = ()
+    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path = ()
 ) -> type[nn.Module]:
     """Returns the subclass of `cls` whose methods run under `policies`.
 
@@ -155,7 +143,9 @@ def wrapped_class(
         return _classes[key]
 
 
-def _make_class(cls: type[nn.Module], policies: _load.PolicyMap, origin: Path) -> type[nn.Module]:
+def _make_class(
+    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path
+) -> type[nn.Module]:
     members: dict[str, Any] = {name: _under_policy(cls, name) for name in _methods(cls)}
     members |= {
         # Otherwise Flax would generate them, and override those of the class.
@@ -213,28 +203,30 @@ def _entered(
       call: the call that the block is: function of the module, positional and keyword arguments;
         None for another block.
     """
-    if module.scope is None or isinstance(_compat.current_context().policies, Plain):
+    if module.scope is None or isinstance(
+        _compat.current_context().policies, _linen_interceptor.Plain
+    ):
         yield
         return
     root = _root_of(module)
     if _compat.current_context().policies == root:
         yield
         return
-    if is_by_path(root.policies):
-        key_scopes(module)
+    if _linen_interceptor.is_by_path(root.policies):
+        _linen_interceptor.key_scopes(module)
     mark = module.__dict__["_jaxmp_mark"]
     # Before the model is searched: in that trace no warning is shown.
     _device.check_device(root.policies)
     _device.check_gradient(root.policies, lambda: module.variables.get("params", {}), mark)
     decisions = None if call is None else _decisions_of(module, root, *call)
     under_policies = _compat.context(policies=root, decisions=decisions)
-    with nn.intercept_methods(PolicyInterceptor(root)), under_policies:
+    with nn.intercept_methods(_linen_interceptor.PolicyInterceptor(root)), under_policies:
         yield
 
 
 def _decisions_of(
     module: Any,
-    root: Root,
+    root: _linen_interceptor.Root,
     function: Callable[..., PyTree],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
@@ -258,9 +250,11 @@ def _decisions_of(
     return search.of_call(key, function, (args, kwargs), prepare)
 
 
-def _root_of(module: Any) -> Root:
+def _root_of(module: Any) -> _linen_interceptor.Root:
     path = module.__dict__.get("_jaxmp_root_path", module.scope.path)
-    return make_root(type(module)._jaxmp_policies, path, type(module)._jaxmp_origin)
+    return _linen_interceptor.make_root(
+        type(module)._jaxmp_policies, path, type(module)._jaxmp_origin
+    )
 
 
 def _method_of_apply(
@@ -318,7 +312,7 @@ def _lookup(module: Any, name: str, inherited: Callable[[str], Any]) -> Any:
     if name in _FLAX_NAMES or name.startswith("__") or module.scope is None:
         return inherited(name)
     active = _compat.current_context().policies
-    if isinstance(active, Plain) or active == _root_of(module):
+    if isinstance(active, _linen_interceptor.Plain) or active == _root_of(module):
         return inherited(name)
     with _entered(module):
         value = inherited(name)
@@ -327,7 +321,7 @@ def _lookup(module: Any, name: str, inherited: Callable[[str], Any]) -> Any:
 
 def _with_policies(owner: nn.Module, value: PyTree) -> PyTree:
     """Returns an attribute of a bound model for a caller outside: submodules have policies."""
-    if not modules_in(value):
+    if not _linen_interceptor.modules_in(value):
         return value
     return jax.tree.map(functools.partial(_submodule_with_policies, owner), value)
 
@@ -368,7 +362,7 @@ def _author_fields_in(module: nn.Module) -> Iterator[None]:
 def _with_submodules(module: nn.Module) -> list[nn.Module]:
     """Returns a module and the modules in its fields, at any depth."""
     values = [module.__dict__.get(field.name) for field in dataclasses.fields(module)]
-    below = [child for value in values for child in modules_in(value)]
+    below = [child for value in values for child in _linen_interceptor.modules_in(value)]
     return [module, *(part for child in below for part in _with_submodules(child))]
 
 
@@ -379,7 +373,9 @@ def _taken_out(module: Any) -> type[nn.Module]:
     return wrapped_class(cls._jaxmp_class, cls._jaxmp_policies, path)
 
 
-def _rebuild(cls: type[nn.Module], policies: _load.PolicyMap, origin: Path = ()) -> nn.Module:
+def _rebuild(
+    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path = ()
+) -> nn.Module:
     return object.__new__(wrapped_class(cls, policies, origin))
 
 
@@ -402,7 +398,7 @@ class _UnderPolicies(_Base):
         return _lookup(self, name, super().__getattr__)
 
     def __post_init__(self) -> None:
-        with _compat.context(policies=Plain()):
+        with _compat.context(policies=_linen_interceptor.Plain()):
             super().__post_init__()
         object.__setattr__(self, "_jaxmp_mark", Mark())
         object.__setattr__(self, "_jaxmp_search", ModelSearch())
@@ -415,7 +411,7 @@ class _UnderPolicies(_Base):
     def clone(self, **changes: Any) -> nn.Module:
         """Copies the module. Fields that a policy replaced have their author's values."""
         module: Any = self
-        with _compat.context(policies=Plain()), _author_fields_in(module):
+        with _compat.context(policies=_linen_interceptor.Plain()), _author_fields_in(module):
             copy = super().clone(**changes)
         kept = {"_jaxmp_shardings", "_jaxmp_mark", "_jaxmp_search"} & self.__dict__.keys()
         if module.scope is None and changes.keys() - {"parent", "name", "_deep_clone"}:
@@ -462,19 +458,21 @@ class _UnderPolicies(_Base):
 
         if "_jaxmp_tabulated" in self.__dict__:
             return init(plain=False)
-        if isinstance(_compat.current_context().policies, Plain):
+        if isinstance(_compat.current_context().policies, _linen_interceptor.Plain):
             return init(plain=True)
         if method is None:
-            check_required_rules(module, rngs, args, kwargs)
-        with _compat.context(policies=Plain()):
+            _linen_interceptor.check_required_rules(module, rngs, args, kwargs)
+        with _compat.context(policies=_linen_interceptor.Plain()):
             out, variables = init(plain=True)
-        variables = add_policy_state(module, variables, lambda: init(plain=False)[1])
+        variables = _linen_interceptor.add_policy_state(
+            module, variables, lambda: init(plain=False)[1]
+        )
         return _cast_to_output(module, out), variables
 
     def tabulate(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> str:
         """Returns Flax's table of the module under its policies."""
         called_with = {key: kwargs[key] for key in kwargs if key not in _TABULATE_OPTIONS}
-        check_required_rules(self, rngs, args, called_with)
+        _linen_interceptor.check_required_rules(self, rngs, args, called_with)
         shown: Any = self.clone()
         object.__setattr__(shown, "_jaxmp_tabulated", True)
         return super(_UnderPolicies, shown).tabulate(rngs, *args, **kwargs)

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxmp._core._dtypes import FLOAT16, FLOAT32
+from jaxmp._core import _dtypes
 from jaxmp._core._trees import Path
 from jaxmp.checkpoint import _manifest
 from jaxmp.checkpoint._description import PYTHON_NUMBERS, Description, FlatState, Leaf
@@ -320,7 +320,7 @@ def _make(action: Action, leaf: Leaf, stored: dict[str, Any], value: Any) -> Any
             return remainder
         if param is None or param.dtype != dtype:
             param = jax.jit(lambda x: x.astype(dtype))(full)
-    if dtype == FLOAT16 and bool(jnp.any(jnp.isinf(param) & jnp.isfinite(full))):
+    if dtype == _dtypes.FLOAT16 and bool(jnp.any(jnp.isinf(param) & jnp.isfinite(full))):
         raise CheckpointError(
             f"The checkpoint cannot be migrated: {leaf.path!r} has values of 65520 or more, which "
             "float16 cannot represent. Migrate to a recipe that stores parameters in bfloat16 or "
@@ -332,7 +332,7 @@ def _make(action: Action, leaf: Leaf, stored: dict[str, Any], value: Any) -> Any
 @jax.jit
 def _full_value(param: jax.Array, master: jax.Array | None = None) -> jax.Array:
     if master is None:
-        return param.astype(FLOAT32)
+        return param.astype(_dtypes.FLOAT32)
     return _master.read_master(param, master)
 
 

@@ -13,18 +13,12 @@ from jaxmp._programs import _constructs, _jaxprs
 from jaxmp._programs._locations import module_of
 from jaxmp._programs._matmuls import MATMULS
 from jaxmp._programs._operations import is_in_mesh, mesh_axes_of, sharding_of_result
+from jaxmp._tools.audit import _hlo_collectives
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
 from jaxmp._tools.audit._check_ops import is_sum
 from jaxmp._tools.audit._checks import ERROR, WARNING, Check, OpOccurrence, dtype_of, half_of
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update
-from jaxmp._tools.audit._hlo_collectives import (
-    ACTIVATION,
-    UPDATE,
-    WEIGHT,
-    WEIGHT_GRADIENT,
-    axis_names,
-)
 from jaxmp._tools.audit._labels import Reduction16Bit
 from jaxmp._tools.audit._origins import fix_expression, fix_origins
 from jaxmp._tools.audit._rows import CollectiveRow, Finding
@@ -173,8 +167,8 @@ def _split_of(constraint: Constraint, audit: Auditor) -> PartitionSpec | None:
     for number in constraint.arguments:
         spec = getattr(getattr(arrays[number], "sharding", None), "spec", None)
         if spec is not None and arrays[number].shape == operand.aval.shape:
-            kept = axis_names(getattr(result, "spec", ()))
-            return None if axis_names(spec) <= kept else spec
+            kept = _hlo_collectives.axis_names(getattr(result, "spec", ()))
+            return None if _hlo_collectives.axis_names(spec) <= kept else spec
     return None
 
 
@@ -291,7 +285,7 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
         is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF
         if not is_sum or (row.file, row.line) in reported:
             continue
-        if row.content != WEIGHT_GRADIENT:
+        if row.content != _hlo_collectives.WEIGHT_GRADIENT:
             audit.notes[sum_note(row.dtype)] = None
             continue
         size = bytes_text(row.bytes)
@@ -316,9 +310,9 @@ def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]
         has_policies = audit.context.policies is not None
         if has_policies and not requires_16_bits(audit, row.module):
             continue
-        if row.content == UPDATE and has_policies:
+        if row.content == _hlo_collectives.UPDATE and has_policies:
             updates.append(row)
-        elif row.content == WEIGHT and row.in_matmul and row.read_as not in _WIDE:
+        elif row.content == _hlo_collectives.WEIGHT and row.in_matmul and row.read_as not in _WIDE:
             size = bytes_text(row.bytes)
             message = f"{size} of weights are gathered in {row.dtype} and read in {row.read_as}."
             dtype, gather = _half_dtype([row]), gather_of(row, audit)
@@ -342,11 +336,11 @@ def check_activations(program: CompiledProgram, audit: Auditor) -> Iterator[Find
     rows = [
         row
         for row in _gathers(program)
-        if row.content == ACTIVATION
+        if row.content == _hlo_collectives.ACTIVATION
         and row.in_matmul
         and not program.fsdp_axes.isdisjoint(row.axes)
     ]
-    weights = [row for row in _gathers(program) if row.content == WEIGHT]
+    weights = [row for row in _gathers(program) if row.content == _hlo_collectives.WEIGHT]
     if _bytes(rows) > _FEW * _bytes(weights):
         axis = next(name for name in rows[0].axes if name in program.fsdp_axes)
         message = (
@@ -359,7 +353,7 @@ def check_activations(program: CompiledProgram, audit: Auditor) -> Iterator[Find
 @KEPT_WEIGHTS.on_compiled
 def check_kept_weights(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
     """Reports gathered weights that the backward pass reads."""
-    weights = [row for row in _gathers(program) if row.content == WEIGHT]
+    weights = [row for row in _gathers(program) if row.content == _hlo_collectives.WEIGHT]
     rows = [row for row in weights if row.is_kept]
     # The backward pass reads the last weights, such as those of the head, at once.
     if _bytes(rows) > _FEW * _bytes(weights):
@@ -399,7 +393,7 @@ def check_microbatches(program: CompiledProgram, audit: Auditor) -> Iterator[Fin
     rows = [
         row
         for row in _large(program.rows.collectives)
-        if row.content == WEIGHT_GRADIENT and row.in_outer_loop and row.axes
+        if row.content == _hlo_collectives.WEIGHT_GRADIENT and row.in_outer_loop and row.axes
     ]
     if loops and rows:
         length = loops[0].length
@@ -418,7 +412,11 @@ def check_microbatches(program: CompiledProgram, audit: Auditor) -> Iterator[Fin
 
 def _half_dtype(rows: Iterable[CollectiveRow]) -> str:
     """Returns the 16-bit dtype in which weights are read; "bfloat16" if there is none."""
-    dtypes = (row.read_as for row in rows if row.content == WEIGHT and row.read_as in _HALF)
+    dtypes = (
+        row.read_as
+        for row in rows
+        if row.content == _hlo_collectives.WEIGHT and row.read_as in _HALF
+    )
     return next(dtypes, "bfloat16")
 
 

@@ -17,22 +17,14 @@ from jaxmp._core import _dtypes
 from jaxmp._core._compat import Literal
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs import _constructs, _jaxprs
-from jaxmp._tools.audit import _dataflow
-from jaxmp._tools.audit._checks import (
-    Check,
-    OpOccurrence,
-    PendingFinding,
-    PendingFindings,
-    dtype_of,
-    named,
-)
+from jaxmp._tools.audit import _checks, _dataflow
 
 # ---------------------------------------------------------------------------
 # Labels
 # ---------------------------------------------------------------------------
 
 # Primitives that move elements, and the limits of a saturating cast.
-_MOVES = named(
+_MOVES = _checks.named(
     "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose rev copy slice"
     " dynamic_slice gather split unstack stack concatenate tile clamp select_n stop_gradient"
 )
@@ -53,25 +45,31 @@ _NUMBERS = itertools.count()
 class ConditionalFinding:
     """Label of a value whose finding is reported only if the value has a harmful consequence."""
 
-    check: ClassVar[Check]
+    check: ClassVar[_checks.Check]
     # The primitives that propagate the label; None: all but reductions.
     survives: ClassVar[frozenset[str] | None] = None
 
     def __init__(
-        self, op: OpOccurrence, message: str, fix: str | Callable[[], str], severity: str = ""
+        self,
+        op: _checks.OpOccurrence,
+        message: str,
+        fix: str | Callable[[], str],
+        severity: str = "",
     ) -> None:
         self.op, self.message, self.severity = op, message, severity
         self._fix = fix
         # Sets of labels are reported in this order.
         self.number = next(_NUMBERS)
-        self.finding: PendingFinding | None = None
+        self.finding: _checks.PendingFinding | None = None
 
     @functools.cached_property
     def fix(self) -> str:
         """The remedy, which may be made when it is required."""
         return self._fix if isinstance(self._fix, str) else self._fix()
 
-    def report(self, harm: str, findings: PendingFindings, flops: int | None = None) -> None:
+    def report(
+        self, harm: str, findings: _checks.PendingFindings, flops: int | None = None
+    ) -> None:
         """Reports the finding once, with its first consequence.
 
         Args:
@@ -114,7 +112,7 @@ class Summand(Fact):
 
     owner: tuple[str, ...]
     name: str
-    survives: ClassVar = _MOVES | named("add sub neg max abs")
+    survives: ClassVar = _MOVES | _checks.named("add sub neg max abs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +121,7 @@ class RoundedInput(Fact):
 
     input: FloatInput
     dtype: str
-    survives: ClassVar = _MOVES | named("mul div add sub neg")
+    survives: ClassVar = _MOVES | _checks.named("mul div add sub neg")
 
 
 class WideValue:
@@ -142,7 +140,7 @@ GATED = Stream()
 class Reduction16Bit:
     """Label of a sum over devices in 16 bits."""
 
-    def __init__(self, op: OpOccurrence, is_gradient: bool) -> None:
+    def __init__(self, op: _checks.OpOccurrence, is_gradient: bool) -> None:
         self.op, self.is_gradient = op, is_gradient
         # True if a matmul of the backward pass reads the sum.
         self.is_activation = False
@@ -154,7 +152,7 @@ class Logits(NamedTuple):
     The matmul computes the logits of attention if a softmax follows.
     """
 
-    op: OpOccurrence
+    op: _checks.OpOccurrence
     normalized: bool = False
 
 
@@ -171,18 +169,18 @@ _PROPAGATED_BY_ALL = _ONLY_GRADIENT
 
 # Primitives that propagate `Logits`, besides those that the op table runs in the widest operand
 # dtype or in the dtype of the operand.
-_KEEPS_LOGITS = named("convert_element_type exp exp2 stop_gradient")
+_KEEPS_LOGITS = _checks.named("convert_element_type exp exp2 stop_gradient")
 # Primitives that combine elements, so that a promoted array ends there.
-REDUCES = named(
+REDUCES = _checks.named(
     "reduce_sum reduce_prod reduce_max reduce_min argmax argmin dot_general conv_general_dilated"
     " ragged_dot_general reduce_window_sum reduce_window_max"
 )
-_BREAKS = named(
+_BREAKS = _checks.named(
     "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
     " gt ge dynamic_slice"
 )
 # Frequent primitives after which a gradient has no other label.
-_PLAIN = named(
+_PLAIN = _checks.named(
     "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
 )
 # Labels that special rules propagate.
@@ -269,7 +267,7 @@ class Flow:
         """Copies the labels of results out of a sub-jaxpr."""
         self.copy(inner.jaxpr.outvars, inner.results)
 
-    def step(self, op: OpOccurrence, *, is_call: bool = False) -> None:
+    def step(self, op: _checks.OpOccurrence, *, is_call: bool = False) -> None:
         """Labels the results of an equation.
 
         Args:
@@ -293,7 +291,7 @@ class Flow:
             kept -= {_dataflow.GRADIENT}
         self._label_results(equation, kept)
 
-    def _read(self, op: OpOccurrence, is_call: bool) -> Labels:
+    def _read(self, op: _checks.OpOccurrence, is_call: bool) -> Labels:
         """Returns the labels of the operands, as the operation reads them."""
         equation, phase = op.equation, op.location.phase
         labels = self.of_all(equation.invars)
@@ -312,7 +310,7 @@ class Flow:
         is_chosen = self.has_float16 and _dataflow.is_chosen_scale(equation)
         return labels | {_dataflow.SCALAR} if is_chosen else labels
 
-    def _specials_after(self, op: OpOccurrence, special: Labels) -> Labels:
+    def _specials_after(self, op: _checks.OpOccurrence, special: Labels) -> Labels:
         if not special:
             return _NONE
         phase, moved = op.location.phase, self._of_moved(op)
@@ -329,7 +327,7 @@ class Flow:
     def _label_results(self, equation: _jaxprs.Equation, labels: Labels) -> None:
         narrow = None
         for var in equation.outvars:
-            if not labels or dtype_of(var) in (_dtypes.FLOAT32, _dtypes.FLOAT64):
+            if not labels or _checks.dtype_of(var) in (_dtypes.FLOAT32, _dtypes.FLOAT64):
                 self._labels[var] = labels
                 continue
             if narrow is None:
@@ -351,7 +349,7 @@ class Flow:
             self._chosen[rule, labels] = chosen
         return chosen
 
-    def _of_moved(self, op: OpOccurrence) -> Labels | None:
+    def _of_moved(self, op: _checks.OpOccurrence) -> Labels | None:
         """Returns the labels of the operands that `op` selects from; None for other operations."""
         operands = op.equation.invars
         if op.name in ("gather", "dynamic_slice"):
@@ -404,7 +402,7 @@ def _survives(cls: type, name: str) -> bool:
 
 
 def _after_cast(labels: Labels, equation: _jaxprs.Equation) -> Labels:
-    source, target = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
+    source, target = _checks.dtype_of(equation.invars[0]), _checks.dtype_of(equation.outvars[0])
     if target == _dtypes.FLOAT32 and _dtypes.is_16bit(source):
         return labels | {WAS_16_BITS}
     if source == _dtypes.FLOAT32 and _dtypes.is_16bit(target):
