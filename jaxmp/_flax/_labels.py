@@ -120,9 +120,8 @@ def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -
     if isinstance(labeling, Labeling):
         traits, dtype = module_policy.traits, module_policy.policy.compute_dtype
         # Those of Flax's layers that do not are meant to be in FP32.
-        is_low = _dtypes.is_16bit(dtype) and not (
-            traits.is_norm or traits.upcasts_params or traits.dtype
-        )
+        is_fp32 = traits.is_norm or traits.upcasts_params or traits.dtype
+        is_low = _dtypes.is_16bit(dtype) and not is_fp32
         module = CalledModule(module_policy.cls.__name__, "" if is_forward else method, is_low)
         labeling.modules[module_policy.resolved.path] = module
 

@@ -170,9 +170,8 @@ def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any
     else:
         function = wide if dot.function is None else _fp8_layers.wide_operator(dot.function, wide)
     fields: dict[str, Any] = {dot.name: function}
-    keeps_kernel = resolved.scaling is not None and _fp8_layers.quantizes_float32_kernels(
-        resolved.scaling
-    )
+    scaling = resolved.scaling
+    keeps_kernel = scaling is not None and _fp8_layers.quantizes_float32_kernels(scaling)
     keeps_kernel = keeps_kernel and dot.fp8 is not None
     if (wide is not None or keeps_kernel) and hasattr(module, "promote_dtype"):
         fields["promote_dtype"] = _fp8_layers.Promotion(wide, keeps_kernel)
@@ -183,9 +182,8 @@ def _has_default_dot(module: nn.Module, name: str) -> bool:
     value = getattr(module, name)
     defaults = {field.name: field.default for field in dataclasses.fields(module)}
     # A clone, such as `nn.remat` makes, has the dot of its original, but another state.
-    is_default = value is defaults[name] or isinstance(
-        value, (_fp8_layers.LayerDot, _fp8_layers.LayerEinsum)
-    )
+    own = _fp8_layers.LayerDot, _fp8_layers.LayerEinsum
+    is_default = value is defaults[name] or isinstance(value, own)
     return is_default and getattr(module, f"{name}_cls", None) is None
 
 

@@ -203,13 +203,12 @@ def _entered(
       call: the call that the block is: function of the module, positional and keyword arguments;
         None for another block.
     """
-    if module.scope is None or isinstance(
-        _compat.current_context().policies, _linen_interceptor.Plain
-    ):
+    policies = _compat.current_context().policies
+    if module.scope is None or isinstance(policies, _linen_interceptor.Plain):
         yield
         return
     root = _root_of(module)
-    if _compat.current_context().policies == root:
+    if policies == root:
         yield
         return
     if _linen_interceptor.is_by_path(root.policies):

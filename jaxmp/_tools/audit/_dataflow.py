@@ -289,9 +289,8 @@ def _is_neutral(var: _jaxprs.Atom, op: OpOccurrence) -> bool:
     In a backward pass, such are all summands that are not proportional to the scale.
     """
     source = op.body.source_of(var, named("broadcast_in_dim square neg convert_element_type"))
-    is_constant = _jaxprs.is_literal(source) and not np.any(
-        np.isfinite(source.val) & (np.abs(source.val) > 1e-3)
-    )
+    is_large = lambda value: np.any(np.isfinite(value) & (np.abs(value) > 1e-3))
+    is_constant = _jaxprs.is_literal(source) and not is_large(source.val)
     return op.location.phase == _jaxprs.BACKWARD or is_constant
 
 
