@@ -293,7 +293,7 @@ def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
     trainable = jax.tree.map(_strong, trainable)
     _find.check_composition(jax.eval_shape(tx.init, trainable), trainable)
     opt_state = tx.init(trainable)
-    _assign.check_rules(opt_state, trainable)
+    _assign.check_master_rules(opt_state, trainable)
     stored = jax.tree.map(_fresh, _assign.store(trainable, opt_state), trainable)
     fix = (
         "state = state.replace(params=recipe.cast_params(state.params)). If another part of the "

@@ -270,7 +270,7 @@ def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> No
     )
 
 
-def check_rules(opt_state: PyTree, params: PyTree) -> None:
+def check_master_rules(opt_state: PyTree, params: PyTree) -> None:
     """Refuses required rules of masters that set `param_dtype` by path and match no parameter."""
     paths = set()
     for names, _ in _trees.leaves_with_path(params):
