@@ -109,8 +109,13 @@ def _members(module: nnx.Module) -> list[tuple[Path, Any]]:
     ]
 
 
-def _paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
-    """Returns all paths that a rule can match."""
+def paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
+    """Returns every path that a rule can match; a shared module has each of its paths.
+
+    Returns:
+      A dict from module path to the module's class, `''` being the model itself, and from
+      `path:name` to None for every parameter.
+    """
     paths: dict[str, type | None] = {}
     for entry in entries:
         for path in entry.paths:
@@ -166,7 +171,7 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
     by_path = {} if shardings is None else _shardings.shardings_by_path(shardings, "shardings")
     entries = find_modules(model)
     _check_shardings(model, by_path)
-    _required.check_required(policies, _paths_of(entries))
+    _required.check_required(policies, paths_of(entries))
     _check_shared(entries, policies)
     copy = nnx.clone(model, variables=False)
     for entry in find_modules(copy):
@@ -177,17 +182,6 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
     for entry in copies:
         bind(entry.module, policies, _deciding_path(entry, policies))
     return copy
-
-
-def module_paths(model: nnx.Module) -> dict[str, type | None]:
-    """Lists every path that a rule can match in a model.
-
-    Returns:
-      A dict from module path to the module's class, `''` being the model itself, and from
-      `path:name` to None for every parameter. A shared module is listed under each of its paths.
-    """
-    check_model(model, nnx.Module)
-    return _paths_of(find_modules(model))
 
 
 def explain_model(
@@ -208,9 +202,11 @@ def explain_model(
       RuleError: if a required rule matches nothing.
       AttentionError: if a mask contradicts its declaration.
     """
-    policies, paths = _load.as_policy_map(recipe), module_paths(model)
+    check_model(model, nnx.Module)
+    policies, entries = _load.as_policy_map(recipe), find_modules(model)
+    paths = paths_of(entries)
     _required.check_required(policies, paths)
-    modules = ((path, entry.module) for entry in find_modules(model) for path in entry.paths)
+    modules = ((path, entry.module) for entry in entries for path in entry.paths)
     outputs = {"/".join(path): NNX_LAYERS.outputs(module) for path, module in modules}
     if not args and not kwargs:
         return _required.explain_modules(policies, paths, outputs), None, ()
