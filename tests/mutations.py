@@ -933,7 +933,7 @@ MUTATIONS = [
     Mutation(
         "the cast at a module boundary overflows",
         "jaxmp/_flax/_method_call.py",
-        "    return leaf if is_number else saturating_cast(leaf, dtype)",
+        "    return leaf if is_number else _trees.saturating_cast(leaf, dtype)",
         "    return leaf if is_number else cast(leaf, dtype)",
         ("test_boundary.py::test_rows_that_a_finite_mask_hides_stay_finite",),
     ),

@@ -20,8 +20,7 @@ from jax import lax
 
 from jaxmp._attention import _arguments
 from jaxmp._attention._arguments import NO_KEY, AttentionArguments, AttentionSettings
-from jaxmp._core import _compat
-from jaxmp._core._dtypes import wide_dtype
+from jaxmp._core import _compat, _dtypes
 from jaxmp._core._typing import PyTree
 
 # Largest and smallest number of positions per block, and of logits at a time (64 MiB in FP32).
@@ -165,7 +164,7 @@ class _Blocks:
     def __init__(self, shape: _Shape, operands: AttentionArguments) -> None:
         self.shape, self.settings, self.operands = shape, operands.settings, operands
         self.dtype = operands.query.dtype
-        self.wide = wide_dtype(self.dtype)
+        self.wide = _dtypes.wide_dtype(self.dtype)
         self.query = _split(operands.query, shape.query_block, shape.query_blocks, shape)
         self.key = _split(operands.key, shape.key_block, shape.key_blocks, shape)[:, :, :, 0]
         self.value = _split(operands.value, shape.key_block, shape.key_blocks, shape)[:, :, :, 0]

@@ -26,8 +26,7 @@ from jaxmp._autocast._explain import AutocastExplanation, Recorder
 from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._resolve import make_config, trace
 from jaxmp._core import _messages
-from jaxmp._policies import _device
-from jaxmp._policies._load import RecipeLike
+from jaxmp._policies import _device, _load
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs._locations import FULL_PRECISION
 from jaxmp.fp8 import _explain
@@ -55,7 +54,7 @@ def full_precision() -> Iterator[None]:
 
 
 def autocast(
-    fn: Callable[P, R], recipe: RecipeLike, *, ops: Mapping[str, str] | OpTable | None = None
+    fn: Callable[P, R], recipe: _load.RecipeLike, *, ops: Mapping[str, str] | OpTable | None = None
 ) -> Callable[P, R]:
     """Returns `fn` with each operation in a dtype chosen for it; the results keep their dtypes.
 
@@ -121,7 +120,7 @@ def autocast(
 
 
 def explain_operations(
-    fn: Callable[..., Any], recipe: RecipeLike, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fn: Callable[..., Any], recipe: _load.RecipeLike, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AutocastExplanation:
     """Lists each matmul and convolution of a function under `autocast`, its dtype and the reason.
 

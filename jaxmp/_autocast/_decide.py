@@ -30,9 +30,8 @@ from jaxmp._autocast._values import (
 from jaxmp._core import _compat, _dtypes
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._policies._resolve import narrow_reason
-from jaxmp._programs import _analysis, _jaxprs
+from jaxmp._programs import _analysis, _jaxprs, _matmuls
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._matmuls import is_outer_product
 from jaxmp._programs._operations import arithmetic_of, is_unique, new_dtype_of
 from jaxmp._programs._uses import SENSITIVE, Use
 
@@ -245,7 +244,7 @@ def decide(
     if category == "fp32" or policy.is_fp32 or _leads_to_fp32(equation, env):
         reason = reason if category == "fp32" else policy.reason
         return Decision(_dtypes.FLOAT32, Priority.COMPUTED, reason)
-    if is_outer_product(equation):
+    if _matmuls.is_outer_product(equation):
         reason = "an outer product, which sums nothing, keeps its wider operand"
     if (
         use & SENSITIVE

@@ -14,12 +14,10 @@ import numpy as np
 from jaxmp._autocast._decide import Decision
 from jaxmp._autocast._resolve import AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import is_castable_aval
-from jaxmp._core import _explanation
+from jaxmp._core import _dtypes, _explanation
 from jaxmp._core._compat import JaxprEqn
-from jaxmp._core._dtypes import bits
 from jaxmp._core._typing import Array
-from jaxmp._programs import _constructs, _jaxprs, _matmuls
-from jaxmp._programs._locations import Lines
+from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls
 
 IN_RULE = "inside a custom_vjp, which runs as its author wrote it"
 # Kernels. Their jaxprs compute on blocks of the operands, so the shapes inside do not give the
@@ -59,7 +57,7 @@ class AutocastDecision(_explanation.ExplanationRow):
     def is_low(self) -> bool:
         """True if both operands are floating-point and have at most 16 bits."""
         dtypes = [jnp.dtype(name) for name in self.dtype.split(" x ")]
-        return all(jnp.issubdtype(d, jnp.floating) and bits(d) <= 16 for d in dtypes)
+        return all(jnp.issubdtype(d, jnp.floating) and _dtypes.bits(d) <= 16 for d in dtypes)
 
     def cells(self) -> tuple[str, ...]:
         times = f"{self.count} x " if self.count > 1 else ""
@@ -118,7 +116,7 @@ class Recorder:
         self.config = config
         self._rows: dict[AutocastDecision, list[int]] = {}
         self._notes: dict[str, None] = {}
-        self._lines = Lines()
+        self._lines = _locations.Lines()
         # Enclosing equations, the innermost first.
         self._enclosing: tuple[Any, ...] = ()
         # Number of executions, and pass, of the innermost enclosing equation.

@@ -10,21 +10,17 @@ from jax import lax
 from jaxmp._autocast._decide import Decision
 from jaxmp._autocast._resolve import IN_CUSTOM_VJP, AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import Value, is_matmul, kernel_of
-from jaxmp._core import _wide
-from jaxmp._core._compat import JaxprEqn, target
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._trees import cast
+from jaxmp._core import _compat, _dtypes, _trees, _wide
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._policies._device import matmul_precision
-from jaxmp._programs import _jaxprs, _operations
-from jaxmp._programs._bind import bind
+from jaxmp._programs import _bind, _jaxprs, _operations
 from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp.fp8 import _explain as fp8_explain
 from jaxmp.fp8._dot_general import dot_general
 
 
 def multiply(
-    equation: JaxprEqn,
+    equation: _compat.JaxprEqn,
     arrays: list[Array],
     decision: Decision,
     policy: ScopePolicy,
@@ -41,29 +37,29 @@ def multiply(
     """
     options, dtype, wide = _operations.arithmetic_of(equation), decision.dtype, decision.result
     if options is None:
-        out = bind(equation, arrays)
-        return out if wide == dtype else cast(out, wide)
+        out = _bind.bind(equation, arrays)
+        return out if wide == dtype else _trees.cast(out, wide)
     if in_fp8 is not None:
         dot = tuple(_operations.dot_of(equation))
         return in_fp8(*arrays, dot, options.precision, wide, out_sharding=options.out_sharding)
     changes: dict[str, Any] = {"preferred_element_type": dtype}
     precision = matmul_precision(policy.policy, None)
-    if not is_16bit(dtype) and options.precision is None and precision is not None:
+    if not _dtypes.is_16bit(dtype) and options.precision is None and precision is not None:
         changes["precision"] = (lax.Precision(precision),) * 2
     if wide == dtype:
-        return bind(equation, arrays, **changes)
+        return _bind.bind(equation, arrays, **changes)
 
     def matmul(*operands: Array, preferred_element_type: DTypeLike = dtype) -> Array:
-        product = lambda *arrays, **dtypes: bind(equation, list(arrays), **dtypes)
+        product = lambda *arrays, **dtypes: _bind.bind(equation, list(arrays), **dtypes)
         # XLA's CPU compiler has no kernel for all such gradients of weights.
-        if preferred_element_type != dtype and target() == "cpu" and _is_of_rows(equation):
+        if preferred_element_type != dtype and _compat.target() == "cpu" and _is_of_rows(equation):
             return _wide.widened_product(product, *operands)
         return product(*operands, preferred_element_type=preferred_element_type)
 
     return _wide.wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
 
 
-def _is_of_rows(equation: JaxprEqn) -> bool:
+def _is_of_rows(equation: _compat.JaxprEqn) -> bool:
     """Returns True for the gradient of the weight of a layer, if its inputs have several rows."""
     rows = _operations.dot_of(equation).contracted[0] if is_matmul(equation) else ()
     return len(rows) > 1 and _jaxprs.array_aval(equation.invars[0]).ndim - 1 not in rows
@@ -71,7 +67,7 @@ def _is_of_rows(equation: JaxprEqn) -> bool:
 
 def fp8_product(
     config: AutocastConfig,
-    equation: JaxprEqn,
+    equation: _compat.JaxprEqn,
     values: Sequence[Value],
     scope_path: _jaxprs.Path,
     why: str,
@@ -93,7 +89,7 @@ def fp8_product(
 
 
 def explain_products_inside(
-    config: AutocastConfig, equation: JaxprEqn, scope_path: _jaxprs.Path
+    config: AutocastConfig, equation: _compat.JaxprEqn, scope_path: _jaxprs.Path
 ) -> None:
     """Records for `explain` the matmuls of an equation that runs as its author wrote it."""
     inside = (each for inner in sub_jaxprs(equation) for each in _jaxprs.equations(inner))
@@ -104,7 +100,7 @@ def explain_products_inside(
 
 def _decide_fp8(
     config: AutocastConfig,
-    equation: JaxprEqn,
+    equation: _compat.JaxprEqn,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     scope_path: _jaxprs.Path,
     kernel: int,

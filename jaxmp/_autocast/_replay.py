@@ -23,13 +23,11 @@ from jaxmp._autocast._values import (
     wrap,
 )
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, is_in_custom_vjp, jaxpr_body
-from jaxmp._programs import _constructs, _jaxprs, _uses
-from jaxmp._programs._bind import bind
-from jaxmp._programs._in_place import InPlace
+from jaxmp._programs import _bind, _constructs, _in_place, _jaxprs, _uses
 from jaxmp._programs._interpreter import Frame, Place
 
 
-class Autocast(InPlace):
+class Autocast(_in_place.InPlace):
     """Interpreter of one traced function, whose values are arrays with priorities.
 
     Args:
@@ -183,7 +181,7 @@ class Autocast(InPlace):
         if decision.result is not None:
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
-            out = bind(equation, arrays)
+            out = _bind.bind(equation, arrays)
         results = wrap(equation, out, decision.priority)
         if decision.priority is Priority.CONSTANT and len(results) == 1:
             results = [dataclasses.replace(results[0], scalar=scalar_of(equation, values))]
@@ -198,7 +196,7 @@ class Autocast(InPlace):
         policy = self.config.scope_policy((*scope_path, _resolve.IN_CUSTOM_VJP))
         if policy.uses_fp8 and self.lists_calls:
             _products.explain_products_inside(self.config, equation, scope_path)
-        return wrap(equation, bind(equation, env.recorded(equation, values)))
+        return wrap(equation, _bind.bind(equation, env.recorded(equation, values)))
 
     # -- jaxprs inside equations ------------------------------------------------------------
 

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp._core import _compat, _dtypes
-from jaxmp._policies import _load, _resolve
-from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._policy import Policy
+from jaxmp._policies import _load, _op_table, _policy, _resolve
 from jaxmp._policies._required import check_module_dtypes, check_required
 from jaxmp._programs._bind import SCATTERS
 from jaxmp._programs._constructs import sub_jaxprs
@@ -59,7 +57,7 @@ class ScopePolicy:
       reason: the rule that decides, or the default policy, as text.
     """
 
-    policy: Policy
+    policy: _policy.Policy
     wide_output: np.dtype | None
     is_full_precision: bool
     uses_fp8: bool
@@ -90,7 +88,7 @@ class AutocastConfig:
       CompositionError: if the FP8 scaling is stateful.
     """
 
-    def __init__(self, policies: _load.PolicyMap, ops: OpTable) -> None:
+    def __init__(self, policies: _load.PolicyMap, ops: _op_table.OpTable) -> None:
         check_module_dtypes(policies)
         for rule in policies.rules:
             if rule.module_type is not None and rule.required:
@@ -211,7 +209,7 @@ def is_traced_by_autocast() -> bool:
 def make_config(
     fn: Callable[..., Any],
     recipe: _load.RecipeLike,
-    ops: Mapping[str, str] | OpTable | None,
+    ops: Mapping[str, str] | _op_table.OpTable | None,
     name: str,
 ) -> AutocastConfig:
     """Checks the arguments of the public function `name` and returns them as `AutocastConfig`.

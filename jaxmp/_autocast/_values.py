@@ -16,9 +16,7 @@ from jax.core import AbstractValue, ShapedArray
 from jaxmp._core import _dtypes, _trees, _wide
 from jaxmp._core._compat import JaxprEqn, Literal
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._programs import _matmuls
-from jaxmp._programs._jaxprs import array_aval
-from jaxmp._programs._operations import dot_of
+from jaxmp._programs import _jaxprs, _matmuls, _operations
 
 
 class Priority(enum.IntEnum):
@@ -70,7 +68,7 @@ def literal_value(var: Literal) -> Value:
     """Returns the value of a literal."""
     if not hasattr(var.aval, "dtype"):
         return Value(var.val, Priority.CONSTANT)
-    number = np.asarray(var.val, array_aval(var).dtype)
+    number = np.asarray(var.val, _jaxprs.array_aval(var).dtype)
     return Value(number, Priority.CONSTANT, None if number.ndim else number)
 
 
@@ -181,7 +179,7 @@ def outputs_of(equation: JaxprEqn, values: Sequence[Value]) -> int | None:
     computed = [value.priority >= Priority.NARROW for value in values]
     if computed[kernel]:
         return None
-    dot = dot_of(equation)
+    dot = _operations.dot_of(equation)
     used = {*dot.contracted[kernel], *dot.batch[kernel]}
     free = [n for axis, n in enumerate(values[kernel].array.shape) if axis not in used]
     return math.prod(free) if free or any(computed) else None

@@ -16,10 +16,7 @@ from jaxmp._core._dtypes import FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, is_float, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._flax._layer_table import LayerTraits, author_class, is_flax
-from jaxmp._policies import _patterns, _resolve
-from jaxmp._policies._device import computes_in
-from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._policy import Policy
+from jaxmp._policies import _device, _load, _patterns, _policy, _resolve
 
 # ---------------------------------------------------------------------------
 # Policies of modules
@@ -47,8 +44,8 @@ class ModulePolicy:
     resolved: _resolve.ResolvedPolicy
     traits: LayerTraits
     cls: type
-    policies: PolicyMap
-    policy: Policy
+    policies: _load.PolicyMap
+    policy: _policy.Policy
     upcast_dtype: np.dtype
     input_dtype: np.dtype
     field_dtype: np.dtype
@@ -87,7 +84,7 @@ def _is_method_of_flax(cls: type, method: str) -> bool:
 
 
 def resolve_module(
-    policies: PolicyMap,
+    policies: _load.PolicyMap,
     path: tuple[str, ...],
     cls: type,
     traits: LayerTraits,
@@ -183,9 +180,9 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 @functools.cache
-def computes_in_16_bits(policies: PolicyMap) -> bool:
+def computes_in_16_bits(policies: _load.PolicyMap) -> bool:
     """Returns True if the default policy or a rule computes in 16 bits."""
-    return any(computes_in(policies, np.dtype(each)) for each in (jnp.bfloat16, np.float16))
+    return any(_device.computes_in(policies, np.dtype(each)) for each in (jnp.bfloat16, np.float16))
 
 
 def cast_outputs(

@@ -16,12 +16,10 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from jaxmp._core import _dtypes
+from jaxmp._core import _dtypes, _wide
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._core._wide import wide_product
 from jaxmp.errors import CompositionError, JaxmpError
-from jaxmp.fp8 import _einsum, _scaling, _state
-from jaxmp.fp8._dims import make_dims
+from jaxmp.fp8 import _dims, _einsum, _scaling, _state
 from jaxmp.fp8._dot_general import dot_general
 from jaxmp.fp8._explain import decide, excluded
 from jaxmp.fp8._overwritten import OVERWRITE
@@ -86,7 +84,7 @@ class LayerDot(_LayerFunction):
         preferred_element_type: DTypeLike | None = None,
         **options: Any,
     ) -> jax.Array:
-        dims = make_dims(lhs, rhs, dimension_numbers)
+        dims = _dims.make_dims(lhs, rhs, dimension_numbers)
         k, n = (
             math.prod(rhs.shape[axis] for axis in axes) for axes in (dims.contract[1], dims.free(1))
         )
@@ -153,7 +151,7 @@ def _plain(
     if _keeps_kernel(lhs.dtype, rhs.dtype):
         rhs = lax.convert_element_type(rhs, lhs.dtype)
     if wide is not None and lhs.dtype == rhs.dtype != wide:
-        return wide_product(product, lhs, rhs, wide)
+        return _wide.wide_product(product, lhs, rhs, wide)
     return product(lhs, rhs, preferred_element_type=preferred)
 
 
@@ -247,7 +245,7 @@ def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., 
             options = {**kwargs, "preferred_element_type": preferred_element_type}
             return product(*equation, lhs, rhs, *more, **options)
 
-        return wide_product(bound, lhs, rhs, wide)
+        return _wide.wide_product(bound, lhs, rhs, wide)
 
     return operator
 

@@ -13,18 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._core import _compat, _dtypes
-from jaxmp._core._trees import is_float
+from jaxmp._core import _compat, _dtypes, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import IsLeaf, ModulePolicy
 from jaxmp._flax._layer_table import LayerTraits, author_class
-from jaxmp._programs import _uses
-from jaxmp._programs._analysis import Forward
+from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations, _uses
 from jaxmp._programs._constructs import Form, form_of, scan_of, sub_jaxprs
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._jaxprs import array_aval
-from jaxmp._programs._matmuls import MATMULS
-from jaxmp._programs._operations import label_of
 
 
 class CalledModule(NamedTuple):
@@ -141,7 +136,7 @@ class LabelUses(_uses.Uses):
     def equation(self, equation: _compat.JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         name = equation.primitive.name
         if name == "name":
-            label = label_of(equation)
+            label = _operations.label_of(equation)
             self.of_labels[label] = self.of_labels.get(label, _uses.Use.NONE) | results[0]
         form = form_of(equation)
         if form in (Form.SCAN, Form.WHILE, Form.BRANCH) or name == "dynamic_update_slice":
@@ -150,7 +145,7 @@ class LabelUses(_uses.Uses):
         return super().equation(equation, results, frame)
 
 
-class Reached(Forward):
+class Reached(_analysis.Forward):
     """Finds the labels of values that are computed from FP32 sums, without another matmul.
 
     Args:
@@ -174,16 +169,16 @@ class Reached(Forward):
     def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         if sub_jaxprs(equation) or not equation.outvars:
             return self.enter(equation, operands, frame)
-        name, aval = equation.primitive.name, array_aval(equation.outvars[0])
+        name, aval = equation.primitive.name, _jaxprs.array_aval(equation.outvars[0])
         is_reached = any(operands)
         if name == "name":
-            label = label_of(equation)
+            label = _operations.label_of(equation)
             is_layer = label in self._layers
             is_reached = is_reached or is_layer
             is_narrow = is_layer and (_dtypes.is_16bit(aval.dtype) or aval.weak_type)
             self.rounded |= {label: None} if is_narrow else {}
             self.labels |= {label} if is_reached else set()
-        elif name in MATMULS:
+        elif name in _matmuls.MATMULS:
             # The author of a layer, or a rule, may return FP32.
             is_reached = aval.dtype == _dtypes.FLOAT32 and not self._is_strict
         elif is_reached:
@@ -192,4 +187,4 @@ class Reached(Forward):
 
 
 def _is_strong_16bit(aval: Any) -> bool:
-    return is_float(aval) and _dtypes.is_16bit(aval.dtype) and not aval.weak_type
+    return _trees.is_float(aval) and _dtypes.is_16bit(aval.dtype) and not aval.weak_type

@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _dtypes
-from jaxmp._core._trees import saturating_cast
+from jaxmp._core import _dtypes, _trees
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._flax import _casts, _labels, _missing_precision
 from jaxmp._programs import _jaxprs
@@ -229,7 +228,7 @@ def cast_inputs(
 def _cast_input(leaf: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
     """Casts an argument, unless `jit` made it from a Python number, which has no dtype."""
     is_number = jnp.ndim(leaf) == 0 and getattr(leaf, "weak_type", False)
-    return leaf if is_number else saturating_cast(leaf, dtype)
+    return leaf if is_number else _trees.saturating_cast(leaf, dtype)
 
 
 _NOTE = "jaxmp: "

@@ -18,11 +18,9 @@ from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._labels import PREFIX, RESULT, CalledModule, Labeling, label_owner
 from jaxmp._flax._layer_table import CONV
-from jaxmp._programs import _jaxprs, _matmuls, _operations
-from jaxmp._programs._analysis import Forward
+from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations, _uses
 from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._locations import Lines
-from jaxmp._programs._uses import EXACT
 from jaxmp.fp8 import _explain
 
 
@@ -54,7 +52,7 @@ def _shape_of(leaf: object) -> object:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
-class _WeightMatmuls(Forward):
+class _WeightMatmuls(_analysis.Forward):
     """Finds the FP32 matmuls whose operand is a weight: an argument or constant, also if cast."""
 
     nothing = False
@@ -77,7 +75,7 @@ class _WeightMatmuls(Forward):
             if _dtypes.FLOAT32 in (matmul.lhs, matmul.rhs) and path in self._modules:
                 self.found[not self._modules[path].is_low][path] = matmul.flops, equation
             return [False]
-        if name in EXACT:
+        if name in _uses.EXACT:
             return [any(operands)] * len(equation.outvars)
         is_converted = _operations.name_of(equation) == _wide.WIDENED_MATMUL
         return [False] if is_converted else self.enter(equation, operands, frame)

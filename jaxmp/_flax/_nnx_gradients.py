@@ -28,8 +28,7 @@ from jaxmp._flax._nnx_writes import (
     take_objects,
 )
 from jaxmp._flax._shardings import constrain_variable
-from jaxmp._gradients import _value_and_grad
-from jaxmp._gradients._dynamic_loss_scale import LossScaleLike
+from jaxmp._gradients import _dynamic_loss_scale, _value_and_grad
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 
@@ -42,7 +41,7 @@ def value_and_grad(
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     *,
-    loss_scale: LossScaleLike = None,
+    loss_scale: _dynamic_loss_scale.LossScaleLike = None,
     wrt: Filter = nnx.Param,
     **options: Any,
 ) -> Callable[..., Any]:

@@ -22,8 +22,7 @@ from jaxmp._flax._layer_table import (
     is_flax,
 )
 from jaxmp.errors import CompositionError
-from jaxmp.fp8 import _state
-from jaxmp.fp8._overwritten import OVERWRITE
+from jaxmp.fp8 import _overwritten, _state
 
 # ---------------------------------------------------------------------------
 # Sizes of kernels
@@ -157,7 +156,7 @@ def trained(wrt: Filter) -> Filter:
 
 
 # A bridge may have converted a Linen model with such a state before this module was imported.
-nnx.register_variable_name(OVERWRITE, OverwriteWithGradient, overwrite=True)
+nnx.register_variable_name(_overwritten.OVERWRITE, OverwriteWithGradient, overwrite=True)
 
 
 def is_stateful(value: object) -> TypeGuard[LayerDot | LayerEinsum]:

@@ -13,8 +13,7 @@ import numpy as np
 from flax import linen, nnx
 from jax.sharding import NamedSharding
 
-from jaxmp._core import _shardings, _trees
-from jaxmp._core._dtypes import short_name
+from jaxmp._core import _dtypes, _shardings, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._missing_precision import low_precision_share
@@ -257,7 +256,7 @@ def _check_shared_module(entry: ModuleEntry, policies: _load.PolicyMap) -> None:
     rules = {path: each.rule if each.rule_names_output else None for path, each in resolved.items()}
     required = [rule for rule in rules.values() if rule is not None and rule.required]
     if required:
-        output = f"o={short_name(required[0].output_dtype)}"
+        output = f"o={_dtypes.short_name(required[0].output_dtype)}"
         outputs = {path: output if rule else "the compute dtype" for path, rule in rules.items()}
         _check_equal(name, outputs, output)
 

@@ -15,15 +15,12 @@ import optax
 from flax import serialization, struct
 from jax.core import Tracer
 
-from jaxmp._core import _trees
-from jaxmp._core._messages import warn_if_dropped
+from jaxmp._core import _messages, _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._gradients import _loss_scale, _value_and_grad
-from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
+from jaxmp._gradients import _dynamic_loss_scale, _loss_scale, _value_and_grad
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim import _assign, _find, _layout, _master, _skip
-from jaxmp.optim._apply import apply_update
+from jaxmp.optim import _apply, _assign, _find, _layout, _master, _skip
 
 
 class TrainState(struct.PyTreeNode):
@@ -180,7 +177,7 @@ class TrainState(struct.PyTreeNode):
         self._check_mutables(mutables)
         params, old_overwritten = _overwritten.split(self.params)
         grads, overwritten = _overwritten.split(grads)
-        new_params, opt_state, applied = apply_update(
+        new_params, opt_state, applied = _apply.apply_update(
             self.tx, grads, self.opt_state, params, **(extra_args or {})
         )
         if applied is not None:
@@ -194,7 +191,7 @@ class TrainState(struct.PyTreeNode):
             opt_state=opt_state,
             **mutables,
         )
-        return warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
+        return _messages.warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
 
     def _check_mutables(self, mutables: dict[str, Any]) -> None:
         for name, value in mutables.items():
@@ -366,6 +363,6 @@ for _cls in (
     _layout.MasterParamsState,
     _loss_scale.NoLossScale,
     _loss_scale.StaticLossScale,
-    DynamicLossScale,
+    _dynamic_loss_scale.DynamicLossScale,
 ):
     serialization.register_serialization_state(_cls, _refuse_serialization, _refuse_serialization)

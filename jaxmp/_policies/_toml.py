@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._core import _dtypes
-from jaxmp._core._messages import did_you_mean
+from jaxmp._core import _dtypes, _messages
 from jaxmp.errors import RecipeError
 
 # `("policy", "matmul")`, or `("rules", 0, "path")` for a key of the first [[rules]].
@@ -279,7 +278,7 @@ class Field(NamedTuple):
         is_outside = isinstance(value, (int, float)) and not low <= value <= high
         is_long = self.is_line and isinstance(value, str) and not value.isprintable()
         if type(value) not in self.types or is_outside or is_long:
-            hint = did_you_mean(value, self.names) if isinstance(value, str) else ""
+            hint = _messages.did_you_mean(value, self.names) if isinstance(value, str) else ""
             raise RecipeError(f"{describe(value)} is not allowed.{hint} Allowed: {self.allowed}.")
         return value if self.convert is None else self.convert(value)
 

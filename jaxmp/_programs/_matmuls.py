@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxmp._core import _compat, _dtypes
+from jaxmp._core import _compat, _dtypes, _wide
 from jaxmp._core._typing import DTypeLike
-from jaxmp._core._wide import WIDENED_MATMUL
 from jaxmp._programs._constructs import Form, form_of, inners
 from jaxmp._programs._jaxprs import Equation, equations
 from jaxmp._programs._operations import arithmetic_of, dot_of, name_of
@@ -229,7 +228,7 @@ def count_flops(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> Counter[tuple[Any
         inside = [_multiplied(count_flops(inner.jaxpr), inner.times) for inner in inners(equation)]
         if form_of(equation) is Form.BRANCH:
             inside = [max(inside, key=Counter.total)]
-        elif name_of(equation) in (WIDENED_MATMUL, MX_MATMUL):
+        elif name_of(equation) in (_wide.WIDENED_MATMUL, MX_MATMUL):
             # Scales of an MX matmul are integers.
             dtypes = (var.aval.dtype for var in equation.invars)
             lhs, rhs = [each for each in dtypes if jnp.issubdtype(each, jnp.floating)][:2]

@@ -17,9 +17,7 @@ from jaxmp import __version__
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
 from jaxmp._core._typing import PyTree
-from jaxmp._policies import _recipe
-from jaxmp._policies._load import RecipeLike
-from jaxmp._policies._resolve import storage_dtype
+from jaxmp._policies import _load, _recipe, _resolve
 from jaxmp.checkpoint import _foreign, _handler, _manifest, _writer
 from jaxmp.checkpoint._description import Description, FlatState, finite_leaves, flatten_state
 from jaxmp.checkpoint._manifest import CheckpointInfo, Manifest
@@ -38,7 +36,7 @@ def check_made_with(description: Description, recipe: _recipe.Recipe, name: str)
     for masters in description.masters:
         for parameter in masters.parameters:
             path = parameter.path.replace(":", "/").lstrip("/")
-            dtype = storage_dtype(recipe.policies, tuple(path.split("/")))
+            dtype = _resolve.storage_dtype(recipe.policies, tuple(path.split("/")))
             form = "none"
             if is_16bit(dtype):
                 form = {"auto": "fp32"}.get(recipe.master, recipe.master)
@@ -133,7 +131,7 @@ class Checkpointer:
         step: int,
         state: PyTree,
         *,
-        recipe: RecipeLike,
+        recipe: _load.RecipeLike,
         metrics: Mapping[str, float] | None = None,
         extra: Any = None,
         params: Declared = None,
@@ -233,7 +231,7 @@ class Checkpointer:
         state_like: PyTree,
         *,
         step: int | None = None,
-        recipe: RecipeLike | None = None,
+        recipe: _load.RecipeLike | None = None,
         migrate: Migrate = False,
         verify: bool = True,
         params: Declared = None,

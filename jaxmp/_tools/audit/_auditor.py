@@ -9,9 +9,7 @@ from types import CodeType
 from typing import Any
 
 from jaxmp._core import _dtypes, _wide
-from jaxmp._policies import _resolve
-from jaxmp._policies._load import RecipeData
-from jaxmp._policies._op_table import OpTable
+from jaxmp._policies import _load, _op_table, _resolve
 from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls, _uses
 from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit import _checks
@@ -24,11 +22,11 @@ class PolicyContext:
     """Policies that a program is checked against, and the dtypes that they allow."""
 
     def __init__(
-        self, recipe: RecipeData | None, target: str = "cpu", text: str = "'bf16'"
+        self, recipe: _load.RecipeData | None, target: str = "cpu", text: str = "'bf16'"
     ) -> None:
         self.recipe = recipe
         self.policies = None if recipe is None else recipe.policies
-        self.ops = OpTable() if recipe is None else recipe.ops
+        self.ops = _op_table.OpTable() if recipe is None else recipe.ops
         # Type of device that the program is traced for.
         self.target = target
         # The policies in the user's code: "'bf16'", or "recipe".

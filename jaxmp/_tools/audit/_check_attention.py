@@ -12,9 +12,8 @@ from jaxmp._attention._declared import Declaration
 from jaxmp._attention._layer import layer_attention
 from jaxmp._core._compat import is_within
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._programs import _jaxprs, _locations, _matmuls, _operations
+from jaxmp._programs import _jaxprs, _locations, _matmuls, _operations, _static_values
 from jaxmp._programs._constructs import inners
-from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import (
     NOTE,
@@ -202,7 +201,7 @@ def check_masks(audit: Auditor, traced: Traced) -> None:
     Raises:
       AttentionError: if a mask contradicts its declaration.
     """
-    program = Scope(traced.closed, traced.arrays)
+    program = _static_values.Scope(traced.closed, traced.arrays)
     declared = _declared_masks(program) if audit.collected[Declaration] else []
     unknown = dict.fromkeys(mask.path or "the model" for mask, is_known in declared if not is_known)
     if unknown:
@@ -232,7 +231,7 @@ def _mask_operand(equation: _jaxprs.Equation) -> _jaxprs.Atom | None:
     return next((var for var in operands if is_mask(var.aval)), None)
 
 
-def _declared_masks(program: Scope) -> list[tuple[Declaration, bool]]:
+def _declared_masks(program: _static_values.Scope) -> list[tuple[Declaration, bool]]:
     """Compares the declared masks in the forward pass of a program with their arrays.
 
     Returns:
@@ -243,7 +242,7 @@ def _declared_masks(program: Scope) -> list[tuple[Declaration, bool]]:
     """
     locations, masks = _locations.Locations(), {}
 
-    def visit(scope: Scope, outer: _locations.Location) -> None:
+    def visit(scope: _static_values.Scope, outer: _locations.Location) -> None:
         for equation in _jaxprs.equations(scope.jaxpr, inside=False):
             location = locations.of(equation, outer)
             declared = _declared.declaration_of(_operations.name_of(equation))

@@ -10,16 +10,14 @@ from jaxmp._core._dtypes import FLOAT32, is_16bit, is_fp8
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._targets import Target
 from jaxmp._policies import _rules
-from jaxmp._programs import _jaxprs, _locations, _operations
-from jaxmp._programs._matmuls import Matmul
+from jaxmp._programs import _jaxprs, _locations, _matmuls, _operations
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL
 from jaxmp._tools.audit._checks import NOTE, WARNING, Check, OpOccurrence
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp._tools.audit._trace import Traced
-from jaxmp.fp8 import _explain
-from jaxmp.fp8._scaling import CurrentScaling
+from jaxmp.fp8 import _explain, _scaling
 
 FP32_GEMM = Check(
     id="fp32_gemm",
@@ -131,7 +129,7 @@ FP8_FALLBACK = Check(
 
 
 @NOT_FP8.on_matmul
-def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
     operands, is_low = op.equation.invars[:2], is_16bit(matmul.lhs) and is_16bit(matmul.rhs)
     if op.location.phase != _jaxprs.FORWARD or not audit.context.requires_fp8(op.location):
@@ -151,7 +149,7 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
     if op.name != "dot_general":
         return
     sizes = _note_tokens(op, audit)
-    scaling = audit.context.policies.fp8 or CurrentScaling()
+    scaling = audit.context.policies.fp8 or _scaling.CurrentScaling()
     reason = _explain.explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
     message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
     message += reason or "the matmul is not that of a Flax layer, or the layer sets its own"
@@ -169,7 +167,7 @@ def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
     k = math.prod(op.equation.invars[1].aval.shape[axis] for axis in contracted)
     n, tokens = shape // max(k, 1), rows // max(k, 1)
     assert audit.context.policies is not None
-    scaling = audit.context.policies.fp8 or CurrentScaling()
+    scaling = audit.context.policies.fp8 or _scaling.CurrentScaling()
     if not scaling.emulate and _explain.decides_otherwise(
         k, n, scaling, tokens, audit.context.target
     ):

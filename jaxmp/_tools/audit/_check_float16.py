@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxmp._core import _dtypes
 from jaxmp._core._wide import WIDENED_MATMUL
-from jaxmp._programs import _jaxprs, _operations
-from jaxmp._programs._analysis import Body
+from jaxmp._programs import _analysis, _jaxprs, _operations
 from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import NORM_16BIT
@@ -164,7 +163,7 @@ def _is_matmul(equation: _jaxprs.Equation) -> bool:
     return equation.primitive.name in MATMULS or _operations.name_of(equation) == WIDENED_MATMUL
 
 
-def _is_multiplied(var: _jaxprs.Atom, body: Body) -> bool:
+def _is_multiplied(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
     """Returns True if a matmul reads a value, which may be cast or moved before."""
     return any(
         _is_matmul(reader)

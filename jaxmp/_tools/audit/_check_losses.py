@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxmp import losses
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs import _jaxprs, _uses
-from jaxmp._programs._locations import call_site
+from jaxmp._programs import _jaxprs, _locations, _uses
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import (
@@ -259,7 +258,7 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
 
 def _is_own_loss(op: OpOccurrence) -> bool:
     """Returns True inside of jaxmp's losses, whose `logits_dtype` the user states."""
-    site = call_site(op.equation)
+    site = _locations.call_site(op.equation)
     return site is not None and site[0].co_filename.startswith(str(Path(losses.__file__).parent))
 
 

@@ -10,9 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core import _dtypes
-from jaxmp._programs import _locations
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._constructs import loop_of
+from jaxmp._programs import _analysis, _constructs, _locations, _matmuls, _operations, _uses
 from jaxmp._programs._jaxprs import (
     AUTOCAST,
     BACKWARD,
@@ -23,9 +21,6 @@ from jaxmp._programs._jaxprs import (
     is_literal,
     module_paths_of,
 )
-from jaxmp._programs._matmuls import Matmul
-from jaxmp._programs._operations import arithmetic_of
-from jaxmp._programs._uses import Use
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import (
     ERROR,
@@ -103,7 +98,7 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @IMPLICIT_PROMOTION.on_matmul
-def report_matmul(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
     is_wide = bool({_dtypes.FLOAT32, _dtypes.FLOAT64} & {matmul.lhs, matmul.rhs})
     if not is_wide or op.location.phase != FORWARD or is_internal_matmul(op, matmul):
@@ -122,7 +117,7 @@ def report_results(audit: Auditor, traced: Traced) -> None:
     labels = audit.flow.labels(PromotedValue, *traced.jaxpr.outvars)
     for label in sorted(labels, key=lambda label: label.number):
         use = audit.use_of(label.op.equation.outvars[0])
-        if not use & (Use.SOFTMAX | Use.ORDER | Use.LOSS):
+        if not use & (_uses.Use.SOFTMAX | _uses.Use.ORDER | _uses.Use.LOSS):
             label.report(", and the program returns the wide result", audit.findings)
 
 
@@ -212,7 +207,7 @@ def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> 
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
     """Returns True for a carry of the enclosing loop."""
-    loop = None if op.outer is None or is_literal(var) else loop_of(op.outer.equation)
+    loop = None if op.outer is None or is_literal(var) else _constructs.loop_of(op.outer.equation)
     return loop is not None and any(var is each for each in loop.incoming)
 
 
@@ -242,7 +237,7 @@ def _is_where(op: OpOccurrence) -> bool:
     return op.caller == "_where"
 
 
-def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: Body) -> bool:
+def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: _analysis.Body) -> bool:
     """Returns True if the same call made an operand: then the call widens on purpose."""
     maker = body.maker_through(var, _BROADCASTS)
     return maker is not None and call is not None and _locations.call_site(maker) == call
@@ -273,7 +268,7 @@ MIXED_OPERANDS = Check(
 
 
 @MIXED_OPERANDS.on_matmul
-def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
     is_float = bool(FLOATS & set(dtypes))
@@ -299,7 +294,7 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
 
 
 @FP32_MATMUL.on_matmul
-def check_fp32(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def check_fp32(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
     if not (matmul.lhs == matmul.rhs == _dtypes.FLOAT32) or _is_fp32_by_design(op, matmul, audit):
         return
@@ -320,14 +315,14 @@ class _Exact(NamedTuple):
     line: tuple[str, int]
 
 
-def _is_fp32_by_design(op: OpOccurrence, matmul: Matmul, audit: Auditor) -> bool:
+def _is_fp32_by_design(op: OpOccurrence, matmul: _matmuls.Matmul, audit: Auditor) -> bool:
     """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm.
 
     Autocast computes the factorized one in FP32, because its condition multiplies each rounding
     error. The power iteration of a spectral norm requires FP32, too, and has few operations.
     """
     key = _Exact(op.location.names, audit.findings.line_of(op))
-    if Use.SOLVED in audit.use_of(op.equation.outvars[0]) or is_of_power_iteration(op):
+    if _uses.Use.SOLVED in audit.use_of(op.equation.outvars[0]) or is_of_power_iteration(op):
         audit.collected[_Exact].append(key)
     return is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
 
@@ -336,11 +331,11 @@ def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for scores that a top-k or argmax compares, of fewer classes than features."""
     operand, (result,) = op.equation.invars[0], op.equation.outvars
     is_narrow = result.aval.size < operand.aval.size
-    return op.location.phase == FORWARD and is_narrow and Use.ORDER in audit.use_of(result)
+    return op.location.phase == FORWARD and is_narrow and _uses.Use.ORDER in audit.use_of(result)
 
 
 @OFF_POLICY_MATMUL.on_matmul
-def check_policy(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a 16-bit dtype that the policies do not allow."""
     dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location)
     if dtype != matmul.rhs or dtype == _dtypes.FLOAT32 or dtype not in _dtypes.CASTABLE:
@@ -373,7 +368,7 @@ class _Moved(NamedTuple):
 
 
 @FP32_MATMUL.on_matmul
-def collect_bytes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def collect_bytes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Collects the bytes of all matmuls."""
     del matmul, flops
     audit.collected[_Moved].append(_Moved(_bytes(op)))
@@ -419,7 +414,7 @@ def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
-    options = arithmetic_of(op.equation)
+    options = _operations.arithmetic_of(op.equation)
     is_highest = options is not None and options.is_highest
     message = f"{op.name} of float32, but the policies require {required}"
     message += "; the code sets precision=HIGHEST." if is_highest else "."

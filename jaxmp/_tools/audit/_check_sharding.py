@@ -9,9 +9,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._programs import _constructs, _jaxprs
-from jaxmp._programs._locations import module_of
-from jaxmp._programs._matmuls import MATMULS
+from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls
 from jaxmp._programs._operations import is_in_mesh, mesh_axes_of, sharding_of_result
 from jaxmp._tools.audit import _hlo_collectives
 from jaxmp._tools.audit._auditor import Auditor
@@ -60,7 +58,7 @@ def label_reductions(op: OpOccurrence, audit: Auditor) -> None:
             audit.flow.mark(result, label)
 
 
-@ALL_REDUCE_16BIT.on_operation(*MATMULS)
+@ALL_REDUCE_16BIT.on_operation(*_matmuls.MATMULS)
 def label_activations(op: OpOccurrence, audit: Auditor) -> None:
     """Records that a matmul of the backward pass reads a sum, which is then an activation."""
     if op.location.phase == _jaxprs.BACKWARD:
@@ -131,7 +129,7 @@ def gather_of(row: CollectiveRow, audit: Auditor) -> Constraint | None:
     gathers = [
         each
         for each in audit.collected[Constraint]
-        if module_of(each.op.location.names, audit.root) == row.module
+        if _locations.module_of(each.op.location.names, audit.root) == row.module
         and (not row.file or audit.findings.line_of(each.op) == (row.file, row.line))
         and _split_of(each, audit) is not None
     ]

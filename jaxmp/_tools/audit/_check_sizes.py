@@ -6,9 +6,7 @@ import math
 from typing import NamedTuple
 
 from jaxmp._core._dtypes import FLOAT64
-from jaxmp._programs import _matmuls
-from jaxmp._programs._jaxprs import FORWARD
-from jaxmp._programs._uses import Use
+from jaxmp._programs import _jaxprs, _matmuls, _uses
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import NOTE, Check, OpOccurrence
 
@@ -61,8 +59,8 @@ class _Classes(NamedTuple):
 def _classes_of(op: OpOccurrence, audit: Auditor) -> int:
     """Returns the number of classes of a matmul of logits; 0 for other matmuls."""
     (result,) = op.equation.outvars
-    is_head = bool(audit.use_of(result) & (Use.SOFTMAX | Use.ORDER))
-    return result.aval.shape[-1] if is_head and op.location.phase == FORWARD else 0
+    is_head = bool(audit.use_of(result) & (_uses.Use.SOFTMAX | _uses.Use.ORDER))
+    return result.aval.shape[-1] if is_head and op.location.phase == _jaxprs.FORWARD else 0
 
 
 def _fix_classes(classes: int, width: int) -> str:

@@ -10,8 +10,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp._core import _dtypes, _trees
-from jaxmp._programs import _jaxprs
-from jaxmp._programs._analysis import Body
+from jaxmp._programs import _analysis, _jaxprs
 from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_integers import STEPS
@@ -41,9 +40,7 @@ from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import in_fp32
 from jaxmp._tools.fixes._source import expression_of
-from jaxmp.optim import _roles
-from jaxmp.optim._moments import MomentState
-from jaxmp.optim._rounding import StochasticRoundingState
+from jaxmp.optim import _moments, _roles, _rounding
 
 # ---------------------------------------------------------------------------
 # Checks
@@ -202,7 +199,7 @@ def _optimizer_state_finding(
 def _moments_by_choice(traced: Traced) -> set[int]:
     """Returns the numbers of the arguments that `moment_dtype` stores in 16 bits."""
     first, positions = 0, set[int]()
-    is_chosen = lambda node: isinstance(node, MomentState)
+    is_chosen = lambda node: isinstance(node, _moments.MomentState)
     for node in jtu.tree_leaves(traced.arguments, is_leaf=is_chosen):
         size = len(jtu.tree_leaves(node))
         positions |= set(range(first, first + size)) if is_chosen(node) else set()
@@ -211,7 +208,7 @@ def _moments_by_choice(traced: Traced) -> set[int]:
 
 
 def _is_rounded(node: object) -> bool:
-    return isinstance(node, StochasticRoundingState)
+    return isinstance(node, _rounding.StochasticRoundingState)
 
 
 # ---------------------------------------------------------------------------
@@ -370,7 +367,7 @@ def _fill(text: str, dtype: str) -> str:
     return text
 
 
-def is_compensated(addition: _jaxprs.Equation, body: Body) -> bool:
+def is_compensated(addition: _jaxprs.Equation, body: _analysis.Body) -> bool:
     """Returns True for a Kahan sum, from which its operand is subtracted: the rest is kept."""
     total, operands = addition.outvars[0], {v for v in addition.invars if not _jaxprs.is_literal(v)}
     differences = (e.invars for e in body.readers(total) if e.primitive.name == "sub")

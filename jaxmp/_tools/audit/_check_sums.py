@@ -31,8 +31,7 @@ from jaxmp._tools.audit._labels import ConditionalFinding, Fact
 from jaxmp._tools.audit._origins import fix_operation
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes import _rewrite
-from jaxmp._tools.fixes._source import expression_of
+from jaxmp._tools.fixes import _rewrite, _source
 
 # Reductions that XLA divides into chunks; the others add one term after another.
 _IN_CHUNKS = named("reduce_sum cumsum reduce_prod cumprod cumlogsumexp")
@@ -184,7 +183,7 @@ def fix_carry(
     if maker is None:
         return text
     made = loop._replace(equation=maker)
-    code = _rewrite.in_fp32(expression_of(made, audit.findings))
+    code = _rewrite.in_fp32(_source.expression_of(made, audit.findings))
     if not code:
         return text
     where = audit.findings.where(made)
@@ -195,12 +194,12 @@ def fix_carry(
         cast = addition.body.maker(var)
         if cast is not None and cast.primitive.name == "convert_element_type":
             rounding = addition._replace(equation=cast)
-            code = _rewrite.in_fp32(expression_of(rounding, audit.findings))
+            code = _rewrite.in_fp32(_source.expression_of(rounding, audit.findings))
             where = audit.findings.where(rounding)
             lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
         elif half_of([var]) is not None and not _jaxprs.is_literal(var) and var not in dependents:
             summand = index
-    code = _rewrite.with_fp32_summand(expression_of(addition, audit.findings), summand)
+    code = _rewrite.with_fp32_summand(_source.expression_of(addition, audit.findings), summand)
     where = audit.findings.where(addition)
     lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
     return "\n".join(lines)

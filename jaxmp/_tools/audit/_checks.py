@@ -11,10 +11,7 @@ import numpy as np
 
 from jaxmp._attention import MARK
 from jaxmp._core import _dtypes
-from jaxmp._programs import _jaxprs, _locations
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._matmuls import Matmul
-from jaxmp._programs._operations import name_of
+from jaxmp._programs import _analysis, _jaxprs, _locations, _matmuls, _operations
 from jaxmp._tools.audit._rows import ERROR as ERROR
 from jaxmp._tools.audit._rows import NOTE as NOTE
 from jaxmp._tools.audit._rows import WARNING as WARNING
@@ -241,7 +238,7 @@ class OpOccurrence(NamedTuple):
     equation: _jaxprs.Equation
     location: _locations.Location
     times: int
-    body: Body
+    body: _analysis.Body
     # The operation that contains it.
     outer: OpOccurrence | None = None
 
@@ -257,7 +254,7 @@ class OpOccurrence(NamedTuple):
     @property
     def caller(self) -> str:
         """Name of the jitted function that contains it directly; "" if there is none."""
-        return "" if self.outer is None else name_of(self.outer.equation)
+        return "" if self.outer is None else _operations.name_of(self.outer.equation)
 
 
 def dtype_of(var: _jaxprs.Atom) -> Any:
@@ -276,10 +273,10 @@ def half_of(variables: Iterable[_jaxprs.Atom]) -> np.dtype | None:
 
 def is_attention(equation: _jaxprs.Equation) -> bool:
     """Returns True for a call of jaxmp's own attention, in any implementation."""
-    return name_of(equation).startswith(f"{MARK}_")
+    return _operations.name_of(equation).startswith(f"{MARK}_")
 
 
-def is_internal_matmul(op: OpOccurrence, matmul: Matmul) -> bool:
+def is_internal_matmul(op: OpOccurrence, matmul: _matmuls.Matmul) -> bool:
     """Returns True for matmuls that jaxmp's attention computes in FP32 from 16-bit operands.
 
     On devices without Tensor Cores it multiplies the gradient of the logits in FP32.

@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._programs import _jaxprs
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._matmuls import MATMULS
-from jaxmp._programs._operations import exponent_of
+from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations
 from jaxmp._tools.audit._checks import LAYOUT, OpOccurrence, dtype_of, named
 
 # Label of a value of a backward pass, and of values computed from it.
@@ -273,7 +270,7 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
     if name == "div":
         return known[0] - known[1]
     if name in _ROOTS or name == "integer_pow":
-        return known[0] * (_ROOTS[name] if name in _ROOTS else exponent_of(op.equation))
+        return known[0] * (_ROOTS[name] if name in _ROOTS else _operations.exponent_of(op.equation))
     if name in _LINEAR:
         return known[0]
     if name in _JOINS:
@@ -311,7 +308,7 @@ def is_of_power_iteration(op: OpOccurrence) -> bool:
     return any(_is_normalized(product, matrix, op.body) for product in products)
 
 
-def _matrix_of(equation: _jaxprs.Equation, body: Body) -> _jaxprs.Atom | None:
+def _matrix_of(equation: _jaxprs.Equation, body: _analysis.Body) -> _jaxprs.Atom | None:
     """Returns the matrix that an equation multiplies by one vector; None for other equations."""
     if equation.primitive.name != "dot_general":
         return None
@@ -321,7 +318,7 @@ def _matrix_of(equation: _jaxprs.Equation, body: Body) -> _jaxprs.Atom | None:
     return body.source_of(matrix, LAYOUT) if is_product else None
 
 
-def _is_normalized(equation: _jaxprs.Equation, matrix: _jaxprs.Atom, body: Body) -> bool:
+def _is_normalized(equation: _jaxprs.Equation, matrix: _jaxprs.Atom, body: _analysis.Body) -> bool:
     """Returns True if the vector of a product is a quotient of such a product and its norm."""
     vector = min(equation.invars, key=lambda var: var.aval.size)
     waiting, seen, has_root, has_product = [vector], set[_jaxprs.Atom](), False, False
@@ -331,7 +328,7 @@ def _is_normalized(equation: _jaxprs.Equation, matrix: _jaxprs.Atom, body: Body)
         seen.add(var)
         if maker is None:
             continue
-        if maker.primitive.name in MATMULS:
+        if maker.primitive.name in _matmuls.MATMULS:
             has_product |= _matrix_of(maker, body) is matrix
             continue
         inside = [e for jaxpr in _jaxprs.sub_jaxprs(maker) for e in _jaxprs.equations(jaxpr)]

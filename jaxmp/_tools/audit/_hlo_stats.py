@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._core._targets import Target
-from jaxmp._programs import _locations
+from jaxmp._programs import _locations, _matmuls
 from jaxmp._programs._jaxprs import BACKWARD, Path, phase_of
-from jaxmp._programs._matmuls import attention_flops
 from jaxmp._tools.audit import _hlo_collectives, _rows
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Shape
@@ -330,7 +329,7 @@ def _attention_flops(inside: Computation, call: Instruction) -> int:
     query, _, value = (shape_of(inside, name) for name in call.operands[:3])
     if len(logits) != 4:
         return 0
-    return attention_flops(
+    return _matmuls.attention_flops(
         tuple(map(int, logits)),
         (query.sizes[-1], value.sizes[-1]),
         is_causal="CAUSAL" in str(config.get("mask_type")),

@@ -13,8 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from jaxmp._core import _dtypes
-from jaxmp._core._compat import Literal
+from jaxmp._core import _compat, _dtypes
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs import _constructs, _jaxprs
 from jaxmp._tools.audit import _checks, _dataflow
@@ -228,13 +227,13 @@ class Flow:
 
     def of(self, var: _jaxprs.Atom) -> Labels:
         """Returns the labels of an operand."""
-        return _NONE if isinstance(var, Literal) else self._labels.get(var, _NONE)
+        return _NONE if isinstance(var, _compat.Literal) else self._labels.get(var, _NONE)
 
     def of_all(self, variables: Iterable[_jaxprs.Atom]) -> Labels:
         """Returns the labels of several operands."""
         labels, known = _NONE, self._labels
         for var in variables:
-            own = None if isinstance(var, Literal) else known.get(var)
+            own = None if isinstance(var, _compat.Literal) else known.get(var)
             if own:
                 # Sets are shared where they can be.
                 labels = labels | own if labels else own

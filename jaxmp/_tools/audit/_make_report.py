@@ -16,11 +16,8 @@ from jaxmp._core._targets import Target
 from jaxmp._policies._load import RecipeData
 from jaxmp._policies._policy import summarized
 from jaxmp._policies._resolve import matmul_scaling
-from jaxmp._programs import _analysis, _constructs
+from jaxmp._programs import _analysis, _constructs, _jaxprs, _locations, _operations
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._jaxprs import Path
-from jaxmp._programs._locations import module_of
-from jaxmp._programs._operations import sharding_of_result
 from jaxmp._tools.audit import _checks
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
@@ -145,7 +142,7 @@ def make_report(
             compiled, names, auditor.root, traced.in_optimizer(), traced.may_be_weights()
         )
         fp8 = {
-            (module_of(names, auditor.root), phase, *line): dtype
+            (_locations.module_of(names, auditor.root), phase, *line): dtype
             for (names, phase, line), dtype in auditor.fp8.items()
         }
         axes = _fsdp_axes(compiled, traced)
@@ -303,7 +300,7 @@ class _ConstrainedAxes(_analysis.Forward):
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         if any(operands) and equation.primitive.name == "sharding_constraint":
-            spec = getattr(sharding_of_result(equation), "spec", ())
+            spec = getattr(_operations.sharding_of_result(equation), "spec", ())
             self.found |= axis_names(spec[:1])
         is_call = equation.primitive.name in _constructs.CALLS
         return self.enter(equation, operands, frame) if is_call else [None] * len(equation.outvars)
@@ -351,12 +348,12 @@ def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
     return finding.check is IMPLICIT_PROMOTION and is_small
 
 
-def _final_finding(finding: _checks.PendingFinding, root: Path, severity: str) -> Finding:
+def _final_finding(finding: _checks.PendingFinding, root: _jaxprs.Path, severity: str) -> Finding:
     file, line = finding.line
     return Finding(
         check=finding.check.id,
         severity=severity,
-        module=module_of(finding.names, root),
+        module=_locations.module_of(finding.names, root),
         primitive=finding.primitive,
         file=file,
         line=line,
@@ -395,5 +392,5 @@ def _sort_key(finding: Finding) -> tuple[int, int, int]:
 
 def _matmul_rows(auditor: Auditor) -> Iterator[MatmulRow]:
     for (names, phase, lhs, rhs), (flops, count) in auditor.matmuls.items():
-        module = module_of(names, auditor.root)
+        module = _locations.module_of(names, auditor.root)
         yield MatmulRow(module=module, phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)

@@ -11,10 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs import _constructs, _jaxprs
-from jaxmp._programs._analysis import Body
+from jaxmp._programs import _analysis, _constructs, _jaxprs, _matmuls
 from jaxmp._programs._locations import call_site
-from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._checks import (
     LAYOUT,
     PERIODIC,
@@ -24,8 +22,7 @@ from jaxmp._tools.audit._checks import (
     half_of,
     named,
 )
-from jaxmp._tools.fixes import _rewrite, _source
-from jaxmp._tools.fixes._functions import LAYERS
+from jaxmp._tools.fixes import _functions, _rewrite, _source
 
 _MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
 # Operations that round each element of a 16-bit array.
@@ -211,7 +208,7 @@ def _fix_layer(
         return in_words(op, findings)
     is_nnx = is_in_flax(op, "flax/nnx")
     linear, conv = ("nnx.Linear", "nnx.Conv") if is_nnx else ("linen.Dense", "linen.Conv")
-    argument = LAYERS[f"flax.{conv if 'conv' in op.name else linear}"]
+    argument = _functions.LAYERS[f"flax.{conv if 'conv' in op.name else linear}"]
     return f"{sentence}: construct the layer that `{own.text}` calls with {argument}."
 
 
@@ -316,7 +313,7 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
         seen.add(var)
         for reader, inside in readers_of(var, within):
             name = reader.primitive.name
-            if name in MATMULS:
+            if name in _matmuls.MATMULS:
                 return False
             is_own = call_site(reader) == site
             if not is_own and _is_forward(reader):
@@ -431,7 +428,7 @@ def _is_rounding(equation: _jaxprs.Equation) -> bool:
     return is_cast and np.dtype(dtype_of(equation.invars[0])).itemsize == 4
 
 
-def _is_computed(var: _jaxprs.Atom, body: Body) -> bool:
+def _is_computed(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
     """Returns True for a 16-bit result of a cast, a constant or another elementwise operation."""
     maker = body.maker(var)
     while maker is not None and maker.primitive.name in _MOVES and not _is_rounding(maker):

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import is_16bit
+from jaxmp._core import _dtypes, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit._audit import audit
@@ -409,7 +408,7 @@ class _Trainer:
             arrays = _with_leaves(current, current.arrays, leaves)
             return repeat_step(current, arrays, batch, step, reference)
 
-        lacks_masters = any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params))
+        lacks_masters = any(_dtypes.is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params))
         return Trained(records, result, phases, audits, lacks_masters, repeat)
 
 

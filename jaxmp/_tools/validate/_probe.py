@@ -23,12 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._shardings import sampled
+from jaxmp._core import _dtypes, _shardings, _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs import _bind, _observe
-from jaxmp._programs._jaxprs import Path
+from jaxmp._programs import _bind, _jaxprs, _observe
 from jaxmp._tools.report import _section
 from jaxmp._tools.validate._pure import PureRun
 from jaxmp._tools.validate._rows import CandidateResult, GradientRow, ModuleRow, Pattern
@@ -48,7 +45,7 @@ class Output(NamedTuple):
     is_computed: Array
 
 
-Outputs = dict[Path, Output]
+Outputs = dict[_jaxprs.Path, Output]
 
 
 def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outputs]]:
@@ -91,10 +88,10 @@ class _Outputs(_observe.Observer):
     only_outputs = True
 
     def measure(self, x: Array, *_: Any) -> Output:
-        return Output(sampled(x), jnp.array(True))
+        return Output(_shardings.sampled(x), jnp.array(True))
 
     def joined(self, value: Output) -> Output:
-        return Output(sampled(value.values), jnp.any(value.is_computed))
+        return Output(_shardings.sampled(value.values), jnp.any(value.is_computed))
 
 
 def _last(old: Output, new: Output) -> Output:
@@ -160,7 +157,7 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         numbers = {"stalled": _stalled(before, after, result.grads), "update": global_norm(update)}
         samples = {
             "updates": _samples(update),
-            "changes": jax.tree.map(sampled, changes),
+            "changes": jax.tree.map(_shardings.sampled, changes),
             "params": _samples(before),
         }
         return result, list(outputs.values()), numbers, samples
@@ -215,13 +212,13 @@ def _difference(x: Array, y: Array) -> Array:
 def _stored(x: Array) -> Array:
     """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
     wide = x.astype(jnp.float32)
-    return _bind.rounded_to(wide, x.dtype) if is_16bit(x.dtype) else wide
+    return _bind.rounded_to(wide, x.dtype) if _dtypes.is_16bit(x.dtype) else wide
 
 
 def _samples(tree: PyTree) -> dict[str, Array]:
     """Returns a sample of each leaf of a tree of parameters, by path."""
     leaves = _trees.leaves_with_path(tree)
-    return {_trees.parameter_path(path): sampled(leaf) for path, leaf in leaves}
+    return {_trees.parameter_path(path): _shardings.sampled(leaf) for path, leaf in leaves}
 
 
 # ---------------------------------------------------------------------------

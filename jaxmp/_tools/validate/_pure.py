@@ -20,8 +20,7 @@ from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._nnx_optimizer import trained_model
 from jaxmp._tools.validate._run import TrainingRun, check_run, check_state
 from jaxmp.errors import JaxmpError, ValidationError
-from jaxmp.optim import _find
-from jaxmp.optim._skip import SkipStats
+from jaxmp.optim import _find, _skip
 
 
 class StepResult(NamedTuple):
@@ -153,7 +152,7 @@ def loss_scale_of(opt_state: PyTree) -> Array:
 
 def skipped_of(opt_state: PyTree) -> Array:
     """Returns the number of skipped steps of an optimizer as an int32 scalar."""
-    counts = [node.total for _, node in _find.find(opt_state, SkipStats)]
+    counts = [node.total for _, node in _find.find(opt_state, _skip.SkipStats)]
     return jnp.asarray(_compat.plain_array(counts[0]) if counts else 0, jnp.int32)
 
 

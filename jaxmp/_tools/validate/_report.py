@@ -47,9 +47,8 @@ from typing import ClassVar
 import numpy as np
 
 from jaxmp._core._messages import install_command
-from jaxmp._tools.report import _chart, _views
+from jaxmp._tools.report import _chart, _section, _views
 from jaxmp._tools.report._page import html_document, html_sections
-from jaxmp._tools.report._section import Section
 from jaxmp._tools.validate._compare import metric_difference, paired_interval, relative_difference
 from jaxmp._tools.validate._rows import (
     DIFFERS,
@@ -161,7 +160,7 @@ class ValidationReport(_views.Report):
         verdicts = ", ".join(f"{each.name}: {each.verdict}" for each in self.candidates)
         return f"<ValidationReport of {verdicts or 'no candidates'}>"
 
-    def _sections(self, full: bool) -> list[Section]:
+    def _sections(self, full: bool) -> list[_section.Section]:
         return validation_sections(self, full)
 
     def to_html(self, *, full: bool = True) -> str:

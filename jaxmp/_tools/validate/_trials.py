@@ -23,9 +23,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core import _trees
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._dtypes import is_fp8
+from jaxmp._core import _compat, _dtypes, _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._programs import _bind, _constructs, _interpreter, _jaxprs, _locations
 from jaxmp._tools.validate._probe import Probe, gradient_row, make_probe, module_rows
@@ -129,7 +127,7 @@ class RoundedLines(_interpreter.Interpreter):
     ) -> list[Any]:
         """Runs one jaxpr; see `Interpreter.run`."""
         state = state or _Inside()
-        pairs = zip(jaxpr_body(jaxpr)[0].invars, state.labels, strict=False)
+        pairs = zip(_compat.jaxpr_body(jaxpr)[0].invars, state.labels, strict=False)
         named = {var: label for var, label in pairs if label}
         return super().run(jaxpr, args, place, state._replace(named=named))
 
@@ -182,7 +180,7 @@ class RoundedLines(_interpreter.Interpreter):
         file, line = self._lines.of(inside.enclosing)
         location = f"{os.path.basename(file)}:{line}" if file else ""
         # Modules that share a line, such as those of a loop, are separate in FP8.
-        is_line = location and not is_fp8(dtype)
+        is_line = location and not _dtypes.is_fp8(dtype)
         key = location, "" if is_line else "/".join(inside.location.names), source
         if key not in self._numbers:
             self._numbers[key] = len(self.origins)

@@ -17,8 +17,7 @@ from flax.errors import InvalidRngError
 from jaxmp._core._typing import ArrayLike, PyTree
 from jaxmp._flax._nnx_optimizer import Optimizer
 from jaxmp._flax._train_state import TrainState
-from jaxmp._policies import _recipe
-from jaxmp._policies._load import RecipeLike
+from jaxmp._policies import _load, _recipe
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._views import read_report
 from jaxmp._tools.validate._budget import BudgetsLike, check_directions, resolve_budgets
@@ -27,14 +26,14 @@ from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._run import MakeRun, TrainingRun, check_model_arguments
 from jaxmp.errors import ValidationError
 
-RecipesLike = Sequence[RecipeLike] | Mapping[str, RecipeLike]
+RecipesLike = Sequence[_load.RecipeLike] | Mapping[str, _load.RecipeLike]
 
 
 def validate(
     make_run: MakeRun | ModelLike,
     recipes: RecipesLike = ("bf16", "fp16", "fp8"),
     *,
-    reference_recipe: RecipeLike = "fp32",
+    reference_recipe: _load.RecipeLike = "fp32",
     seeds: int | Sequence[int] = 3,
     steps: int,
     budgets: BudgetsLike = None,
