@@ -116,11 +116,11 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "an estimate knows the activations of tensor parallelism",
-        "jaxmp/_tools/memory/__init__.py",
-        'if not axes["parameters"] <= axes["inputs"]:',
-        'if not axes["parameters"]:',
-        ("test_memory.py::test_with_tensor_parallelism_only_the_compiler_knows_the_activations",),
+        "tensor parallelism does not divide arrays that begin as zeros",
+        "jaxmp/_tools/memory/_shards.py",
+        "if any(operands[n] is not None for n in used):",
+        "if used:",
+        ("test_memory.py::test_loops_reshapes_and_constraints_pass_the_axes_too",),
     ),
     Mutation(
         "a resumed validation takes the runs of another program",

@@ -66,7 +66,7 @@ GOOD = {"recipes": ["bf16"], "targets": ["v100"]}
         ({"remat": [True]}, "def never(recipe, remat=False):"),
         ({"prices": {"h100": 2}}, "prices={'v100': 2.5}"),
         ({"prices": {"v100": "2"}}, "prices={'v100': 2.5}"),
-        ({"prices": 2.0}, "prices={'v100': 2.5}"),
+        ({"prices": 2.0}, "prices={'v100': 2.5}, or --price v100=2.5."),
         ({"rates": {"v100": 2}}, "rates={'v100/bf16': 2.5}"),
         ({"hosts": 0}, "Write hosts=8, or --hosts 8"),
         ({"links": {"between": 100}}, "links={'within': 900e9, 'between': 100e9}"),
