@@ -63,6 +63,7 @@ GOOD = {"recipes": ["bf16"], "targets": ["v100"]}
         ({"batches": [0]}, "batches=[8, 16], or batches='largest'"),
         ({"batches": [True]}, "batches=[8, 16], or batches='largest'"),
         ({"batches": "large"}, "batches=[8, 16], or batches='largest'"),
+        ({"batches": 8}, "batches=[8, 16], or batches='largest'"),
         ({"remat": [True]}, "def never(recipe, remat=False):"),
         ({"prices": {"h100": 2}}, "prices={'v100': 2.5}"),
         ({"prices": {"v100": "2"}}, "prices={'v100': 2.5}"),

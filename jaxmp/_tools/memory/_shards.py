@@ -72,7 +72,7 @@ class Shards:
             alike = [n for n, var in enumerate(equation.invars) if _shape(var) == shapes[0]]
             used = alike or [n for pairs in sources for n, _ in pairs]
             if any(operands[n] is not None for n in used):
-                known = [[operands[n][k] for n, k in pairs if operands[n]] for pairs in sources]
+                known = [[(operands[n] or {k: ()})[k] for n, k in pairs] for pairs in sources]
                 split = tuple(frozenset[str]().union(*axes) for axes in known)
         if split is not None:
             self._passed[shapes[0]] = split

@@ -90,7 +90,7 @@ def plan(
     every_recipe, chips = check_plan(make_step, hosts=hosts, links=links, **costs, **lists)
     measured: Measured = {}
     name = getattr(make_step, "__name__", "the step")
-    sizes = [None] if batches in (None, _LARGEST) else batches
+    sizes = [None] if batches is None or isinstance(batches, str) else batches
     programs = list(itertools.product(remat or [None], sizes, every_recipe))
     try:
         with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
@@ -156,7 +156,7 @@ def check_plan(
             continue
         is_valid = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
         if name == "batches":
-            is_list = is_valid and all(type(size) is int and size > 0 for size in values)
+            is_list = is_valid and all(type(size) is int and size > 0 for size in values or ())
             is_valid = is_list or values == _LARGEST
         if not is_valid:
             raise AuditError(f"{name}={values!r} is not valid. Write {_EXAMPLE}.")
