@@ -168,8 +168,8 @@ MUTATIONS = [
     Mutation(
         "plan: a remark is repeated for each program",
         "jaxmp/_tools/plan/_report.py",
-        "grouped(remarks, lambda item: item[1])",
-        "{str(n): [item] for n, item in enumerate(remarks)}",
+        "remarks.setdefault(remark, [])",
+        "remarks.setdefault(remark + '.' * len(remarks), [])",
         ("test_plan.py::test_equal_remarks_are_one_row_and_a_chip_without_a_program_comes_first",),
     ),
     Mutation(
