@@ -116,11 +116,11 @@ MUTATIONS = [
         ),
     ),
     Mutation(
-        "an estimate knows the activations of tensor parallelism",
-        "jaxmp/_tools/memory/__init__.py",
-        'if not axes["parameters"] <= axes["inputs"]:',
-        'if not axes["parameters"]:',
-        ("test_memory.py::test_with_tensor_parallelism_only_the_compiler_knows_the_activations",),
+        "tensor parallelism does not divide arrays that begin as zeros",
+        "jaxmp/_tools/memory/_shards.py",
+        "if any(operands[n] is not None for n in used):",
+        "if used:",
+        ("test_memory.py::test_loops_reshapes_and_constraints_pass_the_axes_too",),
     ),
     Mutation(
         "a resumed validation takes the runs of another program",
@@ -168,8 +168,8 @@ MUTATIONS = [
     Mutation(
         "plan: a remark is repeated for each program",
         "jaxmp/_tools/plan/_report.py",
-        "grouped(remarks, lambda item: item[1])",
-        "{str(n): [item] for n, item in enumerate(remarks)}",
+        "remarks.setdefault(remark, [])",
+        "remarks.setdefault(remark + '.' * len(remarks), [])",
         ("test_plan.py::test_equal_remarks_are_one_row_and_a_chip_without_a_program_comes_first",),
     ),
     Mutation(

@@ -365,6 +365,6 @@ def _no_callbacks(target: str, traced: Traced) -> AuditError:
     text = ", ".join("{}:{}".format(*Lines().of((e,))) for e in calls)
     return AuditError(
         f"the program calls Python on the host ({text}), which cannot be compiled for {target} "
-        "on a machine without this chip. Remove the call for the audit, for example by\n"
+        "on a machine without this chip. Remove the call for this analysis, for example by\n"
         "    if verbose:\n        jax.debug.print(...)"
     )

@@ -6,16 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import itertools
-import math
 import os
 import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
-
-from jax.sharding import NamedSharding
 
 from jaxmp._core import _compat
 from jaxmp._core._targets import Target, TargetLike, default_target, get_target, usable_share
@@ -26,7 +22,8 @@ from jaxmp._tools.audit._compile import asked_by, check_compiler, compile_for
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.memory._cache import compiler_of
-from jaxmp._tools.memory._liveness import Value, largest_use
+from jaxmp._tools.memory._liveness import Value, View, largest_use
+from jaxmp._tools.memory._shards import Shards, bytes_of, parts_of
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._section import Section, bytes_text, share_text
 from jaxmp._tools.report._views import Report
@@ -49,10 +46,6 @@ _MEANING = {
     "results": "that do not replace donated arguments",
 }
 KINDS = tuple(_MEANING)
-_TENSOR_PARALLEL = (
-    "The arguments are exact. They divide parameters along other axes than the batch, as tensor"
-    " parallelism does, and XLA's compiler alone knows the rest: exact=True, or --exact."
-)
 # Bytes of temporary memory that cuBLAS uses on an H100, however small the matmuls are.
 _WORKSPACE = 2**25
 STATE = KINDS[:5]
@@ -71,8 +64,7 @@ class MemoryEstimate(Report):
       kinds: kind -> bytes: parameters, masters, moments, FP8 state and inputs are arguments;
         results are those that do not replace donated arguments; everything else is temporary.
       least, most: bytes that the step requires at least and at most; both are those of the program
-        if it was compiled. With tensor parallelism, `most` is None without a compiler: `kinds` and
-        `least` are then those of the arguments alone.
+        if it was compiled.
       compiler: the compiler, such as "jaxlib 0.12.0"; "" if the temporary memory is estimated.
       reason: why the program was not compiled; "" if it was.
 
@@ -97,7 +89,7 @@ class MemoryEstimate(Report):
     share: float = 0.75
     kinds: dict[str, int] = dataclasses.field(default_factory=dict)
     least: int = 0
-    most: int | None = 0
+    most: int = 0
     compiler: str = ""
     reason: str = ""
 
@@ -108,7 +100,7 @@ class MemoryEstimate(Report):
 
     @property
     def temporary(self) -> int:
-        """Bytes of temporary arrays: of the compiled program, or estimated; 0 if not known."""
+        """Bytes of temporary arrays: of the compiled program, or estimated."""
         return self.kinds.get("temporary", 0)
 
     @property
@@ -124,10 +116,8 @@ class MemoryEstimate(Report):
     @property
     def fits(self) -> bool | None:
         """True if the step fits into the usable memory; None without a target, or if it may."""
-        if self.target and self.least > self.usable:
-            return False
-        is_enough = self.most is not None and self.most <= self.usable
-        return True if self.target and is_enough else None
+        does_fit, may_fit = self.most <= self.usable, self.least <= self.usable
+        return None if not self.target or does_fit != may_fit else does_fit
 
     def __repr__(self) -> str:
         return f"<MemoryEstimate of {bytes_text(self.total)}>"
@@ -138,24 +128,21 @@ class MemoryEstimate(Report):
 
     def _verdict(self) -> Section:
         if self.compiler:
-            size = f"{bytes_text(self.total)} (compiled by {self.compiler})"
-        elif self.most is None:
-            size = f"at least {bytes_text(self.least)}"
+            size, texts = f"{bytes_text(self.total)} (compiled by {self.compiler})", []
         else:
             size = f"{bytes_text(self.least)} to {bytes_text(self.most)} (estimated)"
+            texts = [f"{_range_text()} Not compiled: {self.reason}."]
         title = f"Memory of {self.function or 'the step'}: {size}"
-        known = _TENSOR_PARALLEL if self.most is None else _range_text()
-        texts = [] if self.compiler else [f"{known} Not compiled: {self.reason}."]
         if not self.target:
             return Section(title, " ".join(["The bytes are those of one device.", *texts]))
-        usable, lack = bytes_text(self.usable), bytes_text(abs(self.usable - self.least))
+        usable = bytes_text(self.usable)
         if self.fits:
-            left = bytes_text(self.usable - (self.most or 0))
+            left = bytes_text(self.usable - self.most)
             text = f"It fits in {self.target}, and leaves {left} of the usable {usable}."
         elif self.fits is None:
             text = f"It may fit in {self.target}, of which {usable} are usable."
         else:
-            lack += " or more" * (not self.compiler)
+            lack = bytes_text(self.least - self.usable) + " or more" * (not self.compiler)
             text = f"It does not fit in {self.target}: it lacks {lack} beside the usable {usable}."
         if self.preallocates:
             text += f" JAX uses {self.share:.0%} of {bytes_text(self.memory)};"
@@ -236,44 +223,49 @@ def estimate_memory(
     """
     check_function(fn, "estimate_memory")
     chip = None if target is None else get_target(target)
-    name, reason = getattr(fn, "__name__", ""), "exact=False"
-    with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
-        with contextlib.nullcontext() if chip is None else default_target(chip):
-            traced = trace(fn, args, kwargs)
+    name, compiler, reason = getattr(fn, "__name__", ""), "", ""
+    with contextlib.ExitStack() as stack:
+        if chip is not None:
+            stack.enter_context(_compat.unchecked_cuda())
+            stack.enter_context(default_target(chip))
+        traced = trace(fn, args, kwargs)
         try:
-            if exact is not False:
-                chip = _check_compiled(chip, exact)
-                with progress_bar(None, progress) as (on_program, _):
-                    on_program(f"compiling {name} for {chip.name}")
-                    kinds = _compiled(chip, traced, cache)
-                compiler = f"jaxlib {importlib.metadata.version('jaxlib')}"
-                total = sum(kinds.values())
-                return _made(name, chip, kinds, total, total, compiler=compiler)
+            compiled_for = _check_compiled(chip, exact)
+            with progress_bar(None, progress) as (on_program, _):
+                on_program(f"compiling {name} for {compiled_for.name}")
+                kinds = _compiled(compiled_for, traced, cache)
+            least = most = sum(kinds.values())
+            compiler = f"jaxlib {importlib.metadata.version('jaxlib')}"
         except (AuditError, TargetError, MissingDependencyError) as error:
             if exact:
                 raise
-            text = " ".join(str(error).split())
-            is_missing = isinstance(error, MissingDependencyError)
-            reason = (text if is_missing else text.partition(". ")[0]).rstrip(".")
-    for construct, equation in unknown_constructs(traced.closed).items():
-        warn_of_unknown(construct, equation, "the memory of the operations inside is not counted")
-    kinds, devices = _estimated(traced)
-    if "temporary" not in kinds:
-        return _made(name, chip, kinds, sum(kinds.values()), None, reason=reason)
-    error = _errors()["one" if devices == 1 else "several"]
-    known = sum(kinds.values()) - kinds["temporary"]
-    least = known + int(kinds["temporary"] * error["low"])
-    most = known + int(kinds["temporary"] * error["high"]) + _WORKSPACE
-    return _made(name, chip, kinds, least, most, reason=reason)
+            reason = " ".join(str(error).split())
+            if not isinstance(error, MissingDependencyError):
+                reason = reason.partition(". ")[0]
+            kinds, least, most = _estimated(traced)
+    return MemoryEstimate(
+        function=name,
+        target=chip.name if chip else "",
+        memory=chip.memory if chip else 0,
+        preallocates=chip is not None and chip.preallocates,
+        share=usable_share(),
+        kinds={kind: kinds[kind] for kind in KINDS if kinds[kind] or kind == KINDS[0]},
+        least=least,
+        most=most,
+        compiler=compiler,
+        reason=reason.rstrip("."),
+    )
 
 
 def _check_compiled(chip: Target | None, exact: bool | None) -> Target:
     """Returns the chip that a program is compiled for.
 
     Raises:
-      TargetError: if none is named, no program can be compiled for it, or that takes minutes.
+      TargetError: if none is asked for, no program can be compiled for it, or that takes minutes.
       MissingDependencyError: if the compiler is not installed.
     """
+    if exact is False:
+        raise TargetError("exact=False")
     if chip is None:
         raise TargetError("no chip is named. Write exact=True, target='h200'.")
     if chip.uncompiled:
@@ -282,27 +274,6 @@ def _check_compiled(chip: Target | None, exact: bool | None) -> Target:
         raise TargetError("it takes minutes for a TPU, and requires exact=True (--exact).")
     check_compiler(chip)
     return chip
-
-
-def _made(
-    function: str,
-    chip: Target | None,
-    kinds: Counter[str],
-    least: int,
-    most: int | None,
-    **more: str,
-) -> MemoryEstimate:
-    return MemoryEstimate(
-        function=function,
-        target=chip.name if chip else "",
-        memory=chip.memory if chip else 0,
-        preallocates=chip is not None and chip.preallocates,
-        share=usable_share(),
-        kinds={kind: kinds[kind] for kind in KINDS if kinds[kind] or kind == KINDS[0]},
-        least=least,
-        most=most,
-        **more,
-    )
 
 
 def _compiled(chip: Target, traced: Traced, folder: str | os.PathLike[str] | None) -> Counter[str]:
@@ -319,39 +290,31 @@ def _compiled(chip: Target, traced: Traced, folder: str | os.PathLike[str] | Non
     return kinds
 
 
-def _estimated(traced: Traced) -> tuple[Counter[str], int]:
-    """Returns the bytes of each kind from shapes, and the number of parts of the batch.
-
-    With tensor parallelism, which divides parameters along axes of the mesh that do not divide the
-    batch, there are no temporary bytes: XLA decides which activations are divided.
-    """
+def _estimated(traced: Traced) -> tuple[Counter[str], int, int]:
+    """Returns the bytes of each kind from shapes, and the range of their sum."""
+    for construct, equation in unknown_constructs(traced.closed).items():
+        warn_of_unknown(construct, equation, "the memory of the operations inside is not counted")
     asked, donated = asked_by(traced.jaxpr)
     shardings = [
         getattr(array, "sharding", None) or asked.get(n) for n, array in enumerate(traced.arrays)
     ]
-    divisors = list(map(_divisor, traced.arrays, shardings))
-    sizes = [_bytes(a) // d for a, d in zip(traced.arrays, divisors, strict=True)]
-    kinds, counts = _kinds_of_arguments(traced), Counter[str]()
-    for kind, size in zip(kinds, sizes, strict=True):
+    rows = list(zip(traced.arrays, shardings, _kinds_of_arguments(traced), strict=True))
+    shards = Shards(rows)
+    sizes = [bytes_of(array) // parts_of(array, sharding) for array, sharding, _ in rows]
+    counts, arguments = Counter[str](), list[View]()
+    for (array, sharding, kind), size in zip(rows, sizes, strict=True):
         counts[kind] += size
-    axes = {kind: set[str]() for kind in KINDS}
-    for kind, sharding in zip(kinds, shardings, strict=True):
-        axes[kind] |= _axes(sharding)
-    if not axes["parameters"] <= axes["inputs"]:
-        return counts, 0
-    # Arrays of the size of a parameter are divided as it is, and others as the batch is.
-    rows = list(zip(traced.arrays, divisors, kinds, strict=True))
-    weights = {array.size: divisor for array, divisor, kind in rows if kind == "parameters"}
-    batch = max((divisor for _, divisor, kind in rows if kind == "inputs"), default=1)
-
-    def size_of(aval: Any) -> int:
-        return _bytes(aval) // weights.get(getattr(aval, "size", 0), batch)
-
-    arguments = [Value(0, read=size) for size in sizes]
-    counts["temporary"] = largest_use(traced.closed, arguments, size_of)
-    outputs = sum(size_of(var.aval) for var in traced.jaxpr.outvars)
+        arguments.append(View(Value(0, read=size), shards.split(sharding, array.ndim)))
+    temporary, splits = largest_use(traced.closed, arguments, shards)
+    ends = zip(traced.jaxpr.outvars, splits, strict=True)
+    outputs = sum(shards.size(var.aval, split) for var, split in ends)
     counts["results"] = max(0, outputs - sum(sizes[n] for n in donated))
-    return counts, max(divisors, default=1)
+    known = counts.total()
+    counts["temporary"] = temporary
+    is_divided = any(parts_of(array, sharding) > 1 for array, sharding, _ in rows)
+    error = _errors()["several" if is_divided else "one"]
+    most = known + int(temporary * error["high"]) + _WORKSPACE
+    return counts, known + int(temporary * error["low"]), most
 
 
 def _kinds_of_arguments(traced: Traced) -> list[str]:
@@ -361,26 +324,3 @@ def _kinds_of_arguments(traced: Traced) -> list[str]:
         "moments" if leaf.in_optimizer and role not in _MASTERS else _KINDS.get(role, "inputs")
         for leaf, role in pairs
     ]
-
-
-def _divisor(array: Any, sharding: Any) -> int:
-    """Returns the number of parts into which the devices split an array."""
-    if not isinstance(sharding, NamedSharding) or not array.size:
-        return 1
-    return array.size // math.prod(sharding.shard_shape(array.shape))
-
-
-def _axes(sharding: Any) -> set[str]:
-    """Returns the axes of the mesh, of more than one device, that divide an array."""
-    if not isinstance(sharding, NamedSharding):
-        return set()
-    parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
-    names = itertools.chain.from_iterable(parts)
-    return {name for name in names if sharding.mesh.shape.get(name, 1) > 1}
-
-
-def _bytes(aval: Any) -> int:
-    """Returns the bytes of an array; 0 for values that are none."""
-    dtype = getattr(aval, "dtype", None)
-    # Flax's dtype of FP8 scales has no size; they are FP32.
-    return 0 if dtype is None else math.prod(aval.shape) * getattr(dtype, "itemsize", 4)

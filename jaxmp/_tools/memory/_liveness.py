@@ -9,12 +9,13 @@ errors are in `errors.toml`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, inners
+from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, Inner, inners
 from jaxmp._programs._jaxprs import equations, is_literal
+from jaxmp._tools.memory._shards import Shards, Split
 
 # Operations whose results are the same arrays in memory. Matmuls read transposed operands.
 _VIEWS = frozenset(
@@ -34,11 +35,10 @@ _LIBRARY = frozenset(
     | {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
     | {"pallas_call", "rng_bit_generator"}
 )
-_SizeOf: TypeAlias = Callable[[Any], int]
 
 
 class Value:
-    """An array of the program.
+    """An array in memory.
 
     Args:
       size: bytes of temporary memory on each device; 0 for arguments of the program.
@@ -53,14 +53,24 @@ class Value:
         self.is_result = False
 
 
+class View(NamedTuple):
+    """An array of the program: a value, and the axes of the mesh that divide its dimensions."""
+
+    value: Value
+    split: Split = None
+
+
+def _split_as(views: Sequence[View], splits: Sequence[Split]) -> list[View]:
+    return [View(value, split) for (value, _), split in zip(views, splits, strict=True)]
+
+
 class _Operation(NamedTuple):
     name: str
     operands: list[Value]
     results: list[Value]
-    # Bytes that the jaxprs inside require.
-    inside: int = 0
+    inside: int  # bytes that the jaxprs inside require
     # The operands in whose memory a loop writes its carry.
-    carried: Sequence[Value] = ()
+    carried: Sequence[Value]
 
     @property
     def is_library(self) -> bool:
@@ -80,76 +90,100 @@ class _Operation(NamedTuple):
         return again > 0 and sum(root.read for root in roots) * again > (again + 2) * result.bytes
 
 
-# A kernel with the arrays that it reads.
-_Kernel: TypeAlias = tuple[_Operation, frozenset[Value]]
+class _Kernel(NamedTuple):
+    operation: _Operation
+    read: frozenset[Value]
 
 
-def largest_use(jaxpr: Any, arguments: Sequence[Value], size_of: _SizeOf) -> int:
-    """Returns the largest number of bytes of temporary arrays that exist at once on a device.
+def largest_use(jaxpr: Any, arguments: Sequence[View], shards: Shards) -> tuple[int, list[Split]]:
+    """Returns the most bytes of temporary arrays that exist at once, and the splits of the results.
 
     Args:
       jaxpr: open or closed. Its results are not temporary.
-      arguments: a value for each argument.
-      size_of: returns the bytes per device of an abstract array.
+      arguments: one for each argument of the program.
+      shards: the division of arrays among devices, of which one is measured.
     """
     operations: list[_Operation] = []
-    results = _flatten(jaxpr_body(jaxpr)[0], arguments, size_of, operations)
-    needed = set(results)
-    kept = []
+    results = _flatten(jaxpr_body(jaxpr)[0], arguments, shards, operations)
+    for value, _ in results:
+        value.is_result = True
+    needed = {value for value, _ in results}
+    kept: list[_Operation] = []
     for operation in reversed(operations):
         if not needed.isdisjoint(operation.results):
             kept.append(operation)
             needed.update(operation.operands)
-    for value in results:
-        value.is_result = True
-    for operation in kept:
-        for value in dict.fromkeys(operation.operands):
-            value.readers.append(operation)
+            for value in dict.fromkeys(operation.operands):
+                value.readers.append(operation)
     kernels: list[_Kernel] = []
     for operation in reversed(kept):
         roots = frozenset[Value]().union(*(value.roots for value in operation.operands))
         if operation.is_kernel(roots):
-            kernels.append((operation, roots))
+            kernels.append(_Kernel(operation, roots))
         else:
             operation.results[0].roots = roots
     # XLA takes the order with the smallest peak.
-    return min(_peak(_ordered(kernels, late)) for late in (False, True))
+    peak = min(_peak(_ordered(kernels, late)) for late in (False, True))
+    return peak, [split for _, split in results]
 
 
 def _flatten(
-    jaxpr: Any,
-    arguments: Sequence[Value],
-    size_of: _SizeOf,
-    operations: list[_Operation],
-) -> list[Value]:
+    jaxpr: Any, arguments: Sequence[View], shards: Shards, operations: list[_Operation]
+) -> list[View]:
     """Appends the operations of a jaxpr, with those of its calls, and returns its results."""
-    values: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+    views: dict[Any, View] = dict(zip(jaxpr.invars, arguments, strict=True))
 
-    def read(var: Any) -> Value:
-        return Value(0) if is_literal(var) else values.setdefault(var, Value(0))
+    def read(var: Any) -> View:
+        return View(Value(0)) if is_literal(var) else views.setdefault(var, View(Value(0)))
 
     for equation in equations(jaxpr, inside=False):
         name, operands = equation.primitive.name, [read(var) for var in equation.invars]
         inside = inners(equation) if name in CONSTRUCTS | OPAQUE_CALLS else []
-        is_apart = any(inner.is_loop or inner.form is Form.BRANCH for inner in inside)
+        is_apart = any(
+            inner.form is Form.BRANCH or (inner.is_loop and inner.length != 1) for inner in inside
+        )
+        splits = [view.split for view in operands]
         if len(inside) == 1 and not is_apart:
-            results = _flatten(inside[0].jaxpr, operands, size_of, operations)
+            arguments = _split_as(operands, _splits_inside(inside[0], splits))
+            # The arrays in a `shard_map` are parts.
+            own = Shards() if inside[0].form is Form.SHARDS else shards
+            ends = _flatten(inside[0].jaxpr, arguments, own, operations)
+            results = _split_as(ends, _splits_outside(inside[0], [view.split for view in ends]))
         elif name in _VIEWS:
-            results = operands
+            results = _split_as(operands, shards.passed(equation, splits))
         else:
-            results, below, carried = [Value(size_of(v.aval)) for v in equation.outvars], 0, []
+            below, carried = 0, list[Value]()
+            passed = [] if is_apart else shards.passed(equation, splits)
             for inner in inside if is_apart else ():
-                pairs = zip(inner.jaxpr.invars, inner.indices, strict=True)
-                sizes = [(size_of(var.aval), n is None) for var, n in pairs]
-                own_arguments = [Value(size * is_new, read=size) for size, is_new in sizes]
-                below = max(below, largest_use(inner.jaxpr, own_arguments, size_of))
+                arguments = []
+                entering = zip(inner.jaxpr.invars, _splits_inside(inner, splits), strict=True)
+                for (var, split), index in zip(entering, inner.indices, strict=True):
+                    size = shards.size(var.aval, split)
+                    arguments.append(View(Value(size * (index is None), read=size), split))
+                peak, ends = largest_use(inner.jaxpr, arguments, shards)
+                below, passed = max(below, peak), _splits_outside(inner, ends)
                 outside = (inner.indices[n] for n in inner.carried)
-                carried += [operands[n] for n in outside if n is not None]
-            operations.append(
-                _Operation(_APART if is_apart else name, operands, results, below, carried)
-            )
-        values.update(zip(equation.outvars, results, strict=False))
+                carried += [operands[n].value for n in outside if n is not None]
+            pairs = zip(equation.outvars, passed, strict=True)
+            results = [View(Value(shards.size(v.aval, split)), split) for v, split in pairs]
+            read_values, made = ([view.value for view in each] for each in (operands, results))
+            name = _APART if is_apart else name
+            operations.append(_Operation(name, read_values, made, below, carried))
+        views.update(zip(equation.outvars, results, strict=False))
     return [read(var) for var in jaxpr.outvars]
+
+
+def _splits_inside(inner: Inner, splits: Sequence[Split]) -> list[Split]:
+    """Returns the splits of the arguments of a jaxpr. Rows of scanned arrays lack a dimension."""
+    known = [None if n is None else splits[n] for n in inner.indices]
+    first = inner.carried.stop if inner.form is Form.SCAN else len(known)
+    return [split and split[n >= first :] for n, split in enumerate(known)]
+
+
+def _splits_outside(inner: Inner, splits: Sequence[Split]) -> list[Split]:
+    """Returns the splits of the results of an equation, given those of its jaxpr."""
+    first = len(inner.carried) if inner.form is Form.SCAN else len(splits)
+    return [split and (frozenset(),) * (n >= first) + split for n, split in enumerate(splits)]
 
 
 def _ordered(kernels: list[_Kernel], late: bool) -> list[_Kernel]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -86,20 +85,12 @@ def plan(
       >>> plan(make_step, recipes=["fp16"], targets=["v100"]).choices[0].recipe
       'fp16'
     """
-    every_recipe, chips = check_plan(
-        make_step,
-        recipes=recipes,
-        targets=targets,
-        batches=batches,
-        remat=remat,
-        prices=prices,
-        rates=rates,
-        hosts=hosts,
-        links=links,
-    )
+    lists = {"recipes": recipes, "targets": targets, "batches": batches, "remat": remat}
+    costs = {"prices": prices, "rates": rates}
+    every_recipe, chips = check_plan(make_step, hosts=hosts, links=links, **costs, **lists)
     measured: Measured = {}
     name = getattr(make_step, "__name__", "the step")
-    sizes = [None] if batches is None or isinstance(batches, str) else list(batches)
+    sizes = [None] if batches is None or isinstance(batches, str) else batches
     programs = list(itertools.product(remat or [None], sizes, every_recipe))
     try:
         with progress_bar(len(chips) * len(programs), progress) as (on_program, on_end):
@@ -151,6 +142,7 @@ def check_plan(
 ) -> tuple[list[Recipe], list[Target]]:
     """Checks the arguments of `plan`, and returns its recipes and chips."""
     parameters = inspect.signature(make_step).parameters if callable(make_step) else {}
+    function = getattr(make_step, "__name__", "make_step")
     if not parameters:
         raise AuditError(
             f"plan received {getattr(make_step, '__name__', make_step)!r}, of type "
@@ -159,17 +151,16 @@ def check_plan(
         )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for name, values in lists.items():
-        if values is None and name in ("batches", "remat"):
-            continue
-        is_list = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
-        if name == "batches":
-            sizes: list[Any] = list(values or ()) if is_list else [int(values == _LARGEST)]
-            is_list = all(type(size) is int and size > 0 for size in sizes)
-        if not is_list:
-            raise AuditError(f"{name}={values!r} is not valid. Write {_EXAMPLE}.")
         parameter = {"batches": "batch_size=8", "remat": "remat=False"}.get(name, "")
+        if values is None and parameter:
+            continue
+        is_valid = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
+        if name == "batches":
+            is_list = is_valid and all(type(size) is int and size > 0 for size in values or ())
+            is_valid = is_list or values == _LARGEST
+        if not is_valid:
+            raise AuditError(f"{name}={values!r} is not valid. Write {_EXAMPLE}.")
         if parameter and not takes_all and parameter.partition("=")[0] not in parameters:
-            function = getattr(make_step, "__name__", "make_step")
             raise AuditError(
                 f"{function} has no parameter for {name}={values!r}. Write\n"
                 f"    def {function}(recipe, {parameter}):"
@@ -185,24 +176,23 @@ def check_plan(
         raise AuditError(f"hosts={hosts!r} is not a positive number. Write hosts=8, or --hosts 8.")
     chips = [with_links(chip, links) for chip in dict.fromkeys(map(get_target, lists["targets"]))]
     names = [chip.name for chip in chips]
-    for name, count in Counter(names).items():
-        if count > 1:
+    for chip in chips:
+        if (count := names.count(chip.name)) > 1:
             raise TargetError(
-                f"targets= has {count} chips of the name {name!r}. Name each: targets=["
+                f"targets= has {count} chips of the name {chip.name!r}. Name each: targets=["
                 "{'like': 'h100', 'name': 'h100-64', 'memory': 64e9}, ...]."
             )
-    for chip in chips:
         if not chip.uncompiled:
             check_compiler(chip)
     recipes = [each for name in lists["recipes"] for each in load_recipe(name).split_phases()]
     recipes = list(dict.fromkeys(recipes))
     pairs = [f"{name}/{recipe.name}" for name in names for recipe in recipes]
     for option, values, known in (("prices", prices, names), ("rates", rates, pairs)):
-        is_table = values is None or isinstance(values, Mapping)
-        items = (values or {}).items() if is_table else [("", values)]
-        if not all(key in known and is_between(value, 1e-9, 1e15) for key, value in items):
+        items = values.items() if isinstance(values, Mapping) else [("", values)]
+        is_table = all(key in known and is_between(value, 1e-9, 1e15) for key, value in items)
+        if values is not None and not is_table:
             raise AuditError(
                 f"{option}={values!r}: write positive numbers for {', '.join(known)}, such as "
-                f"{option}={{{known[0]!r}: 2.5}}."
+                f"{option}={{{known[0]!r}: 2.5}}, or --{option[:-1]} {known[0]}=2.5."
             )
     return recipes, chips

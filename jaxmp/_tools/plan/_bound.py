@@ -77,6 +77,7 @@ class Cost(NamedTuple):
 
     Args:
       seconds: the roofline. Ratios of two programs for one chip are meaningful, times are not.
+      hosts: number of hosts of the devices, or of other domains of links.
       kernels: number of kernels that the step starts.
       flops: dtype in which the chip multiplies -> FLOPs of matmuls, "attention" for fused kernels.
       bytes: "matmuls", "attention", "collectives" or "other" -> bytes that kernels access.
@@ -84,6 +85,7 @@ class Cost(NamedTuple):
     """
 
     seconds: float
+    hosts: int
     kernels: int
     flops: dict[str, int]
     bytes: dict[str, int]
@@ -105,7 +107,7 @@ def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = No
       TargetError: if the hosts cannot have as many devices each, or devices of several hosts send
         to each other, and their network is not known.
     """
-    program, chip = Program(compiled.text), compiled.chip
+    program, chip, count_of_hosts = Program(compiled.text), compiled.chip, hosts_of(compiled, hosts)
     flow = DataFlow(program)
     flops, moved, shares = Counter[str](), Counter[str](), shares_of(chip)
     seconds, sent, count, narrow = 0.0, 0.0, 0, 0
@@ -137,7 +139,7 @@ def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = No
     for row in attention:
         flops["attention"] += row.flops
         seconds += row.flops / _attention_rate(row, chip)
-    return Cost(max(seconds, sent), count, dict(flops), dict(moved), is_narrow)
+    return Cost(max(seconds, sent), count_of_hosts, count, dict(flops), dict(moved), is_narrow)
 
 
 def hosts_of(compiled: Compiled, hosts: int | None) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.memory._cache import compiler_of
-from jaxmp._tools.plan._bound import cost_of, error_of, hosts_of, measured
+from jaxmp._tools.plan._bound import cost_of, error_of, measured
 from jaxmp._tools.plan._report import PlanRow
 from jaxmp._tools.report._section import abbreviate, grouped
 from jaxmp.errors import JaxmpError, TargetError
@@ -56,6 +56,19 @@ class Candidate(NamedTuple):
         """Compiles the program for a batch size."""
         options = {} if batch is None else {"batch_size": batch}
         options |= {} if self.remat is None else {"remat": self.remat}
+        seconds = None
+        try:
+            with _compat.unchecked_cuda(), default_target(self.chip):
+                made = self.make_step(self.recipe, **options)
+                if not (isinstance(made, (tuple, list)) and made and callable(made[0])):
+                    raise TypeError(
+                        f"the function of the plan returned {type(made).__name__}, not a step and "
+                        "its arguments. Return them:\n    return train_step, state, batch"
+                    )
+                measure = self._estimated if self.chip.uncompiled else self._compiled
+                fields, seconds = measure(*made)
+        except JaxmpError as error:
+            fields = _failed(error)
         row = PlanRow(
             recipe=self.recipe.name,
             target=self.chip.name,
@@ -63,40 +76,19 @@ class Candidate(NamedTuple):
             remat=str(options.get("remat", "")),
             usable=self.chip.usable,
             lacking=lacking_format(self.chip, self.recipe),
+            **fields,
         )
-        try:
-            with _compat.unchecked_cuda(), default_target(self.chip):
-                step, *args = self._made(options)
-                measure = self._estimated if self.chip.uncompiled else self._compiled
-                return measure(row, step, tuple(args))
-        except JaxmpError as error:
-            problem = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-            need = re.search(r"does not fit .* requires ([\d.]+)([KMGT]?)", problem)
-            if need and isinstance(error, TargetError):
-                size = int(float(need[1]) * 2 ** _UNITS[need[2]])
-                return MeasuredRow(dataclasses.replace(row, fits=False, memory=size))
-            return MeasuredRow(dataclasses.replace(row, problem=problem))
+        return MeasuredRow(row, seconds)
 
-    def _made(self, options: dict[str, Any]) -> Sequence[Any]:
-        made = self.make_step(self.recipe, **options)
-        if isinstance(made, (tuple, list)) and made and callable(made[0]):
-            return made
-        raise TypeError(
-            f"the function of the plan returned {type(made).__name__}, not a step and its "
-            "arguments. Return them:\n    return train_step, state, batch"
-        )
-
-    def _estimated(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
+    def _estimated(self, step: Any, *args: Any) -> tuple[dict[str, Any], None]:
         estimate = estimate_memory(step, *args, target=self.chip)
-        bound = "least" if estimate.most is None else "most"
-        problem = f"{self.chip.uncompiled}; the memory is estimated: at {bound} this"
+        problem = f"{self.chip.uncompiled}; the memory is estimated: at most this"
         # A program that only may fit does not count as one that fits.
-        fits = bool(estimate.fits) if estimate.most is not None else estimate.fits
-        known = {"fits": fits, "memory": getattr(estimate, bound)}
-        return MeasuredRow(dataclasses.replace(row, **known, problem=problem))
+        return {"fits": bool(estimate.fits), "memory": estimate.most, "problem": problem}, None
 
-    def _compiled(self, row: PlanRow, step: Any, args: tuple[Any, ...]) -> MeasuredRow:
-        chip = self.chip
+    def _compiled(self, step: Any, *args: Any) -> tuple[dict[str, Any], float | None]:
+        """Returns fields of the row, and the roofline in seconds; None if it is not known."""
+        chip, seconds = self.chip, None
         context = PolicyContext(self.recipe, chip.platform, repr(self.recipe.name))
         report, compiled = audit_program(
             context, step, args, {}, chip, compiler_of(self.cache, chip)
@@ -104,22 +96,20 @@ class Candidate(NamedTuple):
         assert compiled is not None and report.memory is not None
         memory = report.memory
         total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
-        row = dataclasses.replace(
-            row,
-            memory=total,
-            fits=total <= chip.usable,
-            fallbacks=_fallbacks(report),
-            devices=compiled.devices,
-            tokens=_tokens(args),
-            links={"within": chip.link, "between": chip.network},
-        )
+        fields = {
+            "memory": total,
+            "fits": total <= chip.usable,
+            "fallbacks": _fallbacks(report),
+            "devices": compiled.devices,
+            "tokens": _tokens(args),
+            "links": {"within": chip.link, "between": chip.network},
+        }
         try:
-            hosts = hosts_of(compiled, self.hosts)
-            cost = cost_of(compiled, report.attention, self.hosts)
+            cost = cost_of(compiled, report.attention, self.hosts)._asdict()
+            seconds = cost.pop("seconds")
         except TargetError as error:
-            return MeasuredRow(dataclasses.replace(row, problem=str(error)))
-        known = {name: getattr(cost, name) for name in ("kernels", "flops", "bytes", "narrow")}
-        return MeasuredRow(dataclasses.replace(row, hosts=hosts, **known), cost.seconds)
+            cost = {"problem": str(error)}
+        return fields | cost, seconds
 
     def largest(self) -> MeasuredRow:
         """Finds the largest batch that fits, by compiling batches around the limit.
@@ -148,6 +138,15 @@ class Candidate(NamedTuple):
         return measured
 
 
+def _failed(error: JaxmpError) -> dict[str, Any]:
+    """Returns the fields of a row without a program. XLA names the memory that a TPU lacks."""
+    problem = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+    need = re.search(r"does not fit .* requires ([\d.]+)([KMGT]?)", problem)
+    if need is None or not isinstance(error, TargetError):
+        return {"problem": problem}
+    return {"fits": False, "memory": int(float(need[1]) * 2 ** _UNITS[need[2]])}
+
+
 def _interpolated(first: PlanRow, second: PlanRow, limit: int) -> int:
     """Returns the largest batch below a limit of memory that grows linearly from two programs."""
     a, b = first.batch or 0, second.batch or 0
@@ -167,13 +166,8 @@ def _fallbacks(report: AuditReport) -> tuple[str, ...]:
 
 def _tokens(args: tuple[Any, ...]) -> int:
     """Returns the elements of the largest integer array of two or more axes of the batch."""
-    leaves = jax.tree.leaves(args[-1:])
-    integers = (
-        leaf.size
-        for leaf in leaves
-        if getattr(leaf, "ndim", 0) > 1 and jnp.issubdtype(leaf.dtype, jnp.integer)
-    )
-    return max(integers, default=0)
+    arrays = (leaf for leaf in jax.tree.leaves(args[-1:]) if getattr(leaf, "ndim", 0) > 1)
+    return max((x.size for x in arrays if jnp.issubdtype(x.dtype, jnp.integer)), default=0)
 
 
 def relative(
@@ -194,15 +188,14 @@ def relative(
     each = [s and s / (row.batch or 1) for row, s in programs]
     unit = next((s for s, is_base in zip(each, own, strict=True) if s and is_base), None)
     unit = unit or next(filter(None, each), None)
-    rows = []
+    rows = list[PlanRow]()
     for (row, seconds), per_example in zip(programs, each, strict=True):
         changes: dict[str, Any] = {}
         if unit and per_example:
-            bound = per_example / unit
-            low, high = (1.0, 1.0)
+            bound, error = per_example / unit, (1.0, 1.0)
             if per_example != unit:
-                low, high = error_of(row.target, row.narrow, measured()["cases"])
-            changes["interval"] = (round(bound / high, 4), round(bound / low, 4))
+                error = error_of(row.target, row.narrow, measured()["cases"])
+            changes["interval"] = tuple(round(bound / factor, 4) for factor in error[::-1])
             changes["bound"] = round(bound, 4)
         timed = rates.get(f"{row.target}/{row.recipe}")
         rate = timed or (row.tokens / seconds if seconds else 0)

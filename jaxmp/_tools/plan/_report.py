@@ -135,15 +135,12 @@ class PlanReport(Report):
 
     def _sections(self, full: bool) -> list[Section]:
         del full
-        choices = [
-            (each.target, _name(each) or "none", each.reason)
-            for each in sorted(self.choices, key=lambda each: bool(each.recipe))
-        ]
-        costs = [
-            (row.target, _name(row), f"{row.cost:,.2f}", row.cost_from)
-            for row in self.rows
-            if row.cost is not None
-        ]
+        lacking = ", ".join(each.target for each in self.choices if not each.recipe)
+        title = f"Plan of {self.function}" + f": nothing for {lacking}" * bool(lacking)
+        ordered = sorted(self.choices, key=lambda each: bool(each.recipe))
+        choices = [(each.target, _name(each) or "none", each.reason) for each in ordered]
+        checks = "\n".join(dict.fromkeys(each.check for each in self.choices if each.check))
+        fixes = (Fix("Compare the loss", ((True, checks),)),) if checks else ()
         programs = [
             (
                 row.target,
@@ -156,38 +153,32 @@ class PlanReport(Report):
             )
             for row in self.rows
         ]
-        remarks = [
-            (row, text)
-            for row in self.rows
-            for problem in [f"{_state(row)}: {row.problem}" if row.problem else ""]
-            for text in filter(None, (problem, *row.fallbacks, row.lacking))
-        ]
-        links = [
+        priced = (row for row in self.rows if row.cost is not None)
+        costs = [(row.target, _name(row), f"{row.cost:,.2f}", row.cost_from) for row in priced]
+        joined = (row for row in self.rows if row.devices > 1)
+        links = dict.fromkeys(
             (row.target, f"{row.devices} devices", f"{row.hosts} hosts" * (row.hosts > 1), *speeds)
-            for row in self.rows
-            if row.devices > 1
+            for row in joined
             for speeds in [[f"{speed / 1e9:,g}" for speed in row.links.values()]]
-        ]
-        groups = grouped(remarks, lambda item: item[1])
+        )
+        remarks: dict[str, list[PlanRow]] = {}
+        for row in self.rows:
+            problem = row.problem and f"{_state(row)}: {row.problem}"
+            for remark in filter(None, (problem, *row.fallbacks, row.lacking)):
+                remarks.setdefault(remark, []).append(row)
         shared = [
-            ("all" if len(group) == len(self.rows) else _programs([row for row, _ in group]), text)
-            for text, group in groups.items()
+            ("all" if len(rows) == len(self.rows) else _programs(rows), remark)
+            for remark, rows in remarks.items()
         ]
-        lacking = ", ".join(each.target for each in self.choices if not each.recipe)
-        title = f"Plan of {self.function}" + f": nothing for {lacking}" * bool(lacking)
-        mood = "bad" if lacking else "good"
-        columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
         text = _BOUND.format(self.baseline, len(measured()["cases"]))
+        columns = ("chip", "program", "fits", "memory", "moved", "FLOPs", "bound")
         of_choices = ("chip", "recommended", "reason")
-        of_costs = ("chip", "program", "cost", "from")
         of_links = ("chip", "devices", "hosts", "within", "between")
-        checks = "\n".join(dict.fromkeys(each.check for each in self.choices if each.check))
-        fixes = (Fix("Compare the loss", ((True, checks),)),) if checks else ()
         sections = [
-            Section(title, "", of_choices, tuple(choices), fixes, mood),
+            Section(title, "", of_choices, tuple(choices), fixes, "bad" if lacking else "good"),
             Section("Programs", text, columns, tuple(programs)),
-            Section("Costs", _COST, of_costs, tuple(costs)),
-            Section("Links", _LINKS, of_links, tuple(dict.fromkeys(links))),
+            Section("Costs", _COST, ("chip", "program", "cost", "from"), tuple(costs)),
+            Section("Links", _LINKS, of_links, tuple(links)),
             Section("Remarks", "", ("programs", "remark"), tuple(shared)),
         ]
         return [section for section in sections if section.rows]
