@@ -13,12 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxmp._core import _compat
-from jaxmp._core._targets import Target, TargetLike, default_target, get_target, usable_share
+from jaxmp._core import _compat, _targets
 from jaxmp._core._typing import PyTree
 from jaxmp._programs._constructs import unknown_constructs
 from jaxmp._programs._interpreter import warn_of_unknown
-from jaxmp._tools.audit._compile import asked_by, check_compiler, compile_for
+from jaxmp._tools.audit import _compile
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.memory._cache import compiler_of
@@ -28,13 +27,13 @@ from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._section import Section, bytes_text, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError, MissingDependencyError, TargetError
-from jaxmp.optim._roles import AVERAGE, FP8, MASTER, PARAMETER, REMAINDER, STATISTICS
+from jaxmp.optim import _roles
 
-_MASTERS = (MASTER, REMAINDER)
+_MASTERS = (_roles.MASTER, _roles.REMAINDER)
 _KINDS = {
-    **dict.fromkeys((PARAMETER, AVERAGE, STATISTICS), "parameters"),
+    **dict.fromkeys((_roles.PARAMETER, _roles.AVERAGE, _roles.STATISTICS), "parameters"),
     **dict.fromkeys(_MASTERS, "masters"),
-    FP8: "FP8 state",
+    _roles.FP8: "FP8 state",
 }
 _MEANING = {
     "parameters": "as the step receives them",
@@ -179,7 +178,7 @@ def _range_text() -> str:
 def estimate_memory(
     fn: Callable[..., Any],
     *args: PyTree,
-    target: TargetLike | None = None,
+    target: _targets.TargetLike | None = None,
     exact: bool | None = None,
     cache: str | os.PathLike[str] | None = "~/.cache/jaxmp",
     progress: bool | None = None,
@@ -222,12 +221,12 @@ def estimate_memory(
       16384
     """
     check_function(fn, "estimate_memory")
-    chip = None if target is None else get_target(target)
+    chip = None if target is None else _targets.get_target(target)
     name, compiler, reason = getattr(fn, "__name__", ""), "", ""
     with contextlib.ExitStack() as stack:
         if chip is not None:
             stack.enter_context(_compat.unchecked_cuda())
-            stack.enter_context(default_target(chip))
+            stack.enter_context(_targets.default_target(chip))
         traced = trace(fn, args, kwargs)
         try:
             compiled_for = _check_compiled(chip, exact)
@@ -248,7 +247,7 @@ def estimate_memory(
         target=chip.name if chip else "",
         memory=chip.memory if chip else 0,
         preallocates=chip is not None and chip.preallocates,
-        share=usable_share(),
+        share=_targets.usable_share(),
         kinds={kind: kinds[kind] for kind in KINDS if kinds[kind] or kind == KINDS[0]},
         least=least,
         most=most,
@@ -257,7 +256,7 @@ def estimate_memory(
     )
 
 
-def _check_compiled(chip: Target | None, exact: bool | None) -> Target:
+def _check_compiled(chip: _targets.Target | None, exact: bool | None) -> _targets.Target:
     """Returns the chip that a program is compiled for.
 
     Raises:
@@ -272,13 +271,15 @@ def _check_compiled(chip: Target | None, exact: bool | None) -> Target:
         raise TargetError(f"no program can be compiled for {chip.name!r}: {chip.uncompiled}.")
     if chip.platform == "tpu" and not exact:
         raise TargetError("it takes minutes for a TPU, and requires exact=True (--exact).")
-    check_compiler(chip)
+    _compile.check_compiler(chip)
     return chip
 
 
-def _compiled(chip: Target, traced: Traced, folder: str | os.PathLike[str] | None) -> Counter[str]:
+def _compiled(
+    chip: _targets.Target, traced: Traced, folder: str | os.PathLike[str] | None
+) -> Counter[str]:
     """Returns the bytes of each kind in the program that XLA compiles."""
-    program = compile_for(chip, traced, compiler_of(folder, chip))
+    program = _compile.compile_for(chip, traced, compiler_of(folder, chip))
     memory, kinds = program.memory, Counter[str]()
     parameters = Program(program.text).entry.parameters
     for n, kind in enumerate(_kinds_of_arguments(traced)):
@@ -294,7 +295,7 @@ def _estimated(traced: Traced) -> tuple[Counter[str], int, int]:
     """Returns the bytes of each kind from shapes, and the range of their sum."""
     for construct, equation in unknown_constructs(traced.closed).items():
         warn_of_unknown(construct, equation, "the memory of the operations inside is not counted")
-    asked, donated = asked_by(traced.jaxpr)
+    asked, donated = _compile.asked_by(traced.jaxpr)
     shardings = [
         getattr(array, "sharding", None) or asked.get(n) for n, array in enumerate(traced.arrays)
     ]
