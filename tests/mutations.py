@@ -404,9 +404,16 @@ MUTATIONS = [
     Mutation(
         "the audit reports a result from which its own mean is subtracted",
         "jaxmp/_tools/audit/_check_losses.py",
-        "if not _is_made_of(output.op, other, op, audit)",
-        "if True",
+        "if not is_made_of or _are_slices(",
+        "if True or _are_slices(",
         ("test_fp32_outputs.py::test_differences_of_one_result_are_not_reported",),
+    ),
+    Mutation(
+        "probabilities that the user rounds before a difference are not reported",
+        "jaxmp/_tools/audit/_check_losses.py",
+        "audit.flow.mark(result, UserCast(",
+        "audit.flow.of(result), (UserCast(",
+        ("test_audit_plants.py::test_values_that_are_rounded_before_a_difference",),
     ),
     # Traced programs.
     Mutation(

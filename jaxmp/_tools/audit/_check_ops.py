@@ -54,7 +54,8 @@ SOFTMAX_16BIT = Check(
 LOSS_16BIT = Check(
     id="loss_16bit",
     explanation="A log-softmax, a log-sum-exp, the differences of a loss or a scalar result of"
-    " the program are computed in 16 bits.",
+    " the program are computed in 16 bits, or from probabilities and other outputs that a cast"
+    " rounded to 16 bits before.",
     fix="logits = logits.astype(jnp.float32)",
     includes_optimizer=True,
 )
