@@ -1604,8 +1604,8 @@ MUTATIONS = [
     Mutation(
         "a recipe that was not applied is not said",
         "jaxmp/_gradients/_hints.py",
-        "    if pairs and not any(bits(dtype) <= 16",
-        "    if pairs and any(bits(dtype) <= 16",
+        "    if any(bits(dtype) <= 16",
+        "    if not any(bits(dtype) <= 16",
         ("test_hints.py::test_a_recipe_that_was_not_applied_is_said_without_float16_too",),
     ),
     Mutation(
