@@ -442,7 +442,9 @@ def _policy_code(op: OpOccurrence, audit: Auditor) -> str:
     If no matmul of a module is in low precision, the model is not wrapped. Otherwise the layer
     casts its operands itself, or the matmul is outside of layers, and only autocast reaches it.
     """
-    return audit.context.wrap_code if op.location.names else audit.context.autocast_code
+    # Layers of NNX only have name scopes in a wrapped model.
+    is_layer = op.location.names or is_in_flax(op, "flax/nnx")
+    return audit.context.wrap_code if is_layer else audit.context.autocast_code
 
 
 def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
