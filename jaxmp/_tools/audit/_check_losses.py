@@ -228,6 +228,7 @@ ROUNDED_OUTPUT = Check(
 
 _SOFTMAX_READS = "; a softmax, log-softmax or log-sum-exp is computed from it"
 _KEEPS_ERROR = EXACT | LAYOUT | named("add mul div tanh")
+_CAST_ERROR = _KEEPS_ERROR | named("cumsum sqrt")
 # Dtype -> the distance between its numbers from 256 to 512.
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
@@ -247,7 +248,7 @@ class RoundedOutput(RoundedValue):
 class UserCast(RoundedValue):
     """Label of an FP32 value that the user's code casts to 16 bits."""
 
-    check, survives = LOSS_16BIT, _KEEPS_ERROR | named("cumsum sqrt")
+    check, survives = LOSS_16BIT, _CAST_ERROR
 
 
 class _Computed(Fact):
@@ -271,7 +272,7 @@ class _Difference(Fact):
     """Label of a function of the difference of a rounded result and of another value."""
 
     rounded: RoundedValue
-    survives = _ELEMENTWISE | UserCast.survives | named("pow logistic log")
+    survives = _ELEMENTWISE | _CAST_ERROR | named("pow logistic log")
 
 
 @LOSS_16BIT.on_result("convert_element_type")
