@@ -51,7 +51,7 @@ from rich import progress
 import jaxmp
 from compatibility_models import FLAX_EXAMPLES, INSTALLED, Linen, Model, Nnx
 from compatibility_scripts import PORTS
-from jaxmp._programs._matmuls import WIDENED_MATMUL
+from jaxmp._core._wide import WIDENED_MATMUL
 from result_file import commit_of, parser_of, table, write_result
 from script_ports import AUTHOR_BF16, AUTHOR_FP16, PLAIN, Losses, Port, compare, lines_of
 

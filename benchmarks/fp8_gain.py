@@ -29,10 +29,10 @@ import jaxmp
 from jaxmp import fp8, functional
 from jaxmp._core import _compat
 from jaxmp._tools.audit._compile import compile_for
+from jaxmp._tools.audit._hlo import Program
+from jaxmp._tools.audit._hlo_kernels import accessed, kernels
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._kernels import accessed, kernels
 from jaxmp.fp8._explain import explain_exclusion
 from result_file import parser_of, write_result
 

@@ -30,8 +30,8 @@ import jaxmp
 from jaxmp import PolicyMap, fp8, functional
 from jaxmp._core import _compat
 from jaxmp._tools.audit._compile import compile_for
+from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.hlo import Program
 from jaxmp.fp8 import _overwritten
 from result_file import parser_of, write_result
 

@@ -34,10 +34,10 @@ import gpt
 from jaxmp._core import _compat
 from jaxmp._core._targets import get_target
 from jaxmp._tools.audit._compile import compile_for
+from jaxmp._tools.audit._hlo import Program
+from jaxmp._tools.audit._hlo_kernels import accessed, kernels
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._kernels import accessed, kernels
 from result_file import parser_of, write_result
 
 TARGET, BATCH = "h200", 8

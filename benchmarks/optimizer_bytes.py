@@ -23,9 +23,9 @@ import optax
 import jaxmp
 from jaxmp._core import _compat
 from jaxmp._tools.audit._compile import compile_for
+from jaxmp._tools.audit._hlo import Program
+from jaxmp._tools.audit._hlo_kernels import accessed, kernels
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._kernels import accessed, kernels
 from result_file import parser_of, write_result
 
 # The leaves of GPT-2 small with one layer, with vectors beside matrices. XLA decides for each leaf

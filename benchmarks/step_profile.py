@@ -36,7 +36,7 @@ import jax.numpy as jnp
 
 import train_step
 from gpu_record import environment, failure, gpu_state, write_json
-from jaxmp._tools.hlo import Instruction, Program
+from jaxmp._tools.audit._hlo import Instruction, Program
 from result_file import parser_of
 from workload_sizes import TOY, WORKLOADS, Sizes
 

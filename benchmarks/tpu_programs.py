@@ -44,7 +44,7 @@ import transformers
 from transformers.models.llama import modeling_flax_llama
 
 import jaxmp
-from jaxmp._tools import audit as _audit
+from jaxmp._tools.audit import _audit
 from memory_estimates import (
     ForeignModel,
     foreign_step,

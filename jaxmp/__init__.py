@@ -29,15 +29,17 @@ if _typing.TYPE_CHECKING:
     from jaxmp._flax._register import register_layer
     from jaxmp._flax._train_state import TrainState
     from jaxmp._gradients._value_and_grad import grad, value_and_grad
-    from jaxmp._tools.audit import audit
-    from jaxmp._tools.doctor import doctor
-    from jaxmp._tools.explain import explain
+    from jaxmp._tools.audit._audit import audit
+    from jaxmp._tools.audit._explain import explain
     from jaxmp._tools.memory import estimate_memory
     from jaxmp._tools.nonfinite import locate_nonfinite
-    from jaxmp._tools.parity import assert_parity, parity
     from jaxmp._tools.plan import plan
+    from jaxmp._tools.plan._doctor import doctor
     from jaxmp._tools.stats import with_stats
-    from jaxmp._tools.validate import Budget, TrainingRun, validate
+    from jaxmp._tools.validate._budget import Budget
+    from jaxmp._tools.validate._parity import assert_parity, parity
+    from jaxmp._tools.validate._run import TrainingRun
+    from jaxmp._tools.validate._validate import validate
 
 __all__ = [
     "Budget",
@@ -97,21 +99,21 @@ _LAZY = {
     "grad": ("jaxmp._gradients._value_and_grad", "jax", "jaxmp.grad", ""),
     "losses": ("jaxmp.losses", "jax", "jaxmp.losses", ""),
     "value_and_grad": ("jaxmp._gradients._value_and_grad", "jax", "jaxmp.value_and_grad", ""),
-    "audit": ("jaxmp._tools.audit", "jax", "jaxmp.audit", ""),
+    "audit": ("jaxmp._tools.audit._audit", "jax", "jaxmp.audit", ""),
     "checkpoint": ("jaxmp.checkpoint", "orbax", "checkpoints", "checkpoint"),
-    "doctor": ("jaxmp._tools.doctor", "jax", "jaxmp.doctor", ""),
+    "doctor": ("jaxmp._tools.plan._doctor", "jax", "jaxmp.doctor", ""),
     "estimate_memory": ("jaxmp._tools.memory", "jax", "jaxmp.estimate_memory", ""),
-    "explain": ("jaxmp._tools.explain", "jax", "jaxmp.explain", ""),
+    "explain": ("jaxmp._tools.audit._explain", "jax", "jaxmp.explain", ""),
     "locate_nonfinite": ("jaxmp._tools.nonfinite", "jax", "jaxmp.locate_nonfinite", ""),
     "nnx": ("jaxmp.nnx", "flax", "Flax NNX models", "flax"),
-    "assert_parity": ("jaxmp._tools.parity", "jax", "jaxmp.assert_parity", ""),
-    "parity": ("jaxmp._tools.parity", "jax", "jaxmp.parity", ""),
+    "assert_parity": ("jaxmp._tools.validate._parity", "jax", "jaxmp.assert_parity", ""),
+    "parity": ("jaxmp._tools.validate._parity", "jax", "jaxmp.parity", ""),
     "plan": ("jaxmp._tools.plan", "jax", "jaxmp.plan", ""),
     "register_layer": ("jaxmp._flax._register", "flax", "jaxmp.register_layer", "flax"),
     "TrainState": ("jaxmp._flax._train_state", "flax", "jaxmp.TrainState", "flax"),
-    "Budget": ("jaxmp._tools.validate", "flax", "jaxmp.validate", "flax"),
-    "TrainingRun": ("jaxmp._tools.validate", "flax", "jaxmp.validate", "flax"),
-    "validate": ("jaxmp._tools.validate", "flax", "jaxmp.validate", "flax"),
+    "Budget": ("jaxmp._tools.validate._budget", "flax", "jaxmp.validate", "flax"),
+    "TrainingRun": ("jaxmp._tools.validate._run", "flax", "jaxmp.validate", "flax"),
+    "validate": ("jaxmp._tools.validate._validate", "flax", "jaxmp.validate", "flax"),
     "with_stats": ("jaxmp._tools.stats", "jax", "jaxmp.with_stats", ""),
 }
 

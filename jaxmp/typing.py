@@ -15,14 +15,14 @@ from jaxmp._policies._policy import PolicyLike
 from jaxmp.fp8._scaling import ScalingLike
 
 if TYPE_CHECKING:
-    from jaxmp._tools.audit import AuditReport
-    from jaxmp._tools.explain import Explanation
+    from jaxmp._tools.audit._audit import AuditReport
+    from jaxmp._tools.audit._explain import Explanation
     from jaxmp._tools.memory import MemoryEstimate
     from jaxmp._tools.nonfinite import NonfiniteReport
-    from jaxmp._tools.parity import ParityReport
     from jaxmp._tools.plan import PlanReport
     from jaxmp._tools.stats import StatsReport, TrainingStats
-    from jaxmp._tools.validate import ValidationReport
+    from jaxmp._tools.validate._parity_report import ParityReport
+    from jaxmp._tools.validate._report import ValidationReport
 
 __all__ = [
     "AuditReport",
@@ -42,15 +42,15 @@ __all__ = [
 
 # Classes of features that `import jaxmp` does not load.
 _LAZY = {
-    "AuditReport": "jaxmp._tools.audit",
-    "Explanation": "jaxmp._tools.explain",
+    "AuditReport": "jaxmp._tools.audit._audit",
+    "Explanation": "jaxmp._tools.audit._explain",
     "MemoryEstimate": "jaxmp._tools.memory",
     "NonfiniteReport": "jaxmp._tools.nonfinite",
-    "ParityReport": "jaxmp._tools.parity",
+    "ParityReport": "jaxmp._tools.validate._parity_report",
     "PlanReport": "jaxmp._tools.plan",
     "StatsReport": "jaxmp._tools.stats",
     "TrainingStats": "jaxmp._tools.stats",
-    "ValidationReport": "jaxmp._tools.validate",
+    "ValidationReport": "jaxmp._tools.validate._report",
 }
 
 

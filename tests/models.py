@@ -19,7 +19,7 @@ import jaxmp
 import jaxmp.nnx
 import models_linen as in_linen
 import models_nnx as in_nnx
-from jaxmp._flax._linen_model import module_paths
+from jaxmp._flax._linen_interceptor import module_paths
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import get_policy
 from jaxmp._policies._rules import Rule
@@ -187,7 +187,7 @@ class LinenBuild(Build):
 
     def classes(self) -> set[str]:
         with self.case.promotion():
-            paths = module_paths(self.case.linen, *self.case.args())
+            paths = module_paths(self.case.linen, self.case.args(), {}, None, {})
         return {cls.__name__ for cls in paths.values() if cls is not None}
 
 

@@ -174,7 +174,7 @@ MUTATIONS = [
     ),
     Mutation(
         "programs of TPUs end at a kernel whose attributes contain a line break",
-        "jaxmp/_tools/hlo/__init__.py",
+        "jaxmp/_tools/audit/_hlo.py",
         '_CONTINUED.sub("", text)',
         "text",
         (
@@ -276,14 +276,14 @@ MUTATIONS = [
     ),
     Mutation(
         "statistics: operands of kernels are not measured",
-        "jaxmp/_tools/stats/_observe.py",
+        "jaxmp/_programs/_observe.py",
         "(*MATMULS, *_KERNELS)",
         "MATMULS",
         ("test_statistics.py::test_operands_of_kernels_are_measured",),
     ),
     Mutation(
         "statistics: recomputed operands are counted again",
-        "jaxmp/_tools/stats/_observe.py",
+        "jaxmp/_programs/_observe.py",
         "if place.phase == _jaxprs.FORWARD or inside.is_cotangent(var):",
         "if place.phase != _jaxprs.BACKWARD or inside.is_cotangent(var):",
         ("test_statistics.py::test_a_scan_has_a_row_for_each_layer",),
@@ -334,14 +334,14 @@ MUTATIONS = [
     Mutation(
         "the FP32 result of a narrow layer promotes what it meets",
         "jaxmp/_flax/_casts.py",
-        "return weakly_typed(cast_array(leaf, dtype))",
+        "return _wide.weakly_typed(cast_array(leaf, dtype))",
         "return cast_array(leaf, dtype)",
         ("test_fp32_outputs.py::test_a_head_returns_the_sums_of_its_matmul",),
     ),
     Mutation(
         "modules round the FP32 result of a narrow layer inside of them",
         "jaxmp/_flax/_casts.py",
-        "return leaf if is_weak_float32(leaf) else cast_array(leaf, dtype)",
+        "return leaf if _wide.is_weak_float32(leaf) else cast_array(leaf, dtype)",
         "return cast_array(leaf, dtype)",
         ("test_fp32_outputs.py::test_a_head_returns_the_sums_of_its_matmul",),
     ),
@@ -355,8 +355,8 @@ MUTATIONS = [
     Mutation(
         "a narrow matmul under autocast promotes what its result meets",
         "jaxmp/_autocast/_decide.py",
-        "Decision(dtype, Priority.NARROW, reason, FLOAT32)",
-        "Decision(dtype, Priority.COMPUTED, reason, FLOAT32)",
+        "Decision(dtype, Priority.NARROW, reason, _dtypes.FLOAT32)",
+        "Decision(dtype, Priority.COMPUTED, reason, _dtypes.FLOAT32)",
         ("test_fp32_outputs.py::test_autocast_does_not_promote_what_a_narrow_result_meets",),
     ),
     Mutation(
@@ -397,7 +397,7 @@ MUTATIONS = [
     Mutation(
         "the gradient of a gather is summed in 16 bits",
         "jaxmp/_autocast/_decide.py",
-        'name == "gather" and is_16bit(values[0].dtype)',
+        'name == "gather" and _dtypes.is_16bit(values[0].dtype)',
         "False",
         ("test_autocast_decisions.py::test_the_gradient_of_a_gather_is_a_sum_in_fp32",),
     ),
@@ -513,7 +513,7 @@ MUTATIONS = [
     Mutation(
         "a float16 product is rounded on the way to a mean",
         "jaxmp/_autocast/_decide.py",
-        "if dtype == FLOAT16 and is_matmul(equation):",
+        "if dtype == _dtypes.FLOAT16 and is_matmul(equation):",
         "if False:",
         ("test_autocast.py::test_a_float16_product_on_the_way_to_a_mean_does_not_overflow",),
     ),
@@ -852,7 +852,7 @@ MUTATIONS = [
     Mutation(
         "a layer that rests in a phase keeps its FP8 state",
         "jaxmp/_flax/_fp8_layers.py",
-        "            return rest(out, self.state())\n",
+        "            return _state.rest(out, self.state())\n",
         "            return out\n",
         ("test_phases.py::test_the_first_scale_after_a_bf16_phase_is_that_of_the_tensor",),
     ),
@@ -872,7 +872,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an audit reads the first phase of a recipe for all",
-        "jaxmp/_tools/audit/__init__.py",
+        "jaxmp/_tools/audit/_audit.py",
         "        report = audit_one(phase)\n",
         "        report = audit_one(recipe.split_phases()[0])\n",
         ("test_phases.py::test_the_audit_reads_each_phase",),
@@ -940,7 +940,7 @@ MUTATIONS = [
     Mutation(
         "the cast at a module boundary overflows",
         "jaxmp/_flax/_method_call.py",
-        "    return leaf if is_number else saturating_cast(leaf, dtype)",
+        "    return leaf if is_number else _trees.saturating_cast(leaf, dtype)",
         "    return leaf if is_number else cast(leaf, dtype)",
         ("test_boundary.py::test_rows_that_a_finite_mask_hides_stay_finite",),
     ),
@@ -961,8 +961,8 @@ MUTATIONS = [
     Mutation(
         "a head with an FP32 output rounds its sums to 16 bits",
         "jaxmp/_policies/_resolve.py",
-        "wide_output=policy.output_dtype if is_wide else FLOAT32 if returns_fp32 else None",
-        "wide_output=FLOAT32 if returns_fp32 else None",
+        "wide_output=policy.output_dtype if is_wide else _dtypes.FLOAT32 if returns_fp32 else None",
+        "wide_output=_dtypes.FLOAT32 if returns_fp32 else None",
         (
             "test_linen.py::test_a_wider_output_is_emitted_by_the_product_itself",
             "test_nnx_policies.py::test_a_wide_output_keeps_the_sums_of_16_bit_products",
@@ -984,7 +984,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the backward matmuls of a wide head run in FP32",
-        "jaxmp/_programs/_matmuls.py",
+        "jaxmp/_core/_wide.py",
         "[product(d_lhs, rhs, *sizes)]",
         "[product(d_lhs.astype(dtype), rhs.astype(dtype), preferred_element_type=dtype)]",
         ("test_models.py::test_every_product_has_the_operands_that_the_rules_say",),
@@ -1007,7 +1007,7 @@ MUTATIONS = [
     Mutation(
         "full_precision does not apply",
         "jaxmp/_autocast/_resolve.py",
-        "return FLOAT32 if self.is_full_precision else self.policy.compute_dtype",
+        "return _dtypes.FLOAT32 if self.is_full_precision else self.policy.compute_dtype",
         "return self.policy.compute_dtype",
         ("test_autocast.py::test_full_precision_holds_in_both_passes",),
     ),
@@ -1043,14 +1043,14 @@ MUTATIONS = [
     Mutation(
         "a layer is a decision although its results feed other layers",
         "jaxmp/_flax/_search.py",
-        "    if use == Use.RESULT:\n",
-        "    if Use.RESULT in use:\n",
+        "    if use == _uses.Use.RESULT:\n",
+        "    if _uses.Use.RESULT in use:\n",
         ("test_search.py::test_decisions_keep_their_sums_and_their_neighbours_are_rounded",),
     ),
     Mutation(
         "modules round the FP32 sums of a layer of the user's own class",
-        "jaxmp/_flax/_search.py",
-        "is_reached = aval.dtype == FLOAT32 and not self._is_strict",
+        "jaxmp/_flax/_labels.py",
+        "is_reached = aval.dtype == _dtypes.FLOAT32 and not self._is_strict",
         "is_reached = False",
         ("test_search.py::test_modules_pass_the_fp32_results_of_own_layers_to_a_decision",),
     ),
@@ -1109,7 +1109,7 @@ MUTATIONS = [
     Mutation(
         "weights without matmuls, and layers that were traced before, count as not in FP8",
         "jaxmp/_flax/_missing_precision.py",
-        "    if set(MATMULS).isdisjoint(",
+        "    if set(_matmuls.MATMULS).isdisjoint(",
         "    if False and set().isdisjoint(",
         (
             "test_fp8_batch.py::test_weights_that_are_not_multiplied_do_not_warn",
@@ -1272,7 +1272,7 @@ MUTATIONS = [
     Mutation(
         "the audit is silent about rounded logits of a softmax",
         "jaxmp/_tools/audit/_check_losses.py",
-        "if Use.SOFTMAX in use",
+        "if _uses.Use.SOFTMAX in use",
         "if False",
         (
             "test_audit_plants.py::test_a_planted_defect_is_found_at_its_line_and_its_fix_removes_it",
@@ -1333,7 +1333,7 @@ MUTATIONS = [
     Mutation(
         "the audit is silent about an operation of a later JAX that contains a program",
         "jaxmp/_tools/audit/_auditor.py",
-        "elif is_unknown(op.equation):",
+        "elif _constructs.is_unknown(op.equation):",
         "elif False:",
         ("test_audit.py::test_an_unknown_operation_with_a_jaxpr_is_not_inspected",),
     ),
@@ -1401,6 +1401,13 @@ MUTATIONS = [
         ("test_audit_fixes.py::test_the_fix_of_two_dtypes_casts_the_wide_operand",),
     ),
     Mutation(
+        "a quotient by sums of other rows becomes a softmax",
+        "jaxmp/_tools/fixes/_rewrite.py",
+        'others == ["keepdims=True"] or',
+        'others in ([], ["keepdims=True"]) or',
+        ("test_nonfinite.py::test_steps_that_overflow_become_one_function",),
+    ),
+    Mutation(
         "the audit confuses the axes of a mesh",
         "jaxmp/_tools/audit/_hlo_collectives.py",
         "along != along[:, :1]",
@@ -1409,8 +1416,8 @@ MUTATIONS = [
     ),
     Mutation(
         "autocast multiplies batches of vectors as XLA's CPU compiler refuses",
-        "jaxmp/_programs/_matmuls.py",
-        'lax.optimization_barrier(out) if target() == "cpu" else out',
+        "jaxmp/_core/_wide.py",
+        'lax.optimization_barrier(out) if _compat.target() == "cpu" else out',
         "out",
         ("test_autocast_decisions.py::test_xla_compiles_wide_results_on_a_cpu",),
     ),
@@ -1434,14 +1441,15 @@ MUTATIONS = [
     Mutation(
         "the audit reports matmuls that a rule wants in FP32",
         "jaxmp/_tools/audit/_check_matmuls.py",
-        "    elif FLOAT32 not in allowed:\n",
+        "    elif _dtypes.FLOAT32 not in allowed:\n",
         "    else:\n",
         ("test_audit.py::test_a_rule_that_wants_fp32_makes_it_right",),
     ),
     Mutation(
         "the audit ignores full_precision",
         "jaxmp/_tools/audit/_auditor.py",
-        "        if FULL_PRECISION in names:\n            return frozenset({FLOAT32})\n",
+        "        if _locations.FULL_PRECISION in names:\n"
+        "            return frozenset({_dtypes.FLOAT32})\n",
         "",
         ("test_audit.py::test_full_precision_is_allowed",),
     ),
@@ -1610,7 +1618,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a result that a function in C keeps counts as dropped",
-        "jaxmp/_gradients/_hints.py",
+        "jaxmp/_core/_messages.py",
         "    return any(each.argval == name and",
         "    return any(",
         ("test_hints.py::test_functions_in_c_may_keep_a_result",),
@@ -1872,21 +1880,21 @@ MUTATIONS = [
     # Parity of training and serving.
     Mutation(
         "a program that is run by operations does not round",
-        "jaxmp/_tools/parity/_walk.py",
+        "jaxmp/_tools/validate/_walk.py",
         "            x = x if name in _bind.MOVES else in_stored_dtype(x, change.dtype or dtype)\n",
         "            x = x if name in _bind.MOVES else in_stored_dtype(x, np.dtype(np.float32))\n",
         ("test_parity.py::test_a_walk_rounds_as_the_program",),
     ),
     Mutation(
         "rounding explains no difference of 16-bit results",
-        "jaxmp/_tools/parity/_align.py",
+        "jaxmp/_tools/validate/_align.py",
         "_HALF = 0.5\n",
         "_HALF = 0.0\n",
         ("test_parity.py::test_the_criterion_accepts_last_bits_and_finds_roundings",),
     ),
     Mutation(
         "the change of the serving program is not run before it is printed",
-        "jaxmp/_tools/parity/_search.py",
+        "jaxmp/_tools/validate/_parity_search.py",
         "        return self._mismatch(walk(*self.changed, changes)[1])\n",
         "        return self._mismatch(walk(*self.changed)[1])\n",
         ("test_parity.py::test_weights_that_were_rounded_before",),

@@ -18,6 +18,7 @@ from jaxmp._tools.audit._report import fix_parts, report_sections
 from jaxmp._tools.audit._rows import (
     AttentionRow,
     CollectiveRow,
+    Finding,
     GemmRow,
     MatmulRow,
     MemoryRow,
@@ -32,7 +33,7 @@ LONG_CODE = (
 )
 ERRORS = (
     *(
-        jaxmp._tools.audit.Finding(
+        Finding(
             check="misaligned_matmul",
             module=layer,
             primitive="dot_general",
@@ -44,7 +45,7 @@ ERRORS = (
         )
         for layer in LAYERS
     ),
-    jaxmp._tools.audit.Finding(
+    Finding(
         check="implicit_promotion",
         module="head",
         primitive="mul",
@@ -53,14 +54,14 @@ ERRORS = (
         message="bfloat16 meets an FP32 constant of " + "a_very_long_name_" * 5,
         fix=f"State it in the recipe:\n    if True:\n        {LONG_CODE}\nor cast the operand.",
     ),
-    jaxmp._tools.audit.Finding(
+    Finding(
         check="unused_loss_scale",
         message="the dynamic loss scale at [0].loss_scale is not used.",
         fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
     ),
 )
 WARNINGS = (
-    jaxmp._tools.audit.Finding(
+    Finding(
         check="reduction_16bit",
         severity="warning",
         primitive="add",
@@ -216,9 +217,7 @@ def test_json_has_everything_after_a_summary():
 
 def test_a_long_list_of_errors_is_cut_in_the_short_report():
     many = tuple(
-        jaxmp._tools.audit.Finding(
-            check="exp_16bit", file="a.py", line=line, message="m", fix="take it in FP32"
-        )
+        Finding(check="exp_16bit", file="a.py", line=line, message="m", fix="take it in FP32")
         for line in range(1, 31)
     )
     report = jaxmp.typing.AuditReport(findings=many)
@@ -277,9 +276,7 @@ def test_a_fix_is_sentences_and_code(fix, parts):
 
 
 def test_code_is_escaped_in_html():
-    finding = jaxmp._tools.audit.Finding(
-        check="exp_16bit", message="m", fix="a:\n    ```\n    <b>\x1b[31m"
-    )
+    finding = Finding(check="exp_16bit", message="m", fix="a:\n    ```\n    <b>\x1b[31m")
     report = jaxmp.typing.AuditReport(findings=(finding,))
     assert "&lt;b&gt;" in report.to_html() and "<b>\\x1b" not in report.to_html()
 

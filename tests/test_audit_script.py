@@ -17,9 +17,9 @@ import script_audits
 from grids import EXPENSIVE, fast_cases
 from jaxmp._core._compat import _watch_jit
 from jaxmp._tools import cli
+from jaxmp._tools.audit._jitted import defined_steps, has_backward, updates_state
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.cli import _script
-from jaxmp._tools.cli._jitted import defined_steps, has_backward, updates_state
 from jaxmp.errors import AuditError
 
 ROOT = Path(__file__).parents[1]

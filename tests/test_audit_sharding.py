@@ -19,8 +19,8 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import fast_cases
 from jaxmp import audit
+from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._hlo_collectives import mesh_axes
-from jaxmp._tools.hlo import Program
 
 BF16 = "p=f32,c=bf16,o=f32"
 WIDTH, ROWS, LAYERS = 512, 2048, 3

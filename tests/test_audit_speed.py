@@ -14,9 +14,9 @@ from grids import EXPENSIVE, fast_cases
 from jaxmp import audit
 from jaxmp._core._targets import default_target
 from jaxmp._tools.audit._compile import compile_for
+from jaxmp._tools.audit._hlo import Program
+from jaxmp._tools.audit._hlo_kernels import accessed, kernels
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._kernels import accessed, kernels
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("standard_promotion", "rank_promotion")]
 

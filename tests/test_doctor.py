@@ -7,9 +7,9 @@ import pytest
 
 import jaxmp
 from jaxmp._core._targets import targets
-from jaxmp._tools import doctor as _doctor
 from jaxmp._tools.cli import main
-from jaxmp._tools.doctor import Machine, report_of
+from jaxmp._tools.plan import _doctor
+from jaxmp._tools.plan._doctor import Machine, report_of
 
 VERSIONS = {"jax": "0.12.0", "jaxlib": "0.12.0.1"}
 CUDA13 = {"jax-cuda13-plugin": "0.12.0", "jax-cuda13-pjrt": "0.12.0.1"}

@@ -16,8 +16,8 @@ from jaxmp import audit, fp8
 from jaxmp._core import _compat
 from jaxmp._programs._jaxprs import equations
 from jaxmp._tools.audit._compile import compile_for
+from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.hlo import Program
 from jaxmp.errors import CompositionError, JaxmpError, RecipeError
 
 LINEAR = (((1,), (0,)), ((), ()))

@@ -19,7 +19,7 @@ from gpt_programs import accessed, count, kernels
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE, REST, fast_cases
 from jaxmp import functional
-from jaxmp._tools.hlo import Program
+from jaxmp._tools.audit._hlo import Program
 from language_models import FRAMEWORKS
 
 # The table of tokens has 6 rows of padding.

@@ -3,7 +3,7 @@
 
 import pytest
 
-from jaxmp._tools.hlo import Program, Shape
+from jaxmp._tools.audit._hlo import Program, Shape
 
 TEXT = r"""HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias), {2}: (0, {}, must-alias) }, entry_computation_layout={(f32[4,8]{1,0})->f32[4,8]{1,0}}
 

@@ -16,7 +16,8 @@ from flax import nnx
 import jaxmp
 from grids import EXPENSIVE, fast_cases
 from jaxmp import attention_fn
-from jaxmp._flax._linen_model import apply_policy, module_paths
+from jaxmp._flax._linen_interceptor import module_paths
+from jaxmp._flax._linen_model import apply_policy
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy, get_policy
 from jaxmp._policies._rules import Rule
@@ -779,7 +780,7 @@ def test_decoding_writes_a_cache_in_the_compute_dtype():
 
 
 def test_module_paths():
-    paths = module_paths(MLP(), jax.ShapeDtypeStruct((2, 8), jnp.float32))
+    paths = module_paths(MLP(), (jax.ShapeDtypeStruct((2, 8), jnp.float32),), {}, None, {})
     assert paths == {
         "": MLP,
         "Dense_0": nn.Dense,
@@ -796,7 +797,7 @@ def test_module_paths():
             ]
         ),
     }
-    assert module_paths(apply_policy(MLP(), BF16), floats(2, 8)) == paths
+    assert module_paths(apply_policy(MLP(), BF16), (floats(2, 8),), {}, None, {}) == paths
 
 
 def test_module_paths_sees_what_nn_jit_has_cached():
@@ -808,7 +809,7 @@ def test_module_paths_sees_what_nn_jit_has_cached():
             return jitted(name="a")(x) + jitted(name="b")(x)
 
     for _ in range(2):
-        paths = module_paths(Twice(), floats(2, 8))
+        paths = module_paths(Twice(), (floats(2, 8),), {}, None, {})
         assert {"a/head", "b/head"} <= set(paths)
 
 
@@ -943,15 +944,8 @@ def test_a_method_that_is_assigned_to_the_class_later_is_called():
     assert np.array_equal(model.apply(params, floats(2, 3)), 2 * before)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model: apply_policy(model, "bf16"),
-        module_paths,
-    ],
-    ids=["apply_policy", "module_paths"],
-)
-def test_what_is_no_model_is_named(call):
+def test_what_is_no_model_is_named():
+    call = lambda model: apply_policy(model, "bf16")
     with pytest.raises(CompositionError, match=r"builtins\.int is not a flax\.linen\.Module"):
         call(3)
     with pytest.raises(CompositionError, match=r"the class Dense instead of a model.*Dense\("):

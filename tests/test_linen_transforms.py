@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from grids import EXPENSIVE, fast_cases
-from jaxmp._flax._linen_model import apply_policy, module_paths
+from jaxmp._flax._linen_interceptor import module_paths
+from jaxmp._flax._linen_model import apply_policy
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._rules import Rule
 from models import MIXED, floats
@@ -405,7 +406,7 @@ def test_two_policies_in_two_threads_do_not_meet():
 
 
 def test_paths_of_lifted_modules_are_those_of_the_parameters():
-    paths = module_paths(FloatCarry(), jnp.zeros((2, 4), jnp.int32))
+    paths = module_paths(FloatCarry(), (jnp.zeros((2, 4), jnp.int32),), {}, None, {})
     assert paths["blocks"] is Block
     assert "blocks/MultiHeadDotProductAttention_0/query" in paths
     assert paths["blocks/up:kernel"] is None

@@ -24,7 +24,7 @@ from grids import EXPENSIVE, fast_cases
 from jaxmp import losses
 from jaxmp._core import _compat
 from jaxmp._core._targets import get_target
-from jaxmp._tools.hlo import Program
+from jaxmp._tools.audit._hlo import Program
 from jaxmp.errors import JaxmpError
 from programs import products, trace
 
@@ -906,7 +906,7 @@ from jaxmp import losses
 from jaxmp._core import _compat
 from jaxmp._core._targets import get_target
 from jaxmp._tools.audit._compile import describe
-from jaxmp._tools.hlo import Program
+from jaxmp._tools.audit._hlo import Program
 mesh = Mesh(np.array(_compat.described_gpus(describe(get_target("h200")), 8)), ("data",))
 def shape(dtype, sizes, *spec):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))

@@ -15,9 +15,9 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from grids import EXPENSIVE
 from jaxmp._tools.audit._compile import compile_for
+from jaxmp._tools.audit._hlo import Program
+from jaxmp._tools.audit._hlo_kernels import accessed, kernels
 from jaxmp._tools.audit._trace import trace
-from jaxmp._tools.hlo import Program
-from jaxmp._tools.hlo._kernels import accessed, kernels
 from jaxmp.errors import CheckpointError, CompositionError, RecipeError, RecipeWarning
 from jaxmp.optim import _moments, moment_dtype
 from jaxmp.optim._apply import apply_update

@@ -16,7 +16,7 @@ from flax import nnx
 
 import jaxmp
 from grids import EXPENSIVE, fast_cases
-from jaxmp._flax._nnx_model import apply_policy, module_paths
+from jaxmp._flax._nnx_model import apply_policy, find_modules, paths_of
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._rules import Rule
@@ -632,12 +632,12 @@ def test_a_rule_for_one_parameter():
 
 def test_explain_and_paths_name_what_rules_can_name():
     model = Net(rngs(), depth=1)
-    paths = module_paths(model)
+    paths = paths_of(find_modules(model))
     assert [path for path in paths if ":" not in path] == [
         *("", "blocks", "blocks/0", "blocks/0/linear", "blocks/0/norm", "head")
     ]
     assert {path for path in paths if path.startswith("blocks/0:")} == {"blocks/0:w"}
-    assert module_paths(apply_policy(model, MIXED)) == paths
+    assert paths_of(find_modules(apply_policy(model, MIXED))) == paths
     found = {
         row.path: row.rule
         for row in jaxmp.explain(model, PolicyMap(MIXED, [Rule("head", "c=f32")]))().policies.rows
@@ -1056,7 +1056,7 @@ def test_any_kind_of_class(make):
 def test_a_cycle_is_bound_once():
     model = apply_policy(Cycle(rngs()), MIXED)
     assert model.child.parent is model
-    assert [path for path in module_paths(model) if ":" not in path] == [
+    assert [path for path in paths_of(find_modules(model)) if ":" not in path] == [
         "",
         "child",
         "child/linear",

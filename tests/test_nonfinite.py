@@ -757,3 +757,34 @@ def test_the_end_of_a_domain_is_bounded(fn, x):
 def test_a_singular_matrix_is_named():
     report = jaxmp.locate_nonfinite(jnp.linalg.cholesky, -jnp.eye(2))
     assert report.cause == "singular_matrix" and "not positive definite" in report.message
+
+
+@pytest.mark.parametrize(
+    ("fn", "code"),
+    [
+        (
+            lambda x: jnp.log(jnp.sum(jnp.exp(x), -1, keepdims=True)),
+            "jax.scipy.special.logsumexp(x, -1, keepdims=True)",
+        ),
+        (lambda x: jnp.log(jnp.exp(x).sum(axis=0)), "jax.scipy.special.logsumexp(x, axis=0)"),
+        (lambda x: jnp.log(1 + jnp.exp(x)), "jax.nn.softplus(x)"),
+        (lambda x: jnp.log1p(jnp.exp(x)), "jax.nn.softplus(x)"),
+        (lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x)), "jax.nn.softmax(x, axis=None)"),
+        (
+            lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x), axis=1, keepdims=True),
+            "jax.nn.softmax(x, axis=1)",
+        ),
+        # Without `keepdims`, the sums of other rows divide a row.
+        (lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x), axis=1), "jnp.exp(jnp.minimum(x, 88))"),
+        (lambda x: jnp.exp(x) / jnp.sum(jnp.exp(-x)), "jnp.exp(jnp.minimum(x, 88))"),
+        (lambda x: jnp.log(jax.nn.softmax(-x, axis=0)), "jax.nn.log_softmax(-x, axis=0)"),
+    ],
+)
+def test_steps_that_overflow_become_one_function(fn, code):
+    x = jnp.array([[100.0, 300.0], [-100.0, 0.0]])
+    report = jaxmp.locate_nonfinite(fn, x)
+    assert (code_of(report.fix), report.trial) == (code, "works")
+    if "minimum" not in code:
+        healthy = x / 100
+        new = eval(code, {"jax": jax, "jnp": jnp, "x": healthy})
+        np.testing.assert_allclose(new, fn(healthy), rtol=1e-5)

@@ -15,8 +15,9 @@ from jax import export
 import jaxmp
 import parity_plants
 from grids import EXPENSIVE
-from jaxmp._tools.parity import ParityReport, _align, _metrics
-from jaxmp._tools.parity._walk import ResultRecord, walk
+from jaxmp._tools.validate import _align, _metrics
+from jaxmp._tools.validate._parity_report import ParityReport
+from jaxmp._tools.validate._walk import ResultRecord, walk
 from jaxmp.errors import ValidationError, ValidationFailedError
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

@@ -14,10 +14,10 @@ import jaxmp
 from gpu_compiler import needs_compiler
 from jaxmp._core._targets import get_target, with_links
 from jaxmp._tools.audit._compile import Compiled
+from jaxmp._tools.audit._hlo import Program as Hlo
 from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.cli import main
-from jaxmp._tools.hlo import Program as Hlo
 from jaxmp._tools.plan import _programs
 from jaxmp._tools.plan._bound import cost_of, error_of, hosts_of, measured, shares_of
 from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative

@@ -26,7 +26,7 @@ from jaxmp._attention._choice import choose_implementation, log_once
 from jaxmp._attention._cudnn import cudnn_attention
 from jaxmp._attention._plain import xla_attention
 from jaxmp._core._compat import target
-from jaxmp._policies._policy import PolicyLike, get_policy
+from jaxmp._policies import _policy
 
 _RUN: dict[str, Callable[[AttentionArguments], Any]] = {
     "cudnn": cudnn_attention,
@@ -51,7 +51,7 @@ def dot_product_attention(
     return_residual: bool = False,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
-    policy: PolicyLike | None = None,
+    policy: _policy.PolicyLike | None = None,
 ) -> Any:
     """Computes `softmax(scale * q k^T + bias) v` with logits and softmax in FP32.
 
@@ -131,7 +131,7 @@ def dot_product_attention(
     )
     result = run_attention(args, implementation)
     out, residual = result if args.settings.residual else (result, None)
-    dtype = args.query.dtype if policy is None else get_policy(policy).output_dtype
+    dtype = args.query.dtype if policy is None else _policy.get_policy(policy).output_dtype
     leading = query_array.shape[:-1]
     out = out.reshape(*leading, out.shape[-1]).astype(dtype)
     return out if residual is None else (out, residual.reshape(leading).astype(dtype))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._core._dtypes import bits, wide_dtype
+from jaxmp._core import _dtypes
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import ArrayLike
 from jaxmp._policies._policy import ATTENTION, PolicyLike, get_policy
@@ -118,7 +118,7 @@ def with_scaled_query(args: AttentionArguments) -> AttentionArguments:
     """Returns arguments without an array `scale`, by multiplying the query with it in FP32."""
     if args.scale is None:
         return args
-    query = args.query.astype(wide_dtype(args.query.dtype))
+    query = args.query.astype(_dtypes.wide_dtype(args.query.dtype))
     query = (query * args.scale.astype(query.dtype)).astype(args.query.dtype)
     return dataclasses.replace(args, query=query, scale=None)
 
@@ -215,7 +215,7 @@ def _check_dtypes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         for name, dtype in zip(("query", "key", "value"), dtypes, strict=True)
     )
     if len(set(dtypes)) > 1:
-        widest = max(dtypes, key=lambda dtype: bits(dtype) if dtype.name in _DTYPES else 0)
+        widest = max(dtypes, key=lambda dtype: _dtypes.bits(dtype) if dtype.name in _DTYPES else 0)
         raise AttentionError(
             f"{names}: the three must share a dtype. Cast them, or name the compute dtype: "
             f"dot_product_attention(query, key, value, policy={widest.name!r})."

@@ -20,8 +20,7 @@ from jax import lax
 
 from jaxmp._attention import _arguments
 from jaxmp._attention._arguments import NO_KEY, AttentionArguments, AttentionSettings
-from jaxmp._core._compat import vary, varying_axes
-from jaxmp._core._dtypes import wide_dtype
+from jaxmp._core import _compat, _dtypes
 from jaxmp._core._typing import PyTree
 
 # Largest and smallest number of positions per block, and of logits at a time (64 MiB in FP32).
@@ -165,7 +164,7 @@ class _Blocks:
     def __init__(self, shape: _Shape, operands: AttentionArguments) -> None:
         self.shape, self.settings, self.operands = shape, operands.settings, operands
         self.dtype = operands.query.dtype
-        self.wide = wide_dtype(self.dtype)
+        self.wide = _dtypes.wide_dtype(self.dtype)
         self.query = _split(operands.query, shape.query_block, shape.query_blocks, shape)
         self.key = _split(operands.key, shape.key_block, shape.key_blocks, shape)[:, :, :, 0]
         self.value = _split(operands.value, shape.key_block, shape.key_blocks, shape)[:, :, :, 0]
@@ -255,7 +254,7 @@ def _forward(
         jnp.full_like(row[..., 0], -jnp.inf, blocks.wide),
         jnp.full_like(row[..., 0], 0, blocks.wide),
     )
-    start = vary(start, varying_axes(operands))
+    start = _compat.vary(start, _compat.varying_axes(operands))
     (sums, most, total), _ = lax.scan(step, start, jnp.asarray(_pairs(shape, operands.settings)))
     # A row that sees no key: its weights are exp(-inf - 0) / inf.
     most = jnp.where(most == -jnp.inf, 0, most)
@@ -326,7 +325,7 @@ def _backward_rule(shape: _Shape, saved: tuple[Any, ...], d_out: PyTree) -> Any:
         jnp.full_like(blocks.value, 0, wide),
         None if blocks.bias is None else jnp.full_like(blocks.bias, 0, wide),
     )
-    start = vary(start, varying_axes((operands, d_out)))
+    start = _compat.vary(start, _compat.varying_axes((operands, d_out)))
     pairs = jnp.asarray(_pairs(shape, operands.settings))
     (d_query, d_key, d_value, d_bias), _ = lax.scan(step, start, pairs)
     d_bias = None if d_bias is None else _joined_logits(d_bias, operands.bias)

@@ -14,11 +14,8 @@ from jax.sharding import AxisType
 
 from jaxmp._attention._arguments import AttentionArguments
 from jaxmp._attention._cudnn import padded_size
-from jaxmp._core import _targets
+from jaxmp._core import _dtypes, _explanation, _messages, _targets
 from jaxmp._core._compat import compute_capability, cudnn_version, target
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._explanation import ExplanationRow, ExplanationSection
-from jaxmp._core._messages import install_command
 from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")
@@ -35,7 +32,7 @@ _LARGEST_HEAD, _LARGEST_HEAD_HOPPER = 128, 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocker(ExplanationRow):
+class Blocker(_explanation.ExplanationRow):
     """Reason why an implementation cannot serve a call.
 
     Attributes:
@@ -53,7 +50,7 @@ class Blocker(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionExplanation(ExplanationSection[Blocker]):
+class AttentionExplanation(_explanation.ExplanationSection[Blocker]):
     """Implementation of an attention call, with the reason.
 
     Attributes:
@@ -151,7 +148,7 @@ def _device_blockers() -> Iterator[Blocker]:
         change = splash if device == "tpu" else "Compile the program for a GPU."
         yield Blocker("device", reason, change)
     elif cudnn_version() is None:
-        commands = " or ".join(map(install_command, ("cuda12", "cuda13")))
+        commands = " or ".join(map(_messages.install_command, ("cuda12", "cuda13")))
         change = f"Install it: {commands}."
         yield Blocker("device", "JAX finds no cuDNN", change)
     elif gpu := _targets.unsupported_gpu(_targets.FUSED_ATTENTION):
@@ -162,7 +159,7 @@ def _device_blockers() -> Iterator[Blocker]:
 
 def _operand_blockers(args: AttentionArguments) -> Iterator[Blocker]:
     dtype = args.query.dtype
-    if not is_16bit(dtype):
+    if not _dtypes.is_16bit(dtype):
         reason = f"the kernel takes 16 bits, the operands are {dtype.name}"
         yield Blocker("policy", reason, "Write policy='bfloat16'.")
     # JAX reads the capability of the local GPU, even if it compiles for another one.
@@ -185,7 +182,7 @@ def _operand_blockers(args: AttentionArguments) -> Iterator[Blocker]:
 
 def _mask_blockers(args: AttentionArguments) -> Iterator[Blocker]:
     bias, dtype = args.bias, args.query.dtype
-    if bias is not None and is_16bit(dtype) and bias.dtype != dtype:
+    if bias is not None and _dtypes.is_16bit(dtype) and bias.dtype != dtype:
         reason = f"the kernel reads the bias as {dtype.name}, and it is {bias.dtype.name}"
         change = "Write bias=bias.astype(query.dtype) if its precision suffices."
         yield Blocker("bias", reason, change)

@@ -21,10 +21,6 @@ from jax import lax
 
 from jaxmp._attention._arguments import sees
 from jaxmp._policies._toml import literal
-from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, equations, is_literal
-from jaxmp._programs._locations import Location, Locations, module_of, root_of
-from jaxmp._programs._operations import name_of
-from jaxmp._programs._static_values import Scope
 from jaxmp.errors import AttentionError
 
 
@@ -243,15 +239,6 @@ def declaration_of(name: str) -> Declaration | None:
     return Declaration(mask, (int(window[0]), int(window[1])) if window else None)
 
 
-def mask_operand(equation: Equation) -> Atom | None:
-    """Returns the bool operand `[B, N, T, S]` of a jitted function, or None."""
-    for var in equation.invars:
-        aval = var.aval
-        if not is_literal(var) and getattr(aval, "dtype", None) == np.bool_ and aval.ndim == 4:
-            return var
-    return None
-
-
 @functools.cache
 def _marker(name: str) -> Callable[..., Any]:
     def declare(query: jax.Array, mask: jax.Array) -> jax.Array:
@@ -261,34 +248,3 @@ def _marker(name: str) -> Callable[..., Any]:
 
     declare.__name__ = name
     return jax.jit(declare)
-
-
-def declared_masks(program: Scope) -> list[tuple[Declaration, bool]]:
-    """Compares the declared masks in the forward pass of a program with their arrays.
-
-    Returns:
-      For each layer its declaration, and True if the elements of its mask are known.
-
-    Raises:
-      AttentionError: if a mask contradicts its declaration.
-    """
-    locations, masks = Locations(), {}
-
-    def visit(scope: Scope, outer: Location) -> None:
-        for equation in equations(scope.jaxpr, inside=False):
-            location = locations.of(equation, outer)
-            declared = declaration_of(name_of(equation))
-            mask = None if declared is None else mask_operand(equation)
-            if mask is not None and location.phase == FORWARD:
-                masks[location.names] = declared, scope.value(mask)
-            for inside in scope.inside(equation):
-                visit(inside, location)
-
-    visit(program, Location())
-    rows, root = [], root_of(locations.names)
-    for names, (declared, mask) in masks.items():
-        declaration = Declaration(declared.mask, declared.window, module_of(names, root))
-        if mask is not None:
-            check_known(mask, declaration)
-        rows.append((declaration, mask is not None))
-    return rows

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxmp._attention._arguments import NO_KEY, AttentionArguments, masks_at
 from jaxmp._core._dtypes import wide_dtype
-from jaxmp._programs._matmuls import wide_product
+from jaxmp._core._wide import wide_product
 
 
 def attend(

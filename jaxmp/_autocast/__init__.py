@@ -25,12 +25,11 @@ import jax
 from jaxmp._autocast._explain import AutocastExplanation, Recorder
 from jaxmp._autocast._replay import Autocast
 from jaxmp._autocast._resolve import make_config, trace
-from jaxmp._gradients._hints import Mark, warn_if_dropped
-from jaxmp._policies._device import check_device, check_gradient
-from jaxmp._policies._load import RecipeLike
+from jaxmp._core import _messages
+from jaxmp._policies import _device, _load
 from jaxmp._policies._op_table import OpTable
 from jaxmp._programs._locations import FULL_PRECISION
-from jaxmp.fp8._explain import decisions, is_explained, warn_if_unused
+from jaxmp.fp8 import _explain
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +54,7 @@ def full_precision() -> Iterator[None]:
 
 
 def autocast(
-    fn: Callable[P, R], recipe: RecipeLike, *, ops: Mapping[str, str] | OpTable | None = None
+    fn: Callable[P, R], recipe: _load.RecipeLike, *, ops: Mapping[str, str] | OpTable | None = None
 ) -> Callable[P, R]:
     """Returns `fn` with each operation in a dtype chosen for it; the results keep their dtypes.
 
@@ -104,24 +103,24 @@ def autocast(
       dtype('float32')
     """
     config = make_config(fn, recipe, ops, "autocast")
-    mark = Mark()
+    mark = _messages.Mark()
 
     @functools.wraps(fn)
     def autocast_fn(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_device(config.policies)
-        check_gradient(config.policies, lambda: (args, kwargs), mark)
-        with decisions(config.policies.default.matmul == "fp8") as rows:
+        _device.check_device(config.policies)
+        _device.check_gradient(config.policies, lambda: (args, kwargs), mark)
+        with _explain.decisions(config.policies.default.matmul == "fp8") as rows:
             traced, in_custom_vjp = trace(fn, args, kwargs)
-            interpreter = Autocast(config, in_custom_vjp, lists_calls=is_explained())
+            interpreter = Autocast(config, in_custom_vjp, lists_calls=_explain.is_explained())
             arrays = interpreter.function(traced.closed, traced.arrays)
-        warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
+        _explain.warn_if_unused(f"autocast({getattr(fn, '__name__', 'fn')}, ...)", rows, 2)
         return traced.results(arrays)
 
-    return warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
+    return _messages.warn_if_dropped(autocast_fn, "loss_fn = jaxmp.autocast(loss_fn, recipe)")
 
 
 def explain_operations(
-    fn: Callable[..., Any], recipe: RecipeLike, args: tuple[Any, ...], kwargs: dict[str, Any]
+    fn: Callable[..., Any], recipe: _load.RecipeLike, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AutocastExplanation:
     """Lists each matmul and convolution of a function under `autocast`, its dtype and the reason.
 

@@ -27,14 +27,11 @@ from jaxmp._autocast._values import (
     to_16bit,
     widest,
 )
-from jaxmp._core._compat import Jaxpr, JaxprEqn, Var
-from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
+from jaxmp._core import _compat, _dtypes
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._policies._resolve import narrow_reason
-from jaxmp._programs._analysis import Backward, Forward
+from jaxmp._programs import _analysis, _jaxprs, _matmuls
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._jaxprs import AUTOCAST, array_aval, is_literal
-from jaxmp._programs._matmuls import is_outer_product
 from jaxmp._programs._operations import arithmetic_of, is_unique, new_dtype_of
 from jaxmp._programs._uses import SENSITIVE, Use
 
@@ -53,10 +50,10 @@ _WHY_WIDE = {
 }
 
 
-def is_identity(equation: JaxprEqn) -> bool:
+def is_identity(equation: _compat.JaxprEqn) -> bool:
     """Returns True for a conversion to the recorded dtype, as `jnp.mean` contains."""
     is_conversion = equation.primitive.name == "convert_element_type"
-    return is_conversion and array_aval(equation.invars[0]).dtype == new_dtype_of(equation)
+    return is_conversion and _jaxprs.array_aval(equation.invars[0]).dtype == new_dtype_of(equation)
 
 
 # ---------------------------------------------------------------------------
@@ -64,7 +61,7 @@ def is_identity(equation: JaxprEqn) -> bool:
 # ---------------------------------------------------------------------------
 
 
-class _MadeInFp32(Forward):
+class _MadeInFp32(_analysis.Forward):
     """For each variable, True for an array that is FP32 because an FP32 operation computes it.
 
     They are the results of FP32 operations and, transitively, of "widest" and "follow" operations
@@ -73,12 +70,12 @@ class _MadeInFp32(Forward):
 
     nothing = False
 
-    def __init__(self, category: Callable[[JaxprEqn], str]) -> None:
+    def __init__(self, category: Callable[[_compat.JaxprEqn], str]) -> None:
         super().__init__()
         self._category = category
         self.kinds: list[str] = []
 
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         kind = "follow" if is_identity(equation) else self._category(equation)
         self.kinds.append(kind)
         is_made = kind == "fp32" or (kind in ("widest", "follow") and any(operands))
@@ -97,7 +94,7 @@ class _Read(NamedTuple):
     otherwise_later: bool
 
 
-class Consumers(Backward):
+class Consumers(_analysis.Backward):
     """Consumers of the variables of one jaxpr.
 
     Args:
@@ -105,7 +102,7 @@ class Consumers(Backward):
       category: equation -> its category in the op table.
     """
 
-    def __init__(self, jaxpr: Jaxpr, category: Callable[[JaxprEqn], str]) -> None:
+    def __init__(self, jaxpr: _compat.Jaxpr, category: Callable[[_compat.JaxprEqn], str]) -> None:
         made = _MadeInFp32(category)
         self._wide = made.frame(jaxpr, [False] * len(jaxpr.invars)).values
         self._kinds = made.kinds
@@ -114,7 +111,7 @@ class Consumers(Backward):
     def join(self, first: _Read, second: _Read) -> _Read:
         return _Read(*map(any, zip(first, second, strict=True)))
 
-    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+    def equation(self, equation: _compat.JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         kind = self._kinds[frame.index]
         later = kind == "fp32" or (
             kind in ("widest", "follow")
@@ -122,16 +119,16 @@ class Consumers(Backward):
             and all(read is not None and not read.otherwise_later for read in results)
         )
         # "widest" casts its other operands to FP32 if one is FP32.
-        operands = (var for var in equation.invars if not is_literal(var))
+        operands = (var for var in equation.invars if not _jaxprs.is_literal(var))
         later = later or (kind == "widest" and any(self._wide[var] for var in operands))
         return [_Read(kind != "fp32", not later)] * len(equation.invars)
 
-    def is_fp32_only(self, var: Var) -> bool:
+    def is_fp32_only(self, var: _compat.Var) -> bool:
         """Returns True for variables whose consumers are all FP32 operations."""
         read = self._read.get(var)
         return read is not None and not read.otherwise
 
-    def leads_to_fp32_only(self, var: Var) -> bool:
+    def leads_to_fp32_only(self, var: _compat.Var) -> bool:
         """Returns True for variables that reach only FP32 operations.
 
         The path there may contain arithmetic and data movement.
@@ -151,18 +148,18 @@ class Environment:
 
     def __init__(
         self,
-        category: Callable[[JaxprEqn], str],
+        category: Callable[[_compat.JaxprEqn], str],
         consumers: Consumers,
         uses: Mapping[Any, int],
     ) -> None:
         self.casts: dict[tuple[int, Any], Any] = {}
         self.category, self.consumers, self._uses = category, consumers, uses
 
-    def uses_of(self, equation: JaxprEqn) -> tuple[Use, ...]:
+    def uses_of(self, equation: _compat.JaxprEqn) -> tuple[Use, ...]:
         """Returns the uses of each result of an equation."""
         return tuple(Use(self._uses.get(var, 0)) for var in equation.outvars)
 
-    def use_of(self, equation: JaxprEqn) -> Use:
+    def use_of(self, equation: _compat.JaxprEqn) -> Use:
         """Returns the uses of all results of an equation."""
         return functools.reduce(operator.or_, self.uses_of(equation), Use.NONE)
 
@@ -174,7 +171,7 @@ class Environment:
         if key not in self.casts:
             # Storing the array prevents the reuse of its id. The scope marks the cast, so that an
             # audit does not report it as implicit promotion.
-            with jax.named_scope(AUTOCAST):
+            with jax.named_scope(_jaxprs.AUTOCAST):
                 self.casts[key] = value.array, to_16bit(value, dtype)
         return self.casts[key][1]
 
@@ -182,7 +179,7 @@ class Environment:
         """Returns the array of a value in the dtype of `aval`, the recorded type."""
         return self.cast(value, aval.dtype) if is_castable_aval(aval) else value.array
 
-    def recorded(self, equation: JaxprEqn, values: list[Value]) -> list[Array]:
+    def recorded(self, equation: _compat.JaxprEqn, values: list[Value]) -> list[Array]:
         """Returns the operands of an equation in the dtypes in which it was traced."""
         pairs = zip(equation.invars, values, strict=True)
         return [self.to_aval(value, var.aval) for var, value in pairs]
@@ -215,7 +212,7 @@ class Decision:
 
 
 def decide(
-    equation: JaxprEqn, values: list[Value], env: Environment, policy: ScopePolicy
+    equation: _compat.JaxprEqn, values: list[Value], env: Environment, policy: ScopePolicy
 ) -> Decision:
     """Decides the dtype of an equation that contains no jaxprs which are entered.
 
@@ -236,8 +233,8 @@ def decide(
         return Decision(None, priority, f"{next(types, None)} is never cast")
     if name == "convert_element_type":
         # Also that of the author, or of a `jnp.sum` in 16 bits, if a later operation decides.
-        is_rounding = is_16bit(new_dtype_of(equation)) and use & (SENSITIVE & ~Use.RESULT)
-        if is_identity(equation) or (is_rounding and values[0].dtype == FLOAT32):
+        is_rounding = _dtypes.is_16bit(new_dtype_of(equation)) and use & (SENSITIVE & ~Use.RESULT)
+        if is_identity(equation) or (is_rounding and values[0].dtype == _dtypes.FLOAT32):
             return Decision(None, weak if is_rounding else priority, reason)
         return Decision(new_dtype_of(equation), Priority.COMPUTED, reason)
     if category == "low":
@@ -246,8 +243,8 @@ def decide(
         return Decision(None, priority, reason, as_recorded=True)
     if category == "fp32" or policy.is_fp32 or _leads_to_fp32(equation, env):
         reason = reason if category == "fp32" else policy.reason
-        return Decision(FLOAT32, Priority.COMPUTED, reason)
-    if is_outer_product(equation):
+        return Decision(_dtypes.FLOAT32, Priority.COMPUTED, reason)
+    if _matmuls.is_outer_product(equation):
         reason = "an outer product, which sums nothing, keeps its wider operand"
     if (
         use & SENSITIVE
@@ -256,10 +253,12 @@ def decide(
     ):
         # Weakly typed, so that consumers that do not magnify the rounding compute in 16 bits.
         variable = [value for value in floating if value.priority is not Priority.CONSTANT]
-        return Decision(FLOAT32 if name in ARITHMETIC | BOUNDED else widest(variable), weak, reason)
-    if name == "gather" and is_16bit(values[0].dtype) and not is_unique(equation):
+        return Decision(
+            _dtypes.FLOAT32 if name in ARITHMETIC | BOUNDED else widest(variable), weak, reason
+        )
+    if name == "gather" and _dtypes.is_16bit(values[0].dtype) and not is_unique(equation):
         # Its gradient sums all entries of an index. XLA fuses the casts with the gather.
-        return Decision(FLOAT32, priority, reason, values[0].dtype)
+        return Decision(_dtypes.FLOAT32, priority, reason, values[0].dtype)
     if category == "widest":
         return Decision(common_dtype(values), priority, reason)
     return Decision(None, priority, reason)
@@ -272,7 +271,7 @@ def why_not_fp8(use: Use) -> str:
 
 
 def _of_matmul(
-    equation: JaxprEqn, values: list[Value], env: Environment, policy: ScopePolicy, use: Use
+    equation: _compat.JaxprEqn, values: list[Value], env: Environment, policy: ScopePolicy, use: Use
 ) -> Decision:
     """Decides the dtypes of a matmul or convolution.
 
@@ -286,9 +285,9 @@ def _of_matmul(
     4. the output dtype of the deciding rule, if it is wider than the compute dtype;
     5. the compute dtype.
     """
-    recorded = [array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
+    recorded = [_jaxprs.array_aval(v).dtype for v in equation.invars if is_castable_aval(v.aval)]
     options, dtype = arithmetic_of(equation), policy.dtype
-    if not is_16bit(recorded[0]):
+    if not _dtypes.is_16bit(recorded[0]):
         why = "its author asked for precision=HIGHEST" if options and options.is_highest else ""
         why = why or (_WHY_WIDE[Use.SOLVED] if Use.SOLVED in use else "")
         if why:
@@ -300,19 +299,19 @@ def _of_matmul(
         reason += f"; {narrow}"
     if preferred is not None and any(preferred != operand_dtype for operand_dtype in recorded):
         return Decision(dtype, Priority.COMPUTED, reason, preferred)
-    if is_16bit(dtype) and _is_fp32_only(equation, env, dtype):
-        return Decision(dtype, Priority.COMPUTED, reason, FLOAT32)
-    if policy.in_jvp_rule and all(map(is_16bit, recorded)):
+    if _dtypes.is_16bit(dtype) and _is_fp32_only(equation, env, dtype):
+        return Decision(dtype, Priority.COMPUTED, reason, _dtypes.FLOAT32)
+    if policy.in_jvp_rule and all(map(_dtypes.is_16bit, recorded)):
         # A tangent of a wide matmul: its transpose must meet a cotangent in 16 bits.
         return Decision(dtype, Priority.COMPUTED, reason, dtype)
-    if is_16bit(dtype) and use & SENSITIVE and not narrow:
+    if _dtypes.is_16bit(dtype) and use & SENSITIVE and not narrow:
         reason += f"; FP32 result: {next(why for u, why in _WHY_WIDE.items() if u in use)}"
     if narrow or use & SENSITIVE:
-        return Decision(dtype, Priority.NARROW, reason, FLOAT32)
+        return Decision(dtype, Priority.NARROW, reason, _dtypes.FLOAT32)
     return Decision(dtype, Priority.COMPUTED, reason, policy.wide_output or dtype)
 
 
-def _is_fp32_only(equation: JaxprEqn, env: Environment, dtype: np.dtype) -> bool:
+def _is_fp32_only(equation: _compat.JaxprEqn, env: Environment, dtype: np.dtype) -> bool:
     """Returns True if the recorded result is FP32 and only FP32 operations consume it.
 
     Rounding it to 16 bits would lose precision without benefit. In float16, arithmetic may lie
@@ -320,12 +319,12 @@ def _is_fp32_only(equation: JaxprEqn, env: Environment, dtype: np.dtype) -> bool
     """
     var, consumers = equation.outvars[0], env.consumers
     is_only = consumers.is_fp32_only(var)
-    if dtype == FLOAT16 and is_matmul(equation):
+    if dtype == _dtypes.FLOAT16 and is_matmul(equation):
         is_only = is_only or consumers.leads_to_fp32_only(var)
-    return array_aval(var).dtype == FLOAT32 and is_only
+    return _jaxprs.array_aval(var).dtype == _dtypes.FLOAT32 and is_only
 
 
-def _leads_to_fp32(equation: JaxprEqn, env: Environment) -> bool:
+def _leads_to_fp32(equation: _compat.JaxprEqn, env: Environment) -> bool:
     """Returns True for arithmetic whose result would be cast up again by all its consumers."""
     is_arithmetic = equation.primitive.name in ARITHMETIC
     return is_arithmetic and env.consumers.leads_to_fp32_only(equation.outvars[0])

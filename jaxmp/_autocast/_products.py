@@ -10,22 +10,17 @@ from jax import lax
 from jaxmp._autocast._decide import Decision
 from jaxmp._autocast._resolve import IN_CUSTOM_VJP, AutocastConfig, ScopePolicy, path_of
 from jaxmp._autocast._values import Value, is_matmul, kernel_of
-from jaxmp._core._compat import JaxprEqn, target
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._trees import cast
+from jaxmp._core import _compat, _dtypes, _trees, _wide
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._policies._device import matmul_precision
-from jaxmp._programs._bind import bind
+from jaxmp._programs import _bind, _jaxprs, _operations
 from jaxmp._programs._constructs import sub_jaxprs
-from jaxmp._programs._jaxprs import Path, array_aval, equations
-from jaxmp._programs._matmuls import wide_product, widened_product
-from jaxmp._programs._operations import arithmetic_of, dot_of
 from jaxmp.fp8 import _explain as fp8_explain
 from jaxmp.fp8._dot_general import dot_general
 
 
 def multiply(
-    equation: JaxprEqn,
+    equation: _compat.JaxprEqn,
     arrays: list[Array],
     decision: Decision,
     policy: ScopePolicy,
@@ -40,41 +35,41 @@ def multiply(
       policy: the policy of its scopes.
       in_fp8: the `fp8.dot_general` that replaces it; None: it runs in `decision.dtype`.
     """
-    options, dtype, wide = arithmetic_of(equation), decision.dtype, decision.result
+    options, dtype, wide = _operations.arithmetic_of(equation), decision.dtype, decision.result
     if options is None:
-        out = bind(equation, arrays)
-        return out if wide == dtype else cast(out, wide)
+        out = _bind.bind(equation, arrays)
+        return out if wide == dtype else _trees.cast(out, wide)
     if in_fp8 is not None:
-        dot = tuple(dot_of(equation))
+        dot = tuple(_operations.dot_of(equation))
         return in_fp8(*arrays, dot, options.precision, wide, out_sharding=options.out_sharding)
     changes: dict[str, Any] = {"preferred_element_type": dtype}
     precision = matmul_precision(policy.policy, None)
-    if not is_16bit(dtype) and options.precision is None and precision is not None:
+    if not _dtypes.is_16bit(dtype) and options.precision is None and precision is not None:
         changes["precision"] = (lax.Precision(precision),) * 2
     if wide == dtype:
-        return bind(equation, arrays, **changes)
+        return _bind.bind(equation, arrays, **changes)
 
     def matmul(*operands: Array, preferred_element_type: DTypeLike = dtype) -> Array:
-        product = lambda *arrays, **dtypes: bind(equation, list(arrays), **dtypes)
+        product = lambda *arrays, **dtypes: _bind.bind(equation, list(arrays), **dtypes)
         # XLA's CPU compiler has no kernel for all such gradients of weights.
-        if preferred_element_type != dtype and target() == "cpu" and _is_of_rows(equation):
-            return widened_product(product, *operands)
+        if preferred_element_type != dtype and _compat.target() == "cpu" and _is_of_rows(equation):
+            return _wide.widened_product(product, *operands)
         return product(*operands, preferred_element_type=preferred_element_type)
 
-    return wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
+    return _wide.wide_product(matmul, arrays[0], arrays[1], wide, *arrays[2:])
 
 
-def _is_of_rows(equation: JaxprEqn) -> bool:
+def _is_of_rows(equation: _compat.JaxprEqn) -> bool:
     """Returns True for the gradient of the weight of a layer, if its inputs have several rows."""
-    rows = dot_of(equation).contracted[0] if is_matmul(equation) else ()
-    return len(rows) > 1 and array_aval(equation.invars[0]).ndim - 1 not in rows
+    rows = _operations.dot_of(equation).contracted[0] if is_matmul(equation) else ()
+    return len(rows) > 1 and _jaxprs.array_aval(equation.invars[0]).ndim - 1 not in rows
 
 
 def fp8_product(
     config: AutocastConfig,
-    equation: JaxprEqn,
+    equation: _compat.JaxprEqn,
     values: Sequence[Value],
-    scope_path: Path,
+    scope_path: _jaxprs.Path,
     why: str,
 ) -> Callable[..., Array] | None:
     """Returns the `fp8.dot_general` that replaces a matmul; None if it does not run in FP8.
@@ -93,23 +88,25 @@ def fp8_product(
     return dot_general(config.scaling, kernel="rhs" if kernel else "lhs")
 
 
-def explain_products_inside(config: AutocastConfig, equation: JaxprEqn, scope_path: Path) -> None:
+def explain_products_inside(
+    config: AutocastConfig, equation: _compat.JaxprEqn, scope_path: _jaxprs.Path
+) -> None:
     """Records for `explain` the matmuls of an equation that runs as its author wrote it."""
-    inside = (each for inner in sub_jaxprs(equation) for each in equations(inner))
+    inside = (each for inner in sub_jaxprs(equation) for each in _jaxprs.equations(inner))
     for each in filter(is_matmul, (equation, *inside)):
-        lhs, rhs = (array_aval(var).shape for var in each.invars)
+        lhs, rhs = (_jaxprs.array_aval(var).shape for var in each.invars)
         _decide_fp8(config, each, (lhs, rhs), (*scope_path, IN_CUSTOM_VJP), 1, "")
 
 
 def _decide_fp8(
     config: AutocastConfig,
-    equation: JaxprEqn,
+    equation: _compat.JaxprEqn,
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
-    scope_path: Path,
+    scope_path: _jaxprs.Path,
     kernel: int,
     why: str,
 ) -> bool:
     assert config.scaling is not None
     why = why or config.scope_policy(scope_path).exclusion_reason
-    path, dot = path_of(scope_path), dot_of(equation)
+    path, dot = path_of(scope_path), _operations.dot_of(equation)
     return fp8_explain.decide_product(config.scaling, path, shapes, dot, kernel, why)

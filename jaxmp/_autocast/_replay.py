@@ -10,17 +10,9 @@ from typing import Any
 from jax import Array
 from jax.core import ShapedArray
 
-from jaxmp._autocast import _products
+from jaxmp._autocast import _products, _resolve
 from jaxmp._autocast._decide import Consumers, Environment, decide, why_not_fp8
 from jaxmp._autocast._explain import IN_RULE, Recorder
-from jaxmp._autocast._resolve import (
-    IN_BACKWARD,
-    IN_CUSTOM_JVP,
-    IN_CUSTOM_VJP,
-    IN_JVP_RULE,
-    AutocastConfig,
-    ScopePolicy,
-)
 from jaxmp._autocast._values import (
     Priority,
     Value,
@@ -31,15 +23,11 @@ from jaxmp._autocast._values import (
     wrap,
 )
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, is_in_custom_vjp, jaxpr_body
-from jaxmp._programs import _uses
-from jaxmp._programs._bind import bind
-from jaxmp._programs._constructs import CONSTRUCTS, inners, sub_jaxprs
-from jaxmp._programs._in_place import InPlace
+from jaxmp._programs import _bind, _constructs, _in_place, _jaxprs, _uses
 from jaxmp._programs._interpreter import Frame, Place
-from jaxmp._programs._jaxprs import BACKWARD, Path, equations, scope_names
 
 
-class Autocast(InPlace):
+class Autocast(_in_place.InPlace):
     """Interpreter of one traced function, whose values are arrays with priorities.
 
     Args:
@@ -54,7 +42,7 @@ class Autocast(InPlace):
 
     def __init__(
         self,
-        config: AutocastConfig,
+        config: _resolve.AutocastConfig,
         in_custom_vjp: bool = False,
         record: Recorder | None = None,
         lists_calls: bool = False,
@@ -123,13 +111,13 @@ class Autocast(InPlace):
         place = frame.place.of(equation)
         scope_path = place.scopes
         self.seen.add(scope_path)
-        if place.phase == BACKWARD and self.config.scaling is not None:
-            scope_path = (*scope_path, IN_BACKWARD)
+        if place.phase == _jaxprs.BACKWARD and self.config.scaling is not None:
+            scope_path = (*scope_path, _resolve.IN_BACKWARD)
         if self.is_as_written(equation):
             return self.run_as_written(equation, frame.state, operands, scope_path)
         # FP8 dots have no rule for the derivatives that `custom_vmap` takes.
         is_own_vmap = equation.primitive.name == "custom_vmap_call" and self.config.scaling is None
-        if is_own_vmap or equation.primitive.name in CONSTRUCTS:
+        if is_own_vmap or equation.primitive.name in _constructs.CONSTRUCTS:
             with contextlib.nullcontext() if self.record is None else self.record.inside(equation):
                 return self.run_construct(equation, operands, frame.state, place)
         return self.run_equation(equation, operands, frame.state, scope_path)
@@ -154,20 +142,22 @@ class Autocast(InPlace):
         name, scope_path = equation.primitive.name, place.scopes
         if name == "custom_vjp_call":
             return self.run_as_written(equation, env, values, scope_path)
-        used = self.uses.facts_of_results(inners(equation)[-1], env.uses_of(equation), place)
+        used = self.uses.facts_of_results(
+            _constructs.inners(equation)[-1], env.uses_of(equation), place
+        )
         if name == "custom_vmap_call":
             return self.custom_vmap(equation, values, place, tuple(used))
         if name != "custom_jvp_call":
             return self.in_place(equation, values, env, place, tuple(used))
         if self.config.scaling is not None:
             # Reverse mode transposes matmuls of the rule; those in FP8 have no transpose.
-            scope_path = (*scope_path, IN_CUSTOM_JVP)
-        of_rule = Place((*scope_path, IN_JVP_RULE), place.phase)
+            scope_path = (*scope_path, _resolve.IN_CUSTOM_JVP)
+        of_rule = Place((*scope_path, _resolve.IN_JVP_RULE), place.phase)
         of_function = Place(scope_path, place.phase)
         return self.custom_jvp(equation, values, of_function, tuple(used), of_rule)
 
     def run_equation(
-        self, equation: JaxprEqn, values: list[Value], env: Environment, scope_path: Path
+        self, equation: JaxprEqn, values: list[Value], env: Environment, scope_path: _jaxprs.Path
     ) -> list[Value]:
         """Runs one equation, located at the scopes `scope_path`, as `decide` decides."""
         policy, in_fp8 = self.config.scope_policy(scope_path), None
@@ -191,22 +181,22 @@ class Autocast(InPlace):
         if decision.result is not None:
             out = _products.multiply(equation, arrays, decision, policy, in_fp8)
         else:
-            out = bind(equation, arrays)
+            out = _bind.bind(equation, arrays)
         results = wrap(equation, out, decision.priority)
         if decision.priority is Priority.CONSTANT and len(results) == 1:
             results = [dataclasses.replace(results[0], scalar=scalar_of(equation, values))]
         return results
 
     def run_as_written(
-        self, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: Path
+        self, equation: JaxprEqn, env: Environment, values: list[Value], scope_path: _jaxprs.Path
     ) -> list[Value]:
         """Runs an equation in its recorded dtypes, and records the matmuls inside."""
         if self.record is not None:
             self.record.as_recorded(equation, scope_path, IN_RULE)
-        policy = self.config.scope_policy((*scope_path, IN_CUSTOM_VJP))
+        policy = self.config.scope_policy((*scope_path, _resolve.IN_CUSTOM_VJP))
         if policy.uses_fp8 and self.lists_calls:
             _products.explain_products_inside(self.config, equation, scope_path)
-        return wrap(equation, bind(equation, env.recorded(equation, values)))
+        return wrap(equation, _bind.bind(equation, env.recorded(equation, values)))
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
@@ -239,8 +229,8 @@ class Autocast(InPlace):
         return Value(returned(value, None, aval.dtype)) if value.castable else value
 
     def scope_policies(
-        self, jaxpr: Jaxpr | ClosedJaxpr, scope_path: Path
-    ) -> tuple[ScopePolicy, ...]:
+        self, jaxpr: Jaxpr | ClosedJaxpr, scope_path: _jaxprs.Path
+    ) -> tuple[_resolve.ScopePolicy, ...]:
         """Returns the resolved policy of each scope in a jaxpr that is called at `scope_path`.
 
         Layers that call the same function share one retraced jaxpr if these policies are equal.
@@ -257,10 +247,10 @@ class Autocast(InPlace):
         body = jaxpr_body(jaxpr)[0]
         if id(body) not in self.inside:
             result: dict[tuple[str, ...], None] = {(): None}
-            for equation in equations(body, inside=False):
-                own = scope_names(str(equation.source_info.name_stack))
+            for equation in _jaxprs.equations(body, inside=False):
+                own = _jaxprs.scope_names(str(equation.source_info.name_stack))
                 result[own] = None
-                for inner in sub_jaxprs(equation):
+                for inner in _constructs.sub_jaxprs(equation):
                     result |= {own + path: None for path in self.scope_paths(inner)}
             self.inside[id(body)] = body, result
         return self.inside[id(body)][1]

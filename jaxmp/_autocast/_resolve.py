@@ -12,13 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._core._compat import JaxprEqn, is_in_custom_vjp, source_info_util
-from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._policies._load import PolicyMap, RecipeLike, as_op_table, as_policy_map
-from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._policy import Policy
+from jaxmp._core import _compat, _dtypes
+from jaxmp._policies import _load, _op_table, _policy, _resolve
 from jaxmp._policies._required import check_module_dtypes, check_required
-from jaxmp._policies._resolve import matmul_scaling, resolve_first, resolve_policy
 from jaxmp._programs._bind import SCATTERS
 from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp._programs._jaxprs import Path, Traced, module_paths_of
@@ -61,7 +57,7 @@ class ScopePolicy:
       reason: the rule that decides, or the default policy, as text.
     """
 
-    policy: Policy
+    policy: _policy.Policy
     wide_output: np.dtype | None
     is_full_precision: bool
     uses_fp8: bool
@@ -72,12 +68,12 @@ class ScopePolicy:
     @property
     def dtype(self) -> np.dtype:
         """Compute dtype; FP32 inside `full_precision()`."""
-        return FLOAT32 if self.is_full_precision else self.policy.compute_dtype
+        return _dtypes.FLOAT32 if self.is_full_precision else self.policy.compute_dtype
 
     @property
     def is_fp32(self) -> bool:
         """True if the scope computes in FP32 or wider, so that all operations do."""
-        return not is_16bit(self.dtype)
+        return not _dtypes.is_16bit(self.dtype)
 
 
 class AutocastConfig:
@@ -92,7 +88,7 @@ class AutocastConfig:
       CompositionError: if the FP8 scaling is stateful.
     """
 
-    def __init__(self, policies: PolicyMap, ops: OpTable) -> None:
+    def __init__(self, policies: _load.PolicyMap, ops: _op_table.OpTable) -> None:
         check_module_dtypes(policies)
         for rule in policies.rules:
             if rule.module_type is not None and rule.required:
@@ -110,10 +106,10 @@ class AutocastConfig:
     @property
     def output_dtype(self) -> Any:
         """Output dtype of a rule for the root; None without one."""
-        rule = resolve_policy(self.policies, "").rule
+        rule = _resolve.resolve_policy(self.policies, "").rule
         return None if rule is None else rule.output_dtype
 
-    def category(self, equation: JaxprEqn) -> str:
+    def category(self, equation: _compat.JaxprEqn) -> str:
         """Returns the op-table category of an equation.
 
         Equations with inner jaxprs are "opaque", since these were traced for the recorded dtypes.
@@ -156,7 +152,9 @@ class AutocastConfig:
         return policy
 
     def _scope_policy(self, scope_path: Path) -> ScopePolicy:
-        resolved = resolve_first(self.policies, module_paths_of(_without_marks(scope_path)))
+        resolved = _resolve.resolve_first(
+            self.policies, module_paths_of(_without_marks(scope_path))
+        )
         is_full = FULL_PRECISION in scope_path
         in_fp8 = resolved.scaling is not None and not is_full
         reasons = (_EXCLUSION_REASONS[s] for s in scope_path if s in _EXCLUSION_REASONS)
@@ -172,8 +170,8 @@ class AutocastConfig:
         )
 
 
-def _scaling_of(policies: PolicyMap) -> Scaling | None:
-    scaling = matmul_scaling(policies)
+def _scaling_of(policies: _load.PolicyMap) -> Scaling | None:
+    scaling = _resolve.matmul_scaling(policies)
     if scaling is not None and scaling.is_stateful:
         name = type(scaling).__name__
         raise CompositionError(
@@ -210,8 +208,8 @@ def is_traced_by_autocast() -> bool:
 
 def make_config(
     fn: Callable[..., Any],
-    recipe: RecipeLike,
-    ops: Mapping[str, str] | OpTable | None,
+    recipe: _load.RecipeLike,
+    ops: Mapping[str, str] | _op_table.OpTable | None,
     name: str,
 ) -> AutocastConfig:
     """Checks the arguments of the public function `name` and returns them as `AutocastConfig`.
@@ -225,8 +223,8 @@ def make_config(
             f"{name} received {fn!r} instead of a function. Pass the function first, and then the "
             f"recipe: {name}(loss_fn, 'bf16')."
         )
-    table = as_op_table(recipe).replace({} if ops is None else ops)
-    return AutocastConfig(as_policy_map(recipe), table)
+    table = _load.as_op_table(recipe).replace({} if ops is None else ops)
+    return AutocastConfig(_load.as_policy_map(recipe), table)
 
 
 def trace(
@@ -241,7 +239,7 @@ def trace(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal in_custom_vjp
-        in_custom_vjp = is_in_custom_vjp(source_info_util.current())
+        in_custom_vjp = _compat.is_in_custom_vjp(_compat.source_info_util.current())
         return fn(*args, **kwargs)
 
     token = _traces.set(True)

@@ -1,13 +1,23 @@
-"""Parts of error messages: spelling suggestions, and packages to install."""
+"""Parts of error messages, and warnings at the line of the user's call."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import dis
+import inspect
 import platform
 import sys
+import warnings
 from collections.abc import Iterable
+from types import FrameType
+from typing import Any, TypeVar
 
-from jaxmp.errors import MissingDependencyError
+import numpy as np
+
+from jaxmp.errors import MissingDependencyError, RecipeWarning
+
+T = TypeVar("T")
 
 
 def missing_dependency(package: str, purpose: str, extra: str) -> MissingDependencyError:
@@ -44,3 +54,65 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     """Returns the sentence " Did you mean 'x'?" with a leading space; "" if nothing is similar."""
     close = nearest(word, options, count=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+# ---------------------------------------------------------------------------
+# Warnings
+# ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Mark:
+    """Mark of an object of one training. All marks are equal, so that they never cause a retrace.
+
+    Attributes:
+      dtype: compute dtype of the optimizer's recipe, if it has 16 bits; otherwise None.
+      is_checked: the hint of the object has been considered.
+    """
+
+    dtype: np.dtype | None = dataclasses.field(default=None, compare=False, repr=False)
+    is_checked: bool = dataclasses.field(default=False, compare=False, repr=False)
+
+
+def warn_if_dropped(result: T, fix: str) -> T:
+    """Returns the result of the caller, and warns if the statement that called it drops this.
+
+    Args:
+      result: a new object; the caller modifies nothing.
+      fix: the statement that keeps it.
+    """
+    here: Any = inspect.currentframe()
+    name, frame = here.f_back.f_code.co_name, here.f_back.f_back
+    if frame is not None and _drops_call(frame, name):
+        message = f"The result of {name} is dropped, and nothing else changes. Keep it: {fix}."
+        warnings.warn(message, RecipeWarning, stacklevel=3)
+    return result
+
+
+def _drops_call(frame: FrameType, name: str) -> bool:
+    """Returns True if a frame calls the function of a name, and its next instruction is a pop."""
+    code, following = frame.f_code.co_code, frame.f_lasti + 2
+    while code[following] == 0:  # Inline caches of the interpreter.
+        following += 2
+    if code[following] != dis.opmap["POP_TOP"]:
+        return False
+    # A function in C, such as `list.extend(map(recipe.wrap, models))`, may keep what it drops.
+    before = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
+    start = lambda each: each.positions and (each.positions.lineno, each.positions.col_offset)
+    return any(each.argval == name and start(each) == start(before[-1]) for each in before)
+
+
+_LIBRARIES = {"jaxmp", "jax", "flax", "optax", "contextlib", "functools"}
+
+
+def user_line() -> tuple[str, int]:
+    """Returns file and line of the innermost call outside of jaxmp, JAX and Flax."""
+    frame: Any = inspect.currentframe()
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def warn_user(message: str) -> None:
+    """Warns at the line of the user's call, each time: a hint is due once for each training."""
+    warnings.warn_explicit(message, RecipeWarning, *user_line())

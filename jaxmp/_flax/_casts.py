@@ -11,16 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._core import _wide
 from jaxmp._core._dtypes import FLOAT64, bits, is_16bit, wide_dtype
 from jaxmp._core._trees import canonical, cast, is_castable, is_float, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._flax._layer_table import LayerTraits, is_flax
-from jaxmp._policies._device import computes_in
-from jaxmp._policies._load import PolicyMap
-from jaxmp._policies._patterns import NOTHING_KEPT, Kept, kept_inputs
-from jaxmp._policies._policy import Policy
-from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy
-from jaxmp._programs._matmuls import is_weak_float32, strongly_typed, weakly_typed
+from jaxmp._flax._layer_table import LayerTraits, author_class, is_flax
+from jaxmp._policies import _device, _load, _patterns, _policy, _resolve
 
 # ---------------------------------------------------------------------------
 # Policies of modules
@@ -45,11 +41,11 @@ class ModulePolicy:
       field_dtype: value of the `dtype` field or attribute that Flax defined for the class.
     """
 
-    resolved: ResolvedPolicy
+    resolved: _resolve.ResolvedPolicy
     traits: LayerTraits
     cls: type
-    policies: PolicyMap
-    policy: Policy
+    policies: _load.PolicyMap
+    policy: _policy.Policy
     upcast_dtype: np.dtype
     input_dtype: np.dtype
     field_dtype: np.dtype
@@ -65,7 +61,7 @@ class ModulePolicy:
         if wide is not None and is_added and traits.dot is not None:
             return wide
         path = f"{self.resolved.path}:{name}"
-        return resolve_policy(self.policies, path, self.cls).policy.compute_dtype
+        return _resolve.resolve_policy(self.policies, path, self.cls).policy.compute_dtype
 
     def is_forward(self, method: str) -> bool:
         """Returns True if the arguments and results of a method are cast.
@@ -75,20 +71,20 @@ class ModulePolicy:
         names = "__call__", *self.policy.forward_methods
         return method in names or _is_method_of_flax(self.cls, method)
 
-    def kept(self, method: str) -> Kept:
+    def kept(self, method: str) -> _patterns.Kept:
         """Returns the arguments of a method that are not cast."""
         names = self.policy.keep_inputs
-        return kept_inputs(self.cls, method, names) if names else NOTHING_KEPT
+        return _patterns.kept_inputs(self.cls, method, names) if names else _patterns.NOTHING_KEPT
 
 
 @functools.cache
 def _is_method_of_flax(cls: type, method: str) -> bool:
-    bases = getattr(cls, "_jaxmp_class", cls).__mro__
+    bases = author_class(cls).__mro__
     return is_flax(next((base for base in bases if method in vars(base)), None))
 
 
 def resolve_module(
-    policies: PolicyMap,
+    policies: _load.PolicyMap,
     path: tuple[str, ...],
     cls: type,
     traits: LayerTraits,
@@ -106,7 +102,7 @@ def resolve_module(
       outputs: number of outputs of a linear layer; None for other modules.
       is_decision: as in `resolve_policy`.
     """
-    resolved = resolve_policy(policies, path, cls, outputs, is_decision=is_decision)
+    resolved = _resolve.resolve_policy(policies, path, cls, outputs, is_decision=is_decision)
     compute_dtype = resolved.policy.compute_dtype
     upcast_dtype = wide_dtype(compute_dtype)
     return ModulePolicy(
@@ -184,9 +180,9 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 @functools.cache
-def computes_in_16_bits(policies: PolicyMap) -> bool:
+def computes_in_16_bits(policies: _load.PolicyMap) -> bool:
     """Returns True if the default policy or a rule computes in 16 bits."""
-    return any(computes_in(policies, np.dtype(each)) for each in (jnp.bfloat16, np.float16))
+    return any(_device.computes_in(policies, np.dtype(each)) for each in (jnp.bfloat16, np.float16))
 
 
 def cast_outputs(
@@ -208,14 +204,14 @@ def cast_outputs(
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
         if resolved.casts_output or not is_16bit(module_policy.policy.compute_dtype):
             if computes_in_16_bits(module_policy.policies):
-                leaf = strongly_typed(leaf)  # the result of a narrow layer
+                leaf = _wide.strongly_typed(leaf)  # the result of a narrow layer
             return cast_array(leaf, dtype)
         if id(leaf) in unrounded:
             return leaf
         if resolved.narrow:
-            return weakly_typed(cast_array(leaf, dtype))
+            return _wide.weakly_typed(cast_array(leaf, dtype))
         # The result of a narrow layer, which modules pass on.
-        return leaf if is_weak_float32(leaf) else cast_array(leaf, dtype)
+        return leaf if _wide.is_weak_float32(leaf) else cast_array(leaf, dtype)
 
     return cast_tree(out, dtype, is_leaf, cast_leaf)
 
@@ -238,7 +234,7 @@ def widen_outputs(
     resolved = module_policy.resolved
 
     def widen(leaf: Any, dtype: Any) -> Any:
-        leaf = strongly_typed(leaf) if resolved.casts_output else leaf
+        leaf = _wide.strongly_typed(leaf) if resolved.casts_output else leaf
         is_known = (leaf.shape, leaf.dtype) in known
         return leaf if is_known or bits(leaf.dtype) >= bits(dtype) else cast(leaf, dtype)
 

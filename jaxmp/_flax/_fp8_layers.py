@@ -16,17 +16,13 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core import _dtypes, _wide
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import CompositionError, JaxmpError
-from jaxmp.fp8._dims import make_dims
+from jaxmp.fp8 import _dims, _einsum, _scaling, _state
 from jaxmp.fp8._dot_general import dot_general
-from jaxmp.fp8._einsum import einsum, plan_einsum
 from jaxmp.fp8._explain import decide, excluded
 from jaxmp.fp8._overwritten import OVERWRITE
-from jaxmp.fp8._scaling import GEMMS, Scaling
-from jaxmp.fp8._state import PREFIX, init_state, rest, state_names
 
 # ---------------------------------------------------------------------------
 # Dots
@@ -37,7 +33,7 @@ from jaxmp.fp8._state import PREFIX, init_state, rest, state_names
 class _LayerFunction:
     """Replacement of the dot of a Flax layer. Hashable; ignores `path` and `state`."""
 
-    scaling: Scaling
+    scaling: _scaling.Scaling
     # Result dtype; None: `preferred_element_type`, or by default the dtype of the operands.
     wide: DTypeLike | None = None
     path: str = dataclasses.field(default="", compare=False)
@@ -68,7 +64,7 @@ class _LayerFunction:
             out = _plain(product, *operands, self.wide, preferred)
             if self.state is None or excluded(self.scaling, self.path, k, n, exclusion):
                 return out
-            return rest(out, self.state())
+            return _state.rest(out, self.state())
         if not decide(self.scaling, self.path, k, n, exclusion, operands[0].size // max(k, 1)):
             return _plain(product, *operands, self.wide, preferred)
         wide = _result_dtype(*operands, preferred, self.wide)
@@ -88,7 +84,7 @@ class LayerDot(_LayerFunction):
         preferred_element_type: DTypeLike | None = None,
         **options: Any,
     ) -> jax.Array:
-        dims = make_dims(lhs, rhs, dimension_numbers)
+        dims = _dims.make_dims(lhs, rhs, dimension_numbers)
         k, n = (
             math.prod(rhs.shape[axis] for axis in axes) for axes in (dims.contract[1], dims.free(1))
         )
@@ -113,7 +109,7 @@ class LayerEinsum(_LayerFunction):
     ) -> jax.Array:
         product, in_fp8 = (
             functools.partial(fn, equation, precision=precision, **options)
-            for fn in (jnp.einsum, einsum(self.scaling))
+            for fn in (jnp.einsum, _einsum.einsum(self.scaling))
         )
         sizes = einsum_sizes(equation, lhs.ndim, rhs.shape)
         return self._multiply(product, in_fp8, (lhs, rhs), preferred_element_type, sizes)
@@ -136,7 +132,7 @@ def einsum_sizes(
         term = equation.replace(" ", "").partition(",")[0]
         ndim = len(term.replace("...", "."))
     try:
-        (_, contract), (_, batch) = plan_einsum(equation, ndim, len(kernel_shape)).numbers
+        (_, contract), (_, batch) = _einsum.plan_einsum(equation, ndim, len(kernel_shape)).numbers
     except JaxmpError as error:
         return 0, 0, str(error)
     k = math.prod(kernel_shape[axis] for axis in contract)
@@ -155,7 +151,7 @@ def _plain(
     if _keeps_kernel(lhs.dtype, rhs.dtype):
         rhs = lax.convert_element_type(rhs, lhs.dtype)
     if wide is not None and lhs.dtype == rhs.dtype != wide:
-        return wide_product(product, lhs, rhs, wide)
+        return _wide.wide_product(product, lhs, rhs, wide)
     return product(lhs, rhs, preferred_element_type=preferred)
 
 
@@ -172,7 +168,7 @@ def _result_dtype(
 # ---------------------------------------------------------------------------
 
 
-def quantizes_float32_kernels(scaling: Scaling | None) -> bool:
+def quantizes_float32_kernels(scaling: _scaling.Scaling | None) -> bool:
     """Returns True if the FP8 dots of a layer read its kernel in FP32, without a 16-bit copy.
 
     The kernel is rounded once, and its gradient is a result of the matmul in FP32. A dot without
@@ -180,11 +176,11 @@ def quantizes_float32_kernels(scaling: Scaling | None) -> bool:
     """
     if scaling is None or scaling.kind == "mx":
         return False
-    return all(scaling.formats(gemm) is not None for gemm in GEMMS)
+    return all(scaling.formats(gemm) is not None for gemm in _scaling.GEMMS)
 
 
 def _keeps_kernel(compute_dtype: DTypeLike, kernel_dtype: DTypeLike) -> bool:
-    return is_16bit(compute_dtype) and kernel_dtype == FLOAT32
+    return _dtypes.is_16bit(compute_dtype) and kernel_dtype == _dtypes.FLOAT32
 
 
 # ---------------------------------------------------------------------------
@@ -195,7 +191,7 @@ def _keeps_kernel(compute_dtype: DTypeLike, kernel_dtype: DTypeLike) -> bool:
 def linen_dot(
     dot: type[LayerDot] | type[LayerEinsum],
     module: nn.Module,
-    scaling: Scaling,
+    scaling: _scaling.Scaling,
     wide: DTypeLike | None,
     path: str,
     is_resting: bool,
@@ -205,10 +201,10 @@ def linen_dot(
     return dot(scaling, wide, path, state if scaling.is_stateful else None, is_resting)
 
 
-def _read_state(ref: Callable[[], Any], scaling: Scaling) -> dict[str, jax.Array]:
+def _read_state(ref: Callable[[], Any], scaling: _scaling.Scaling) -> dict[str, jax.Array]:
     """Returns the FP8 state of one layer; its gradient is its next value."""
     module = ref()
-    names = {name: f"{PREFIX}{name}" for name in state_names(scaling)}
+    names = {name: f"{_state.PREFIX}{name}" for name in _state.state_names(scaling)}
     if not all(module.has_variable(OVERWRITE, name) for name in names.values()):
         if not module.is_mutable_collection(OVERWRITE):
             raise CompositionError(
@@ -218,7 +214,7 @@ def _read_state(ref: Callable[[], Any], scaling: Scaling) -> dict[str, jax.Array
                 "Layers under nn.scan and nn.vmap require "
                 f"variable_axes={{'params': 0, {OVERWRITE!r}: 0}}."
             )
-        for name, value in init_state(scaling).items():
+        for name, value in _state.init_state(scaling).items():
             # Not `module.variable`, which is allowed in `setup` and compact methods only.
             module.put_variable(OVERWRITE, names[name], value)
     return {name: module.get_variable(OVERWRITE, names[name]) for name in names}
@@ -249,7 +245,7 @@ def wide_operator(product: Callable[..., Any], wide: np.dtype) -> Callable[..., 
             options = {**kwargs, "preferred_element_type": preferred_element_type}
             return product(*equation, lhs, rhs, *more, **options)
 
-        return wide_product(bound, lhs, rhs, wide)
+        return _wide.wide_product(bound, lhs, rhs, wide)
 
     return operator
 

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._core._compat import current_context
-from jaxmp._core._dtypes import is_16bit
+from jaxmp._core import _compat, _dtypes, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import IsLeaf, ModulePolicy
-from jaxmp._flax._layer_table import LayerTraits
+from jaxmp._flax._layer_table import LayerTraits, author_class
+from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations, _uses
+from jaxmp._programs._constructs import Form, form_of, scan_of, sub_jaxprs
+from jaxmp._programs._interpreter import Frame
 
 
 class CalledModule(NamedTuple):
@@ -63,13 +65,13 @@ def labeled(
       tree: the arguments or results.
       is_leaf: as in `jax.tree.map`.
     """
-    if not isinstance(current_context().decisions, Labeling):
+    if not isinstance(_compat.current_context().decisions, Labeling):
         return tree
     owner = label_owner(module_policy.resolved.path, method, kind)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
-    is_float = lambda leaf: isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    is_floating = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
     return structure.unflatten(
-        checkpoint_name(leaf, f"{owner}{n}") if is_float(leaf) else leaf
+        checkpoint_name(leaf, f"{owner}{n}") if is_floating(leaf) else leaf
         for n, leaf in enumerate(leaves)
     )
 
@@ -78,7 +80,7 @@ def unrounded(
     module_policy: ModulePolicy, method: str, kind: str, tree: PyTree, is_leaf: IsLeaf
 ) -> frozenset[int]:
     """Returns the ids of the arrays that are not rounded; arguments as in `labeled`."""
-    decisions: Any = current_context().decisions
+    decisions: Any = _compat.current_context().decisions
     if not decisions or isinstance(decisions, Labeling):
         return frozenset()
     owner = label_owner(module_policy.resolved.path, method, kind)
@@ -91,13 +93,13 @@ def is_decision(traits: LayerTraits, cls: type, path: Sequence[str], method: str
 
     A method that a user overrides in a subclass may multiply by the kernel itself.
     """
-    decisions: Any = current_context().decisions
+    decisions: Any = _compat.current_context().decisions
     name = "/".join(path)
     is_matmul = method == ("attend" if traits.embedding else "__call__")
     is_layer = bool(traits.kernel or traits.embedding) and not traits.is_convolution
     if not decisions or not is_matmul or not is_layer:
         return False
-    author, owner = getattr(cls, "_jaxmp_class", cls), traits.registered or traits.layer
+    author, owner = author_class(cls), traits.registered or traits.layer
     if getattr(author, method) is not getattr(owner, method, None):
         return False
     label = f"{label_owner(name, method, RESULT)}0"
@@ -109,10 +111,80 @@ def is_decision(traits: LayerTraits, cls: type, path: Sequence[str], method: str
 
 def note_module(module_policy: ModulePolicy, method: str, *, is_forward: bool) -> None:
     """Records a call of a module while a model is searched."""
-    labeling = current_context().decisions
+    labeling = _compat.current_context().decisions
     if isinstance(labeling, Labeling):
         traits, dtype = module_policy.traits, module_policy.policy.compute_dtype
         # Those of Flax's layers that do not are meant to be in FP32.
-        is_low = is_16bit(dtype) and not (traits.is_norm or traits.upcasts_params or traits.dtype)
+        is_fp32 = traits.is_norm or traits.upcasts_params or traits.dtype
+        is_low = _dtypes.is_16bit(dtype) and not is_fp32
         module = CalledModule(module_policy.cls.__name__, "" if is_forward else method, is_low)
         labeling.modules[module_policy.resolved.path] = module
+
+
+# ---------------------------------------------------------------------------
+# Labels in a traced program
+# ---------------------------------------------------------------------------
+
+
+class LabelUses(_uses.Uses):
+    """Uses of labeled values, except where another array, such as a carry, fixes their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_labels: dict[str, _uses.Use] = {}
+
+    def equation(self, equation: _compat.JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+        name = equation.primitive.name
+        if name == "name":
+            label = _operations.label_of(equation)
+            self.of_labels[label] = self.of_labels.get(label, _uses.Use.NONE) | results[0]
+        form = form_of(equation)
+        if form in (Form.SCAN, Form.WHILE, Form.BRANCH) or name == "dynamic_update_slice":
+            fixed = scan_of(equation).carry if form is Form.SCAN else len(results)
+            results = [_uses.Use.NONE] * fixed + results[fixed:]
+        return super().equation(equation, results, frame)
+
+
+class Reached(_analysis.Forward):
+    """Finds the labels of values that are computed from FP32 sums, without another matmul.
+
+    Args:
+      layers: labels of the results of the layers that return their sums.
+      is_strict: True under strict promotion, in which only these layers return FP32.
+    """
+
+    nothing = False
+
+    def __init__(self, layers: set[str], is_strict: bool) -> None:
+        super().__init__()
+        self._layers, self._is_strict, self.labels = layers, is_strict, set[str]()
+        # Labels of layers whose results are rounded, or take the dtype of another operand.
+        self.rounded: dict[str, None] = {}
+        # True if such a value and a 16-bit array may be operands of one operation.
+        self.meets = False
+
+    def join(self, first: bool, second: bool) -> bool:
+        return first or second
+
+    def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+        if sub_jaxprs(equation) or not equation.outvars:
+            return self.enter(equation, operands, frame)
+        name, aval = equation.primitive.name, _jaxprs.array_aval(equation.outvars[0])
+        is_reached = any(operands)
+        if name == "name":
+            label = _operations.label_of(equation)
+            is_layer = label in self._layers
+            is_reached = is_reached or is_layer
+            is_narrow = is_layer and (_dtypes.is_16bit(aval.dtype) or aval.weak_type)
+            self.rounded |= {label: None} if is_narrow else {}
+            self.labels |= {label} if is_reached else set()
+        elif name in _matmuls.MATMULS:
+            # The author of a layer, or a rule, may return FP32.
+            is_reached = aval.dtype == _dtypes.FLOAT32 and not self._is_strict
+        elif is_reached:
+            self.meets |= sum(_is_strong_16bit(var.aval) for var in equation.invars) > 1
+        return [is_reached] * len(equation.outvars)
+
+
+def _is_strong_16bit(aval: Any) -> bool:
+    return _trees.is_float(aval) and _dtypes.is_16bit(aval.dtype) and not aval.weak_type

@@ -19,6 +19,11 @@ from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum
 from jaxmp.errors import CompositionError
 
 
+def author_class(cls: type) -> Any:
+    """Returns the class that the author wrote, of a class that `wrap` may have made from it."""
+    return getattr(cls, "_jaxmp_class", cls)
+
+
 def is_flax(value: object) -> bool:
     """Returns True for a class or function that Flax defines."""
     return getattr(value, "__module__", "").partition(".")[0] == "flax"
@@ -139,7 +144,7 @@ class LayerTable:
         if cls in self._used:
             return self._used[cls]
         with self._lock:
-            author = getattr(cls, "_jaxmp_class", cls)
+            author = author_class(cls)
             row = self._first_row(author.__mro__)
             traits = self._used[cls] = dataclasses.replace(
                 row,

@@ -19,26 +19,21 @@ from jaxmp._attention._layer import attention_under_policy
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._trees import PARAMS, cast, cast_floating, is_castable
 from jaxmp._core._typing import PyTree
+from jaxmp._core._wide import wide_product
+from jaxmp._flax import _fp8_layers
 from jaxmp._flax._casts import ModulePolicy, written_back
-from jaxmp._flax._fp8_layers import (
-    LayerDot,
-    LayerEinsum,
-    Promotion,
-    linen_dot,
-    quantizes_float32_kernels,
-    wide_operator,
+from jaxmp._flax._layer_table import (
+    CONV,
+    DOT_GENERAL,
+    PREFERRED,
+    LayerTable,
+    LayerTraits,
+    author_class,
 )
-from jaxmp._flax._layer_table import CONV, DOT_GENERAL, PREFERRED, LayerTable, LayerTraits
 from jaxmp._flax._method_call import Boundary, MethodCall
-from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import CompositionError
 
 _UNSET = object()
-
-
-def author_class(module: nn.Module) -> type[nn.Module]:
-    """Returns the class of a module as the author of the model wrote it."""
-    return getattr(type(module), "_jaxmp_class", type(module))
 
 
 # ---------------------------------------------------------------------------
@@ -164,21 +159,22 @@ def _dot_fields(module: nn.Module, module_policy: ModulePolicy) -> dict[str, Any
     # An author who replaced Flax's promotion of the operands has chosen their dtypes.
     promote = getattr(module, "promote_dtype", promote_dtype)
     # A clone, such as `nn.remat` makes, has the promotion of its original.
-    promotes = promote is promote_dtype or isinstance(promote, Promotion)
+    promotes = promote is promote_dtype or isinstance(promote, _fp8_layers.Promotion)
     if not promotes or not dot.name or not _has_default_dot(module, dot.name):
         return {}
     is_resting = resolved.resting is not None
     if (scaling := resolved.scaling or resolved.resting) is not None and dot.fp8 is not None:
-        function = linen_dot(dot.fp8, module, scaling, wide, resolved.path, is_resting)
+        function = _fp8_layers.linen_dot(dot.fp8, module, scaling, wide, resolved.path, is_resting)
     elif wide is None:
         return {}
     else:
-        function = wide if dot.function is None else wide_operator(dot.function, wide)
+        function = wide if dot.function is None else _fp8_layers.wide_operator(dot.function, wide)
     fields: dict[str, Any] = {dot.name: function}
-    keeps_kernel = resolved.scaling is not None and quantizes_float32_kernels(resolved.scaling)
+    scaling = resolved.scaling
+    keeps_kernel = scaling is not None and _fp8_layers.quantizes_float32_kernels(scaling)
     keeps_kernel = keeps_kernel and dot.fp8 is not None
     if (wide is not None or keeps_kernel) and hasattr(module, "promote_dtype"):
-        fields["promote_dtype"] = Promotion(wide, keeps_kernel)
+        fields["promote_dtype"] = _fp8_layers.Promotion(wide, keeps_kernel)
     return fields
 
 
@@ -186,7 +182,8 @@ def _has_default_dot(module: nn.Module, name: str) -> bool:
     value = getattr(module, name)
     defaults = {field.name: field.default for field in dataclasses.fields(module)}
     # A clone, such as `nn.remat` makes, has the dot of its original, but another state.
-    is_default = value is defaults[name] or isinstance(value, (LayerDot, LayerEinsum))
+    own = _fp8_layers.LayerDot, _fp8_layers.LayerEinsum
+    is_default = value is defaults[name] or isinstance(value, own)
     return is_default and getattr(module, f"{name}_cls", None) is None
 
 
@@ -202,7 +199,7 @@ def method_under_policy(under_policy: MethodCall, call: Callable[..., Any]) -> C
     """
     module, module_policy = under_policy.module, under_policy.module_policy
     traits, method = module_policy.traits, under_policy.method
-    own = getattr(author_class(module), method, None)
+    own = getattr(author_class(type(module)), method, None)
     is_replaced = traits.embedding or traits.layer is nn.Einsum
     if not is_replaced or own is not getattr(traits.layer, method, call):
         return call
@@ -230,7 +227,7 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
 
 def _is_wide_einsum(module: nn.Module) -> bool:
     promotion = getattr(module, "promote_dtype", None)
-    is_wide = isinstance(promotion, Promotion) and promotion.wide is not None
+    is_wide = isinstance(promotion, _fp8_layers.Promotion) and promotion.wide is not None
     return isinstance(module, nn.Einsum) and is_wide and module.has_variable(PARAMS, "kernel")
 
 

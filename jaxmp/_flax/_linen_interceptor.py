@@ -16,11 +16,11 @@ from flax.core import Scope, freeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmp._autocast._resolve import trace
-from jaxmp._core._compat import context, current_context
-from jaxmp._core._trees import PARAMS, is_castable, leaves_with_path, parameter_path
+from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _labels
 from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype, resolve_module
+from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._linen_fields import LINEN_LAYERS, method_under_policy, prepare
 from jaxmp._flax._method_call import MethodCall
 from jaxmp._policies._device import matmul_precision, precision_scope
@@ -167,7 +167,7 @@ class PolicyInterceptor:
     ) -> PyTree:
         module, method = where.module, where.method_name
         # An inner root applies its own policies, and an unbound module has nothing to cast.
-        is_foreign = current_context().policies != self.root
+        is_foreign = _compat.current_context().policies != self.root
         if module.scope is None or is_foreign:
             return call(*args, **kwargs)
         path = self._relative(module.scope.path)
@@ -251,7 +251,7 @@ class PolicyInterceptor:
 
 
 def _params(scope: Scope) -> PyTree:
-    return scope.variables().get(PARAMS, {})
+    return scope.variables().get(_trees.PARAMS, {})
 
 
 # ---------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def _cast_computed(variables: PyTree, wrapped_init: Callable[[], PyTree]) -> PyT
         name
         for name, collection in variables.items()
         if name not in _AUTHORS_COLLECTIONS
-        and any(is_castable(leaf) for leaf in jax.tree.leaves(collection))
+        and any(_trees.is_castable(leaf) for leaf in jax.tree.leaves(collection))
     ]
     if not computed:
         return variables
@@ -347,16 +347,16 @@ def module_paths(
         if where.module.scope is not None and hasattr(cls, where.method_name):
             key_scopes(where.module)
             path = "/".join(where.module.path)
-            paths.setdefault(path, getattr(cls, "_jaxmp_class", cls))
+            paths.setdefault(path, author_class(cls))
             outputs[path] = LINEN_LAYERS.outputs(where.module)
         return call(*args, **kwargs)
 
     rngs = jax.random.key(0) if rngs is None else rngs
-    with context(policies=Plain(object())), nn.intercept_methods(record):
+    with _compat.context(policies=Plain(object())), nn.intercept_methods(record):
         try:
             traced, _ = trace(model.init, (rngs, *args), dict(kwargs))
             variables = traced.results(traced.closed.out_avals)
         except jax.errors.JAXTypeError:  # The model reads values of arrays.
             variables = model.init(rngs, *args, **kwargs)
-    names = [path for path, _ in leaves_with_path(variables.get("params", {}))]
-    return {**paths, **dict.fromkeys(map(parameter_path, names))}
+    names = [path for path, _ in _trees.leaves_with_path(variables.get("params", {}))]
+    return {**paths, **dict.fromkeys(map(_trees.parameter_path, names))}

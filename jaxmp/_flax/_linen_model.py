@@ -16,42 +16,22 @@ import jax
 from flax.core import DenyList
 
 from jaxmp._autocast._resolve import trace
-from jaxmp._core._compat import context, current_context
-from jaxmp._core._shardings import shardings_by_path
+from jaxmp._core import _compat, _messages, _shardings
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _linen_interceptor
 from jaxmp._flax._casts import cast_outputs, resolve_module
+from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._linen_fields import LINEN_LAYERS, author_fields
-from jaxmp._flax._linen_interceptor import (
-    Path,
-    Plain,
-    PolicyInterceptor,
-    Root,
-    add_policy_state,
-    check_required_rules,
-    is_by_path,
-    key_scopes,
-    make_root,
-    modules_in,
-)
 from jaxmp._flax._missing_precision import low_precision_share
 from jaxmp._flax._search import ModelSearch, copied_arguments
 from jaxmp._flax._shardings import check_model, constrain_variables
-from jaxmp._gradients._hints import Mark
-from jaxmp._policies._device import check_device, check_gradient
-from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map
-from jaxmp._policies._required import (
-    PolicyExplanation,
-    check_module_dtypes,
-    check_required,
-    explain_modules,
-)
+from jaxmp._policies import _device, _load, _required
 from jaxmp.errors import CompositionError, RecipeWarning
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M:
+def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None) -> M:
     """Returns a model that computes under a recipe: `Recipe.wrap` for Linen.
 
     The result is an instance of a subclass of the model's class, with the same parameter tree.
@@ -75,34 +55,21 @@ def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M
     """
     check_model(model, nn.Module)
     _check_unbound(model)
-    policies = as_policy_map(recipe)
-    check_module_dtypes(policies)
-    cls = wrapped_class(getattr(type(model), "_jaxmp_class", type(model)), policies)
+    policies = _load.as_policy_map(recipe)
+    _required.check_module_dtypes(policies)
+    cls = wrapped_class(author_class(type(model)), policies)
     fields = [field.name for field in dataclasses.fields(cls) if field.init]
     # The parent is not copied: a new module belongs to the method in which it is created.
     new = cls(**{name: getattr(model, name) for name in fields if name != "parent"})
     if shardings is not None:
-        by_path = shardings_by_path(shardings, "shardings")
+        by_path = _shardings.shardings_by_path(shardings, "shardings")
         object.__setattr__(new, "_jaxmp_shardings", by_path)
     return cast(M, new)
 
 
-def module_paths(
-    model: nn.Module, *args: PyTree, rngs: PyTree = None, **kwargs: PyTree
-) -> dict[str, type | None]:
-    """Lists every path that a rule can match in a model, without computing anything.
-
-    Returns:
-      A dict from module path to the module's class, `''` being the model itself, and from
-      `path:name` to None for every parameter.
-    """
-    check_model(model, nn.Module)
-    return _linen_interceptor.module_paths(model, args, kwargs, rngs, {})
-
-
 def explain_model(
-    model: nn.Module, recipe: RecipeLike, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> tuple[PolicyExplanation, Callable[..., PyTree], tuple[PyTree, ...]]:
+    model: nn.Module, recipe: _load.RecipeLike, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[_required.PolicyExplanation, Callable[..., PyTree], tuple[PyTree, ...]]:
     """Explains the policies of a model.
 
     Args:
@@ -118,9 +85,9 @@ def explain_model(
       AttentionError: if a mask contradicts its declaration.
     """
     check_model(model, nn.Module)
-    policies, outputs = as_policy_map(recipe), {}
+    policies, outputs = _load.as_policy_map(recipe), {}
     paths = _linen_interceptor.module_paths(model, args, kwargs, None, outputs)
-    check_required(policies, paths)
+    _required.check_required(policies, paths)
     rngs = jax.random.key(0)
     wrapped: Any = apply_policy(model, policies)
     with warnings.catch_warnings():
@@ -133,7 +100,7 @@ def explain_model(
         call = functools.partial(wrapped.apply, rngs=rngs, mutable=DenyList("params"))
         share = low_precision_share(call, variables, *args, **kwargs)
     decisions = wrapped.__dict__["_jaxmp_search"].reasons()
-    explanation = explain_modules(policies, paths, outputs, decisions)
+    explanation = _required.explain_modules(policies, paths, outputs, decisions)
     explanation = dataclasses.replace(explanation, low_precision_share=share)
     return explanation, call, (variables,)
 
@@ -151,11 +118,13 @@ def _check_unbound(model: nn.Module) -> None:
 # Wrapped classes
 # ---------------------------------------------------------------------------
 
-_classes: dict[tuple[type, PolicyMap, Path], type] = {}
+_classes: dict[tuple[type, _load.PolicyMap, _linen_interceptor.Path], type] = {}
 _classes_lock = threading.Lock()
 
 
-def wrapped_class(cls: type[nn.Module], policies: PolicyMap, origin: Path = ()) -> type[nn.Module]:
+def wrapped_class(
+    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path = ()
+) -> type[nn.Module]:
     """Returns the subclass of `cls` whose methods run under `policies`.
 
     Equal arguments give the same class, so equal models under equal policies are equal.
@@ -172,7 +141,9 @@ def wrapped_class(cls: type[nn.Module], policies: PolicyMap, origin: Path = ()) 
         return _classes[key]
 
 
-def _make_class(cls: type[nn.Module], policies: PolicyMap, origin: Path) -> type[nn.Module]:
+def _make_class(
+    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path
+) -> type[nn.Module]:
     members: dict[str, Any] = {name: _under_policy(cls, name) for name in _methods(cls)}
     members |= {
         # Otherwise Flax would generate them, and override those of the class.
@@ -230,28 +201,29 @@ def _entered(
       call: the call that the block is: function of the module, positional and keyword arguments;
         None for another block.
     """
-    if module.scope is None or isinstance(current_context().policies, Plain):
+    policies = _compat.current_context().policies
+    if module.scope is None or isinstance(policies, _linen_interceptor.Plain):
         yield
         return
     root = _root_of(module)
-    if current_context().policies == root:
+    if policies == root:
         yield
         return
-    if is_by_path(root.policies):
-        key_scopes(module)
+    if _linen_interceptor.is_by_path(root.policies):
+        _linen_interceptor.key_scopes(module)
     mark = module.__dict__["_jaxmp_mark"]
     # Before the model is searched: in that trace no warning is shown.
-    check_device(root.policies)
-    check_gradient(root.policies, lambda: module.variables.get("params", {}), mark)
+    _device.check_device(root.policies)
+    _device.check_gradient(root.policies, lambda: module.variables.get("params", {}), mark)
     decisions = None if call is None else _decisions_of(module, root, *call)
-    under_policies = context(policies=root, decisions=decisions)
-    with nn.intercept_methods(PolicyInterceptor(root)), under_policies:
+    under_policies = _compat.context(policies=root, decisions=decisions)
+    with nn.intercept_methods(_linen_interceptor.PolicyInterceptor(root)), under_policies:
         yield
 
 
 def _decisions_of(
     module: Any,
-    root: Root,
+    root: _linen_interceptor.Root,
     function: Callable[..., PyTree],
     args: tuple[PyTree, ...],
     kwargs: dict[str, PyTree],
@@ -275,9 +247,11 @@ def _decisions_of(
     return search.of_call(key, function, (args, kwargs), prepare)
 
 
-def _root_of(module: Any) -> Root:
+def _root_of(module: Any) -> _linen_interceptor.Root:
     path = module.__dict__.get("_jaxmp_root_path", module.scope.path)
-    return make_root(type(module)._jaxmp_policies, path, type(module)._jaxmp_origin)
+    return _linen_interceptor.make_root(
+        type(module)._jaxmp_policies, path, type(module)._jaxmp_origin
+    )
 
 
 def _method_of_apply(
@@ -334,8 +308,8 @@ def _lookup(module: Any, name: str, inherited: Callable[[str], Any]) -> Any:
     """Returns an attribute of a wrapped module; submodules have policies."""
     if name in _FLAX_NAMES or name.startswith("__") or module.scope is None:
         return inherited(name)
-    active = current_context().policies
-    if isinstance(active, Plain) or active == _root_of(module):
+    active = _compat.current_context().policies
+    if isinstance(active, _linen_interceptor.Plain) or active == _root_of(module):
         return inherited(name)
     with _entered(module):
         value = inherited(name)
@@ -344,7 +318,7 @@ def _lookup(module: Any, name: str, inherited: Callable[[str], Any]) -> Any:
 
 def _with_policies(owner: nn.Module, value: PyTree) -> PyTree:
     """Returns an attribute of a bound model for a caller outside: submodules have policies."""
-    if not modules_in(value):
+    if not _linen_interceptor.modules_in(value):
         return value
     return jax.tree.map(functools.partial(_submodule_with_policies, owner), value)
 
@@ -385,7 +359,7 @@ def _author_fields_in(module: nn.Module) -> Iterator[None]:
 def _with_submodules(module: nn.Module) -> list[nn.Module]:
     """Returns a module and the modules in its fields, at any depth."""
     values = [module.__dict__.get(field.name) for field in dataclasses.fields(module)]
-    below = [child for value in values for child in modules_in(value)]
+    below = [child for value in values for child in _linen_interceptor.modules_in(value)]
     return [module, *(part for child in below for part in _with_submodules(child))]
 
 
@@ -396,7 +370,9 @@ def _taken_out(module: Any) -> type[nn.Module]:
     return wrapped_class(cls._jaxmp_class, cls._jaxmp_policies, path)
 
 
-def _rebuild(cls: type[nn.Module], policies: PolicyMap, origin: Path = ()) -> nn.Module:
+def _rebuild(
+    cls: type[nn.Module], policies: _load.PolicyMap, origin: _linen_interceptor.Path = ()
+) -> nn.Module:
     return object.__new__(wrapped_class(cls, policies, origin))
 
 
@@ -419,9 +395,9 @@ class _UnderPolicies(_Base):
         return _lookup(self, name, super().__getattr__)
 
     def __post_init__(self) -> None:
-        with context(policies=Plain()):
+        with _compat.context(policies=_linen_interceptor.Plain()):
             super().__post_init__()
-        object.__setattr__(self, "_jaxmp_mark", Mark())
+        object.__setattr__(self, "_jaxmp_mark", _messages.Mark())
         object.__setattr__(self, "_jaxmp_search", ModelSearch())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -432,7 +408,7 @@ class _UnderPolicies(_Base):
     def clone(self, **changes: Any) -> nn.Module:
         """Copies the module. Fields that a policy replaced have their author's values."""
         module: Any = self
-        with context(policies=Plain()), _author_fields_in(module):
+        with _compat.context(policies=_linen_interceptor.Plain()), _author_fields_in(module):
             copy = super().clone(**changes)
         kept = {"_jaxmp_shardings", "_jaxmp_mark", "_jaxmp_search"} & self.__dict__.keys()
         if module.scope is None and changes.keys() - {"parent", "name", "_deep_clone"}:
@@ -479,19 +455,21 @@ class _UnderPolicies(_Base):
 
         if "_jaxmp_tabulated" in self.__dict__:
             return init(plain=False)
-        if isinstance(current_context().policies, Plain):
+        if isinstance(_compat.current_context().policies, _linen_interceptor.Plain):
             return init(plain=True)
         if method is None:
-            check_required_rules(module, rngs, args, kwargs)
-        with context(policies=Plain()):
+            _linen_interceptor.check_required_rules(module, rngs, args, kwargs)
+        with _compat.context(policies=_linen_interceptor.Plain()):
             out, variables = init(plain=True)
-        variables = add_policy_state(module, variables, lambda: init(plain=False)[1])
+        variables = _linen_interceptor.add_policy_state(
+            module, variables, lambda: init(plain=False)[1]
+        )
         return _cast_to_output(module, out), variables
 
     def tabulate(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> str:
         """Returns Flax's table of the module under its policies."""
         called_with = {key: kwargs[key] for key in kwargs if key not in _TABULATE_OPTIONS}
-        check_required_rules(self, rngs, args, called_with)
+        _linen_interceptor.check_required_rules(self, rngs, args, called_with)
         shown: Any = self.clone()
         object.__setattr__(shown, "_jaxmp_tabulated", True)
         return super(_UnderPolicies, shown).tabulate(rngs, *args, **kwargs)

@@ -21,18 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._dtypes import bits, is_16bit
-from jaxmp._core._trees import saturating_cast
+from jaxmp._core import _dtypes, _trees
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._flax import _labels, _missing_precision
-from jaxmp._flax._casts import (
-    IsLeaf,
-    ModulePolicy,
-    cast_outputs,
-    cast_tree,
-    split_carry,
-    widen_outputs,
-)
+from jaxmp._flax import _casts, _labels, _missing_precision
 from jaxmp._programs import _jaxprs
 
 # ---------------------------------------------------------------------------
@@ -63,7 +54,7 @@ class MethodCall:
     """
 
     module: Any
-    module_policy: ModulePolicy
+    module_policy: _casts.ModulePolicy
     method: str
     caller: MethodCall | None
     keeps_dtype: bool
@@ -126,16 +117,18 @@ class MethodCall:
                 own = functools.partial(self.own_params, self.module)
                 _missing_precision.note_weights(module_policy, own)
         traits = module_policy.traits
-        out, carry = split_carry(traits, self.module, self.method, out, incoming, self.lifted)
+        out, carry = _casts.split_carry(
+            traits, self.module, self.method, out, incoming, self.lifted
+        )
         if self.boundary is Boundary.OUTER:
             of_results = module_policy, self.method, _labels.RESULT
             unrounded = _labels.unrounded(*of_results, out, self.is_leaf)
-            out = cast_outputs(module_policy, out, self.is_leaf, unrounded)
+            out = _casts.cast_outputs(module_policy, out, self.is_leaf, unrounded)
             out = _labels.labeled(*of_results, out, self.is_leaf)
         elif self.boundary is Boundary.AUTHOR and module_policy.resolved.casts_output:
-            out = cast_outputs(module_policy, out, self.is_leaf)
+            out = _casts.cast_outputs(module_policy, out, self.is_leaf)
         elif self.boundary is Boundary.METHOD:
-            out = widen_outputs(module_policy, out, incoming, self.is_leaf)
+            out = _casts.widen_outputs(module_policy, out, incoming, self.is_leaf)
         return carry(out)
 
 
@@ -176,11 +169,11 @@ def _original(leaf: PyTree) -> PyTree:
 
 
 def cast_inputs(
-    module_policy: ModulePolicy,
+    module_policy: _casts.ModulePolicy,
     method: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    is_leaf: IsLeaf = None,
+    is_leaf: _casts.IsLeaf = None,
     unrounded: frozenset[int] = frozenset(),
 ) -> tuple[tuple[Any, ...], dict[str, Any], Originals]:
     """Casts the arguments of a method to the module's input dtype.
@@ -206,8 +199,8 @@ def cast_inputs(
     elif module_policy.traits.is_rnn:
         carry = "initial_carry"
     kept, policy, originals = module_policy.kept(method), module_policy.policy, {}
-    notes = is_16bit(module_policy.input_dtype)
-    is_wide = bits(policy.compute_dtype) > 16
+    notes = _dtypes.is_16bit(module_policy.input_dtype)
+    is_wide = _dtypes.bits(policy.compute_dtype) > 16
 
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
         new = leaf if id(leaf) in unrounded else _cast_input(leaf, dtype)
@@ -220,7 +213,7 @@ def cast_inputs(
             value = jax.tree.map(_original, value, is_leaf=is_leaf)
         if is_carry or is_kept:
             return value
-        return cast_tree(value, module_policy.input_dtype, is_leaf, cast_leaf)
+        return _casts.cast_tree(value, module_policy.input_dtype, is_leaf, cast_leaf)
 
     new_args = tuple(
         argument(value, index < carried, index in kept.positions)
@@ -235,7 +228,7 @@ def cast_inputs(
 def _cast_input(leaf: Array | np.ndarray, dtype: DTypeLike) -> Array | np.ndarray:
     """Casts an argument, unless `jit` made it from a Python number, which has no dtype."""
     is_number = jnp.ndim(leaf) == 0 and getattr(leaf, "weak_type", False)
-    return leaf if is_number else saturating_cast(leaf, dtype)
+    return leaf if is_number else _trees.saturating_cast(leaf, dtype)
 
 
 _NOTE = "jaxmp: "
@@ -250,7 +243,9 @@ _KEPT = (
 _NO_16BIT = re.compile("does not accept dtype|input must be|Unsupported dtype")
 
 
-def explain_mismatch(error: Exception, module_policy: ModulePolicy, method: str = "") -> None:
+def explain_mismatch(
+    error: Exception, module_policy: _casts.ModulePolicy, method: str = ""
+) -> None:
     """Adds a note to an error of JAX that a module under a policy raises.
 
     It contains the module and the fixes, if two dtypes do not match, if an operation such as `lu`
@@ -269,7 +264,7 @@ def explain_mismatch(error: Exception, module_policy: ModulePolicy, method: str 
         return
     is_refused = _NO_16BIT.search(text) is not None
     concerns = policy.compute_dtype.name in text and ("float32" in text or is_refused)
-    if not (is_16bit(policy.compute_dtype) and concerns) or has_note:
+    if not (_dtypes.is_16bit(policy.compute_dtype) and concerns) or has_note:
         return
     name = module_policy.resolved.path
     below, subtree = (f"{name}/*", f"{name}/**") if name else ("*", "**")

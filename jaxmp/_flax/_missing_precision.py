@@ -13,19 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn
-from jaxmp._core._dtypes import FLOAT32, bits
+from jaxmp._core import _compat, _dtypes, _wide
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._casts import ModulePolicy
 from jaxmp._flax._labels import PREFIX, RESULT, CalledModule, Labeling, label_owner
 from jaxmp._flax._layer_table import CONV
-from jaxmp._programs import _jaxprs
-from jaxmp._programs._analysis import Forward
+from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations, _uses
 from jaxmp._programs._interpreter import Frame
 from jaxmp._programs._locations import Lines
-from jaxmp._programs._matmuls import MATMULS, WIDENED_MATMUL, count_flops, matmul_of
-from jaxmp._programs._operations import name_of, new_dtype_of
-from jaxmp._programs._uses import EXACT
 from jaxmp.fp8 import _explain
 
 
@@ -41,13 +36,13 @@ def low_precision_share(fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree)
         return _share(_jaxprs.trace(fn, args, kwargs).closed)
 
 
-def _share(closed: ClosedJaxpr) -> float | None:
-    flops = count_flops(closed)
+def _share(closed: _compat.ClosedJaxpr) -> float | None:
+    flops = _matmuls.count_flops(closed)
     is_float = lambda dtype: jnp.issubdtype(dtype, jnp.floating)
     flops = Counter({pair: n for pair, n in flops.items() if all(map(is_float, pair))})
     if not isinstance(flops.total(), (int, float)):  # They depend on a symbolic shape.
         return None
-    low = sum(flops[pair] for pair in flops if all(bits(dtype) <= 16 for dtype in pair))
+    low = sum(flops[pair] for pair in flops if all(_dtypes.bits(dtype) <= 16 for dtype in pair))
     return low / flops.total() if flops.total() else None
 
 
@@ -57,7 +52,7 @@ def _shape_of(leaf: object) -> object:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
-class _WeightMatmuls(Forward):
+class _WeightMatmuls(_analysis.Forward):
     """Finds the FP32 matmuls whose operand is a weight: an argument or constant, also if cast."""
 
     nothing = False
@@ -66,23 +61,23 @@ class _WeightMatmuls(Forward):
         super().__init__()
         self._modules = modules
         # Path -> FLOPs and an equation; first of modules that should read 16 bits, then of others.
-        self.found: tuple[dict[str, tuple[float, JaxprEqn]], ...] = {}, {}
+        self.found: tuple[dict[str, tuple[float, _compat.JaxprEqn]], ...] = {}, {}
 
     def constant(self, array: Any) -> bool:
         return np.ndim(array) > 1
 
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         name = equation.primitive.name
-        if name in MATMULS and any(operands):
-            matmul = matmul_of(equation)
+        if name in _matmuls.MATMULS and any(operands):
+            matmul = _matmuls.matmul_of(equation)
             path = self._path(frame.place.of(equation).scopes)
             # A function that `apply` calls with the model may multiply outside of all modules.
-            if FLOAT32 in (matmul.lhs, matmul.rhs) and path in self._modules:
+            if _dtypes.FLOAT32 in (matmul.lhs, matmul.rhs) and path in self._modules:
                 self.found[not self._modules[path].is_low][path] = matmul.flops, equation
             return [False]
-        if name in EXACT:
+        if name in _uses.EXACT:
             return [any(operands)] * len(equation.outvars)
-        is_converted = name_of(equation) == WIDENED_MATMUL
+        is_converted = _operations.name_of(equation) == _wide.WIDENED_MATMUL
         return [False] if is_converted else self.enter(equation, operands, frame)
 
     def _path(self, scopes: _jaxprs.Path) -> str:
@@ -92,7 +87,7 @@ class _WeightMatmuls(Forward):
         return next((path for path in paths if path in self._modules), "")
 
 
-def low_share(cls: type, closed: ClosedJaxpr, count: int, labeling: Labeling) -> str:
+def low_share(cls: type, closed: _compat.ClosedJaxpr, count: int, labeling: Labeling) -> str:
     """Returns a warning of a model whose matmuls mostly ignore its 16-bit policy; "" for others."""
     share = _share(closed)
     if share is None or share >= 0.5:
@@ -167,17 +162,17 @@ def refused_sums(
     )
 
 
-def unused_fp8(cls: type, rows: list[Any], labels: dict[str, str], jaxpr: Jaxpr) -> str:
+def unused_fp8(cls: type, rows: list[Any], labels: dict[str, str], jaxpr: _compat.Jaxpr) -> str:
     """Returns a warning of a model that has matmuls, none of which computes in FP8; else ""."""
     decided = [_without_decisions(row, labels) for row in rows]
     if not decided or not all(row.exclusion_reason for row in decided):
         return ""
     equations = list(_jaxprs.equations(jaxpr))
-    if set(MATMULS).isdisjoint(equation.primitive.name for equation in equations):
+    if set(_matmuls.MATMULS).isdisjoint(equation.primitive.name for equation in equations):
         return ""
     # A layer that was jitted before records no decision.
     casts = (each for each in equations if each.primitive.name == "convert_element_type")
-    if decided == rows and any("float8" in str(new_dtype_of(each)) for each in casts):
+    if decided == rows and any("float8" in str(_operations.new_dtype_of(each)) for each in casts):
         return ""
     return _explain.unused_text(cls.__name__, [row for row in decided if row.path or not row.k])
 

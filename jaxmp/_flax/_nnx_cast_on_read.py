@@ -11,13 +11,13 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._core._compat import current_context
+from jaxmp._core._messages import Mark
 from jaxmp._core._trees import cast, is_castable, is_float
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._flax._casts import resolve_module, written_back
 from jaxmp._flax._layer_table import LayerTraits
 from jaxmp._flax._nnx_layers import NNX_LAYERS, is_stateful, read_fp8_state
 from jaxmp._flax._search import ModelSearch
-from jaxmp._gradients._hints import Mark
 from jaxmp._policies._load import PolicyMap
 
 Path: TypeAlias = tuple[str, ...]
@@ -86,11 +86,6 @@ class Bound:
 def bound_of(module: nnx.Module) -> Bound | None:
     """Returns the location of a module below its root; None for a module without policies."""
     return vars(module).get(ATTRIBUTE)
-
-
-def author_class(module: nnx.Module) -> type:
-    """Returns the class of a module as the author of the model wrote it."""
-    return getattr(type(module), "_jaxmp_class", type(module))
 
 
 # ---------------------------------------------------------------------------

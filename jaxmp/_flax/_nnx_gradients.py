@@ -14,7 +14,7 @@ from flax.nnx.filterlib import Filter
 
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._flax._nnx_layers import OverwriteWithGradient
+from jaxmp._flax._nnx_layers import OverwriteWithGradient, trained
 from jaxmp._flax._nnx_writes import (
     Slot,
     Write,
@@ -28,12 +28,79 @@ from jaxmp._flax._nnx_writes import (
     take_objects,
 )
 from jaxmp._flax._shardings import constrain_variable
-from jaxmp._gradients import _value_and_grad
+from jaxmp._gradients import _dynamic_loss_scale, _value_and_grad
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
 
 # The tag of the update context that maps objects inside the gradient to those outside.
 _TAG = "jaxmp"
+
+
+def value_and_grad(
+    fn: Callable[..., Any] | None = None,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: _dynamic_loss_scale.LossScaleLike = None,
+    wrt: Filter = nnx.Param,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Returns a function that computes the FP32 loss and gradients of a function of Flax objects.
+
+    It corresponds to `flax.nnx.value_and_grad`, for computations in 16 bits. Flax objects (modules,
+    `nnx.Rngs`, metrics, Variables) can be in any argument, also inside lists, tuples and dicts.
+    Values that `fn` writes to them (batch statistics, RNG counts, metrics, sown values) are written
+    to the caller's objects, as in Flax.
+
+    Args:
+      fn: returns a scalar loss, or another result that `jaxmp.value_and_grad` allows. None: returns
+        a decorator: `@value_and_grad(has_aux=True)`.
+      argnums: the arguments to differentiate: numbers, or `nnx.DiffState(number, filter)`.
+      has_aux: `fn` returns `(loss, aux)`; `aux` can contain Flax objects.
+      loss_scale: a loss scale, a number, or None.
+      wrt: filter of the Variables to differentiate. The state of delayed scaling
+        (`OverwriteWithGradient`) is always differentiated.
+      **options: `weighted`, `microbatches`, `batch_argnums`, `rng_argnums`, `axis_name`,
+        `interleave`, `accumulate_dtype` and `reduce_dtype` of `jaxmp.value_and_grad`. Each
+        microbatch receives the state of all Flax objects after the previous one, including RNG
+        counts, but the original parameters. Sown values are stacked, like auxiliary data.
+
+    Returns:
+      A function of the same arguments that returns `(loss, grads)`, or `((loss, aux), grads)`.
+      `grads` is a tuple if `argnums` is one. It contains an `nnx.State` for each module, in float32
+      for 16-bit parameters. It includes the new values of `OverwriteWithGradient`, if the model has
+      any: `Optimizer.update` assigns them, and `nnx.state(grads, nnx.Param)` excludes them. Without
+      an `Optimizer`, assign them with `nnx.update(model, nnx.state(grads, OverwriteWithGradient))`.
+
+    Raises:
+      JaxmpError: if `fn` is a method of a module, if a Variable is both in an argument to
+        differentiate and in another one, or if `jaxmp.value_and_grad` refuses an argument.
+
+    Example:
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> loss, grads = value_and_grad(lambda m, x: m(x).sum())(model, jnp.ones((4, 2)))
+      >>> float(grads["bias"][...][0])
+      4.0
+    """
+    if fn is None:
+        return functools.partial(
+            value_and_grad,
+            argnums=argnums,
+            has_aux=has_aux,
+            loss_scale=loss_scale,
+            wrt=wrt,
+            **options,
+        )
+    gradient = Gradient(fn, argnums, has_aux, trained(wrt))
+    options = {"loss_scale": loss_scale, **options}
+    _value_and_grad.value_and_grad(fn, **options)  # Checks the options before the first call.
+
+    @functools.wraps(fn, updated=())
+    def value_and_grad_fn(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        out, _ = gradient(args, kwargs, options)
+        return out
+
+    return value_and_grad_fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +132,13 @@ class Gradient:
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the arguments to differentiate."""
-        return tuple(n.argnum if isinstance(n, nnx.DiffState) else n for n in self._selected)
-
-    @property
-    def _selected(self) -> tuple[Any, ...]:
-        return _value_and_grad.as_tuple(self.argnums)
+        numbers = _value_and_grad.as_tuple(self.argnums)
+        return tuple(n.argnum if isinstance(n, nnx.DiffState) else n for n in numbers)
 
     def filters(self, count: int) -> dict[int, Any]:
         """Returns the filter of the Variables of each argument to differentiate."""
-        filters = (n.filter if isinstance(n, nnx.DiffState) else self.wrt for n in self._selected)
+        numbers = _value_and_grad.as_tuple(self.argnums)
+        filters = (n.filter if isinstance(n, nnx.DiffState) else self.wrt for n in numbers)
         return dict(zip(count_argnums("argnums", self.numbers, count), filters, strict=True))
 
     def __call__(
@@ -129,8 +194,8 @@ class _Call:
             if predicate is None:
                 return False
             # A Variable that is itself an argument is differentiated whatever its type, as in Flax.
-            is_argument = len(path) == 1
-            return is_argument or _is_overwritten(leaf) or bool(predicate(path[1:], leaf))
+            is_always = len(path) == 1 or isinstance(leaf, OverwriteWithGradient)
+            return is_always or bool(predicate(path[1:], leaf))
 
         self._check_aliases(is_differentiated)
         self.differentiated: dict[int, list[int]] = {k: [] for k in range(len(self.objects))}
@@ -138,7 +203,8 @@ class _Call:
         self.carried: list[int] = []
         for i, (path, leaf) in enumerate(zip(self.paths, self.leaves, strict=True)):
             if is_differentiated(path, leaf):
-                group = self.overwritten if _is_overwritten(leaf) else self.differentiated
+                is_state = isinstance(leaf, OverwriteWithGradient)
+                group = self.overwritten if is_state else self.differentiated
                 group[path[0]].append(i)
             elif self.microbatches > 1 and _is_carried(leaf):
                 self.carried.append(i)
@@ -373,7 +439,8 @@ class _Plan:
                 )
         else:
             in_aux = path[0] == 1
-            if call.microbatches > 1 and index is None and not in_aux and not _is_sown(leaf):
+            is_sown = isinstance(leaf, nnx.Intermediate)
+            if call.microbatches > 1 and index is None and not (in_aux or is_sown):
                 raise JaxmpError(
                     f"With microbatches={call.microbatches} the function adds a "
                     f"{type(leaf).__name__} at {_text(path[2:])}, which cannot pass from one "
@@ -413,23 +480,10 @@ def _renewed(leaf: nnx.Variable[Any] | Array, value: PyTree) -> PyTree:
     return jax.tree.structure(leaf).unflatten(jax.tree.leaves(value))
 
 
-def _is_overwritten(leaf: object) -> bool:
-    return isinstance(leaf, OverwriteWithGradient)
-
-
-def _is_sown(leaf: object) -> bool:
-    return isinstance(leaf, nnx.Intermediate)
-
-
 def _is_carried(leaf: nnx.Variable[Any] | Array) -> bool:
     """Returns True for arrays, except sown ones, that each microbatch passes to the next."""
-    arrays = jax.tree.leaves(_value(leaf))
-    return not _is_sown(leaf) and all(hasattr(array, "dtype") for array in arrays)
-
-
-def trained(wrt: Filter) -> Filter:
-    """Excludes state that is overwritten by its gradient, which is not a parameter."""
-    return nnx.All(wrt, nnx.Not(OverwriteWithGradient))
+    is_sown, arrays = isinstance(leaf, nnx.Intermediate), jax.tree.leaves(_value(leaf))
+    return not is_sown and all(hasattr(array, "dtype") for array in arrays)
 
 
 def _text(path: tuple[Any, ...]) -> str:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from jaxmp._flax._fp8_layers import LayerDot, LayerEinsum, einsum_sizes
 from jaxmp._flax._layer_table import (
@@ -21,8 +22,7 @@ from jaxmp._flax._layer_table import (
     is_flax,
 )
 from jaxmp.errors import CompositionError
-from jaxmp.fp8._overwritten import OVERWRITE
-from jaxmp.fp8._state import PREFIX, init_state, state_names
+from jaxmp.fp8 import _overwritten, _state
 
 # ---------------------------------------------------------------------------
 # Sizes of kernels
@@ -150,8 +150,13 @@ class OverwriteWithGradient(nnx.Variable):
     """
 
 
+def trained(wrt: Filter) -> Filter:
+    """Excludes state that is overwritten by its gradient, which is not a parameter."""
+    return nnx.All(wrt, nnx.Not(OverwriteWithGradient))
+
+
 # A bridge may have converted a Linen model with such a state before this module was imported.
-nnx.register_variable_name(OVERWRITE, OverwriteWithGradient, overwrite=True)
+nnx.register_variable_name(_overwritten.OVERWRITE, OverwriteWithGradient, overwrite=True)
 
 
 def is_stateful(value: object) -> TypeGuard[LayerDot | LayerEinsum]:
@@ -183,7 +188,7 @@ def set_fp8_state(module: nnx.Module, traits: LayerTraits, changes: dict[str, An
 
 
 def _is_state(name: str, value: object) -> bool:
-    return name.startswith(PREFIX) and isinstance(value, OverwriteWithGradient)
+    return name.startswith(_state.PREFIX) and isinstance(value, OverwriteWithGradient)
 
 
 def _init_state(
@@ -199,9 +204,9 @@ def _init_state(
         return {}
 
     def init() -> dict[str, jax.Array]:
-        state = init_state(dot.scaling)
+        state = _state.init_state(dot.scaling)
         return {
-            f"{PREFIX}{name}": jnp.broadcast_to(leaf, (*stack, *leaf.shape))
+            f"{_state.PREFIX}{name}": jnp.broadcast_to(leaf, (*stack, *leaf.shape))
             for name, leaf in state.items()
         }
 
@@ -212,12 +217,12 @@ def _init_state(
 def read_fp8_state(module: nnx.Module, dot: LayerDot | LayerEinsum) -> dict[str, jax.Array]:
     """Returns the FP8 state of one layer; its gradient is its next value."""
     attributes, scaling = vars(module), type(dot.scaling).__name__
-    names = state_names(dot.scaling)
+    names = _state.state_names(dot.scaling)
     try:
-        state = {name: attributes[f"{PREFIX}{name}"].get_value() for name in names}
+        state = {name: attributes[f"{_state.PREFIX}{name}"].get_value() for name in names}
     except KeyError:
         raise CompositionError(
-            f"{scaling} finds no state for {dot.path!r}: its attributes {PREFIX}* have been "
+            f"{scaling} finds no state for {dot.path!r}: its attributes {_state.PREFIX}* have been "
             "removed. Apply the policy again: "
             "recipe.wrap(model)."
         ) from None

@@ -13,22 +13,15 @@ import numpy as np
 from flax import linen, nnx
 from jax.sharding import NamedSharding
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import short_name
-from jaxmp._core._shardings import check_tree, shardings_by_path, without_contents
+from jaxmp._core import _dtypes, _shardings, _trees
 from jaxmp._core._typing import PyTree
+from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._missing_precision import low_precision_share
-from jaxmp._flax._nnx_cast_on_read import Path, author_class, bound_of, is_member
+from jaxmp._flax._nnx_cast_on_read import Path, bound_of, is_member
 from jaxmp._flax._nnx_layers import NNX_LAYERS
 from jaxmp._flax._nnx_subclass import bind, unbind
 from jaxmp._flax._shardings import SPEC, check_model
-from jaxmp._policies._load import PolicyMap, RecipeLike, as_policy_map
-from jaxmp._policies._required import (
-    PolicyExplanation,
-    check_module_dtypes,
-    check_required,
-    explain_modules,
-)
+from jaxmp._policies import _load, _required
 from jaxmp._policies._resolve import ResolvedPolicy, resolve_policy, storage_dtype
 from jaxmp.errors import CompositionError, RecipeWarning, RuleError
 
@@ -115,12 +108,17 @@ def _members(module: nnx.Module) -> list[tuple[Path, Any]]:
     ]
 
 
-def _paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
-    """Returns all paths that a rule can match."""
+def paths_of(entries: list[ModuleEntry]) -> dict[str, type | None]:
+    """Returns every path that a rule can match; a shared module has each of its paths.
+
+    Returns:
+      A dict from module path to the module's class, `''` being the model itself, and from
+      `path:name` to None for every parameter.
+    """
     paths: dict[str, type | None] = {}
     for entry in entries:
         for path in entry.paths:
-            paths["/".join(path)] = author_class(entry.module)
+            paths["/".join(path)] = author_class(type(entry.module))
     for entry in entries:
         for path in entry.paths:
             paths |= {_param_path(path, name): None for name, _ in entry.params}
@@ -137,7 +135,7 @@ def _param_path(owner: Path, name: str) -> str:
 # ---------------------------------------------------------------------------
 
 
-def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M:
+def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None) -> M:
     """Returns a model that computes under a recipe: `Recipe.wrap` for NNX.
 
     The result shares its Variables with `model`: training one trains the other. A parameter that a
@@ -167,12 +165,12 @@ def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M
         policies.
     """
     check_model(model, nnx.Module)
-    policies = as_policy_map(recipe)
-    check_module_dtypes(policies)
-    by_path = {} if shardings is None else shardings_by_path(shardings, "shardings")
+    policies = _load.as_policy_map(recipe)
+    _required.check_module_dtypes(policies)
+    by_path = {} if shardings is None else _shardings.shardings_by_path(shardings, "shardings")
     entries = find_modules(model)
     _check_shardings(model, by_path)
-    check_required(policies, _paths_of(entries))
+    _required.check_required(policies, paths_of(entries))
     _check_shared(entries, policies)
     copy = nnx.clone(model, variables=False)
     for entry in find_modules(copy):
@@ -185,20 +183,9 @@ def apply_policy(model: M, recipe: RecipeLike, *, shardings: PyTree = None) -> M
     return copy
 
 
-def module_paths(model: nnx.Module) -> dict[str, type | None]:
-    """Lists every path that a rule can match in a model.
-
-    Returns:
-      A dict from module path to the module's class, `''` being the model itself, and from
-      `path:name` to None for every parameter. A shared module is listed under each of its paths.
-    """
-    check_model(model, nnx.Module)
-    return _paths_of(find_modules(model))
-
-
 def explain_model(
-    model: nnx.Module, recipe: RecipeLike, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-) -> tuple[PolicyExplanation, Callable[..., PyTree] | None, tuple[PyTree, ...]]:
+    model: nnx.Module, recipe: _load.RecipeLike, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[_required.PolicyExplanation, Callable[..., PyTree] | None, tuple[PyTree, ...]]:
     """Explains the policies of a model.
 
     Args:
@@ -214,12 +201,14 @@ def explain_model(
       RuleError: if a required rule matches nothing.
       AttentionError: if a mask contradicts its declaration.
     """
-    policies, paths = as_policy_map(recipe), module_paths(model)
-    check_required(policies, paths)
-    modules = ((path, entry.module) for entry in find_modules(model) for path in entry.paths)
+    check_model(model, nnx.Module)
+    policies, entries = _load.as_policy_map(recipe), find_modules(model)
+    paths = paths_of(entries)
+    _required.check_required(policies, paths)
+    modules = ((path, entry.module) for entry in entries for path in entry.paths)
     outputs = {"/".join(path): NNX_LAYERS.outputs(module) for path, module in modules}
     if not args and not kwargs:
-        return explain_modules(policies, paths, outputs), None, ()
+        return _required.explain_modules(policies, paths, outputs), None, ()
     wrapped = apply_policy(model, policies)
     definition, state = nnx.split(wrapped)
     # Nothing depends on the values of parameters, so they are not copied.
@@ -233,7 +222,7 @@ def explain_model(
         warnings.simplefilter("ignore", RecipeWarning)
         share = low_precision_share(call, state, *args, **kwargs)
     search = bound_of(wrapped).search  # pyright: ignore[reportOptionalMemberAccess]
-    explanation = explain_modules(policies, paths, outputs, search.reasons())
+    explanation = _required.explain_modules(policies, paths, outputs, search.reasons())
     explanation = dataclasses.replace(explanation, low_precision_share=share)
     return explanation, call, (state,)
 
@@ -243,7 +232,7 @@ def explain_model(
 # ---------------------------------------------------------------------------
 
 
-def _check_shared(entries: list[ModuleEntry], policies: PolicyMap) -> None:
+def _check_shared(entries: list[ModuleEntry], policies: _load.PolicyMap) -> None:
     """Raises an error if a module or a parameter has different policies under its paths."""
     owners: dict[int, list[Path]] = {}
     for entry in entries:
@@ -259,15 +248,15 @@ def _check_shared(entries: list[ModuleEntry], policies: PolicyMap) -> None:
         _check_equal("The parameter", stored, "p=f32")
 
 
-def _check_shared_module(entry: ModuleEntry, policies: PolicyMap) -> None:
-    name = f"The {author_class(entry.module).__name__}"
+def _check_shared_module(entry: ModuleEntry, policies: _load.PolicyMap) -> None:
+    name = f"The {author_class(type(entry.module)).__name__}"
     resolved = {"/".join(path): _resolve(entry, path, policies) for path in entry.paths}
     _check_equal(name, {path: each.policy for path, each in resolved.items()}, "c=f32")
     # Modules with equal policies differ if the rule of one path names an output dtype.
     rules = {path: each.rule if each.rule_names_output else None for path, each in resolved.items()}
     required = [rule for rule in rules.values() if rule is not None and rule.required]
     if required:
-        output = f"o={short_name(required[0].output_dtype)}"
+        output = f"o={_dtypes.short_name(required[0].output_dtype)}"
         outputs = {path: output if rule else "the compute dtype" for path, rule in rules.items()}
         _check_equal(name, outputs, output)
 
@@ -284,12 +273,12 @@ def _check_equal(subject: str, resolved: Mapping[str, Any], fix: str) -> None:
     )
 
 
-def _resolve(entry: ModuleEntry, path: Path, policies: PolicyMap) -> ResolvedPolicy:
+def _resolve(entry: ModuleEntry, path: Path, policies: _load.PolicyMap) -> ResolvedPolicy:
     """Resolves the policy of a module under one of its paths."""
-    return resolve_policy(policies, path, author_class(entry.module))
+    return resolve_policy(policies, path, author_class(type(entry.module)))
 
 
-def _deciding_path(entry: ModuleEntry, policies: PolicyMap) -> Path:
+def _deciding_path(entry: ModuleEntry, policies: _load.PolicyMap) -> Path:
     """Returns the path that determines the policy of a module.
 
     If there are several, it is the first whose rule does not name an output dtype: an optional rule
@@ -311,18 +300,18 @@ def _check_shardings(model: nnx.Module, shardings: Mapping[Path, NamedSharding])
     """Raises an error if shardings are not those of a model's parameters."""
     if shardings:
         flat = _trees.leaves_with_path(nnx.state(model))
-        shapes = {without_contents(names): np.shape(leaf) for names, leaf in flat}
+        shapes = {_shardings.without_contents(names): np.shape(leaf) for names, leaf in flat}
         params = nnx.to_flat_state(nnx.state(model, nnx.Param))
         required = (
             tuple(map(str, path))
             for path, param in params
             if param.get_metadata().get("out_sharding") is None and tuple(map(str, path)) in shapes
         )
-        check_tree("shardings", shardings, "the model", shapes, required)
+        _shardings.check_tree("shardings", shardings, "the model", shapes, required)
 
 
 def _separate(
-    entries: list[ModuleEntry], policies: PolicyMap, shardings: Mapping[Path, NamedSharding]
+    entries: list[ModuleEntry], policies: _load.PolicyMap, shardings: Mapping[Path, NamedSharding]
 ) -> None:
     """Copies the Variable of each parameter with another storage dtype or a sharding."""
     copies: dict[int, nnx.Variable[Any]] = {}

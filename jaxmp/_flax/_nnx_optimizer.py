@@ -16,16 +16,13 @@ from flax.nnx.filterlib import Filter
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._flax._nnx_cast_on_read import bound_of
-from jaxmp._flax._nnx_gradients import Gradient, trained
-from jaxmp._flax._nnx_layers import OverwriteWithGradient
+from jaxmp._flax._nnx_gradients import Gradient
+from jaxmp._flax._nnx_layers import OverwriteWithGradient, trained
 from jaxmp._flax._nnx_writes import Write, continued, undo
-from jaxmp._gradients import _value_and_grad
-from jaxmp._gradients._loss_scale import LossScale
+from jaxmp._gradients import _loss_scale, _value_and_grad
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim import _assign, _average, _find
-from jaxmp.optim._apply import apply_update
-from jaxmp.optim._find import check_composition
+from jaxmp.optim import _apply, _assign, _average, _find
 
 # Writes of the last call of each optimizer's `value_and_grad`, until `update` keeps or undoes them.
 # They are not a field, because the tree structure of the optimizer must not change in between.
@@ -79,7 +76,7 @@ class Optimizer(nnx.Optimizer):
                 "as wrt=nnx.Param; for a model of another package, such as Equinox, use the "
                 "optimizer itself: opt_state = recipe.optimizer(optax.adam(1e-3)).init(params)."
             )
-        check_composition(jax.eval_shape(tx.init, params), params)
+        _find.check_composition(jax.eval_shape(tx.init, params), params)
         super().__init__(model, tx, wrt=trained(wrt))
         self.wrt = wrt
         nnx.update(model, _assign.store(params, self._pure_state()))
@@ -97,7 +94,7 @@ class Optimizer(nnx.Optimizer):
         return nnx.as_pure(self.opt_state)
 
     @property
-    def loss_scale(self) -> LossScale:
+    def loss_scale(self) -> _loss_scale.LossScale:
         """The loss scale in the optimizer state; `NoLossScale()` if it has none."""
         return _find.own_loss_scale(self._pure_state())
 
@@ -204,7 +201,7 @@ class Optimizer(nnx.Optimizer):
         params = nnx.as_pure(nnx.state(model, trained(self.wrt)))
         overwritten = nnx.as_pure(nnx.state(grads, OverwriteWithGradient))
         grads = nnx.as_pure(nnx.state(grads, trained(self.wrt)))
-        new_params, opt_state, applied = apply_update(
+        new_params, opt_state, applied = _apply.apply_update(
             self.tx, grads, self._pure_state(), params, **nnx.as_pure(extra_args)
         )
         writes = _pending.pop(self, [])

@@ -17,9 +17,8 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 
 from jaxmp._attention._layer import attention_under_policy
-from jaxmp._core._compat import context, current_context, declares_pytree
+from jaxmp._core import _compat, _trees, _wide
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._trees import cast
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp._flax import _labels, _search
 from jaxmp._flax._casts import ModulePolicy, is_complex, keeps_dtype
@@ -36,9 +35,8 @@ from jaxmp._flax._nnx_cast_on_read import (
     is_member,
 )
 from jaxmp._flax._nnx_layers import NNX_LAYERS, check_attributes, set_fp8_state
-from jaxmp._policies._device import check_device, check_gradient, matmul_precision, precision_scope
+from jaxmp._policies import _device
 from jaxmp._policies._load import PolicyMap
-from jaxmp._programs._matmuls import wide_product
 from jaxmp.errors import RecipeWarning
 
 # ---------------------------------------------------------------------------
@@ -81,7 +79,7 @@ def _make_class(cls: Any) -> type:
         "__setattr__": _make_setattr(cls.__setattr__),
         "_jaxmp_class": cls,
     }
-    pytree = declares_pytree(cls, nnx.Module)
+    pytree = _compat.declares_pytree(cls, nnx.Module)
     options = {} if pytree is None else {"pytree": pytree}
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (cls,), members, **options)
@@ -309,14 +307,14 @@ def call_method(
     if _frames.stack or bound.is_decision:
         return _call(bound, module, name, call, args, kwargs)
     # Before the model is searched: in that trace no warning is shown.
-    check_device(bound.policies)
-    check_gradient(bound.policies, lambda: nnx.state(module, nnx.Param), bound.mark)
+    _device.check_device(bound.policies)
+    _device.check_gradient(bound.policies, lambda: nnx.state(module, nnx.Param), bound.mark)
     key = bound.cls, bound.policies, bound.path
     prepare = functools.partial(_separated, module, name, args, kwargs)
     # An attribute may choose a head, as an argument does.
     own = [value for value in vars(module).values() if isinstance(value, (bool, int, str))]
     operands, method = (args, kwargs, own), getattr(bound.cls, name)
-    with context(decisions=bound.search.of_call(key, method, operands, prepare)):
+    with _compat.context(decisions=bound.search.of_call(key, method, operands, prepare)):
         out = _call(bound, module, name, call, args, kwargs)
     bound.search.warn(3)
     return out
@@ -452,7 +450,7 @@ def _lookup(bound: Bound, module: nnx.Module, *args: PyTree, **kwargs: PyTree) -
     The gradient of a row is a sum over all positions that looked it up; this sum is in FP32.
     """
     rows = _call_copy(_author_copy(bound, module), module, "__call__", *args, **kwargs)
-    return cast(rows, bound.module_policy.policy.compute_dtype)
+    return _trees.cast(rows, bound.module_policy.policy.compute_dtype)
 
 
 def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
@@ -461,7 +459,7 @@ def _wide_attend(module: Any, wide: np.dtype) -> Callable[..., jax.Array]:
     def attend(query: jax.Array, out_sharding: Any = None) -> jax.Array:
         query, embedding = module.promote_dtype((query, module.embedding[...]), dtype=module.dtype)
         product = functools.partial(jnp.dot, out_sharding=out_sharding)
-        return wide_product(product, query, embedding.T, wide)
+        return _wide.wide_product(product, query, embedding.T, wide)
 
     return attend
 
@@ -472,15 +470,15 @@ def _entered(frame: MethodCall, bound: Bound) -> Iterator[None]:
     stack = _frames.stack
     if not stack:
         _frames.ambient = jax.config.jax_default_matmul_precision  # pyright: ignore
-    precision = lambda frame: matmul_precision(frame.module_policy.policy, _frames.ambient)
+    precision = lambda frame: _device.matmul_precision(frame.module_policy.policy, _frames.ambient)
     outer = precision(stack[-1]) if stack else _frames.ambient
-    active = current_context().policies == bound.policies
-    policies = context(policies=bound.policies)
+    active = _compat.current_context().policies == bound.policies
+    policies = _compat.context(policies=bound.policies)
     policies = policies if frame.is_forward and not active else contextlib.nullcontext()
     scope = _named(bound, frame.method)
     stack.append(frame)
     try:
-        with policies, precision_scope(precision(frame), outer), scope:
+        with policies, _device.precision_scope(precision(frame), outer), scope:
             yield
     finally:
         stack.pop()

@@ -26,21 +26,12 @@ import jax
 import numpy as np
 
 from jaxmp._autocast._resolve import is_traced_by_autocast
-from jaxmp._core._compat import JaxprEqn, context, current_context
-from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._trees import is_float
+from jaxmp._core import _compat
 from jaxmp._core._typing import PyTree
 from jaxmp._flax import _labels, _missing_precision
 from jaxmp._flax._casts import computes_in_16_bits
 from jaxmp._policies._load import PolicyMap
-from jaxmp._programs import _jaxprs
-from jaxmp._programs._analysis import Forward
-from jaxmp._programs._constructs import Form, form_of, scan_of, sub_jaxprs
-from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._jaxprs import array_aval
-from jaxmp._programs._matmuls import MATMULS
-from jaxmp._programs._operations import label_of
-from jaxmp._programs._uses import Use, Uses, wide_results
+from jaxmp._programs import _jaxprs, _uses
 from jaxmp.errors import RecipeWarning
 from jaxmp.fp8 import _explain
 
@@ -84,7 +75,7 @@ class ModelSearch:
           prepare: returns a function that calls the model, all arrays that it reads, and how many
             of them are the first ones, which are variables of the model.
         """
-        active, policies = current_context().decisions, key[1]
+        active, policies = _compat.current_context().decisions, key[1]
         is_low = policies.default.matmul == "fp8" or computes_in_16_bits(policies)
         if active is not None or not is_low:
             return active
@@ -145,7 +136,7 @@ class ModelSearch:
         labeling, is_cast = _labels.Labeling(), is_traced_by_autocast()
         try:
             fn, arrays, count = prepare()
-            search = context(decisions=labeling)
+            search = _compat.context(decisions=labeling)
             with search, _explain.recorded() as fp8, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 closed = _jaxprs.trace(fn, (arrays,), {}).closed
@@ -153,8 +144,8 @@ class ModelSearch:
             # The call itself raises the same error, or it reads values of arrays outside of `jit`.
             self._failure = _failure_text(key, labeling, error)
             return None
-        uses = _LabelUses()
-        uses.facts(closed.jaxpr, wide_results(closed.jaxpr))
+        uses = _labels.LabelUses()
+        uses.facts(closed.jaxpr, _uses.wide_results(closed.jaxpr))
         reasons = {label: _reason(use) for label, use in uses.of_labels.items()}
         cls, policies, path = key
         in_fp8 = policies.default.matmul == "fp8"
@@ -163,7 +154,7 @@ class ModelSearch:
         reasons = {label: reason for label, reason in reasons.items() if reason}
         self._layers |= labeling.layers
         is_strict = jax.config.jax_numpy_dtype_promotion == "strict"  # pyright: ignore
-        reached = _Reached(labeling.layers & reasons.keys(), is_strict)
+        reached = _labels.Reached(labeling.layers & reasons.keys(), is_strict)
         reached.run(closed, [False] * len(closed.jaxpr.invars))
         labels = {label: reasons[label] for label in reached.labels & reasons.keys()}
         may_meet = is_strict and reached.meets
@@ -195,7 +186,7 @@ def _accepted(
     decisions = {label: reason for label, reason in labels.items() if reason != _OF_MODEL}
     for accepted in filter(None, (labels, decisions)):
         fn, arrays, _ = prepare()
-        search = context(decisions=frozenset(accepted))
+        search = _compat.context(decisions=frozenset(accepted))
         try:
             with search, _explain.recorded(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -285,85 +276,16 @@ def _described_function(function: Any) -> Hashable:
 _EMPTY = types.CellType()
 
 
-# ---------------------------------------------------------------------------
-# Analysis
-# ---------------------------------------------------------------------------
-
-
-class _LabelUses(Uses):
-    """Uses of labeled values, except where another array, such as a carry, fixes their dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_labels: dict[str, Use] = {}
-
-    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
-        name = equation.primitive.name
-        if name == "name":
-            label = label_of(equation)
-            self.of_labels[label] = self.of_labels.get(label, Use.NONE) | results[0]
-        form = form_of(equation)
-        if form in (Form.SCAN, Form.WHILE, Form.BRANCH) or name == "dynamic_update_slice":
-            fixed = scan_of(equation).carry if form is Form.SCAN else len(results)
-            results = [Use.NONE] * fixed + results[fixed:]
-        return super().equation(equation, results, frame)
-
-
-class _Reached(Forward):
-    """Finds the labels of values that are computed from FP32 sums, without another matmul.
-
-    Args:
-      layers: labels of the results of the layers that return their sums.
-      is_strict: True under strict promotion, in which only these layers return FP32.
-    """
-
-    nothing = False
-
-    def __init__(self, layers: set[str], is_strict: bool) -> None:
-        super().__init__()
-        self._layers, self._is_strict, self.labels = layers, is_strict, set[str]()
-        # Labels of layers whose results are rounded, or take the dtype of another operand.
-        self.rounded: dict[str, None] = {}
-        # True if such a value and a 16-bit array may be operands of one operation.
-        self.meets = False
-
-    def join(self, first: bool, second: bool) -> bool:
-        return first or second
-
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        if sub_jaxprs(equation) or not equation.outvars:
-            return self.enter(equation, operands, frame)
-        name, aval = equation.primitive.name, array_aval(equation.outvars[0])
-        is_reached = any(operands)
-        if name == "name":
-            label = label_of(equation)
-            is_layer = label in self._layers
-            is_reached = is_reached or is_layer
-            is_narrow = is_layer and (is_16bit(aval.dtype) or aval.weak_type)
-            self.rounded |= {label: None} if is_narrow else {}
-            self.labels |= {label} if is_reached else set()
-        elif name in MATMULS:
-            # The author of a layer, or a rule, may return FP32.
-            is_reached = aval.dtype == FLOAT32 and not self._is_strict
-        elif is_reached:
-            self.meets |= sum(_is_strong_16bit(var.aval) for var in equation.invars) > 1
-        return [is_reached] * len(equation.outvars)
-
-
-def _is_strong_16bit(aval: Any) -> bool:
-    return is_float(aval) and is_16bit(aval.dtype) and not aval.weak_type
-
-
 _OF_MODEL = "its results are those of the model"
 
 
-def _reason(use: Use) -> str:
+def _reason(use: _uses.Use) -> str:
     """Returns why a value is not rounded; "" if it is."""
     reasons = {
-        Use.ORDER: "argmax, top-k or a sort compares its results",
-        Use.SOFTMAX: "a softmax reads its results",
-        Use.LOSS: "a loss reads its results",
+        _uses.Use.ORDER: "argmax, top-k or a sort compares its results",
+        _uses.Use.SOFTMAX: "a softmax reads its results",
+        _uses.Use.LOSS: "a loss reads its results",
     }
-    if use == Use.RESULT:
+    if use == _uses.Use.RESULT:
         return _OF_MODEL
     return next((reasons[each] for each in reasons if each in use), "")

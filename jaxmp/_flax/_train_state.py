@@ -15,18 +15,12 @@ import optax
 from flax import serialization, struct
 from jax.core import Tracer
 
-from jaxmp._core import _trees
+from jaxmp._core import _messages, _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._gradients import _value_and_grad
-from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale
-from jaxmp._gradients._hints import warn_if_dropped
-from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
-from jaxmp._policies._required import check_required
+from jaxmp._gradients import _dynamic_loss_scale, _loss_scale, _value_and_grad
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _overwritten
-from jaxmp.optim import _assign, _find, _layout, _master, _skip
-from jaxmp.optim._apply import apply_update
-from jaxmp.optim._find import check_composition
+from jaxmp.optim import _apply, _assign, _find, _layout, _master, _skip
 
 
 class TrainState(struct.PyTreeNode):
@@ -115,7 +109,7 @@ class TrainState(struct.PyTreeNode):
         return cls(apply_fn=apply_fn, tx=tx, **made, **kwargs)
 
     @property
-    def loss_scale(self) -> LossScale:
+    def loss_scale(self) -> _loss_scale.LossScale:
         """The loss scale in the optimizer state; `NoLossScale()` if it has none."""
         return _find.own_loss_scale(self.opt_state)
 
@@ -183,7 +177,7 @@ class TrainState(struct.PyTreeNode):
         self._check_mutables(mutables)
         params, old_overwritten = _overwritten.split(self.params)
         grads, overwritten = _overwritten.split(grads)
-        new_params, opt_state, applied = apply_update(
+        new_params, opt_state, applied = _apply.apply_update(
             self.tx, grads, self.opt_state, params, **(extra_args or {})
         )
         if applied is not None:
@@ -197,7 +191,7 @@ class TrainState(struct.PyTreeNode):
             opt_state=opt_state,
             **mutables,
         )
-        return warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
+        return _messages.warn_if_dropped(new, "state = state.apply_gradients(grads=grads)")
 
     def _check_mutables(self, mutables: dict[str, Any]) -> None:
         for name, value in mutables.items():
@@ -294,9 +288,9 @@ def _make(tx: optax.GradientTransformation, params: PyTree) -> dict[str, Any]:
     """Returns the step, the stored parameters and the optimizer state of step 0."""
     trainable, overwritten = _overwritten.split(params)
     trainable = jax.tree.map(_strong, trainable)
-    check_composition(jax.eval_shape(tx.init, trainable), trainable)
+    _find.check_composition(jax.eval_shape(tx.init, trainable), trainable)
     opt_state = tx.init(trainable)
-    _check_rules(opt_state, trainable)
+    _assign.check_master_rules(opt_state, trainable)
     stored = jax.tree.map(_fresh, _assign.store(trainable, opt_state), trainable)
     fix = (
         "state = state.replace(params=recipe.cast_params(state.params)). If another part of the "
@@ -349,22 +343,6 @@ def _fresh(new: Array, original: Array) -> Array:
     return _trees.copied(new) if new is original else new
 
 
-def _check_rules(opt_state: PyTree, params: PyTree) -> None:
-    """Refuses required rules that set `param_dtype` by path and match no parameter."""
-    paths = set()
-    for names, _ in _trees.leaves_with_path(params):
-        inside = _trees.rule_names(params, names)
-        paths.add(_trees.parameter_path(inside))
-        paths.update("/".join(inside[:i]) for i in range(len(inside)))
-    for node in _layout.master_states(opt_state):
-        policies = node.layout.policies
-        if policies is not None:
-            rules = [
-                r for r in policies.rules if r.param_dtype is not None and r.module_type is None
-            ]
-            check_required(policies, sorted(paths), rules)
-
-
 # ---------------------------------------------------------------------------
 # flax.serialization casts arrays to the dtypes of the state that it restores into
 # ---------------------------------------------------------------------------
@@ -383,8 +361,8 @@ for _cls in (
     _skip.SkipStats,
     _skip.SkipNonfiniteState,
     _layout.MasterParamsState,
-    NoLossScale,
-    StaticLossScale,
-    DynamicLossScale,
+    _loss_scale.NoLossScale,
+    _loss_scale.StaticLossScale,
+    _dynamic_loss_scale.DynamicLossScale,
 ):
     serialization.register_serialization_state(_cls, _refuse_serialization, _refuse_serialization)

@@ -15,9 +15,10 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._messages import Mark
 from jaxmp._core._trees import cast_floating, dtype_of, is_inexact
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._gradients._hints import Mark, note_scaled
+from jaxmp._gradients._hints import note_scaled
 from jaxmp.errors import LossScaleError
 
 Refill = Literal["growth", "clean"]

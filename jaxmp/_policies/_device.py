@@ -10,17 +10,17 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxmp._core import _compat, _targets
+from jaxmp._core import _compat, _messages, _targets
 from jaxmp._core._dtypes import BFLOAT16, FLOAT16
 from jaxmp._core._typing import PyTree
-from jaxmp._gradients._hints import Mark, expect_scale
+from jaxmp._gradients._hints import expect_scale
 from jaxmp._policies._policy import Policy
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies
 from jaxmp.errors import RecipeWarning
 
 
-def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: Mark) -> None:
+def check_gradient(policies: Policies, inputs: Callable[[], PyTree], mark: _messages.Mark) -> None:
     """Warns if a model in float16 is differentiated without a loss scale.
 
     Args:

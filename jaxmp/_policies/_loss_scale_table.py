@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jaxmp._core._dtypes import FLOAT16
+from jaxmp._gradients import _loss_scale
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
-from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
 from jaxmp._policies import _toml
 from jaxmp._policies._required import named_dtypes
 from jaxmp._policies._resolve import Policies
@@ -31,13 +31,13 @@ class LossScaleData:
     # Arguments that differ from the preset's, sorted by name; for "static", `value`.
     arguments: tuple[tuple[str, float | int | str | None], ...] = ()
 
-    def build(self) -> LossScale:
+    def build(self) -> _loss_scale.LossScale:
         """Returns the loss scale with new arrays."""
         arguments: dict[str, Any] = dict(self.arguments)
         if self.kind == "none":
-            return NoLossScale()
+            return _loss_scale.NoLossScale()
         if self.kind == "static":
-            return StaticLossScale(arguments["value"])
+            return _loss_scale.StaticLossScale(arguments["value"])
         preset = functools.partial(DynamicLossScale.preset, self.preset)
         return preset(**arguments) if self.preset else DynamicLossScale(**arguments)
 
@@ -73,11 +73,11 @@ def loss_scale_data(
     return read_loss_scale(read_contents(document).settings["loss_scale"], policies)
 
 
-def _from_object(loss_scale: LossScale) -> LossScaleData:
-    if isinstance(loss_scale, NoLossScale):
+def _from_object(loss_scale: _loss_scale.LossScale) -> LossScaleData:
+    if isinstance(loss_scale, _loss_scale.NoLossScale):
         return LossScaleData()
     scale = float(loss_scale.scale_value)
-    if isinstance(loss_scale, StaticLossScale):
+    if isinstance(loss_scale, _loss_scale.StaticLossScale):
         return LossScaleData(kind="static", arguments=(("value", scale),))
     arguments = {name: getattr(loss_scale, name) for name in loss_scale.STATIC}
     arguments = {**arguments, "init_scale": scale}

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from jaxmp._policies._resolve import Policies, matmul_scaling
 from jaxmp._policies._rules import Rule, override
 from jaxmp.errors import RecipeError
-from jaxmp.fp8._scaling import GEMMS, as_scaling
+from jaxmp.fp8 import _scaling
 
 P = TypeVar("P", bound=Policies)
 
 # Keys of the default policy, and of the FP8 scaling, that a phase can change.
 POLICY_KEYS = ("compute_dtype", "matmul")
-SCALING_KEYS = tuple(GEMMS)
+SCALING_KEYS = tuple(_scaling.GEMMS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Phase:
         if self.policy:
             default = override(default, Rule("**", **dict(self.policy)))
         if self.scaling:
-            scaling = dataclasses.replace(as_scaling(scaling), **dict(self.scaling))
+            scaling = dataclasses.replace(_scaling.as_scaling(scaling), **dict(self.scaling))
         rules = (*self.rules, *base.rules)
         policies = dataclasses.replace(base, default=default, rules=rules, fp8=scaling)
         if self.scaling and matmul_scaling(policies) is None:
@@ -92,7 +92,7 @@ def read_phase(values: Mapping[str, Any], rules: Iterable[Rule]) -> Phase:
             )
     if not policy and not scaling and not rules:
         raise RecipeError(f"the phase changes nothing. {example}")
-    dataclasses.replace(as_scaling(None), **dict(scaling))  # checks the formats
+    dataclasses.replace(_scaling.as_scaling(None), **dict(scaling))  # checks the formats
     return Phase(
         from_step=values["from_step"],
         policy=policy,

@@ -14,8 +14,8 @@ from typing import Self, TypeVar, Unpack, cast, final
 import jax
 import optax
 
+from jaxmp._core._messages import warn_if_dropped
 from jaxmp._core._typing import AxisNames, PyTree
-from jaxmp._gradients._hints import warn_if_dropped
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp._policies import _load
 from jaxmp._policies._load import PolicyMap, RecipeData, RecipeLike

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from jaxmp._core import _explanation
 from jaxmp._core._dtypes import bits, is_16bit, short_name
-from jaxmp._core._explanation import ExplanationRow, ExplanationSection
 from jaxmp._core._messages import nearest
 from jaxmp._policies import _patterns
 from jaxmp._policies._patterns import ModuleType
@@ -21,7 +21,7 @@ from jaxmp.errors import PolicyError, RuleError
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyDecision(ExplanationRow):
+class PolicyDecision(_explanation.ExplanationRow):
     """Policy of one module or parameter.
 
     Attributes:
@@ -48,7 +48,7 @@ class PolicyDecision(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyExplanation(ExplanationSection[PolicyDecision]):
+class PolicyExplanation(_explanation.ExplanationSection[PolicyDecision]):
     """Policies of a model's modules.
 
     Attributes:

@@ -10,7 +10,7 @@ from jaxmp._policies._phases import Phase
 from jaxmp._policies._resolve import Policies, matmul_scaling
 from jaxmp._policies._toml import BOOLEAN, COUNT, Document, Field, Setting, choice, literal, quoted
 from jaxmp.errors import RecipeError
-from jaxmp.fp8._scaling import KINDS, CurrentScaling, Scaling, ScalingLike, as_scaling
+from jaxmp.fp8 import _scaling
 
 TABLE = "fp8"
 
@@ -20,7 +20,7 @@ _FORMATS = Field('a format, a list of two, or "high"', '["e4m3fn", "e5m2"]', (st
 
 # The scalings of `jaxmp.fp8` check the ranges of these settings when the recipe is built.
 FIELDS = {
-    "scaling": choice(*KINDS),
+    "scaling": choice(*_scaling.KINDS),
     "fprop": _FORMATS._replace(example='["e4m3fn", "e4m3fn"]'),
     "dgrad": _FORMATS._replace(example='["e5m2", "e4m3fn"]'),
     "wgrad": _FORMATS,
@@ -76,7 +76,7 @@ def with_scaling(
 
 
 def replace_scaling(
-    policies: _Policies, scaling: ScalingLike, recipe: str, phases: Iterable[Phase]
+    policies: _Policies, scaling: _scaling.ScalingLike, recipe: str, phases: Iterable[Phase]
 ) -> _Policies:
     """Returns policies with another scaling.
 
@@ -91,7 +91,7 @@ def replace_scaling(
     """
     if scaling is None:
         return policies
-    policies = dataclasses.replace(policies, fp8=as_scaling(scaling))
+    policies = dataclasses.replace(policies, fp8=_scaling.as_scaling(scaling))
     if matmul_scaling(policies) is None and not any(phase.sets_fp8 for phase in phases):
         raise RecipeError(
             f"fp8={scaling!r} specifies the scaling of FP8 matmuls, but no policy or rule of "
@@ -102,7 +102,7 @@ def replace_scaling(
     return policies
 
 
-def read_scaling(settings: Mapping[str, Setting]) -> Scaling:
+def read_scaling(settings: Mapping[str, Setting]) -> _scaling.Scaling:
     """Returns the scaling that an [fp8] table specifies.
 
     Args:
@@ -116,10 +116,12 @@ def read_scaling(settings: Mapping[str, Setting]) -> Scaling:
         key: tuple(setting.value) if isinstance(setting.value, list) else setting.value
         for key, setting in settings.items()
     }
-    cls = KINDS[values.pop("scaling", CurrentScaling.kind)]
+    cls = _scaling.KINDS[values.pop("scaling", _scaling.CurrentScaling.kind)]
     for key, value in values.items():
         if key not in _field_names(cls):
-            owner = next(kind for kind, other in KINDS.items() if key in _field_names(other))
+            owner = next(
+                kind for kind, other in _scaling.KINDS.items() if key in _field_names(other)
+            )
             raise RecipeError(
                 f"{settings[key].location}: {key} requires scaling = {quoted(owner)}, but this "
                 f"recipe has scaling = {quoted(cls.kind)}. Delete the key, or write:\n    [fp8]\n"
@@ -134,14 +136,14 @@ def read_scaling(settings: Mapping[str, Setting]) -> Scaling:
         ) from None
 
 
-def _field_names(cls: type[Scaling]) -> set[str]:
+def _field_names(cls: type[_scaling.Scaling]) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)}
 
 
-def scaling_settings(scaling: Scaling) -> dict[str, object]:
+def scaling_settings(scaling: _scaling.Scaling) -> dict[str, object]:
     """Returns the [fp8] table of a scaling: its name and its non-default settings."""
-    scaling = as_scaling(scaling)
-    default = KINDS[scaling.kind]()
+    scaling = _scaling.as_scaling(scaling)
+    default = _scaling.KINDS[scaling.kind]()
     settings = vars(scaling).items()
     changed = {name: value for name, value in settings if value != getattr(default, name)}
     return {"scaling": scaling.kind, **changed}

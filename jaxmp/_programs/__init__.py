@@ -14,4 +14,5 @@ Read the modules in this order:
 5. `_analysis` is for code that reads a program instead of running it: an index of one jaxpr, and
    facts of variables that are propagated forward or backward through constructs, and the outputs
    of modules.
+6. `_observe` runs a program again, and measures the tensors of its modules.
 """

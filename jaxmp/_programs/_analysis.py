@@ -36,14 +36,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_body
+from jaxmp._core import _compat
 from jaxmp._programs._constructs import Inner, inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, Path, equations, is_literal
 from jaxmp._programs._locations import FULL_PRECISION
 
 
-def primitives(jaxpr: Jaxpr | ClosedJaxpr) -> set[str]:
+def primitives(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> set[str]:
     """Returns the names of all operations in a jaxpr at any depth."""
     return {equation.primitive.name for equation in equations(jaxpr)}
 
@@ -55,8 +55,8 @@ class Body:
       jaxpr: open or closed.
     """
 
-    def __init__(self, jaxpr: Jaxpr | ClosedJaxpr) -> None:
-        self.jaxpr = jaxpr_body(jaxpr)[0]
+    def __init__(self, jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr) -> None:
+        self.jaxpr = _compat.jaxpr_body(jaxpr)[0]
 
     @functools.cached_property
     def consumers(self) -> dict[Any, list[Any]]:
@@ -169,14 +169,14 @@ class Forward(Interpreter):
         """Returns the fact of one slice of an array that is scanned."""
         return fact
 
-    def context(self, equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    def context(self, equation: _compat.JaxprEqn) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def bound(self, equation: _compat.JaxprEqn, operands: list[Any]) -> list[Any]:
         return [self.nothing] * len(equation.outvars)
 
     def enter(
-        self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
+        self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
     ) -> list[Any]:
         """Returns the facts of the results of a construct; `nothing` for other equations."""
         known: dict[int, Any] = {}
@@ -213,7 +213,7 @@ class Backward:
     # Fact of a variable that nothing reads.
     nothing: Any = None
 
-    def equation(self, equation: JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
+    def equation(self, equation: _compat.JaxprEqn, results: list[Any], frame: Frame) -> list[Any]:
         """Returns the facts of the operands of an equation."""
         return self.enter(equation, results, frame)
 
@@ -226,24 +226,24 @@ class Backward:
 
     def run(
         self,
-        jaxpr: Jaxpr | ClosedJaxpr,
+        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
         results: Sequence[Any],
         place: Place | None = None,
         state: Any = None,
     ) -> list[Any]:
         """Returns the facts of the arguments of a jaxpr, for those of its results."""
         facts = self.facts(jaxpr, results, place, state)
-        return [facts.get(var, self.nothing) for var in jaxpr_body(jaxpr)[0].invars]
+        return [facts.get(var, self.nothing) for var in _compat.jaxpr_body(jaxpr)[0].invars]
 
     def facts(
         self,
-        jaxpr: Jaxpr | ClosedJaxpr,
+        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
         results: Sequence[Any],
         place: Place | None = None,
         state: Any = None,
     ) -> dict[Any, Any]:
         """Returns variable -> fact for one jaxpr, without the jaxprs inside."""
-        body, _ = jaxpr_body(jaxpr)
+        body, _ = _compat.jaxpr_body(jaxpr)
         facts: dict[Any, Any] = {}
         frame = Frame(place or Place(), state, facts)
         self._add(facts, body.outvars, results)
@@ -253,7 +253,7 @@ class Backward:
         return facts
 
     def enter(
-        self, equation: JaxprEqn, results: list[Any], frame: Frame, state: Any = None
+        self, equation: _compat.JaxprEqn, results: list[Any], frame: Frame, state: Any = None
     ) -> list[Any]:
         """Returns the facts of the operands of a construct; `nothing` for other equations."""
         operands = [self.nothing] * len(equation.invars)
@@ -312,9 +312,9 @@ class ModuleOutputs:
     """Consumers in the forward pass, and outputs of modules, of one jaxpr."""
 
     def __init__(
-        self, jaxpr: Jaxpr | ClosedJaxpr, place: Place, used: Sequence[bool] | None
+        self, jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr, place: Place, used: Sequence[bool] | None
     ) -> None:
-        body, _ = jaxpr_body(jaxpr)
+        body, _ = _compat.jaxpr_body(jaxpr)
         located = [(each, place.of(each)) for each in equations(body, inside=False)]
         self._forward = [(each, at.scopes) for each, at in located if at.phase == FORWARD]
         read = [(var, path) for each, path in self._forward for var in each.invars]
@@ -348,7 +348,7 @@ class ModuleOutputs:
         return variables
 
 
-def used_inside(equation: JaxprEqn, used: list[bool]) -> list[bool]:
+def used_inside(equation: _compat.JaxprEqn, used: list[bool]) -> list[bool]:
     """Returns which results of the jaxpr of an equation are used, for those of the equation."""
     carried = sum(len(inner.carried) for inner in inners(equation))
     return [True] * carried + used[carried:]

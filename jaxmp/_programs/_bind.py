@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._core import _dtypes
 from jaxmp._core._compat import JaxprEqn, source_info_util
-from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_fp8
 from jaxmp._core._typing import Array
 from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp._programs._jaxprs import array_aval
@@ -77,12 +77,12 @@ def is_narrow(value: Any) -> bool:
 
 def is_narrow_dtype(dtype: Any) -> bool:
     """Returns True for the dtypes of 16-bit floats and of FP8."""
-    return dtype in FLOATS_16BIT or (isinstance(dtype, np.dtype) and is_fp8(dtype))
+    return dtype in _dtypes.FLOATS_16BIT or (isinstance(dtype, np.dtype) and _dtypes.is_fp8(dtype))
 
 
 def wide(x: Any) -> Any:
     """Returns an array of 16 bits or FP8 in FP32; other values unchanged."""
-    return lax.convert_element_type(x, FLOAT32) if is_narrow(x) else x
+    return lax.convert_element_type(x, _dtypes.FLOAT32) if is_narrow(x) else x
 
 
 def rounded_to(x: Array, dtype: Any) -> Array:
@@ -92,7 +92,7 @@ def rounded_to(x: Array, dtype: Any) -> Array:
         return lax.reduce_precision(x, 8, info.nmant)
     # `lax.reduce_precision` would replace subnormal numbers by zero.
     narrow = lax.optimization_barrier(lax.convert_element_type(x, jnp.dtype(dtype)))
-    return lax.convert_element_type(narrow, FLOAT32)
+    return lax.convert_element_type(narrow, _dtypes.FLOAT32)
 
 
 def runs_in_fp32(equation: JaxprEqn) -> bool:
@@ -116,7 +116,7 @@ def bind_in_fp32(equation: JaxprEqn, operands: list[Any]) -> list[Array]:
     if runs_in_fp32(equation):
         params = equation.params.items()
         dtypes = {key: x for key, x in params if isinstance(x, np.dtype)}
-        changes = {key: FLOAT32 for key, x in dtypes.items() if is_narrow_dtype(x)}
+        changes = {key: _dtypes.FLOAT32 for key, x in dtypes.items() if is_narrow_dtype(x)}
         if "precision" in equation.params and any(is_narrow(v.aval) for v in equation.invars):
             changes["precision"] = (lax.Precision.HIGHEST,) * 2
         operands = list(map(wide, operands))
@@ -133,4 +133,4 @@ def _is_of_fp8_bytes(equation: JaxprEqn) -> bool:
     """Returns True for a conversion of FP8 arrays to the bytes that the backward pass saves."""
     dtypes = [getattr(v.aval, "dtype", None) for v in (*equation.invars, *equation.outvars)]
     is_cast = equation.primitive.name == "bitcast_convert_type"
-    return is_cast and any(isinstance(x, np.dtype) and is_fp8(x) for x in dtypes)
+    return is_cast and any(isinstance(x, np.dtype) and _dtypes.is_fp8(x) for x in dtypes)

@@ -17,17 +17,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, jaxpr_body, jaxpr_like
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._programs import _constructs
 from jaxmp._programs._bind import bind
-from jaxmp._programs._constructs import (
-    CustomJvp,
-    Form,
-    custom_jvp_of,
-    custom_vmap_of,
-    form_of,
-    inners,
-    parameters_with,
-    shard_map_of,
-)
 from jaxmp._programs._interpreter import Interpreter, Place
 from jaxmp._programs._jaxprs import array_aval
 
@@ -81,8 +72,12 @@ class InPlace(Interpreter):
           place: location of the equation.
           state: state of the client for the jaxprs; the test of a while loop has none.
         """
-        form, operands, inside = form_of(equation), list(operands), inners(equation)
-        if form is Form.SHARDS:
+        form, operands, inside = (
+            _constructs.form_of(equation),
+            list(operands),
+            _constructs.inners(equation),
+        )
+        if form is _constructs.Form.SHARDS:
             return self._on_shards(equation, operands, place, state)
         carried = {inner.indices[n] for inner in inside for n in inner.carried}
         for n in (n for n in carried if n is not None):
@@ -92,17 +87,17 @@ class InPlace(Interpreter):
         for inner in inside:
             args = [operands[n] for n in inner.indices if n is not None]
             # Results that must have their recorded types.
-            fixed = len(inner.results) if form is Form.BRANCH else len(inner.carried)
-            own = None if form is Form.WHILE and inner is inside[0] else state
+            fixed = len(inner.results) if form is _constructs.Form.BRANCH else len(inner.carried)
+            own = None if form is _constructs.Form.WHILE and inner is inside[0] else state
             new[id(inner.recorded)], notes = self.retraced(inner.recorded, args, place, own, fixed)
         arrays = list(map(self.array, operands))
-        outs = bind(equation, arrays, **parameters_with(equation, new))
+        outs = bind(equation, arrays, **_constructs.parameters_with(equation, new))
         return list(map(self.noted, outs, notes))
 
     def _on_shards(
         self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        record, notes = shard_map_of(equation), []
+        record, notes = _constructs.shard_map_of(equation), []
 
         def shard(*arrays: Array) -> tuple[Array, ...]:
             args = list(map(self.with_array, operands, arrays))
@@ -163,7 +158,7 @@ class InPlace(Interpreter):
             rule, of which the tangents are further results.
           of_rule: location in which the rule runs.
         """
-        function = custom_jvp_of(equation)
+        function = _constructs.custom_jvp_of(equation)
         jaxpr, notes = self.retraced(function.jaxpr, operands, place, state)
         avals = [array_aval(var) for var in equation.invars]
         out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
@@ -205,7 +200,7 @@ class InPlace(Interpreter):
         Args:
           equation, operands, place, state: as in `in_place`.
         """
-        recorded, author_rule = custom_vmap_of(equation)
+        recorded, author_rule = _constructs.custom_vmap_of(equation)
         jaxpr, notes = self.retraced(recorded, operands, place, state)
         avals = [array_aval(var) for var in equation.invars]
         out_avals = [var.aval for var in jaxpr_body(jaxpr)[0].outvars]
@@ -233,7 +228,7 @@ class InPlace(Interpreter):
 
 
 def _rule_jaxpr(
-    function: CustomJvp, avals: Sequence[ShapedArray], zeros: list[bool]
+    function: _constructs.CustomJvp, avals: Sequence[ShapedArray], zeros: list[bool]
 ) -> tuple[ClosedJaxpr, list[bool]]:
     """Traces a `custom_jvp` rule in the recorded dtypes.
 

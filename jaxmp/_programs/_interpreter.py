@@ -34,26 +34,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxmp._core._compat import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    is_in_unchecked_shard_map,
-    jaxpr_body,
-    vary,
-)
+from jaxmp._core import _compat
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._programs import _constructs
 from jaxmp._programs._bind import as_recorded, bind
-from jaxmp._programs._constructs import (
-    Form,
-    call_of,
-    cond_of,
-    form_of,
-    is_unknown,
-    scan_of,
-    shard_map_of,
-    while_of,
-)
 from jaxmp._programs._jaxprs import FORWARD, Path, is_literal, phase_of, scope_names
 from jaxmp._programs._locations import Lines
 from jaxmp.errors import RecipeWarning
@@ -65,7 +49,7 @@ class Place(NamedTuple):
     scopes: Path = ()
     phase: str = FORWARD
 
-    def of(self, equation: JaxprEqn) -> Place:
+    def of(self, equation: _compat.JaxprEqn) -> Place:
         """Returns the location of an equation of a jaxpr at this location."""
         stack = str(equation.source_info.name_stack)
         return Place(self.scopes + scope_names(stack), phase_of(stack, self.phase))
@@ -151,7 +135,7 @@ class Interpreter:
 
     def run(
         self,
-        jaxpr: Jaxpr | ClosedJaxpr,
+        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
         args: Sequence[Any],
         place: Place | None = None,
         state: Any = None,
@@ -165,18 +149,18 @@ class Interpreter:
           state: state of the client for this jaxpr.
         """
         values = self.frame(jaxpr, args, place, state).values
-        outvars = jaxpr_body(jaxpr)[0].outvars
+        outvars = _compat.jaxpr_body(jaxpr)[0].outvars
         return [self.literal(var) if is_literal(var) else values[var] for var in outvars]
 
     def frame(
         self,
-        jaxpr: Jaxpr | ClosedJaxpr,
+        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
         args: Sequence[Any],
         place: Place | None = None,
         state: Any = None,
     ) -> Frame:
         """Runs a jaxpr as `run` does, and returns the values of all its variables."""
-        body, consts = jaxpr_body(jaxpr)
+        body, consts = _compat.jaxpr_body(jaxpr)
         # An analysis does not know the constants of an open jaxpr.
         consts = consts or (None,) * len(body.constvars)
         values: dict[Any, Any] = dict(zip(body.constvars, map(self.constant, consts), strict=True))
@@ -190,21 +174,21 @@ class Interpreter:
             values |= zip(equation.outvars, results, strict=True)
         return frame
 
-    def context(self, equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    def context(self, equation: _compat.JaxprEqn) -> contextlib.AbstractContextManager[None]:
         """Returns the context in which an equation is run again: its scopes, source and mesh."""
         return as_recorded(equation)
 
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         """Runs one equation."""
         return self.enter(equation, operands, frame)
 
-    def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Array]:
+    def bound(self, equation: _compat.JaxprEqn, operands: list[Any]) -> list[Array]:
         """Runs an equation as it was recorded."""
         out = bind(equation, list(map(self.array, operands)))
         return list(out) if isinstance(out, (list, tuple)) else [out]
 
     def enter(
-        self, equation: JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
+        self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame, state: Any = None
     ) -> list[Any]:
         """Runs the jaxprs inside of an equation; other equations are run as recorded.
 
@@ -214,20 +198,20 @@ class Interpreter:
           frame: the run of the jaxpr that contains it.
           state: state of the client for the jaxprs; the test of a while loop has none.
         """
-        form = form_of(equation)
-        is_call = form is Form.DERIVATIVE and self.drops_derivatives
+        form = _constructs.form_of(equation)
+        is_call = form is _constructs.Form.DERIVATIVE and self.drops_derivatives
         rule = Interpreter._call if is_call else _RULES.get(form)
         if rule is not None:
             return rule(self, equation, operands, frame.place.of(equation), state)
         self.check_known(equation)
         return self.bound(equation, operands)
 
-    def check_known(self, equation: JaxprEqn) -> None:
+    def check_known(self, equation: _compat.JaxprEqn) -> None:
         """Warns of an operation that contains a jaxpr, and is neither listed nor opaque."""
-        if is_unknown(equation):
+        if _constructs.is_unknown(equation):
             self._warn(equation, equation.primitive.name)
 
-    def _warn(self, equation: JaxprEqn, name: str) -> None:
+    def _warn(self, equation: _compat.JaxprEqn, name: str) -> None:
         if self.consequence and name not in self._unknown:
             self._unknown.add(name)
             warn_of_unknown(name, equation, self.consequence)
@@ -247,15 +231,17 @@ class Interpreter:
             self.side.pop(key, None)  # moves the result to its position in the program
             self.side[key] = value
 
-    def _call(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
+    def _call(
+        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
         """Runs the jaxpr of a call in place of the call."""
         args = self.entered(operands, Entry.CALL, operands)
-        return self.run(call_of(equation).jaxpr, args, place, state)
+        return self.run(_constructs.call_of(equation).jaxpr, args, place, state)
 
     def _remat(
-        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        call, keys = call_of(equation), []
+        call, keys = _constructs.call_of(equation), []
         args = self.entered(operands, Entry.REMAT, operands)
         if call.is_recomputation:
             results = self.run(call.jaxpr, call.separated(args), place, state)
@@ -271,8 +257,10 @@ class Interpreter:
         self._add(dict(zip(keys, side, strict=True)))
         return results
 
-    def _scan(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
-        loop, keys = scan_of(equation), []
+    def _scan(
+        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        loop, keys = _constructs.scan_of(equation), []
         consts, carry, rows = loop.split(operands)
         consts = self.entered(consts, Entry.CALL, operands)
 
@@ -289,9 +277,9 @@ class Interpreter:
         return [*carry, *stacked]
 
     def _while(
-        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        loop = while_of(equation)
+        loop = _constructs.while_of(equation)
         of_test, of_body, carry = loop.split(operands)
         of_test, of_body = (self.entered(v, Entry.CALL, operands) for v in (of_test, of_body))
         carry = self.entered(carry, Entry.CARRY, operands)
@@ -324,8 +312,10 @@ class Interpreter:
         self._add(dict(zip(none, map(self.joined, side) if count else side, strict=True)))
         return results
 
-    def _cond(self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any) -> list[Any]:
-        (index, *rest), cond = operands, cond_of(equation)
+    def _cond(
+        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
+    ) -> list[Any]:
+        (index, *rest), cond = operands, _constructs.cond_of(equation)
         if cond.by_platform:
             self._warn(equation, "platform_dependent")
             return self.bound(equation, operands)
@@ -356,9 +346,9 @@ class Interpreter:
         return results
 
     def _shard_map(
-        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+        self, equation: _compat.JaxprEqn, operands: list[Any], place: Place, state: Any
     ) -> list[Any]:
-        record, keys = shard_map_of(equation), []
+        record, keys = _constructs.shard_map_of(equation), []
         args = self.entered(operands, Entry.SHARD, operands)
         specs = [
             jax.tree.map(lambda _, spec=spec: spec, arg)
@@ -393,13 +383,13 @@ class Interpreter:
         return dict(zip(keys, values, strict=True))
 
 
-_RULES: dict[Form | None, Callable[..., list[Any]]] = {
-    Form.CALL: Interpreter._call,
-    Form.REMAT: Interpreter._remat,
-    Form.SHARDS: Interpreter._shard_map,
-    Form.BRANCH: Interpreter._cond,
-    Form.SCAN: Interpreter._scan,
-    Form.WHILE: Interpreter._while,
+_RULES: dict[_constructs.Form | None, Callable[..., list[Any]]] = {
+    _constructs.Form.CALL: Interpreter._call,
+    _constructs.Form.REMAT: Interpreter._remat,
+    _constructs.Form.SHARDS: Interpreter._shard_map,
+    _constructs.Form.BRANCH: Interpreter._cond,
+    _constructs.Form.SCAN: Interpreter._scan,
+    _constructs.Form.WHILE: Interpreter._while,
 }
 
 
@@ -410,10 +400,14 @@ def _same(first: PyTree, second: PyTree) -> bool:
 def vary_as_here(tree: PyTree) -> PyTree:
     """Casts to varying over the axes of a `shard_map`, so that all branches have one type."""
     mesh = jax.sharding.get_abstract_mesh()
-    return tree if mesh.empty or is_in_unchecked_shard_map() else vary(tree, mesh.manual_axes)
+    return (
+        tree
+        if mesh.empty or _compat.is_in_unchecked_shard_map()
+        else _compat.vary(tree, mesh.manual_axes)
+    )
 
 
-def warn_of_unknown(name: str, equation: JaxprEqn, consequence: str) -> None:
+def warn_of_unknown(name: str, equation: _compat.JaxprEqn, consequence: str) -> None:
     """Warns of an operation that contains a function, and that no module of jaxmp enters.
 
     Args:

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_body
-from jaxmp._core._trees import canonical
+from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._programs._constructs import is_jaxpr, sub_jaxprs
 
@@ -56,7 +55,7 @@ class Traced(NamedTuple):
     results: arrays that the jaxpr returns -> results of the function.
     """
 
-    closed: ClosedJaxpr
+    closed: _compat.ClosedJaxpr
     arrays: list[Any]
     results: Callable[[list[Any]], Any]
 
@@ -84,7 +83,7 @@ def trace(fn: Callable[..., Any], args: PyTree, kwargs: Mapping[str, PyTree]) ->
         rest = iter(arrays)
         return tree.unflatten([next(rest) if leaf is None else leaf for leaf in leaves])
 
-    arrays = [canonical(leaves[n]) for n in positions]
+    arrays = [_trees.canonical(leaves[n]) for n in positions]
     return Traced(jax.make_jaxpr(flat)(*arrays), arrays, results)
 
 
@@ -94,20 +93,20 @@ def _is_array(leaf: object) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
-def equations(jaxpr: Jaxpr | ClosedJaxpr, *, inside: bool = True) -> Iterator[Any]:
+def equations(jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr, *, inside: bool = True) -> Iterator[Any]:
     """Yields every equation of a jaxpr; those of a sub-jaxpr follow the equation that contains it.
 
     Args:
       jaxpr: open or closed.
       inside: False for the equations of the jaxpr itself alone.
     """
-    for equation in jaxpr_body(jaxpr)[0].eqns:
+    for equation in _compat.jaxpr_body(jaxpr)[0].eqns:
         yield equation
         for inner in sub_jaxprs(equation) if inside else ():
             yield from equations(inner)
 
 
-def without_unused(jaxpr: Jaxpr) -> Jaxpr:
+def without_unused(jaxpr: _compat.Jaxpr) -> _compat.Jaxpr:
     """Returns an open jaxpr without the equations that its results do not depend on."""
     used = {var for var in jaxpr.outvars if not is_literal(var)}
     needed = []
@@ -120,7 +119,7 @@ def without_unused(jaxpr: Jaxpr) -> Jaxpr:
 
 def is_literal(var: Atom) -> bool:
     """Returns True if an operand is a literal, such as the scalar in `mul x 2.0`."""
-    return isinstance(var, Literal)
+    return isinstance(var, _compat.Literal)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -181,8 +180,8 @@ def without_methods(names: Path) -> Path:
 
 
 def with_parameters(
-    jaxpr: Jaxpr | ClosedJaxpr, change: Callable[[Any], Any]
-) -> Jaxpr | ClosedJaxpr:
+    jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr, change: Callable[[Any], Any]
+) -> _compat.Jaxpr | _compat.ClosedJaxpr:
     """Applies a function to all parameters of a jaxpr's equations, at any depth.
 
     Args:
@@ -200,7 +199,7 @@ def with_parameters(
             return type(value)(map(changed, value))
         return change(value)
 
-    body, _ = jaxpr_body(jaxpr)
+    body, _ = _compat.jaxpr_body(jaxpr)
     equations = [
         equation.replace(params={key: changed(value) for key, value in equation.params.items()})
         for equation in body.eqns
@@ -235,6 +234,6 @@ def phase_of(name_stack: str, outer: str = FORWARD) -> str:
     return BACKWARD if backward > recompute else RECOMPUTE
 
 
-def array_aval(var: Var | Literal) -> ShapedArray:
+def array_aval(var: _compat.Var | _compat.Literal) -> ShapedArray:
     """Returns the recorded type of a variable that is an array."""
     return var.aval  # type: ignore[return-value]

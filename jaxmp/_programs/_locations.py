@@ -12,16 +12,7 @@ from typing import NamedTuple
 import jax
 
 from jaxmp._core import _compat
-from jaxmp._programs._jaxprs import (
-    BACKWARD,
-    FORWARD,
-    Equation,
-    Path,
-    collapsed,
-    phase_of,
-    scope_names,
-    without_methods,
-)
+from jaxmp._programs import _jaxprs
 
 # Packages whose frames do not belong to the user's code.
 _LIBRARIES = (
@@ -43,9 +34,9 @@ _HIDDEN = (
 class Location(NamedTuple):
     """Location of an equation, from its name stack and those of the enclosing equations."""
 
-    names: Path = ()
+    names: _jaxprs.Path = ()
     # "forward", "backward" or "recompute".
-    phase: str = FORWARD
+    phase: str = _jaxprs.FORWARD
     # True inside of a function that is differentiated.
     differentiated: bool = False
 
@@ -60,9 +51,9 @@ class Locations:
 
     def __init__(self) -> None:
         self._by_stack: dict[tuple[Location, str], Location] = {}
-        self.names: dict[Path, None] = {}
+        self.names: dict[_jaxprs.Path, None] = {}
 
-    def of(self, equation: Equation, outer: Location) -> Location:
+    def of(self, equation: _jaxprs.Equation, outer: Location) -> Location:
         """Returns the location of an equation inside an equation at `outer`."""
         key = outer, str(equation.source_info.name_stack)
         location = self._by_stack.get(key)
@@ -73,26 +64,28 @@ class Locations:
         return location
 
     def _make(self, outer: Location, stack: str) -> Location:
-        phase = phase_of(stack, outer.phase)
-        own = scope_names(stack)
+        phase = _jaxprs.phase_of(stack, outer.phase)
+        own = _jaxprs.scope_names(stack)
         names = outer.names + own
-        if phase == BACKWARD and names not in self.names:
+        if phase == _jaxprs.BACKWARD and names not in self.names:
             # In a backward pass, the scopes of a recomputed region appear twice.
-            short = outer.names + collapsed(own)
+            short = outer.names + _jaxprs.collapsed(own)
             names = short if short in self.names else names
         return Location(names, phase, outer.differentiated or "jvp(" in stack)
 
 
-def root_of(names: dict[Path, None]) -> Path:
+def root_of(names: dict[_jaxprs.Path, None]) -> _jaxprs.Path:
     """Returns the scope that Flax names after the root's class, if there is exactly one."""
     roots = {path[:1] for path in names if len(path) > 1 and path[0][:1].isupper()}
     return next(iter(roots)) if len(roots) == 1 else ()
 
 
-def module_of(names: Path, root: Path) -> str:
+def module_of(names: _jaxprs.Path, root: _jaxprs.Path) -> str:
     """Returns the `/`-joined module path below the root."""
     below = names[len(root) :] if root and names[: len(root)] == root else names
-    return "/".join(without_methods(tuple(name for name in below if name != FULL_PRECISION)))
+    return "/".join(
+        _jaxprs.without_methods(tuple(name for name in below if name != FULL_PRECISION))
+    )
 
 
 # ---------------------------------------------------------------------------
@@ -108,7 +101,7 @@ class Lines:
         self._folders = tuple(_folders())
         self._standard = sysconfig.get_path("stdlib") + os.sep
 
-    def of(self, equations: Iterable[Equation]) -> tuple[str, int]:
+    def of(self, equations: Iterable[_jaxprs.Equation]) -> tuple[str, int]:
         """Returns (file, line) of the innermost equation with a known line; `("", 0)` without one.
 
         Args:
@@ -146,7 +139,7 @@ def _folders() -> list[str]:
     return [os.path.dirname(file) + os.sep for file in files if file]
 
 
-def call_site(equation: Equation) -> tuple[CodeType, int] | None:
+def call_site(equation: _jaxprs.Equation) -> tuple[CodeType, int] | None:
     """Returns the instruction outside of JAX whose call made an equation; None if it is not known.
 
     Line and column do not distinguish `x.astype(y.dtype) + y` from `x + y`: both begin at `x`.

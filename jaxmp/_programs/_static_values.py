@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jaxmp._core._compat import ClosedJaxpr, Jaxpr, jaxpr_body
+from jaxmp._core import _compat
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import Form, Inner, form_of, inners, sub_jaxprs
@@ -43,11 +43,11 @@ class Scope:
 
     def __init__(
         self,
-        jaxpr: Jaxpr | ClosedJaxpr,
+        jaxpr: _compat.Jaxpr | _compat.ClosedJaxpr,
         inputs: Sequence[Any] = (),
         stops: Callable[[Equation], bool] = lambda _: False,
     ) -> None:
-        self.jaxpr, consts = jaxpr_body(jaxpr)
+        self.jaxpr, consts = _compat.jaxpr_body(jaxpr)
         self.body = Body(jaxpr)
         self._inputs = dict(zip(self.jaxpr.invars, inputs, strict=False))
         self.stops = stops

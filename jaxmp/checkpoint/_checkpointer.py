@@ -14,12 +14,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmp import __version__
+from jaxmp._core import _trees
 from jaxmp._core._dtypes import canonical_dtype, is_16bit, short_name
-from jaxmp._core._trees import Path, leaves_with_path
 from jaxmp._core._typing import PyTree
-from jaxmp._policies._load import RecipeLike
-from jaxmp._policies._recipe import Recipe, load_recipe
-from jaxmp._policies._resolve import storage_dtype
+from jaxmp._policies import _load, _recipe, _resolve
 from jaxmp.checkpoint import _foreign, _handler, _manifest, _writer
 from jaxmp.checkpoint._description import Description, FlatState, finite_leaves, flatten_state
 from jaxmp.checkpoint._manifest import CheckpointInfo, Manifest
@@ -29,7 +27,7 @@ from jaxmp.errors import CheckpointError
 from jaxmp.optim._assign import warn_of_replaced
 
 
-def check_made_with(description: Description, recipe: Recipe, name: str) -> None:
+def check_made_with(description: Description, recipe: _recipe.Recipe, name: str) -> None:
     """Checks that a recipe stores parameters as the state does.
 
     Raises:
@@ -38,7 +36,7 @@ def check_made_with(description: Description, recipe: Recipe, name: str) -> None
     for masters in description.masters:
         for parameter in masters.parameters:
             path = parameter.path.replace(":", "/").lstrip("/")
-            dtype = storage_dtype(recipe.policies, tuple(path.split("/")))
+            dtype = _resolve.storage_dtype(recipe.policies, tuple(path.split("/")))
             form = "none"
             if is_16bit(dtype):
                 form = {"auto": "fp32"}.get(recipe.master, recipe.master)
@@ -52,9 +50,9 @@ def check_made_with(description: Description, recipe: Recipe, name: str) -> None
                 )
 
 
-def initial_scale(recipe: Recipe | None) -> dict[str, Any]:
+def initial_scale(recipe: _recipe.Recipe | None) -> dict[str, Any]:
     """Returns field -> value of the initial loss scale of a recipe; empty if it has none."""
-    leaves = [] if recipe is None else leaves_with_path(recipe.loss_scale)
+    leaves = [] if recipe is None else _trees.leaves_with_path(recipe.loss_scale)
     return {names[-1]: np.asarray(leaf) for names, leaf in leaves}
 
 
@@ -133,7 +131,7 @@ class Checkpointer:
         step: int,
         state: PyTree,
         *,
-        recipe: RecipeLike,
+        recipe: _load.RecipeLike,
         metrics: Mapping[str, float] | None = None,
         extra: Any = None,
         params: Declared = None,
@@ -165,7 +163,7 @@ class Checkpointer:
           CheckpointError: if the step exists, another process saves into the directory, the state
             was not made with this recipe, or it cannot be written.
         """
-        recipe = load_recipe(recipe)
+        recipe = _recipe.load_recipe(recipe)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
             raise CheckpointError(
                 "save received an abstract state, whose leaves have shapes but no values."
@@ -233,7 +231,7 @@ class Checkpointer:
         state_like: PyTree,
         *,
         step: int | None = None,
-        recipe: RecipeLike | None = None,
+        recipe: _load.RecipeLike | None = None,
         migrate: Migrate = False,
         verify: bool = True,
         params: Declared = None,
@@ -272,7 +270,7 @@ class Checkpointer:
             raise CheckpointError(f"migrate={migrate!r}. Allowed: False, True and 'lossy'.")
         if only not in (None, "params") or (only and migrate):
             raise CheckpointError(f"only={only!r}. Allowed: None, and 'params' without migrate.")
-        wanted = None if recipe is None else load_recipe(recipe)
+        wanted = None if recipe is None else _recipe.load_recipe(recipe)
         flat = flatten_state(state_like)
         if wanted is not None:
             check_made_with(flat.description, wanted, "state_like")
@@ -375,7 +373,7 @@ class Checkpointer:
         self,
         target: Description,
         manifest: Manifest,
-        wanted: Recipe | None,
+        wanted: _recipe.Recipe | None,
         migrate: Migrate,
         params: Declared = None,
     ) -> Plan:
@@ -405,7 +403,7 @@ class Checkpointer:
         self,
         flat: FlatState,
         step: int | None,
-        wanted: Recipe | None,
+        wanted: _recipe.Recipe | None,
         migrate: Migrate,
         params: Declared,
     ) -> PyTree:
@@ -434,8 +432,8 @@ class Checkpointer:
 
 
 def _read_leaves(
-    directory: epath.Path, targets: dict[Path, jax.ShapeDtypeStruct]
-) -> dict[Path, Any]:
+    directory: epath.Path, targets: dict[_trees.Path, jax.ShapeDtypeStruct]
+) -> dict[_trees.Path, Any]:
     with ocp.Checkpointer(_handler.StateHandler()) as checkpointer:
         try:
             return checkpointer.restore(directory, args=_handler.RestoreState(targets))

@@ -15,17 +15,12 @@ import jax
 import numpy as np
 import optax
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import canonical_dtype
-from jaxmp._core._trees import Path
+from jaxmp._core import _dtypes, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._gradients._loss_scale import LossScale
 from jaxmp.checkpoint import _nnx_nodes
 from jaxmp.errors import CheckpointError
-from jaxmp.optim import _roles
-from jaxmp.optim._layout import MasterParamsState
-from jaxmp.optim._master import is_rounded
-from jaxmp.optim._skip import SkipNonfiniteState
+from jaxmp.optim import _layout, _master, _roles, _skip
 
 # Dtypes of numbers that orbax does not write.
 _NOT_WRITTEN = frozenset(
@@ -49,7 +44,7 @@ class Leaf:
     role: str = _roles.OTHER
 
     @property
-    def names(self) -> Path:
+    def names(self) -> _trees.Path:
         """The parts of `path`; a name that contains "/" is divided, too, and remains unique."""
         return tuple(self.path.split("/"))
 
@@ -189,7 +184,7 @@ def flatten_state(state: PyTree, *, by_values: bool = False) -> FlatState:
     return FlatState([value for _, value in rows], description, rebuild)
 
 
-def _named(flat: list[tuple[Any, Any]]) -> list[tuple[Path, Any]]:
+def _named(flat: list[tuple[Any, Any]]) -> list[tuple[_trees.Path, Any]]:
     """Returns names instead of key paths.
 
     The field `value` of a box is omitted, but not that of a node with other leaves, such as the
@@ -204,7 +199,7 @@ def _named(flat: list[tuple[Any, Any]]) -> list[tuple[Path, Any]]:
 
 
 def _describe(
-    rows: list[tuple[Path, Any]],
+    rows: list[tuple[_trees.Path, Any]],
     typed: PyTree,
     roles: dict[str, str],
     values: Mapping[str, Any],
@@ -213,7 +208,7 @@ def _describe(
     paths = ["/".join(names) for names, _ in rows]
     _check_unique(paths)
     dtypes = [_dtype_name(path, value) for path, (_, value) in zip(paths, rows, strict=True)]
-    guards = _nodes(typed, (SkipNonfiniteState, MasterParamsState))
+    guards = _nodes(typed, (_skip.SkipNonfiniteState, _layout.MasterParamsState))
     outside = [
         ("/".join(names), dtype)
         for (names, _), dtype in zip(rows, dtypes, strict=True)
@@ -224,7 +219,7 @@ def _describe(
     )
     masters = tuple(
         _describe_masters(names, node, outside, values, model_of(names))
-        for names, node in _nodes(typed, MasterParamsState)
+        for names, node in _nodes(typed, _layout.MasterParamsState)
     )
     scales = _nodes(typed, LossScale)
     for row in masters:
@@ -254,7 +249,7 @@ def _check_unique(paths: list[str]) -> None:
             )
 
 
-def _nodes(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[Path, Any]]:
+def _nodes(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[_trees.Path, Any]]:
     """Returns the outermost nodes of these classes with their paths."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
     return [(_trees.path_names(path), node) for path, node in flat if isinstance(node, kinds)]
@@ -288,8 +283,8 @@ def _dtype_name(path: str, value: object) -> str:
 
 
 def _describe_masters(
-    names: Path,
-    node: MasterParamsState,
+    names: _trees.Path,
+    node: _layout.MasterParamsState,
     outside: list[tuple[str, str]],
     values: Mapping[str, Any],
     model: str | None,
@@ -300,7 +295,7 @@ def _describe_masters(
         node.masters, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
     )
     names_in = lambda path: (layout.prefix + path.replace(":", "/").lstrip("/"),)
-    inside_of: dict[str, Path] = {path: names_in(path) for path, _ in layout.storage}
+    inside_of: dict[str, _trees.Path] = {path: names_in(path) for path, _ in layout.storage}
     for key_path, _ in flat:
         inside = _trees.path_names(key_path)
         stripped = _trees.strip_collection(inside) if collections_ else inside
@@ -326,7 +321,7 @@ def _describe_masters(
 
 
 def _rounds_to(
-    node: MasterParamsState, leaves: Mapping[str, str], values: Mapping[str, Any]
+    node: _layout.MasterParamsState, leaves: Mapping[str, str], values: Mapping[str, Any]
 ) -> bool:
     """Returns False if FP32 masters do not round to these leaves, which are thus not theirs.
 
@@ -337,7 +332,7 @@ def _rounds_to(
     pairs = [(master, values[leaves[path]]) for _, path, master in node.values()]
     try:
         moved = [(jax.device_put(m, getattr(p, "sharding", None)), p) for m, p in pairs]
-        return all(bool(is_rounded(master, param)) for master, param in moved)
+        return all(bool(_master.is_rounded(master, param)) for master, param in moved)
     except ValueError:  # arrays in memories that no operation combines
         return True
 
@@ -428,7 +423,7 @@ def _with_candidates(masters: Masters, candidates: dict[str, dict[str, str]]) ->
 def _candidates(masters: Masters, outside: list[tuple[str, str]]) -> dict[str, dict[str, str]]:
     """Returns path -> path of the parameter -> path of the leaf, where all parameters fit."""
     wanted = {
-        p.path.replace(":", "/").lstrip("/"): (p.path, canonical_dtype(p.storage).name)
+        p.path.replace(":", "/").lstrip("/"): (p.path, _dtypes.canonical_dtype(p.storage).name)
         for p in masters.parameters
     }
     fits: dict[str, dict[str, str]] = collections.defaultdict(dict)

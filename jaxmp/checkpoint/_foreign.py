@@ -14,8 +14,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxmp._core import _trees
 from jaxmp._core._messages import missing_dependency
-from jaxmp._core._trees import Path, leaves_with_path
 from jaxmp.checkpoint._description import (
     FOREIGN,
     Description,
@@ -95,11 +95,11 @@ class Stored:
     description: Description
     values: dict[str, np.ndarray]
 
-    def read(self, targets: dict[Path, jax.ShapeDtypeStruct]) -> dict[Path, Any]:
+    def read(self, targets: dict[_trees.Path, jax.ShapeDtypeStruct]) -> dict[_trees.Path, Any]:
         """Returns leaves by path, placed as `targets` are."""
         return {path: self._placed(path, target) for path, target in targets.items()}
 
-    def _placed(self, path: Path, target: jax.ShapeDtypeStruct) -> Any:
+    def _placed(self, path: _trees.Path, target: jax.ShapeDtypeStruct) -> Any:
         value = self.values["/".join(path)]
         if target.sharding is None:
             return value
@@ -124,7 +124,7 @@ def read(location: ForeignCheckpoint, target: Description) -> Stored:
         raise CheckpointError(f"{location.path} cannot be read: {error}") from error
     values = {
         "/".join(names): np.asarray(value)
-        for names, value in leaves_with_path(tree)
+        for names, value in _trees.leaves_with_path(tree)
         if isinstance(value, (np.ndarray, np.generic, jax.Array, bool, int, float, complex))
     }
     values = _with_our_scale(values, target)

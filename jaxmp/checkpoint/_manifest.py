@@ -17,7 +17,7 @@ from etils import epath
 from jaxmp import __version__
 from jaxmp._core._plain import from_plain
 from jaxmp._core._typing import ArrayLike
-from jaxmp._policies._recipe import Recipe, have_same_settings, load_recipe
+from jaxmp._policies import _recipe
 from jaxmp.checkpoint._description import Description, Leaf
 from jaxmp.errors import CheckpointError, JaxmpError
 
@@ -45,7 +45,7 @@ class Manifest:
     nonfinite: tuple[str, ...] = ()
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> _recipe.Recipe:
         """The recipe under which the state was trained.
 
         Raises:
@@ -53,11 +53,11 @@ class Manifest:
         """
         return parse_recipe(self.recipe_toml)
 
-    def is_of(self, recipe: Recipe | None) -> bool:
+    def is_of(self, recipe: _recipe.Recipe | None) -> bool:
         """Returns True if a recipe has the settings of the manifest's one, and for None."""
         if recipe is None or self.recipe_toml == recipe.to_toml():
             return True
-        return have_same_settings(self.recipe, recipe, self.description.by_path)
+        return _recipe.have_same_settings(self.recipe, recipe, self.description.by_path)
 
     def to_text(self) -> str:
         """Returns the manifest as JSON, with a checksum of itself."""
@@ -69,7 +69,7 @@ def _crc(body: str) -> str:
     return f"{zlib.crc32(body.encode()):08x}"
 
 
-def parse_recipe(text: str) -> Recipe:
+def parse_recipe(text: str) -> _recipe.Recipe:
     """Parses the TOML text of a recipe.
 
     Raises:
@@ -79,7 +79,7 @@ def parse_recipe(text: str) -> Recipe:
         path = Path(directory, "manifest.toml")
         path.write_text(text, encoding="utf-8")
         try:
-            return load_recipe(str(path))
+            return _recipe.load_recipe(str(path))
         except JaxmpError as error:
             raise CheckpointError(
                 f"This version of jaxmp cannot read the recipe in the manifest: {error}"
@@ -224,7 +224,7 @@ class CheckpointInfo:
     nonfinite: tuple[str, ...]
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> _recipe.Recipe:
         """The recipe under which the state was trained."""
         return parse_recipe(self.recipe_toml)
 

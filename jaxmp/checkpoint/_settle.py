@@ -5,13 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxmp.checkpoint._description import (
-    Description,
-    Masters,
-    choose_parameters,
-    is_below,
-    outside_of,
-)
+from jaxmp.checkpoint import _description
 from jaxmp.errors import CheckpointError
 from jaxmp.optim._roles import FP8
 
@@ -19,7 +13,7 @@ from jaxmp.optim._roles import FP8
 Declared = str | Mapping[str, str] | None
 
 
-def declare(description: Description, params: Declared) -> Description:
+def declare(description: _description.Description, params: Declared) -> _description.Description:
     """Returns a description with declared parameters.
 
     Raises:
@@ -30,7 +24,7 @@ def declare(description: Description, params: Declared) -> Description:
     unused = set(by_optimizer)
     rows = []
     for row in description.masters:
-        key = next((path for path in by_optimizer if is_below(row.path, path)), None)
+        key = next((path for path in by_optimizer if _description.is_below(row.path, path)), None)
         if key is not None:
             unused.discard(key)
             root = by_optimizer[key]
@@ -40,7 +34,7 @@ def declare(description: Description, params: Declared) -> Description:
                     f"optimizer at {row.path!r}, by their paths, dtypes or values. Those at "
                     f"{_listed(row.candidates)} are."
                 )
-            row = choose_parameters(row, root, description)
+            row = _description.choose_parameters(row, root, description)
         rows.append(row)
     if unused:
         raise CheckpointError(
@@ -50,7 +44,9 @@ def declare(description: Description, params: Declared) -> Description:
     return dataclasses.replace(description, masters=tuple(rows))
 
 
-def settle(source: Description, target: Description) -> tuple[Description, Description]:
+def settle(
+    source: _description.Description, target: _description.Description
+) -> tuple[_description.Description, _description.Description]:
     """Decides ties on one side by the other side, where the same optimizer has the same path.
 
     Raises:
@@ -68,8 +64,8 @@ def settle(source: Description, target: Description) -> tuple[Description, Descr
             continue
         common = [root for root in row.candidates if root in before[other].candidates]
         if len(common) == 1:
-            after[number] = choose_parameters(row, common[0], target)
-            before[other] = choose_parameters(before[other], common[0], source)
+            after[number] = _description.choose_parameters(row, common[0], target)
+            before[other] = _description.choose_parameters(before[other], common[0], source)
         elif row.layout != "no" or before[other].layout != "no":
             refuse(row if len(row.candidates) > 1 else before[other])
     for number, row in enumerate(before):
@@ -82,8 +78,8 @@ def settle(source: Description, target: Description) -> tuple[Description, Descr
 
 
 def place_parameters(
-    source: Description, target: Description, params: Declared
-) -> tuple[str, Description]:
+    source: _description.Description, target: _description.Description, params: Declared
+) -> tuple[str, _description.Description]:
     """Returns the path of parameters in a checkpoint, and their description with their full paths.
 
     Raises:
@@ -96,7 +92,7 @@ def place_parameters(
             "only='params' takes the parameters alone, as arrays or shapes. Pass them, such as "
             "state.params, or the NNX model without its optimizer."
         )
-    stored = {path for path, _ in outside_of(source)}
+    stored = {path for path, _ in _description.outside_of(source)}
     trained = {root for row in source.masters for root in row.candidates}
     first = f"/{names[0]}"
     paths = [f"/{path}" for path in stored if f"/{path}".endswith(first)]
@@ -116,13 +112,13 @@ def _below(root: str, name: str) -> str:
     return f"{root}/{name}".lstrip("/")
 
 
-def check_decided(row: Masters) -> None:
+def check_decided(row: _description.Masters) -> None:
     """Refuses masters of which it is not known to which parameters they belong."""
     if row.layout != "no" and len(row.candidates) > 1:
         refuse(row)
 
 
-def refuse(row: Masters) -> None:
+def refuse(row: _description.Masters) -> None:
     """Raises the error for masters with several candidates."""
     raise CheckpointError(
         "The checkpoint cannot be migrated: it is not known which of the leaves at "
@@ -134,7 +130,9 @@ def refuse(row: Masters) -> None:
     )
 
 
-def _partner(row: Masters, others: list[Masters], count: int) -> int | None:
+def _partner(
+    row: _description.Masters, others: list[_description.Masters], count: int
+) -> int | None:
     """Returns the index of the masters of the same optimizer in the other description."""
     same = [i for i, other in enumerate(others) if _location(other) == _location(row)]
     if not same and count == len(others) == 1:
@@ -142,7 +140,7 @@ def _partner(row: Masters, others: list[Masters], count: int) -> int | None:
     return same[0] if len(same) == 1 else None
 
 
-def _location(row: Masters) -> tuple[str, ...]:
+def _location(row: _description.Masters) -> tuple[str, ...]:
     """Returns the path of an optimizer without the wrappers of jaxmp."""
     return tuple(name for name in row.path.split("/") if name != "inner_state")
 

@@ -14,8 +14,9 @@ from jax.core import Tracer
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_16bit
+from jaxmp._core._messages import warn_user
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._gradients._hints import warn_user
+from jaxmp._policies._required import check_required
 from jaxmp._policies._resolve import Policies, storage_dtype
 from jaxmp.errors import RecipeWarning
 from jaxmp.optim import _layout, _master
@@ -267,3 +268,19 @@ def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> No
         RecipeWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def check_master_rules(opt_state: PyTree, params: PyTree) -> None:
+    """Refuses required rules of masters that set `param_dtype` by path and match no parameter."""
+    paths = set()
+    for names, _ in _trees.leaves_with_path(params):
+        inside = _trees.rule_names(params, names)
+        paths.add(_trees.parameter_path(inside))
+        paths.update("/".join(inside[:i]) for i in range(len(inside)))
+    for node in master_states(opt_state):
+        policies = node.layout.policies
+        if policies is not None:
+            rules = [
+                r for r in policies.rules if r.param_dtype is not None and r.module_type is None
+            ]
+            check_required(policies, sorted(paths), rules)

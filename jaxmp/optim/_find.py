@@ -30,6 +30,11 @@ def find(state: PyTree, classes: type | tuple[type, ...]) -> list[tuple[str, Any
     return [(jax.tree_util.keystr(path), node) for path, node in flat if is_node(node)]
 
 
+def find_loss_scales(state: PyTree) -> list[tuple[str, LossScale]]:
+    """Returns `[(path, loss scale), ...]` of a state."""
+    return find(state, LossScale)
+
+
 def guard_of(opt_state: PyTree) -> SkipNonfiniteState | None:
     """Returns the state of `recipe.optimizer` in an optimizer state; None if there is none.
 
@@ -131,7 +136,7 @@ def get_loss_scale(state: PyTree) -> LossScale:
       65536.0
     """
     check_plain_loop(state)
-    return only(find(state, LossScale), "loss scale")
+    return only(find_loss_scales(state), "loss scale")
 
 
 def get_master_params(state: PyTree) -> PyTree:

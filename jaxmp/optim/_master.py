@@ -24,8 +24,8 @@ from jax.sharding import AxisType
 
 from jaxmp._core import _trees
 from jaxmp._core._dtypes import BFLOAT16, FLOAT16, FLOAT32, is_16bit
+from jaxmp._core._messages import warn_user
 from jaxmp._core._typing import Array, DTypeLike, PyTree
-from jaxmp._gradients._hints import warn_user
 from jaxmp._policies import _load
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._resolve import storage_dtype

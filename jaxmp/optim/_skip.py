@@ -15,9 +15,10 @@ from jax import lax
 
 from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32
+from jaxmp._core._messages import Mark, warn_user
 from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
-from jaxmp._gradients._hints import Mark, is_in_loss, warn_user
+from jaxmp._gradients._hints import is_in_loss
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxmp._core._compat import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_body, target
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._core._wide import wide_product, widened_product
 from jaxmp._gradients._fp32._layout import (
     ELEMENTWISE,
     REDUCTIONS,
@@ -46,7 +47,6 @@ from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import CALLS
 from jaxmp._programs._interpreter import Frame, Interpreter
 from jaxmp._programs._jaxprs import array_aval, equations, without_unused
-from jaxmp._programs._matmuls import wide_product, widened_product
 from jaxmp._programs._operations import arithmetic_of, dot_of
 
 

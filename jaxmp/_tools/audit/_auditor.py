@@ -8,58 +8,11 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_fp8
-from jaxmp._policies._load import RecipeData
-from jaxmp._policies._op_table import OpTable
-from jaxmp._policies._resolve import ResolvedPolicy, resolve_first
-from jaxmp._programs._constructs import (
-    CONSTRUCTS,
-    OPAQUE_CALLS,
-    Form,
-    Inner,
-    form_of,
-    inners,
-    is_unknown,
-)
-from jaxmp._programs._jaxprs import (
-    BACKWARD,
-    FORWARD,
-    Atom,
-    Path,
-    equations,
-    module_paths_of,
-    sub_jaxprs,
-)
-from jaxmp._programs._locations import (
-    FULL_PRECISION,
-    Location,
-    Locations,
-    call_site,
-    root_of,
-)
-from jaxmp._programs._matmuls import (
-    MATMULS,
-    WIDENED_MATMUL,
-    Matmul,
-    count_flops,
-    is_inner_product,
-    kernel_matmuls,
-    matmul_of,
-)
+from jaxmp._core import _dtypes, _wide
+from jaxmp._policies import _load, _op_table, _resolve
+from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls, _uses
 from jaxmp._programs._static_values import Scope
-from jaxmp._programs._uses import Use, uses
-from jaxmp._tools.audit._checks import (
-    FLOATS,
-    ON_16_BITS,
-    ON_MATMUL,
-    ON_OPERATION,
-    ON_RESULT,
-    OpOccurrence,
-    PendingFindings,
-    dtype_of,
-    half_of,
-    named,
-)
+from jaxmp._tools.audit import _checks
 from jaxmp._tools.audit._dataflow import GRADIENT
 from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._tools.audit._rows import NOT_COUNTED, NOT_INSPECTED
@@ -69,18 +22,18 @@ class PolicyContext:
     """Policies that a program is checked against, and the dtypes that they allow."""
 
     def __init__(
-        self, recipe: RecipeData | None, target: str = "cpu", text: str = "'bf16'"
+        self, recipe: _load.RecipeData | None, target: str = "cpu", text: str = "'bf16'"
     ) -> None:
         self.recipe = recipe
         self.policies = None if recipe is None else recipe.policies
-        self.ops = OpTable() if recipe is None else recipe.ops
+        self.ops = _op_table.OpTable() if recipe is None else recipe.ops
         # Type of device that the program is traced for.
         self.target = target
         # The policies in the user's code: "'bf16'", or "recipe".
         self.text = text
-        self._allowed: dict[Path, frozenset[Any]] = {}
+        self._allowed: dict[_jaxprs.Path, frozenset[Any]] = {}
 
-    def allowed_dtypes(self, location: Location) -> frozenset[Any]:
+    def allowed_dtypes(self, location: _locations.Location) -> frozenset[Any]:
         """Returns the dtypes in which matmuls at a location may compute; empty without policies.
 
         A program contains no module types. The dtype of a rule by type is allowed wherever a later
@@ -91,11 +44,11 @@ class PolicyContext:
             allowed = self._allowed[location.names] = self._search(location.names)
         return allowed
 
-    def _search(self, names: Path) -> frozenset[Any]:
+    def _search(self, names: _jaxprs.Path) -> frozenset[Any]:
         if self.policies is None:
             return frozenset()
-        if FULL_PRECISION in names:
-            return frozenset({FLOAT32})
+        if _locations.FULL_PRECISION in names:
+            return frozenset({_dtypes.FLOAT32})
         resolved = self.resolve(names)
         dtypes = {resolved.policy.compute_dtype}
         for other in self.policies.rules:
@@ -131,33 +84,37 @@ class PolicyContext:
         """True if the recipe requires sums of gradients over devices in FP32."""
         return self.recipe is not None and self.recipe.reduce_dtype == "float32"
 
-    def requires_fp8(self, location: Location) -> bool:
+    def requires_fp8(self, location: _locations.Location) -> bool:
         """Returns True if the policies require FP8 matmuls in linear layers at a location."""
-        if self.policies is None or FULL_PRECISION in location.names:
+        if self.policies is None or _locations.FULL_PRECISION in location.names:
             return False
         return self.resolve(location.names).scaling is not None
 
-    def resolve(self, names: Path) -> ResolvedPolicy:
+    def resolve(self, names: _jaxprs.Path) -> _resolve.ResolvedPolicy:
         """Resolves the policy of name scopes."""
         assert self.policies is not None
-        return resolve_first(self.policies, module_paths_of(names))
+        return _resolve.resolve_first(self.policies, _jaxprs.module_paths_of(names))
 
 
-def _before_cast(var: Atom, op: OpOccurrence) -> Atom:
+def _before_cast(var: _jaxprs.Atom, op: _checks.OpOccurrence) -> _jaxprs.Atom:
     """Returns the operand that JAX widens, because the gradient of a convolution is wider."""
     maker = op.body.maker_through(var, _LAYOUT)
     if maker is None or maker.primitive.name != "convert_element_type":
         return var
-    is_widened = dtype_of(maker.invars[0]).itemsize <= dtype_of(var).itemsize
-    return maker.invars[0] if is_widened and call_site(maker) == call_site(op.equation) else var
+    is_widened = _checks.dtype_of(maker.invars[0]).itemsize <= _checks.dtype_of(var).itemsize
+    return (
+        maker.invars[0]
+        if is_widened and _locations.call_site(maker) == _locations.call_site(op.equation)
+        else var
+    )
 
 
-_LAYOUT = named("transpose rev")
-_KERNELS = named(
+_LAYOUT = _checks.named("transpose rev")
+_KERNELS = _checks.named(
     "pallas_call mpmd_map tpu_custom_call mosaic_gpu_p ffi_call pure_callback cudnn_fusion"
     " scaled_dot scaled_matmul"
 )
-_ENTERED = CONSTRUCTS | OPAQUE_CALLS
+_ENTERED = _constructs.CONSTRUCTS | _constructs.OPAQUE_CALLS
 _FUSED_ATTENTION = "dot_product_attention_"
 
 
@@ -165,28 +122,28 @@ class Auditor:
     """Walk over one program, with its findings and counts."""
 
     def __init__(self, context: PolicyContext) -> None:
-        self.context, self.locations = context, Locations()
-        self.findings = PendingFindings(self._is_after_gradient)
+        self.context, self.locations = context, _locations.Locations()
+        self.findings = _checks.PendingFindings(self._is_after_gradient)
         # For checks: reports an operation.
         self.add = self.findings.add
         self.flow = Flow(context.ops)
-        self._uses: dict[Any, Use] = {}
+        self._uses: dict[Any, _uses.Use] = {}
         # The jaxpr that is being walked, in which checks look up constants.
         self.known: Scope
         self.equations = 0
         self.has_backward = False
         # The first matmul of the backward pass that reads float16.
-        self.float16_backward: OpOccurrence | None = None
+        self.float16_backward: _checks.OpOccurrence | None = None
         # (scopes, pass, dtype, dtype) -> [FLOPs, count].
-        self.matmuls: dict[tuple[Path, str, str, str], list[int]] = {}
+        self.matmuls: dict[tuple[_jaxprs.Path, str, str, str], list[int]] = {}
         # (scopes, pass, line) of a matmul -> the FP8 dtype that an operand has or had.
-        self.fp8: dict[tuple[Path, str, tuple[str, int]], str] = {}
+        self.fp8: dict[tuple[_jaxprs.Path, str, tuple[str, int]], str] = {}
         # Parts of the program that are not counted, and why.
         self.notes: dict[str, None] = {}
         # Values that checks collect during the walk, by type.
         self.collected: defaultdict[type, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
-        self.promotion_fixes: dict[tuple[Path, tuple[str, int]], str] = {}
+        self.promotion_fixes: dict[tuple[_jaxprs.Path, tuple[str, int]], str] = {}
         # Calls of the matmuls before a backward pass.
         self.matmul_calls: set[tuple[CodeType, int] | None] = set()
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
@@ -194,15 +151,15 @@ class Auditor:
         self.after_gradient: defaultdict[str, list[tuple[list[Any], int]]] = defaultdict(list)
 
     @functools.cached_property
-    def root(self) -> Path:
+    def root(self) -> _jaxprs.Path:
         """The scope of the root module, after the walk."""
-        return root_of(self.locations.names)
+        return _locations.root_of(self.locations.names)
 
     # -- for checks -------------------------------------------------------------------------
 
-    def use_of(self, var: Atom) -> Use:
+    def use_of(self, var: _jaxprs.Atom) -> _uses.Use:
         """Returns what a value is used for in the whole program."""
-        return self._uses.get(var, Use.NONE)
+        return self._uses.get(var, _uses.Use.NONE)
 
     def report(self, cls: type[ConditionalFinding], variables: Iterable[Any], harm: str) -> None:
         """Reports conditional findings about values that have a harmful consequence.
@@ -215,12 +172,12 @@ class Auditor:
         for label in sorted(self.flow.labels(cls, *variables), key=lambda label: label.number):
             label.report(harm, self.findings)
 
-    def _is_after_gradient(self, op: OpOccurrence) -> bool:
+    def _is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
         return op.location.is_outside and GRADIENT in self.flow.of_all(op.equation.invars)
 
     # -- the walk ---------------------------------------------------------------------------
 
-    def run(self, scope: Scope, times: int = 1, outer: OpOccurrence | None = None) -> None:
+    def run(self, scope: Scope, times: int = 1, outer: _checks.OpOccurrence | None = None) -> None:
         """Visits the equations of a jaxpr and of its sub-jaxprs.
 
         Args:
@@ -229,26 +186,26 @@ class Auditor:
           outer: the operation that contains it.
         """
         if outer is None:
-            self._uses = uses(scope.jaxpr)
+            self._uses = _uses.uses(scope.jaxpr)
         self.known, body = scope, scope.body
-        above = Location() if outer is None else outer.location
-        for equation in equations(scope.jaxpr, inside=False):
+        above = _locations.Location() if outer is None else outer.location
+        for equation in _jaxprs.equations(scope.jaxpr, inside=False):
             location = self.locations.of(equation, above)
-            self._visit(OpOccurrence(equation, location, times, body, outer))
+            self._visit(_checks.OpOccurrence(equation, location, times, body, outer))
 
-    def _visit(self, op: OpOccurrence) -> None:
+    def _visit(self, op: _checks.OpOccurrence) -> None:
         self.equations += 1
-        self.has_backward |= op.location.phase != FORWARD
+        self.has_backward |= op.location.phase != _jaxprs.FORWARD
         name, result = op.name, next(iter(op.equation.outvars), None)
-        if name in MATMULS:
+        if name in _matmuls.MATMULS:
             self._visit_matmul(op)
-        labels = [function(op, self) for function in ON_OPERATION.get(name, ())]
+        labels = [function(op, self) for function in _checks.ON_OPERATION.get(name, ())]
         if name in _ENTERED:
             self._enter(op)
         else:
             if name in _KERNELS or name.startswith(_FUSED_ATTENTION):
                 self._count_kernel(op)
-            elif is_unknown(op.equation):
+            elif _constructs.is_unknown(op.equation):
                 where = self.findings.where(op)
                 self.notes[f"the operations inside of {name} at {where} {NOT_INSPECTED}"] = None
             labels += self._check_16_bits(op)
@@ -256,28 +213,28 @@ class Auditor:
         for label in labels:
             if label is not None:
                 self.flow.mark(result, label)
-        if name == "dot_general" and op.location.phase == FORWARD:
+        if name == "dot_general" and op.location.phase == _jaxprs.FORWARD:
             self.flow.mark(result, Logits(op))
-        for function in ON_RESULT.get(name, ()):
+        for function in _checks.ON_RESULT.get(name, ()):
             function(op, self)
 
-    def _check_16_bits(self, op: OpOccurrence) -> list[Any]:
+    def _check_16_bits(self, op: _checks.OpOccurrence) -> list[Any]:
         """Returns labels of an operation that reads 16 bits where the op table requires FP32."""
         is_sensitive = self.context.ops.category(op.name) == "fp32"
-        dtype = half_of(op.equation.invars) if is_sensitive else None
+        dtype = _checks.half_of(op.equation.invars) if is_sensitive else None
         if dtype is None:
             return []
         # Derivatives leave equations whose results nothing reads. Compilers remove them.
         if not any(var in op.body.consumers for var in op.equation.outvars):
             return []
-        return [function(op, dtype, self) for function in ON_16_BITS]
+        return [function(op, dtype, self) for function in _checks.ON_16_BITS]
 
-    def _enter(self, op: OpOccurrence) -> None:
-        equation, form = op.equation, form_of(op.equation)
+    def _enter(self, op: _checks.OpOccurrence) -> None:
+        equation, form = op.equation, _constructs.form_of(op.equation)
         self.flow.step(op, is_call=True)
-        inside = inners(equation)
-        largest = self._largest(inside) if form is Form.BRANCH else None
-        if form is Form.WHILE:
+        inside = _constructs.inners(equation)
+        largest = self._largest(inside) if form is _constructs.Form.BRANCH else None
+        if form is _constructs.Form.WHILE:
             self.notes[
                 f"the while loop at {self.findings.where(op)} has an unknown number of iterations;"
                 " one is counted"
@@ -291,21 +248,24 @@ class Auditor:
         self.known = scope
 
     @staticmethod
-    def _largest(branches: list[Inner]) -> Inner:
+    def _largest(branches: list[_constructs.Inner]) -> _constructs.Inner:
         """Returns the branch with the most FLOPs, or without any, the longest."""
-        size = lambda jaxpr: (count_flops(jaxpr).total(), len(list(equations(jaxpr))))
+        size = lambda jaxpr: (
+            _matmuls.count_flops(jaxpr).total(),
+            len(list(_jaxprs.equations(jaxpr))),
+        )
         return max(branches, key=lambda branch: size(branch.jaxpr))
 
     # -- matmuls ----------------------------------------------------------------------------
 
-    def _visit_matmul(self, op: OpOccurrence) -> None:
+    def _visit_matmul(self, op: _checks.OpOccurrence) -> None:
         """Counts and checks a matmul or convolution."""
-        matmul = matmul_of(op.equation)
-        if op.outer is not None and op.caller == WIDENED_MATMUL:
-            lhs, rhs = (dtype_of(var) for var in op.outer.equation.invars[:2])
+        matmul = _matmuls.matmul_of(op.equation)
+        if op.outer is not None and op.caller == _wide.WIDENED_MATMUL:
+            lhs, rhs = (_checks.dtype_of(var) for var in op.outer.equation.invars[:2])
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
-        elif op.name == "conv_general_dilated" and op.location.phase == BACKWARD:
-            lhs, rhs = (dtype_of(_before_cast(var, op)) for var in op.equation.invars)
+        elif op.name == "conv_general_dilated" and op.location.phase == _jaxprs.BACKWARD:
+            lhs, rhs = (_checks.dtype_of(_before_cast(var, op)) for var in op.equation.invars)
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
         dtypes = matmul.lhs, matmul.rhs
         if matmul.is_integer:
@@ -316,18 +276,18 @@ class Auditor:
             row = op.equation.outvars, flops
             self.after_gradient[self.findings.where(op)].append(row)
         self._record_fp8(op, matmul)
-        is_float = matmul.lhs in FLOATS | {matmul.rhs}
-        if matmul.contracts and is_float and not is_inner_product(op.equation):
-            for function in ON_MATMUL:
+        is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
+        if matmul.contracts and is_float and not _matmuls.is_inner_product(op.equation):
+            for function in _checks.ON_MATMUL:
                 function(op, matmul, flops, self)
-        if op.location.phase == FORWARD and FLOAT16 in dtypes:
+        if op.location.phase == _jaxprs.FORWARD and _dtypes.FLOAT16 in dtypes:
             self.flow.has_float16 = True
-        if op.location.phase != BACKWARD:
-            self.matmul_calls.add(call_site(op.equation))
-        elif FLOAT16 in dtypes and self.float16_backward is None:
+        if op.location.phase != _jaxprs.BACKWARD:
+            self.matmul_calls.add(_locations.call_site(op.equation))
+        elif _dtypes.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 
-    def _count_integers(self, op: OpOccurrence, matmul: Matmul) -> None:
+    def _count_integers(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> None:
         """Counts a matmul of integers or bools, which does not count as FLOPs."""
         key = (op.location.names, op.location.phase, matmul.lhs.name, matmul.rhs.name)
         self.matmuls.setdefault(key, [0, 0])[1] += 1
@@ -335,15 +295,15 @@ class Auditor:
         where = self.findings.where(op)
         self.notes[f"the {pair} matmul at {where} has no floating-point operations"] = None
 
-    def _record_fp8(self, op: OpOccurrence, matmul: Matmul) -> None:
-        names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if is_fp8(dtype)]
+    def _record_fp8(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> None:
+        names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if _dtypes.is_fp8(dtype)]
         labels = self.flow.labels(WasFp8, *op.equation.invars[:2])
         names += sorted(label.name for label in labels)
         if names:
             key = op.location.names, op.location.phase, self.findings.line_of(op)
             self.fp8[key] = names[0]
 
-    def _count(self, op: OpOccurrence, matmul: Matmul) -> int:
+    def _count(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> int:
         """Counts a matmul, and returns the FLOPs of all its executions."""
         flops = matmul.flops * op.times
         key = (op.location.names, op.location.phase, matmul.lhs.name, matmul.rhs.name)
@@ -352,12 +312,12 @@ class Auditor:
         row[1] += 1
         return flops
 
-    def _count_kernel(self, op: OpOccurrence) -> None:
+    def _count_kernel(self, op: _checks.OpOccurrence) -> None:
         """Counts the matmuls of a kernel if they are known; checks do not apply to them."""
-        matmuls = kernel_matmuls(op.equation)
+        matmuls = _matmuls.kernel_matmuls(op.equation)
         for matmul in matmuls or ():
             self._count(op, matmul)
         if matmuls is None:
-            inside = " and the operations inside of it" if sub_jaxprs(op.equation) else ""
+            inside = " and the operations inside of it" if _jaxprs.sub_jaxprs(op.equation) else ""
             where = self.findings.where(op)
             self.notes[f"the FLOPs of {op.name} at {where}{inside} {NOT_COUNTED}"] = None

@@ -7,24 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp._attention import ASKED, AttentionExplanation, choice_of, implementation_of
-from jaxmp._attention._declared import (
-    Declaration,
-    declaration_code,
-    declaration_of,
-    declared_masks,
-    mask_operand,
-    structure_of,
-)
+from jaxmp._attention import ASKED, AttentionExplanation, _declared, choice_of, implementation_of
+from jaxmp._attention._declared import Declaration
 from jaxmp._attention._layer import layer_attention
 from jaxmp._core._compat import is_within
 from jaxmp._core._dtypes import is_16bit
+from jaxmp._programs import _jaxprs, _locations, _matmuls, _operations, _static_values
 from jaxmp._programs._constructs import inners
-from jaxmp._programs._jaxprs import FORWARD, Equation
-from jaxmp._programs._locations import module_of
-from jaxmp._programs._matmuls import count_flops, matmul_of
-from jaxmp._programs._operations import dot_of, name_of
-from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import (
     NOTE,
@@ -61,13 +50,13 @@ _ON_GPU = "audit(..., target='h200') reports the choice for a GPU."
 class _Summed(NamedTuple):
     """Matmul whose exponentials are added up, as a softmax does and a softplus does not."""
 
-    logits: Equation
+    logits: _jaxprs.Equation
 
 
 @UNFUSED_ATTENTION.on_operation("reduce_sum")
 def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the matmuls of which a softmax is computed."""
-    if op.location.phase == FORWARD:
+    if op.location.phase == _jaxprs.FORWARD:
         labels = audit.flow.labels(Logits, op.equation.invars[0])
         audit.collected[_Summed] += [_Summed(x.op.equation) for x in labels if x.normalized]
 
@@ -84,36 +73,36 @@ def check_matmuls(op: OpOccurrence, audit: Auditor) -> None:
         f"{_why_unfused(logits)}; its logits have the shape {list(aval.shape)} and take"
         f" {bytes_text(size)} of memory."
     )
-    flops = 2 * matmul_of(op.equation).flops * op.times
+    flops = 2 * _matmuls.matmul_of(op.equation).flops * op.times
     audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
 
 
 @UNFUSED_ATTENTION.on_operation("jit")
 def check_calls(op: OpOccurrence, audit: Auditor) -> None:
     """Reports calls of jaxmp's attention that do not run a fused kernel."""
-    if not is_attention(op.equation) or op.location.phase != FORWARD:
+    if not is_attention(op.equation) or op.location.phase != _jaxprs.FORWARD:
         return
-    name = name_of(op.equation)
+    name = _operations.name_of(op.equation)
     implementation, argument = implementation_of(name)
     if implementation == "cudnn":
         return
     choice = choice_of(name, [var.aval for var in op.equation.invars])
     message, fix = _explain_choice(implementation, argument, choice)
-    flops = sum(count_flops(inner.jaxpr).total() for inner in inners(op.equation)) * op.times
-    audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops)
+    flops = sum(_matmuls.count_flops(inner.jaxpr).total() for inner in inners(op.equation))
+    audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops * op.times)
 
 
 def _attention_logits(op: OpOccurrence, audit: Auditor) -> OpOccurrence | None:
     """Returns the matmul q k^T if `op` multiplies the softmax of its result by the values."""
-    if op.location.phase != FORWARD:
+    if op.location.phase != _jaxprs.FORWARD:
         return None
-    values = dot_of(op.equation)
+    values = _operations.dot_of(op.equation)
     for index, var in enumerate(op.equation.invars[:2]):
         for label in audit.flow.labels(Logits, var):
             if not label.normalized:
                 continue
             logits = label.op.equation
-            batches = dot_of(logits).batch[0]
+            batches = _operations.dot_of(logits).batch[0]
             is_one_axis = len(values.contracted[index]) == 1
             is_one_axis &= len(batches) == len(values.batch[0])
             size = math.prod(logits.outvars[0].aval.shape)
@@ -130,14 +119,14 @@ def _is_layer(matmul: OpOccurrence) -> bool:
     """Returns True for `x @ w` with an argument `w`: keys are computed, or transposed."""
     weight = matmul.body.source_of(matmul.equation.invars[1], _CASTS)
     is_argument = matmul.body.maker(weight) is None
-    return is_argument and dot_of(matmul.equation).contracted[1] == (0,)
+    return is_argument and _operations.dot_of(matmul.equation).contracted[1] == (0,)
 
 
 def _why_unfused(logits: OpOccurrence) -> str:
     """Returns the reason why no fused kernel computes attention that is written as matmuls."""
     equation = logits.equation
     operand = equation.invars[0].aval
-    head = math.prod(operand.shape[axis] for axis in dot_of(equation).contracted[0])
+    head = math.prod(operand.shape[axis] for axis in _operations.dot_of(equation).contracted[0])
     if not is_16bit(operand.dtype):
         return f"the operands are {operand.dtype.name}, and cuDNN's fused kernel requires 16 bits"
     if head % 8 or head > 256:
@@ -195,12 +184,12 @@ class _PassedMask(NamedTuple):
 @DENSE_MASK.on_operation("jit")
 def collect_mask(op: OpOccurrence, audit: Auditor) -> None:
     """Collects declarations, and the mask of a call of attention in the forward pass."""
-    declared = declaration_of(name_of(op.equation))
+    declared = _declared.declaration_of(_operations.name_of(op.equation))
     if declared is not None:
         audit.collected[Declaration].append(declared)
-    if not is_attention(op.equation) or op.location.phase != FORWARD:
+    if not is_attention(op.equation) or op.location.phase != _jaxprs.FORWARD:
         return
-    mask = mask_operand(op.equation)
+    mask = _mask_operand(op.equation)
     if mask is not None and mask.aval.shape[-2] > 1:
         audit.collected[_PassedMask].append(_PassedMask(op, audit.known.value(mask)))
 
@@ -212,8 +201,8 @@ def check_masks(audit: Auditor, traced: Traced) -> None:
     Raises:
       AttentionError: if a mask contradicts its declaration.
     """
-    program = Scope(traced.closed, traced.arrays)
-    declared = declared_masks(program) if audit.collected[Declaration] else []
+    program = _static_values.Scope(traced.closed, traced.arrays)
+    declared = _declared_masks(program) if audit.collected[Declaration] else []
     unknown = dict.fromkeys(mask.path or "the model" for mask, is_known in declared if not is_known)
     if unknown:
         audit.notes[
@@ -230,9 +219,47 @@ def check_masks(audit: Auditor, traced: Traced) -> None:
             f"attention reads its mask as an array, and the mask is {_structure_text(actual)}"
             " for every input."
         )
-        path = module_of(op.location.names, audit.root) if len(structures) > 1 else None
+        path = _locations.module_of(op.location.names, audit.root) if len(structures) > 1 else None
         fix = _fix_declaration(actual, path) if in_layer(op) else _fix_argument(actual)
         audit.add(DENSE_MASK, op, message, fix)
+
+
+def _mask_operand(equation: _jaxprs.Equation) -> _jaxprs.Atom | None:
+    """Returns the bool operand `[B, N, T, S]` of a jitted function, or None."""
+    is_mask = lambda aval: getattr(aval, "dtype", None) == np.bool_ and aval.ndim == 4
+    operands = (var for var in equation.invars if not _jaxprs.is_literal(var))
+    return next((var for var in operands if is_mask(var.aval)), None)
+
+
+def _declared_masks(program: _static_values.Scope) -> list[tuple[Declaration, bool]]:
+    """Compares the declared masks in the forward pass of a program with their arrays.
+
+    Returns:
+      For each layer its declaration, and True if the elements of its mask are known.
+
+    Raises:
+      AttentionError: if a mask contradicts its declaration.
+    """
+    locations, masks = _locations.Locations(), {}
+
+    def visit(scope: _static_values.Scope, outer: _locations.Location) -> None:
+        for equation in _jaxprs.equations(scope.jaxpr, inside=False):
+            location = locations.of(equation, outer)
+            declared = _declared.declaration_of(_operations.name_of(equation))
+            mask = None if declared is None else _mask_operand(equation)
+            if mask is not None and location.phase == _jaxprs.FORWARD:
+                masks[location.names] = declared, scope.value(mask)
+            for inside in scope.inside(equation):
+                visit(inside, location)
+
+    visit(program, _locations.Location())
+    rows, root = [], _locations.root_of(locations.names)
+    for names, (declared, mask) in masks.items():
+        declaration = Declaration(declared.mask, declared.window, _locations.module_of(names, root))
+        if mask is not None:
+            _declared.check_known(mask, declaration)
+        rows.append((declaration, mask is not None))
+    return rows
 
 
 def _with_structures(passed: list[_PassedMask]) -> list[tuple[OpOccurrence, Declaration | None]]:
@@ -240,7 +267,7 @@ def _with_structures(passed: list[_PassedMask]) -> list[tuple[OpOccurrence, Decl
     structures: dict[int, Declaration | None] = {}
     for _, elements in passed:
         if elements is not None and id(elements) not in structures:
-            structures[id(elements)] = structure_of(elements)
+            structures[id(elements)] = _declared.structure_of(elements)
     return [(op, structures.get(id(elements))) for op, elements in passed]
 
 
@@ -261,7 +288,7 @@ def _paths_text(paths: list[str]) -> str:
 
 def _fix_declaration(actual: Declaration, path: str | None) -> str:
     """Returns the declaration in a recipe, for all attention layers or for the one at `path`."""
-    python, toml = declaration_code(actual, path)
+    python, toml = _declared.declaration_code(actual, path)
     if path is not None:
         rules = f"policies = jaxmp.PolicyMap(recipe, [{python}])"
         python = f"{rules}; recipe = recipe.replace(policies=policies)"

@@ -9,25 +9,15 @@ from collections.abc import Iterator, Mapping
 from jaxmp._core._dtypes import FLOAT32, is_16bit, is_fp8
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._targets import Target
-from jaxmp._policies._rules import Rule, rule_text
-from jaxmp._programs._jaxprs import FORWARD, QUANTIZE
-from jaxmp._programs._locations import FULL_PRECISION, Location, module_of
-from jaxmp._programs._matmuls import Matmul
-from jaxmp._programs._operations import dot_of, name_of
+from jaxmp._policies import _rules
+from jaxmp._programs import _jaxprs, _locations, _matmuls, _operations
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL
 from jaxmp._tools.audit._checks import NOTE, WARNING, Check, OpOccurrence
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp._tools.audit._trace import Traced
-from jaxmp.fp8._explain import (
-    FORMS,
-    decides_otherwise,
-    excluded_form,
-    explain_exclusion,
-    other_tokens,
-)
-from jaxmp.fp8._scaling import CurrentScaling
+from jaxmp.fp8 import _explain, _scaling
 
 FP32_GEMM = Check(
     id="fp32_gemm",
@@ -104,7 +94,7 @@ def check_donation(program: CompiledProgram, audit: Auditor) -> Iterator[Finding
 def requires_16_bits(audit: Auditor, module: str) -> bool:
     """Returns True if the policies allow only 16-bit dtypes for a module."""
     below = tuple(module.split("/")) if module else ()
-    allowed = audit.context.allowed_dtypes(Location((*audit.root, *below)))
+    allowed = audit.context.allowed_dtypes(_locations.Location((*audit.root, *below)))
     return bool(allowed) and FLOAT32 not in allowed and all(map(is_16bit, allowed))
 
 
@@ -139,28 +129,28 @@ FP8_FALLBACK = Check(
 
 
 @NOT_FP8.on_matmul
-def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
     operands, is_low = op.equation.invars[:2], is_16bit(matmul.lhs) and is_16bit(matmul.rhs)
-    if op.location.phase != FORWARD or not audit.context.requires_fp8(op.location):
+    if op.location.phase != _jaxprs.FORWARD or not audit.context.requires_fp8(op.location):
         return
     if is_fp8(matmul.lhs) and is_fp8(matmul.rhs):
         _note_tokens(op, audit)
     if not is_low:
         return
     assert audit.context.policies is not None
-    form, why = excluded_form(op.equation)
+    form, why = _explain.excluded_form(op.equation)
     if form:
         # The batched matmuls of attention have no kernel.
-        if form != FORMS["dot_general"][0] or audit.flow.labels(From, *operands):
+        if form != _explain.FORMS["dot_general"][0] or audit.flow.labels(From, *operands):
             message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
             audit.add(NOT_FP8, op, message, _exclude(op), flops=flops)
         return
     if op.name != "dot_general":
         return
     sizes = _note_tokens(op, audit)
-    scaling = audit.context.policies.fp8 or CurrentScaling()
-    reason = explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
+    scaling = audit.context.policies.fp8 or _scaling.CurrentScaling()
+    reason = _explain.explain_exclusion(*sizes, scaling, audit.context.target) if all(sizes) else ""
     message = f"{op.name} of {matmul.lhs.name}, but the policies require FP8: "
     message += reason or "the matmul is not that of a Flax layer, or the layer sets its own"
     fix = _exclude(op)
@@ -172,14 +162,16 @@ def check_layers(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -
 
 def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
     """Returns the input and output features of a dot, and notes a decision for other tokens."""
-    _, contracted = dot_of(op.equation).contracted
+    _, contracted = _operations.dot_of(op.equation).contracted
     rows, shape = (math.prod(var.aval.shape) for var in op.equation.invars[:2])
     k = math.prod(op.equation.invars[1].aval.shape[axis] for axis in contracted)
     n, tokens = shape // max(k, 1), rows // max(k, 1)
     assert audit.context.policies is not None
-    scaling = audit.context.policies.fp8 or CurrentScaling()
-    if not scaling.emulate and decides_otherwise(k, n, scaling, tokens, audit.context.target):
-        audit.notes[other_tokens("/".join(op.location.names), tokens, 1)] = None
+    scaling = audit.context.policies.fp8 or _scaling.CurrentScaling()
+    if not scaling.emulate and _explain.decides_otherwise(
+        k, n, scaling, tokens, audit.context.target
+    ):
+        audit.notes[_explain.other_tokens("/".join(op.location.names), tokens, 1)] = None
     return k, n
 
 
@@ -198,7 +190,7 @@ _ONE_SCALE = (
 @NOT_FP8.on_operation("jit")
 def note_scales(op: OpOccurrence, audit: Auditor) -> None:
     """Notes once in a program that tensors are quantized with one scale."""
-    is_quantization = name_of(op.equation).startswith(QUANTIZE)
+    is_quantization = _operations.name_of(op.equation).startswith(_jaxprs.QUANTIZE)
     if is_quantization and any(var.aval.shape == () for var in op.equation.outvars):
         audit.notes[_ONE_SCALE] = None
 
@@ -231,16 +223,16 @@ def check_rules(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     if policies is None:
         return
     modules: dict[str, None] = {}
-    decisive: set[Rule | None] = set()
+    decisive: set[_rules.Rule | None] = set()
     for names in audit.locations.names:
-        if FULL_PRECISION not in names:
-            modules[module_of(names, audit.root)] = None
+        if _locations.FULL_PRECISION not in names:
+            modules[_locations.module_of(names, audit.root)] = None
             decisive.add(audit.context.resolve(names).rule)
     # A program contains no module types and parameters.
     for rule in dict.fromkeys(policies.rules):
         is_checked = rule.required and rule.module_type is None and not rule.addresses_parameter
         if is_checked and rule not in decisive:
-            text = rule_text(rule, with_reason=False)
+            text = _rules.rule_text(rule, with_reason=False)
             message = f"the required rule {text} decides for no module of this program."
             fix = f"Correct the path, or allow it to match nothing:\n    jaxmp.{rule!r}"
             hint = did_you_mean(str(rule.path), filter(None, modules))

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT16, FLOAT32, is_16bit
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation, is_literal
-from jaxmp._programs._matmuls import MATMULS, WIDENED_MATMUL
-from jaxmp._programs._operations import exponent_of, name_of
+from jaxmp._core import _dtypes
+from jaxmp._core._wide import WIDENED_MATMUL
+from jaxmp._programs import _analysis, _jaxprs, _operations
+from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import NORM_16BIT
 from jaxmp._tools.audit._checks import (
@@ -95,7 +94,7 @@ def label_epsilon(op: OpOccurrence, audit: Auditor) -> LostEpsilon | None:
 @FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow")
 def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
     """Reports an epsilon of 0 where 0 has no finite result."""
-    if op.location.phase != BACKWARD:
+    if op.location.phase != _jaxprs.BACKWARD:
         divisor = op.equation.invars[-1:] if op.name == "div" else op.equation.invars[:1]
         lost = audit.flow.labels(LostEpsilon, *divisor)
         for label in lost:
@@ -120,10 +119,10 @@ def check_constant(op: OpOccurrence, audit: Auditor) -> None:
             audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
 
 
-def _float16_operands(op: OpOccurrence) -> list[Atom]:
+def _float16_operands(op: OpOccurrence) -> list[_jaxprs.Atom]:
     """Returns the operands of an operation with a float16 result; none in a backward pass."""
-    is_float16 = dtype_of(op.equation.outvars[0]) == FLOAT16
-    return op.equation.invars if is_float16 and op.location.phase != BACKWARD else []
+    is_float16 = dtype_of(op.equation.outvars[0]) == _dtypes.FLOAT16
+    return op.equation.invars if is_float16 and op.location.phase != _jaxprs.BACKWARD else []
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type")
@@ -131,12 +130,12 @@ def check_formats(op: OpOccurrence, audit: Auditor) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
     (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
     source = half_of([op.body.source_of(operand, named("convert_element_type"))])
-    if source is None or not is_16bit(dtype) or op.location.phase == BACKWARD:
+    if source is None or not _dtypes.is_16bit(dtype) or op.location.phase == _jaxprs.BACKWARD:
         return None
     audit.report(OtherFormat, [operand], f", and back at {audit.findings.where(op)}")
     if source == dtype:
         return None
-    loss = "beyond 65504 it is inf" if dtype == FLOAT16 else "it loses 3 bits of precision"
+    loss = "beyond 65504 it is inf" if dtype == _dtypes.FLOAT16 else "it loses 3 bits of precision"
     fix = f"Keep one 16-bit format: remove .astype(jnp.{dtype.name}) at {audit.findings.where(op)}."
     return OtherFormat(op, f"a {source.name} value is cast to {dtype.name}, where {loss}", fix)
 
@@ -145,13 +144,13 @@ def check_formats(op: OpOccurrence, audit: Auditor) -> OtherFormat | None:
 def check_product_of_weights(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
     (operand,), (result,) = op.equation.invars, op.equation.outvars
-    is_rounded = dtype_of(operand) == FLOAT32 and dtype_of(result) == FLOAT16
-    if op.location.phase != BACKWARD or not is_rounded:
+    is_rounded = dtype_of(operand) == _dtypes.FLOAT32 and dtype_of(result) == _dtypes.FLOAT16
+    if op.location.phase != _jaxprs.BACKWARD or not is_rounded:
         return
     maker = op.body.maker_through(operand, LAYOUT)
     if maker is None or not _is_matmul(maker) or not _is_multiplied(result, op.body):
         return
-    if all(dtype_of(var) == FLOAT16 for var in maker.invars[:2]):
+    if all(dtype_of(var) == _dtypes.FLOAT16 for var in maker.invars[:2]):
         message = "the gradient of a product of weights is rounded to float16: sums beyond 65504"
         fix = (
             "Multiply the FP32 parameters, w = (a @ b).astype(jnp.float16), or the activations by"
@@ -160,11 +159,11 @@ def check_product_of_weights(op: OpOccurrence, audit: Auditor) -> None:
         audit.add(FLOAT16_RANGE, op, f"{message} are inf.", fix, severity=WARNING)
 
 
-def _is_matmul(equation: Equation) -> bool:
-    return equation.primitive.name in MATMULS or name_of(equation) == WIDENED_MATMUL
+def _is_matmul(equation: _jaxprs.Equation) -> bool:
+    return equation.primitive.name in MATMULS or _operations.name_of(equation) == WIDENED_MATMUL
 
 
-def _is_multiplied(var: Atom, body: Body) -> bool:
+def _is_multiplied(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
     """Returns True if a matmul reads a value, which may be cast or moved before."""
     return any(
         _is_matmul(reader)
@@ -182,7 +181,7 @@ def _is_multiplied(var: Atom, body: Body) -> bool:
 def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
     """Labels the square of a float16 value."""
     operands = _float16_operands(op)
-    is_square = op.name != "integer_pow" or exponent_of(op.equation) > 1
+    is_square = op.name != "integer_pow" or _operations.exponent_of(op.equation) > 1
     is_square &= len({id(var) for var in operands}) == 1
     message = "squares of float16 are inf from 256 on, and 0 below 2e-4"
     if not operands or not is_square:
@@ -195,7 +194,7 @@ def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
 def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
     """Collects sums of squares, as for a norm."""
     squares = audit.flow.labels(Square, *op.equation.invars)
-    if op.location.phase != BACKWARD:
+    if op.location.phase != _jaxprs.BACKWARD:
         audit.collected[_Sum] += [_Sum(square, op) for square in squares]
 
 
@@ -213,7 +212,7 @@ def report_sums(audit: Auditor, traced: Traced) -> None:
 def label_logits(op: OpOccurrence, audit: Auditor) -> UnscaledLogits | None:
     """Labels logits of queries and keys that are scaled after their matmul in float16."""
     logits, scalar = op.equation.invars
-    value = _constant(scalar, op, audit) if op.location.phase == FORWARD else None
+    value = _constant(scalar, op, audit) if op.location.phase == _jaxprs.FORWARD else None
     if not value or abs(value if op.name == "mul" else 1 / value) > _ATTENTION_SCALE:
         return None
     for label in audit.flow.of(logits):
@@ -236,10 +235,10 @@ def _is_of_activations(logits: Logits, audit: Auditor) -> bool:
     types = [{type(label) for label in audit.flow.of(var)} for var in equation.invars[:2]]
     # A weight is an argument to which nothing was added.
     has_weight = any(From in each and Update not in each for each in types)
-    return dtype_of(equation.outvars[0]) == FLOAT16 and not has_weight
+    return dtype_of(equation.outvars[0]) == _dtypes.FLOAT16 and not has_weight
 
 
-def _constant(var: Atom, op: OpOccurrence, audit: Auditor) -> float | None:
+def _constant(var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor) -> float | None:
     """Returns the value of a constant scalar, which may be broadcast."""
     source = op.body.source_of(var, _BROADCASTS)
     if math.prod(getattr(source.aval, "shape", (0,))) != 1:
@@ -278,7 +277,7 @@ class _Divisor(NamedTuple):
     number: int
 
 
-def _of_gradient(var: Atom, audit: Auditor) -> dict[int, float | None]:
+def _of_gradient(var: _jaxprs.Atom, audit: Auditor) -> dict[int, float | None]:
     labels = audit.flow.of(var)
     return powers_of(labels) if GRADIENT in labels else {}
 
@@ -288,7 +287,7 @@ def check_division(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the scalars by which gradients are divided, and divisions of unscaled gradients."""
     divided = -1 if op.name == "mul" else 1
     pairs = [op.equation.invars, op.equation.invars[::-1]][: 2 if op.name == "mul" else 1]
-    for var, other in pairs if op.location.phase != BACKWARD else ():
+    for var, other in pairs if op.location.phase != _jaxprs.BACKWARD else ():
         if GRADIENT in audit.flow.of(other) or GRADIENT not in audit.flow.of(var):
             continue
         for number in (
@@ -305,7 +304,7 @@ def check_division(op: OpOccurrence, audit: Auditor) -> None:
 @SCALED_GRADIENTS.on_operation("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub")
 def check_use(op: OpOccurrence, audit: Auditor) -> None:
     """Collects limits of scaled gradients or of their norm, and sums with arguments."""
-    if op.location.phase == BACKWARD:
+    if op.location.phase == _jaxprs.BACKWARD:
         return
     is_sum = op.name in ("add", "sub")
     message = "gradients are clipped while they are multiplied by the loss scale."
@@ -319,14 +318,14 @@ def check_use(op: OpOccurrence, audit: Auditor) -> None:
                 audit.collected[_Event] += [_Event(number, op, message)] * is_other
 
 
-def _is_other(var: Atom, number: int, is_sum: bool, audit: Auditor) -> bool:
+def _is_other(var: _jaxprs.Atom, number: int, is_sum: bool, audit: Auditor) -> bool:
     """Returns True for a summand from the state, and for a limit without the loss scale."""
     labels = audit.flow.of(var)
     if number in powers_of(labels):
         return False
     if is_sum:
         return any(isinstance(label, From) for label in labels)
-    value = abs(float(var.val)) if is_literal(var) and np.ndim(var.val) == 0 else 1
+    value = abs(float(var.val)) if _jaxprs.is_literal(var) and np.ndim(var.val) == 0 else 1
     return 1e-3 < value < math.inf
 
 

@@ -8,9 +8,8 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal, module_paths_of
-from jaxmp._programs._operations import axes_of, count_of_keys, iota_length
+from jaxmp._core import _dtypes
+from jaxmp._programs import _jaxprs, _operations
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import counts_largest
 from jaxmp._tools.audit._checks import (
@@ -49,7 +48,7 @@ ROUNDED_INPUT = Check(
 @ROUNDED_INPUT.on_operation(*PERIODIC)
 def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a periodic function of an argument that was rounded to 16 bits."""
-    operands = op.equation.invars[:1] if op.location.phase == FORWARD else ()
+    operands = op.equation.invars[:1] if op.location.phase == _jaxprs.FORWARD else ()
     for label in audit.flow.labels(RoundedInput, *operands):
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
@@ -83,12 +82,12 @@ class _Complement(Fact):
 def label_value(op: OpOccurrence, audit: Auditor) -> RoundedValue | None:
     """Labels an FP32 table, which was not 16 bits before, that is rounded."""
     (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
-    is_table = dtype_of(operand) == FLOAT32 and WAS_16_BITS not in audit.flow.of(operand)
+    is_table = dtype_of(operand) == _dtypes.FLOAT32 and WAS_16_BITS not in audit.flow.of(operand)
     if (
         not is_table
-        or not is_16bit(dtype)
+        or not _dtypes.is_16bit(dtype)
         or operand.aval.size == 1
-        or op.location.phase != FORWARD
+        or op.location.phase != _jaxprs.FORWARD
     ):
         return None
     sentence = f"At {audit.findings.where(op)}, do not round to 16 bits"
@@ -100,7 +99,7 @@ def label_value(op: OpOccurrence, audit: Auditor) -> RoundedValue | None:
 def label_complement(op: OpOccurrence, audit: Auditor) -> None:
     """Labels 1 minus a rounded array."""
     minuend, var = op.equation.invars
-    if is_literal(minuend) and minuend.aval.size == 1 and float(minuend.val) == 1:
+    if _jaxprs.is_literal(minuend) and minuend.aval.size == 1 and float(minuend.val) == 1:
         for label in audit.flow.labels(RoundedValue, var):
             audit.flow.mark(op.equation.outvars[0], _Complement(label))
 
@@ -121,7 +120,7 @@ def _keep_input(name: str, dtype: str, op: OpOccurrence, audit: Auditor) -> str:
     """
     if not op.location.names:
         return ""
-    path = module_paths_of(op.location.names)[0]
+    path = _jaxprs.module_paths_of(op.location.names)[0]
     own, parts = expression_of(op, audit.findings), []
     name = (own and own.argument) or name
     if name != "NAME":
@@ -189,9 +188,9 @@ class RoundedKeys(ConditionalFinding):
 @ROUNDED_INTEGER.on_operation("convert_element_type", "iota", "reduce_sum", "cumsum", "add", "mul")
 def check_integers(op: OpOccurrence, audit: Auditor) -> Integers | None:
     """Labels integers, and reports those that are rounded to 16 bits."""
-    integers = _integers_after(op, audit) if op.location.phase == FORWARD else None
+    integers = _integers_after(op, audit) if op.location.phase == _jaxprs.FORWARD else None
     dtype = dtype_of(op.equation.outvars[0])
-    if integers is None or not is_16bit(dtype):
+    if integers is None or not _dtypes.is_16bit(dtype):
         return integers
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
     if integers.bound <= limit:
@@ -209,7 +208,11 @@ def label_index(op: OpOccurrence, audit: Auditor) -> RoundedIndex | None:
     """Labels integers that were computed in 16 bits, as `jnp.quantile` does."""
     (operand,), (result,) = op.equation.invars, op.equation.outvars
     dtype = half_of([operand])
-    if dtype is None or op.location.phase != FORWARD or np.dtype(dtype_of(result)).kind not in "iu":
+    if (
+        dtype is None
+        or op.location.phase != _jaxprs.FORWARD
+        or np.dtype(dtype_of(result)).kind not in "iu"
+    ):
         return None
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
     message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
@@ -224,7 +227,7 @@ def label_index(op: OpOccurrence, audit: Auditor) -> RoundedIndex | None:
 @ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")
 def check_index(op: OpOccurrence, audit: Auditor) -> None:
     """Reports indices from 16 bits into an array that has more elements than they can number."""
-    indices = op.equation.invars[1:] if op.location.phase == FORWARD else ()
+    indices = op.equation.invars[1:] if op.location.phase == _jaxprs.FORWARD else ()
     for label in audit.flow.labels(RoundedIndex, *indices):
         limit = 2 ** (jnp.finfo(dtype_of(label.op.equation.invars[0])).nmant + 1)
         if max(op.equation.invars[0].aval.shape, default=0) > limit:
@@ -234,7 +237,7 @@ def check_index(op: OpOccurrence, audit: Auditor) -> None:
 def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
     (result,) = op.equation.outvars
     if op.name == "iota":
-        return Integers(iota_length(op.equation) - 1, "positions")
+        return Integers(_operations.iota_length(op.equation) - 1, "positions")
     each = list[Integers]()
     for var in op.equation.invars:
         integers = _integers(var, audit)
@@ -250,11 +253,11 @@ def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
     if op.name == "reduce_sum":
         bound *= op.equation.invars[0].aval.size / max(size, 1)
     if op.name == "cumsum":
-        bound *= result.aval.shape[axes_of(op.equation)[0]]
+        bound *= result.aval.shape[_operations.axes_of(op.equation)[0]]
     return Integers(bound, "counts")
 
 
-def _integers(var: Atom, audit: Auditor) -> Integers | None:
+def _integers(var: _jaxprs.Atom, audit: Auditor) -> Integers | None:
     """Returns the bound of integers; None for other values and unknown bounds."""
     labels = audit.flow.labels(Integers, var)
     dtype = np.dtype(dtype_of(var))
@@ -276,8 +279,8 @@ def label_keys(op: OpOccurrence, audit: Auditor) -> RoundedKeys | None:
     """Labels FP32 values that are rounded to 16 bits, unless they were 16 bits before."""
     (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
     # `jnp.quantile` and `jnp.median` write a scalar NaN into their 16-bit keys.
-    is_array = dtype_of(operand) == FLOAT32 and operand.aval.size > 1
-    if op.location.phase != FORWARD or not is_array or not is_16bit(dtype):
+    is_array = dtype_of(operand) == _dtypes.FLOAT32 and operand.aval.size > 1
+    if op.location.phase != _jaxprs.FORWARD or not is_array or not _dtypes.is_16bit(dtype):
         return None
     maker = op.body.maker_through(operand, LAYOUT - {"convert_element_type"})
     if (
@@ -295,8 +298,8 @@ def label_keys(op: OpOccurrence, audit: Auditor) -> RoundedKeys | None:
 @SORT_16BIT.on_operation("sort", "top_k", "approx_top_k")
 def check_keys(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a sort of rounded keys."""
-    if op.location.phase != BACKWARD:
-        keys = op.equation.invars[: count_of_keys(op.equation)]
+    if op.location.phase != _jaxprs.BACKWARD:
+        keys = op.equation.invars[: _operations.count_of_keys(op.equation)]
         audit.report(RoundedKeys, keys, f", and they are sorted at {audit.findings.where(op)}")
 
 

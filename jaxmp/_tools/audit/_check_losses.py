@@ -15,10 +15,8 @@ import numpy as np
 
 from jaxmp import losses
 from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._programs import _jaxprs, _locations, _uses
 from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, is_literal, module_paths_of
-from jaxmp._programs._locations import call_site
-from jaxmp._programs._uses import EXACT, Use
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import (
@@ -94,7 +92,7 @@ class Probability(Fact):
 def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
     """Labels the 16-bit scalar to which a reduction of a differentiated function is rounded."""
     (result,) = op.equation.outvars
-    is_loss = op.location.phase == FORWARD and op.location.differentiated
+    is_loss = op.location.phase == _jaxprs.FORWARD and op.location.differentiated
     if not is_loss or not is_16bit(dtype_of(result)) or math.prod(result.aval.shape) != 1:
         return None
     total = op.equation
@@ -127,7 +125,7 @@ def report_losses(audit: Auditor, traced: Traced) -> None:
 def label_logarithm(op: OpOccurrence, audit: Auditor) -> LogProbability | None:
     """Labels FP32 logarithms."""
     del audit
-    is_wide = dtype_of(op.equation.outvars[0]) == FLOAT32 and op.location.phase == FORWARD
+    is_wide = dtype_of(op.equation.outvars[0]) == FLOAT32 and op.location.phase == _jaxprs.FORWARD
     return LogProbability() if is_wide else None
 
 
@@ -150,7 +148,7 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
     if op.name == "mul" and op.equation.invars[0] is not op.equation.invars[1]:
         return None
     difference = op.body.maker_through(op.equation.invars[0], LAYOUT)
-    is_loss = op.location.phase == FORWARD and op.location.differentiated
+    is_loss = op.location.phase == _jaxprs.FORWARD and op.location.differentiated
     if not is_loss or difference is None or difference.primitive.name != "sub":
         return None
     dtype = half_of(difference.outvars)
@@ -166,7 +164,7 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
 @LOSS_16BIT.on_operation("reduce_sum")
 def report_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports rounded terms that are summed to a scalar."""
-    if op.location.phase == FORWARD and math.prod(op.equation.outvars[0].aval.shape) == 1:
+    if op.location.phase == _jaxprs.FORWARD and math.prod(op.equation.outvars[0].aval.shape) == 1:
         harm = f", and a loss sums the results at {audit.findings.where(op)}"
         audit.report(RoundedTerm, op.equation.invars, harm)
 
@@ -187,7 +185,7 @@ _PROBABILITIES = {
 @LOG_OF_ROUNDED.on_operation("logistic", "tanh", "convert_element_type", "div")
 def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     """Labels 16-bit sigmoids and softmaxes."""
-    if not is_16bit(dtype_of(op.equation.outvars[0])) or op.location.phase == BACKWARD:
+    if not is_16bit(dtype_of(op.equation.outvars[0])) or op.location.phase == _jaxprs.BACKWARD:
         return None
     is_softmax = any(x.normalized for x in audit.flow.labels(Logits, op.equation.invars[0]))
     name = "softmax" if is_softmax else op.name
@@ -197,7 +195,7 @@ def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
 @LOG_OF_ROUNDED.on_operation("log", "log1p")
 def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the logarithm of a probability that was rounded to 16 bits."""
-    operands = op.equation.invars[:1] if op.location.phase == FORWARD else ()
+    operands = op.equation.invars[:1] if op.location.phase == _jaxprs.FORWARD else ()
     for label in audit.flow.labels(Probability, *operands)[:1]:
         dtype, where = dtype_of(label.op.equation.outvars[0]), audit.findings.where(label.op)
         name, code = _PROBABILITIES[label.name]
@@ -227,7 +225,7 @@ ROUNDED_OUTPUT = Check(
 )
 
 _SOFTMAX_READS = "; a softmax, log-softmax or log-sum-exp is computed from it"
-_KEEPS_ERROR = EXACT | LAYOUT | named("add mul div tanh")
+_KEEPS_ERROR = _uses.EXACT | LAYOUT | named("add mul div tanh")
 _CAST_ERROR = _KEEPS_ERROR | named("cumsum sqrt")
 # Dtype -> the distance between its numbers from 256 to 512.
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
@@ -263,7 +261,7 @@ _COMPUTED = _Computed()
 @LOSS_16BIT.on_result("dot_general", "conv_general_dilated", "exp", "exp2", "logistic", "tanh")
 def label_computed(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the first functions from which outputs of a model are computed."""
-    if op.location.phase == FORWARD:
+    if op.location.phase == _jaxprs.FORWARD:
         audit.flow.mark(op.equation.outvars[0], _COMPUTED)
 
 
@@ -282,10 +280,10 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
     The operations that compute a softmax in 16 bits have their own findings.
     """
     (operand,), (result,) = op.equation.invars, op.equation.outvars
-    if op.location.phase != FORWARD or FLOAT32 not in (dtype_of(operand), dtype_of(result)):
+    if op.location.phase != _jaxprs.FORWARD or FLOAT32 not in (dtype_of(operand), dtype_of(result)):
         return
     dtype, is_computed = half_of([result]), audit.flow.labels(_Computed, operand)
-    if dtype is None and Use.SOFTMAX in audit.use_of(result):
+    if dtype is None and _uses.Use.SOFTMAX in audit.use_of(result):
         audit.report(UserCast, [operand], _SOFTMAX_READS)
     elif (
         dtype is not None
@@ -303,22 +301,22 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a 16-bit result, and reports it if a softmax or a choice is computed from it."""
     (result,) = op.equation.outvars
     dtype = half_of(op.equation.invars[:2]) and half_of([result])
-    is_model = op.location.phase == FORWARD and not any(map(is_attention, op.enclosing))
+    is_model = op.location.phase == _jaxprs.FORWARD and not any(map(is_attention, op.enclosing))
     if dtype is None or not is_model or _is_own_loss(op):
         return
     message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
     output = RoundedOutput(op, message, lambda: _fix_output(op, audit))
     use = audit.use_of(result)
     audit.flow.mark(result, output)
-    if Use.SOFTMAX in use:
+    if _uses.Use.SOFTMAX in use:
         output.report(_SOFTMAX_READS, audit.findings)
-    elif Use.ORDER in use:
+    elif _uses.Use.ORDER in use:
         output.report("; a top-k, argmax or sort compares it", audit.findings)
 
 
 def _is_own_loss(op: OpOccurrence) -> bool:
     """Returns True inside of jaxmp's losses, whose `logits_dtype` the user states."""
-    site = call_site(op.equation)
+    site = _locations.call_site(op.equation)
     return site is not None and site[0].co_filename.startswith(str(Path(losses.__file__).parent))
 
 
@@ -331,7 +329,7 @@ def _is_wrapped(op: OpOccurrence) -> bool:
 
 
 def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
-    context, path = audit.context, module_paths_of(op.location.names)[0]
+    context, path = audit.context, _jaxprs.module_paths_of(op.location.names)[0]
     # The rule does not help where a policy returns FP32 already, but does not reach the layer, or
     # where the line of the user contains the matmul itself.
     has_rule = context.policies is not None and context.resolve(op.location.names).wide_output
@@ -347,7 +345,7 @@ def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
 def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the difference of a rounded result and of a value that does not depend on it."""
     lhs, rhs = op.equation.invars
-    for var, other in ((lhs, rhs), (rhs, lhs)) if op.location.phase == FORWARD else ():
+    for var, other in ((lhs, rhs), (rhs, lhs)) if op.location.phase == _jaxprs.FORWARD else ():
         for rounded in audit.flow.labels(RoundedValue, var):
             if isinstance(rounded, UserCast) and _is_zero(other, op, audit):
                 continue  # A softplus, which rounds no more than its operand.
@@ -356,18 +354,20 @@ def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
                 audit.flow.mark(op.equation.outvars[0], _Difference(rounded))
 
 
-def _is_zero(var: Atom, op: OpOccurrence, audit: Auditor) -> bool:
+def _is_zero(var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor) -> bool:
     value = audit.known.value(op.body.source_of(var, LAYOUT))
     return value is not None and not np.any(value)
 
 
-def _is_made_of(rounding: OpOccurrence, var: Atom, op: OpOccurrence, audit: Auditor) -> bool:
+def _is_made_of(
+    rounding: OpOccurrence, var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor
+) -> bool:
     """Returns True for a value that is computed from a rounded one, such as a mean of it."""
     return any(_has_error(rounding, source, audit) for source in _near(var, op.body))
 
 
 def _are_slices(
-    rounding: OpOccurrence, var: Atom, other: Atom, op: OpOccurrence, audit: Auditor
+    rounding: OpOccurrence, var: _jaxprs.Atom, other: _jaxprs.Atom, op: OpOccurrence, audit: Auditor
 ) -> bool:
     """Returns True for different slices of a rounded value: the values of two time steps."""
     first, second = (
@@ -386,17 +386,17 @@ def _are_slices(
 _SLICES = named("slice dynamic_slice gather split")
 
 
-def _has_error(rounding: OpOccurrence, var: Atom, audit: Auditor) -> bool:
+def _has_error(rounding: OpOccurrence, var: _jaxprs.Atom, audit: Auditor) -> bool:
     labels = (x for x in audit.flow.of(var) if isinstance(x, (RoundedValue, Logits)))
     return any(label.op.equation is rounding.equation for label in labels)
 
 
-def _near(var: Atom, body: Body) -> Iterator[Atom]:
+def _near(var: _jaxprs.Atom, body: Body) -> Iterator[_jaxprs.Atom]:
     """Yields a value and the first values that it is computed from."""
-    sources, waiting = set[Atom](), collections.deque([var])
+    sources, waiting = set[_jaxprs.Atom](), collections.deque([var])
     while waiting and len(sources) < _NEAR:
         source = waiting.popleft()
-        if is_literal(source) or source in sources:
+        if _jaxprs.is_literal(source) or source in sources:
             continue
         yield source
         sources.add(source)
@@ -411,7 +411,7 @@ _NEAR = 32
 @ROUNDED_OUTPUT.on_operation("reduce_sum")
 def check_differences(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a rounded result if a loss is a sum of its differences."""
-    if op.location.phase == FORWARD and op.equation.outvars[0].aval.size == 1:
+    if op.location.phase == _jaxprs.FORWARD and op.equation.outvars[0].aval.size == 1:
         for label in audit.flow.labels(_Difference, *op.equation.invars):
             harm = f"; the loss at {audit.findings.where(op)} subtracts it from other values"
             label.rounded.report(harm, audit.findings)

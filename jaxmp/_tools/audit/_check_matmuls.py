@@ -9,9 +9,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._constructs import loop_of
+from jaxmp._core import _dtypes
+from jaxmp._programs import _analysis, _constructs, _locations, _matmuls, _operations, _uses
 from jaxmp._programs._jaxprs import (
     AUTOCAST,
     BACKWARD,
@@ -22,10 +21,6 @@ from jaxmp._programs._jaxprs import (
     is_literal,
     module_paths_of,
 )
-from jaxmp._programs._locations import FULL_PRECISION, call_site
-from jaxmp._programs._matmuls import Matmul
-from jaxmp._programs._operations import arithmetic_of
-from jaxmp._programs._uses import Use
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import (
     ERROR,
@@ -90,7 +85,7 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     if not _is_wider(source, target) or math.prod(operand.aval.shape) <= 1:
         return
     allowed = audit.context.allowed_dtypes(op.location)
-    is_fp32_module = bool(allowed) and not any(is_16bit(dtype) for dtype in allowed)
+    is_fp32_module = bool(allowed) and not any(_dtypes.is_16bit(dtype) for dtype in allowed)
     if GRADIENT in audit.flow.of(operand) or is_fp32_module:
         return
     size = math.prod(op.body.source_of(operand, _BROADCASTS).aval.shape)
@@ -103,9 +98,9 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @IMPLICIT_PROMOTION.on_matmul
-def report_matmul(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
-    is_wide = bool({FLOAT32, FLOAT64} & {matmul.lhs, matmul.rhs})
+    is_wide = bool({_dtypes.FLOAT32, _dtypes.FLOAT64} & {matmul.lhs, matmul.rhs})
     if not is_wide or op.location.phase != FORWARD or is_internal_matmul(op, matmul):
         return
     harm = f", and the matmul at {audit.findings.where(op)} ({op.name}) reads it"
@@ -122,7 +117,7 @@ def report_results(audit: Auditor, traced: Traced) -> None:
     labels = audit.flow.labels(PromotedValue, *traced.jaxpr.outvars)
     for label in sorted(labels, key=lambda label: label.number):
         use = audit.use_of(label.op.equation.outvars[0])
-        if not use & (Use.SOFTMAX | Use.ORDER | Use.LOSS):
+        if not use & (_uses.Use.SOFTMAX | _uses.Use.ORDER | _uses.Use.LOSS):
             label.report(", and the program returns the wide result", audit.findings)
 
 
@@ -132,8 +127,8 @@ def promotion_fix(op: OpOccurrence, audit: Auditor) -> str:
 
 
 def _is_wider(source: np.dtype, target: np.dtype) -> bool:
-    return (is_16bit(source) and target == FLOAT32) or (
-        target == FLOAT64 and (is_16bit(source) or source == FLOAT32)
+    return (_dtypes.is_16bit(source) and target == _dtypes.FLOAT32) or (
+        target == _dtypes.FLOAT64 and (_dtypes.is_16bit(source) or source == _dtypes.FLOAT32)
     )
 
 
@@ -212,7 +207,7 @@ def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> 
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
     """Returns True for a carry of the enclosing loop."""
-    loop = None if op.outer is None or is_literal(var) else loop_of(op.outer.equation)
+    loop = None if op.outer is None or is_literal(var) else _constructs.loop_of(op.outer.equation)
     return loop is not None and any(var is each for each in loop.incoming)
 
 
@@ -227,8 +222,8 @@ def _symbol(equation: Equation) -> str:
 
 def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Atom]:
     """Returns the wide operands because of which JAX promotes `upcast`, before broadcasts."""
-    call = call_site(op.equation)
-    if call != call_site(reader) or not (call or _is_where(op)):
+    call = _locations.call_site(op.equation)
+    if call != _locations.call_site(reader) or not (call or _is_where(op)):
         return []
     wide = dtype_of(upcast)
     others = [var for var in reader.invars if var is not upcast and dtype_of(var) == wide]
@@ -242,10 +237,10 @@ def _is_where(op: OpOccurrence) -> bool:
     return op.caller == "_where"
 
 
-def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: Body) -> bool:
+def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: _analysis.Body) -> bool:
     """Returns True if the same call made an operand: then the call widens on purpose."""
     maker = body.maker_through(var, _BROADCASTS)
-    return maker is not None and call is not None and call_site(maker) == call
+    return maker is not None and call is not None and _locations.call_site(maker) == call
 
 
 FP32_MATMUL = Check(
@@ -273,7 +268,7 @@ MIXED_OPERANDS = Check(
 
 
 @MIXED_OPERANDS.on_matmul
-def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
     is_float = bool(FLOATS & set(dtypes))
@@ -299,9 +294,9 @@ def check_operands(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor)
 
 
 @FP32_MATMUL.on_matmul
-def check_fp32(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def check_fp32(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports FP32 operands where 16 bits are required, or where they were 16 bits before."""
-    if not (matmul.lhs == matmul.rhs == FLOAT32) or _is_fp32_by_design(op, matmul, audit):
+    if not (matmul.lhs == matmul.rhs == _dtypes.FLOAT32) or _is_fp32_by_design(op, matmul, audit):
         return
     allowed = audit.context.allowed_dtypes(op.location)
     if _is_router(op, audit):
@@ -309,7 +304,7 @@ def check_fp32(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> 
         audit.notes[f"the FP32 matmul at {where} chooses experts or classes"] = None
     elif not allowed:
         _check_upcast(op, flops, audit)
-    elif FLOAT32 not in allowed:
+    elif _dtypes.FLOAT32 not in allowed:
         _report_fp32(op, min(dtype.name for dtype in allowed), flops, audit)
 
 
@@ -320,14 +315,14 @@ class _Exact(NamedTuple):
     line: tuple[str, int]
 
 
-def _is_fp32_by_design(op: OpOccurrence, matmul: Matmul, audit: Auditor) -> bool:
+def _is_fp32_by_design(op: OpOccurrence, matmul: _matmuls.Matmul, audit: Auditor) -> bool:
     """Returns True for matmuls of attention, of a matrix that is factorized, and of its norm.
 
     Autocast computes the factorized one in FP32, because its condition multiplies each rounding
     error. The power iteration of a spectral norm requires FP32, too, and has few operations.
     """
     key = _Exact(op.location.names, audit.findings.line_of(op))
-    if Use.SOLVED in audit.use_of(op.equation.outvars[0]) or is_of_power_iteration(op):
+    if _uses.Use.SOLVED in audit.use_of(op.equation.outvars[0]) or is_of_power_iteration(op):
         audit.collected[_Exact].append(key)
     return is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
 
@@ -336,14 +331,14 @@ def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for scores that a top-k or argmax compares, of fewer classes than features."""
     operand, (result,) = op.equation.invars[0], op.equation.outvars
     is_narrow = result.aval.size < operand.aval.size
-    return op.location.phase == FORWARD and is_narrow and Use.ORDER in audit.use_of(result)
+    return op.location.phase == FORWARD and is_narrow and _uses.Use.ORDER in audit.use_of(result)
 
 
 @OFF_POLICY_MATMUL.on_matmul
-def check_policy(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a 16-bit dtype that the policies do not allow."""
     dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location)
-    if dtype != matmul.rhs or dtype == FLOAT32 or dtype not in CASTABLE:
+    if dtype != matmul.rhs or dtype == _dtypes.FLOAT32 or dtype not in _dtypes.CASTABLE:
         return
     if not allowed or dtype in allowed or is_internal_matmul(op, matmul):
         return
@@ -358,7 +353,7 @@ def suggest_autocast(audit: Auditor, traced: Traced) -> None:
     """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
     del traced
     rows = audit.matmuls
-    if any(names and is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
+    if any(names and _dtypes.is_16bit(jnp.dtype(lhs)) for names, _, lhs, _ in rows):
         for finding in audit.findings:
             if finding.check in (FP32_MATMUL, OFF_POLICY_MATMUL):
                 context = audit.context
@@ -373,7 +368,7 @@ class _Moved(NamedTuple):
 
 
 @FP32_MATMUL.on_matmul
-def collect_bytes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def collect_bytes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Collects the bytes of all matmuls."""
     del matmul, flops
     audit.collected[_Moved].append(_Moved(_bytes(op)))
@@ -410,7 +405,7 @@ def _bytes(op: OpOccurrence) -> int:
 
 
 def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
-    if FULL_PRECISION in op.location.names:
+    if _locations.FULL_PRECISION in op.location.names:
         return
     if WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
         message = f"{op.name} of float32, and an operand was cast up from 16 bits."
@@ -419,7 +414,7 @@ def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
-    options = arithmetic_of(op.equation)
+    options = _operations.arithmetic_of(op.equation)
     is_highest = options is not None and options.is_highest
     message = f"{op.name} of float32, but the policies require {required}"
     message += "; the code sets precision=HIGHEST." if is_highest else "."
@@ -441,7 +436,7 @@ def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
 
     The equations of such a rule have the line at which its function is called.
     """
-    if op.location.phase != BACKWARD or call_site(op.equation) in audit.matmul_calls:
+    if op.location.phase != BACKWARD or _locations.call_site(op.equation) in audit.matmul_calls:
         return ""
     was_16_bits = lambda var: WAS_16_BITS in audit.flow.of(var)
     wide = min(op.equation.invars[:2], key=was_16_bits).aval.str_short()

@@ -9,23 +9,14 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._programs._constructs import LOOPS, loop_of
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, equations, phase_of
-from jaxmp._programs._locations import module_of
-from jaxmp._programs._matmuls import MATMULS
+from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls
 from jaxmp._programs._operations import is_in_mesh, mesh_axes_of, sharding_of_result
+from jaxmp._tools.audit import _hlo_collectives
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
 from jaxmp._tools.audit._check_ops import is_sum
 from jaxmp._tools.audit._checks import ERROR, WARNING, Check, OpOccurrence, dtype_of, half_of
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update
-from jaxmp._tools.audit._hlo_collectives import (
-    ACTIVATION,
-    UPDATE,
-    WEIGHT,
-    WEIGHT_GRADIENT,
-    axis_names,
-)
 from jaxmp._tools.audit._labels import Reduction16Bit
 from jaxmp._tools.audit._origins import fix_expression, fix_origins
 from jaxmp._tools.audit._rows import CollectiveRow, Finding
@@ -67,10 +58,10 @@ def label_reductions(op: OpOccurrence, audit: Auditor) -> None:
             audit.flow.mark(result, label)
 
 
-@ALL_REDUCE_16BIT.on_operation(*MATMULS)
+@ALL_REDUCE_16BIT.on_operation(*_matmuls.MATMULS)
 def label_activations(op: OpOccurrence, audit: Auditor) -> None:
     """Records that a matmul of the backward pass reads a sum, which is then an activation."""
-    if op.location.phase == BACKWARD:
+    if op.location.phase == _jaxprs.BACKWARD:
         for label in audit.flow.labels(Reduction16Bit, *op.equation.invars[:2]):
             label.is_activation = True
 
@@ -93,7 +84,7 @@ def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
     dtype = dtype_of(op.equation.invars[0]).name
     names = mesh_axes_of(op.equation)
     name = repr(names[0]) if len(names) == 1 else repr(names)
-    if op.location.phase == FORWARD and not reduction.is_gradient and is_sum(op):
+    if op.location.phase == _jaxprs.FORWARD and not reduction.is_gradient and is_sum(op):
         message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
         fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
         audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op, audit.findings) or fix)
@@ -106,9 +97,9 @@ def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
     fix = fix_origins(op, audit.findings) or fix_expression("Sum in FP32", op, audit.findings)
     fix = fix if "\n" in fix else ""
     fix = fix or f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
-    if op.name == "reduce_scatter" and op.location.phase == BACKWARD:
+    if op.name == "reduce_scatter" and op.location.phase == _jaxprs.BACKWARD:
         fix = _FIX_GATHER_VJP.format(name=name, dtype=dtype)
-    elif op.location.phase == BACKWARD:
+    elif op.location.phase == _jaxprs.BACKWARD:
         fix = (
             "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
             f"    params = jax.lax.pcast(params, {name}, to='varying')"
@@ -138,7 +129,7 @@ def gather_of(row: CollectiveRow, audit: Auditor) -> Constraint | None:
     gathers = [
         each
         for each in audit.collected[Constraint]
-        if module_of(each.op.location.names, audit.root) == row.module
+        if _locations.module_of(each.op.location.names, audit.root) == row.module
         and (not row.file or audit.findings.line_of(each.op) == (row.file, row.line))
         and _split_of(each, audit) is not None
     ]
@@ -174,8 +165,8 @@ def _split_of(constraint: Constraint, audit: Auditor) -> PartitionSpec | None:
     for number in constraint.arguments:
         spec = getattr(getattr(arrays[number], "sharding", None), "spec", None)
         if spec is not None and arrays[number].shape == operand.aval.shape:
-            kept = axis_names(getattr(result, "spec", ()))
-            return None if axis_names(spec) <= kept else spec
+            kept = _hlo_collectives.axis_names(getattr(result, "spec", ()))
+            return None if _hlo_collectives.axis_names(spec) <= kept else spec
     return None
 
 
@@ -292,7 +283,7 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
         is_sum = row.operation in ("all-reduce", "reduce-scatter") and row.dtype in _HALF
         if not is_sum or (row.file, row.line) in reported:
             continue
-        if row.content != WEIGHT_GRADIENT:
+        if row.content != _hlo_collectives.WEIGHT_GRADIENT:
             audit.notes[sum_note(row.dtype)] = None
             continue
         size = bytes_text(row.bytes)
@@ -305,7 +296,7 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
 @FP32_ALL_GATHER.on_operation("sharding_constraint")
 def collect_constraints(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the constraints of the forward pass, of which some gather weights."""
-    if op.location.phase == FORWARD:
+    if op.location.phase == _jaxprs.FORWARD:
         audit.collected[Constraint].append(constraint_of(op, audit))
 
 
@@ -317,9 +308,9 @@ def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]
         has_policies = audit.context.policies is not None
         if has_policies and not requires_16_bits(audit, row.module):
             continue
-        if row.content == UPDATE and has_policies:
+        if row.content == _hlo_collectives.UPDATE and has_policies:
             updates.append(row)
-        elif row.content == WEIGHT and row.in_matmul and row.read_as not in _WIDE:
+        elif row.content == _hlo_collectives.WEIGHT and row.in_matmul and row.read_as not in _WIDE:
             size = bytes_text(row.bytes)
             message = f"{size} of weights are gathered in {row.dtype} and read in {row.read_as}."
             dtype, gather = _half_dtype([row]), gather_of(row, audit)
@@ -343,11 +334,11 @@ def check_activations(program: CompiledProgram, audit: Auditor) -> Iterator[Find
     rows = [
         row
         for row in _gathers(program)
-        if row.content == ACTIVATION
+        if row.content == _hlo_collectives.ACTIVATION
         and row.in_matmul
         and not program.fsdp_axes.isdisjoint(row.axes)
     ]
-    weights = [row for row in _gathers(program) if row.content == WEIGHT]
+    weights = [row for row in _gathers(program) if row.content == _hlo_collectives.WEIGHT]
     if _bytes(rows) > _FEW * _bytes(weights):
         axis = next(name for name in rows[0].axes if name in program.fsdp_axes)
         message = (
@@ -360,7 +351,7 @@ def check_activations(program: CompiledProgram, audit: Auditor) -> Iterator[Find
 @KEPT_WEIGHTS.on_compiled
 def check_kept_weights(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
     """Reports gathered weights that the backward pass reads."""
-    weights = [row for row in _gathers(program) if row.content == WEIGHT]
+    weights = [row for row in _gathers(program) if row.content == _hlo_collectives.WEIGHT]
     rows = [row for row in weights if row.is_kept]
     # The backward pass reads the last weights, such as those of the head, at once.
     if _bytes(rows) > _FEW * _bytes(weights):
@@ -378,18 +369,18 @@ class _MicrobatchLoop(NamedTuple):
     length: int | None
 
 
-@REDUCTION_PER_MICROBATCH.on_result(*LOOPS)
+@REDUCTION_PER_MICROBATCH.on_result(*_constructs.LOOPS)
 def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
-    if op.location.differentiated or op.location.phase != FORWARD:
+    if op.location.differentiated or op.location.phase != _jaxprs.FORWARD:
         return
-    loop = loop_of(op.equation)
+    loop = _constructs.loop_of(op.equation)
     assert loop is not None
     body = loop.jaxpr
     if audit.flow.labels(Update, *body.outvars):
         return
-    stacks = (str(equation.source_info.name_stack) for equation in equations(body))
-    if any(phase_of(stack) == BACKWARD for stack in stacks):
+    stacks = (str(equation.source_info.name_stack) for equation in _jaxprs.equations(body))
+    if any(_jaxprs.phase_of(stack) == _jaxprs.BACKWARD for stack in stacks):
         audit.collected[_MicrobatchLoop].append(_MicrobatchLoop(loop.length))
 
 
@@ -400,7 +391,7 @@ def check_microbatches(program: CompiledProgram, audit: Auditor) -> Iterator[Fin
     rows = [
         row
         for row in _large(program.rows.collectives)
-        if row.content == WEIGHT_GRADIENT and row.in_outer_loop and row.axes
+        if row.content == _hlo_collectives.WEIGHT_GRADIENT and row.in_outer_loop and row.axes
     ]
     if loops and rows:
         length = loops[0].length
@@ -419,7 +410,11 @@ def check_microbatches(program: CompiledProgram, audit: Auditor) -> Iterator[Fin
 
 def _half_dtype(rows: Iterable[CollectiveRow]) -> str:
     """Returns the 16-bit dtype in which weights are read; "bfloat16" if there is none."""
-    dtypes = (row.read_as for row in rows if row.content == WEIGHT and row.read_as in _HALF)
+    dtypes = (
+        row.read_as
+        for row in rows
+        if row.content == _hlo_collectives.WEIGHT and row.read_as in _HALF
+    )
     return next(dtypes, "bfloat16")
 
 

@@ -6,9 +6,7 @@ import math
 from typing import NamedTuple
 
 from jaxmp._core._dtypes import FLOAT64
-from jaxmp._programs._jaxprs import FORWARD
-from jaxmp._programs._matmuls import Matmul, multiple_of, padded
-from jaxmp._programs._uses import Use
+from jaxmp._programs import _jaxprs, _matmuls, _uses
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import NOTE, Check, OpOccurrence
 
@@ -22,16 +20,16 @@ MISALIGNED_MATMUL = Check(
 
 
 @MISALIGNED_MATMUL.on_matmul
-def check_sizes(op: OpOccurrence, matmul: Matmul, flops: int, audit: Auditor) -> None:
+def check_sizes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports innermost dimensions that are not multiples of 16 bytes."""
     # A step that does not follow its policies yet is padded for their dtype.
     allowed = audit.context.allowed_dtypes(op.location)
     dtype = min((matmul.lhs, *allowed), key=lambda dtype: dtype.itemsize)
-    multiple = multiple_of(dtype) if matmul.lhs != FLOAT64 else 1
+    multiple = _matmuls.multiple_of(dtype) if matmul.lhs != FLOAT64 else 1
     sizes = {role: size for role, size in matmul.widths.items() if size % multiple}
     if not sizes:
         return
-    paddings = {role: padded(size, multiple) for role, size in sizes.items()}
+    paddings = {role: _matmuls.padded(size, multiple) for role, size in sizes.items()}
     text = ", ".join(f"{role} = {size} (pad to {paddings[role]})" for role, size in sizes.items())
     cost = math.prod(paddings[role] / size for role, size in sizes.items()) - 1
     plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
@@ -61,8 +59,8 @@ class _Classes(NamedTuple):
 def _classes_of(op: OpOccurrence, audit: Auditor) -> int:
     """Returns the number of classes of a matmul of logits; 0 for other matmuls."""
     (result,) = op.equation.outvars
-    is_head = bool(audit.use_of(result) & (Use.SOFTMAX | Use.ORDER))
-    return result.aval.shape[-1] if is_head and op.location.phase == FORWARD else 0
+    is_head = bool(audit.use_of(result) & (_uses.Use.SOFTMAX | _uses.Use.ORDER))
+    return result.aval.shape[-1] if is_head and op.location.phase == _jaxprs.FORWARD else 0
 
 
 def _fix_classes(classes: int, width: int) -> str:

@@ -6,9 +6,8 @@ import functools
 import math
 from collections.abc import Iterator
 
-from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._core._targets import Target, default_target
-from jaxmp._programs._jaxprs import FORWARD, RECOMPUTE, phase_of
+from jaxmp._core import _dtypes, _targets
+from jaxmp._programs import _jaxprs
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._checks import (
@@ -20,12 +19,12 @@ from jaxmp._tools.audit._checks import (
     named,
 )
 from jaxmp._tools.audit._dataflow import From
+from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Step
+from jaxmp._tools.audit._hlo_kernels import accessed, kernels, results, written
 from jaxmp._tools.audit._hlo_matmuls import is_matmul, parts, shape_of
 from jaxmp._tools.audit._hlo_stats import fused_attention, required_bytes, source_of
 from jaxmp._tools.audit._labels import Fact
 from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.hlo import Computation, Instruction, Program, Step
-from jaxmp._tools.hlo._kernels import accessed, kernels, results, written
 from jaxmp._tools.report._section import bytes_text, counted, share_text
 from jaxmp.losses._linear import chunk_rows
 
@@ -139,7 +138,7 @@ def _repetitions(program: Program, run: list[Step], free: int) -> Note:
 
 def _repeats(value: Instruction) -> bool:
     is_in_loop = "while/" in value.op_name.partition("jvp(")[2]
-    return phase_of(value.op_name) == RECOMPUTE and not is_in_loop
+    return _jaxprs.phase_of(value.op_name) == _jaxprs.RECOMPUTE and not is_in_loop
 
 
 # ---------------------------------------------------------------------------
@@ -147,7 +146,7 @@ def _repeats(value: Instruction) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _losses(program: Program, run: list[Step], chip: Target) -> Iterator[Note]:
+def _losses(program: Program, run: list[Step], chip: _targets.Target) -> Iterator[Note]:
     """Yields the matmuls of the logits of losses, with the bytes that the losses could save."""
     values = ((step.times, *part) for step in run for part in parts(program, step))
     matmuls = {v[2].shapes[0].sizes: v for v in values if is_matmul(v[2])}
@@ -156,7 +155,7 @@ def _losses(program: Program, run: list[Step], chip: Target) -> Iterator[Note]:
         moved = [(step, _touched(program, step, sizes)) for step in run]
         if any(size and _has_softmax(program, step, math.prod(sizes)) for step, size in moved):
             total = sum(size for _, size in moved)
-            with default_target(chip.name):
+            with _targets.default_target(chip.name):
                 saved = total - _least(inside, part, times)
             text = f"kernels move {times * sizes[0]:,} x {sizes[1]:,} logits and their gradients:"
             text += f" {bytes_text(total)}. linear_cross_entropy saves"
@@ -224,8 +223,8 @@ def label_rows(op: OpOccurrence, audit: Auditor) -> TableRows | None:
     """Labels rows of an FP32 argument."""
     table = op.equation.invars[0]
     is_argument = bool(audit.flow.labels(From, table))
-    is_lookup = dtype_of(table) == FLOAT32 and is_argument and op.location.differentiated
-    return TableRows(op) if is_lookup and op.location.phase == FORWARD else None
+    is_lookup = dtype_of(table) == _dtypes.FLOAT32 and is_argument and op.location.differentiated
+    return TableRows(op) if is_lookup and op.location.phase == _jaxprs.FORWARD else None
 
 
 @WIDE_GATHER.on_operation("convert_element_type")
@@ -233,7 +232,7 @@ def check_cast(op: OpOccurrence, audit: Auditor) -> None:
     """Reports looked-up rows that are cast to 16 bits, if to cast the table moves fewer bytes."""
     (operand,), (result,) = op.equation.invars, op.equation.outvars
     dtype = dtype_of(result)
-    if not is_16bit(dtype):
+    if not _dtypes.is_16bit(dtype):
         return
     for label in audit.flow.labels(TableRows, operand):
         table = label.op.equation.invars[0].aval

@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT16, FLOAT32, FLOATS_16BIT, is_16bit
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import BACKWARD, Equation, is_literal
+from jaxmp._core import _dtypes, _trees
+from jaxmp._programs import _analysis, _jaxprs
 from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_integers import STEPS
@@ -42,9 +40,7 @@ from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import in_fp32
 from jaxmp._tools.fixes._source import expression_of
-from jaxmp.optim._moments import MomentState
-from jaxmp.optim._roles import AVERAGE, REMAINDER
-from jaxmp.optim._rounding import StochasticRoundingState
+from jaxmp.optim import _moments, _roles, _rounding
 
 # ---------------------------------------------------------------------------
 # Checks
@@ -149,8 +145,8 @@ def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     states: dict[tuple[bool, str], list[int]] = {}
     kept = _moments_by_choice(traced)
     for number, aval in step.avals.items():
-        if step.in_optimizer[number] and aval.dtype in FLOATS_16BIT and number not in kept:
-            is_average = step.leaves[number].role == AVERAGE
+        if step.in_optimizer[number] and aval.dtype in _dtypes.FLOATS_16BIT and number not in kept:
+            is_average = step.leaves[number].role == _roles.AVERAGE
             states.setdefault((is_average, aval.dtype.name), []).append(number)
     for (is_average, dtype), numbers in states.items():
         yield _optimizer_state_finding(dtype, numbers, is_average, step, traced)
@@ -203,7 +199,7 @@ def _optimizer_state_finding(
 def _moments_by_choice(traced: Traced) -> set[int]:
     """Returns the numbers of the arguments that `moment_dtype` stores in 16 bits."""
     first, positions = 0, set[int]()
-    is_chosen = lambda node: isinstance(node, MomentState)
+    is_chosen = lambda node: isinstance(node, _moments.MomentState)
     for node in jtu.tree_leaves(traced.arguments, is_leaf=is_chosen):
         size = len(jtu.tree_leaves(node))
         positions |= set(range(first, first + size)) if is_chosen(node) else set()
@@ -212,7 +208,7 @@ def _moments_by_choice(traced: Traced) -> set[int]:
 
 
 def _is_rounded(node: object) -> bool:
-    return isinstance(node, StochasticRoundingState)
+    return isinstance(node, _rounding.StochasticRoundingState)
 
 
 # ---------------------------------------------------------------------------
@@ -250,13 +246,13 @@ class _Step:
             for n, row in self.updates.items()
             if not self.in_optimizer[n] and any(update.has_gradient for update in row)
         }
-        return bool(dtypes) and not any(map(is_16bit, dtypes))
+        return bool(dtypes) and not any(map(_dtypes.is_16bit, dtypes))
 
     def updates_16bit(self) -> dict[int, Update]:
         """Returns the first update of each 16-bit argument of a training step."""
         if not self.is_training:
             return {}
-        rows = ((n, row[0]) for n, row in self.updates.items() if is_16bit(self.dtypes[n]))
+        rows = ((n, row[0]) for n, row in self.updates.items() if _dtypes.is_16bit(self.dtypes[n]))
         return {n: u for n, u in rows if not is_compensated(u.op.equation, u.op.body)}
 
     def state_16bit(self, returned: set[str]) -> dict[int, Update]:
@@ -266,7 +262,7 @@ class _Step:
           returned: key paths of the results. In a program that trains nothing, only scalars and
             arguments that are returned under their own keys, and averages, are state.
         """
-        updates = {n: row[0] for n, row in self.updates.items() if is_16bit(self.dtypes[n])}
+        updates = {n: row[0] for n, row in self.updates.items() if _dtypes.is_16bit(self.dtypes[n])}
         return {
             n: update
             for n, update in updates.items()
@@ -289,12 +285,12 @@ class _Step:
         """Returns True for an average of parameters, such as an EMA."""
         masters = {n for n, dtype in self.dtypes.items() if self._is_master(n, dtype)}
         # A parameter of the last step, which a master in the state replaces.
-        packed = [n for n, leaf in enumerate(self.leaves) if leaf.role == REMAINDER]
+        packed = [n for n, leaf in enumerate(self.leaves) if leaf.role == _roles.REMAINDER]
         shapes = {self.avals[n].shape for n in (*masters, *packed)}
         stored = {
             n
             for n in self.flow.differentiated
-            if is_16bit(self.avals[n].dtype) and self.avals[n].shape in shapes
+            if _dtypes.is_16bit(self.avals[n].dtype) and self.avals[n].shape in shapes
         }
         learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
         trained = masters | stored | (self.flow.differentiated & learned)
@@ -312,7 +308,7 @@ class _Step:
         return not is_read and update.has_gradient and not self.is_average(update)
 
     def _is_master(self, number: int, dtype: np.dtype) -> bool:
-        return not is_16bit(dtype) and any(
+        return not _dtypes.is_16bit(dtype) and any(
             update.factor == PLUS and update.has_gradient for update in self.updates[number]
         )
 
@@ -351,7 +347,7 @@ class _Step:
         for reader in (update.op.equation, *update.op.body.readers(result)):
             cast = update.op._replace(equation=reader)
             is_cast = reader.primitive.name == "convert_element_type"
-            if is_cast and is_16bit(dtype_of(reader.outvars[0])):
+            if is_cast and _dtypes.is_16bit(dtype_of(reader.outvars[0])):
                 code = in_fp32(expression_of(cast, findings))
                 line = f"\nAt {findings.where(cast)}, do not round to 16 bits:\n    {code}"
                 fix += line if code else ""
@@ -371,9 +367,9 @@ def _fill(text: str, dtype: str) -> str:
     return text
 
 
-def is_compensated(addition: Equation, body: Body) -> bool:
+def is_compensated(addition: _jaxprs.Equation, body: _analysis.Body) -> bool:
     """Returns True for a Kahan sum, from which its operand is subtracted: the rest is kept."""
-    total, operands = addition.outvars[0], {v for v in addition.invars if not is_literal(v)}
+    total, operands = addition.outvars[0], {v for v in addition.invars if not _jaxprs.is_literal(v)}
     differences = (e.invars for e in body.readers(total) if e.primitive.name == "sub")
     return any(total in pair and not operands.isdisjoint(pair) for pair in differences)
 
@@ -401,7 +397,7 @@ def check_rounded_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports FP32 parameters whose new values the step rounds to 16 bits."""
     step = step_of(audit, traced)
     for var in traced.jaxpr.outvars:
-        labels = audit.flow.labels(Update, var) if dtype_of(var) == FLOAT32 else ()
+        labels = audit.flow.labels(Update, var) if dtype_of(var) == _dtypes.FLOAT32 else ()
         numbers = {x.number for x in labels if x.number in step.updates and x.has_gradient}
         maker = traced.maker_of(var) if numbers and var.aval.size > 1 else None
         sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
@@ -474,11 +470,11 @@ class _InnerGradient(NamedTuple):
 @MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *MATMULS)
 def collect_inner_gradients(op: OpOccurrence, audit: Auditor) -> None:
     """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
-    if op.location.phase != BACKWARD:
+    if op.location.phase != _jaxprs.BACKWARD:
         return
     scales = (is_scale(op, var, audit.flow.of) for var in op.equation.invars)
     is_scaled = op.name not in MATMULS and any(scales)
-    is_float16 = op.name in MATMULS and FLOAT16 in map(dtype_of, op.equation.invars)
+    is_float16 = op.name in MATMULS and _dtypes.FLOAT16 in map(dtype_of, op.equation.invars)
     if is_scaled or is_float16:
         chain = reversed([op.equation, *op.enclosing])
         stack = "/".join(str(equation.source_info.name_stack) for equation in chain)

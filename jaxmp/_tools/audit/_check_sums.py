@@ -11,26 +11,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT, is_16bit
-from jaxmp._programs._analysis import Body, Forward
-from jaxmp._programs._constructs import LOOPS, Inner, loop_of
+from jaxmp._core import _dtypes
+from jaxmp._programs import _analysis, _constructs, _jaxprs, _operations
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._jaxprs import (
-    BACKWARD,
-    FORWARD,
-    Atom,
-    Equation,
-    is_literal,
-)
-from jaxmp._programs._operations import axes_of, name_of, window_of
+from jaxmp._tools.audit import _check_ops
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._check_ops import (
-    ACCUMULATOR_16BIT,
-    REDUCTION_16BIT,
-    REDUCTIONS,
-    counts_largest,
-    made_of,
-)
 from jaxmp._tools.audit._check_state import MISSING_MASTER, is_compensated, step_of
 from jaxmp._tools.audit._checks import (
     FLOATS,
@@ -46,8 +31,7 @@ from jaxmp._tools.audit._labels import ConditionalFinding, Fact
 from jaxmp._tools.audit._origins import fix_operation
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._rewrite import in_fp32, with_fp32_summand
-from jaxmp._tools.fixes._source import expression_of
+from jaxmp._tools.fixes import _rewrite, _source
 
 # Reductions that XLA divides into chunks; the others add one term after another.
 _IN_CHUNKS = named("reduce_sum cumsum reduce_prod cumprod cumlogsumexp")
@@ -75,48 +59,48 @@ FIX_ACCUMULATOR = (
 # ---------------------------------------------------------------------------
 
 
-@REDUCTION_16BIT.on_16_bits
+@_check_ops.REDUCTION_16BIT.on_16_bits
 def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports a reduction of many terms."""
-    if op.name not in REDUCTIONS:
+    if op.name not in _check_ops.REDUCTIONS:
         return
     terms = _terms(op)
-    if terms < _FEW_TERMS or counts_largest(op):
+    if terms < _FEW_TERMS or _check_ops.counts_largest(op):
         return
     in_chunks = op.name in _IN_CHUNKS
     verb = "multiplies" if "prod" in op.name or op.name == "scatter-mul" else "adds"
     text = error_text(terms, dtype, in_chunks=in_chunks)
     message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
-    is_backward = op.location.phase == BACKWARD
+    is_backward = op.location.phase == _jaxprs.BACKWARD
     if not is_backward and op.name != "reduce_window_sum":
         fix = fix_operation(op, audit.findings, dtype.name)
-        audit.add(REDUCTION_16BIT, op, message, fix)
+        audit.add(_check_ops.REDUCTION_16BIT, op, message, fix)
     elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
         fix = ""
         if is_backward:
             message = f"in the gradient of a broadcast or of indexing, {message}"
             fix = _fix_gradient(audit)
-        audit.add(REDUCTION_16BIT, op, message, fix, severity=WARNING)
+        audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=WARNING)
 
 
-@REDUCTION_16BIT.on_result(*LOOPS)
+@_check_ops.REDUCTION_16BIT.on_result(*_constructs.LOOPS)
 def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a loop that adds to a 16-bit carry what does not depend on that carry.
 
     A residual stream, whose summand is computed from the carry itself, is not an accumulator.
     """
-    loop = loop_of(op.equation)
+    loop = _constructs.loop_of(op.equation)
     assert loop is not None
-    body = Body(loop.jaxpr)
+    body = _analysis.Body(loop.jaxpr)
     for before, after in zip(loop.incoming, loop.outgoing, strict=True):
-        if dtype_of(before) in FLOATS_16BIT and not is_literal(after):
-            makers = made_of(after, body, _PUTS)
+        if dtype_of(before) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(after):
+            makers = _check_ops.made_of(after, body, _PUTS)
             addition = next((e for e in makers if _adds_to(e, before, body)), None)
             if addition is not None and not is_compensated(addition, body):
                 _report_carry(op, before, addition, audit)
 
 
-@ACCUMULATOR_16BIT.on_result("add", "add_any")
+@_check_ops.ACCUMULATOR_16BIT.on_result("add", "add_any")
 def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a sum of three or more 16-bit gradients without a loop."""
     (result,) = op.equation.outvars
@@ -125,18 +109,18 @@ def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     if any(label.number > 2 for label in audit.flow.labels(Terms, result)):
         message = f"gradients of several microbatches are summed in {dtype_of(result).name}."
         fix = fix_operation(op, audit.findings) or FIX_ACCUMULATOR
-        audit.add(ACCUMULATOR_16BIT, op, message, fix)
+        audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
 def _terms(op: OpOccurrence) -> int:
     """Returns the largest number of elements that a reduction combines into one."""
     equation, operand = op.equation, op.equation.invars[0].aval
     if op.name == "reduce_window_sum":
-        return window_of(equation)
+        return _operations.window_of(equation)
     if not op.name.startswith("scatter"):
-        return math.prod(operand.shape[axis] for axis in axes_of(equation))
+        return math.prod(operand.shape[axis] for axis in _operations.axes_of(equation))
     updates = math.prod(equation.invars[1].aval.shape[:-1])
-    if op.location.phase == BACKWARD:
+    if op.location.phase == _jaxprs.BACKWARD:
         # In the gradient of a lookup, the indices are those of different rows; the mean counts.
         return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
     # In a scatter of the forward pass, all indices may be equal.
@@ -149,28 +133,32 @@ def _fix_gradient(audit: Auditor) -> str:
     return f"Accumulate the gradient in FP32:\n    {code}"
 
 
-def _report_carry(op: OpOccurrence, carry: Atom, addition: Equation, audit: Auditor) -> None:
-    dtype, loop = dtype_of(carry), loop_of(op.equation)
+def _report_carry(
+    op: OpOccurrence, carry: _jaxprs.Atom, addition: _jaxprs.Equation, audit: Auditor
+) -> None:
+    dtype, loop = dtype_of(carry), _constructs.loop_of(op.equation)
     assert loop is not None
     length = loop.length
-    inner = op._replace(equation=addition, body=Body(loop.jaxpr), outer=op)
+    inner = op._replace(equation=addition, body=_analysis.Body(loop.jaxpr), outer=op)
     fix = fix_carry(op, carry, inner, audit)
     if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
-        audit.add(ACCUMULATOR_16BIT, inner, message, fix)
+        audit.add(_check_ops.ACCUMULATOR_16BIT, inner, message, fix)
         return
     message = f"a loop adds terms in {dtype.name}."
     if length is not None:
         # The gradient of a weight that all iterations share is one sum.
         is_small = rounding_error(length, dtype, in_chunks=False) < _NOTABLE
-        if op.location.phase == BACKWARD and is_small:
+        if op.location.phase == _jaxprs.BACKWARD and is_small:
             return
         text = error_text(length, dtype, in_chunks=False)
         message = f"a loop adds {length:,} terms in {dtype.name} {text}."
-    audit.add(REDUCTION_16BIT, inner, message, fix)
+    audit.add(_check_ops.REDUCTION_16BIT, inner, message, fix)
 
 
-def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Auditor) -> str:
+def fix_carry(
+    loop: OpOccurrence, carry: _jaxprs.Atom, addition: OpOccurrence, audit: Auditor
+) -> str:
     """Returns the fix of a 16-bit carry: its first value and its summands in FP32.
 
     Args:
@@ -195,7 +183,7 @@ def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Au
     if maker is None:
         return text
     made = loop._replace(equation=maker)
-    code = in_fp32(expression_of(made, audit.findings))
+    code = _rewrite.in_fp32(_source.expression_of(made, audit.findings))
     if not code:
         return text
     where = audit.findings.where(made)
@@ -206,12 +194,12 @@ def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Au
         cast = addition.body.maker(var)
         if cast is not None and cast.primitive.name == "convert_element_type":
             rounding = addition._replace(equation=cast)
-            code = in_fp32(expression_of(rounding, audit.findings))
+            code = _rewrite.in_fp32(_source.expression_of(rounding, audit.findings))
             where = audit.findings.where(rounding)
             lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
-        elif half_of([var]) is not None and not is_literal(var) and var not in dependents:
+        elif half_of([var]) is not None and not _jaxprs.is_literal(var) and var not in dependents:
             summand = index
-    code = with_fp32_summand(expression_of(addition, audit.findings), summand)
+    code = _rewrite.with_fp32_summand(_source.expression_of(addition, audit.findings), summand)
     where = audit.findings.where(addition)
     lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
     return "\n".join(lines)
@@ -219,10 +207,10 @@ def fix_carry(loop: OpOccurrence, carry: Atom, addition: OpOccurrence, audit: Au
 
 def _is_after_gradient(op: OpOccurrence) -> bool:
     """Returns True outside of derivatives: a gradient inside of a loss is an activation."""
-    return op.location.phase == FORWARD and not op.location.differentiated
+    return op.location.phase == _jaxprs.FORWARD and not op.location.differentiated
 
 
-def _adds_to(addition: Equation, before: Atom, loop: Body) -> bool:
+def _adds_to(addition: _jaxprs.Equation, before: _jaxprs.Atom, loop: _analysis.Body) -> bool:
     """Returns True for a sum of a carry of a loop and a value that does not depend on it.
 
     The carry may be a part of an array, or have been added to before.
@@ -235,22 +223,22 @@ def _adds_to(addition: Equation, before: Atom, loop: Body) -> bool:
     pairs = [(carry, other)] if name.startswith("scatter") else [(carry, other), (other, carry)]
     dependents = loop.dependents([before])
     return any(
-        _is_running(var, before, loop) and (is_literal(term) or term not in dependents)
+        _is_running(var, before, loop) and (_jaxprs.is_literal(term) or term not in dependents)
         for var, term in pairs
     )
 
 
-def _is_running(var: Atom, before: Atom, loop: Body) -> bool:
+def _is_running(var: _jaxprs.Atom, before: _jaxprs.Atom, loop: _analysis.Body) -> bool:
     source = loop.source_of(var, _TAKES)
     maker = loop.maker(source)
     return source is before or (maker is not None and _adds_to(maker, before, loop))
 
 
-@ACCUMULATOR_16BIT.on_operation("add")
+@_check_ops.ACCUMULATOR_16BIT.on_operation("add")
 def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
     """Reports `lax.associative_scan` with sums in 16 bits, which has no equation of its own."""
     dtype = half_of(op.equation.outvars)
-    if dtype is None or op.location.phase != FORWARD:
+    if dtype is None or op.location.phase != _jaxprs.FORWARD:
         return
     traceback = op.equation.source_info.traceback
     frames = () if traceback is None else traceback.frames
@@ -260,7 +248,7 @@ def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
             f"Cast the {dtype.name} arrays to FP32 before `lax.associative_scan`, and its results"
             " back after it."
         )
-        audit.add(ACCUMULATOR_16BIT, op, message, fix)
+        audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
 _KEEPS = LAYOUT | named("neg select_n")
@@ -274,10 +262,10 @@ class _Linear(NamedTuple):
     factor: float | None = 1.0
     is_scaled: bool = False
     # The last sum of the carry and an increment.
-    addition: Equation | None = None
+    addition: _jaxprs.Equation | None = None
 
 
-@ACCUMULATOR_16BIT.on_result(*LOOPS)
+@_check_ops.ACCUMULATOR_16BIT.on_result(*_constructs.LOOPS)
 def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a 16-bit carry that is scaled and added to in each step.
 
@@ -285,12 +273,12 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     carry; both are not linear recurrences. A sum without a factor is a running sum, which
     `reduction_16bit` reports.
     """
-    loop = loop_of(op.equation)
+    loop = _constructs.loop_of(op.equation)
     assert loop is not None
     carries = [var for var in loop.incoming if dtype_of(var) in FLOATS]
     pairs = zip(loop.incoming, loop.outgoing, strict=True)
-    for carry, result in pairs if op.location.phase == FORWARD else ():
-        if dtype_of(carry) in FLOATS_16BIT and not is_literal(result):
+    for carry, result in pairs if op.location.phase == _jaxprs.FORWARD else ():
+        if dtype_of(carry) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(result):
             carried = {var: False for var in carries} | {carry: _Linear()}
             args = [carried.get(var) for var in loop.jaxpr.invars]
             linear = _Linearity().frame(loop.jaxpr, args).values.get(result)
@@ -298,7 +286,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
                 _report_recurrence(op, carry, linear, loop, audit)
 
 
-class _Linearity(Forward):
+class _Linearity(_analysis.Forward):
     """Facts of values in a loop: `None` without a carry, `False` if they are not linear in it."""
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
@@ -306,9 +294,9 @@ class _Linearity(Forward):
         return [_linear_after(equation, operands) if is_read else None] * len(equation.outvars)
 
 
-def _linear_after(equation: Equation, facts: list[Any]) -> _Linear | Literal[False]:
+def _linear_after(equation: _jaxprs.Equation, facts: list[Any]) -> _Linear | Literal[False]:
     name, operands = equation.primitive.name, equation.invars
-    name = "select_n" if name_of(equation) == "_where" else name
+    name = "select_n" if _operations.name_of(equation) == "_where" else name
     rows = [fact for fact in facts if fact is not None]
     if not all(rows):
         return False
@@ -321,7 +309,7 @@ def _linear_after(equation: Equation, facts: list[Any]) -> _Linear | Literal[Fal
         return _Linear(linear.factor if len(rows) == 1 else None, is_scaled, equation)
     if len(rows) == 1 and (name == "mul" or (name == "div" and is_first)):
         other = operands[1] if is_first else operands[0]
-        constant = float(other.val) if is_literal(other) and other.aval.size == 1 else None
+        constant = float(other.val) if _jaxprs.is_literal(other) and other.aval.size == 1 else None
         if constant is None or linear.factor is None or not constant:
             return linear._replace(factor=None, is_scaled=True)
         factor = linear.factor * (constant if name == "mul" else 1 / constant)
@@ -330,7 +318,7 @@ def _linear_after(equation: Equation, facts: list[Any]) -> _Linear | Literal[Fal
 
 
 def _report_recurrence(
-    op: OpOccurrence, carry: Atom, linear: _Linear, loop: Inner, audit: Auditor
+    op: OpOccurrence, carry: _jaxprs.Atom, linear: _Linear, loop: _constructs.Inner, audit: Auditor
 ) -> None:
     dtype, length, factor = dtype_of(carry).name, loop.length, linear.factor
     terms = length or 2**31
@@ -342,15 +330,15 @@ def _report_recurrence(
     decay = "" if factor is None else f" with the factor {factor:.4g}"
     message = f"a loop{steps} updates a decayed sum{decay} in {dtype}: small summands are rounded"
     assert linear.addition is not None
-    inner = op._replace(equation=linear.addition, body=Body(loop.jaxpr), outer=op)
+    inner = op._replace(equation=linear.addition, body=_analysis.Body(loop.jaxpr), outer=op)
     fix = fix_carry(op, carry, inner, audit)
-    audit.add(ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
+    audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 
 
 _CHANGES = named("mul div add sub max min clamp")
 
 
-@ACCUMULATOR_16BIT.on_program
+@_check_ops.ACCUMULATOR_16BIT.on_program
 def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports sums, counters, statistics and other averages that a step updates in 16 bits."""
     step = step_of(audit, traced)
@@ -365,9 +353,11 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
         text = "are updated in 16 bits: changes below {least} of a value are rounded away"
         if factor == PLUS:
             text = "are sums in 16 bits: a sum of ones stops at {limit}"
-        literals = [abs(float(x.val)) for x in update.op.equation.invars if is_literal(x)]
+        literals = [abs(float(x.val)) for x in update.op.equation.invars if _jaxprs.is_literal(x)]
         wide = "int32" if factor == PLUS and 1 in literals else "float32"
-        yield from step.findings(ACCUMULATOR_16BIT, updates, text, step.fix(number, update, wide))
+        yield from step.findings(
+            _check_ops.ACCUMULATOR_16BIT, updates, text, step.fix(number, update, wide)
+        )
 
 
 # ---------------------------------------------------------------------------
@@ -395,7 +385,7 @@ class ChangedCopy(ConditionalFinding):
 def label_copy(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the cast of an updated FP32 argument to 16 bits."""
     (operand,), (result,) = op.equation.invars, op.equation.outvars
-    if dtype_of(operand) == FLOAT32 and is_16bit(dtype_of(result)):
+    if dtype_of(operand) == _dtypes.FLOAT32 and _dtypes.is_16bit(dtype_of(result)):
         for label in audit.flow.labels(Update, operand):
             if label.has_gradient and operand.aval.size > 1:
                 audit.flow.mark(result, StateCopy(label.number, op))
@@ -422,12 +412,12 @@ def report_changes(audit: Auditor, traced: Traced) -> None:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
     shapes = {(v.aval.shape, dtype_of(v)) for v in traced.variables if v.aval.size > 1}
 
-    def is_average(var: Atom) -> bool:
+    def is_average(var: _jaxprs.Atom) -> bool:
         sums = [x for x in audit.flow.of(var) if isinstance(x, (From, Update))]
-        return any(is_16bit(dtype_of(traced.variables[x.number])) for x in sums)
+        return any(_dtypes.is_16bit(dtype_of(traced.variables[x.number])) for x in sums)
 
     outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, dtype_of(v)) in shapes]
-    results = [v for v in outs if is_literal(v) or not is_average(v)]
+    results = [v for v in outs if _jaxprs.is_literal(v) or not is_average(v)]
     audit.report(ChangedCopy, results, ", so that the masters do not have the change")
 
 

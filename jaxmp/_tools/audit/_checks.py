@@ -10,17 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from jaxmp._attention import MARK
-from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, FLOATS_16BIT
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import FORWARD, Atom, Equation, Path
-from jaxmp._programs._locations import Lines, Location, call_site
-from jaxmp._programs._matmuls import Matmul
-from jaxmp._programs._operations import name_of
+from jaxmp._core import _dtypes
+from jaxmp._programs import _analysis, _jaxprs, _locations, _matmuls, _operations
 from jaxmp._tools.audit._rows import ERROR as ERROR
 from jaxmp._tools.audit._rows import NOTE as NOTE
 from jaxmp._tools.audit._rows import WARNING as WARNING
 from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.fixes._source import Edit, both
+from jaxmp._tools.fixes import _source
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -117,7 +113,7 @@ class PendingFinding:
 
     check: Check
     severity: str
-    names: Path
+    names: _jaxprs.Path
     primitive: str
     line: tuple[str, int]
     message: str
@@ -127,7 +123,7 @@ class PendingFinding:
     # Results of the operations, if these are outside of modules and derivatives and read values
     # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
     # or the optimizer's state is computed from its result.
-    after_gradient: list[Atom] = dataclasses.field(default_factory=list)
+    after_gradient: list[_jaxprs.Atom] = dataclasses.field(default_factory=list)
     # FLOPs of the matmuls that a promotion makes wide, and whether it has another consequence.
     harmed_flops: int = 0
     has_other_harm: bool = False
@@ -144,9 +140,9 @@ class PendingFindings:
     def __init__(self, is_after_gradient: Callable[[OpOccurrence], bool]) -> None:
         self._is_after_gradient = is_after_gradient
         self._by_key: dict[tuple[object, ...], PendingFinding] = {}
-        self.lines = Lines()
+        self.lines = _locations.Lines()
         # Replacements of expressions that fixes may contain.
-        self.edits: list[Edit] = []
+        self.edits: list[_source.Edit] = []
         # False if no fixes are required.
         self.reads_source = True
 
@@ -188,9 +184,9 @@ class PendingFindings:
                 message,
                 fix or check.fix,
             )
-        elif fix and fix not in finding.fix and op.location.phase == FORWARD:
+        elif fix and fix not in finding.fix and op.location.phase == _jaxprs.FORWARD:
             # Another expression of the line.
-            finding.fix = both(finding.fix, fix)
+            finding.fix = _source.both(finding.fix, fix)
         finding.after_gradient += op.equation.outvars if is_after else ()
         finding.count += 1
         finding.flops += flops
@@ -209,9 +205,9 @@ class PendingFindings:
         file, number = line
         return f"{file.rpartition('/')[2]}:{number}" if file else "an unknown line"
 
-    def is_own_call(self, equation: Equation) -> bool:
+    def is_own_call(self, equation: _jaxprs.Equation) -> bool:
         """Returns True if the user's own code contains the call that made an equation."""
-        call = call_site(equation)
+        call = _locations.call_site(equation)
         return call is not None and self.lines.is_own(call[0].co_filename)
 
     def __iter__(self) -> Iterator[PendingFinding]:
@@ -219,7 +215,7 @@ class PendingFindings:
 
 
 # Floating-point dtypes that the audit compares; FP8 is not among them.
-FLOATS = CASTABLE | {FLOAT64}
+FLOATS = _dtypes.CASTABLE | {_dtypes.FLOAT64}
 
 
 def named(text: str) -> frozenset[str]:
@@ -239,10 +235,10 @@ PERIODIC = named("sin cos tan")
 class OpOccurrence(NamedTuple):
     """An equation, its location, and the number of its executions."""
 
-    equation: Equation
-    location: Location
+    equation: _jaxprs.Equation
+    location: _locations.Location
     times: int
-    body: Body
+    body: _analysis.Body
     # The operation that contains it.
     outer: OpOccurrence | None = None
 
@@ -251,41 +247,41 @@ class OpOccurrence(NamedTuple):
         return self.equation.primitive.name
 
     @property
-    def enclosing(self) -> tuple[Equation, ...]:
+    def enclosing(self) -> tuple[_jaxprs.Equation, ...]:
         """The equations that contain it, innermost first."""
         return () if self.outer is None else (self.outer.equation, *self.outer.enclosing)
 
     @property
     def caller(self) -> str:
         """Name of the jitted function that contains it directly; "" if there is none."""
-        return "" if self.outer is None else name_of(self.outer.equation)
+        return "" if self.outer is None else _operations.name_of(self.outer.equation)
 
 
-def dtype_of(var: Atom) -> Any:
+def dtype_of(var: _jaxprs.Atom) -> Any:
     """Returns the dtype of a variable; None if it has none."""
     return getattr(var.aval, "dtype", None)
 
 
-def half_of(variables: Iterable[Atom]) -> np.dtype | None:
+def half_of(variables: Iterable[_jaxprs.Atom]) -> np.dtype | None:
     """Returns the first 16-bit floating-point dtype among variables, or None."""
     for var in variables:
         dtype = dtype_of(var)
-        if dtype in FLOATS_16BIT:
+        if dtype in _dtypes.FLOATS_16BIT:
             return dtype
     return None
 
 
-def is_attention(equation: Equation) -> bool:
+def is_attention(equation: _jaxprs.Equation) -> bool:
     """Returns True for a call of jaxmp's own attention, in any implementation."""
-    return name_of(equation).startswith(f"{MARK}_")
+    return _operations.name_of(equation).startswith(f"{MARK}_")
 
 
-def is_internal_matmul(op: OpOccurrence, matmul: Matmul) -> bool:
+def is_internal_matmul(op: OpOccurrence, matmul: _matmuls.Matmul) -> bool:
     """Returns True for matmuls that jaxmp's attention computes in FP32 from 16-bit operands.
 
     On devices without Tensor Cores it multiplies the gradient of the logits in FP32.
     """
     calls = (equation for equation in op.enclosing if is_attention(equation))
-    return FLOAT32 in (matmul.lhs, matmul.rhs) and any(
+    return _dtypes.FLOAT32 in (matmul.lhs, matmul.rhs) and any(
         half_of(equation.invars) is not None for equation in calls
     )

@@ -21,9 +21,8 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jaxmp._core._compat import current_mesh, described_gpus, described_tpus
+from jaxmp._core import _compat, _targets
 from jaxmp._core._messages import missing_dependency
-from jaxmp._core._targets import Capability, Target, TargetLike, get_target
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._jaxprs import equations, with_parameters
 from jaxmp._programs._locations import Lines
@@ -73,7 +72,7 @@ device_description_str: "{name}"
 
 # Compute capability -> threads and bytes of shared memory of a multiprocessor (CUDA C++ Programming
 # Guide, table "Technical specifications per compute capability").
-_MULTIPROCESSORS: dict[Capability, tuple[int, int]] = {
+_MULTIPROCESSORS: dict[_targets.Capability, tuple[int, int]] = {
     (7, 5): (1024, 65536),
     (8, 0): (2048, 167936),
     (8, 6): (1536, 102400),
@@ -85,7 +84,7 @@ _MULTIPROCESSORS: dict[Capability, tuple[int, int]] = {
 }
 
 
-def describe(gpu: Target) -> str:
+def describe(gpu: _targets.Target) -> str:
     """Returns the description that XLA's compiler reads."""
     assert gpu.capability and gpu.multiprocessors
     major, minor = gpu.capability
@@ -125,7 +124,7 @@ class Compiled(NamedTuple):
     # Axis -> size, in the order of the devices, and the shardings of the arguments on this mesh.
     mesh: dict[str, int]
     shardings: list[Any]
-    chip: Target
+    chip: _targets.Target
 
 
 def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
@@ -135,7 +134,7 @@ def compile_lowered(lowered: Any, options: Any) -> tuple[str, Any]:
 
 
 def compile_for(
-    target: TargetLike,
+    target: _targets.TargetLike,
     traced: Traced,
     compiler: Callable[[Any, Any], tuple[str, Any]] = compile_lowered,
 ) -> Compiled:
@@ -156,7 +155,7 @@ def compile_for(
         XLA cannot compile the program.
       MissingDependencyError: if neither the GPU nor XLA's GPU compiler is installed.
     """
-    mesh, chip = _mesh_of(traced), get_target(target)
+    mesh, chip = _mesh_of(traced), _targets.get_target(target)
     count = 1 if mesh is None else mesh.size
     real = _real_devices(chip, mesh, count)
     devices = real or _described(chip, count)
@@ -209,7 +208,7 @@ def _in_jit(traced: Traced) -> Any:
 # ---------------------------------------------------------------------------
 
 
-def _real_devices(chip: Target, mesh: Mesh | AbstractMesh | None, count: int) -> list[Any]:
+def _real_devices(chip: _targets.Target, mesh: Mesh | AbstractMesh | None, count: int) -> list[Any]:
     """Returns `count` local devices if they are the target; otherwise none.
 
     A mesh of the arguments keeps its order. Devices of other processes are not used, because all
@@ -229,7 +228,7 @@ def _devices_of(mesh: object) -> list[Any]:
     return list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
 
 
-def check_compiler(chip: Target) -> None:
+def check_compiler(chip: _targets.Target) -> None:
     """Checks that XLA's compiler for a chip is installed.
 
     Raises:
@@ -249,12 +248,12 @@ def check_compiler(chip: Target) -> None:
         raise missing_dependency("jax-cuda13-plugin", f"XLA's compiler for {chip.name}", "aot")
 
 
-def _described(chip: Target, count: int) -> list[Any]:
+def _described(chip: _targets.Target, count: int) -> list[Any]:
     check_compiler(chip)
     if chip.platform == "tpu":
-        return described_tpus(chip.name, count)
+        return _compat.described_tpus(chip.name, count)
     try:
-        return described_gpus(describe(chip), count)
+        return _compat.described_gpus(describe(chip), count)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         raise AuditError(
             f"XLA's GPU compiler does not start ({error}). Install packages of the same version:"
@@ -284,7 +283,7 @@ def _mesh_of(traced: Traced) -> Any:
         return max(meshes, key=lambda mesh: mesh.size)
     values = (v for equation in equations(traced.jaxpr) for v in equation.params.values())
     named = (mesh for value in values for mesh in _meshes_in(value))
-    current = _meshes_in(current_mesh())
+    current = _meshes_in(_compat.current_mesh())
     return max((*meshes, *named, *current), key=lambda mesh: mesh.size, default=None)
 
 

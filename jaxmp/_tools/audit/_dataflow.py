@@ -10,18 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import (
-    BACKWARD,
-    FORWARD,
-    Atom,
-    Equation,
-    equations,
-    is_literal,
-    sub_jaxprs,
-)
-from jaxmp._programs._matmuls import MATMULS
-from jaxmp._programs._operations import exponent_of
+from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations
 from jaxmp._tools.audit._checks import LAYOUT, OpOccurrence, dtype_of, named
 
 # Label of a value of a backward pass, and of values computed from it.
@@ -92,7 +81,7 @@ def lineage(
       labels_of: operand -> its labels.
     """
     equation, name = op.equation, op.name
-    if name not in _RULES or op.location.phase != FORWARD:
+    if name not in _RULES or op.location.phase != _jaxprs.FORWARD:
         return frozenset()
     if not own and name not in _SUMS and name != "broadcast_in_dim":
         return frozenset()
@@ -113,16 +102,16 @@ def lineage(
     return frozenset()
 
 
-def _broadcast(equation: Equation) -> set[Any]:
+def _broadcast(equation: _jaxprs.Equation) -> set[Any]:
     operand = equation.invars[0]
     if math.prod(operand.aval.shape) != 1:
         return set()
     return {Scalar(_value(operand))}
 
 
-def _value(var: Atom) -> float | None:
+def _value(var: _jaxprs.Atom) -> float | None:
     """Returns the value of a constant scalar, or None."""
-    return float(var.val) if is_literal(var) and math.prod(var.aval.shape) == 1 else None
+    return float(var.val) if _jaxprs.is_literal(var) and math.prod(var.aval.shape) == 1 else None
 
 
 def _negated(labels: Iterable[Any]) -> frozenset[Any]:
@@ -132,7 +121,9 @@ def _negated(labels: Iterable[Any]) -> frozenset[Any]:
     )
 
 
-def _scaled(name: str, operands: Sequence[Atom], each: list[frozenset[Any]]) -> frozenset[Any]:
+def _scaled(
+    name: str, operands: Sequence[_jaxprs.Atom], each: list[frozenset[Any]]
+) -> frozenset[Any]:
     for array, scalar in ((0, 1), (1, 0)) if name == "mul" else ((0, 1),):
         factor = _factor(name, operands[scalar], each[scalar])
         own = [x for x in each[array] if isinstance(x, From)]
@@ -141,7 +132,7 @@ def _scaled(name: str, operands: Sequence[Atom], each: list[frozenset[Any]]) -> 
     return frozenset()
 
 
-def _factor(name: str, scalar: Atom, labels: frozenset[Any]) -> str | None:
+def _factor(name: str, scalar: _jaxprs.Atom, labels: frozenset[Any]) -> str | None:
     """Returns the size of a scalar factor; None for an array."""
     values = [x.value for x in labels if isinstance(x, Scalar)]
     if math.prod(scalar.aval.shape) == 1:
@@ -196,7 +187,7 @@ def _terms(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> set[
     return {Terms(sum(counts))}
 
 
-def is_chosen_scale(equation: Equation) -> bool:
+def is_chosen_scale(equation: _jaxprs.Equation) -> bool:
     """Returns True for a choice of large constants, as for the cotangent of a static loss scale."""
     if equation.primitive.name != "select_n" or equation.outvars[0].aval.size != 1:
         return False
@@ -204,7 +195,9 @@ def is_chosen_scale(equation: Equation) -> bool:
     return any(value is not None and abs(value) >= 8 for value in values)
 
 
-def is_scale(op: OpOccurrence, var: Atom, labels_of: Callable[[Any], frozenset[Any]]) -> bool:
+def is_scale(
+    op: OpOccurrence, var: _jaxprs.Atom, labels_of: Callable[[Any], frozenset[Any]]
+) -> bool:
     """Returns True if an equation of a backward pass reads a loss scale as its operand `var`.
 
     A loss scale is a scalar of the program's state, or a large constant factor.
@@ -243,7 +236,9 @@ class Power(NamedTuple):
     exponent: float | None
 
 
-def powers_after(op: OpOccurrence, labels_of: Callable[[Atom], Iterable[Any]]) -> frozenset[Power]:
+def powers_after(
+    op: OpOccurrence, labels_of: Callable[[_jaxprs.Atom], Iterable[Any]]
+) -> frozenset[Power]:
     """Returns the powers of an equation's results, given the labels of its operands."""
     name, operands = op.name, op.equation.invars
     if getattr(dtype_of(op.equation.outvars[0]), "kind", "b") in "biu":
@@ -275,7 +270,7 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
     if name == "div":
         return known[0] - known[1]
     if name in _ROOTS or name == "integer_pow":
-        return known[0] * (_ROOTS[name] if name in _ROOTS else exponent_of(op.equation))
+        return known[0] * (_ROOTS[name] if name in _ROOTS else _operations.exponent_of(op.equation))
     if name in _LINEAR:
         return known[0]
     if name in _JOINS:
@@ -285,16 +280,15 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
     return None
 
 
-def _is_neutral(var: Atom, op: OpOccurrence) -> bool:
+def _is_neutral(var: _jaxprs.Atom, op: OpOccurrence) -> bool:
     """Returns True for summands that leave a value proportional: 0, an epsilon, infinity and NaN.
 
     In a backward pass, such are all summands that are not proportional to the scale.
     """
     source = op.body.source_of(var, named("broadcast_in_dim square neg convert_element_type"))
-    is_constant = is_literal(source) and not np.any(
-        np.isfinite(source.val) & (np.abs(source.val) > 1e-3)
-    )
-    return op.location.phase == BACKWARD or is_constant
+    is_large = lambda value: np.any(np.isfinite(value) & (np.abs(value) > 1e-3))
+    is_constant = _jaxprs.is_literal(source) and not is_large(source.val)
+    return op.location.phase == _jaxprs.BACKWARD or is_constant
 
 
 # Operations between a vector and the product that it is computed from, with its norm.
@@ -307,14 +301,14 @@ def is_of_power_iteration(op: OpOccurrence) -> bool:
     A vector is divided by its norm before the next product with the same matrix.
     """
     matrix = _matrix_of(op.equation, op.body)
-    if matrix is None or op.location.phase != FORWARD:
+    if matrix is None or op.location.phase != _jaxprs.FORWARD:
         return False
-    here = equations(op.body.jaxpr, inside=False)
+    here = _jaxprs.equations(op.body.jaxpr, inside=False)
     products = [each for each in here if _matrix_of(each, op.body) is matrix]
     return any(_is_normalized(product, matrix, op.body) for product in products)
 
 
-def _matrix_of(equation: Equation, body: Body) -> Atom | None:
+def _matrix_of(equation: _jaxprs.Equation, body: _analysis.Body) -> _jaxprs.Atom | None:
     """Returns the matrix that an equation multiplies by one vector; None for other equations."""
     if equation.primitive.name != "dot_general":
         return None
@@ -324,20 +318,20 @@ def _matrix_of(equation: Equation, body: Body) -> Atom | None:
     return body.source_of(matrix, LAYOUT) if is_product else None
 
 
-def _is_normalized(equation: Equation, matrix: Atom, body: Body) -> bool:
+def _is_normalized(equation: _jaxprs.Equation, matrix: _jaxprs.Atom, body: _analysis.Body) -> bool:
     """Returns True if the vector of a product is a quotient of such a product and its norm."""
     vector = min(equation.invars, key=lambda var: var.aval.size)
-    waiting, seen, has_root, has_product = [vector], set[Atom](), False, False
+    waiting, seen, has_root, has_product = [vector], set[_jaxprs.Atom](), False, False
     while waiting and len(seen) < _MOST_STEPS:
         var = waiting.pop()
         maker = None if var in seen else body.maker(var)
         seen.add(var)
         if maker is None:
             continue
-        if maker.primitive.name in MATMULS:
+        if maker.primitive.name in _matmuls.MATMULS:
             has_product |= _matrix_of(maker, body) is matrix
             continue
-        inside = [e for jaxpr in sub_jaxprs(maker) for e in equations(jaxpr)]
+        inside = [e for jaxpr in _jaxprs.sub_jaxprs(maker) for e in _jaxprs.equations(jaxpr)]
         has_root |= any(e.primitive.name in ("sqrt", "rsqrt") for e in (maker, *inside))
-        waiting += [each for each in maker.invars if not is_literal(each)]
+        waiting += [each for each in maker.invars if not _jaxprs.is_literal(each)]
     return has_root and has_product

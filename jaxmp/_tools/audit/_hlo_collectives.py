@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxmp._programs._jaxprs import BACKWARD, FORWARD, RECOMPUTE, phase_of
 from jaxmp._tools.audit._checks import named
+from jaxmp._tools.audit._hlo import Computation, Instruction, Shape
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, Value, is_differentiated, is_matmul
-from jaxmp._tools.hlo import Computation, Instruction, Shape
 
 _COLLECTIVES = (
     "all-gather",

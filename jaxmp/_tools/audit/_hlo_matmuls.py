@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp._tools.hlo import Computation, Instruction, Program, Shape, Step
+from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Shape, Step
 
 # Instructions that execute a computation as a part of the program.
 _CALLS = frozenset({"fusion", "fusion-start", "call", "async-start", "while", "conditional"})

@@ -7,16 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._core._targets import Target
+from jaxmp._programs import _locations, _matmuls
 from jaxmp._programs._jaxprs import BACKWARD, Path, phase_of
-from jaxmp._programs._locations import Lines, module_of
-from jaxmp._programs._matmuls import attention_flops
+from jaxmp._tools.audit import _hlo_collectives, _rows
 from jaxmp._tools.audit._compile import Compiled
-from jaxmp._tools.audit._hlo_collectives import (
-    ArrayContents,
-    collective_name,
-    mesh_axes,
-    sent_arrays,
-)
+from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Shape
 from jaxmp._tools.audit._hlo_matmuls import (
     DataFlow,
     HloMatmul,
@@ -25,15 +20,6 @@ from jaxmp._tools.audit._hlo_matmuls import (
     parts,
     shape_of,
 )
-from jaxmp._tools.audit._rows import (
-    AttentionRow,
-    CollectiveRow,
-    Compilation,
-    GemmRow,
-    MemoryRow,
-    merged,
-)
-from jaxmp._tools.hlo import Computation, Instruction, Program, Shape
 from jaxmp._tools.report._section import bytes_text
 
 _VIEWS = frozenset({"bitcast", "get-tuple-element"})
@@ -126,7 +112,7 @@ class Origins:
 
     def __init__(self, program: Program, names: dict[Path, None], root: Path) -> None:
         self.program, self._known, self._root = program, names, root
-        self._lines = Lines()
+        self._lines = _locations.Lines()
 
     def names(self, op_name: str) -> Path:
         """Returns the scopes of a name stack that the traced program contains.
@@ -149,7 +135,7 @@ class Origins:
 
     def module(self, op_name: str) -> str:
         """Returns the module path of a name stack; "" for the root."""
-        return module_of(self.names(op_name), self._root)
+        return _locations.module_of(self.names(op_name), self._root)
 
 
 def _named_reader(
@@ -190,7 +176,7 @@ def read_program(
     root: Path,
     in_optimizer: list[bool],
     is_weight: list[bool],
-) -> Compilation:
+) -> _rows.Compilation:
     """Returns the rows of a compiled program.
 
     Args:
@@ -202,10 +188,10 @@ def read_program(
     """
     program = Program(compiled.text)
     flow, origins = DataFlow(program), Origins(program, names, root)
-    contents = ArrayContents(flow, is_weight)
-    gemms: list[GemmRow] = []
-    attention: list[AttentionRow] = []
-    collectives: list[CollectiveRow] = []
+    contents = _hlo_collectives.ArrayContents(flow, is_weight)
+    gemms: list[_rows.GemmRow] = []
+    attention: list[_rows.AttentionRow] = []
+    collectives: list[_rows.CollectiveRow] = []
     endless = 0
     for step in program.steps():
         instruction = step.instruction
@@ -216,11 +202,11 @@ def read_program(
                 gemms.append(_gemm_row(matmul, step.times, origins, compiled))
             elif fused_attention(part):
                 attention.append(_attention_row(inside, part, step.times, origins))
-            elif collective_name(part):
+            elif _hlo_collectives.collective_name(part):
                 mesh = compiled.mesh
                 collectives += _collective_rows(inside, part, step.times, origins, contents, mesh)
     parameters, moved, floor = _update(program, in_optimizer)
-    memory = MemoryRow(
+    memory = _rows.MemoryRow(
         arguments=compiled.memory.argument_size_in_bytes,
         outputs=compiled.memory.output_size_in_bytes,
         aliased=compiled.memory.alias_size_in_bytes,
@@ -229,10 +215,10 @@ def read_program(
         update_bytes=moved,
         update_floor=floor,
     )
-    return Compilation(
-        merged(gemms, "flops", "count"),
-        merged(attention, "count", "flops"),
-        merged(collectives, "bytes", "count"),
+    return _rows.Compilation(
+        _rows.merged(gemms, "flops", "count"),
+        _rows.merged(attention, "count", "flops"),
+        _rows.merged(collectives, "bytes", "count"),
         memory,
         (
             *((_UNKNOWN_LOOPS.format(endless),) if endless else ()),
@@ -242,12 +228,12 @@ def read_program(
     )
 
 
-def required_bytes(memory: MemoryRow) -> int:
+def required_bytes(memory: _rows.MemoryRow) -> int:
     """Returns the bytes that a program requires on each device."""
     return memory.arguments + memory.outputs - memory.aliased + memory.temporary
 
 
-def _chip_notes(chip: Target, memory: MemoryRow, gemms: list[GemmRow]) -> Iterator[str]:
+def _chip_notes(chip: Target, memory: _rows.MemoryRow, gemms: list[_rows.GemmRow]) -> Iterator[str]:
     """Yields how a program exceeds what a chip has."""
     total = required_bytes(memory)
     if total > chip.usable:
@@ -265,31 +251,31 @@ def _collective_rows(
     part: Instruction,
     times: int,
     origins: Origins,
-    contents: ArrayContents,
+    contents: _hlo_collectives.ArrayContents,
     mesh: dict[str, int],
-) -> Iterator[CollectiveRow]:
+) -> Iterator[_rows.CollectiveRow]:
     """Yields a row for each array that a collective sends."""
-    for number, sent in enumerate(sent_arrays(part, inside)):
+    for number, sent in enumerate(_hlo_collectives.sent_arrays(part, inside)):
         reader = _named_reader(origins, inside, part, number)
-        yield CollectiveRow(
+        yield _rows.CollectiveRow(
             **origins.of(reader),
             **contents.of(inside, part, number)._asdict(),
-            operation=collective_name(part),
+            operation=_hlo_collectives.collective_name(part),
             dtype=sent.dtype,
             bytes=sent.bytes * times,
             count=times,
-            axes=mesh_axes(part, mesh),
+            axes=_hlo_collectives.mesh_axes(part, mesh),
             in_outer_loop=_is_in_outer_loop(reader.op_name),
         )
 
 
-def _gemm_row(matmul: HloMatmul, times: int, origins: Origins, compiled: Compiled) -> GemmRow:
+def _gemm_row(matmul: HloMatmul, times: int, origins: Origins, compiled: Compiled) -> _rows.GemmRow:
     fields = matmul._asdict()
     place = origins.of(fields.pop("named"))
     for side in ("lhs", "rhs"):
         fields[side] = _actual(fields[side], compiled)
     fields["flops"] *= times
-    return GemmRow(**place, **fields, count=times)
+    return _rows.GemmRow(**place, **fields, count=times)
 
 
 def _actual(dtype: str, compiled: Compiled) -> str:
@@ -317,14 +303,14 @@ def fused_attention(call: Instruction) -> str:
 
 def _attention_row(
     inside: Computation, call: Instruction, times: int, origins: Origins
-) -> AttentionRow:
+) -> _rows.AttentionRow:
     kernel = fused_attention(call)
     arrays = [shape_of(inside, name) for name in call.operands]
     # Kernels of TPUs have the structure of the mask before the queries.
     query = next(shape for shape in arrays if len(shape.sizes) >= 4)
     place: dict[str, Any] = origins.of(call) | ({"phase": BACKWARD} if "Backward" in kernel else {})
     flops = _attention_flops(inside, call) * times
-    return AttentionRow(
+    return _rows.AttentionRow(
         **place, kernel=kernel, dtype=query.dtype, shape=query.sizes, count=times, flops=flops
     )
 
@@ -343,7 +329,7 @@ def _attention_flops(inside: Computation, call: Instruction) -> int:
     query, _, value = (shape_of(inside, name) for name in call.operands[:3])
     if len(logits) != 4:
         return 0
-    return attention_flops(
+    return _matmuls.attention_flops(
         tuple(map(int, logits)),
         (query.sizes[-1], value.sizes[-1]),
         is_causal="CAUSAL" in str(config.get("mask_type")),

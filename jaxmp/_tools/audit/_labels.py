@@ -13,37 +13,17 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from jaxmp._core._compat import Literal
-from jaxmp._core._dtypes import FLOAT32, FLOAT64, is_16bit, is_fp8
+from jaxmp._core import _compat, _dtypes
 from jaxmp._policies._op_table import OpTable
-from jaxmp._programs._constructs import Inner, inners
-from jaxmp._programs._jaxprs import BACKWARD, FORWARD, Atom, Equation
-from jaxmp._tools.audit._checks import (
-    Check,
-    OpOccurrence,
-    PendingFinding,
-    PendingFindings,
-    dtype_of,
-    named,
-)
-from jaxmp._tools.audit._dataflow import (
-    GRADIENT,
-    LINEAGE,
-    SCALAR,
-    From,
-    Power,
-    is_chosen_scale,
-    is_scale,
-    lineage,
-    powers_after,
-)
+from jaxmp._programs import _constructs, _jaxprs
+from jaxmp._tools.audit import _checks, _dataflow
 
 # ---------------------------------------------------------------------------
 # Labels
 # ---------------------------------------------------------------------------
 
 # Primitives that move elements, and the limits of a saturating cast.
-_MOVES = named(
+_MOVES = _checks.named(
     "convert_element_type reshape broadcast_in_dim squeeze expand_dims transpose rev copy slice"
     " dynamic_slice gather split unstack stack concatenate tile clamp select_n stop_gradient"
 )
@@ -64,25 +44,31 @@ _NUMBERS = itertools.count()
 class ConditionalFinding:
     """Label of a value whose finding is reported only if the value has a harmful consequence."""
 
-    check: ClassVar[Check]
+    check: ClassVar[_checks.Check]
     # The primitives that propagate the label; None: all but reductions.
     survives: ClassVar[frozenset[str] | None] = None
 
     def __init__(
-        self, op: OpOccurrence, message: str, fix: str | Callable[[], str], severity: str = ""
+        self,
+        op: _checks.OpOccurrence,
+        message: str,
+        fix: str | Callable[[], str],
+        severity: str = "",
     ) -> None:
         self.op, self.message, self.severity = op, message, severity
         self._fix = fix
         # Sets of labels are reported in this order.
         self.number = next(_NUMBERS)
-        self.finding: PendingFinding | None = None
+        self.finding: _checks.PendingFinding | None = None
 
     @functools.cached_property
     def fix(self) -> str:
         """The remedy, which may be made when it is required."""
         return self._fix if isinstance(self._fix, str) else self._fix()
 
-    def report(self, harm: str, findings: PendingFindings, flops: int | None = None) -> None:
+    def report(
+        self, harm: str, findings: _checks.PendingFindings, flops: int | None = None
+    ) -> None:
         """Reports the finding once, with its first consequence.
 
         Args:
@@ -125,7 +111,7 @@ class Summand(Fact):
 
     owner: tuple[str, ...]
     name: str
-    survives: ClassVar = _MOVES | named("add sub neg max abs")
+    survives: ClassVar = _MOVES | _checks.named("add sub neg max abs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +120,7 @@ class RoundedInput(Fact):
 
     input: FloatInput
     dtype: str
-    survives: ClassVar = _MOVES | named("mul div add sub neg")
+    survives: ClassVar = _MOVES | _checks.named("mul div add sub neg")
 
 
 class WideValue:
@@ -153,7 +139,7 @@ GATED = Stream()
 class Reduction16Bit:
     """Label of a sum over devices in 16 bits."""
 
-    def __init__(self, op: OpOccurrence, is_gradient: bool) -> None:
+    def __init__(self, op: _checks.OpOccurrence, is_gradient: bool) -> None:
         self.op, self.is_gradient = op, is_gradient
         # True if a matmul of the backward pass reads the sum.
         self.is_activation = False
@@ -165,14 +151,14 @@ class Logits(NamedTuple):
     The matmul computes the logits of attention if a softmax follows.
     """
 
-    op: OpOccurrence
+    op: _checks.OpOccurrence
     normalized: bool = False
 
 
 _Label = TypeVar("_Label")
 Labels = frozenset[Any]
 _NONE: Labels = frozenset()
-_ONLY_GRADIENT: Labels = frozenset({GRADIENT})
+_ONLY_GRADIENT: Labels = frozenset({_dataflow.GRADIENT})
 # Labels that every operation propagates.
 _PROPAGATED_BY_ALL = _ONLY_GRADIENT
 
@@ -182,22 +168,22 @@ _PROPAGATED_BY_ALL = _ONLY_GRADIENT
 
 # Primitives that propagate `Logits`, besides those that the op table runs in the widest operand
 # dtype or in the dtype of the operand.
-_KEEPS_LOGITS = named("convert_element_type exp exp2 stop_gradient")
+_KEEPS_LOGITS = _checks.named("convert_element_type exp exp2 stop_gradient")
 # Primitives that combine elements, so that a promoted array ends there.
-REDUCES = named(
+REDUCES = _checks.named(
     "reduce_sum reduce_prod reduce_max reduce_min argmax argmin dot_general conv_general_dilated"
     " ragged_dot_general reduce_window_sum reduce_window_max"
 )
-_BREAKS = named(
+_BREAKS = _checks.named(
     "reduce_max reduce_min argmax argmin sort top_k approx_top_k gather cummax cummin eq ne lt le"
     " gt ge dynamic_slice"
 )
 # Frequent primitives after which a gradient has no other label.
-_PLAIN = named(
+_PLAIN = _checks.named(
     "mul div dot_general transpose reshape reduce_sum select_n neg sqrt rsqrt max min exp"
 )
 # Labels that special rules propagate.
-_SPECIAL = (ConditionalFinding, Fact, Power, Reduction16Bit, Stream)
+_SPECIAL = (ConditionalFinding, Fact, _dataflow.Power, Reduction16Bit, Stream)
 
 
 @functools.cache
@@ -207,7 +193,7 @@ def _is_special(cls: type) -> bool:
 
 @functools.cache
 def _is_lineage(cls: type) -> bool:
-    return issubclass(cls, LINEAGE)
+    return issubclass(cls, _dataflow.LINEAGE)
 
 
 # ---------------------------------------------------------------------------
@@ -235,32 +221,34 @@ class Flow:
         # Numbers of the arguments that a differentiated function reads.
         self.differentiated: set[int] = set()
 
-    def mark(self, var: Atom, label: Hashable) -> None:
+    def mark(self, var: _jaxprs.Atom, label: Hashable) -> None:
         """Adds a label to a variable."""
         self._labels[var] = self._labels.get(var, _NONE) | {label}
 
-    def of(self, var: Atom) -> Labels:
+    def of(self, var: _jaxprs.Atom) -> Labels:
         """Returns the labels of an operand."""
-        return _NONE if isinstance(var, Literal) else self._labels.get(var, _NONE)
+        return _NONE if isinstance(var, _compat.Literal) else self._labels.get(var, _NONE)
 
-    def of_all(self, variables: Iterable[Atom]) -> Labels:
+    def of_all(self, variables: Iterable[_jaxprs.Atom]) -> Labels:
         """Returns the labels of several operands."""
         labels, known = _NONE, self._labels
         for var in variables:
-            own = None if isinstance(var, Literal) else known.get(var)
+            own = None if isinstance(var, _compat.Literal) else known.get(var)
             if own:
                 # Sets are shared where they can be.
                 labels = labels | own if labels else own
         return labels
 
-    def labels(self, cls: type[_Label], *variables: Atom) -> list[_Label]:
+    def labels(self, cls: type[_Label], *variables: _jaxprs.Atom) -> list[_Label]:
         """Returns the labels of one class that some operands have."""
         labels = self.of_all(variables)
         # A residual stream has hundreds of labels of few classes.
         classes = {each for each in set(map(type, labels)) if issubclass(each, cls)}
         return [label for label in labels if type(label) in classes] if classes else []
 
-    def copy(self, sources: Iterable[Atom | None], targets: Iterable[Atom | None]) -> None:
+    def copy(
+        self, sources: Iterable[_jaxprs.Atom | None], targets: Iterable[_jaxprs.Atom | None]
+    ) -> None:
         """Copies labels into or out of a sub-jaxpr; None stands for an unknown variable."""
         for source, target in zip(sources, targets, strict=True):
             if source is not None and target is not None:
@@ -268,17 +256,17 @@ class Flow:
                 if labels:
                     self._labels[target] = self.of(target) | labels
 
-    def enter(self, inner: Inner) -> None:
+    def enter(self, inner: _constructs.Inner) -> None:
         """Copies the labels of operands into a sub-jaxpr, which may be shared by several calls."""
         for var in inner.jaxpr.invars:
             self._labels.pop(var, None)
         self.copy(inner.operands, inner.jaxpr.invars)
 
-    def leave(self, inner: Inner) -> None:
+    def leave(self, inner: _constructs.Inner) -> None:
         """Copies the labels of results out of a sub-jaxpr."""
         self.copy(inner.jaxpr.outvars, inner.results)
 
-    def step(self, op: OpOccurrence, *, is_call: bool = False) -> None:
+    def step(self, op: _checks.OpOccurrence, *, is_call: bool = False) -> None:
         """Labels the results of an equation.
 
         Args:
@@ -294,49 +282,51 @@ class Flow:
         special = self._of_classes("special", labels, _is_special)
         own = self._of_classes("lineage", labels, _is_lineage)
         kept = self._kept(labels - special - own if special or own else labels, name)
-        if SCALAR in kept and (is_call or not _are_scalars(equation)):
-            kept -= {SCALAR}
+        if _dataflow.SCALAR in kept and (is_call or not _are_scalars(equation)):
+            kept -= {_dataflow.SCALAR}
         if not is_call:
-            kept |= lineage(op, own, self.of) | self._specials_after(op, special)
-        elif op.location.phase == FORWARD and _is_matched(equation):
-            kept -= {GRADIENT}
+            kept |= _dataflow.lineage(op, own, self.of) | self._specials_after(op, special)
+        elif op.location.phase == _jaxprs.FORWARD and _is_matched(equation):
+            kept -= {_dataflow.GRADIENT}
         self._label_results(equation, kept)
 
-    def _read(self, op: OpOccurrence, is_call: bool) -> Labels:
+    def _read(self, op: _checks.OpOccurrence, is_call: bool) -> Labels:
         """Returns the labels of the operands, as the operation reads them."""
         equation, phase = op.equation, op.location.phase
         labels = self.of_all(equation.invars)
-        if phase == BACKWARD:
+        if phase == _jaxprs.BACKWARD:
             if self.has_float16 and not self.has_scale:
-                self.has_scale = any(is_scale(op, var, self.of) for var in equation.invars)
+                self.has_scale = any(
+                    _dataflow.is_scale(op, var, self.of) for var in equation.invars
+                )
             labels = labels | _ONLY_GRADIENT if labels else _ONLY_GRADIENT
-        elif op.location.differentiated and phase == FORWARD and not is_call:
-            self.differentiated.update([x.number for x in labels if isinstance(x, From)])
+        elif op.location.differentiated and phase == _jaxprs.FORWARD and not is_call:
+            self.differentiated.update([x.number for x in labels if isinstance(x, _dataflow.From)])
         if op.name == "convert_element_type":
             labels = _after_cast(labels, equation)
         elif labels:
             labels = self._still_fp8(labels, equation)
-        is_chosen = self.has_float16 and is_chosen_scale(equation)
-        return labels | {SCALAR} if is_chosen else labels
+        is_chosen = self.has_float16 and _dataflow.is_chosen_scale(equation)
+        return labels | {_dataflow.SCALAR} if is_chosen else labels
 
-    def _specials_after(self, op: OpOccurrence, special: Labels) -> Labels:
+    def _specials_after(self, op: _checks.OpOccurrence, special: Labels) -> Labels:
         if not special:
             return _NONE
         phase, moved = op.location.phase, self._of_moved(op)
-        lasting = _SPECIAL if phase == FORWARD else Reduction16Bit
+        lasting = _SPECIAL if phase == _jaxprs.FORWARD else Reduction16Bit
         lasts = lambda cls: issubclass(cls, lasting) and _survives(cls, op.name)
         kept = self._of_classes((op.name, phase), special, lasts)
         if moved is not None:
             kept &= moved
-        powers: Any = self._of_classes("power", special, lambda cls: cls is Power)
-        if powers and phase == BACKWARD:
+        powers: Any = self._of_classes("power", special, lambda cls: cls is _dataflow.Power)
+        if powers and phase == _jaxprs.BACKWARD:
             self.scaled_by.update(x.number for x in powers if x.exponent)
-        return kept | powers_after(op, self.of) if powers else kept
+        return kept | _dataflow.powers_after(op, self.of) if powers else kept
 
-    def _label_results(self, equation: Equation, labels: Labels) -> None:
+    def _label_results(self, equation: _jaxprs.Equation, labels: Labels) -> None:
         narrow = None
         for var in equation.outvars:
-            if not labels or dtype_of(var) in (FLOAT32, FLOAT64):
+            if not labels or _checks.dtype_of(var) in (_dtypes.FLOAT32, _dtypes.FLOAT64):
                 self._labels[var] = labels
                 continue
             if narrow is None:
@@ -358,14 +348,14 @@ class Flow:
             self._chosen[rule, labels] = chosen
         return chosen
 
-    def _of_moved(self, op: OpOccurrence) -> Labels | None:
+    def _of_moved(self, op: _checks.OpOccurrence) -> Labels | None:
         """Returns the labels of the operands that `op` selects from; None for other operations."""
         operands = op.equation.invars
         if op.name in ("gather", "dynamic_slice"):
             return self.of_all(operands[:1])
         return self.of_all(operands[1:]) if op.name == "select_n" else None
 
-    def _still_fp8(self, labels: Labels, equation: Equation) -> Labels:
+    def _still_fp8(self, labels: Labels, equation: _jaxprs.Equation) -> Labels:
         """Removes FP8 labels unless all operands other than scalars have them."""
         fp8 = self._of_classes("fp8", labels, lambda cls: cls is WasFp8)
         arrays = (var for var in equation.invars if math.prod(getattr(var.aval, "shape", ())) > 1)
@@ -390,13 +380,13 @@ class Flow:
         return labels
 
 
-def _are_scalars(equation: Equation) -> bool:
+def _are_scalars(equation: _jaxprs.Equation) -> bool:
     return all(math.prod(getattr(var.aval, "shape", (0,))) == 1 for var in equation.outvars)
 
 
-def _is_matched(equation: Equation) -> bool:
+def _is_matched(equation: _jaxprs.Equation) -> bool:
     """Returns True if each result of an equation is a known result of its jaxpr."""
-    return all(None not in inner.results for inner in inners(equation)[-1:])
+    return all(None not in inner.results for inner in _constructs.inners(equation)[-1:])
 
 
 def _is_narrow(cls: type) -> bool:
@@ -404,20 +394,20 @@ def _is_narrow(cls: type) -> bool:
 
 
 def _survives(cls: type, name: str) -> bool:
-    if cls is Power:
+    if cls is _dataflow.Power:
         return False
     survives = getattr(cls, "survives", None)
     return name not in REDUCES if survives is None else name in survives
 
 
-def _after_cast(labels: Labels, equation: Equation) -> Labels:
-    source, target = dtype_of(equation.invars[0]), dtype_of(equation.outvars[0])
-    if target == FLOAT32 and is_16bit(source):
+def _after_cast(labels: Labels, equation: _jaxprs.Equation) -> Labels:
+    source, target = _checks.dtype_of(equation.invars[0]), _checks.dtype_of(equation.outvars[0])
+    if target == _dtypes.FLOAT32 and _dtypes.is_16bit(source):
         return labels | {WAS_16_BITS}
-    if source == FLOAT32 and is_16bit(target):
+    if source == _dtypes.FLOAT32 and _dtypes.is_16bit(target):
         return frozenset(
             RoundedInput(x, target.name) if isinstance(x, FloatInput) else x for x in labels
         )
-    if is_fp8(source) and not is_fp8(target):
+    if _dtypes.is_fp8(source) and not _dtypes.is_fp8(target):
         return labels | {WasFp8(source.name)}
     return labels

@@ -16,25 +16,14 @@ from jaxmp._core._targets import Target
 from jaxmp._policies._load import RecipeData
 from jaxmp._policies._policy import summarized
 from jaxmp._policies._resolve import matmul_scaling
-from jaxmp._programs._analysis import Backward, Forward
-from jaxmp._programs._constructs import CALLS, Form, form_of, inners, loop_of
+from jaxmp._programs import _analysis, _constructs, _jaxprs, _locations, _operations
 from jaxmp._programs._interpreter import Frame
-from jaxmp._programs._jaxprs import Path
-from jaxmp._programs._locations import module_of
-from jaxmp._programs._operations import sharding_of_result
+from jaxmp._tools.audit import _checks
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._check_sizes import MISALIGNED_MATMUL
-from jaxmp._tools.audit._checks import (
-    CHECKS,
-    ERROR,
-    ON_COMPILED,
-    ON_PROGRAM,
-    WARNING,
-    PendingFinding,
-)
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._hlo_collectives import axis_names
@@ -42,20 +31,10 @@ from jaxmp._tools.audit._hlo_stats import read_program
 from jaxmp._tools.audit._report import AuditReport, fix_parts
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._source import Edit, both
-from jaxmp._tools.fixes._trial import (
-    FAILS,
-    NOT_TRIED,
-    Edits,
-    FixTrial,
-    Problems,
-    try_edits,
-    unified,
-    with_edits,
-)
+from jaxmp._tools.fixes import _source, _trial
 
 
-def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
+def checked_findings(auditor: Auditor, traced: Traced) -> list[_checks.PendingFinding]:
     """Returns the findings without those of checks that do not apply to the optimizer.
 
     An operation belongs to the optimizer if it reads values that were computed from gradients, and
@@ -82,7 +61,7 @@ def checked_findings(auditor: Auditor, traced: Traced) -> list[PendingFinding]:
     return [finding for finding in pending if id(finding) not in ids]
 
 
-class _Sources(Backward):
+class _Sources(_analysis.Backward):
     """Finds the variables at any depth that some results depend on.
 
     A loop depends on all that its body computes.
@@ -98,12 +77,16 @@ class _Sources(Backward):
             return [False] * len(equation.invars)
         pairs = zip(equation.outvars, results, strict=True)
         self.found.update(var for var, is_needed in pairs if is_needed)
-        if not inners(equation):
+        if not _constructs.inners(equation):
             return [True] * len(equation.invars)
-        is_loop = loop_of(equation) is not None
+        is_loop = _constructs.loop_of(equation) is not None
         operands = self.enter(equation, [True] * len(results) if is_loop else results, frame)
         # The index of a branch.
-        return [True, *operands[1:]] if form_of(equation) is Form.BRANCH else operands
+        return (
+            [True, *operands[1:]]
+            if _constructs.form_of(equation) is _constructs.Form.BRANCH
+            else operands
+        )
 
     def join(self, first: bool, second: bool) -> bool:
         return first or second
@@ -147,7 +130,7 @@ def make_report(
       function: the audited function.
       chip: the chip that `audit` received.
     """
-    of_program = [f for function in ON_PROGRAM for f in function(auditor, traced) or ()]
+    of_program = [f for function in _checks.ON_PROGRAM for f in function(auditor, traced) or ()]
     findings = [*_final_findings(auditor, traced), *of_program]
     policies = auditor.context.policies
     rows: dict[str, Any] = {}
@@ -159,14 +142,14 @@ def make_report(
             compiled, names, auditor.root, traced.in_optimizer(), traced.may_be_weights()
         )
         fp8 = {
-            (module_of(names, auditor.root), phase, *line): dtype
+            (_locations.module_of(names, auditor.root), phase, *line): dtype
             for (names, phase, line), dtype in auditor.fp8.items()
         }
         axes = _fsdp_axes(compiled, traced)
         program = CompiledProgram(
             compilation, tuple(findings), fp8, axes, compiled.chip, traced.nnx_count
         )
-        findings += [f for function in ON_COMPILED for f in function(program, auditor)]
+        findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
         rows = compilation._asdict() | {"gpu": _gpu_text(compiled)}
         del rows["origins"]
     recipe, definition = auditor.context.recipe, _definition(function)
@@ -187,8 +170,8 @@ def make_report(
 
 def with_trials(
     report: AuditReport,
-    edits: list[Edit],
-    again: Callable[[bool], tuple[AuditReport, list[Edit]]],
+    edits: list[_source.Edit],
+    again: Callable[[bool], tuple[AuditReport, list[_source.Edit]]],
 ) -> AuditReport:
     """Returns a report in which the code of fixes was tried.
 
@@ -204,26 +187,26 @@ def with_trials(
     for finding in report.findings:
         place = key(finding), finding.severity, finding.module
         first = lines.setdefault(place, finding)
-        lines[place] = dataclasses.replace(first, fix=both(first.fix, finding.fix))
+        lines[place] = dataclasses.replace(first, fix=_source.both(first.fix, finding.fix))
     groups: dict[Any, list[Finding]] = {}
     edits = printed(edits, report.findings)
     for finding in lines.values() if edits else report.findings:
-        fix, group = unified(finding.fix, finding.file, finding.line, edits)
+        fix, group = _trial.unified(finding.fix, finding.file, finding.line, edits)
         groups.setdefault(group, []).append(dataclasses.replace(finding, fix=fix))
 
-    def problems(has_fixes: bool) -> Problems:
+    def problems(has_fixes: bool) -> _trial.Problems:
         report, edits = again(has_fixes)
         edits = printed(edits, report.findings)
         # A new warning does not speak against a fix.
-        relevant = [f for f in report.findings if f.severity == ERROR or key(f) in before]
-        return {key(f): unified(f.fix, f.file, f.line, edits) for f in relevant}
+        relevant = [f for f in report.findings if f.severity == _checks.ERROR or key(f) in before]
+        return {key(f): _trial.unified(f.fix, f.file, f.line, edits) for f in relevant}
 
     before = {key(f) for f in report.findings}
     tried = [group for group in groups if group is not None]
     removed = [set(map(key, groups[group])) for group in tried]
-    trials = {None: FixTrial(NOT_TRIED)}
+    trials = {None: _trial.FixTrial(_trial.NOT_TRIED)}
     if tried:
-        trials |= zip(tried, try_edits(tried, problems, before, removed), strict=True)
+        trials |= zip(tried, _trial.try_edits(tried, problems, before, removed), strict=True)
     findings = [
         _with_trial(finding, group or frozenset(), trials[group])
         for group, members in groups.items()
@@ -246,18 +229,18 @@ def _joined(findings: list[Finding]) -> list[Finding]:
     return [dataclasses.replace(first, message=message), *kept[1:]]
 
 
-def printed(edits: list[Edit], findings: Iterable[Finding]) -> list[Edit]:
+def printed(edits: list[_source.Edit], findings: Iterable[Finding]) -> list[_source.Edit]:
     """Returns the edits that are in the fixes of some findings."""
     lines = {line.strip() for f in findings for line in f.fix.splitlines() if line[:4].isspace()}
     return [edit for edit in edits if edit.code in lines]
 
 
-def _with_trial(finding: Finding, group: Edits, trial: FixTrial) -> Finding:
+def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -> Finding:
     if not any(is_code for is_code, _ in fix_parts(finding.fix)):
         return finding
-    if trial.state != FAILS:
-        fix = with_edits(finding.fix, group, trial.edits) if trial.edits else finding.fix
-        fix = functools.reduce(both, trial.more, fix)
+    if trial.state != _trial.FAILS:
+        fix = _trial.with_edits(finding.fix, group, trial.edits) if trial.edits else finding.fix
+        fix = functools.reduce(_source.both, trial.more, fix)
         return dataclasses.replace(finding, fix=fix, trial=trial.state)
     remedy = (
         "Cast the arrays that this line reads to FP32 before it, and its results back after it."
@@ -308,7 +291,7 @@ def _fsdp_axes(compiled: Compiled, traced: Traced) -> frozenset[str]:
     return frozenset(of_weights & (of_batch | constrained.found))
 
 
-class _ConstrainedAxes(Forward):
+class _ConstrainedAxes(_analysis.Forward):
     """Finds the mesh axes to which a program constrains the rows of its batch."""
 
     def __init__(self) -> None:
@@ -317,9 +300,9 @@ class _ConstrainedAxes(Forward):
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         if any(operands) and equation.primitive.name == "sharding_constraint":
-            spec = getattr(sharding_of_result(equation), "spec", ())
+            spec = getattr(_operations.sharding_of_result(equation), "spec", ())
             self.found |= axis_names(spec[:1])
-        is_call = equation.primitive.name in CALLS
+        is_call = equation.primitive.name in _constructs.CALLS
         return self.enter(equation, operands, frame) if is_call else [None] * len(equation.outvars)
 
 
@@ -347,9 +330,9 @@ def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
     for item in pending:
         severity = item.severity
         if item.check is MISALIGNED_MATMUL and item.harmed_flops >= _LARGE_SHARE * total:
-            severity = ERROR
+            severity = _checks.ERROR
         elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
-            severity = WARNING
+            severity = _checks.WARNING
         finding = _final_finding(item, auditor.root, severity)
         key = finding.check, finding.severity, finding.module, finding.file, finding.line
         if key in merged:
@@ -359,18 +342,18 @@ def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
     return list(merged.values())
 
 
-def _is_minor(finding: PendingFinding, total: int) -> bool:
+def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
     """Returns True for a promotion that concerns a small share of all FLOPs."""
     is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total and not finding.has_other_harm
     return finding.check is IMPLICIT_PROMOTION and is_small
 
 
-def _final_finding(finding: PendingFinding, root: Path, severity: str) -> Finding:
+def _final_finding(finding: _checks.PendingFinding, root: _jaxprs.Path, severity: str) -> Finding:
     file, line = finding.line
     return Finding(
         check=finding.check.id,
         severity=severity,
-        module=module_of(finding.names, root),
+        module=_locations.module_of(finding.names, root),
         primitive=finding.primitive,
         file=file,
         line=line,
@@ -399,7 +382,7 @@ def _definition(function: Callable[..., Any]) -> tuple[str, int]:
 def _sort_key(finding: Finding) -> tuple[int, int, int]:
     """Sorts errors before warnings, then by check and by FLOPs; notes keep their order."""
     order = SEVERITIES.index(finding.severity)
-    return order, order < 2 and list(CHECKS).index(finding.check), -finding.flops
+    return order, order < 2 and list(_checks.CHECKS).index(finding.check), -finding.flops
 
 
 # ---------------------------------------------------------------------------
@@ -409,5 +392,5 @@ def _sort_key(finding: Finding) -> tuple[int, int, int]:
 
 def _matmul_rows(auditor: Auditor) -> Iterator[MatmulRow]:
     for (names, phase, lhs, rhs), (flops, count) in auditor.matmuls.items():
-        module = module_of(names, auditor.root)
+        module = _locations.module_of(names, auditor.root)
         yield MatmulRow(module=module, phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)

@@ -11,19 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._constructs import CALLS, inners, sub_jaxprs
-from jaxmp._programs._jaxprs import (
-    FORWARD,
-    Atom,
-    Equation,
-    equations,
-    is_literal,
-    phase_of,
-    scope_names,
-)
+from jaxmp._programs import _analysis, _constructs, _jaxprs, _matmuls
 from jaxmp._programs._locations import call_site
-from jaxmp._programs._matmuls import MATMULS
 from jaxmp._tools.audit._auditor import PolicyContext
 from jaxmp._tools.audit._checks import (
     LAYOUT,
@@ -34,25 +23,7 @@ from jaxmp._tools.audit._checks import (
     half_of,
     named,
 )
-from jaxmp._tools.fixes._functions import LAYERS
-from jaxmp._tools.fixes._rewrite import (
-    in_dtype,
-    in_fp32,
-    known_function,
-    narrow_code,
-    narrowed,
-    wide_code,
-    with_sums,
-    with_wide_attend,
-    with_wide_layer,
-)
-from jaxmp._tools.fixes._source import (
-    IN_FP32,
-    Expression,
-    constructor_of,
-    expression_of,
-    with_inner,
-)
+from jaxmp._tools.fixes import _functions, _rewrite, _source
 
 _MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
 # Operations that round each element of a 16-bit array.
@@ -91,18 +62,18 @@ def fix_operation(
     Returns:
       Sentences and code, words alone if the function is not known, or "" without source code.
     """
-    own = expression_of(op, findings)
-    if own is None or not wide_code(own):
+    own = _source.expression_of(op, findings)
+    if own is None or not _rewrite.wide_code(own):
         return in_words(op, findings)
-    back = "" if _is_widened(op) or _is_read_exactly(op, known_function(own)[0]) else back
+    back = "" if _is_widened(op) or _is_read_exactly(op, _rewrite.known_function(own)[0]) else back
     lines, wide = _at_origins(_rounded_by(op, through), op, own, findings)
     if lines and back:
         wide = own.text
     dtype = half_of((*op.equation.invars, *op.equation.outvars))
-    narrow = "" if dtype is None else narrow_code(own, wide, dtype.name)
+    narrow = "" if dtype is None else _rewrite.narrow_code(own, wide, dtype.name)
     code, other = (narrow, wide) if back and narrow else (wide, narrow)
     code = own.replaced_by(code, other)
-    function = known_function(own)[0]
+    function = _rewrite.known_function(own)[0]
     name = function.rpartition(".")[2] or op.name.replace("convert_element_type", "the value")
     sentence = f"Compute {_widened_calls(code) or name} in FP32"
     if function.startswith("jax.random."):
@@ -117,7 +88,9 @@ def _widened_calls(code: str) -> str:
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Call):
             *parts, name = ast.unparse(node.func).rpartition(".")
-            if any(text.endswith(IN_FP32) for text in (parts[0], *map(ast.unparse, node.args))):
+            if any(
+                text.endswith(_source.IN_FP32) for text in (parts[0], *map(ast.unparse, node.args))
+            ):
                 names[name] = None
     return " and ".join(names)
 
@@ -133,16 +106,16 @@ def fix_expression(
       findings: for the lines of the source.
       back: the dtype of the result; "" for FP32.
     """
-    code = in_fp32(expression_of(op, findings), back)
+    code = _rewrite.in_fp32(_source.expression_of(op, findings), back)
     return f"{sentence}:\n    {code}" if code else in_words(op, findings)
 
 
 def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindings) -> str:
     """Returns the fix of a matmul whose sums have another dtype."""
-    own = expression_of(op, findings)
+    own = _source.expression_of(op, findings)
     if own is None:
         return f"{sentence}:\n    jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
-    if code := with_sums(own, dtype):
+    if code := _rewrite.with_sums(own, dtype):
         return f"{sentence}:\n    {code}"
     if is_in_flax(op):
         return _fix_layer(sentence, op, own, findings)
@@ -154,8 +127,8 @@ def fix_wide(
     sentence: str, op: OpOccurrence, indices: list[int], dtype: str, findings: PendingFindings
 ) -> str:
     """Returns the fix that casts operands, in words if its code is not known."""
-    own = expression_of(op, findings)
-    code = narrowed(own, indices, dtype)
+    own = _source.expression_of(op, findings)
+    code = _rewrite.narrowed(own, indices, dtype)
     operands = " and ".join(op.equation.invars[index].aval.str_short() for index in indices)
     if code:
         return f"{sentence}:\n    {code}"
@@ -172,15 +145,15 @@ def fix_casts(op: OpOccurrence, findings: PendingFindings) -> str:
     dtypes = [dtype_of(cast.equation.invars[0]).name for cast in casts if cast is not None]
     if not dtypes:
         return ""
-    own, dtype, lines = expression_of(op, findings), dtypes[0], list[str]()
+    own, dtype, lines = _source.expression_of(op, findings), dtypes[0], list[str]()
     here = list[int]()
     for index, cast in enumerate(casts):
         # The call of the matmul promotes an operand that is in 16 bits.
         is_promoted = cast is not None and call_site(cast.equation) == call_site(op.equation)
-        expression = None if cast is None else expression_of(cast, findings)
+        expression = None if cast is None else _source.expression_of(cast, findings)
         if expression is None or cast is None or _is_inside(expression, own, dtype):
             here += [] if is_promoted else [index]
-        elif not is_promoted and (code := in_dtype(expression, dtype)):
+        elif not is_promoted and (code := _rewrite.in_dtype(expression, dtype)):
             where = findings.where(cast)
             lines.append(f"At {where}, replace {expression.text} by:\n    {code}")
     if here and not findings.is_own_call(op.equation):
@@ -191,7 +164,9 @@ def fix_casts(op: OpOccurrence, findings: PendingFindings) -> str:
     return "\n".join(dict.fromkeys(lines + more))
 
 
-def _own_cast(var: Atom, op: OpOccurrence, findings: PendingFindings) -> OpOccurrence | None:
+def _own_cast(
+    var: _jaxprs.Atom, op: OpOccurrence, findings: PendingFindings
+) -> OpOccurrence | None:
     """Returns the cast from 16 bits in the user's code that an operand comes from."""
     maker = op.body.maker_through(var, _BEFORE_MATMUL)
     is_cast = maker is not None and maker.primitive.name == "convert_element_type"
@@ -200,10 +175,10 @@ def _own_cast(var: Atom, op: OpOccurrence, findings: PendingFindings) -> OpOccur
     return op._replace(equation=maker) if findings.is_own_call(maker) else None
 
 
-def _is_inside(cast: Expression, matmul: Expression | None, dtype: str) -> bool:
+def _is_inside(cast: _source.Expression, matmul: _source.Expression | None, dtype: str) -> bool:
     """Returns True for a cast that is a part of a matmul whose operands can be cast."""
     is_part = matmul is not None and matmul.contains(cast)
-    return is_part and bool(narrowed(matmul, [0, 1], dtype))
+    return is_part and bool(_rewrite.narrowed(matmul, [0, 1], dtype))
 
 
 def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
@@ -222,31 +197,33 @@ def apply_code(op: OpOccurrence, context: PolicyContext) -> str:
 
 def contains_matmul(op: OpOccurrence, findings: PendingFindings) -> bool:
     """Returns True if the line of the user contains the matmul itself, and not a layer."""
-    own = expression_of(op, findings)
-    return own is not None and bool(with_sums(own, "float32"))
+    own = _source.expression_of(op, findings)
+    return own is not None and bool(_rewrite.with_sums(own, "float32"))
 
 
-def _fix_layer(sentence: str, op: OpOccurrence, own: Expression, findings: PendingFindings) -> str:
+def _fix_layer(
+    sentence: str, op: OpOccurrence, own: _source.Expression, findings: PendingFindings
+) -> str:
     """Returns the fix of a layer of Flax that returns FP32 sums, in words for a function."""
-    layer, dtype = constructor_of(own), half_of(op.equation.invars)
+    layer, dtype = _source.constructor_of(own), half_of(op.equation.invars)
     assert dtype is not None
     if ".attend(" in own.text:
-        code = with_wide_attend(own, layer, dtype.name)
+        code = _rewrite.with_wide_attend(own, layer, dtype.name)
         return f"{sentence}:\n    {code}" if code else in_words(op, findings)
-    if layer is not None and (code := with_wide_layer(layer)):
+    if layer is not None and (code := _rewrite.with_wide_layer(layer)):
         where = findings.text_of(layer.place[:2])
         return f"At {where}, {sentence[0].lower()}{sentence[1:]}:\n    {code}"
-    if known_function(own)[0].startswith("flax.") and layer is not own:
+    if _rewrite.known_function(own)[0].startswith("flax.") and layer is not own:
         return in_words(op, findings)
     is_nnx = is_in_flax(op, "flax/nnx")
     linear, conv = ("nnx.Linear", "nnx.Conv") if is_nnx else ("linen.Dense", "linen.Conv")
-    argument = LAYERS[f"flax.{conv if 'conv' in op.name else linear}"]
+    argument = _functions.LAYERS[f"flax.{conv if 'conv' in op.name else linear}"]
     return f"{sentence}: construct the layer that `{own.text}` calls with {argument}."
 
 
 def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns the remedy of an operation whose function is not known; "" without source code."""
-    own = expression_of(op, findings)
+    own = _source.expression_of(op, findings)
     if own is None:
         return ""
     called = own.node.func if isinstance(own.node, ast.Call) else own.node
@@ -275,14 +252,14 @@ def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
         if _is_rounding(maker) and half_of(maker.outvars) is not None:
             casts.append(within._replace(equation=maker))
         elif _is_elementwise(maker):
-            waiting += [(v, within) for v in maker.invars if not is_literal(v)]
+            waiting += [(v, within) for v in maker.invars if not _jaxprs.is_literal(v)]
     return "\n".join(_at_origins(casts, op, None, findings)[0])
 
 
 def _at_origins(
     origins: list[OpOccurrence],
     op: OpOccurrence,
-    own: Expression | None,
+    own: _source.Expression | None,
     findings: PendingFindings,
 ) -> tuple[list[str], str]:
     """Returns the lines that compute operations in FP32, and code for an expression.
@@ -293,10 +270,13 @@ def _at_origins(
       own: its expression, whose code contains the origins inside of it; None: no code is required.
       findings: for the lines of the source.
     """
-    code, parts = "" if own is None else wide_code(own), list[tuple[Expression, str]]()
+    code, parts = (
+        "" if own is None else _rewrite.wide_code(own),
+        list[tuple[_source.Expression, str]](),
+    )
     for origin in origins if len(origins) <= _MAX_ORIGINS else ():
-        expression = expression_of(origin, findings)
-        changed = in_fp32(expression)
+        expression = _source.expression_of(origin, findings)
+        changed = _rewrite.in_fp32(expression)
         is_here = findings.line_of(origin) == findings.line_of(op)
         if not changed or expression is None or (is_here and changed in code):
             continue
@@ -304,15 +284,15 @@ def _at_origins(
             # With an operand in FP32, the function computes in FP32 without a cast, unless its own
             # text casts the operand.
             is_cast = re.search(re.escape(expression.text) + r"\)?\.astype\(", own.text)
-            is_unchanged = code == wide_code(own) and expression.text in own.text
+            is_unchanged = code == _rewrite.wide_code(own) and expression.text in own.text
             code = own.text if is_unchanged and not is_cast else code
-            code = with_inner(code, expression.text, changed)
+            code = _source.with_inner(code, expression.text, changed)
             continue
         if any(expression.place == other.place for other, _ in parts):
             continue
         for n, (outer, text) in enumerate(parts):
             if outer.place[:2] == expression.place[:2] and expression.text in text:
-                text = with_inner(text, expression.text, changed)
+                text = _source.with_inner(text, expression.text, changed)
                 parts[n] = outer, outer.replaced_by(text)
                 break
         else:
@@ -334,7 +314,7 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
     """
     exact = _LOGS | named("sub") if function.endswith(_PROBABILITIES) else _LOGS
     site, waiting, names = call_site(op.equation), [(v, op) for v in op.equation.outvars], set()
-    seen: set[Atom] = set()
+    seen: set[_jaxprs.Atom] = set()
     while waiting:
         var, within = waiting.pop()
         if var in seen:
@@ -342,24 +322,26 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
         seen.add(var)
         for reader, inside in readers_of(var, within):
             name = reader.primitive.name
-            if name in MATMULS:
+            if name in _matmuls.MATMULS:
                 return False
             is_own = call_site(reader) == site
             if not is_own and _is_forward(reader):
                 names.add(name)
             # A loss sums or averages what it reads.
-            if is_own or (name in _ELEMENTWISE - exact) or name in CALLS:
+            if is_own or (name in _ELEMENTWISE - exact) or name in _constructs.CALLS:
                 waiting += [(v, inside) for v in reader.outvars]
     return bool(names & exact)
 
 
-def readers_of(var: Atom, op: OpOccurrence) -> Iterator[tuple[Equation, OpOccurrence]]:
+def readers_of(
+    var: _jaxprs.Atom, op: OpOccurrence
+) -> Iterator[tuple[_jaxprs.Equation, OpOccurrence]]:
     """Yields the equations that read a variable, and those of a call's results."""
     for reader in op.body.consumers.get(var, ()):
         if reader is not None:
             yield reader, op
-        elif op.outer is not None and op.outer.name in CALLS:
-            inner = inners(op.outer.equation)[-1]
+        elif op.outer is not None and op.outer.name in _constructs.CALLS:
+            inner = _constructs.inners(op.outer.equation)[-1]
             for result, out in zip(inner.results, inner.jaxpr.outvars, strict=True):
                 if out is var and result is not None:
                     yield from readers_of(result, op.outer)
@@ -389,7 +371,7 @@ def _is_widened(op: OpOccurrence) -> bool:
                 continue
             if name not in _ELEMENTWISE:
                 return False
-            others = [v for v in reader.invars if not is_literal(v) and v not in seen]
+            others = [v for v in reader.invars if not _jaxprs.is_literal(v) and v not in seen]
             meets_16_bits |= half_of(others) is not None
             waiting += reader.outvars
             seen.update(reader.outvars)
@@ -399,9 +381,9 @@ def _is_widened(op: OpOccurrence) -> bool:
 
 def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> list[OpOccurrence]:
     """Returns the operations by which 16 bits enter the elementwise computation of an operand."""
-    scopes = scope_names(str(op.equation.source_info.name_stack))
+    scopes = _jaxprs.scope_names(str(op.equation.source_info.name_stack))
     waiting = [(var, op) for var in _halves(op.equation)]
-    seen: set[Atom] = set()
+    seen: set[_jaxprs.Atom] = set()
     origins = []
     while waiting:
         var, within = _through_calls(*waiting.pop())
@@ -409,7 +391,7 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
         if maker is None or var in seen:
             continue
         seen.add(var)
-        if scope_names(str(maker.source_info.name_stack)) != scopes and within is op:
+        if _jaxprs.scope_names(str(maker.source_info.name_stack)) != scopes and within is op:
             continue
         inputs, name = _halves(maker), maker.primitive.name
         is_cast = _is_rounding(maker)
@@ -420,16 +402,16 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
             origins.append(within._replace(equation=maker))
         if through is SUMS and _is_elementwise(maker, through):
             # A sum that computes in FP32 reads squares in 16 bits.
-            waiting += [(v, within) for v in maker.invars if not is_literal(v)]
+            waiting += [(v, within) for v in maker.invars if not _jaxprs.is_literal(v)]
         elif _is_elementwise(maker, through) and not is_cast:
             waiting += [(v, within) for v in inputs]
     return origins
 
 
-def _through_calls(var: Atom, op: OpOccurrence) -> tuple[Atom, OpOccurrence]:
+def _through_calls(var: _jaxprs.Atom, op: OpOccurrence) -> tuple[_jaxprs.Atom, OpOccurrence]:
     """Returns the operand of a call such as `jnp.cumsum` in place of a parameter of its jaxpr."""
-    while op.outer is not None and op.outer.name in CALLS:
-        inner = inners(op.outer.equation)[0]
+    while op.outer is not None and op.outer.name in _constructs.CALLS:
+        inner = _constructs.inners(op.outer.equation)[0]
         pairs = zip(inner.operands, inner.jaxpr.invars, strict=True)
         operand = next((o for o, i in pairs if i is var), None)
         if operand is None:
@@ -438,28 +420,28 @@ def _through_calls(var: Atom, op: OpOccurrence) -> tuple[Atom, OpOccurrence]:
     return var, op
 
 
-def _halves(equation: Equation) -> list[Atom]:
+def _halves(equation: _jaxprs.Equation) -> list[_jaxprs.Atom]:
     """Returns the 16-bit operands that are not literals."""
-    return [v for v in equation.invars if not is_literal(v) and half_of([v]) is not None]
+    return [v for v in equation.invars if not _jaxprs.is_literal(v) and half_of([v]) is not None]
 
 
-def _is_elementwise(equation: Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
+def _is_elementwise(equation: _jaxprs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
     """Returns True for an elementwise operation, and for a call such as that of a sigmoid."""
-    inside = [e for jaxpr in sub_jaxprs(equation) for e in equations(jaxpr)]
+    inside = [e for jaxpr in _constructs.sub_jaxprs(equation) for e in _jaxprs.equations(jaxpr)]
     return all(e.primitive.name in names for e in inside or [equation])
 
 
-def _is_rounding(equation: Equation) -> bool:
+def _is_rounding(equation: _jaxprs.Equation) -> bool:
     """Returns True for a cast of FP32 numbers or of integers to fewer bits."""
     is_cast = equation.primitive.name == "convert_element_type"
     return is_cast and np.dtype(dtype_of(equation.invars[0])).itemsize == 4
 
 
-def _is_computed(var: Atom, body: Body) -> bool:
+def _is_computed(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
     """Returns True for a 16-bit result of a cast, a constant or another elementwise operation."""
     maker = body.maker(var)
     while maker is not None and maker.primitive.name in _MOVES and not _is_rounding(maker):
-        if is_literal(maker.invars[0]):
+        if _jaxprs.is_literal(maker.invars[0]):
             return True
         maker = body.maker(maker.invars[0])
     if maker is None:
@@ -467,5 +449,5 @@ def _is_computed(var: Atom, body: Body) -> bool:
     return _is_rounding(maker) or maker.primitive.name == "iota" or _is_elementwise(maker)
 
 
-def _is_forward(equation: Equation) -> bool:
-    return phase_of(str(equation.source_info.name_stack)) == FORWARD
+def _is_forward(equation: _jaxprs.Equation) -> bool:
+    return _jaxprs.phase_of(str(equation.source_info.name_stack)) == _jaxprs.FORWARD

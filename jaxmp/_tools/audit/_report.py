@@ -29,22 +29,7 @@ from jaxmp._tools.audit._rows import (
     compiled_matmuls,
     memory,
 )
-from jaxmp._tools.report._section import (
-    MAX_ROWS,
-    PHASES,
-    Fix,
-    Section,
-    abbreviate,
-    counted,
-    flops_text,
-    grouped,
-    left_out_text,
-    nonempty,
-    numberless,
-    pair_text,
-    share_text,
-)
-from jaxmp._tools.report._views import Report, read_report
+from jaxmp._tools.report import _section, _views
 from jaxmp.errors import AuditError, AuditFailedError
 
 # Findings that an error message lists.
@@ -58,7 +43,7 @@ _WIDE = frozenset({"float32", "float64", "complex64", "complex128"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditReport(Report):
+class AuditReport(_views.Report):
     """Report of an audit: findings, and FLOPs and bytes by dtype. Frozen; contains plain data.
 
     `print(report)` shows the verdict, the errors with their fixes, the matmuls and the memory;
@@ -206,7 +191,7 @@ class AuditReport(Report):
         checks = known_checks(fail_on)
         failed = [f for f in self.findings if _fails(f, checks, speed)]
         if baseline is not None:
-            before = read_report(AuditReport, baseline)
+            before = _views.read_report(AuditReport, baseline)
             self._check_target(before)
             failed = _without(failed, (f for f in before.findings if _fails(f, checks, speed)))
         if failed:
@@ -230,7 +215,7 @@ class AuditReport(Report):
         errors = ", ".join(f"{check}: {count}" for check, count in self.counts().items())
         return f"<AuditReport of {self.equations} equations; {errors or 'ok'}>"
 
-    def _sections(self, full: bool) -> list[Section]:
+    def _sections(self, full: bool) -> list[_section.Section]:
         return report_sections(self, full)
 
 
@@ -282,11 +267,13 @@ Groups = list[list[Finding]]
 
 def group_findings(findings: Iterable[Finding]) -> Groups:
     """Groups the findings that share one row: their modules differ in numbers only."""
-    groups = grouped(findings, lambda f: (f.check, numberless(f.module), f.file, f.line, f.fix))
+    groups = _section.grouped(
+        findings, lambda f: (f.check, _section.numberless(f.module), f.file, f.line, f.fix)
+    )
     return list(groups.values())
 
 
-def error_sections(groups: Groups, full: bool) -> list[Section]:
+def error_sections(groups: Groups, full: bool) -> list[_section.Section]:
     """Returns the table of errors and the fixes.
 
     Args:
@@ -299,19 +286,21 @@ def error_sections(groups: Groups, full: bool) -> list[Section]:
     return finding_sections("Errors", shown, "Fixes", text)
 
 
-def warning_sections(findings: Iterable[Finding]) -> list[Section]:
+def warning_sections(findings: Iterable[Finding]) -> list[_section.Section]:
     """Returns the table of warnings, grouped by check and fix, and suggestions."""
-    groups = grouped(findings, lambda finding: (finding.check, finding.fix))
+    groups = _section.grouped(findings, lambda finding: (finding.check, finding.fix))
     return finding_sections("Warnings", list(groups.values()), "Suggestions")
 
 
 def notes_of_speed(report: AuditReport) -> Groups:
     """Returns the notes of speed, grouped by check and fix."""
     notes = (finding for finding in report.findings if finding.severity == NOTE)
-    return list(grouped(notes, lambda finding: (finding.check, finding.fix)).values())
+    return list(_section.grouped(notes, lambda finding: (finding.check, finding.fix)).values())
 
 
-def finding_sections(title: str, groups: Groups, fixes: str, text: str = "") -> list[Section]:
+def finding_sections(
+    title: str, groups: Groups, fixes: str, text: str = ""
+) -> list[_section.Section]:
     """Returns a numbered table of findings, and the fix of each.
 
     Args:
@@ -321,25 +310,27 @@ def finding_sections(title: str, groups: Groups, fixes: str, text: str = "") -> 
       text: a sentence above the table.
     """
     rows = tuple((str(n), *_row(group)) for n, group in enumerate(groups, start=1))
-    by_fix = grouped(range(len(groups)), lambda number: groups[number][0].fix)
+    by_fix = _section.grouped(range(len(groups)), lambda number: groups[number][0].fix)
     remedies = tuple(
-        Fix(_fix_title(numbers, groups[numbers[0]][0]), fix_parts(fix))
+        _section.Fix(_fix_title(numbers, groups[numbers[0]][0]), fix_parts(fix))
         for fix, numbers in by_fix.items()
         if fix
     )
     return [
-        Section(title, text, ("#", "check", "location", "finding"), rows),
-        Section(fixes, fixes=remedies),
+        _section.Section(title, text, ("#", "check", "location", "finding"), rows),
+        _section.Section(fixes, fixes=remedies),
     ]
 
 
 def _row(group: list[Finding]) -> tuple[str, ...]:
     first, count = group[0], sum(finding.count for finding in group)
-    modules = abbreviate(sorted({finding.module for finding in group}))
+    modules = _section.abbreviate(sorted({finding.module for finding in group}))
     # The message of a finding about an argument contains its count.
-    times = f" ({counted(count, 'operation')})" if count > 1 and first.primitive else ""
+    times = f" ({_section.counted(count, 'operation')})" if count > 1 and first.primitive else ""
     lines = len({(finding.file, finding.line) for finding in group})
-    line = first.location + (f" and {counted(lines - 1, 'more line')}" if lines > 1 else "")
+    line = first.location + (
+        f" and {_section.counted(lines - 1, 'more line')}" if lines > 1 else ""
+    )
     location = f"{modules}, {line}" if line else modules
     return first.check, location, first.message + times
 
@@ -379,7 +370,7 @@ def _is_code(text: str) -> bool:
     return bool(text.strip())
 
 
-def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
+def report_sections(report: AuditReport, full: bool = False) -> list[_section.Section]:
     """Returns the sections of a report; empty ones are omitted.
 
     Args:
@@ -401,11 +392,11 @@ def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
             _modules(report),
             compiled_lines(kernels),
             collectives(report.collectives),
-            Section("Notes", "", ("note",), tuple((note,) for note in report.notes)),
+            _section.Section("Notes", "", ("note",), tuple((note,) for note in report.notes)),
         ]
     else:
         sections.append(_details(report))
-    return nonempty(sections)
+    return _section.nonempty(sections)
 
 
 # ---------------------------------------------------------------------------
@@ -413,73 +404,75 @@ def report_sections(report: AuditReport, full: bool = False) -> list[Section]:
 # ---------------------------------------------------------------------------
 
 
-def _verdict(report: AuditReport, errors: int) -> Section:
+def _verdict(report: AuditReport, errors: int) -> _section.Section:
     share = "The program has no floating-point matmuls."
     if report.flops:
-        total = flops_text(report.flops)
+        total = _section.flops_text(report.flops)
         share = f"No matmul ({total}) runs in 16 bits or FP8"
         if report.low_precision_share:
-            share = f"{share_text(report.low_precision_share)} of the matmul FLOPs"
+            share = f"{_section.share_text(report.low_precision_share)} of the matmul FLOPs"
             share += f" ({total}) run in 16 bits or FP8"
         fp8 = sum(flops for pair, flops in report.matmul_flops.items() if "float8" in pair[0])
-        share += f", {share_text(fp8, report.flops)} in FP8." if fp8 else "."
+        share += f", {_section.share_text(fp8, report.flops)} in FP8." if fp8 else "."
     unseen = [note for note in report.notes if note.endswith(NOT_INSPECTED)]
     uncounted = [note for note in report.notes if note.endswith(NOT_COUNTED) and not report.flops]
     if unseen or uncounted:
         share = f"{share[:-1]}; {'; '.join((unseen or uncounted)[:2])}."
     checked = f", checked against the policy {report.policies}"
-    size = counted(report.equations, "operation")
+    size = _section.counted(report.equations, "operation")
     size += checked if report.policies else ", checked without a recipe"
     if report.gpu:
         # The name of a GPU that is not present on this machine ends with a remark in parentheses.
         verb = "cross-compiled" if report.gpu.endswith(")") else "compiled"
         size += f", {verb} for {report.gpu}"
-    verdict = counted(errors, "error") if errors else "incomplete" if unseen else "ok"
+    verdict = _section.counted(errors, "error") if errors else "incomplete" if unseen else "ok"
     if not errors and report.flops and not (report.low_precision_share or report.policies):
         # A training whose recipe was forgotten would otherwise be approved.
         verdict = "FP32 training" if ("backward",) in report.flops_by("phase") else "FP32"
     mood = "bad" if errors else "good" if verdict == "ok" else "open"
-    return Section(f"Precision audit: {verdict}", f"{share} {size}.", mood=mood)
+    return _section.Section(f"Precision audit: {verdict}", f"{share} {size}.", mood=mood)
 
 
-def _details(report: AuditReport) -> Section:
+def _details(report: AuditReport) -> _section.Section:
     """Returns the number of warnings, and the command that prints everything."""
     counts = Counter(finding.check for finding in report.warnings)
     text = ", ".join(f"{check}: {count}" for check, count in counts.items())
-    warnings = f"{counted(counts.total(), 'warning')} ({text}), " if counts else ""
-    return Section(
+    warnings = f"{_section.counted(counts.total(), 'warning')} ({text}), " if counts else ""
+    return _section.Section(
         "Details",
         f"Use --full or report.to_text(full=True) to print {warnings}modules, kernels and notes.",
     )
 
 
-def _matmuls(report: AuditReport) -> Section:
-    phases = [phase for phase in PHASES if (phase,) in report.flops_by("phase")]
+def _matmuls(report: AuditReport) -> _section.Section:
+    phases = [phase for phase in _section.PHASES if (phase,) in report.flops_by("phase")]
     by_phase = report.flops_by("lhs", "rhs", "phase")
     rows = tuple(
         (
             " x ".join(pair),
-            *(flops_text(by_phase.get((*pair, phase), 0)) for phase in phases),
-            flops_text(flops),
-            share_text(flops, report.flops),
+            *(_section.flops_text(by_phase.get((*pair, phase), 0)) for phase in phases),
+            _section.flops_text(flops),
+            _section.share_text(flops, report.flops),
         )
         for pair, flops in report.matmul_flops.items()
     )
-    return Section("Matmuls by operand dtype", "", ("operands", *phases, "total", "share"), rows)
+    return _section.Section(
+        "Matmuls by operand dtype", "", ("operands", *phases, "total", "share"), rows
+    )
 
 
-def _modules(report: AuditReport) -> Section:
+def _modules(report: AuditReport) -> _section.Section:
     """Returns a row for each module with matmuls; modules that differ in a number share one."""
-    matmuls = grouped(report.matmuls, lambda row: row.module)
+    matmuls = _section.grouped(report.matmuls, lambda row: row.module)
     flops = report.flops_by("module")
 
     def key_of(module: str) -> tuple[str, str]:
-        dtypes = {pair_text(row.lhs, row.rhs) for row in matmuls[module]}
-        return numberless(module), ", ".join(sorted(dtypes))
+        dtypes = {_section.pair_text(row.lhs, row.rhs) for row in matmuls[module]}
+        return _section.numberless(module), ", ".join(sorted(dtypes))
 
     rows = []
-    for (_, operands), modules in grouped((module for (module,) in flops), key_of).items():
-        total = flops_text(sum(flops[module,] for module in modules))
-        rows.append((abbreviate(modules), total, operands))
-    text, columns = left_out_text(rows, "matmuls"), ("module", "FLOPs", "operands")
-    return Section("Matmuls by module", text, columns, tuple(rows[:MAX_ROWS]))
+    for (_, operands), modules in _section.grouped((module for (module,) in flops), key_of).items():
+        total = _section.flops_text(sum(flops[module,] for module in modules))
+        rows.append((_section.abbreviate(modules), total, operands))
+    text, columns = _section.left_out_text(rows, "matmuls"), ("module", "FLOPs", "operands")
+    return _section.Section("Matmuls by module", text, columns, tuple(rows[: _section.MAX_ROWS]))

@@ -8,21 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from jaxmp._tools.report._section import (
-    MAX_ROWS,
-    PHASES,
-    Section,
-    abbreviate,
-    bytes_text,
-    counted,
-    flops_text,
-    grouped,
-    left_out_text,
-    module_text,
-    numberless,
-    pair_text,
-    share_text,
-)
+from jaxmp._tools.report import _section
 
 # Ends of notes about an operation.
 NOT_INSPECTED, NOT_COUNTED = "are not inspected", "are not counted"
@@ -277,79 +263,83 @@ def _kernel_of(row: GemmRow | AttentionRow) -> tuple[str, str, str]:
     """Returns the dtypes of operands and result, and the kernel."""
     if isinstance(row, AttentionRow):
         return row.dtype, row.dtype, "fused attention"
-    return pair_text(row.lhs, row.rhs), row.out, row.kernel
+    return _section.pair_text(row.lhs, row.rhs), row.out, row.kernel
 
 
-def compiled_matmuls(kernels: Iterable[GemmRow | AttentionRow]) -> Section:
+def compiled_matmuls(kernels: Iterable[GemmRow | AttentionRow]) -> _section.Section:
     """Returns the FLOPs of the GPU's kernels by dtype."""
-    groups = grouped(kernels, _kernel_of)
+    groups = _section.grouped(kernels, _kernel_of)
     flops = Counter({key: sum(row.flops for row in group) for key, group in groups.items()})
     rows = tuple(
         (
             *key,
-            counted(sum(row.count for row in groups[key]), "launch"),
-            flops_text(value),
-            share_text(value, flops.total()),
+            _section.counted(sum(row.count for row in groups[key]), "launch"),
+            _section.flops_text(value),
+            _section.share_text(value, flops.total()),
         )
         for key, value in flops.most_common()
     )
     columns = ("multiplied in", "result", "kernel", "count", "FLOPs", "share")
-    return Section("Matmuls in the compiled program", "", columns, rows)
+    return _section.Section("Matmuls in the compiled program", "", columns, rows)
 
 
-def compiled_lines(kernels: Iterable[GemmRow | AttentionRow]) -> Section:
+def compiled_lines(kernels: Iterable[GemmRow | AttentionRow]) -> _section.Section:
     """Returns the GPU's matmuls by module and source line."""
-    key_of = lambda row: (numberless(row.module), row.location, *_kernel_of(row))
+    key_of = lambda row: (_section.numberless(row.module), row.location, *_kernel_of(row))
     rows = [
         (
-            abbreviate(sorted({row.module for row in group})),
+            _section.abbreviate(sorted({row.module for row in group})),
             location,
             dtypes,
             kernel,
-            ", ".join(phase for phase in PHASES if phase in {row.phase for row in group}),
-            flops_text(sum(row.flops for row in group)),
+            ", ".join(phase for phase in _section.PHASES if phase in {row.phase for row in group}),
+            _section.flops_text(sum(row.flops for row in group)),
         )
-        for (_, location, dtypes, _, kernel), group in grouped(kernels, key_of).items()
+        for (_, location, dtypes, _, kernel), group in _section.grouped(kernels, key_of).items()
     ]
     columns = ("module", "line", "multiplied in", "kernel", "passes", "FLOPs")
-    text = left_out_text(rows, "gemms")
-    return Section("Compiled matmuls by module", text, columns, tuple(rows[:MAX_ROWS]))
+    text = _section.left_out_text(rows, "gemms")
+    return _section.Section(
+        "Compiled matmuls by module", text, columns, tuple(rows[: _section.MAX_ROWS])
+    )
 
 
-def collectives(collectives: Iterable[CollectiveRow]) -> Section:
+def collectives(collectives: Iterable[CollectiveRow]) -> _section.Section:
     """Returns the arrays that devices send to one another."""
     rows = [
         (
             row.operation,
             row.dtype,
-            bytes_text(row.bytes),
-            counted(row.count, "array"),
+            _section.bytes_text(row.bytes),
+            _section.counted(row.count, "array"),
             row.content,
             ", ".join(row.axes),
             row.phase,
-            module_text(row.module),
+            _section.module_text(row.module),
             row.location,
         )
         for row in collectives
     ]
     columns = ("collective", "dtype", "bytes", "count", "content", "axes", "pass", "module", "line")
-    text = left_out_text(rows, "collectives")
-    return Section("Collectives per device", text, columns, tuple(rows[:MAX_ROWS]))
+    text = _section.left_out_text(rows, "collectives")
+    return _section.Section(
+        "Collectives per device", text, columns, tuple(rows[: _section.MAX_ROWS])
+    )
 
 
-def memory(memory: MemoryRow | None) -> Section:
+def memory(memory: MemoryRow | None) -> _section.Section:
     """Returns the memory of the program and the bytes that the optimizer update moves."""
     if memory is None:
-        return Section("")
+        return _section.Section("")
     rows = [
-        ("arguments", bytes_text(memory.arguments)),
-        ("results", bytes_text(memory.outputs)),
-        ("results in donated arguments", bytes_text(memory.aliased)),
-        ("temporary buffers", bytes_text(memory.temporary)),
+        ("arguments", _section.bytes_text(memory.arguments)),
+        ("results", _section.bytes_text(memory.outputs)),
+        ("results in donated arguments", _section.bytes_text(memory.aliased)),
+        ("temporary buffers", _section.bytes_text(memory.temporary)),
     ]
     if memory.update_bytes and memory.parameters:
         moved = memory.update_bytes / memory.parameters
         minimum = memory.update_floor / memory.parameters
         text = f"{moved:.1f} bytes per parameter (minimum {minimum:.1f})"
         rows.append(("memory traffic of the update", text))
-    return Section("Memory per device", "", ("quantity", "value"), tuple(rows))
+    return _section.Section("Memory per device", "", ("quantity", "value"), tuple(rows))

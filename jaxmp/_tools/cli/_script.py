@@ -28,9 +28,9 @@ import jax.numpy as jnp
 import jaxmp
 from jaxmp._core import _compat, _plain, _targets
 from jaxmp._core._compat import _watch_jit
-from jaxmp._policies._recipe import Recipe, load_recipe
-from jaxmp._tools import audit
-from jaxmp._tools.cli._jitted import Watched, defined_steps, function_of
+from jaxmp._policies import _recipe
+from jaxmp._tools.audit import _audit
+from jaxmp._tools.audit._jitted import Watched, defined_steps, function_of
 from jaxmp._tools.nonfinite import _measure
 from jaxmp._tools.plan import _programs
 from jaxmp.errors import AuditError, JaxmpError
@@ -151,12 +151,12 @@ class Watcher:
         """True if the script has called a function that takes gradients."""
         return any(watched.takes_gradients for watched in self.watched.values())
 
-    def _load_recipe(self, recipe: Any) -> Recipe:
+    def _load_recipe(self, recipe: Any) -> _recipe.Recipe:
         """Returns the planned recipe instead of the script's; a loaded recipe is one already."""
-        if isinstance(recipe, Recipe):
+        if isinstance(recipe, _recipe.Recipe):
             return recipe
         self.recipes.append(str(recipe))
-        return load_recipe(self.settings["recipe"])
+        return _recipe.load_recipe(self.settings["recipe"])
 
     def _on_call(self, call: _watch_jit.JitCall) -> bool:
         """Records a call; returns True if the function is not to be compiled and executed."""
@@ -286,7 +286,8 @@ class Watcher:
             estimates = [jaxmp.estimate_memory(*_positional(w.call), **settings) for w in chosen]
             return max(estimates, key=lambda estimate: estimate.total).to_json()
         calls = [(w.call.function, w.call.args, w.call.kwargs) for w in chosen]
-        return audit.join_reports([audit.audit_call(*call, **settings) for call in calls]).to_json()
+        reports = [_audit.audit_call(*call, **settings) for call in calls]
+        return _audit.join_reports(reports).to_json()
 
     def _check_recipes(self) -> None:
         names = list(dict.fromkeys(self.recipes))
@@ -326,7 +327,7 @@ def _positional(call: _watch_jit.JitCall) -> tuple[Any, ...]:
 
 def _plan(call: _watch_jit.JitCall, settings: dict[str, Any]) -> list[Any]:
     """Returns the row and the roofline of a step for each chip."""
-    recipe, cache = load_recipe(settings["recipe"]), settings["cache"]
+    recipe, cache = _recipe.load_recipe(settings["recipe"]), settings["cache"]
     folder = None if cache is None else Path(cache).expanduser()
     measured = []
     for name in settings["targets"]:

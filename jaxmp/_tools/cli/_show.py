@@ -3,26 +3,22 @@
 import dataclasses
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import jaxmp
-from jaxmp._policies._op_table import CATEGORIES, OpTable
+from jaxmp._policies import _op_table, _recipe
 from jaxmp._policies._policy import summarized
-from jaxmp._policies._recipe import list_recipes, load_recipe
 from jaxmp._tools.cli._arguments import JsonOption, RecipeArgument
 from jaxmp._tools.cli._output import console, escape, make_table, write_json
-
-if TYPE_CHECKING:
-    from jaxmp.checkpoint import Checkpointer
 
 
 def show_recipes(json: JsonOption = None) -> None:
     """List the installed recipes."""
     table = make_table("recipe", "policy", "loss scale", "summary")
     rows: list[dict[str, str]] = []
-    for recipe in map(load_recipe, list_recipes()):
+    for recipe in map(_recipe.load_recipe, _recipe.list_recipes()):
         # `keep_inputs` is long; `jaxmp show` prints it.
         policy, loss_scale = summarized(recipe.policies.default), recipe.loss_scale_data.kind
         row = {"name": recipe.name, "policy": str(policy), "loss_scale": loss_scale}
@@ -43,7 +39,7 @@ def show_recipe(
     json: JsonOption = None,
 ) -> None:
     """Print all settings of a recipe as a recipe file, with the reasons of its rules."""
-    loaded = load_recipe(recipe)
+    loaded = _recipe.load_recipe(recipe)
     # The keys of a recipe file.
     settings = tomllib.loads(loaded.to_toml())
     if ops:
@@ -57,9 +53,9 @@ def show_recipe(
         console().print(escape(loaded.to_toml()), soft_wrap=True, end="")
 
 
-def _print_ops(ops: OpTable) -> None:
+def _print_ops(ops: _op_table.OpTable) -> None:
     """Prints a table of the operations of each category."""
-    for category, meaning in CATEGORIES.items():
+    for category, meaning in _op_table.CATEGORIES.items():
         table = make_table("operation", "reason")
         for name in ops.names(category):
             op = ops.op(name)
@@ -118,7 +114,7 @@ def verify(path: _PathArgument, step: _StepOption = None, json: JsonOption = Non
         console().print(escape(f"Step {info.step} is intact: {len(info.leaves)} leaves.", "green"))
 
 
-def open_run(path: Path, step: int | None) -> "tuple[Checkpointer, int | None]":
+def open_run(path: Path, step: int | None) -> "tuple[jaxmp.checkpoint.Checkpointer, int | None]":
     """Returns the checkpointer of a run and the step; `path` may be that of a step."""
     if step is None and path.name.isdigit() and (path / "state").is_dir():
         path, step = path.parent, int(path.name)

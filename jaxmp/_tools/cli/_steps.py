@@ -27,7 +27,6 @@ from jaxmp.errors import JaxmpError
 
 if TYPE_CHECKING:
     from jaxmp._policies._recipe import Recipe
-    from jaxmp.checkpoint._manifest import CheckpointInfo
     from jaxmp.typing import NonfiniteReport
 
 T = TypeVar("T")
@@ -95,7 +94,7 @@ def run_audit(
     html: _arguments.HtmlOption = None,
 ) -> None:
     """Print the dtypes in which a training step computes, and what is wrong with them."""
-    from jaxmp._tools.audit import _report, audit_phases
+    from jaxmp._tools.audit import _audit, _report
 
     wanted = [check for check in _arguments.split_items(fail_on) if check != "none"]
     checks = _report.known_checks(None if fail_on == "any" else wanted)
@@ -107,7 +106,7 @@ def run_audit(
         options: dict[str, Any] = {"target": target, "try_fixes": try_fixes}
         audit = _busy(f"auditing {make}")(jaxmp.audit)
         run = lambda phase: _run_tool("audit", audit, make, phase, options | {"recipe": phase})
-        report = audit_phases(loaded, run) if loaded and loaded.phases else run(loaded)
+        report = _audit.audit_phases(loaded, run) if loaded and loaded.phases else run(loaded)
     else:
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
@@ -378,7 +377,7 @@ def _located(
         )
 
 
-def _count(info: "CheckpointInfo", first: object) -> int | None:
+def _count(info: "jaxmp.checkpoint.CheckpointInfo", first: object) -> int | None:
     """Returns the number of arguments that a checkpoint has as a tuple; None if it has the first.
 
     The paths of a tuple begin with a number.

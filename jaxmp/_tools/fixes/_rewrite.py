@@ -26,7 +26,7 @@ from jaxmp._tools.fixes._functions import (
     Function,
     arguments_of,
 )
-from jaxmp._tools.fixes._source import Expression
+from jaxmp._tools.fixes._source import Expression, enclosing
 
 _WIDE = ast.Attribute(ast.Name("jnp"), "float32")
 # Bounds of an operand as code, in which `{array}` is the operand: its smallest positive normal
@@ -426,20 +426,17 @@ def norm(expression: Expression | None) -> str:
     return expression.replaced_by(f"jnp.sqrt(jnp.maximum({square}, {TINY.format(array=array)}))")
 
 
-def double_where(where: Expression | None, inner: Expression | None) -> tuple[str, bool]:
+def double_where(where: Expression | None, inner: Expression | None) -> str:
     """Returns a `where` whose unused branch has a finite gradient.
 
     Args:
       where: the call `jnp.where(condition, x, y)`.
-      inner: the call or quotient whose gradient is not finite, with an operand to replace.
-
-    Returns:
-      The code, and True if it replaces `where`; False if it replaces `inner`; "" if the
-      expressions have other forms.
+      inner: the call or quotient whose gradient is not finite, with an operand to replace. It is
+        replaced by itself if `where` does not contain it.
     """
     node = None if where is None else where.node
     if where is None or inner is None or not isinstance(node, ast.Call) or len(node.args) != 3:
-        return "", True
+        return ""
     condition, *branches = map(ast.unparse, node.args)
     old = inner.text
     is_first = old in branches[0] and old not in branches[1]
@@ -451,17 +448,67 @@ def double_where(where: Expression | None, inner: Expression | None) -> tuple[st
     else:
         new = _bounded(Expression(inner.node, inner.place, []), make)
     if new and old in where.text:
-        return where.replaced_by(where.text.replace(old, new)), True
-    return inner.replaced_by(new), False
+        return where.replaced_by(where.text.replace(old, new))
+    return inner.replaced_by(new)
 
 
-def log_sigmoid(expression: Expression | None) -> str:
-    """Returns the logarithm of a sigmoid as one function."""
-    node = None if expression is None else expression.node
-    for call in node.args[:1] if isinstance(node, ast.Call) else ():
-        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("nn.sigmoid"):
-            assert expression is not None
-            return expression.replaced_by(f"jax.nn.log_sigmoid({ast.unparse(call.args[0])})")
+# Functions -> the one that computes their logarithm.
+_LOGARITHMS = {
+    "jax.nn.sigmoid": "jax.nn.log_sigmoid",
+    "jax.scipy.special.expit": "jax.nn.log_sigmoid",
+    "jax.nn.softmax": "jax.nn.log_softmax",
+}
+
+
+def in_one_function(expression: Expression | None) -> str:
+    """Returns one function for steps that overflow, such as the log of a sum of exponentials.
+
+    The code replaces the smallest expression around the given one that has such a function.
+    """
+    for outer in () if expression is None else enclosing(expression):
+        code = outer.replaced_by(_in_one_function(outer))
+        if code:
+            return code
+    return ""
+
+
+def _in_one_function(expression: Expression) -> str:
+    name_of = lambda node: expression.name_of(node.func) if isinstance(node, ast.Call) else ""
+    is_exp = lambda node: name_of(node) == "jax.numpy.exp" and len(node.args) == 1
+    call = lambda function, arguments, keywords: ast.unparse(
+        ast.Call(parsed(function), arguments, keywords)
+    )
+    match expression.copy():
+        case ast.BinOp(exp, ast.Div(), ast.Call(args=[same]) as total) if (
+            is_exp(exp)
+            and name_of(total) == "jax.numpy.sum"
+            and ast.unparse(same) == ast.unparse(exp)
+        ):
+            options = {keyword.arg: keyword for keyword in total.keywords}
+            axis = options.pop("axis", None)
+            others = [ast.unparse(keyword) for keyword in options.values()]
+            is_softmax = others == ["keepdims=True"] or not (others or axis)
+            axis = axis or ast.keyword("axis", ast.Constant(None))
+            return call("jax.nn.softmax", exp.args, [axis]) if is_softmax else ""
+        case ast.Call(args=[exp]) as log if name_of(log) == "jax.numpy.log1p" and is_exp(exp):
+            return call("jax.nn.softplus", exp.args, [])
+        case ast.Call(args=[inner]) as log if name_of(log) == "jax.numpy.log":
+            pass
+        case _:
+            return ""
+    match inner:
+        case ast.BinOp(ast.Constant(1), ast.Add(), exp) | ast.BinOp(
+            exp, ast.Add(), ast.Constant(1)
+        ) if is_exp(exp):
+            return call("jax.nn.softplus", exp.args, [])
+        case ast.Call(args=arguments, keywords=keywords) if name_of(inner) in _LOGARITHMS:
+            return call(_LOGARITHMS[name_of(inner)], arguments, keywords)
+        case ast.Call(args=[exp, *more], keywords=keywords) if name_of(
+            inner
+        ) == "jax.numpy.sum" and is_exp(exp):
+            return call("jax.scipy.special.logsumexp", exp.args + more, keywords)
+        case ast.Call(ast.Attribute(exp, "sum"), more, keywords) if is_exp(exp):
+            return call("jax.scipy.special.logsumexp", exp.args + more, keywords)
     return ""
 
 

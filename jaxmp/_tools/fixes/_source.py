@@ -180,9 +180,25 @@ def constructor_of(expression: Expression) -> Expression | None:
     ]
     if len(calls) != 1:
         return None
-    call: Any = calls[0]
-    place = file, call.lineno, call.end_lineno, call.col_offset, call.end_col_offset
-    return Expression(call, place, expression.edits)
+    return Expression(calls[0], _place(file, calls[0]), expression.edits)
+
+
+def enclosing(expression: Expression) -> Iterator[Expression]:
+    """Yields an expression and those that contain it, the smallest first."""
+    yield expression
+    file = expression.place[0]
+    nodes = ast.walk(_tree(file, len(linecache.getlines(file))))
+    outer = [
+        dataclasses.replace(expression, node=n, place=_place(file, n))
+        for n in nodes
+        if isinstance(n, ast.expr)
+    ]
+    outer = [each for each in outer if each.contains(expression)]
+    yield from sorted(outer, key=lambda each: len(each.text))
+
+
+def _place(file: str, node: Any) -> tuple[str, int, int, int, int]:
+    return file, node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
 def _parsed(

@@ -23,8 +23,8 @@ from jaxmp._core._typing import PyTree
 from jaxmp._programs._constructs import unknown_constructs
 from jaxmp._programs._interpreter import warn_of_unknown
 from jaxmp._tools.audit._compile import asked_by, check_compiler, compile_for
+from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.audit._trace import Traced, check_function, trace
-from jaxmp._tools.hlo import Program
 from jaxmp._tools.memory._cache import compiler_of
 from jaxmp._tools.memory._liveness import Value, largest_use
 from jaxmp._tools.report._progress import progress_bar

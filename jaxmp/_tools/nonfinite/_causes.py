@@ -25,6 +25,7 @@ from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Variable, Wal
 _LOGS = frozenset({"log", "log1p", "log2"})
 _EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "sinh", "cosh"})
 _ROOTS = frozenset({"sqrt", "rsqrt", "pow", "cbrt"})
+_IN_ONE = "Compute these steps in one function, which is finite"
 # `scale_by_*` of optax -> the optimizer with its epsilon as an argument.
 _OPTIMIZERS = {
     "adam": "adam",
@@ -126,12 +127,12 @@ class NonfiniteEvidence:
     def cause(
         self, name: str, message: str, sentence: str, code: str, operation: Operation | None = None
     ) -> NonfiniteCause:
-        """Returns a cause whose fix replaces the expression of an operation."""
-        old = self.expression(operation)
-        if not code or old is None:
+        """Returns a cause whose code replaces an expression; "" for a fix in words."""
+        edits = tuple(self.findings.edits)
+        if not code or not edits:
             return NonfiniteCause(name, message, f"{sentence}.", "", operation)
         fix = f"{sentence}:\n    {code}"
-        return NonfiniteCause(name, message, fix, old.text, operation, tuple(self.findings.edits))
+        return NonfiniteCause(name, message, fix, edits[-1].old, operation, edits)
 
 
 def _occurrence(region: Region, number: int) -> OpOccurrence:
@@ -166,16 +167,14 @@ def _where_gradient(e: NonfiniteEvidence) -> NonfiniteCause | None:
         ):
             if select.name == "select_n" and select.is_backward:
                 inner = e.expression(shown)
-                code, is_whole = _rewrite.double_where(e.expression(select), inner)
+                code = _rewrite.double_where(e.expression(select), inner)
                 text = shown.name if inner is None else f"`{inner.text}`"
                 message = (
                     f"The forward pass discards the result of {text} here, so its gradient is "
                     "zero, and the derivative is infinite: zero times infinity is NaN."
                 )
                 sentence = "Replace the operand too where the branch is not used"
-                cause = e.cause("where_gradient", message, sentence, code, select)
-                expression = cause.expression if is_whole or inner is None else inner.text
-                return cause._replace(expression=expression)
+                return e.cause("where_gradient", message, sentence, code, select)
     return None
 
 
@@ -251,8 +250,9 @@ def _of_log(e: NonfiniteEvidence, x: float) -> NonfiniteCause:
     old, row = e.expression(), e.source.operands[0]
     name = "log_of_negative" if x < 0 else "log_of_zero"
     message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
-    code = _rewrite.log_sigmoid(old) or _rewrite.at_least(old, _rewrite.TINY, "log")
-    return e.cause(name, message, "Keep the operand positive", code)
+    stable = _rewrite.in_one_function(old)
+    code = stable or _rewrite.at_least(old, _rewrite.TINY, "log")
+    return e.cause(name, message, _IN_ONE if stable else "Keep the operand positive", code)
 
 
 def _root(e: NonfiniteEvidence) -> NonfiniteCause | None:
@@ -326,8 +326,9 @@ def _exponential(e: NonfiniteEvidence) -> NonfiniteCause | None:
         f"integer with a result in {dtype}."
         f"{' The step overflows in FP32 too.' * e.overflows_in_fp32}"
     )
-    code = _rewrite.at_most(e.expression(), bound, "exp")
-    return e.cause("exp_overflow", message, "Bound the operand", code)
+    stable = _rewrite.in_one_function(e.expression())
+    code = stable or _rewrite.at_most(e.expression(), bound, "exp")
+    return e.cause("exp_overflow", message, _IN_ONE if stable else "Bound the operand", code)
 
 
 # ---------------------------------------------------------------------------

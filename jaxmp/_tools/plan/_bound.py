@@ -15,11 +15,11 @@ import numpy as np
 from jaxmp._core._targets import Target, targets
 from jaxmp._programs._jaxprs import BACKWARD
 from jaxmp._tools.audit._compile import Compiled
+from jaxmp._tools.audit._hlo import Computation, Instruction, Program
 from jaxmp._tools.audit._hlo_collectives import collective_name, groups_of, sent_arrays
+from jaxmp._tools.audit._hlo_kernels import accessed, kernels
 from jaxmp._tools.audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts, shape_of
 from jaxmp._tools.audit._hlo_stats import fused_attention
-from jaxmp._tools.hlo import Computation, Instruction, Program
-from jaxmp._tools.hlo._kernels import accessed, kernels
 from jaxmp.errors import TargetError
 
 # Seconds to start a kernel, and seconds on a TPU, whose program starts them itself.

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxmp._core import _compat
 from jaxmp._core._targets import Target, default_target
 from jaxmp._policies._recipe import Recipe
-from jaxmp._tools.audit import AuditReport, audit_program
+from jaxmp._tools.audit._audit import audit_program
 from jaxmp._tools.audit._auditor import PolicyContext
 from jaxmp._tools.audit._make_report import lacking_format
+from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.memory._cache import compiler_of
 from jaxmp._tools.plan._bound import cost_of, error_of, hosts_of, measured

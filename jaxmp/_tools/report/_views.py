@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
+from jaxmp._core import _plain
 from jaxmp._core._messages import missing_dependency
-from jaxmp._core._plain import JSONValue, from_plain, to_plain
+from jaxmp._core._plain import JSONValue
 from jaxmp._core._typing import RichRenderable
 from jaxmp._tools.report._page import html_document, html_sections
 from jaxmp._tools.report._section import Section
@@ -85,7 +86,7 @@ class Report(abc.ABC):
         """Returns the report as plain data: the fields of `to_json`."""
         assert dataclasses.is_dataclass(self)
         summary = {name: getattr(self, name) for name in self._summary}
-        plain = to_plain(dataclasses.asdict(self))
+        plain = _plain.to_plain(dataclasses.asdict(self))
         assert isinstance(plain, dict)
         return self._schema | summary | plain
 
@@ -115,7 +116,7 @@ class Report(abc.ABC):
                     raise ValueError(f"{name} is {schema[name]!r}, and must be {value!r}")
             for name in cls._summary:
                 data.pop(name, None)
-            return from_plain(cls, data)
+            return _plain.from_plain(cls, data)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             subject = f"{'an' if cls._subject[0] in 'aeiou' else 'a'} {cls._subject}"
             raise cls._error(

@@ -3,9 +3,9 @@
 Read the modules in this order:
 
 1. `_measure` measures one tensor.
-2. `_observe` runs a traced step again, and measures its gradients, outputs and operands.
-3. `_with_stats` makes the program, and measures the parameters and their updates.
-4. `_report` compares formats and loss scales.
+2. `_with_stats` makes a program that runs the traced step again. `_programs._observe` finds its
+   gradients, outputs and operands.
+3. `_report` compares formats and loss scales.
 """
 
 from jaxmp._tools.stats._report import StatsReport as StatsReport

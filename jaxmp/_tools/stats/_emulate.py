@@ -16,10 +16,9 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array
 from jaxmp._policies._op_table import OpTable
-from jaxmp._programs import _analysis, _bind, _jaxprs, _operations
+from jaxmp._programs import _analysis, _bind, _jaxprs, _observe, _operations
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
 from jaxmp._tools.stats._measure import clipped, fp8_scale
-from jaxmp._tools.stats._observe import MATMULS, Observer
 
 EMULATED = FLOAT16, FLOAT8 = "float16", "float8"
 _TABLE = OpTable()
@@ -97,7 +96,7 @@ class Emulation(Interpreter):
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         place, outputs, name = frame.place.of(equation), frame.state, equation.primitive.name
-        is_backward, is_matmul = place.phase == _jaxprs.BACKWARD, name in MATMULS
+        is_backward, is_matmul = place.phase == _jaxprs.BACKWARD, name in _observe.MATMULS
         is_inside = self.name and (place.scopes or is_matmul) and _bind.runs_in_fp32(equation)
         arrays = list(map(self.array, operands))
         if not is_inside or not any(map(_is_fp32, arrays)):
@@ -167,7 +166,7 @@ def _fp8(x: Array, is_cotangent: bool) -> Array:
 # ---------------------------------------------------------------------------
 
 
-class Sampler(Observer):
+class Sampler(_observe.Observer):
     """Observer that returns a regular subset of the elements of each tensor."""
 
     def measure(self, x: Array, *_: Any) -> Array:

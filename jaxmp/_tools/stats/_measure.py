@@ -15,8 +15,7 @@ from jax import lax
 from jaxmp._core._dtypes import FLOAT32, is_fp8
 from jaxmp._core._shardings import flattened
 from jaxmp._core._typing import Array, DTypeLike
-from jaxmp._programs import _bind
-from jaxmp._programs._interpreter import vary_as_here
+from jaxmp._programs import _bind, _interpreter
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # Key of the format and the scale with which a program quantizes a tensor itself.
@@ -93,7 +92,7 @@ def measure_tensor(
         broadcastable to `x`.
       dtype: the FP8 format of that quantization.
     """
-    x, factor = vary_as_here((lax.convert_element_type(x, FLOAT32), factor))
+    x, factor = _interpreter.vary_as_here((lax.convert_element_type(x, FLOAT32), factor))
     bits = _bits(x)
     counts = _exponents(bits)
     is_finite = lax.lt(bits, np.uint32(_EXPONENT))
@@ -136,7 +135,7 @@ def _exponents(bits: Array) -> Array:
     row = as_int(lax.shift_right_logical(bits, np.uint32(23)))
     index = lax.add(lax.mul(row, np.int32(3)), lax.add(as_int(is_other), as_int(is_last)))
     numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
-    none = vary_as_here(lax.full((256 * 3,), 0, jnp.uint32))
+    none = _interpreter.vary_as_here(lax.full((256 * 3,), 0, jnp.uint32))
     each = lax.full_like(lax.squeeze(bits, (1,)), 1)
     return lax.reshape(lax.scatter_add(none, index, each, numbers), (256, 3))
 

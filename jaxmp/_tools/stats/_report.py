@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from jaxmp._programs._observe import GRADIENTS, OPERANDS
 from jaxmp._tools.report._section import Section, grouped, module_text, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp._tools.stats._measure import LAST, POWERS, TensorStats
-from jaxmp._tools.stats._observe import GRADIENTS, OPERANDS
 from jaxmp.errors import JaxmpError
 
 # Largest share of the gradient that a suggested loss scale loses.

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._core._typing import Array
+from jaxmp._programs import _observe
 from jaxmp._tools.audit import _trace
 from jaxmp._tools.stats._emulate import EMULATED, Emulation, Sampler, Samples, errors_of
 from jaxmp._tools.stats._measure import TensorStats, measure_tensor
-from jaxmp._tools.stats._observe import ACTIVATIONS, GRADIENTS, SCALES, Key, Observer, modules_of
 from jaxmp._tools.stats._report import StatsReport, make_stats_report
 from jaxmp.errors import AuditError
 from jaxmp.optim import _roles
@@ -137,6 +137,12 @@ def with_stats(
     return measured
 
 
+class _Measured(_observe.Observer):
+    """Observer that computes the statistics of each tensor."""
+
+    measure = staticmethod(measure_tensor)
+
+
 class _Program:
     """Statistics of a traced step, as a function of the arrays among its arguments."""
 
@@ -146,7 +152,7 @@ class _Program:
         self.modules: tuple[str, ...] = ()
 
     def __call__(self, arrays: list[Any]) -> TrainingStats:
-        observer = Observer()
+        observer = _Measured()
         results = observer.run(self.traced.closed, arrays)
         rows: dict[str, dict[str, TensorStats]] = {}
         counts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -157,12 +163,12 @@ class _Program:
             rows.setdefault(kind, {})[name + suffix] = stats
 
         scales = self._of_role(_roles.FP8)
-        for kind, numbers in (("parameters", self._parameters()), (SCALES, scales)):
+        for kind, numbers in (("parameters", self._parameters()), (_observe.SCALES, scales)):
             for number in numbers:
                 add(kind, self.names[number], measure_tensor(arrays[number]))
         for key, module, stats in self._by_module(observer):
-            if key.kind == GRADIENTS:
-                add(GRADIENTS, self._parameter(key, module), stats)
+            if key.kind == _observe.GRADIENTS:
+                add(_observe.GRADIENTS, self._parameter(key, module), stats)
             else:
                 add(key.kind, f"{module}:{key.label}" if key.label else module, stats)
         for number, new in self._updated(results):
@@ -179,22 +185,25 @@ class _Program:
         sampler.run(*emulation.traced(self.traced.closed, arrays))
         samples: Samples = {}
         for key, module, sample in self._by_module(sampler):
-            if key.kind in (ACTIVATIONS, GRADIENTS):
+            if key.kind in (_observe.ACTIVATIONS, _observe.GRADIENTS):
                 samples.setdefault(key.kind, {}).setdefault(module, []).append(sample)
         # A module without outputs has its first gradient last.
-        order = [*samples.get(ACTIVATIONS, {}), *reversed(samples.get(GRADIENTS, {}))]
+        order = [
+            *samples.get(_observe.ACTIVATIONS, {}),
+            *reversed(samples.get(_observe.GRADIENTS, {})),
+        ]
         self.modules = tuple(dict.fromkeys(order))
         return samples
 
-    def _by_module(self, observer: Observer) -> Iterator[tuple[Key, str, Any]]:
+    def _by_module(self, observer: _observe.Observer) -> Iterator[tuple[_observe.Key, str, Any]]:
         """Yields (key, module, measurement) of each tensor that an observer measured."""
         of_fp8, of_parameters = (
             {self.traced.arrays[n].shape for n in numbers}
             for numbers in (self._of_role(_roles.FP8), self._parameters())
         )
-        modules = modules_of(key.path for key in observer.side)
+        modules = _observe.modules_of(key.path for key in observer.side)
         for (key, measured), module in zip(observer.side.items(), modules, strict=True):
-            if key.kind != GRADIENTS or key.shape not in of_fp8 - of_parameters:
+            if key.kind != _observe.GRADIENTS or key.shape not in of_fp8 - of_parameters:
                 yield key, module, measured
 
     def _of_role(self, *roles: str) -> list[int]:
@@ -208,7 +217,7 @@ class _Program:
     def _parameters(self) -> list[int]:
         return self._of_role(_roles.PARAMETER, _roles.MASTER, _roles.AVERAGE, _roles.STATISTICS)
 
-    def _parameter(self, key: Key, module: str) -> str:
+    def _parameter(self, key: _observe.Key, module: str) -> str:
         """Returns the parameter of a gradient; its module and shape if they fit several ones."""
         arrays = self.traced.arrays
         numbers = [n for n in self._of_role(_roles.PARAMETER) if arrays[n].shape == key.shape]

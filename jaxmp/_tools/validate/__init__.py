@@ -1,13 +1,9 @@
-"""Validation: training in candidate precisions compared with training in a reference precision.
+"""Validation: programs in candidate precisions compared with a reference.
 
-`_report` documents the JSON layout of a report, `_compare` the test, and `_diagnose` the causes
-that it finds.
+`_validate` compares trainings: `_report` documents the JSON layout of its report, `_compare` the
+test, and `_diagnose` the causes that it finds.
+
+`_parity` compares the outputs of a program that trains with those of one that serves: `_walk` runs
+programs one operation at a time, `_align` contains the criterion, `_parity_search` finds the cause,
+and `_metrics` has the compared quantities.
 """
-
-from __future__ import annotations
-
-from jaxmp._tools.validate._budget import Budget as Budget
-from jaxmp._tools.validate._report import ValidationReport as ValidationReport
-from jaxmp._tools.validate._rows import CandidateResult as CandidateResult
-from jaxmp._tools.validate._run import TrainingRun as TrainingRun
-from jaxmp._tools.validate._validate import validate as validate

@@ -13,8 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxmp._tools.audit import AuditReport, Finding
+from jaxmp._tools.audit._report import AuditReport
+from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.report._section import module_text
+from jaxmp._tools.validate import _trials
 from jaxmp._tools.validate._phases import PhaseSteps
 from jaxmp._tools.validate._rows import (
     CandidateResult,
@@ -23,14 +25,6 @@ from jaxmp._tools.validate._rows import (
     ModuleRow,
     TrainingRecord,
     percent,
-)
-from jaxmp._tools.validate._trials import (
-    SHARE,
-    LineOrigin,
-    LineTrial,
-    Trial,
-    finite,
-    step_to_repeat,
 )
 
 # Smallest shares of elements that count as a symptom.
@@ -62,7 +56,7 @@ class Trained(NamedTuple):
     phases: list[PhaseSteps]
     audits: list[AuditReport]
     lacks_masters: bool
-    repeat: Callable[[int], Trial]
+    repeat: Callable[[int], _trials.Trial]
 
 
 class Evidence(NamedTuple):
@@ -79,7 +73,7 @@ class Evidence(NamedTuple):
     result: CandidateResult
     trained: Trained
     gradient_budget: float
-    trial: Trial | None = None
+    trial: _trials.Trial | None = None
     note: str = ""
 
     @property
@@ -106,7 +100,7 @@ def diagnose(
     """
     evidence, rows = Evidence(result, trained, gradient_budget), result.gradients
     try:
-        trial = trained.repeat(step_to_repeat(rows)) if rows else None
+        trial = trained.repeat(_trials.step_to_repeat(rows)) if rows else None
         evidence = evidence._replace(trial=trial)
     except (TypeError, ValueError, NotImplementedError) as error:
         # A step that cannot be emulated does not invalidate the verdict.
@@ -132,8 +126,11 @@ def _underflow(evidence: Evidence) -> Diagnosis:
     share = max((row.underflow for row in evidence.result.gradients), default=0.0)
     if trial is None or not trial.uses_float16 or share < _UNDERFLOW:
         return None
-    before, after = finite(trial.rounded, "error"), finite(trial.wide_range, "error")
-    if not math.isfinite(before) or not after < SHARE * before:
+    before, after = (
+        _trials.finite(trial.rounded, "error"),
+        _trials.finite(trial.wide_range, "error"),
+    )
+    if not math.isfinite(before) or not after < _trials.SHARE * before:
         return None
     is_missing = bool(evidence.findings("missing_loss_scale"))
     cause = "without loss scaling" if is_missing else f"with a loss scale of {evidence.scale:g}"
@@ -232,11 +229,11 @@ def _lines(evidence: Evidence) -> Diagnosis:
     fields = sorted(_QUANTITIES, key=lambda field: is_lost and field != "loss_error")
     for field, quantity in ((field, _QUANTITIES[field]) for field in fields):
         error = trial.explained(field)
-        alone = [(finite(line.row, field), line) for line in trial.lines]
+        alone = [(_trials.finite(line.row, field), line) for line in trial.lines]
         # What is not finite counts as much as the largest finite error, and at least as 100 %.
         limit = max([1.0, *(value for value, _ in alone if math.isfinite(value))])
         top = max((min(value, limit) for value, _ in alone), default=0.0)
-        if not error or top < SHARE * min(error, limit):
+        if not error or top < _trials.SHARE * min(error, limit):
             continue
         # Later lines may have the effect of an earlier one, which is the origin.
         causes = [pair for pair in alone if pair[0] >= _ORIGIN * top]
@@ -256,7 +253,7 @@ def _is_scale(evidence: Evidence) -> bool:
     return evidence.scale > 1 and max(outputs, default=0.0) < evidence.gradient_budget
 
 
-def _effect(trial: Trial, quantity: str, error: float, dtype: str) -> str:
+def _effect(trial: _trials.Trial, quantity: str, error: float, dtype: str) -> str:
     """Returns the effect of one line on the gradient, the loss or the update."""
     if math.isfinite(error):
         return f"changes the {quantity} by {percent(error)}"
@@ -265,7 +262,9 @@ def _effect(trial: Trial, quantity: str, error: float, dtype: str) -> str:
     return f"makes the {quantity} infinite or NaN{reason}"
 
 
-def _line_cause(findings: list[Finding], trial: Trial, line: LineTrial, effect: str) -> Cause:
+def _line_cause(
+    findings: list[Finding], trial: _trials.Trial, line: _trials.LineTrial, effect: str
+) -> Cause:
     """Returns the cause of a line, with the first finding of the audit there."""
     origin = line.origin
     # A finding without a line of its own has that of the step's definition.
@@ -293,7 +292,7 @@ def _line_cause(findings: list[Finding], trial: Trial, line: LineTrial, effect: 
     )
 
 
-def _line_fix(origin: LineOrigin, module: str, where: str) -> str:
+def _line_fix(origin: _trials.LineOrigin, module: str, where: str) -> str:
     """Returns code that computes a line in FP32."""
     if origin.dtype.startswith("float8"):
         return f'jaxmp.Rule({module!r}, "o=f32,matmul=default", why="its values do not fit FP8")'
@@ -398,7 +397,7 @@ def _located(evidence: Evidence) -> Cause:
     )
 
 
-def _without_roundings(trial: Trial) -> Cause | None:
+def _without_roundings(trial: _trials.Trial) -> Cause | None:
     """Returns the first difference that remains with all operations in FP32."""
     exact, modules = trial.exact, trial.modules
     outputs = [
@@ -409,7 +408,7 @@ def _without_roundings(trial: Trial) -> Cause | None:
         where, error = f"the output of {module_text(first.module)}", first.activation_error or 0.0
     elif exact.loss_error > _DIFFERENT:
         where, error = "the loss", exact.loss_error
-    elif finite(exact, "error"):
+    elif _trials.finite(exact, "error"):
         worst = max(modules, key=lambda row: row.gradient_error or 0.0)
         where, error = f"the gradient of {module_text(worst.module)}", worst.gradient_error or 0.0
     else:

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import is_16bit
+from jaxmp._core import _dtypes, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._policies._recipe import Recipe
-from jaxmp._tools.audit import audit
+from jaxmp._tools.audit._audit import audit
 from jaxmp._tools.report._progress import OnRun, OnStep
 from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
+from jaxmp._tools.validate import _rows
 from jaxmp._tools.validate._budget import Budget, choose_metrics, choose_training
 from jaxmp._tools.validate._compare import (
     compare_figures,
@@ -37,18 +37,6 @@ from jaxmp._tools.validate._phases import (
 from jaxmp._tools.validate._probe import Leaves, Probe, leaves_of, make_probe, with_step
 from jaxmp._tools.validate._pure import PureRun, as_arrays, check_same_params, checksum
 from jaxmp._tools.validate._report import ValidationReport
-from jaxmp._tools.validate._rows import (
-    DIFFERS,
-    FAIL,
-    INCONCLUSIVE,
-    PASS,
-    CandidateResult,
-    Cause,
-    Comparison,
-    MetricChoice,
-    TrainingRecord,
-    figure_text,
-)
 from jaxmp._tools.validate._run import MakeRun
 from jaxmp._tools.validate._train import Hashes, Program, compile_step, train
 from jaxmp._tools.validate._trials import Trial, repeat_step
@@ -116,7 +104,7 @@ def run_validation(
 
 
 def _make_partial(
-    settings: Settings, results: Mapping[str, Trained], runs: Sequence[TrainingRecord]
+    settings: Settings, results: Mapping[str, Trained], runs: Sequence[_rows.TrainingRecord]
 ) -> ValidationReport:
     """Returns the report on the candidates whose runs are all finished, with all other runs."""
     report = _make_report(settings, results) if len(results) > 1 else settings.plan
@@ -159,7 +147,7 @@ def _make_report(settings: Settings, results: Mapping[str, Trained]) -> Validati
     )
 
 
-def _check_finite(reference: Sequence[TrainingRecord]) -> None:
+def _check_finite(reference: Sequence[_rows.TrainingRecord]) -> None:
     """Checks that the reference has losses to compare with.
 
     Raises:
@@ -179,7 +167,9 @@ def _check_finite(reference: Sequence[TrainingRecord]) -> None:
 
 
 def _notes(
-    candidates: Sequence[CandidateResult], metrics: Sequence[str], record: TrainingRecord
+    candidates: Sequence[_rows.CandidateResult],
+    metrics: Sequence[str],
+    record: _rows.TrainingRecord,
 ) -> Iterator[str]:
     """Yields the comparisons that were not made."""
     others = [name for name in record.evaluations if name not in metrics]
@@ -205,10 +195,10 @@ def _notes(
 def _compare(
     settings: Settings,
     results: Mapping[str, Trained],
-    metrics: Sequence[MetricChoice],
-    scale: MetricChoice,
+    metrics: Sequence[_rows.MetricChoice],
+    scale: _rows.MetricChoice,
     name: str,
-) -> CandidateResult:
+) -> _rows.CandidateResult:
     """Compares a candidate with the reference, and diagnoses a failure.
 
     Args:
@@ -229,9 +219,9 @@ def _compare(
     decisive, worst = overall(checks), overall([part.verdict for part in parts])
     part = next(part for part in parts if part.verdict is worst)
     causes, names = (), [phase.name for phase in candidate.phases if len(parts) > 1]
-    if decisive.verdict in (FAIL, DIFFERS):
+    if decisive.verdict in (_rows.FAIL, _rows.DIFFERS):
         causes = diagnose(part.trained.result, part.trained, budget.gradient)
-    where = part.trained.phases[0].name if names and decisive.verdict != PASS else ""
+    where = part.trained.phases[0].name if names and decisive.verdict != _rows.PASS else ""
     return dataclasses.replace(
         candidate.result,
         name=name,
@@ -254,8 +244,8 @@ def _compare(
 class _Part(NamedTuple):
     """Comparison of the steps of one phase: what decides, and the figures without an interval."""
 
-    verdict: Comparison
-    figures: list[Comparison]
+    verdict: _rows.Comparison
+    figures: list[_rows.Comparison]
     trained: Trained
 
 
@@ -263,7 +253,7 @@ def _compare_phase(
     number: int,
     reference: Trained,
     candidate: Trained,
-    shared: tuple[Sequence[MetricChoice], Budget, MetricChoice, int],
+    shared: tuple[Sequence[_rows.MetricChoice], Budget, _rows.MetricChoice, int],
 ) -> _Part:
     """Compares one phase of a candidate with the same steps of the reference.
 
@@ -285,25 +275,29 @@ def _compare_phase(
     return _Part(verdict, figures, own)
 
 
-def _headline(name: str, where: str, decisive: Comparison, causes: Sequence[Cause]) -> str:
-    figure = functools.partial(figure_text, scale=decisive.scale, sign=False)
+def _headline(
+    name: str, where: str, decisive: _rows.Comparison, causes: Sequence[_rows.Cause]
+) -> str:
+    figure = functools.partial(_rows.figure_text, scale=decisive.scale, sign=False)
     budget = f"budget {figure(decisive.budget)}"
     cause = f"in the phase {where}; " if where else ""
     cause += f"{causes[0].summary}; " if causes else ""
-    if decisive.verdict == FAIL:
+    if decisive.verdict == _rows.FAIL:
         excess = decisive.value - decisive.budget
         over = f", over it by {figure(excess)}" if np.isfinite(excess) else ""
         return f"{name} FAILS: {cause}{decisive.text}, {budget}{over}"
-    if decisive.verdict == DIFFERS:
+    if decisive.verdict == _rows.DIFFERS:
         is_other = decisive.name == "loss_error"
         reason = "another loss on the same parameters" if is_other else "better by more than that"
         return f"{name} DIFFERS: {cause}{decisive.text}, {budget}, {reason}"
-    if decisive.verdict == INCONCLUSIVE:
+    if decisive.verdict == _rows.INCONCLUSIVE:
         return f"{name} is INCONCLUSIVE: {cause}{decisive.text}, {budget}; use more seeds"
     return f"{name} passes: {decisive.text}, {budget}, margin {figure(decisive.margin)}"
 
 
-def _check_data(reference: Sequence[TrainingRecord], candidate: Sequence[TrainingRecord]) -> None:
+def _check_data(
+    reference: Sequence[_rows.TrainingRecord], candidate: Sequence[_rows.TrainingRecord]
+) -> None:
     """Checks that both have the same metrics, and were trained on the same batches in order."""
     for first, second in zip(reference, candidate, strict=True):
         if set(first.evaluations) != set(second.evaluations):
@@ -334,7 +328,7 @@ class _Trainer:
     def __init__(
         self, make_run: MakeRun, settings: Settings, on_run: OnRun, on_step: OnStep
     ) -> None:
-        self.runs: list[TrainingRecord] = []
+        self.runs: list[_rows.TrainingRecord] = []
         self._make_run, self._settings = make_run, settings
         self._on_run, self._on_step = on_run, on_step
         # Of the reference: seed -> initial parameters.
@@ -345,7 +339,7 @@ class _Trainer:
     def train(self, name: str, recipe: Recipe) -> Trained:
         """Trains all seeds of a recipe, one after another."""
         plan, finished = self._settings.plan, _finished(name, self._settings)
-        is_reference, result = name == plan.reference, CandidateResult(name=name)
+        is_reference, result = name == plan.reference, _rows.CandidateResult(name=name)
         phases = phases_of(name, recipe, plan.steps)
         make = functools.partial(make_runs, self._make_run, phases, plan.steps)
         runs = make(plan.seeds[0])
@@ -375,7 +369,7 @@ class _Trainer:
             like = runs[start] if each.evaluation == hashes[start].evaluation else run
             return Program(own, jax.jit(like.evaluate) if each.evaluation else run.evaluate)
 
-        def train_one(seed: int) -> TrainingRecord:
+        def train_one(seed: int) -> _rows.TrainingRecord:
             is_first = seed == plan.seeds[0]
             own = runs if is_first else make(seed)
             current = own[0]
@@ -414,11 +408,11 @@ class _Trainer:
             arrays = _with_leaves(current, current.arrays, leaves)
             return repeat_step(current, arrays, batch, step, reference)
 
-        lacks_masters = any(is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params))
+        lacks_masters = any(_dtypes.is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params))
         return Trained(records, result, phases, audits, lacks_masters, repeat)
 
 
-def _finished(name: str, settings: Settings) -> dict[int, TrainingRecord]:
+def _finished(name: str, settings: Settings) -> dict[int, _rows.TrainingRecord]:
     """Returns the earlier runs of a recipe by seed.
 
     The gradients of the first seed are compared. It is among them if the earlier report has these

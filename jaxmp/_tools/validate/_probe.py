@@ -23,14 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._shardings import sampled
+from jaxmp._core import _dtypes, _shardings, _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs import _bind
-from jaxmp._programs._jaxprs import Path
-from jaxmp._tools.report._section import grouped, module_text
-from jaxmp._tools.stats._observe import Observer, modules_of
+from jaxmp._programs import _bind, _jaxprs, _observe
+from jaxmp._tools.report import _section
 from jaxmp._tools.validate._pure import PureRun
 from jaxmp._tools.validate._rows import CandidateResult, GradientRow, ModuleRow, Pattern
 from jaxmp._tools.validate._run import check_grads
@@ -49,7 +45,7 @@ class Output(NamedTuple):
     is_computed: Array
 
 
-Outputs = dict[Path, Output]
+Outputs = dict[_jaxprs.Path, Output]
 
 
 def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outputs]]:
@@ -85,17 +81,17 @@ def with_outputs(fn: Callable[..., PyTree]) -> Callable[..., tuple[PyTree, Outpu
     return observed
 
 
-class _Outputs(Observer):
+class _Outputs(_observe.Observer):
     """Observer that samples the outputs of modules."""
 
     consequence = "the outputs of the modules inside of it are not compared"
     only_outputs = True
 
     def measure(self, x: Array, *_: Any) -> Output:
-        return Output(sampled(x), jnp.array(True))
+        return Output(_shardings.sampled(x), jnp.array(True))
 
     def joined(self, value: Output) -> Output:
-        return Output(sampled(value.values), jnp.any(value.is_computed))
+        return Output(_shardings.sampled(value.values), jnp.any(value.is_computed))
 
 
 def _last(old: Output, new: Output) -> Output:
@@ -161,7 +157,7 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
         numbers = {"stalled": _stalled(before, after, result.grads), "update": global_norm(update)}
         samples = {
             "updates": _samples(update),
-            "changes": jax.tree.map(sampled, changes),
+            "changes": jax.tree.map(_shardings.sampled, changes),
             "params": _samples(before),
         }
         return result, list(outputs.values()), numbers, samples
@@ -177,7 +173,7 @@ def make_probe(run: PureRun) -> Callable[[PyTree, PyTree], Probe]:
             grads=leaves_of(result.grads),
             outputs={
                 module: output.values
-                for module, output in zip(modules_of(paths), outputs, strict=True)
+                for module, output in zip(_observe.modules_of(paths), outputs, strict=True)
                 if output.is_computed
             },
             dtypes=dict(dtypes),
@@ -216,13 +212,13 @@ def _difference(x: Array, y: Array) -> Array:
 def _stored(x: Array) -> Array:
     """Returns a leaf in FP32 as it is stored: XLA may omit its rounding before a conversion."""
     wide = x.astype(jnp.float32)
-    return _bind.rounded_to(wide, x.dtype) if is_16bit(x.dtype) else wide
+    return _bind.rounded_to(wide, x.dtype) if _dtypes.is_16bit(x.dtype) else wide
 
 
 def _samples(tree: PyTree) -> dict[str, Array]:
     """Returns a sample of each leaf of a tree of parameters, by path."""
     leaves = _trees.leaves_with_path(tree)
-    return {_trees.parameter_path(path): sampled(leaf) for path, leaf in leaves}
+    return {_trees.parameter_path(path): _shardings.sampled(leaf) for path, leaf in leaves}
 
 
 # ---------------------------------------------------------------------------
@@ -281,7 +277,7 @@ def _underflow(reference: np.ndarray, candidate: np.ndarray) -> float:
 def module_rows(step: int, reference: Probe, candidate: Probe) -> list[ModuleRow]:
     """Returns the differences of each module's gradients and output, in forward order."""
     order = {module: position for position, module in enumerate(reference.outputs)}
-    own = grouped(reference.grads, _module_of)
+    own = _section.grouped(reference.grads, _module_of)
     rows = []
     for module in dict.fromkeys([*order, *own]):
         errors: dict[str, float] = {}
@@ -380,9 +376,9 @@ def _common(step: int, stage: str, x: np.ndarray, y: np.ndarray) -> Iterator[Pat
 
 def _frozen(row: GradientRow, reference: Leaves, candidate: Leaves) -> Iterator[Pattern]:
     """Finds modules whose gradient is zero, unless that of all modules is."""
-    modules = grouped(reference, _module_of)
+    modules = _section.grouped(reference, _module_of)
     names = [
-        module_text(module)
+        _section.module_text(module)
         for module, paths in modules.items()
         if not joined(candidate, paths).any()
         and np.linalg.norm(joined(reference, paths)) > _FROZEN * row.norm

@@ -18,11 +18,9 @@ from jax import lax
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._nnx_optimizer import trained_model
-from jaxmp._gradients._loss_scale import LossScale
 from jaxmp._tools.validate._run import TrainingRun, check_run, check_state
 from jaxmp.errors import JaxmpError, ValidationError
-from jaxmp.optim import _find
-from jaxmp.optim._skip import SkipStats
+from jaxmp.optim import _find, _skip
 
 
 class StepResult(NamedTuple):
@@ -148,13 +146,13 @@ def _scalar(value: object, function: str, name: str) -> Array:
 
 def loss_scale_of(opt_state: PyTree) -> Array:
     """Returns the loss scale of an optimizer as a float32 scalar; 1 without one."""
-    scales = [node.scale_value for _, node in _find.find(opt_state, LossScale)]
+    scales = [node.scale_value for _, node in _find.find_loss_scales(opt_state)]
     return jnp.asarray(_compat.plain_array(scales[0]) if scales else 1, jnp.float32)
 
 
 def skipped_of(opt_state: PyTree) -> Array:
     """Returns the number of skipped steps of an optimizer as an int32 scalar."""
-    counts = [node.total for _, node in _find.find(opt_state, SkipStats)]
+    counts = [node.total for _, node in _find.find(opt_state, _skip.SkipStats)]
     return jnp.asarray(_compat.plain_array(counts[0]) if counts else 0, jnp.int32)
 
 

@@ -47,11 +47,8 @@ from typing import ClassVar
 import numpy as np
 
 from jaxmp._core._messages import install_command
-from jaxmp._tools.report import _chart
-from jaxmp._tools.report._chart import Curve, chart
+from jaxmp._tools.report import _chart, _section, _views
 from jaxmp._tools.report._page import html_document, html_sections
-from jaxmp._tools.report._section import Section
-from jaxmp._tools.report._views import Report, read_report
 from jaxmp._tools.validate._compare import metric_difference, paired_interval, relative_difference
 from jaxmp._tools.validate._rows import (
     DIFFERS,
@@ -68,7 +65,7 @@ from jaxmp.errors import ValidationError, ValidationFailedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValidationReport(Report):
+class ValidationReport(_views.Report):
     """Report of a validation: a verdict for each candidate. Frozen; contains plain data.
 
     `print(report)` shows the verdicts, the causes and the main figures; `report.to_text(full=True)`
@@ -153,7 +150,7 @@ class ValidationReport(Report):
         """
         failed = self._failed()
         if baseline is not None:
-            failed += find_regressions(self, read_report(ValidationReport, baseline))
+            failed += find_regressions(self, _views.read_report(ValidationReport, baseline))
         if failed:
             raise ValidationFailedError("\n".join(failed))
 
@@ -163,7 +160,7 @@ class ValidationReport(Report):
         verdicts = ", ".join(f"{each.name}: {each.verdict}" for each in self.candidates)
         return f"<ValidationReport of {verdicts or 'no candidates'}>"
 
-    def _sections(self, full: bool) -> list[Section]:
+    def _sections(self, full: bool) -> list[_section.Section]:
         return validation_sections(self, full)
 
     def to_html(self, *, full: bool = True) -> str:
@@ -279,26 +276,26 @@ def _charts_of(report: ValidationReport) -> str:
     band, note = "mean of the seeds, range of the reference", "paired by seed, range of the seeds"
     scales = _over_seeds(runs, lambda run: run.loss_scales, ranges=True)
     charts = (
-        chart(
+        _chart.chart(
             f"Held-out {metric}",
             band,
             _over_seeds(runs, lambda run: run.evaluations.get(metric, ()), evaluated=True),
         ),
-        chart(
+        _chart.chart(
             f"Difference of held-out {metric}",
             f"{note}, dashed: budget" if budgets else note,
             _over_seeds(runs, _difference(report), evaluated=True, ranges=True),
             limits=budgets,
             label=percent if report.metric.scale == "relative" else None,
         ),
-        chart("Training loss", band, _over_seeds(runs, lambda run: _smoothed(run.losses))),
-        chart(
+        _chart.chart("Training loss", band, _over_seeds(runs, lambda run: _smoothed(run.losses))),
+        _chart.chart(
             "Gradient norm",
             band,
             _over_seeds(runs, lambda run: _smoothed(run.gradient_norms)),
             log=10,
         ),
-        chart(
+        _chart.chart(
             "Loss scale",
             "range of the seeds",
             [curve for curve in scales if any(value != 1 for value in curve.y)],
@@ -315,7 +312,7 @@ def _over_seeds(
     *,
     evaluated: bool = False,
     ranges: bool = False,
-) -> list[Curve]:
+) -> list[_chart.Curve]:
     """Returns the mean over the seeds of each run; the reference, or all with `ranges`, as band.
 
     Args:
@@ -333,7 +330,7 @@ def _over_seeds(
         band = (list(map(min, columns)), list(map(max, columns))) if ranges or style == 0 else ()
         x = records[0].eval_steps[: len(columns)] if evaluated else range(len(columns))
         mean = [sum(column) / len(column) for column in columns]
-        curves.append(Curve(x, mean, style, records[0].name, *band))
+        curves.append(_chart.Curve(x, mean, style, records[0].name, *band))
     return curves
 
 

@@ -15,15 +15,8 @@ import numpy as np
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._tools.report._progress import OnStep
+from jaxmp._tools.validate import _pure
 from jaxmp._tools.validate._phases import at_step
-from jaxmp._tools.validate._pure import (
-    PureRun,
-    as_arrays,
-    checksum,
-    loss_scale_of,
-    skipped_of,
-    too_few_batches,
-)
 from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._rows import TrainingRecord
 from jaxmp._tools.validate._run import check_batch
@@ -58,15 +51,15 @@ class Program(NamedTuple):
     evaluate: Callable[[PyTree], dict[str, Array]]
 
 
-def compile_step(run: PureRun) -> Advance:
+def compile_step(run: _pure.PureRun) -> Advance:
     """Compiles the step of a run, so that it donates its arrays and returns a `StepRow`."""
 
     def advance(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepRow]:
         before = run.opt_state(arrays)
         new, result = run.step(arrays, batch)
-        skipped = skipped_of(run.opt_state(new)) - skipped_of(before)
+        skipped = _pure.skipped_of(run.opt_state(new)) - _pure.skipped_of(before)
         norm = jnp.float32(_NO_NORM) if result.grads is None else global_norm(result.grads)
-        return new, StepRow(result.loss, norm, loss_scale_of(before), skipped)
+        return new, StepRow(result.loss, norm, _pure.loss_scale_of(before), skipped)
 
     return jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first).compile()
 
@@ -90,7 +83,7 @@ class Hashes(NamedTuple):
     evaluation: str
 
     @classmethod
-    def of(cls, run: PureRun) -> Hashes:
+    def of(cls, run: _pure.PureRun) -> Hashes:
         """Returns the hashes of a run."""
         try:
             evaluation = _hash(run.evaluate, run.arrays)
@@ -104,7 +97,7 @@ def _hash(function: Callable[..., PyTree], *args: PyTree) -> str:
     closed = jax.make_jaxpr(function)(*args)
     text = _ADDRESS.sub("", str(closed.jaxpr))
     structure = _ADDRESS.sub("", str(jax.tree.structure(args)))
-    constants = checksum(closed.consts)
+    constants = _pure.checksum(closed.consts)
     return hashlib.sha256(f"{text}\n{structure}\n{constants}".encode()).hexdigest()[:16]
 
 
@@ -116,7 +109,7 @@ def _hash(function: Callable[..., PyTree], *args: PyTree) -> str:
 def train(
     name: str,
     seed: int,
-    run: PureRun,
+    run: _pure.PureRun,
     programs: Mapping[int, Program],
     plan: ValidationReport,
     *,
@@ -145,8 +138,8 @@ def train(
     for step, batch in enumerate(itertools.islice(run.batches, steps)):
         if step in plan.eval_steps:
             evaluations.append(jax.device_get(evaluate(step, arrays)))
-        data = checksum(batch, data)
-        loaded = as_arrays(batch)
+        data = _pure.checksum(batch, data)
+        loaded = _pure.as_arrays(batch)
         check_batch(run.first, loaded, f"{name}, seed {seed},", step)
         if step in plan.compare_steps:
             on_compare(step, arrays, loaded)
@@ -154,7 +147,7 @@ def train(
         rows.append(row)
         on_step()
     if len(rows) < steps:
-        raise too_few_batches(f"{name}, seed {seed}", len(rows), steps)
+        raise _pure.too_few_batches(f"{name}, seed {seed}", len(rows), steps)
     evaluations.append(jax.device_get(evaluate(steps, arrays)))
     losses, norms, scales, skipped = map(np.stack, zip(*jax.device_get(rows), strict=True))
     floats = lambda values: tuple(float(value) for value in values)

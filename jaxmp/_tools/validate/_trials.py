@@ -23,12 +23,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core import _trees
-from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._dtypes import is_fp8
+from jaxmp._core import _compat, _dtypes, _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs import _bind, _constructs, _jaxprs, _locations
-from jaxmp._programs._interpreter import Frame, Interpreter, Place
+from jaxmp._programs import _bind, _constructs, _interpreter, _jaxprs, _locations
 from jaxmp._tools.validate._probe import Probe, gradient_row, make_probe, module_rows
 from jaxmp._tools.validate._pure import PureRun, StepResult
 from jaxmp._tools.validate._rows import GradientRow, ModuleRow
@@ -72,7 +69,7 @@ class _Inside(NamedTuple):
     named: dict[Any, str] = MappingProxyType({})  # type: ignore[assignment]
 
 
-class RoundedLines(Interpreter):
+class RoundedLines(_interpreter.Interpreter):
     """Step of a run with emulated 16-bit operations.
 
     Args:
@@ -125,16 +122,18 @@ class RoundedLines(Interpreter):
         self,
         jaxpr: Any,
         args: Sequence[Any],
-        place: Place | None = None,
+        place: _interpreter.Place | None = None,
         state: _Inside | None = None,
     ) -> list[Any]:
         """Runs one jaxpr; see `Interpreter.run`."""
         state = state or _Inside()
-        pairs = zip(jaxpr_body(jaxpr)[0].invars, state.labels, strict=False)
+        pairs = zip(_compat.jaxpr_body(jaxpr)[0].invars, state.labels, strict=False)
         named = {var: label for var, label in pairs if label}
         return super().run(jaxpr, args, place, state._replace(named=named))
 
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(
+        self, equation: JaxprEqn, operands: list[Any], frame: _interpreter.Frame
+    ) -> list[Any]:
         state: _Inside = frame.state
         name = equation.primitive.name
         labels = ["" if _jaxprs.is_literal(v) else state.named.get(v, "") for v in equation.invars]
@@ -181,7 +180,7 @@ class RoundedLines(Interpreter):
         file, line = self._lines.of(inside.enclosing)
         location = f"{os.path.basename(file)}:{line}" if file else ""
         # Modules that share a line, such as those of a loop, are separate in FP8.
-        is_line = location and not is_fp8(dtype)
+        is_line = location and not _dtypes.is_fp8(dtype)
         key = location, "" if is_line else "/".join(inside.location.names), source
         if key not in self._numbers:
             self._numbers[key] = len(self.origins)

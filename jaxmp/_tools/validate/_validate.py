@@ -17,8 +17,7 @@ from flax.errors import InvalidRngError
 from jaxmp._core._typing import ArrayLike, PyTree
 from jaxmp._flax._nnx_optimizer import Optimizer
 from jaxmp._flax._train_state import TrainState
-from jaxmp._policies._load import RecipeLike
-from jaxmp._policies._recipe import Recipe, load_recipe
+from jaxmp._policies import _load, _recipe
 from jaxmp._tools.report._progress import progress_bar
 from jaxmp._tools.report._views import read_report
 from jaxmp._tools.validate._budget import BudgetsLike, check_directions, resolve_budgets
@@ -27,14 +26,14 @@ from jaxmp._tools.validate._report import ValidationReport
 from jaxmp._tools.validate._run import MakeRun, TrainingRun, check_model_arguments
 from jaxmp.errors import ValidationError
 
-RecipesLike = Sequence[RecipeLike] | Mapping[str, RecipeLike]
+RecipesLike = Sequence[_load.RecipeLike] | Mapping[str, _load.RecipeLike]
 
 
 def validate(
     make_run: MakeRun | ModelLike,
     recipes: RecipesLike = ("bf16", "fp16", "fp8"),
     *,
-    reference_recipe: RecipeLike = "fp32",
+    reference_recipe: _load.RecipeLike = "fp32",
     seeds: int | Sequence[int] = 3,
     steps: int,
     budgets: BudgetsLike = None,
@@ -116,7 +115,7 @@ def validate(
         "held_out": held_out,
     }
     make = _as_make_run(make_run, model_arguments)
-    reference = load_recipe(reference_recipe)
+    reference = _recipe.load_recipe(reference_recipe)
     candidates = _named(recipes)
     name = reference_recipe if isinstance(reference_recipe, str) else reference.name
     if name in candidates:
@@ -192,7 +191,7 @@ def _described(make_run: object, passed: Sequence[str]) -> str:
     return f"the class {make_run.__name__}" if is_class else f"a {type(make_run).__name__}"
 
 
-def _named(recipes: RecipesLike) -> dict[str, Recipe]:
+def _named(recipes: RecipesLike) -> dict[str, _recipe.Recipe]:
     """Returns the candidates by name.
 
     Raises:
@@ -202,15 +201,15 @@ def _named(recipes: RecipesLike) -> dict[str, Recipe]:
         raise ValidationError(
             f"recipes={recipes!r} is a string. Pass a list: recipes=[{recipes!r}]."
         )
-    if isinstance(recipes, Recipe) or not isinstance(recipes, Iterable):
+    if isinstance(recipes, _recipe.Recipe) or not isinstance(recipes, Iterable):
         raise ValidationError(
             f"recipes={recipes!r} is not a list of recipes. Pass a list or a dict: "
             'recipes=["bf16", recipe], recipes={"mine": recipe}.'
         )
     if isinstance(recipes, Mapping):
-        named = {str(name): load_recipe(recipe) for name, recipe in recipes.items()}
+        named = {str(name): _recipe.load_recipe(recipe) for name, recipe in recipes.items()}
     else:
-        loaded = [(each, load_recipe(each)) for each in recipes]
+        loaded = [(each, _recipe.load_recipe(each)) for each in recipes]
         names = [each if isinstance(each, str) else recipe.name for each, recipe in loaded]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -267,7 +266,7 @@ def make_model_runs(
     """
     check_model_arguments(model, loss_fn, batches, optimizer, held_out)
 
-    def make_run(recipe: Recipe, seed: int) -> TrainingRun:
+    def make_run(recipe: _recipe.Recipe, seed: int) -> TrainingRun:
         made = model if isinstance(model, nn.Module) else model(seed)
         stream = batches(seed) if callable(batches) else batches
         tx = recipe.optimizer(optimizer)
@@ -290,7 +289,7 @@ _Parts: TypeAlias = tuple[PyTree, Callable[..., PyTree], Callable[..., list[Arra
 
 
 def _linen_run(
-    recipe: Recipe, seed: int, model: Any, loss_fn: LossFn, tx: Any, batch: PyTree
+    recipe: _recipe.Recipe, seed: int, model: Any, loss_fn: LossFn, tx: Any, batch: PyTree
 ) -> _Parts:
     wrapped = recipe.wrap(model)
     # The wrapped model may have FP8 state in addition to the parameters.
@@ -323,7 +322,7 @@ def _linen_run(
     return state, step, lambda state, batches: [call(state.params, batch) for batch in batches]
 
 
-def _nnx_run(recipe: Recipe, model: Any, loss_fn: LossFn, inner: Any) -> _Parts:
+def _nnx_run(recipe: _recipe.Recipe, model: Any, loss_fn: LossFn, inner: Any) -> _Parts:
     if not isinstance(model, nnx.Module):
         raise ValidationError(
             f"The model is a {type(model).__name__}, not a Flax module. Pass a Linen module, or a "

@@ -19,10 +19,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmp._core._compat import _exported
 from jaxmp._core._typing import Array
-from jaxmp._programs import _bind, _constructs, _locations, _operations
-from jaxmp._programs._constructs import Form
-from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import Path
+from jaxmp._programs import _bind, _constructs, _interpreter, _jaxprs, _locations, _operations
 
 # Index of the maker of an argument or a constant.
 INPUT = -1
@@ -41,7 +38,7 @@ class ResultRecord(NamedTuple):
       value: the result; in FP32 if it has 16 bits or FP8.
     """
 
-    scopes: Path
+    scopes: _jaxprs.Path
     primitive: str
     dtype: np.dtype
     line: tuple[str, int]
@@ -75,7 +72,7 @@ class _Value(NamedTuple):
     maker: int = INPUT
 
 
-class _Walk(Interpreter):
+class _Walk(_interpreter.Interpreter):
     """Interpreter that runs a program with concrete arrays.
 
     Args:
@@ -99,19 +96,21 @@ class _Walk(Interpreter):
     def literal(self, var: Any) -> _Value:
         return self.constant(jnp.asarray(var.val, var.aval.dtype))
 
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(
+        self, equation: JaxprEqn, operands: list[Any], frame: _interpreter.Frame
+    ) -> list[Any]:
         form, name = _constructs.form_of(equation), equation.primitive.name
         # The state of a run are the enclosing equations.
         inside = frame.place.of(equation), (equation, *(frame.state or ()))
-        if form in (Form.CALL, Form.REMAT, Form.DERIVATIVE):
+        if form in (_constructs.Form.CALL, _constructs.Form.REMAT, _constructs.Form.DERIVATIVE):
             return self.run(_constructs.call_of(equation).jaxpr, operands, *inside)
-        if form is Form.BRANCH and not _constructs.cond_of(equation).by_platform:
+        if form is _constructs.Form.BRANCH and not _constructs.cond_of(equation).by_platform:
             branches = _constructs.cond_of(equation).branches
             index = min(max(int(operands[0].array), 0), len(branches) - 1)
             return self.run(branches[index], operands[1:], *inside)
-        if form is Form.SCAN:
+        if form is _constructs.Form.SCAN:
             return self._scanned(equation, operands, *inside)
-        if form is Form.WHILE:
+        if form is _constructs.Form.WHILE:
             loop = _constructs.while_of(equation)
             of_test, of_body, carry = loop.split(operands)
             while bool(self.run(loop.test, [*of_test, *carry], *inside)[0].array):
@@ -135,7 +134,7 @@ class _Walk(Interpreter):
         return values
 
     def _scanned(
-        self, equation: JaxprEqn, operands: list[Any], place: Place, state: Any
+        self, equation: JaxprEqn, operands: list[Any], place: _interpreter.Place, state: Any
     ) -> list[Any]:
         loop = _constructs.scan_of(equation)
         consts, carry, rows = loop.split(operands)
@@ -152,7 +151,7 @@ class _Walk(Interpreter):
         columns = zip(*stacked[::step], strict=True)
         return [*carry, *(_Value(jnp.stack([x.array for x in c]), c[-1].maker) for c in columns)]
 
-    def _exported(self, equation: JaxprEqn, operands: list[Any], scopes: Path) -> list[Any]:
+    def _exported(self, equation: JaxprEqn, operands: list[Any], scopes: _jaxprs.Path) -> list[Any]:
         """Runs an exported program, whose operations are in StableHLO, with all its results."""
         exported, first = _operations.exported_of(equation), len(self.records)
         pairs = zip(operands, exported.in_avals, strict=True)

@@ -1,4 +1,7 @@
-"""Runs a traced step again, and measures the tensors of its modules."""
+"""Runs a traced step again, and measures the tensors of its modules.
+
+A module is a name scope; `_analysis` determines its outputs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from jaxmp._core._typing import Array
 from jaxmp._programs import _analysis, _jaxprs, _locations, _operations
 from jaxmp._programs._constructs import inners
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._tools.stats._measure import TensorStats, measure_tensor
 
 GRADIENTS, ACTIVATIONS, OPERANDS, SCALES = "gradients", "activations", "operands", "fp8_scales"
 MATMULS = ("dot_general", "conv_general_dilated")
@@ -73,8 +75,8 @@ class _Inside:
         self.cotangents: set[_jaxprs.Atom] = set(itertools.compress(body.invars, outer.cotangents))
         phases = [place.of(each).phase for each in _jaxprs.equations(body, inside=False)]
         self.gradients = _analysis.gradients_of(body, phases, place.phase)
-        # Variable -> its statistics.
-        self.measured: dict[_jaxprs.Atom, TensorStats] = {}
+        # Variable -> its measurement.
+        self.measured: dict[_jaxprs.Atom, Any] = {}
 
     def is_cotangent(self, var: _jaxprs.Atom) -> bool:
         """Returns True if the backward pass made a variable."""
@@ -82,12 +84,14 @@ class _Inside:
 
 
 class Observer(Interpreter):
-    """Interpreter that measures tensors; its side results are their statistics by `Key`."""
+    """Interpreter that measures tensors; its side results are the measurements by `Key`."""
 
     consequence = "the tensors inside of it are not measured"
     has_side_results = True
     drops_derivatives = True
-    measure: Callable[..., Any] = staticmethod(measure_tensor)
+    # Measures a tensor; an array that the program quantizes also with the reciprocal of its scale
+    # and the format.
+    measure: Callable[..., Any]
     # True for a client that reads only the outputs of modules.
     only_outputs = False
 

@@ -10,13 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxmp._attention import AttentionExplanation, recorded_choices
-from jaxmp._autocast import autocast, explain_operations
+from jaxmp._autocast import _resolve, autocast, explain_operations
 from jaxmp._autocast._explain import AutocastExplanation
-from jaxmp._autocast._resolve import trace
 from jaxmp._core import _compat, _explanation
-from jaxmp._policies import _recipe
-from jaxmp._policies._load import RecipeLike
-from jaxmp._policies._required import PolicyExplanation
+from jaxmp._policies import _load, _recipe, _required
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _explain
 
@@ -46,7 +43,7 @@ class Explanation:
       ['bfloat16']
     """
 
-    policies: PolicyExplanation | None = None
+    policies: _required.PolicyExplanation | None = None
     autocast: AutocastExplanation | None = None
     fp8: _explain.Fp8Explanation = dataclasses.field(default_factory=_explain.Fp8Explanation)
     attention: tuple[AttentionExplanation, ...] = ()
@@ -76,7 +73,7 @@ class Explanation:
 
 
 def explain(
-    fn: Any, recipe: RecipeLike | None = None, *, target: str | None = None
+    fn: Any, recipe: _load.RecipeLike | None = None, *, target: str | None = None
 ) -> Callable[..., Explanation]:
     """Explains what a recipe decides for a model or a function, and why.
 
@@ -151,7 +148,7 @@ def explain(
                 operations = explain_operations(fn, loaded, args, kwargs)
                 run = autocast(fn, loaded)
             with _explain.recorded(is_full=True) as record, recorded_choices() as attention:
-                traced, _ = trace(run, (*first, *args), kwargs)
+                traced, _ = _resolve.trace(run, (*first, *args), kwargs)
         return Explanation(
             policies=policies,
             autocast=operations,

@@ -34,10 +34,10 @@ from jax.extend.core import ClosedJaxpr
 from jaxmp._core import _dtypes
 from jaxmp._core._typing import Array
 from jaxmp._programs import _analysis, _bind
-from jaxmp._tools.parity import _align
-from jaxmp._tools.parity._align import Pair
-from jaxmp._tools.parity._walk import INPUT, Change, ResultRecord, in_stored_dtype, walk
 from jaxmp._tools.report import _section
+from jaxmp._tools.validate import _align
+from jaxmp._tools.validate._align import Pair
+from jaxmp._tools.validate._walk import INPUT, Change, ResultRecord, in_stored_dtype, walk
 
 PROGRAM_NAMES = ("training", "serving")
 # Part of the mismatch that a change has to remove.

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxmp._core._typing import Array
 from jaxmp._programs import _bind, _locations
-from jaxmp._tools.parity._walk import INPUT, ResultRecord, in_stored_dtype
+from jaxmp._tools.validate._walk import INPUT, ResultRecord, in_stored_dtype
 
 # Operations that only move elements or change their type.
 MOVES = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from jaxmp._tools.hlo import Computation, Instruction, Program, Shape, Step
+from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Shape, Step
 
 _NO_KERNEL = frozenset(
     ("after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "parameter")

@@ -8,11 +8,10 @@ import textwrap
 from typing import ClassVar
 
 from jaxmp._core._plain import JSONValue
-from jaxmp._tools.parity import _metrics
-from jaxmp._tools.parity._metrics import ParityRow
-from jaxmp._tools.parity._search import ParityCause
 from jaxmp._tools.report import _section, _views
-from jaxmp._tools.report._section import Fix, Section
+from jaxmp._tools.validate import _metrics
+from jaxmp._tools.validate._metrics import ParityRow
+from jaxmp._tools.validate._parity_search import ParityCause
 from jaxmp.errors import ValidationError
 
 _COLUMNS = ("positions", "0.999 to 1.002", "1 %", "5 %", "difference", "KL", "largest ratio")
@@ -57,7 +56,7 @@ class ParityReport(_views.Report):
     searched: bool
     by_operations: float
 
-    def _sections(self, full: bool) -> list[Section]:
+    def _sections(self, full: bool) -> list[_section.Section]:
         total = self.rows[0]
         cells = tuple(
             (
@@ -70,7 +69,7 @@ class ParityReport(_views.Report):
             for row in (self.rows if full else (total, *self.rows[1::3]))
         )
         mood = "bad" if self.cause else "good" if total.band == 1 else "open"
-        section = Section(self._headline(), _RATIO, _COLUMNS, cells, mood=mood)
+        section = _section.Section(self._headline(), _RATIO, _COLUMNS, cells, mood=mood)
         return [section, *([self._cause(self.cause)] if self.cause else [])]
 
     def _headline(self) -> str:
@@ -85,7 +84,7 @@ class ParityReport(_views.Report):
             return f"{text}; the difference is in the compiled code: the operations agree"
         return f"{text}; rounding and the order of sums explain the differences"
 
-    def _cause(self, cause: ParityCause) -> Section:
+    def _cause(self, cause: ParityCause) -> _section.Section:
         shown, more = ", ".join(cause.others[:_OTHERS]), len(cause.others) - _OTHERS
         others = f" Others differ, too: {shown}{f' and {more} more' if more > 0 else ''}."
         sentence, _, lines = cause.fix.partition("\n")
@@ -98,12 +97,12 @@ class ParityReport(_views.Report):
                 f"of {cause.before:.3g}.",
             ),
         ]
-        return Section(
+        return _section.Section(
             "Cause",
             f"{_location(cause)} is the first operation whose results differ by more than rounding "
             f"explains, for equal operands. Training: {cause.train}. Serving: {cause.serve}. "
             f"{cause.text and f'Its line: {cause.text}'}{others if cause.others else ''}",
-            fixes=(Fix("Change", tuple(part for part in parts if part[1])),),
+            fixes=(_section.Fix("Change", tuple(part for part in parts if part[1])),),
         )
 
 

@@ -12,14 +12,14 @@ from jax import export
 
 from jaxmp._core._messages import did_you_mean
 from jaxmp._core._typing import PyTree
-from jaxmp._policies._recipe import Recipe, load_recipe
+from jaxmp._policies import _recipe
 from jaxmp._programs import _jaxprs
-from jaxmp._tools.parity import _metrics, _search
-from jaxmp._tools.parity._report import ParityReport
+from jaxmp._tools.validate import _metrics, _parity_search
+from jaxmp._tools.validate._parity_report import ParityReport
 from jaxmp.errors import ValidationError, ValidationFailedError
 
 # A function of the batch, an exported program, or a recipe with which `program` makes a function.
-ProgramLike: TypeAlias = Callable[..., Any] | export.Exported | Recipe | str
+ProgramLike: TypeAlias = Callable[..., Any] | export.Exported | _recipe.Recipe | str
 _CALL = "jaxmp.parity(train_log_probs, serve_log_probs, [(params, tokens)])"
 
 
@@ -29,7 +29,7 @@ def parity(
     batches: Sequence[PyTree],
     *,
     outputs: str = "log_probs",
-    program: Callable[[Recipe], Callable[..., Any]] | None = None,
+    program: Callable[[_recipe.Recipe], Callable[..., Any]] | None = None,
     batch_size: int | None = None,
     shift: int = 0,
     search: bool = True,
@@ -95,8 +95,8 @@ def parity(
         distances = [_metrics.rows_of(x, y, outputs)[0].difference for x, y in pairs]
         batch = batches[int(np.argmax(distances))]
         traced = [_jaxprs.trace(each, batch, {}) for each in (functions[0], served)]
-        first, second = (_search.TracedProgram(each.closed, each.arrays) for each in traced)
-        cause, before = _search.find_cause(first, second, shift)
+        first, second = (_parity_search.TracedProgram(each.closed, each.arrays) for each in traced)
+        cause, before = _parity_search.find_cause(first, second, shift)
     return ParityReport(
         outputs=outputs,
         batches=len(batches),
@@ -183,12 +183,12 @@ def _check(batches: Any, outputs: str, batch_size: int | None, shift: int) -> No
 
 
 def _function(
-    each: ProgramLike, name: str, program: Callable[[Recipe], Callable[..., Any]] | None
+    each: ProgramLike, name: str, program: Callable[[_recipe.Recipe], Callable[..., Any]] | None
 ) -> Callable[..., Any]:
     if isinstance(each, export.Exported):
         return each.call
-    if isinstance(each, (str, Recipe)) and program is not None:
-        each = program(load_recipe(each))
+    if isinstance(each, (str, _recipe.Recipe)) and program is not None:
+        each = program(_recipe.load_recipe(each))
     if not callable(each) or isinstance(each, (jax.stages.Compiled, jax.stages.Lowered)):
         raise ValidationError(
             f"{name} is {each!r}, of type {type(each).__name__}. Pass a function of the batch, a "
@@ -222,7 +222,7 @@ def _check_outputs(shapes: Sequence[Any], outputs: str) -> None:
     texts = [
         ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(each)) for each in shapes
     ]
-    for name, each, text in zip(_search.PROGRAM_NAMES, shapes, texts, strict=True):
+    for name, each, text in zip(_parity_search.PROGRAM_NAMES, shapes, texts, strict=True):
         leaves, least = jax.tree.leaves(each), 2 * (outputs == _metrics.LOGITS)
         is_one = len(leaves) == 1 and jnp.issubdtype(leaves[0].dtype, jnp.floating)
         if not is_one or leaves[0].ndim < least:

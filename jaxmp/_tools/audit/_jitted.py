@@ -18,9 +18,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxmp._core import _compat, _trees
 from jaxmp._core._compat import _watch_jit
 from jaxmp._core._typing import PyTree
-from jaxmp._programs import _jaxprs, _matmuls, _operations
+from jaxmp._programs import _jaxprs, _matmuls, _operations, _static_values
 from jaxmp._programs._locations import Lines
-from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit import _auditor, _dataflow
 
 # FLOPs that take a CPU seconds.
@@ -83,7 +82,7 @@ def updates_state(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     auditor = _auditor.Auditor(_auditor.PolicyContext(None))
     for number, var in enumerate(body.invars):
         auditor.flow.mark(var, _dataflow.From(number, _dataflow.PLUS))
-    auditor.run(Scope(body))
+    auditor.run(_static_values.Scope(body))
     return any(
         _is_same(body.invars[label.number].aval, var.aval)
         for var in body.outvars
