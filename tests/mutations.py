@@ -404,9 +404,16 @@ MUTATIONS = [
     Mutation(
         "the audit reports a result from which its own mean is subtracted",
         "jaxmp/_tools/audit/_check_losses.py",
-        "if not _is_made_of(output.op, other, op, audit)",
-        "if True",
+        "if not is_made_of or _are_slices(",
+        "if True or _are_slices(",
         ("test_fp32_outputs.py::test_differences_of_one_result_are_not_reported",),
+    ),
+    Mutation(
+        "probabilities that the user rounds before a difference are not reported",
+        "jaxmp/_tools/audit/_check_losses.py",
+        "audit.flow.mark(result, UserCast(",
+        "audit.flow.of(result), (UserCast(",
+        ("test_audit_plants.py::test_values_that_are_rounded_before_a_difference",),
     ),
     # Traced programs.
     Mutation(
@@ -1605,8 +1612,8 @@ MUTATIONS = [
     Mutation(
         "a recipe that was not applied is not said",
         "jaxmp/_gradients/_hints.py",
-        "    if pairs and not any(bits(dtype) <= 16",
-        "    if pairs and any(bits(dtype) <= 16",
+        "    if any(bits(dtype) <= 16",
+        "    if not any(bits(dtype) <= 16",
         ("test_hints.py::test_a_recipe_that_was_not_applied_is_said_without_float16_too",),
     ),
     Mutation(

@@ -402,6 +402,21 @@ def test_a_half_softmax(gradient):
     assert report.counts() == {"softmax_16bit": 1}
 
 
+def test_policies_are_applied_to_models_of_flax_and_to_other_functions():
+    layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+    def scoped(x):
+        with jax.named_scope("eqx.nn.Linear"):
+            return x @ x.T
+
+    fixes = [
+        the_only(audit(fn, shape(64, 64, dtype=jnp.float32), recipe="bf16"), "fp32_matmul").fix
+        for fn in (layer, scoped)
+    ]
+    assert "load_recipe('bf16').wrap(model)" in fixes[0]
+    assert "jaxmp.autocast(fn, 'bf16')" in fixes[1]
+
+
 def test_an_fp32_softmax_is_none():
     def fn(x):
         return jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)

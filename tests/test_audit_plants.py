@@ -383,6 +383,86 @@ def test_probabilities_without_a_logarithm_may_be_rounded():
     assert checks(lambda x: jnp.log(gates(x)), X) == {"log_of_rounded": 1}
 
 
+def rounded(fn, dtype):
+    return lambda x: fn(x.astype(F32)).astype(dtype)
+
+
+def distance(outputs, square=jnp.square):
+    return lambda x, y: (
+        square(outputs(x) - lax.stop_gradient(outputs(y))).sum(-1).mean().astype(F32)
+    )
+
+
+def with_values(weights):
+    """Returns a loss whose weights multiply values, as those of attention."""
+    return lambda x, y: jnp.square(
+        lax.dot(weights(x), y.astype(BF16), preferred_element_type=F32) - y
+    ).mean()
+
+
+def steps_in_time(dtype):
+    def loss(x, y):
+        values = jnp.exp(x.mean(-1)).astype(dtype).astype(F32)
+        return jnp.square(y[1:, 0] + values[1:] - values[:-1]).mean()
+
+    return loss
+
+
+def chosen(dtype):
+    def loss(x, y):
+        logits = lax.dot(x.astype(BF16), y.astype(BF16), preferred_element_type=F32)
+        return -jax.nn.log_softmax(logits.astype(dtype).astype(F32))[:, 0].mean()
+
+    return loss
+
+
+PAIR = jax.ShapeDtypeStruct((64, 64), F32)
+# name -> the loss for a dtype to which probabilities or similar values are rounded.
+DIFFERENCES = {
+    "softmax": lambda dtype: distance(rounded(jax.nn.softmax, dtype)),
+    "distance": lambda dtype: distance(rounded(jax.nn.softmax, dtype), jnp.abs),
+    "wide again": lambda dtype: distance(lambda x: rounded(jax.nn.sigmoid, dtype)(x).astype(F32)),
+    "focal": lambda dtype: lambda x, y: jnp.square(1 - rounded(jax.nn.sigmoid, dtype)(x)).mean(),
+    "cumulative": lambda dtype: distance(
+        lambda x: jnp.cumsum(rounded(jax.nn.softmax, dtype)(x).astype(F32), -1)
+    ),
+    "steps in time": steps_in_time,
+    "logits": chosen,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_values_that_are_rounded_before_a_difference(name):
+    case = DIFFERENCES[name]
+    report = audit(jax.grad(case(BF16)), PAIR, PAIR)
+    assert {error.check for error in report.errors} == {"loss_16bit"}
+    assert all("do not round to 16 bits" in error.fix for error in report.errors)
+    assert audit(jax.grad(case(F32)), PAIR, PAIR).ok
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        rounded(jax.nn.softmax, BF16),
+        lambda x: jnp.where(x > -1, rounded(jax.nn.softmax, BF16)(x) / 0.9, 0),
+        # A gate, and the estimate of a straight-through gradient.
+        lambda x: (1 - rounded(jax.nn.sigmoid, BF16)(x)) * x.astype(BF16),
+        lambda x: x.astype(BF16) + rounded(jnp.tanh, BF16)(x) - rounded(jnp.tanh, BF16)(x),
+    ],
+)
+def test_rounded_weights_of_a_matmul_are_not_reported(weights):
+    assert audit(jax.grad(with_values(weights)), PAIR, PAIR).ok
+
+
+def test_noise_and_targets_may_be_rounded():
+    def loss(x, y):
+        noise = jax.random.normal(jax.random.key(0), x.shape).astype(BF16).astype(F32)
+        outputs = lax.dot(x.astype(BF16), y.astype(BF16), preferred_element_type=F32)
+        return jnp.square(outputs - noise).mean() + jnp.abs(outputs - y.astype(BF16)).mean()
+
+    assert audit(jax.grad(loss), PAIR, PAIR).ok
+
+
 # ---------------------------------------------------------------------------
 # Loss scales
 # ---------------------------------------------------------------------------

@@ -570,14 +570,26 @@ def test_accumulating_in_eight_bits_is_refused():
         jaxmp.grad(lambda w: w, accumulate_dtype="float8_e4m3fn")
 
 
-def test_a_leaf_that_is_no_array_is_named_with_the_way_to_split_it_off():
+class Sized(eqx.Module):
+    """A network with its width, a number that is not a parameter."""
+
+    hidden: int
+    mlp: eqx.nn.MLP
+
+    def __call__(self, x):
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize("leaf", ["activation.*not an array", "hidden.* is int"])
+def test_a_leaf_that_is_no_parameter_is_named_with_the_way_to_split_it_off(leaf):
     model = eqx.nn.MLP(2, "scalar", 4, depth=1, key=jax.random.key(0))
+    model = Sized(4, model) if "hidden" in leaf else model
     x = jnp.ones(2)
 
     def loss_fn(model):
         return model(x) ** 2
 
-    with pytest.raises(jaxmp.JaxmpError, match=r"Argument 0.*activation.*not an array") as raised:
+    with pytest.raises(jaxmp.JaxmpError, match=f"Argument 0.*{leaf}") as raised:
         jaxmp.value_and_grad(loss_fn)(model)
     assert "eqx.partition(model, eqx.is_inexact_array)" in str(raised.value)
     params, static = eqx.partition(model, eqx.is_inexact_array)

@@ -123,6 +123,19 @@ def test_a_recipe_that_was_not_applied_is_said_without_float16_too(make):
     assert NOT_APPLIED in hint and "computes in bfloat16" in hint
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_matmuls_in_float64_are_said(dtype):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        recipe, x = jaxmp.load_recipe("bf16"), jnp.ones((4, 8), dtype)
+        model = recipe.wrap(nn.Dense(8))
+        params = model.init(jax.random.key(0), x)
+        tx = recipe.optimizer(optax.sgd(0.1))
+        state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+        gradient = state.value_and_grad(lambda params: jnp.mean(model.apply(params, x) ** 2))
+        hints = hints_of(gradient)
+    assert ["x = x.astype(jnp.float32)" in hint for hint in hints] == [True] * (dtype == "float64")
+
+
 def test_a_model_of_the_author_in_float16_does_not_warn():
     model = nn.Dense(8, dtype=jnp.float16)
     params = model.init(jax.random.key(0), X)

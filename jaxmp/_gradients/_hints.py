@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxmp._core import _compat, _messages
-from jaxmp._core._dtypes import FLOATS_16BIT, bits
+from jaxmp._core._dtypes import FLOAT64, FLOATS_16BIT, bits
 from jaxmp._core._messages import Mark
 from jaxmp._core._typing import PyTree
 from jaxmp._programs._matmuls import count_flops
@@ -87,7 +87,7 @@ def _warn_of_gradient(mark: Mark, line: tuple[str, int]) -> None:
 
 
 def check_matmuls(mark: Mark, backward: Any) -> None:
-    """Warns of a loss whose matmuls run in FP32, although the optimizer's recipe has 16 bits.
+    """Warns of a loss whose matmuls are wider than 16 bits, although the optimizer's recipe is not.
 
     Args:
       mark: that of the optimizer's loss scale.
@@ -100,7 +100,16 @@ def check_matmuls(mark: Mark, backward: Any) -> None:
     if jaxpr is None or any(getattr(leaf, "dtype", None) in FLOATS_16BIT for leaf in residuals):
         return
     pairs = count_flops(jaxpr)
-    if pairs and not any(bits(dtype) <= 16 for pair in pairs for dtype in pair):
+    dtypes = {dtype for pair in pairs for dtype in pair}
+    if any(bits(dtype) <= 16 for dtype in dtypes):
+        return
+    if FLOAT64 in dtypes:
+        _messages.warn_user(
+            f"The recipe of the optimizer computes in {mark.dtype}, but matmuls of the loss run in "
+            "float64: recipes do not cast float64 arrays, which JAX and NumPy make by default if "
+            "jax_enable_x64 is on. Cast the inputs before the model: x = x.astype(jnp.float32)."
+        )
+    elif dtypes:
         _messages.warn_user(
             f"The recipe of the optimizer computes in {mark.dtype}, but was not applied to a "
             "model or a function: all matmuls of the loss run in FP32. Apply it: model = "

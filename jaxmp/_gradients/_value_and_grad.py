@@ -301,15 +301,18 @@ def _check_differentiable(index: int, arg: PyTree) -> None:
     params, _ = _overwritten.split(arg)
     for names, leaf in _trees.leaves_with_path(params):
         where = "".join(f"[{name!r}]" for name in names)
-        if not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
-            raise JaxmpError(
-                f"Argument {index}{where} is a {type(leaf).__name__}, which cannot be "
-                "differentiated because it is not an array. Differentiate the arrays of an Equinox "
-                "module alone: params, static = eqx.partition(model, eqx.is_inexact_array), then "
+        is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
+        if is_number and _trees.is_inexact(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)):
+            continue
+        fix = "Pass it as another argument, or leave it out of argnums."
+        if names:
+            fix = (
+                "Differentiate the other leaves alone. Of an Equinox module: params, static = "
+                "eqx.partition(model, eqx.is_inexact_array), then "
                 "jaxmp.value_and_grad(lambda params: loss_fn(eqx.combine(params, static)))(params)."
             )
-        if not _trees.is_inexact(leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)):
-            raise JaxmpError(
-                f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, which "
-                "cannot be differentiated. Pass it as another argument, or leave it out of argnums."
-            )
+        reason = "" if is_number else " because it is not an array"
+        raise JaxmpError(
+            f"Argument {index}{where} is {getattr(leaf, 'dtype', type(leaf).__name__)}, which "
+            f"cannot be differentiated{reason}. {fix}"
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 from jaxmp import losses
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._programs import _jaxprs, _locations, _uses
+from jaxmp._programs._analysis import Body
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import (
@@ -61,7 +63,9 @@ class RoundedTerm(ConditionalFinding):
 class RoundedDifference(RoundedTerm):
     """Label of a function of a 16-bit difference, which a softplus passes to `exp`."""
 
-    survives = LAYOUT | named("add sub mul div min max clamp select_n square integer_pow sqrt")
+    survives = LAYOUT | named(
+        "add sub mul div min max clamp select_n square integer_pow reduce_sum sqrt"
+    )
 
 
 class LogProbability(Fact):
@@ -148,7 +152,8 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
     if not is_loss or difference is None or difference.primitive.name != "sub":
         return None
     dtype = half_of(difference.outvars)
-    if dtype is None:
+    labels = audit.flow.labels(_Difference, *difference.outvars)
+    if dtype is None or any(isinstance(label.rounded, UserCast) for label in labels):
         return None
     sub = op._replace(equation=difference)
     fix = fix_expression("Subtract in FP32", sub, audit.findings) or LOSS_16BIT.fix
@@ -219,23 +224,76 @@ ROUNDED_OUTPUT = Check(
     fix="jnp.matmul(x, w, preferred_element_type=jnp.float32)",
 )
 
+_SOFTMAX_READS = "; a softmax, log-softmax or log-sum-exp is computed from it"
 _KEEPS_ERROR = _uses.EXACT | LAYOUT | named("add mul div tanh")
+_CAST_ERROR = _KEEPS_ERROR | named("cumsum sqrt")
 # Dtype -> the distance between its numbers from 256 to 512.
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
 
-class RoundedOutput(ConditionalFinding):
-    """Label of a matmul's 16-bit result, and of values with its rounding error."""
+class RoundedValue(ConditionalFinding):
+    """Label of a value that was rounded to 16 bits, and of values with its rounding error."""
 
-    check, survives = ROUNDED_OUTPUT, _KEEPS_ERROR
+    survives = _KEEPS_ERROR
+
+
+class RoundedOutput(RoundedValue):
+    """Label of a matmul's 16-bit result."""
+
+    check = ROUNDED_OUTPUT
+
+
+class UserCast(RoundedValue):
+    """Label of an FP32 value that the user's code casts to 16 bits."""
+
+    check, survives = LOSS_16BIT, _CAST_ERROR
+
+
+class _Computed(Fact):
+    """Label of values that are computed from a matmul or an exponential: no targets, no noise."""
+
+    survives = _ELEMENTWISE | _KEEPS_ERROR | named("rsqrt pow erf logistic log cumsum")
+
+
+_COMPUTED = _Computed()
+
+
+@LOSS_16BIT.on_result("dot_general", "conv_general_dilated", "exp", "exp2", "logistic", "tanh")
+def label_computed(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels the first functions from which outputs of a model are computed."""
+    if op.location.phase == _jaxprs.FORWARD:
+        audit.flow.mark(op.equation.outvars[0], _COMPUTED)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Difference(Fact):
     """Label of a function of the difference of a rounded result and of another value."""
 
-    output: RoundedOutput
-    survives = _ELEMENTWISE | _KEEPS_ERROR | named("pow logistic log")
+    rounded: RoundedValue
+    survives = _ELEMENTWISE | _CAST_ERROR | named("pow logistic log")
+
+
+@LOSS_16BIT.on_result("convert_element_type")
+def label_cast(op: OpOccurrence, audit: Auditor) -> None:
+    """Labels an FP32 value that the user casts to 16 bits, and reports it if a softmax reads it.
+
+    The operations that compute a softmax in 16 bits have their own findings.
+    """
+    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    if op.location.phase != _jaxprs.FORWARD or FLOAT32 not in (dtype_of(operand), dtype_of(result)):
+        return
+    dtype, is_computed = half_of([result]), audit.flow.labels(_Computed, operand)
+    if dtype is None and _uses.Use.SOFTMAX in audit.use_of(result):
+        audit.report(UserCast, [operand], _SOFTMAX_READS)
+    elif (
+        dtype is not None
+        and is_computed
+        and not audit.flow.labels(LogProbability, operand)
+        and audit.findings.is_own_call(op.equation)
+    ):
+        where = audit.findings.where(op)
+        fix = lambda: fix_expression(f"At {where}, do not round to 16 bits", op, audit.findings)
+        audit.flow.mark(result, UserCast(op, f"an FP32 value is rounded to {dtype.name}", fix))
 
 
 @ROUNDED_OUTPUT.on_result("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -251,7 +309,7 @@ def label_output(op: OpOccurrence, audit: Auditor) -> None:
     use = audit.use_of(result)
     audit.flow.mark(result, output)
     if _uses.Use.SOFTMAX in use:
-        output.report("; a softmax, log-softmax or log-sum-exp is computed from it", audit.findings)
+        output.report(_SOFTMAX_READS, audit.findings)
     elif _uses.Use.ORDER in use:
         output.report("; a top-k, argmax or sort compares it", audit.findings)
 
@@ -288,25 +346,62 @@ def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the difference of a rounded result and of a value that does not depend on it."""
     lhs, rhs = op.equation.invars
     for var, other in ((lhs, rhs), (rhs, lhs)) if op.location.phase == _jaxprs.FORWARD else ():
-        for output in audit.flow.labels(RoundedOutput, var):
-            if not _is_made_of(output.op, other, op, audit):
-                audit.flow.mark(op.equation.outvars[0], _Difference(output))
+        for rounded in audit.flow.labels(RoundedValue, var):
+            if isinstance(rounded, UserCast) and _is_zero(other, op, audit):
+                continue  # A softplus, which rounds no more than its operand.
+            is_made_of = _is_made_of(rounded.op, other, op, audit)
+            if not is_made_of or _are_slices(rounded.op, var, other, op, audit):
+                audit.flow.mark(op.equation.outvars[0], _Difference(rounded))
 
 
-def _is_made_of(matmul: OpOccurrence, var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor) -> bool:
-    """Returns True for a value that is computed from a matmul, such as a mean of its results."""
+def _is_zero(var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor) -> bool:
+    value = audit.known.value(op.body.source_of(var, LAYOUT))
+    return value is not None and not np.any(value)
+
+
+def _is_made_of(
+    rounding: OpOccurrence, var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor
+) -> bool:
+    """Returns True for a value that is computed from a rounded one, such as a mean of it."""
+    return any(_has_error(rounding, source, audit) for source in _near(var, op.body))
+
+
+def _are_slices(
+    rounding: OpOccurrence, var: _jaxprs.Atom, other: _jaxprs.Atom, op: OpOccurrence, audit: Auditor
+) -> bool:
+    """Returns True for different slices of a rounded value: the values of two time steps."""
+    first, second = (
+        {
+            source
+            for source in _near(each, op.body)
+            if (maker := op.body.maker(source)) is not None
+            and maker.primitive.name in _SLICES
+            and _has_error(rounding, maker.invars[0], audit)
+        }
+        for each in (var, other)
+    )
+    return bool(first - second and second - first)
+
+
+_SLICES = named("slice dynamic_slice gather split")
+
+
+def _has_error(rounding: OpOccurrence, var: _jaxprs.Atom, audit: Auditor) -> bool:
+    labels = (x for x in audit.flow.of(var) if isinstance(x, (RoundedValue, Logits)))
+    return any(label.op.equation is rounding.equation for label in labels)
+
+
+def _near(var: _jaxprs.Atom, body: Body) -> Iterator[_jaxprs.Atom]:
+    """Yields a value and the first values that it is computed from."""
     sources, waiting = set[_jaxprs.Atom](), collections.deque([var])
     while waiting and len(sources) < _NEAR:
         source = waiting.popleft()
         if _jaxprs.is_literal(source) or source in sources:
             continue
-        labels = (x for x in audit.flow.of(source) if isinstance(x, (RoundedOutput, Logits)))
-        if any(x.op.equation is matmul.equation for x in labels):
-            return True
+        yield source
         sources.add(source)
-        maker = op.body.maker(source)
+        maker = body.maker(source)
         waiting += maker.invars if maker is not None else ()
-    return False
 
 
 # A mean or a largest element is made of its array by few operations.
@@ -319,4 +414,4 @@ def check_differences(op: OpOccurrence, audit: Auditor) -> None:
     if op.location.phase == _jaxprs.FORWARD and op.equation.outvars[0].aval.size == 1:
         for label in audit.flow.labels(_Difference, *op.equation.invars):
             harm = f"; the loss at {audit.findings.where(op)} subtracts it from other values"
-            label.output.report(harm, audit.findings)
+            label.rounded.report(harm, audit.findings)

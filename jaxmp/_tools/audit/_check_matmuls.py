@@ -43,7 +43,7 @@ from jaxmp._tools.audit._labels import (
     ConditionalFinding,
     WideValue,
 )
-from jaxmp._tools.audit._origins import fix_casts, fix_wide, in_words, is_in_flax
+from jaxmp._tools.audit._origins import apply_code, fix_casts, fix_wide, in_words, is_in_flax
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import with_operand
 from jaxmp._tools.fixes._source import expression_of
@@ -344,7 +344,7 @@ def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
         return
     names = " or ".join(sorted(dtype.name for dtype in allowed))
     message = f"{op.name} of {dtype.name}, but the policies require {names}."
-    fix = f"Remove casts by hand, and apply the policies:\n    {_policy_code(op, audit)}"
+    fix = f"Remove casts by hand, and apply the policies:\n    {apply_code(op, audit.context)}"
     audit.add(OFF_POLICY_MATMUL, op, message, fix, flops=flops)
 
 
@@ -410,7 +410,7 @@ def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
     if WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
         message = f"{op.name} of float32, and an operand was cast up from 16 bits."
         fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op, audit.findings)
-        _add(FP32_MATMUL, op, message, fix or _policy_code(op, audit), flops, audit)
+        _add(FP32_MATMUL, op, message, fix or apply_code(op, audit.context), flops, audit)
 
 
 def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) -> None:
@@ -423,21 +423,12 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
     # A rule for the root would reach its own operations alone.
     if path and not promotion_fix(op, audit):
         rule = f"**/{path.rpartition('/')[2]}"
-        fix = fix or f"Apply the policies:\n    {_policy_code(op, audit)}"
+        fix = fix or f"Apply the policies:\n    {apply_code(op, audit.context)}"
         code = audit.context.with_rule(f"jaxmp.Rule({rule!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
     severity = WARNING if is_highest else ERROR
-    fix = fix or _policy_code(op, audit)
+    fix = fix or apply_code(op, audit.context)
     _add(FP32_MATMUL, op, message, fix, flops, audit, severity)
-
-
-def _policy_code(op: OpOccurrence, audit: Auditor) -> str:
-    """Returns code that applies the policies to a matmul.
-
-    If no matmul of a module is in low precision, the model is not wrapped. Otherwise the layer
-    casts its operands itself, or the matmul is outside of layers, and only autocast reaches it.
-    """
-    return audit.context.wrap_code if op.location.names else audit.context.autocast_code
 
 
 def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:

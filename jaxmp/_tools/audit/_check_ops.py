@@ -35,7 +35,13 @@ from jaxmp._tools.audit._checks import (
 )
 from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._labels import REDUCES, ConditionalFinding, RoundedInput, Summand
-from jaxmp._tools.audit._origins import SUMS, fix_operation, fix_origins, readers_of
+from jaxmp._tools.audit._origins import (
+    SUMS,
+    apply_code,
+    fix_operation,
+    fix_origins,
+    readers_of,
+)
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import in_fp32
@@ -54,7 +60,8 @@ SOFTMAX_16BIT = Check(
 LOSS_16BIT = Check(
     id="loss_16bit",
     explanation="A log-softmax, a log-sum-exp, the differences of a loss or a scalar result of"
-    " the program are computed in 16 bits.",
+    " the program are computed in 16 bits, or from probabilities and other outputs that a cast"
+    " rounded to 16 bits before.",
     fix="logits = logits.astype(jnp.float32)",
     includes_optimizer=True,
 )
@@ -113,7 +120,10 @@ def check_softmax(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     """Reports the exponential of a softmax."""
     if _role_of_exponential(op) == "softmax":
         is_own = audit.findings.is_own_call(op.equation) or not op.location.names
-        fix = fix_operation(op, audit.findings, dtype.name) if is_own else audit.context.wrap_code
+        if is_own:
+            fix = fix_operation(op, audit.findings, dtype.name)
+        else:
+            fix = apply_code(op, audit.context)
         message = f"softmax in {dtype.name}: its probabilities have {_precision(dtype)}."
         audit.add(SOFTMAX_16BIT, op, message, fix)
 
@@ -270,7 +280,7 @@ def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     message = f"{op.name} in {dtype.name}: the variance or sum of squares has {limit}."
     fix = fix_operation(op, audit.findings, dtype.name, SUMS)
     if op.location.names and not in_fp32(expression_of(op, audit.findings)):
-        fix = audit.context.wrap_code
+        fix = apply_code(op, audit.context)
     audit.add(NORM_16BIT, op, message, fix or _FIX_NORM)
 
 

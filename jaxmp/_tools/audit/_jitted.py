@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxmp._core import _compat
+from jaxmp._core import _compat, _trees
 from jaxmp._core._compat import _watch_jit
 from jaxmp._core._typing import PyTree
 from jaxmp._programs import _jaxprs, _matmuls, _operations, _static_values
@@ -165,7 +165,11 @@ def _shape(leaf: object) -> object:
     if isinstance(leaf, jax.Array):
         weak = getattr(jax.typeof(leaf), "weak_type", False)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=weak)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray) else leaf
+    if isinstance(leaf, np.ndarray):
+        # NumPy's int64 is int32 without x64.
+        dtype = _trees.canonical(np.empty(0, leaf.dtype)).dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    return leaf
 
 
 def _is_nnx(node: object) -> bool:

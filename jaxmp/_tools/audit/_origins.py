@@ -13,6 +13,7 @@ import numpy as np
 from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._programs import _analysis, _constructs, _jaxprs, _matmuls
 from jaxmp._programs._locations import call_site
+from jaxmp._tools.audit._auditor import PolicyContext
 from jaxmp._tools.audit._checks import (
     LAYOUT,
     PERIODIC,
@@ -184,6 +185,14 @@ def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
     """Returns True for an operation that Flax's own code computes."""
     site = call_site(op.equation)
     return site is not None and f"/{package}/" in site[0].co_filename.replace("\\", "/")
+
+
+def apply_code(op: OpOccurrence, context: PolicyContext) -> str:
+    """Returns code that applies the policies to an operation: to a model of Flax, or a function."""
+    traceback = op.equation.source_info.traceback
+    codes = () if traceback is None else traceback.raw_frames()[0]
+    is_model = any("/flax/" in code.co_filename.replace("\\", "/") for code in codes)
+    return context.wrap_code if is_model else context.autocast_code
 
 
 def contains_matmul(op: OpOccurrence, findings: PendingFindings) -> bool:
