@@ -627,6 +627,13 @@ MUTATIONS = [
         ("test_skipped_steps.py::test_gradients_that_are_all_zero_are_counted_and_named",),
     ),
     Mutation(
+        "in programs for a GPU, counters read the flag of zero gradients as that of applied steps",
+        "jaxmp/optim/_skip.py",
+        "return applied != 0, first, is_zero != 0",
+        "return is_zero != 0, first, applied != 0",
+        ("test_skipped_steps.py::test_programs_for_a_gpu_count_the_same",),
+    ),
+    Mutation(
         "the layout of a placeholder stays empty",
         "jaxmp/optim/_layout.py",
         "                vars(layout).update(vars(source))\n",
