@@ -71,8 +71,8 @@ def dot_general(scaling: ScalingLike = None, *, kernel: str = "rhs") -> Callable
     share a state share the scale.
 
     `jax.checkpoint` quantizes the high-precision operands again when it recomputes them. With the
-    policy `jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)` it saves the
-    quantized operands instead. Only first-order reverse-mode differentiation is supported; other
+    policy `jax.checkpoint_policies.save_only_these_names("jaxmp_fp8")` it saves the quantized
+    operands instead. Only first-order reverse-mode differentiation is supported; other
     derivatives raise an error.
 
     Args:
@@ -261,7 +261,7 @@ def _operand(
     )
 
 
-def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
+def _kept(operand: Operand | MXOperand, *, is_kernel: bool) -> tuple[Any, Any]:
     """Names the arrays of an operand, so that a policy of `jax.checkpoint` can save them.
 
     Returns:
@@ -270,10 +270,10 @@ def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
     """
     values, scales = operand
     if scales is None:
-        whole = Operand(saveable(values), None)
+        whole = Operand(saveable(values, is_kernel=False), None)
         return whole, whole
-    scales, kind = saveable(scales), type(operand)
-    of_backward, of_forward = named_values(values)
+    scales, kind = saveable(scales, is_kernel=is_kernel), type(operand)
+    of_backward, of_forward = named_values(values, is_kernel=is_kernel)
     return kind(of_backward, scales), kind(of_forward, scales)
 
 
@@ -349,7 +349,7 @@ def _product_fwd(
     saved = []
     for side, x in enumerate((lhs, rhs)):
         backwards = _for_backward(call, side, x, operands[side], seen[side])
-        of_backward, of_forward = _kept(backwards)
+        of_backward, of_forward = _kept(backwards, is_kernel=side == call.kernel)
         saved.append(of_backward)
         if backwards is operands[side]:
             operands[side] = of_forward
