@@ -26,7 +26,7 @@ from jaxmp.fp8._einsum import einsum, plan_einsum
 from jaxmp.fp8._explain import decide, excluded
 from jaxmp.fp8._overwritten import OVERWRITE
 from jaxmp.fp8._scaling import GEMMS, Scaling
-from jaxmp.fp8._state import PREFIX, init_state, rest, state_names
+from jaxmp.fp8._state import NAMES, PREFIX, init_state, rest
 
 # ---------------------------------------------------------------------------
 # Dots
@@ -208,7 +208,7 @@ def linen_dot(
 def _read_state(ref: Callable[[], Any], scaling: Scaling) -> dict[str, jax.Array]:
     """Returns the FP8 state of one layer; its gradient is its next value."""
     module = ref()
-    names = {name: f"{PREFIX}{name}" for name in state_names(scaling)}
+    names = {name: f"{PREFIX}{name}" for name in NAMES}
     if not all(module.has_variable(OVERWRITE, name) for name in names.values()):
         if not module.is_mutable_collection(OVERWRITE):
             raise CompositionError(

@@ -22,7 +22,7 @@ from jaxmp._flax._layer_table import (
 )
 from jaxmp.errors import CompositionError
 from jaxmp.fp8._overwritten import OVERWRITE
-from jaxmp.fp8._state import PREFIX, init_state, state_names
+from jaxmp.fp8._state import NAMES, PREFIX, init_state
 
 # ---------------------------------------------------------------------------
 # Sizes of kernels
@@ -212,16 +212,15 @@ def _init_state(
 def read_fp8_state(module: nnx.Module, dot: LayerDot | LayerEinsum) -> dict[str, jax.Array]:
     """Returns the FP8 state of one layer; its gradient is its next value."""
     attributes, scaling = vars(module), type(dot.scaling).__name__
-    names = state_names(dot.scaling)
     try:
-        state = {name: attributes[f"{PREFIX}{name}"].get_value() for name in names}
+        state = {name: attributes[f"{PREFIX}{name}"].get_value() for name in NAMES}
     except KeyError:
         raise CompositionError(
             f"{scaling} finds no state for {dot.path!r}: its attributes {PREFIX}* have been "
             "removed. Apply the policy again: "
             "recipe.wrap(model)."
         ) from None
-    first = state[names[0]]
+    first = state[NAMES[0]]
     if jnp.ndim(first):
         raise CompositionError(
             f"The {scaling} state of {dot.path!r} belongs to {first.shape[0]} stacked "

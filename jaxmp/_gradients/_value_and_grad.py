@@ -194,6 +194,7 @@ def grad(
 
 
 def as_tuple(value: AxisNames) -> tuple[Any, ...]:
+    """Returns mapped axes, or argument numbers, as a tuple; None: an empty one."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import importlib
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxmp._attention import AttentionExplanation, recorded_choices
@@ -14,9 +15,11 @@ from jaxmp._autocast import autocast, explain_operations
 from jaxmp._autocast._explain import AutocastExplanation
 from jaxmp._autocast._resolve import trace
 from jaxmp._core import _compat, _explanation
+from jaxmp._core._dtypes import is_fp8
 from jaxmp._policies import _recipe
 from jaxmp._policies._load import RecipeLike
 from jaxmp._policies._required import PolicyExplanation
+from jaxmp._programs import _constructs, _jaxprs, _matmuls, _operations
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _explain
 
@@ -155,8 +158,58 @@ def explain(
         return Explanation(
             policies=policies,
             autocast=operations,
-            fp8=_explain.explanation_of(record, traced.closed),
+            fp8=_explain_fp8(record, traced.closed),
             attention=tuple(attention),
         )
 
     return explained
+
+
+# ---------------------------------------------------------------------------
+# FP8
+# ---------------------------------------------------------------------------
+
+# Form of a matmul that always runs in 16 bits -> its name, and the reason.
+FORMS = {
+    "ragged_dot_general": ("ragged_dot", "jaxmp quantizes no groups of rows"),
+    "conv_general_dilated": ("convolution", "jaxmp quantizes linear layers only"),
+    "dot_general": ("batched matmul", "its kernels, or activations, have a batch dimension"),
+}
+
+
+def excluded_form(equation: Any) -> tuple[str, str]:
+    """Returns the name of a form that never runs in FP8, and the reason; ("", "") for others."""
+    name = equation.primitive.name
+    is_plain = name == "dot_general" and not _operations.dot_of(equation).batch[0]
+    return ("", "") if is_plain else FORMS.get(name, ("", ""))
+
+
+def _explain_fp8(record: _explain.Record, jaxpr: Any) -> _explain.Fp8Explanation:
+    """Returns the decisions of a program as a section of an explanation.
+
+    Its notes describe how the results depend on the rest of the batch, if a scale covers a whole
+    tensor.
+    """
+    notes = list(filter(None, (scaling.batch_note for scaling in record.scalings)))
+    if record.otherwise:
+        path, tokens = next(iter(record.otherwise.items()))
+        notes.insert(0, _explain.other_tokens(path, tokens, len(record.otherwise)))
+    if record.rows:
+        notes[:0] = _share_notes(jaxpr)
+    return _explain.Fp8Explanation(rows=tuple(record.rows), notes=tuple(notes))
+
+
+def _share_notes(jaxpr: Any) -> Iterator[str]:
+    """Yields the share of a program's FLOPs in FP8, and the forms of matmuls that are not."""
+    flops = _matmuls.count_flops(jaxpr)
+    fp8 = sum(count for dtypes, count in flops.items() if all(map(is_fp8, dtypes)))
+    if flops:
+        yield f"{fp8 / flops.total():.1%} of the FLOPs of all matmuls and convolutions are in FP8"
+    flat = list(_jaxprs.equations(jaxpr))
+    calls = (call for call in flat if _operations.name_of(call) == _matmuls.MX_MATMUL)
+    scaled = (inner for call in calls for inner in _constructs.sub_jaxprs(call))
+    in_fp8 = {id(equation) for inner in scaled for equation in _jaxprs.equations(inner)}
+    forms = Counter(excluded_form(equation) for equation in flat if id(equation) not in in_fp8)
+    for (name, reason), count in forms.items():
+        if name:
+            yield f"{count} x {name} in 16 bits: {reason}"

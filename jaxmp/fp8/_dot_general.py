@@ -18,7 +18,7 @@ from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._checkpoint import named_amax, named_result, named_values, saveable
-from jaxmp.fp8._dims import Dims, Shardings, dot_shardings, make_dims
+from jaxmp.fp8._dims import Dims, Shardings, before_transpose, dot_shardings, make_dims
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_mx_device, is_native, mx_multiply
 from jaxmp.fp8._operands import AMAX, Operand, as_floats, multiply, observed, quantized
 from jaxmp.fp8._scaling import GEMMS, DelayedScaling, MXScaling, Scaling, ScalingLike, as_scaling
@@ -400,7 +400,8 @@ def _product_bwd(
             operand = Operand(values, None)
         # The gradient of the result replaces operand `side`.
         lhs, rhs = (saved[0], operand) if side else (operand, saved[1])
-        sharding = call.shardings.before_transpose(side, order)
+        sharding = call.shardings[side]
+        sharding = None if sharding is None else before_transpose(sharding, order)
         product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side], sharding)
         results.append(jnp.transpose(product, order))
     if before is None or not isinstance(call.scaling, DelayedScaling):

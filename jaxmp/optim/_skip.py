@@ -19,6 +19,7 @@ from jaxmp._core._typing import AxisNames, PyTree
 from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
 from jaxmp._gradients._hints import Mark, is_in_loss, warn_user
 from jaxmp._gradients._loss_scale import LossScale, NoLossScale
+from jaxmp._gradients._value_and_grad import as_tuple
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim import _assign
@@ -236,7 +237,7 @@ def skip_nonfinite(
       >>> updates.tolist(), int(state.stats.total)
       ([0.0, 0.0], 1)
     """
-    return guard(inner, loss_scale, skip, SkipSettings(skip != "none", as_axes(axis_name)))
+    return guard(inner, loss_scale, skip, SkipSettings(skip != "none", as_tuple(axis_name)))
 
 
 def guard(
@@ -384,13 +385,6 @@ def _check_mode(skip: str, loss_scale: LossScale) -> None:
             "skip='none' with a dynamic loss scale: overflows would neither be skipped nor reduce "
             "the scale. Use skip='auto', a StaticLossScale, or loss_scale=None."
         )
-
-
-def as_axes(axis_name: AxisNames) -> tuple[Hashable, ...]:
-    """Converts an `axis_name` argument to a tuple of mapped axes."""
-    if axis_name is None:
-        return ()
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def _resolve(skip: str) -> str:

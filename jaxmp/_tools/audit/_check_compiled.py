@@ -20,13 +20,8 @@ from jaxmp._tools.audit._checks import NOTE, WARNING, Check, OpOccurrence
 from jaxmp._tools.audit._dataflow import From
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp._tools.audit._trace import Traced
-from jaxmp.fp8._explain import (
-    FORMS,
-    decides_otherwise,
-    excluded_form,
-    explain_exclusion,
-    other_tokens,
-)
+from jaxmp._tools.explain import FORMS, excluded_form
+from jaxmp.fp8._explain import decides_otherwise, explain_exclusion, other_tokens
 from jaxmp.fp8._scaling import CurrentScaling
 
 FP32_GEMM = Check(
