@@ -377,7 +377,7 @@ def multiply(
             preferred_element_type=out_dtype,
             out_sharding=out_sharding,
         )
-    values = [lhs.values, rhs.values]
+    values: Any = [lhs.values, rhs.values]
     if lhs.factor.ndim or rhs.factor.ndim:
         product = _dot(*values, dims, out_dtype, accurate, out_sharding)
         product = lax.convert_element_type(product, FLOAT32)

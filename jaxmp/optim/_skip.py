@@ -340,9 +340,12 @@ def guard(
         stats = state.stats.after(
             is_applied, state.loss_scale, overflow, nonfinite_leaf, zero_gradients
         )
+        if not assigns:
+            # Train states select all parameters by it, if other transformations are outside.
+            stats = dataclasses.replace(stats, last_finite=applied)
         return emitted, SkipNonfiniteState(
             loss_scale=state.loss_scale.adjust(is_applied),
-            stats=dataclasses.replace(stats, last_finite=applied),
+            stats=stats,
             inner_state=inner_state,
             settings=state.settings,
         )
