@@ -1154,8 +1154,8 @@ MUTATIONS = [
     Mutation(
         "the factor of the scales is rounded to bfloat16",
         "jaxmp/fp8/_operands.py",
-        "_dot(*values, dims, out_dtype if on_gpu else FLOAT32, accurate, out_sharding)",
-        "_dot(*values, dims, out_dtype, accurate, out_sharding)",
+        "_dot(values, dims, out_dtype if on_gpu else FLOAT32, accurate, out_sharding)",
+        "_dot(values, dims, out_dtype, accurate, out_sharding)",
         ("test_fp8_dot_general.py::test_bfloat16_results_are_rounded_once",),
     ),
     # Attention.

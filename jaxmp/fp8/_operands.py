@@ -377,9 +377,9 @@ def multiply(
             preferred_element_type=out_dtype,
             out_sharding=out_sharding,
         )
-    values: Any = [lhs.values, rhs.values]
+    values = [lhs.values, rhs.values]
     if lhs.factor.ndim or rhs.factor.ndim:
-        product = _dot(*values, dims, out_dtype, accurate, out_sharding)
+        product = _dot(values, dims, out_dtype, accurate, out_sharding)
         product = lax.convert_element_type(product, FLOAT32)
         for side, factor in enumerate((lhs.factor, rhs.factor)):
             product = product * broadcast_factor(dims.spread(factor, side), product)
@@ -391,7 +391,7 @@ def multiply(
         # An operand that cuBLAS reads transposed has none: XLA would no longer transpose it in the
         # kernel that quantizes it.
         values[shared], factor = lax.optimization_barrier((values[shared], factor))
-    product = _dot(*values, dims, out_dtype if on_gpu else FLOAT32, accurate, out_sharding)
+    product = _dot(values, dims, out_dtype if on_gpu else FLOAT32, accurate, out_sharding)
     # A factor rounded to bfloat16 would change all elements by the same 0.2 %. On a GPU, XLA folds
     # a scalar factor in the dtype of the dot into the cuBLAS call, without the rounding. In FP32,
     # it would write the product in FP32, and convert it in a separate pass.
@@ -401,8 +401,7 @@ def multiply(
 
 
 def _dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    values: list[jax.Array],
     dims: Dims,
     out_dtype: DTypeLike,
     accurate: bool,
@@ -411,6 +410,7 @@ def _dot(
     # XLA requests fast accumulation from cuBLAS if the precision is DEFAULT. The product of two FP8
     # values can exceed the range of float16, but not that of bfloat16.
     narrow = out_dtype == jnp.bfloat16
+    lhs, rhs = values
     return lax.dot_general(
         lhs,
         rhs,
