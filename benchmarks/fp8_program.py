@@ -7,7 +7,9 @@
 The workload is the forward and backward pass, without an optimizer, of three residual blocks
 `x + down(gelu(up(x)))` of widths 2048 and 8192 with 4,096 tokens, as Flax Linen modules under a
 recipe. Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]".
-The exit status is 1 if a row exceeds its limit. Columns:
+With `remat`, `nn.remat` saves the results of matmuls, and with `kernels` the quantized kernels too.
+The last rows quantize in other ways, which move more bytes. The exit status is 1 if a row exceeds
+its limit. Columns:
 
     MB         bytes that kernels other than matmuls read and write, without the effect of caches
     kernels    number of these kernels, without the branches in which only the first step of
@@ -19,6 +21,7 @@ The exit status is 1 if a row exceeds its limit. Columns:
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -31,25 +34,45 @@ from jaxmp import PolicyMap, fp8, functional
 from jaxmp._core import _compat
 from jaxmp._tools.audit._compile import compile_for
 from jaxmp._tools.audit._hlo import Program
+from jaxmp._tools.audit._hlo_kernels import accessed, kernels
 from jaxmp._tools.audit._trace import trace
-from jaxmp.fp8 import _overwritten
+from jaxmp.fp8 import _operands, _overwritten
 from result_file import parser_of, write_result
 
 TOKENS, WIDTH, HIDDEN, BLOCKS = 4096, 2048, 8192, 3
 MATMULS = 6 * BLOCKS
 
 
+class Block(nn.Module):
+    """Residual block of two linear layers without biases."""
+
+    gelu: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        """Returns an array of the shape of x, and nothing for each iteration of a loop."""
+        hidden = nn.Dense(HIDDEN, use_bias=False, name="up")(x)
+        return x + nn.Dense(WIDTH, use_bias=False, name="down")(self.gelu(hidden)), None
+
+
 class Mlp(nn.Module):
-    """Residual blocks of two linear layers without biases."""
+    """Residual blocks, each under `nn.remat` if there is a policy."""
 
     gelu: Any = functional.gelu
+    policy: Any = None
+    scanned: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns an array of the shape of x."""
+        block: Any = Block
+        if self.policy is not None:
+            block = nn.remat(Block, policy=self.policy, prevent_cse=not self.scanned)
+        if self.scanned:
+            axes, rngs = {"params": 0}, {"params": True}
+            return nn.scan(block, axes, split_rngs=rngs, length=BLOCKS)(self.gelu)(x, None)[0]
         for index in range(BLOCKS):
-            hidden = nn.Dense(HIDDEN, use_bias=False, name=f"up_{index}")(x)
-            x = x + nn.Dense(WIDTH, use_bias=False, name=f"down_{index}")(self.gelu(hidden))
+            x, _ = block(self.gelu, name=f"block_{index}")(x)
         return x
 
 
@@ -67,14 +90,17 @@ class Limits(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A policy, the model, and its limits."""
+    """A policy, the model, its limits, and a replacement of the function that quantizes."""
 
     policy: Any
     model: nn.Module = Mlp()
     limits: Limits | None = None
+    quantize: Any = None
 
 
 BF16 = "p=f32,c=bf16,o=bf16"
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+SAVED, KERNELS = (fp8.checkpoint_policy(DOTS, kernels=kernels) for kernels in (False, True))
 
 
 def fp8_policy(scaling: Any) -> PolicyMap:
@@ -82,14 +108,42 @@ def fp8_policy(scaling: Any) -> PolicyMap:
     return PolicyMap(f"{BF16},matmul=fp8", fp8=scaling)
 
 
+def without_layout(*args: Any, **options: Any) -> Any:
+    """Quantizes FP32 kernels without a constraint on the layout of their FP8 values."""
+    with mock.patch.object(_compat, "row_major", lambda values: values):
+        return _operands._quantize(*args, **options)
+
+
+def behind_barrier(x: jax.Array, *args: Any, **options: Any) -> Any:
+    """Quantizes tensors in 16 bits behind a barrier, so that XLA writes them first."""
+    x = x if x.dtype == jnp.float32 else jax.lax.optimization_barrier(x)
+    return _operands._quantize(x, *args, **options)
+
+
+def in_front_of_barrier(*args: Any, **options: Any) -> Any:
+    """Quantizes tensors in front of a barrier, so that XLA transposes FP8 values."""
+    values, factor = _operands._quantize(*args, **options)
+    return jax.lax.optimization_barrier(values), factor
+
+
+CURRENT, DELAYED = fp8_policy(fp8.CurrentScaling()), fp8_policy(fp8.DelayedScaling())
 VARIANTS = {
     "bf16": Variant(BF16, Mlp(nn.gelu)),
     "bf16, functional.gelu": Variant(BF16, limits=Limits(1820, 15, 0.8)),
-    "current": Variant(fp8_policy(fp8.CurrentScaling()), limits=Limits(3150, 75, 0.7)),
-    "delayed": Variant(fp8_policy(fp8.DelayedScaling()), limits=Limits(2950, 65, 0.7)),
+    "current": Variant(CURRENT, limits=Limits(3150, 75, 0.7)),
+    "delayed": Variant(DELAYED, limits=Limits(2950, 65, 0.7)),
     "delayed, calibrate=False": Variant(
         fp8_policy(fp8.DelayedScaling(calibrate=False)), limits=Limits(2950, 55, 0.7)
     ),
+    "current, nn.gelu": Variant(CURRENT, Mlp(nn.gelu), Limits(3550, 75, 1.1)),
+    "delayed, nn.gelu": Variant(DELAYED, Mlp(nn.gelu), Limits(3200, 65, 0.9)),
+    "current, remat": Variant(CURRENT, Mlp(policy=SAVED), Limits(3800, 100, 0.7)),
+    "current, remat, kernels": Variant(CURRENT, Mlp(policy=KERNELS), Limits(3400, 85, 0.7)),
+    "current, loop, remat": Variant(CURRENT, Mlp(policy=SAVED, scanned=True)),
+    "current, loop, remat, kernels": Variant(CURRENT, Mlp(policy=KERNELS, scanned=True)),
+    "current, no layout": Variant(CURRENT, quantize=without_layout),
+    "current, barrier in front": Variant(CURRENT, quantize=behind_barrier),
+    "current, barrier behind": Variant(CURRENT, quantize=in_front_of_barrier),
 }
 
 
@@ -108,31 +162,29 @@ class Counts(NamedTuple):
     other_matmuls: int
 
 
-_KERNELS = frozenset(
-    ("fusion", "copy", "reduce", "transpose", "convert", "dynamic-slice", "dynamic-update-slice")
-) | {"concatenate", "broadcast", "add", "multiply", "copy-start", "custom-call", "pad", "select"}
-
-
 def count(variant: Variant) -> Counts:
     """Compiles a variant for the H200 and counts its kernels."""
-    step, args = program(variant)
-    with _compat.context(target="gpu", capability=(9, 0)):
+    quantize = _operands._QUANTIZE
+    if variant.quantize is not None:
+        quantize = _operands.jitted_by_role(variant.quantize, "scaling", "dtype", "axes")
+    with (
+        _compat.context(target="gpu", capability=(9, 0)),
+        mock.patch.object(_operands, "_QUANTIZE", quantize),
+    ):
+        step, args = program(variant)
         traced = trace(step, args, {})
     compiled = compile_for("h200", traced)
     moved, matmuls = [], {True: 0, False: 0}
     parsed = Program(compiled.text)
     unused = set(_calibrations(parsed))
-    for each in parsed.steps():
-        kernel = each.instruction
-        if kernel.opcode not in _KERNELS or each.computation.name in unused:
+    for each in kernels(parsed):
+        if each.computation.name in unused:
             continue
-        operands = [each.computation.instructions[name] for name in kernel.operands]
-        target = kernel.attribute("custom_call_target")
+        target = each.instruction.attribute("custom_call_target")
         if "cublas" in target or "cudnn" in target:
             matmuls["$f8" in target] += each.times
             continue
-        read = [shape for operand in operands for shape in operand.shapes]
-        moved += [sum(shape.bytes for shape in (*kernel.shapes, *read))] * each.times
+        moved += [accessed(parsed, each)] * each.times
     return Counts(
         megabytes=round(sum(moved) / 1e6, 1),
         kernels=len(moved),
@@ -161,7 +213,8 @@ def program(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     """Returns the forward and backward pass of a variant, and its arguments."""
     model = jaxmp.load_recipe(variant.policy).wrap(variant.model)
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    # `init` runs without policies, and a loop has one dtype for x.
+    variables = jax.eval_shape(model.init, jax.random.key(0), x.update(dtype=jnp.float32))
 
     def step(variables: Any, x: jax.Array, gradient: jax.Array) -> Any:
         # As in jaxmp.value_and_grad, which also computes a loss.

@@ -103,6 +103,21 @@ def test_amaxes_are_saved():
     jax.tree.map(np.testing.assert_array_equal, jax.jit(plain)(x, w), jax.jit(ours)(x, w))
 
 
+@pytest.mark.parametrize("name", ["current", "delayed"])
+@fast_cases("current")
+def test_kernels_are_quantized_once_if_they_are_saved(name):
+    layer, x, w = layers(SCALINGS[name], MATRICES)
+    policies = [fp8.checkpoint_policy(DOTS, kernels=kernels) for kernels in (False, True)]
+    again, once = (gradient(layer, policy) for policy in policies)
+    kernels = lambda fn: [
+        each
+        for each in equations(jax.make_jaxpr(fn)(x, w))
+        if each.primitive.name == "clamp" and each.outvars[0].aval.shape == w.shape
+    ]
+    assert (len(kernels(again)), len(kernels(once))) == (2, 1)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(again)(x, w), jax.jit(once)(x, w))
+
+
 @pytest.mark.parametrize("policy", [None, "dots_saveable"])
 def test_what_is_no_policy_is_refused(policy):
     with pytest.raises(JaxmpError, match=f"{policy!r} is not a function"):

@@ -14,8 +14,13 @@ from flax import nnx
 from jax import lax
 
 import jaxmp
+from gpu_compiler import needs_compiler
 from jaxmp import optim
-from jaxmp._core import _trees
+from jaxmp._core import _compat, _trees
+from jaxmp._tools.audit._compile import compile_for
+from jaxmp._tools.audit._hlo import Program
+from jaxmp._tools.audit._hlo_kernels import kernels
+from jaxmp._tools.audit._trace import trace
 
 PARAMS = {"a": jnp.ones(2), "b": {"w": jnp.ones(3), "x": jnp.ones(())}}
 GOOD = jax.tree.map(jnp.ones_like, PARAMS)
@@ -341,3 +346,31 @@ def test_counters_that_cannot_change_are_passed_through():
     changing = {"total", "consecutive", "last_finite", "nonfinite_leaf", "zero_gradients"}
     assert counters - kept == changing
     assert {"overflow", "fits"} <= kept
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp16"])
+def test_programs_for_a_gpu_count_the_same(recipe):
+    """They pass what the counters read through one array."""
+    zero = jax.tree.map(jnp.zeros_like, PARAMS)
+    tx = jaxmp.load_recipe(recipe).replace(skip="select").optimizer(optax.sgd(0.1))
+    states = {}
+    for target in ("cpu", "gpu"):
+        with _compat.context(target=target):
+            state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+            step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+            states[target] = [state := step(state, grads) for grads in (GOOD, zero, zero, BAD, BAD)]
+    assert jaxmp.get_skip_stats(states["cpu"][2]).zero_gradients == 2
+    assert jaxmp.get_skip_stats(states["cpu"][4]).consecutive == 2
+    jax.tree.map(np.testing.assert_array_equal, states["cpu"], states["gpu"])
+
+
+@needs_compiler
+def test_one_kernel_updates_all_counters_and_the_loss_scale():
+    tx = jaxmp.load_recipe("fp16").optimizer(optax.sgd(0.1))
+    with _compat.context(target="gpu", capability=(9, 0)):
+        traced = trace(tx.update, (GOOD, tx.init(PARAMS), PARAMS), {})
+    program = Program(compile_for("h200", traced).text)
+    results = [step.instruction.shapes for step in kernels(program)]
+    # Four counters, that of overflows at the smallest scale, the scale, and its applied steps.
+    counts = [len(shapes) for shapes in results if not any(shape.sizes for shape in shapes)]
+    assert max(counts) == 7

@@ -14,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxmp._core._dtypes import CASTABLE, FLOAT32, FLOAT64, is_16bit, wide_dtype
-from jaxmp._core._typing import Array, ArrayLike, DTypeLike, PyTree
+from jaxmp._core._typing import Array, ArrayLike, AxisNames, DTypeLike, PyTree
 
 Path = tuple[str, ...]
 # Array with a dtype: of JAX or NumPy, or only its shape.
@@ -39,6 +39,13 @@ class HiddenKey:
 
     def __str__(self) -> str:
         return ""
+
+
+def as_tuple(value: AxisNames) -> tuple[Any, ...]:
+    """Returns mapped axes, or argument numbers, as a tuple; None: an empty one."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def path_names(key_path: tuple[Any, ...]) -> Path:

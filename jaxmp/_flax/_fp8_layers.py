@@ -204,7 +204,7 @@ def linen_dot(
 def _read_state(ref: Callable[[], Any], scaling: _scaling.Scaling) -> dict[str, jax.Array]:
     """Returns the FP8 state of one layer; its gradient is its next value."""
     module = ref()
-    names = {name: f"{_state.PREFIX}{name}" for name in _state.state_names(scaling)}
+    names = {name: f"{_state.PREFIX}{name}" for name in _state.NAMES}
     if not all(module.has_variable(OVERWRITE, name) for name in names.values()):
         if not module.is_mutable_collection(OVERWRITE):
             raise CompositionError(

@@ -132,12 +132,12 @@ class Gradient:
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the arguments to differentiate."""
-        numbers = _value_and_grad.as_tuple(self.argnums)
+        numbers = _trees.as_tuple(self.argnums)
         return tuple(n.argnum if isinstance(n, nnx.DiffState) else n for n in numbers)
 
     def filters(self, count: int) -> dict[int, Any]:
         """Returns the filter of the Variables of each argument to differentiate."""
-        numbers = _value_and_grad.as_tuple(self.argnums)
+        numbers = _trees.as_tuple(self.argnums)
         filters = (n.filter if isinstance(n, nnx.DiffState) else self.wrt for n in numbers)
         return dict(zip(count_argnums("argnums", self.numbers, count), filters, strict=True))
 

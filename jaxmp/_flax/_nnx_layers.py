@@ -217,16 +217,15 @@ def _init_state(
 def read_fp8_state(module: nnx.Module, dot: LayerDot | LayerEinsum) -> dict[str, jax.Array]:
     """Returns the FP8 state of one layer; its gradient is its next value."""
     attributes, scaling = vars(module), type(dot.scaling).__name__
-    names = _state.state_names(dot.scaling)
     try:
-        state = {name: attributes[f"{_state.PREFIX}{name}"].get_value() for name in names}
+        state = {name: attributes[f"{_state.PREFIX}{name}"].get_value() for name in _state.NAMES}
     except KeyError:
         raise CompositionError(
             f"{scaling} finds no state for {dot.path!r}: its attributes {_state.PREFIX}* have been "
             "removed. Apply the policy again: "
             "recipe.wrap(model)."
         ) from None
-    first = state[names[0]]
+    first = state[_state.NAMES[0]]
     if jnp.ndim(first):
         raise CompositionError(
             f"The {scaling} state of {dot.path!r} belongs to {first.shape[0]} stacked "

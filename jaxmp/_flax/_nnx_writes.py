@@ -14,7 +14,6 @@ from flax import nnx
 from jaxmp._core import _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._flax._nnx_layers import OverwriteWithGradient
-from jaxmp._gradients import _value_and_grad
 from jaxmp.errors import JaxmpError
 
 
@@ -188,10 +187,10 @@ def by_position(
 
 def count_argnums(name: str, numbers: int | Sequence[int] | None, count: int) -> tuple[int, ...]:
     """Returns argument numbers with negative ones counted from the end."""
-    for number in _value_and_grad.as_tuple(numbers):
+    for number in _trees.as_tuple(numbers):
         if name != "batch_argnums" and not -count <= number < count:
             raise JaxmpError(
                 f"{name} names argument {number}, but the function was called with {count} "
                 "positional argument(s)."
             )
-    return tuple(n % count if -count <= n < 0 else n for n in _value_and_grad.as_tuple(numbers))
+    return tuple(n % count if -count <= n < 0 else n for n in _trees.as_tuple(numbers))

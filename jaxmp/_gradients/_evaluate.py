@@ -198,7 +198,7 @@ def reduce_sums(sums: Sums, options: Options) -> Sums:
 
     grads = tuple(
         _overwritten.map_leaves(
-            reduce_leaf, lambda leaf: _overwritten.combine_over_axes(leaf, axes), tree
+            reduce_leaf, lambda leaf: lax.pmax(_overwritten.to_float32(leaf), axes), tree
         )
         for tree in sums.grads
     )
@@ -323,7 +323,7 @@ def _zero_sums(args: tuple[Any, ...], options: Options) -> Sums:
     grads = tuple(
         _overwritten.map_leaves(
             lambda leaf: _zero_gradient(jnp.asarray(leaf), options),
-            _overwritten.fill_lowest,
+            lambda leaf: jnp.full_like(leaf, -jnp.inf),
             args[i],
         )
         for i in options.argnums
@@ -347,7 +347,10 @@ def _add(total: Sums, new: Sums) -> Sums:
     """Adds the sums of one part; an unweighted part has weight 1."""
     grads = tuple(
         _overwritten.map_leaves(
-            lambda t, g: t + _trees.cast(g, t.dtype), _overwritten.combine, old, fresh
+            lambda t, g: t + _trees.cast(g, t.dtype),
+            lambda t, g: jnp.maximum(t, _overwritten.to_float32(g)),
+            old,
+            fresh,
         )
         for old, fresh in zip(total.grads, new.grads, strict=True)
     )

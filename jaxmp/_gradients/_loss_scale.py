@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeGuard, TypeVar, final, get_args
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -272,13 +272,9 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic)) and value.shape == ()
 
 
-def _is_traced(value: object) -> TypeGuard[Tracer]:
-    return isinstance(value, Tracer)
-
-
 def _fp32(value: Any) -> float:
     """Rounds `value` to FP32; returns NaN if it is not a concrete number."""
-    if not is_number(value) or _is_traced(value):
+    if not is_number(value) or isinstance(value, Tracer):
         return math.nan
     try:
         with np.errstate(over="ignore"):
@@ -289,7 +285,7 @@ def _fp32(value: Any) -> float:
 
 def check_scale(name: str, value: ArrayLike) -> float | jax.Array:
     """Returns a scale as an FP32 number; a traced scale is returned unchanged."""
-    if is_number(value) and _is_traced(value):
+    if is_number(value) and isinstance(value, Tracer):
         return value
     return check_bound(name, value)
 
@@ -329,7 +325,7 @@ def _refusal(name: str, value: object, allowed: str, example: object) -> LossSca
 
 
 def check_order(low: float, init: float | jax.Array, high: float) -> None:
-    inside = () if _is_traced(init) else (init,)
+    inside = () if isinstance(init, Tracer) else (init,)
     if [low, *inside, high] == sorted([low, *inside, high]):
         return
     start = "".join(f"init_scale={value!r}, " for value in inside)

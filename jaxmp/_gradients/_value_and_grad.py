@@ -120,13 +120,13 @@ def value_and_grad(
         loss_scale=as_loss_scale(loss_scale),
         has_aux=has_aux or mutable_argnum is not None,
         weighted=weighted,
-        argnums=as_tuple(argnums),
+        argnums=_trees.as_tuple(argnums),
         microbatches=check_positive(microbatches),
-        batch_argnums=(1,) if batch_argnums is None else as_tuple(batch_argnums),
-        rng_argnums=as_tuple(rng_argnums),
+        batch_argnums=(1,) if batch_argnums is None else _trees.as_tuple(batch_argnums),
+        rng_argnums=_trees.as_tuple(rng_argnums),
         mutable_argnum=mutable_argnum,
         interleave=interleave,
-        axes=as_tuple(axis_name),
+        axes=_trees.as_tuple(axis_name),
         accumulate_dtype=sum_dtype(accumulate_dtype),
         reduce_dtype=sum_dtype(reduce_dtype),
         regather=regather,
@@ -193,12 +193,6 @@ def grad(
 # ---------------------------------------------------------------------------
 
 
-def as_tuple(value: AxisNames) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
 def check_argnums(argnums: int | Sequence[int]) -> None:
     """Checks that `argnums` contains only argument numbers, and not a positional loss scale.
 
@@ -229,7 +223,7 @@ def options_of_call(options: Options, args: tuple[Any, ...]) -> Options:
     """Returns the options for a call with `args`, with checked, non-negative argument numbers."""
 
     def count(name: str, *, optional: bool = False) -> tuple[int, ...]:
-        numbers = as_tuple(getattr(options, name))
+        numbers = _trees.as_tuple(getattr(options, name))
         for index in numbers:
             if not -len(args) <= index < len(args) and not optional:
                 raise JaxmpError(

@@ -20,21 +20,22 @@ CHECKPOINT_NAME = "jaxmp_fp8"
 # Names of results, without and with batch dimensions.
 _RESULTS = "jaxmp_fp8_result", "jaxmp_fp8_batched_result"
 _AMAX = "jaxmp_fp8_amax"
+_KERNEL = "jaxmp_fp8_kernel"
 
 
-def saveable(x: jax.Array) -> jax.Array:
+def saveable(x: jax.Array, *, is_kernel: bool) -> jax.Array:
     """Names an array so that a policy of `jax.checkpoint` can save it."""
-    return checkpoint_name(x, CHECKPOINT_NAME)
+    return checkpoint_name(checkpoint_name(x, _KERNEL) if is_kernel else x, CHECKPOINT_NAME)
 
 
-def named_values(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def named_values(values: jax.Array, *, is_kernel: bool) -> tuple[jax.Array, jax.Array]:
     """Names FP8 values; returns them for the backward pass and for the forward dot.
 
     The bytes are named, and bitcast back in a separate equation for each pass: `jax.checkpoint`
     applies `lax.reduce_precision` to saved values that the forward pass also reads, which turns
     E4M3 values from 248 up into NaN.
     """
-    saved = saveable(lax.bitcast_convert_type(values, jnp.uint8))
+    saved = saveable(lax.bitcast_convert_type(values, jnp.uint8), is_kernel=is_kernel)
     back = lambda: lax.bitcast_convert_type(saved, values.dtype)
     return back(), back()
 
@@ -49,7 +50,7 @@ def named_amax(amax: jax.Array) -> jax.Array:
     return checkpoint_name(amax, _AMAX)
 
 
-def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
+def checkpoint_policy(policy: Callable[..., Any], *, kernels: bool = False) -> Callable[..., Any]:
     """Returns a policy of `jax.checkpoint` that treats FP8 dots as `policy` treats other dots.
 
     An FP8 dot multiplies quantized operands and then applies their scales. A policy such as
@@ -61,6 +62,9 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
       policy: a function from `jax.checkpoint_policies`, or one with the same arguments.
+      kernels: also save quantized kernels, in one byte per parameter. The backward pass would
+        otherwise read the parameters and quantize them again. Inside a loop over layers, storing
+        the kernels costs as much time as this saves.
 
     Returns:
       A policy for `jax.checkpoint`, `nn.remat` or `nnx.remat`.
@@ -82,11 +86,13 @@ def checkpoint_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
             "fp8.checkpoint_policy(jax.checkpoint_policies.nothing_saveable)."
         )
 
+    saved = (_AMAX, _KERNEL) if kernels else (_AMAX,)
+
     def is_saved(primitive: Any, *args: Any, **params: Any) -> Any:
         if primitive is lax.dot_general_p and is_fp8(args[0].dtype):
             return False
         name = params.get("name")
-        if primitive.name == "name" and name == _AMAX:
+        if primitive.name == "name" and name in saved:
             return True
         if primitive.name == "name" and name in _RESULTS:
             batch = tuple(range(_RESULTS.index(name)))

@@ -137,18 +137,6 @@ class Shardings(NamedTuple):
     rhs: NamedSharding | None = None
     result: NamedSharding | None = None
 
-    def before_transpose(
-        self, side: int, order: tuple[int, ...]
-    ) -> NamedSharding | PartitionSpec | None:
-        """Returns the sharding of the backward dot that computes the gradient of an operand.
-
-        Args:
-          side: 0 or 1, the operand.
-          order: permutation that brings the axes of the dot's result into those of the operand.
-        """
-        sharding = (self.lhs, self.rhs)[side]
-        return None if sharding is None else before_transpose(sharding, order)
-
 
 def before_transpose(
     sharding: NamedSharding | PartitionSpec, order: tuple[int, ...]

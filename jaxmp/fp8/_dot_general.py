@@ -18,7 +18,7 @@ from jaxmp._core._dtypes import FLOAT32, FLOAT64, FLOATS_16BIT, canonical_dtype
 from jaxmp._core._typing import DTypeLike
 from jaxmp.errors import CompositionError, JaxmpError
 from jaxmp.fp8._checkpoint import named_amax, named_result, named_values, saveable
-from jaxmp.fp8._dims import Dims, Shardings, dot_shardings, make_dims
+from jaxmp.fp8._dims import Dims, Shardings, before_transpose, dot_shardings, make_dims
 from jaxmp.fp8._mx import MX_QUANTIZED, MXOperand, check_mx_device, is_native, mx_multiply
 from jaxmp.fp8._operands import AMAX, Operand, as_floats, multiply, observed, quantized
 from jaxmp.fp8._scaling import GEMMS, DelayedScaling, MXScaling, Scaling, ScalingLike, as_scaling
@@ -71,8 +71,8 @@ def dot_general(scaling: ScalingLike = None, *, kernel: str = "rhs") -> Callable
     share a state share the scale.
 
     `jax.checkpoint` quantizes the high-precision operands again when it recomputes them. With the
-    policy `jax.checkpoint_policies.save_only_these_names(fp8.CHECKPOINT_NAME)` it saves the
-    quantized operands instead. Only first-order reverse-mode differentiation is supported; other
+    policy `jax.checkpoint_policies.save_only_these_names("jaxmp_fp8")` it saves the quantized
+    operands instead. Only first-order reverse-mode differentiation is supported; other
     derivatives raise an error.
 
     Args:
@@ -261,7 +261,7 @@ def _operand(
     )
 
 
-def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
+def _kept(operand: Operand | MXOperand, *, is_kernel: bool) -> tuple[Any, Any]:
     """Names the arrays of an operand, so that a policy of `jax.checkpoint` can save them.
 
     Returns:
@@ -270,10 +270,10 @@ def _kept(operand: Operand | MXOperand) -> tuple[Any, Any]:
     """
     values, scales = operand
     if scales is None:
-        whole = Operand(saveable(values), None)
+        whole = Operand(saveable(values, is_kernel=False), None)
         return whole, whole
-    scales, kind = saveable(scales), type(operand)
-    of_backward, of_forward = named_values(values)
+    scales, kind = saveable(scales, is_kernel=is_kernel), type(operand)
+    of_backward, of_forward = named_values(values, is_kernel=is_kernel)
     return kind(of_backward, scales), kind(of_forward, scales)
 
 
@@ -349,7 +349,7 @@ def _product_fwd(
     saved = []
     for side, x in enumerate((lhs, rhs)):
         backwards = _for_backward(call, side, x, operands[side], seen[side])
-        of_backward, of_forward = _kept(backwards)
+        of_backward, of_forward = _kept(backwards, is_kernel=side == call.kernel)
         saved.append(of_backward)
         if backwards is operands[side]:
             operands[side] = of_forward
@@ -400,7 +400,8 @@ def _product_bwd(
             operand = Operand(values, None)
         # The gradient of the result replaces operand `side`.
         lhs, rhs = (saved[0], operand) if side else (operand, saved[1])
-        sharding = call.shardings.before_transpose(side, order)
+        sharding = call.shardings[side]
+        sharding = None if sharding is None else before_transpose(sharding, order)
         product = _multiply(call, gemm, lhs, rhs, dims, call.dtypes[side], sharding)
         results.append(jnp.transpose(product, order))
     if before is None or not isinstance(call.scaling, DelayedScaling):

@@ -7,17 +7,12 @@ import contextvars
 import dataclasses
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from jaxmp._core import _compat, _targets
-from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._explanation import ExplanationRow, ExplanationSection
-from jaxmp._programs import _matmuls
-from jaxmp._programs._constructs import sub_jaxprs
-from jaxmp._programs._jaxprs import equations
-from jaxmp._programs._operations import Dot, dot_of, name_of
+from jaxmp._programs._operations import Dot
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._scaling import MX_BLOCK, Scaling
 
@@ -87,37 +82,6 @@ def other_tokens(path: str, tokens: int, count: int) -> str:
         f"{path or '(root)'}{others} has {tokens} rows in this program, with which FP8 would be "
         f"decided on differently: write tokens = {tokens} in the table [fp8]"
     )
-
-
-# Form of a matmul that always runs in 16 bits -> its name, and the reason.
-FORMS = {
-    "ragged_dot_general": ("ragged_dot", "jaxmp quantizes no groups of rows"),
-    "conv_general_dilated": ("convolution", "jaxmp quantizes linear layers only"),
-    "dot_general": ("batched matmul", "its kernels, or activations, have a batch dimension"),
-}
-
-
-def excluded_form(equation: Any) -> tuple[str, str]:
-    """Returns the name of a form that never runs in FP8, and the reason; ("", "") for others."""
-    name = equation.primitive.name
-    is_plain = name == "dot_general" and not dot_of(equation).batch[0]
-    return ("", "") if is_plain else FORMS.get(name, ("", ""))
-
-
-def share_notes(jaxpr: Any) -> Iterator[str]:
-    """Yields the share of a program's FLOPs in FP8, and the forms of matmuls that are not."""
-    flops = _matmuls.count_flops(jaxpr)
-    fp8 = sum(count for dtypes, count in flops.items() if all(map(is_fp8, dtypes)))
-    if flops:
-        yield f"{fp8 / flops.total():.1%} of the FLOPs of all matmuls and convolutions are in FP8"
-    flat = list(equations(jaxpr))
-    calls = (call for call in flat if name_of(call) == _matmuls.MX_MATMUL)
-    scaled = (jaxpr for call in calls for jaxpr in sub_jaxprs(call))
-    in_fp8 = {id(equation) for jaxpr in scaled for equation in equations(jaxpr)}
-    forms = Counter(excluded_form(equation) for equation in flat if id(equation) not in in_fp8)
-    for (name, reason), count in forms.items():
-        if name:
-            yield f"{count} x {name} in 16 bits: {reason}"
 
 
 # The three matmuls of a layer have 6 T K N FLOPs. Measured rates of an H200 (`benchmarks/
@@ -216,25 +180,6 @@ def recorded(*, is_full: bool = False) -> Iterator[Record]:
         yield record
     finally:
         _record.reset(token)
-
-
-def explanation_of(record: Record, jaxpr: Any = None) -> Fp8Explanation:
-    """Returns the decisions of a block as a section of an explanation.
-
-    Args:
-      record: the decisions.
-      jaxpr: the program, of whose FLOPs a note has the share in FP8; None without one.
-
-    Its notes describe how the results depend on the rest of the batch, if a scale covers a whole
-    tensor.
-    """
-    notes = tuple(filter(None, (scaling.batch_note for scaling in record.scalings)))
-    if record.otherwise:
-        path, tokens = next(iter(record.otherwise.items()))
-        notes = (other_tokens(path, tokens, len(record.otherwise)), *notes)
-    if jaxpr is not None and record.rows:
-        notes = (*share_notes(jaxpr), *notes)
-    return Fp8Explanation(rows=tuple(record.rows), notes=notes)
 
 
 def is_recording() -> bool:

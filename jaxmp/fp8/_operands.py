@@ -353,7 +353,7 @@ def multiply(
     *,
     precision: lax.PrecisionLike,
     accurate: bool,
-    shared: int | None = None,
+    shared: int,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """Multiplies two operands and undoes their scales.
@@ -365,7 +365,7 @@ def multiply(
       out_dtype: dtype of the result.
       precision: precision of a dot without FP8.
       accurate: accumulate FP8 dots in FP32 throughout; False allows fast accumulation.
-      shared: 0 or 1, the operand that may equal that of other dots; None: neither does.
+      shared: 0 or 1, the operand that may equal that of other dots.
       out_sharding: sharding of the result on explicit mesh axes.
     """
     if lhs.factor is None or rhs.factor is None:
@@ -377,40 +377,21 @@ def multiply(
             preferred_element_type=out_dtype,
             out_sharding=out_sharding,
         )
-    if lhs.factor.ndim == rhs.factor.ndim == 0:
-        factor = lhs.factor * rhs.factor
-        return _multiply_values(
-            lhs.values, rhs.values, factor, dims, out_dtype, accurate, shared, out_sharding
-        )
-    product = _dot(lhs.values, rhs.values, dims, out_dtype, accurate, out_sharding)
-    product = lax.convert_element_type(product, FLOAT32)
-    for side, factor in enumerate((lhs.factor, rhs.factor)):
-        product = product * broadcast_factor(dims.spread(factor, side), product)
-    return lax.convert_element_type(product, out_dtype)
-
-
-def _multiply_values(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    factor: jax.Array,
-    dims: Dims,
-    out_dtype: DTypeLike,
-    accurate: bool,
-    shared: int | None,
-    out_sharding: NamedSharding | PartitionSpec | None,
-) -> jax.Array:
-    """Multiplies FP8 values, and the result by a scalar factor; arguments as in `multiply`."""
-    on_gpu = _compat.target() == "gpu"
-    is_narrow = out_dtype == jnp.bfloat16
-    if on_gpu and is_narrow and shared is not None and dims.contracts_last(shared):
+    values = [lhs.values, rhs.values]
+    if lhs.factor.ndim or rhs.factor.ndim:
+        product = _dot(values, dims, out_dtype, accurate, out_sharding)
+        product = lax.convert_element_type(product, FLOAT32)
+        for side, factor in enumerate((lhs.factor, rhs.factor)):
+            product = product * broadcast_factor(dims.spread(factor, side), product)
+        return lax.convert_element_type(product, out_dtype)
+    factor, on_gpu = lhs.factor * rhs.factor, _compat.target() == "gpu"
+    if on_gpu and out_dtype == jnp.bfloat16 and dims.contracts_last(shared):
         # XLA would merge dots that share an operand, and apply the factors in separate passes,
         # rounded to bfloat16. The barrier includes the factor, because XLA merges equal barriers.
         # An operand that cuBLAS reads transposed has none: XLA would no longer transpose it in the
         # kernel that quantizes it.
-        operands = [lhs, rhs]
-        operands[shared], factor = lax.optimization_barrier((operands[shared], factor))
-        lhs, rhs = operands
-    product = _dot(lhs, rhs, dims, out_dtype if on_gpu else FLOAT32, accurate, out_sharding)
+        values[shared], factor = lax.optimization_barrier((values[shared], factor))
+    product = _dot(values, dims, out_dtype if on_gpu else FLOAT32, accurate, out_sharding)
     # A factor rounded to bfloat16 would change all elements by the same 0.2 %. On a GPU, XLA folds
     # a scalar factor in the dtype of the dot into the cuBLAS call, without the rounding. In FP32,
     # it would write the product in FP32, and convert it in a separate pass.
@@ -420,8 +401,7 @@ def _multiply_values(
 
 
 def _dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    values: list[jax.Array],
     dims: Dims,
     out_dtype: DTypeLike,
     accurate: bool,
@@ -430,6 +410,7 @@ def _dot(
     # XLA requests fast accumulation from cuBLAS if the precision is DEFAULT. The product of two FP8
     # values can exceed the range of float16, but not that of bfloat16.
     narrow = out_dtype == jnp.bfloat16
+    lhs, rhs = values
     return lax.dot_general(
         lhs,
         rhs,

@@ -220,21 +220,6 @@ def explain_fm32() -> Iterator[None]:
         raise
 
 
-def fill_lowest(leaf: jax.Array) -> jax.Array:
-    """Returns the initial value of a max-accumulation in the shape of a leaf."""
-    return jnp.full_like(leaf, -jnp.inf)
-
-
-def combine(total: jax.Array, new: jax.Array) -> jax.Array:
-    """Combines a leaf in float32 with that of another microbatch, in float32 or `fm32`."""
-    return jnp.maximum(total, to_float32(new))
-
-
-def combine_over_axes(leaf: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
-    """Combines a leaf in float32 or `fm32` over mapped axes."""
-    return lax.pmax(to_float32(leaf), axes)
-
-
 # ---------------------------------------------------------------------------
 # Layers that did not run
 # ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._messages import missing_dependency
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import CompositionError, JaxmpError
-from jaxmp.fp8._scaling import DelayedScaling, Scaling, ScalingLike, as_scaling
+from jaxmp.fp8._scaling import DelayedScaling, ScalingLike, as_scaling
 
 State = dict[str, jax.Array]
 
@@ -64,11 +64,7 @@ def init_state(scaling: ScalingLike = "delayed") -> State:
             f"{type(scaling).__name__} has no state. Leave `state` out, or use "
             "fp8.DelayedScaling()."
         )
-    state = {AGE: jnp.zeros((), FLOAT32), USES: jnp.zeros((), FLOAT32)}
-    for operand in OPERANDS:
-        state[f"{operand}_amax"] = jnp.zeros((), FLOAT32)
-        state[f"{operand}_amax_history"] = jnp.zeros((scaling.amax_history_len,), FLOAT32)
-    return state
+    return {name: jnp.zeros(_shape(name, scaling), FLOAT32) for name in NAMES}
 
 
 def check_layer_state(scaling: DelayedScaling, state: object) -> None:
@@ -77,15 +73,14 @@ def check_layer_state(scaling: DelayedScaling, state: object) -> None:
     Raises:
       JaxmpError: with the keys, or the first leaf that differs.
     """
-    expected = _shapes(scaling)
-    if not isinstance(state, Mapping) or set(state) != set(expected):
+    if not isinstance(state, Mapping) or set(state) != set(NAMES):
         keys = sorted(state) if isinstance(state, Mapping) else type(state).__name__
         raise JaxmpError(
-            f"The state of {type(scaling).__name__} has the keys {sorted(expected)}, not {keys}. "
+            f"The state of {type(scaling).__name__} has the keys {sorted(NAMES)}, not {keys}. "
             "Make it with fp8.init_state(scaling)."
         )
-    for name, shape in () if is_active(state) else expected.items():
-        leaf = state[name]
+    for name in () if is_active(state) else NAMES:
+        leaf, shape = state[name], _shape(name, scaling)
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         if np.shape(leaf) != shape or not (dtype == FLOAT32 or _is_max(leaf)):
             raise JaxmpError(
@@ -101,16 +96,9 @@ def is_active(state: Mapping[str, Any]) -> bool:
     return next(ranks) == next(ranks) + 2
 
 
-def state_names(scaling: Scaling) -> tuple[str, ...]:
-    """Returns the names of the leaves of the state that a scaling requires."""
-    return tuple(_shapes(scaling))
-
-
-@functools.cache
-def _shapes(scaling: Scaling) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of `init_state(scaling)`; cached, because every layer reads them."""
-    state = jax.eval_shape(lambda: init_state(scaling))
-    return {name: leaf.shape for name, leaf in state.items()}
+def _shape(name: str, scaling: DelayedScaling) -> tuple[int, ...]:
+    """Returns the shape of a leaf in `init_state(scaling)`."""
+    return (scaling.amax_history_len,) if name.endswith("_history") else ()
 
 
 # ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import unpack_masters
 from jaxmp.optim._layout import MasterParamsState, map_by_path, master_states
-from jaxmp.optim._skip import SkipNonfiniteState, as_axes
+from jaxmp.optim._skip import SkipNonfiniteState
 
 
 def find(state: PyTree, classes: type | tuple[type, ...]) -> list[tuple[str, Any]]:
@@ -71,7 +71,7 @@ def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, An
     guard, defaults = guard_of(opt_state), {}
     if guard is not None:
         axes = guard.settings.axis_name
-        if "axis_name" in options and as_axes(options["axis_name"]) != axes:
+        if "axis_name" in options and _trees.as_tuple(options["axis_name"]) != axes:
             shown = axes[0] if len(axes) == 1 else axes or None
             raise CompositionError(
                 f"value_and_grad(axis_name={options['axis_name']!r}), but the optimizer has "

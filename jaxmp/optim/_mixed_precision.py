@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import optax
 
+from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import AxisNames
 from jaxmp._gradients._dynamic_loss_scale import LossScaleLike
@@ -14,7 +15,7 @@ from jaxmp._policies._load import RecipeLike, as_recipe_data
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import check_inner, master_params
 from jaxmp.optim._moments import moment_dtype
-from jaxmp.optim._skip import GradientSettings, SkipSettings, as_axes, guard
+from jaxmp.optim._skip import GradientSettings, SkipSettings, guard
 
 
 def mixed_precision(
@@ -76,6 +77,6 @@ def mixed_precision(
     gradients = GradientSettings(
         data.accumulate_dtype, data.reduce_dtype, data.regather, data.widen_params
     )
-    settings = SkipSettings(skip != "none", as_axes(axis_name), gradients)
+    settings = SkipSettings(skip != "none", _trees.as_tuple(axis_name), gradients)
     dtype = np.dtype(data.policies.default.compute_dtype)
     return guard(masters, loss_scale, skip, settings, dtype=dtype if is_16bit(dtype) else None)

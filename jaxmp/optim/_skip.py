@@ -108,10 +108,7 @@ class SkipStats:
         nonfinite_leaf: jax.Array,
         zero_gradients: jax.Array,
     ) -> SkipStats:
-        """Returns the counters after another step.
-
-        A GPU starts a kernel for each counter that may change.
-        """
+        """Returns the counters after another step."""
         zero = jnp.zeros((), jnp.int32)
         skipped = lax.bitwise_not(applied)
         at_floor = self.at_floor
@@ -240,7 +237,7 @@ def skip_nonfinite(
       >>> updates.tolist(), int(state.stats.total)
       ([0.0, 0.0], 1)
     """
-    return guard(inner, loss_scale, skip, SkipSettings(skip != "none", as_axes(axis_name)))
+    return guard(inner, loss_scale, skip, SkipSettings(skip != "none", _trees.as_tuple(axis_name)))
 
 
 def guard(
@@ -310,13 +307,9 @@ def guard(
         first, is_zero = _trees.check_squares(grads)
         if axes:
             first = _compat.smallest(first, axes)
-        finite = lax.eq(first, jnp.int32(len(jax.tree.leaves(grads))))
-        # Gradients of another structure than the parameters have other indices.
-        nonfinite_leaf = state.stats.nonfinite_leaf
-        if same_structure:
-            nonfinite_leaf = lax.select(finite, jnp.full_like(first, -1), first)
+        leaves = jnp.int32(len(jax.tree.leaves(grads)))
+        finite = lax.eq(first, leaves)
         is_zero = _compat.agree(is_zero, axes) if axes else is_zero
-        zero_gradients = lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0))
         if state.settings.is_noted:
             noted = state.stats.last_finite
             finite = lax.bitwise_and(finite, _compat.agree(noted, axes) if axes else noted)
@@ -338,16 +331,41 @@ def guard(
         applied, emitted, inner_state, overflow = guarded_update(finite, steps)
         if not any(node.records_overflow for node in master_states(state.inner_state)):
             overflow = state.stats.overflow_leaf
+        is_applied, first, is_zero = _in_one_array(applied, first, is_zero)
+        # Gradients of another structure than the parameters have other indices.
+        nonfinite_leaf = state.stats.nonfinite_leaf
+        if same_structure:
+            nonfinite_leaf = lax.select(lax.eq(first, leaves), jnp.int32(-1), first)
+        zero_gradients = lax.select(is_zero, state.stats.zero_gradients + 1, jnp.int32(0))
+        stats = state.stats.after(
+            is_applied, state.loss_scale, overflow, nonfinite_leaf, zero_gradients
+        )
+        if not assigns:
+            # Train states select all parameters by it, if other transformations are outside.
+            stats = dataclasses.replace(stats, last_finite=applied)
         return emitted, SkipNonfiniteState(
-            loss_scale=state.loss_scale.adjust(applied),
-            stats=state.stats.after(
-                applied, state.loss_scale, overflow, nonfinite_leaf, zero_gradients
-            ),
+            loss_scale=state.loss_scale.adjust(is_applied),
+            stats=stats,
             inner_state=inner_state,
             settings=state.settings,
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _in_one_array(
+    applied: jax.Array, first: jax.Array, is_zero: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Passes what the counters of a step read through one array, if compiling for a GPU.
+
+    XLA then updates all counters and the loss scale in one kernel. It starts a kernel for each if
+    they have only scalars in common.
+    """
+    if _compat.target() != "gpu":
+        return applied, first, is_zero
+    scalars = [_trees.cast(each, np.int32) for each in (applied, first, is_zero)]
+    applied, first, is_zero = lax.optimization_barrier(jnp.stack(scalars))
+    return applied != 0, first, is_zero != 0
 
 
 _INSIDE_LOSS = (
@@ -370,13 +388,6 @@ def _check_mode(skip: str, loss_scale: LossScale) -> None:
             "skip='none' with a dynamic loss scale: overflows would neither be skipped nor reduce "
             "the scale. Use skip='auto', a StaticLossScale, or loss_scale=None."
         )
-
-
-def as_axes(axis_name: AxisNames) -> tuple[Hashable, ...]:
-    """Converts an `axis_name` argument to a tuple of mapped axes."""
-    if axis_name is None:
-        return ()
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def _resolve(skip: str) -> str:

@@ -44,13 +44,9 @@ def is_on_several_devices(*trees: PyTree) -> bool:
     The mesh of an array is known while a function is traced, and its sharding is not (unless the
     axes of the mesh are explicit).
     """
-    return any(_mesh_size(leaf) > 1 for leaf in jax.tree.leaves(trees))
-
-
-def _mesh_size(leaf: object) -> int:
-    if not isinstance(leaf, jax.Array):
-        return 1
-    return getattr(getattr(jax.typeof(leaf).sharding, "mesh", None), "size", 1)
+    arrays = (leaf for leaf in jax.tree.leaves(trees) if isinstance(leaf, jax.Array))
+    meshes = (getattr(jax.typeof(array).sharding, "mesh", None) for array in arrays)
+    return any(getattr(mesh, "size", 1) > 1 for mesh in meshes)
 
 
 def with_fp32_gradients(

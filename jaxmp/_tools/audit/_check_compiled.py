@@ -15,6 +15,7 @@ from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_matmuls import FP32_MATMUL
 from jaxmp._tools.audit._checks import NOTE, WARNING, Check, OpOccurrence
 from jaxmp._tools.audit._dataflow import From
+from jaxmp._tools.audit._fp8_forms import FORMS, excluded_form
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
 from jaxmp._tools.audit._trace import Traced
 from jaxmp.fp8 import _explain, _scaling
@@ -139,10 +140,10 @@ def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
     if not is_low:
         return
     assert audit.context.policies is not None
-    form, why = _explain.excluded_form(op.equation)
+    form, why = excluded_form(op.equation)
     if form:
         # The batched matmuls of attention have no kernel.
-        if form != _explain.FORMS["dot_general"][0] or audit.flow.labels(From, *operands):
+        if form != FORMS["dot_general"][0] or audit.flow.labels(From, *operands):
             message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
             audit.add(NOT_FP8, op, message, _exclude(op), flops=flops)
         return

@@ -231,19 +231,19 @@ _CAST_ERROR = _KEEPS_ERROR | named("cumsum sqrt")
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
 
-class RoundedValue(ConditionalFinding):
+class RoundingError(ConditionalFinding):
     """Label of a value that was rounded to 16 bits, and of values with its rounding error."""
 
     survives = _KEEPS_ERROR
 
 
-class RoundedOutput(RoundedValue):
+class RoundedOutput(RoundingError):
     """Label of a matmul's 16-bit result."""
 
     check = ROUNDED_OUTPUT
 
 
-class UserCast(RoundedValue):
+class UserCast(RoundingError):
     """Label of an FP32 value that the user's code casts to 16 bits."""
 
     check, survives = LOSS_16BIT, _CAST_ERROR
@@ -269,7 +269,7 @@ def label_computed(op: OpOccurrence, audit: Auditor) -> None:
 class _Difference(Fact):
     """Label of a function of the difference of a rounded result and of another value."""
 
-    rounded: RoundedValue
+    rounded: RoundingError
     survives = _ELEMENTWISE | _CAST_ERROR | named("pow logistic log")
 
 
@@ -346,7 +346,7 @@ def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the difference of a rounded result and of a value that does not depend on it."""
     lhs, rhs = op.equation.invars
     for var, other in ((lhs, rhs), (rhs, lhs)) if op.location.phase == _jaxprs.FORWARD else ():
-        for rounded in audit.flow.labels(RoundedValue, var):
+        for rounded in audit.flow.labels(RoundingError, var):
             if isinstance(rounded, UserCast) and _is_zero(other, op, audit):
                 continue  # A softplus, which rounds no more than its operand.
             is_made_of = _is_made_of(rounded.op, other, op, audit)
@@ -387,7 +387,7 @@ _SLICES = named("slice dynamic_slice gather split")
 
 
 def _has_error(rounding: OpOccurrence, var: _jaxprs.Atom, audit: Auditor) -> bool:
-    labels = (x for x in audit.flow.of(var) if isinstance(x, (RoundedValue, Logits)))
+    labels = (x for x in audit.flow.of(var) if isinstance(x, (RoundingError, Logits)))
     return any(label.op.equation is rounding.equation for label in labels)
 
 

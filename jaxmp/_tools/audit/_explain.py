@@ -14,6 +14,7 @@ from jaxmp._autocast import _resolve, autocast, explain_operations
 from jaxmp._autocast._explain import AutocastExplanation
 from jaxmp._core import _compat, _explanation
 from jaxmp._policies import _load, _recipe, _required
+from jaxmp._tools.audit import _fp8_forms
 from jaxmp.errors import JaxmpError
 from jaxmp.fp8 import _explain
 
@@ -152,8 +153,28 @@ def explain(
         return Explanation(
             policies=policies,
             autocast=operations,
-            fp8=_explain.explanation_of(record, traced.closed),
+            fp8=_explain_fp8(record, traced.closed),
             attention=tuple(attention),
         )
 
     return explained
+
+
+# ---------------------------------------------------------------------------
+# FP8
+# ---------------------------------------------------------------------------
+
+
+def _explain_fp8(record: _explain.Record, jaxpr: Any) -> _explain.Fp8Explanation:
+    """Returns the decisions of a program as a section of an explanation.
+
+    Its notes describe how the results depend on the rest of the batch, if a scale covers a whole
+    tensor.
+    """
+    notes = list(filter(None, (scaling.batch_note for scaling in record.scalings)))
+    if record.otherwise:
+        path, tokens = next(iter(record.otherwise.items()))
+        notes.insert(0, _explain.other_tokens(path, tokens, len(record.otherwise)))
+    if record.rows:
+        notes[:0] = _fp8_forms.share_notes(jaxpr)
+    return _explain.Fp8Explanation(rows=tuple(record.rows), notes=tuple(notes))

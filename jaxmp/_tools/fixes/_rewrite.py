@@ -474,41 +474,42 @@ def in_one_function(expression: Expression | None) -> str:
 
 def _in_one_function(expression: Expression) -> str:
     name_of = lambda node: expression.name_of(node.func) if isinstance(node, ast.Call) else ""
-    is_exp = lambda node: name_of(node) == "jax.numpy.exp" and len(node.args) == 1
+    is_exp = lambda node: name_of(node) == "jax.numpy.exp"
+    is_sum = lambda node: name_of(node) == "jax.numpy.sum"
     call = lambda function, arguments, keywords: ast.unparse(
         ast.Call(parsed(function), arguments, keywords)
     )
     match expression.copy():
-        case ast.BinOp(exp, ast.Div(), ast.Call(args=[same]) as total) if (
-            is_exp(exp)
-            and name_of(total) == "jax.numpy.sum"
-            and ast.unparse(same) == ast.unparse(exp)
-        ):
-            options = {keyword.arg: keyword for keyword in total.keywords}
+        case ast.BinOp(
+            ast.Call(args=[x]) as exp, ast.Div(), ast.Call(args=[same], keywords=keywords) as total
+        ) if is_exp(exp) and is_sum(total) and ast.unparse(same) == ast.unparse(exp):
+            options = {keyword.arg: keyword for keyword in keywords}
             axis = options.pop("axis", None)
             others = [ast.unparse(keyword) for keyword in options.values()]
             is_softmax = others == ["keepdims=True"] or not (others or axis)
             axis = axis or ast.keyword("axis", ast.Constant(None))
-            return call("jax.nn.softmax", exp.args, [axis]) if is_softmax else ""
-        case ast.Call(args=[exp]) as log if name_of(log) == "jax.numpy.log1p" and is_exp(exp):
-            return call("jax.nn.softplus", exp.args, [])
+            return call("jax.nn.softmax", [x], [axis]) if is_softmax else ""
+        case ast.Call(args=[ast.Call(args=[x]) as exp]) as log if is_exp(exp):
+            return call("jax.nn.softplus", [x], []) * (name_of(log) == "jax.numpy.log1p")
         case ast.Call(args=[inner]) as log if name_of(log) == "jax.numpy.log":
             pass
         case _:
             return ""
     match inner:
-        case ast.BinOp(ast.Constant(1), ast.Add(), exp) | ast.BinOp(
-            exp, ast.Add(), ast.Constant(1)
+        case ast.BinOp(ast.Constant(1), ast.Add(), ast.Call(args=[x]) as exp) | ast.BinOp(
+            ast.Call(args=[x]) as exp, ast.Add(), ast.Constant(1)
         ) if is_exp(exp):
-            return call("jax.nn.softplus", exp.args, [])
+            return call("jax.nn.softplus", [x], [])
+        case ast.Call(args=[ast.Call(args=[x]) as exp, *more], keywords=keywords) as total if (
+            is_sum(total) and is_exp(exp)
+        ):
+            return call("jax.scipy.special.logsumexp", [x, *more], keywords)
+        case ast.Call(ast.Attribute(ast.Call(args=[x]) as exp, "sum"), more, keywords) if is_exp(
+            exp
+        ):
+            return call("jax.scipy.special.logsumexp", [x, *more], keywords)
         case ast.Call(args=arguments, keywords=keywords) if name_of(inner) in _LOGARITHMS:
             return call(_LOGARITHMS[name_of(inner)], arguments, keywords)
-        case ast.Call(args=[exp, *more], keywords=keywords) if name_of(
-            inner
-        ) == "jax.numpy.sum" and is_exp(exp):
-            return call("jax.scipy.special.logsumexp", exp.args + more, keywords)
-        case ast.Call(ast.Attribute(exp, "sum"), more, keywords) if is_exp(exp):
-            return call("jax.scipy.special.logsumexp", exp.args + more, keywords)
     return ""
 
 
