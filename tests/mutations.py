@@ -551,7 +551,7 @@ MUTATIONS = [
     Mutation(
         "gradients are unscaled in 16 bits",
         "jaxmp/_gradients/_loss_scale.py",
-        "    wide = jnp.asarray(cast_floating(leaf, FLOAT32))\n",
+        "    wide = jnp.asarray(_trees.cast_floating(leaf, FLOAT32))\n",
         "    wide = jnp.asarray(leaf)\n",
         ("test_loss_scale.py::test_float16_gradients_are_unscaled_in_fp32",),
     ),
@@ -580,7 +580,7 @@ MUTATIONS = [
     Mutation(
         "a 16-bit loss causes no warning",
         "jaxmp/_gradients/_evaluate.py",
-        "    if is_16bit(array.dtype):\n        warnings.warn(",
+        "    if _dtypes.is_16bit(array.dtype):\n        warnings.warn(",
         "    if False:\n        warnings.warn(",
         ("test_gradients.py::test_a_half_loss_is_warned_about",),
     ),
@@ -830,7 +830,7 @@ MUTATIONS = [
     Mutation(
         "FP32 values that replace parameters are rounded to 16 bits",
         "jaxmp/optim/_assign.py",
-        "            if not is_16bit(by_path[path].dtype):",
+        "            if not _dtypes.is_16bit(by_path[path].dtype):",
         "            if False:",
         ("test_replaced_params.py::test_replaced_parameters_are_the_new_masters",),
     ),
@@ -1161,7 +1161,7 @@ MUTATIONS = [
     Mutation(
         "the factor of the scales is rounded to bfloat16",
         "jaxmp/fp8/_operands.py",
-        "_dot(values, dims, out_dtype if on_gpu else FLOAT32, accurate, out_sharding)",
+        "_dot(values, dims, out_dtype if on_gpu else _dtypes.FLOAT32, accurate, out_sharding)",
         "_dot(values, dims, out_dtype, accurate, out_sharding)",
         ("test_fp8_dot_general.py::test_bfloat16_results_are_rounded_once",),
     ),
@@ -1514,8 +1514,9 @@ MUTATIONS = [
     Mutation(
         "weight gradients of dots are rounded to 16 bits",
         "jaxmp/_gradients/_fp32/_derivatives.py",
-        "d_carrier = transposed_dot(equation, side, other, cotangent, FLOAT32)",
-        "d_carrier = transposed_dot(equation, side, other, cotangent, low.dtype).astype(FLOAT32)",
+        "d_carrier = transposed_dot(equation, side, other, cotangent, _dtypes.FLOAT32)",
+        "d_carrier = transposed_dot(equation, side, other, cotangent, low.dtype)"
+        ".astype(_dtypes.FLOAT32)",
         ("test_fp32_gradients.py::test_kernel_gradients_are_no_bfloat16_numbers",),
     ),
     Mutation(
@@ -1626,8 +1627,8 @@ MUTATIONS = [
     Mutation(
         "a recipe that was not applied is not said",
         "jaxmp/_gradients/_hints.py",
-        "    if any(bits(dtype) <= 16",
-        "    if not any(bits(dtype) <= 16",
+        "    if any(_dtypes.bits(dtype) <= 16",
+        "    if not any(_dtypes.bits(dtype) <= 16",
         ("test_hints.py::test_a_recipe_that_was_not_applied_is_said_without_float16_too",),
     ),
     Mutation(

@@ -23,8 +23,7 @@ from jaxmp._autocast._values import (
     wrap,
 )
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, is_in_custom_vjp, jaxpr_body
-from jaxmp._programs import _bind, _constructs, _in_place, _jaxprs, _uses
-from jaxmp._programs._interpreter import Frame, Place
+from jaxmp._programs import _bind, _constructs, _in_place, _interpreter, _jaxprs, _uses
 
 
 class Autocast(_in_place.InPlace):
@@ -90,7 +89,7 @@ class Autocast(_in_place.InPlace):
         self,
         jaxpr: Jaxpr | ClosedJaxpr,
         args: Sequence[Value],
-        place: Place | None = None,
+        place: _interpreter.Place | None = None,
         state: tuple[_uses.Use, ...] | None = None,
     ) -> list[Value]:
         """Runs one jaxpr; its results may have other dtypes than the recorded ones.
@@ -107,7 +106,9 @@ class Autocast(_in_place.InPlace):
         env = Environment(self.category, self.consumers[id(body)][1], used)
         return super().run(jaxpr, args, place, env)
 
-    def equation(self, equation: JaxprEqn, operands: list[Value], frame: Frame) -> list[Value]:
+    def equation(
+        self, equation: JaxprEqn, operands: list[Value], frame: _interpreter.Frame
+    ) -> list[Value]:
         place = frame.place.of(equation)
         scope_path = place.scopes
         self.seen.add(scope_path)
@@ -136,7 +137,7 @@ class Autocast(_in_place.InPlace):
         return "opaque" if self.is_as_written(equation) else self.config.category(equation)
 
     def run_construct(
-        self, equation: JaxprEqn, values: list[Value], env: Environment, place: Place
+        self, equation: JaxprEqn, values: list[Value], env: Environment, place: _interpreter.Place
     ) -> list[Value]:
         """Runs a call, loop, branch, or function with a custom derivative or `vmap`."""
         name, scope_path = equation.primitive.name, place.scopes
@@ -152,8 +153,8 @@ class Autocast(_in_place.InPlace):
         if self.config.scaling is not None:
             # Reverse mode transposes matmuls of the rule; those in FP8 have no transpose.
             scope_path = (*scope_path, _resolve.IN_CUSTOM_JVP)
-        of_rule = Place((*scope_path, _resolve.IN_JVP_RULE), place.phase)
-        of_function = Place(scope_path, place.phase)
+        of_rule = _interpreter.Place((*scope_path, _resolve.IN_JVP_RULE), place.phase)
+        of_function = _interpreter.Place(scope_path, place.phase)
         return self.custom_jvp(equation, values, of_function, tuple(used), of_rule)
 
     def run_equation(
@@ -200,7 +201,7 @@ class Autocast(_in_place.InPlace):
 
     # -- jaxprs inside equations ------------------------------------------------------------
 
-    def key(self, jaxpr: Jaxpr, place: Place, state: Any) -> Hashable:
+    def key(self, jaxpr: Jaxpr, place: _interpreter.Place, state: Any) -> Hashable:
         """Returns the policies of scopes, and uses of results, for which a jaxpr is traced."""
         # `Explanation.fp8` lists each location of a call, and `.autocast` counts each call, so
         # they do not share retraced jaxprs.

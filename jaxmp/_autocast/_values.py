@@ -13,8 +13,7 @@ import numpy as np
 from jax import lax
 from jax.core import AbstractValue, ShapedArray
 
-from jaxmp._core import _dtypes, _trees, _wide
-from jaxmp._core._compat import JaxprEqn, Literal
+from jaxmp._core import _compat, _dtypes, _trees, _wide
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._programs import _jaxprs, _matmuls, _operations
 
@@ -64,7 +63,7 @@ def to_16bit(value: Value, dtype: DTypeLike) -> Array | np.ndarray:
     return _trees.clamped_cast(array, dtype)
 
 
-def literal_value(var: Literal) -> Value:
+def literal_value(var: _compat.Literal) -> Value:
     """Returns the value of a literal."""
     if not hasattr(var.aval, "dtype"):
         return Value(var.val, Priority.CONSTANT)
@@ -83,7 +82,7 @@ _OF_SCALAR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def scalar_of(equation: JaxprEqn, values: list[Value]) -> np.ndarray | None:
+def scalar_of(equation: _compat.JaxprEqn, values: list[Value]) -> np.ndarray | None:
     """Returns the common element of an equation's result, if its operand is such a constant.
 
     None if the operand's elements are not known to be equal, or the primitive is not listed.
@@ -96,7 +95,9 @@ def scalar_of(equation: JaxprEqn, values: list[Value]) -> np.ndarray | None:
 
 
 def wrap(
-    equation: JaxprEqn, outs: Array | Sequence[Array], priority: Priority = Priority.COMPUTED
+    equation: _compat.JaxprEqn,
+    outs: Array | Sequence[Array],
+    priority: Priority = Priority.COMPUTED,
 ) -> list[Value]:
     """Returns the results of an equation's primitive as values."""
     arrays = outs if equation.primitive.multiple_results else [outs]
@@ -149,7 +150,7 @@ def common_dtype(values: list[Value]) -> np.dtype:
 # ---------------------------------------------------------------------------
 
 
-def is_matmul(equation: JaxprEqn) -> bool:
+def is_matmul(equation: _compat.JaxprEqn) -> bool:
     """Returns True for a `dot_general` of castable operands that contracts a dimension."""
     return (
         equation.primitive.name == "dot_general"
@@ -167,7 +168,7 @@ def kernel_of(values: Sequence[Value]) -> int:
     return 0 if computed == [False, True] else 1
 
 
-def outputs_of(equation: JaxprEqn, values: Sequence[Value]) -> int | None:
+def outputs_of(equation: _compat.JaxprEqn, values: Sequence[Value]) -> int | None:
     """Returns the number of outputs of a linear layer; None for other operations.
 
     A matmul of two computed operands, such as that of attention, is not a layer. Of two arguments,

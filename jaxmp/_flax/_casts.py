@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _wide
+from jaxmp._core import _trees, _wide
 from jaxmp._core._dtypes import FLOAT64, bits, is_16bit, wide_dtype
-from jaxmp._core._trees import canonical, cast, is_castable, is_float, saturating_cast
 from jaxmp._core._typing import Array, DTypeLike, PyTree
 from jaxmp._flax._layer_table import LayerTraits, author_class, is_flax
 from jaxmp._policies import _device, _load, _patterns, _policy, _resolve
@@ -129,7 +128,7 @@ def cast_tree(
     tree: PyTree,
     dtype: DTypeLike,
     is_leaf: IsLeaf = None,
-    cast_leaf: Callable[[Any, Any], Any] = saturating_cast,
+    cast_leaf: Callable[[Any, Any], Any] = _trees.saturating_cast,
 ) -> PyTree:
     """Casts the floating arrays of arguments or results; finite values stay finite.
 
@@ -139,8 +138,8 @@ def cast_tree(
     def cast_array(leaf: object) -> object:
         if not isinstance(leaf, ARRAYS):
             return leaf
-        leaf = canonical(leaf) if leaf.dtype == FLOAT64 else leaf
-        return cast_leaf(leaf, dtype) if is_castable(leaf) else leaf
+        leaf = _trees.canonical(leaf) if leaf.dtype == FLOAT64 else leaf
+        return cast_leaf(leaf, dtype) if _trees.is_castable(leaf) else leaf
 
     return jax.tree.map(cast_array, tree, is_leaf=is_leaf)
 
@@ -160,7 +159,9 @@ def keeps_dtype(operands: PyTree, is_leaf: IsLeaf = None) -> bool:
     """
     uncast = _COMPLEX | {FLOAT64}
     leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
-    return any(isinstance(leaf, ARRAYS) and canonical(leaf).dtype in uncast for leaf in leaves)
+    return any(
+        isinstance(leaf, ARRAYS) and _trees.canonical(leaf).dtype in uncast for leaf in leaves
+    )
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
@@ -174,7 +175,9 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
         return tree
     pairs = zip(leaves, models, strict=True)
     return structure.unflatten(
-        saturating_cast(leaf, model.dtype) if is_castable(leaf) and is_castable(model) else leaf
+        _trees.saturating_cast(leaf, model.dtype)
+        if _trees.is_castable(leaf) and _trees.is_castable(model)
+        else leaf
         for leaf, model in pairs
     )
 
@@ -199,7 +202,7 @@ def cast_outputs(
     resolved = module_policy.resolved
     dtype = resolved.output_dtype
     is_bounded = module_policy.traits.is_norm and jnp.finfo(dtype).maxexp >= 128
-    cast_array = cast if is_bounded else saturating_cast
+    cast_array = _trees.cast if is_bounded else _trees.saturating_cast
 
     def cast_leaf(leaf: Any, dtype: DTypeLike) -> Any:
         if resolved.casts_output or not is_16bit(module_policy.policy.compute_dtype):
@@ -236,7 +239,7 @@ def widen_outputs(
     def widen(leaf: Any, dtype: Any) -> Any:
         leaf = _wide.strongly_typed(leaf) if resolved.casts_output else leaf
         is_known = (leaf.shape, leaf.dtype) in known
-        return leaf if is_known or bits(leaf.dtype) >= bits(dtype) else cast(leaf, dtype)
+        return leaf if is_known or bits(leaf.dtype) >= bits(dtype) else _trees.cast(leaf, dtype)
 
     return cast_tree(out, resolved.output_dtype, is_leaf, widen)
 
@@ -293,9 +296,9 @@ def written_back(value: Array, read: Array, stored: Array) -> Array:
       read: the value that was read.
       stored: the stored value, from which `read` was cast.
     """
-    if not is_float(value):
+    if not _trees.is_float(value):
         return value
-    wide = cast(value, stored.dtype)
+    wide = _trees.cast(value, stored.dtype)
     if value.dtype != read.dtype or value.shape != read.shape:
         return wide
     return jnp.where(value == read, stored, wide)

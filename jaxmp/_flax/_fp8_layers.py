@@ -19,9 +19,8 @@ from jax import lax
 from jaxmp._core import _dtypes, _wide
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp.errors import CompositionError, JaxmpError
-from jaxmp.fp8 import _dims, _einsum, _scaling, _state
+from jaxmp.fp8 import _dims, _einsum, _explain, _scaling, _state
 from jaxmp.fp8._dot_general import dot_general
-from jaxmp.fp8._explain import decide, excluded
 from jaxmp.fp8._overwritten import OVERWRITE
 
 # ---------------------------------------------------------------------------
@@ -62,10 +61,12 @@ class _LayerFunction:
         k, n, exclusion = sizes
         if self.is_resting:
             out = _plain(product, *operands, self.wide, preferred)
-            if self.state is None or excluded(self.scaling, self.path, k, n, exclusion):
+            if self.state is None or _explain.excluded(self.scaling, self.path, k, n, exclusion):
                 return out
             return _state.rest(out, self.state())
-        if not decide(self.scaling, self.path, k, n, exclusion, operands[0].size // max(k, 1)):
+        if not _explain.decide(
+            self.scaling, self.path, k, n, exclusion, operands[0].size // max(k, 1)
+        ):
             return _plain(product, *operands, self.wide, preferred)
         wide = _result_dtype(*operands, preferred, self.wide)
         state = {} if self.state is None else {"state": self.state()}

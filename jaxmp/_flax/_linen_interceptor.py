@@ -23,7 +23,7 @@ from jaxmp._flax._casts import ModulePolicy, cast_like, is_complex, keeps_dtype,
 from jaxmp._flax._layer_table import author_class
 from jaxmp._flax._linen_fields import LINEN_LAYERS, method_under_policy, prepare
 from jaxmp._flax._method_call import MethodCall
-from jaxmp._policies._device import matmul_precision, precision_scope
+from jaxmp._policies import _device
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._required import check_required
 from jaxmp.errors import CompositionError
@@ -215,11 +215,13 @@ class PolicyInterceptor:
 
     @contextlib.contextmanager
     def _entered(self, frame: MethodCall) -> Iterator[None]:
-        precision = lambda frame: matmul_precision(frame.module_policy.policy, self.precision)
+        precision = lambda frame: _device.matmul_precision(
+            frame.module_policy.policy, self.precision
+        )
         outer = precision(self.frames[-1]) if self.frames else self.precision
         self.frames.append(frame)
         try:
-            with precision_scope(precision(frame), outer):
+            with _device.precision_scope(precision(frame), outer):
                 yield
         finally:
             self.frames.pop()

@@ -15,8 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core import _compat, _trees
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core import _compat, _dtypes, _trees
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._fp32 import is_on_several_devices, with_fp32_gradients
 from jaxmp._gradients._hints import check_matmuls, note_scaled, traced_loss
@@ -95,7 +94,7 @@ def differentiate(
     run = fn_of_inputs
     is_converted = any(inputs[n] is not args[i] for n, i in enumerate(options.argnums))
     with _overwritten.explain_fm32() if is_converted else contextlib.nullcontext():
-        if not is_16bit(options.reduce_dtype):
+        if not _dtypes.is_16bit(options.reduce_dtype):
             widen = options.widen_params or is_on_several_devices(args, kwargs)
             run, inputs = with_fp32_gradients(run, inputs, regather=options.regather, widen=widen)
         loss, backward, (weight, aux) = jax.vjp(run, *inputs, has_aux=True)
@@ -151,7 +150,7 @@ def _cotangent_and_unscale(
 def _poison_all(finite: jax.Array, grads: PyTree) -> PyTree:
     """Casts gradients to FP32, and sets all of them to NaN if the loss is not finite."""
     select = lambda leaf: lax.select_n(finite, jnp.full_like(leaf, jnp.nan), leaf)
-    grads = _trees.cast_floating(grads, FLOAT32)
+    grads = _trees.cast_floating(grads, _dtypes.FLOAT32)
     return jax.tree.map(lambda leaf: select(leaf) if _trees.is_inexact(leaf) else leaf, grads)
 
 
@@ -162,7 +161,7 @@ def _poison_one(finite: jax.Array, grads: PyTree) -> PyTree:
     the loss is NaN, too, and a `where` inside the model can block it. A factor on every leaf would
     cost a pass over all gradients. (A loss scale divides by NaN, which sets all leaves to NaN.)
     """
-    leaves, treedef = jax.tree.flatten(_trees.cast_floating(grads, FLOAT32))
+    leaves, treedef = jax.tree.flatten(_trees.cast_floating(grads, _dtypes.FLOAT32))
     sizes = [(leaf.size, i) for i, leaf in enumerate(leaves) if leaf.size]
     if sizes:
         _, index = min(sizes)
@@ -211,7 +210,7 @@ def mean_of_sums(sums: Sums) -> tuple[jax.Array, tuple[Any, ...]]:
     """Divides the sums by their weight, in FP32."""
 
     def mean_leaf(gradient: Array) -> Array:
-        full = _trees.cast_floating(gradient, FLOAT32)
+        full = _trees.cast_floating(gradient, _dtypes.FLOAT32)
         return full if sums.weight is None else full / sums.weight.astype(full.dtype)
 
     grads = tuple(_overwritten.map_leaves(mean_leaf, lambda x: x, tree) for tree in sums.grads)
@@ -328,7 +327,7 @@ def _zero_sums(args: tuple[Any, ...], options: Options) -> Sums:
         )
         for i in options.argnums
     )
-    zero = Sums(jnp.zeros((), FLOAT32), jnp.zeros((), FLOAT32), grads)
+    zero = Sums(jnp.zeros((), _dtypes.FLOAT32), jnp.zeros((), _dtypes.FLOAT32), grads)
     axes = {*options.axes, *_compat.varying_axes(args)}
     return _compat.vary(zero, tuple(axes)) if axes else zero
 
@@ -354,7 +353,7 @@ def _add(total: Sums, new: Sums) -> Sums:
         )
         for old, fresh in zip(total.grads, new.grads, strict=True)
     )
-    weight = jnp.ones((), FLOAT32) if new.weight is None else new.weight
+    weight = jnp.ones((), _dtypes.FLOAT32) if new.weight is None else new.weight
     if total.weight is not None:
         weight = total.weight + weight
     return Sums(total.loss + new.loss, weight, grads)
@@ -411,17 +410,17 @@ def _scalar(value: PyTree, what: str) -> jax.Array:
             f"example jnp.mean({what}.astype(jnp.float32))."
         )
     if what == "weight":
-        return array.astype(FLOAT32)
+        return array.astype(_dtypes.FLOAT32)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise JaxmpError(f"The loss must be a floating-point number, but is {array.dtype}.")
-    if is_16bit(array.dtype):
+    if _dtypes.is_16bit(array.dtype):
         warnings.warn(
             f"The loss function returned its loss in {array.dtype}, which rounds it. "
             "Compute it in FP32: logits.astype(jnp.float32) before the loss.",
             RecipeWarning,
             stacklevel=2,
         )
-    return array.astype(FLOAT32)
+    return array.astype(_dtypes.FLOAT32)
 
 
 def describe(value: PyTree) -> str:

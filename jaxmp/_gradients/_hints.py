@@ -16,8 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxmp._core import _compat, _messages
-from jaxmp._core._dtypes import FLOAT64, FLOATS_16BIT, bits
+from jaxmp._core import _compat, _dtypes, _messages
 from jaxmp._core._messages import Mark
 from jaxmp._core._typing import PyTree
 from jaxmp._programs._matmuls import count_flops
@@ -97,13 +96,15 @@ def check_matmuls(mark: Mark, backward: Any) -> None:
         return
     mark.is_checked = True
     residuals, jaxpr = jax.tree.leaves(backward), getattr(backward, "jaxpr", None)
-    if jaxpr is None or any(getattr(leaf, "dtype", None) in FLOATS_16BIT for leaf in residuals):
+    if jaxpr is None or any(
+        getattr(leaf, "dtype", None) in _dtypes.FLOATS_16BIT for leaf in residuals
+    ):
         return
     pairs = count_flops(jaxpr)
     dtypes = {dtype for pair in pairs for dtype in pair}
-    if any(bits(dtype) <= 16 for dtype in dtypes):
+    if any(_dtypes.bits(dtype) <= 16 for dtype in dtypes):
         return
-    if FLOAT64 in dtypes:
+    if _dtypes.FLOAT64 in dtypes:
         _messages.warn_user(
             f"The recipe of the optimizer computes in {mark.dtype}, but matmuls of the loss run in "
             "float64: recipes do not cast float64 arrays, which JAX and NumPy make by default if "

@@ -14,9 +14,9 @@ from jax import lax
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxmp._core import _trees
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._messages import Mark
-from jaxmp._core._trees import cast_floating, dtype_of, is_inexact
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._hints import note_scaled
 from jaxmp.errors import LossScaleError
@@ -49,11 +49,11 @@ def is_equal(a: ArrayLike, b: ArrayLike) -> bool:
 
 def rescale_leaf(rescale: Callable[[jax.Array], jax.Array], leaf: PyTree) -> PyTree:
     """Applies `rescale` in FP32 or wider to a floating leaf, or to both parts of a complex one."""
-    if isinstance(leaf, float) and dtype_of(leaf) is None:
+    if isinstance(leaf, float) and _trees.dtype_of(leaf) is None:
         leaf = jnp.float32(leaf)
-    if not is_inexact(leaf):
+    if not _trees.is_inexact(leaf):
         return leaf
-    wide = jnp.asarray(cast_floating(leaf, FLOAT32))
+    wide = jnp.asarray(_trees.cast_floating(leaf, FLOAT32))
     if jnp.iscomplexobj(wide):
         return lax.complex(rescale(wide.real), rescale(wide.imag))
     return rescale(wide)
@@ -204,7 +204,7 @@ class NoLossScale(LossScale):
 
     def unscale(self, tree: T) -> T:
         """Casts the float16 and bfloat16 leaves of `tree` to float32, as every loss scale does."""
-        return cast_floating(tree, FLOAT32)
+        return _trees.cast_floating(tree, FLOAT32)
 
 
 class Scaling(LossScale):
@@ -264,7 +264,7 @@ def is_number(value: object) -> bool:
     """Returns True if `value` is a single real number, traced or not, and not a bool."""
     if isinstance(value, (int, float)):
         return not isinstance(value, bool)
-    kind = dtype_of(value) if _is_scalar(value) else None
+    kind = _trees.dtype_of(value) if _is_scalar(value) else None
     return kind is not None and any(jnp.issubdtype(kind, k) for k in (jnp.floating, jnp.integer))
 
 
@@ -338,7 +338,7 @@ def check_order(low: float, init: float | jax.Array, high: float) -> None:
 
 
 def check_bool(value: object) -> jax.Array:
-    if isinstance(value, bool) or (_is_scalar(value) and dtype_of(value) == np.bool_):
+    if isinstance(value, bool) or (_is_scalar(value) and _trees.dtype_of(value) == np.bool_):
         return jnp.asarray(value)
     raise LossScaleError(
         f"adjust(grads_finite={value!r}): grads_finite must be a single bool, or a bool array of "

@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from jaxmp._core import _compat, _targets
-from jaxmp._core._explanation import ExplanationRow, ExplanationSection
+from jaxmp._core import _compat, _explanation, _targets
 from jaxmp._programs._operations import Dot
 from jaxmp.errors import CompositionError, RecipeWarning
 from jaxmp.fp8._scaling import MX_BLOCK, Scaling
@@ -107,7 +106,7 @@ _ROWWISE = ((None, 2048), (1024, None), (2048, 4096))
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerDecision(ExplanationRow):
+class LayerDecision(_explanation.ExplanationRow):
     """FP8 decision for one linear layer.
 
     Attributes:
@@ -127,7 +126,7 @@ class LayerDecision(ExplanationRow):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8Explanation(ExplanationSection[LayerDecision]):
+class Fp8Explanation(_explanation.ExplanationSection[LayerDecision]):
     """FP8 decisions for the linear layers of a model or function.
 
     Attributes:

@@ -12,8 +12,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32, bits, canonical_dtype, is_16bit
+from jaxmp._core import _dtypes, _trees
 from jaxmp._core._messages import warn_user
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._policies._required import check_required
@@ -138,7 +137,7 @@ def set_master_params(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree
     def take(node: MasterParamsState) -> MasterParamsState:
         masters = []
         for _, path, master in node.values():
-            if not is_16bit(by_path[path].dtype):
+            if not _dtypes.is_16bit(by_path[path].dtype):
                 new = _master.make_master(by_path[path], node.layout.master)
                 is_placed = _master.is_committed(master) and not isinstance(new, Tracer)
                 master = jax.device_put(new, master.sharding) if is_placed else new
@@ -163,7 +162,11 @@ def warn_of_replaced(pairs: Iterable[tuple[str, Array, Array]], stacklevel: int)
       pairs: path, parameter and master.
       stacklevel: that of the caller's caller, as in `warnings.warn`.
     """
-    paths = [path for path, param, full in pairs if full.dtype == FLOAT32 and _differs(param, full)]
+    paths = [
+        path
+        for path, param, full in pairs
+        if full.dtype == _dtypes.FLOAT32 and _differs(param, full)
+    ]
     if paths:
         others = f" and {len(paths) - 1} other parameters differ" if paths[1:] else " differs"
         warnings.warn(
@@ -189,7 +192,7 @@ def _differs(param: Array, master: Array) -> bool:
 def store(params: PyTree, state: PyTree) -> PyTree:
     """Casts newly initialized parameters to the storage dtypes that `state` records."""
     storage = {
-        path: (canonical_dtype(name), node.layout.master)
+        path: (_dtypes.canonical_dtype(name), node.layout.master)
         for node in master_states(state)
         for i, (path, name) in enumerate(node.layout.storage)
         if name
@@ -225,7 +228,7 @@ def warn_without_masters(params: PyTree, state: PyTree, policies: Policies | Non
         for n, leaf in _trees.leaves_with_path(params)
         if _trees.is_castable(leaf)
     }
-    halves = [dtype.name for dtype in dtypes if is_16bit(dtype)]
+    halves = [dtype.name for dtype in dtypes if _dtypes.is_16bit(dtype)]
     if halves and (policies or len(halves) == len(dtypes)):
         warn_user(
             f"The recipe stores parameters in {halves[0]}, but the optimizer was not made with it: "
@@ -254,7 +257,7 @@ def warn_of_wide(params: PyTree, state: PyTree, fix: str, stacklevel: int) -> No
         if is_param and _trees.is_castable(leaf):
             rule_names = _trees.rule_names(params, names)
             dtypes = [np.dtype(storage_dtype(policies, rule_names)) for policies in maps]
-            if all(bits(dtype) < bits(leaf.dtype) for dtype in dtypes):
+            if all(_dtypes.bits(dtype) < _dtypes.bits(leaf.dtype) for dtype in dtypes):
                 wide.append((_trees.parameter_path(rule_names), leaf, dtypes[0]))
     if not wide:
         return

@@ -14,7 +14,7 @@ import optax
 
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import PyTree
-from jaxmp._gradients._loss_scale import LossScale, NoLossScale
+from jaxmp._gradients import _loss_scale
 from jaxmp.errors import CompositionError, JaxmpError, RecipeWarning
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import unpack_masters
@@ -30,9 +30,9 @@ def find(state: PyTree, classes: type | tuple[type, ...]) -> list[tuple[str, Any
     return [(jax.tree_util.keystr(path), node) for path, node in flat if is_node(node)]
 
 
-def find_loss_scales(state: PyTree) -> list[tuple[str, LossScale]]:
+def find_loss_scales(state: PyTree) -> list[tuple[str, _loss_scale.LossScale]]:
     """Returns `[(path, loss scale), ...]` of a state."""
-    return find(state, LossScale)
+    return find(state, _loss_scale.LossScale)
 
 
 def guard_of(opt_state: PyTree) -> SkipNonfiniteState | None:
@@ -87,10 +87,10 @@ def gradient_options(opt_state: PyTree, options: dict[str, Any]) -> dict[str, An
     return {**defaults, **options}
 
 
-def own_loss_scale(opt_state: PyTree) -> LossScale:
+def own_loss_scale(opt_state: PyTree) -> _loss_scale.LossScale:
     """Returns the loss scale of an optimizer state; `NoLossScale()` if it has none."""
     guard = guard_of(opt_state)
-    scale = NoLossScale() if guard is None else guard.loss_scale
+    scale = _loss_scale.NoLossScale() if guard is None else guard.loss_scale
     return plain(scale)
 
 
@@ -116,7 +116,7 @@ def plain(tree: PyTree) -> PyTree:
     return jax.tree.map(_compat.plain_array, tree, is_leaf=is_variable)
 
 
-def get_loss_scale(state: PyTree) -> LossScale:
+def get_loss_scale(state: PyTree) -> _loss_scale.LossScale:
     """Returns the loss scale in an optimizer state, train state or any other tree.
 
     Args:

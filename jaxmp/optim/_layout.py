@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import BFLOAT16, FLOAT16, canonical_dtype, is_16bit, short_name
+from jaxmp._core import _dtypes, _trees
 from jaxmp._core._typing import PyTree
 from jaxmp._policies._load import PolicyMap
 from jaxmp._policies._resolve import storage_dtype
@@ -56,19 +55,21 @@ class Layout:
     def tree(self, treedef: Any, entries: Sequence[Any]) -> PyTree:
         """Returns `MasterParamsState.masters` with the entry of each parameter."""
         policies = self.policies and (self.policies.default, *self.policies.rules)
-        dtypes = [BFLOAT16] if policies is None else [each.param_dtype for each in policies]
-        has_masters = self.master != "none" and any(d is not None and is_16bit(d) for d in dtypes)
+        dtypes = [_dtypes.BFLOAT16] if policies is None else [each.param_dtype for each in policies]
+        has_masters = self.master != "none" and any(
+            d is not None and _dtypes.is_16bit(d) for d in dtypes
+        )
         return treedef.unflatten(entries) if has_masters else optax.MaskedNode()
 
     def dtype(self, index: int) -> np.dtype | None:
         """Returns the storage dtype of leaf `index`; None if no policy applies to it."""
         name = self.storage[index][1]
-        return canonical_dtype(name) if name else None
+        return _dtypes.canonical_dtype(name) if name else None
 
     def has_master(self, index: int) -> bool:
         """Returns True if leaf `index` is stored in 16 bits and has a master."""
         dtype = self.dtype(index)
-        return self.master != "none" and dtype is not None and is_16bit(dtype)
+        return self.master != "none" and dtype is not None and _dtypes.is_16bit(dtype)
 
     @property
     def key(self) -> str:
@@ -136,13 +137,13 @@ class MasterParamsState:
     def records_overflow(self) -> bool:
         """False if all parameters are wider: `overflow` and `fits` keep their first values."""
         dtypes = map(self.layout.dtype, range(len(self.layout.storage)))
-        return any(dtype is None or is_16bit(dtype) for dtype in dtypes)
+        return any(dtype is None or _dtypes.is_16bit(dtype) for dtype in dtypes)
 
     @property
     def can_overflow(self) -> bool:
         """True if a float16 parameter may be unable to represent its new value."""
         indices = filter(self.has_value, range(len(self.layout.storage)))
-        return any(self.layout.dtype(index) == FLOAT16 for index in indices)
+        return any(self.layout.dtype(index) == _dtypes.FLOAT16 for index in indices)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -188,7 +189,7 @@ def make_layout(params: PyTree, policies: PolicyMap | None, master: str) -> Layo
                 "is stored in float16, whose exponent differs. Use master='fp32', or store it in "
                 f"bfloat16: Rule({path!r}, 'p=bf16')."
             )
-        storage.append((path, short_name(dtype)))
+        storage.append((path, _dtypes.short_name(dtype)))
     # The node without leaves that `optax.tree.map_params` passes.
     is_open = type(params).__name__ == "_ParamsPlaceholder"
     prefix = f"{_trees.PARAMS}/" if collections else ""

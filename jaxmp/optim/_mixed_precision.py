@@ -11,7 +11,7 @@ from jaxmp._core import _trees
 from jaxmp._core._dtypes import is_16bit
 from jaxmp._core._typing import AxisNames
 from jaxmp._gradients._dynamic_loss_scale import LossScaleLike
-from jaxmp._policies._load import RecipeLike, as_recipe_data
+from jaxmp._policies import _load
 from jaxmp.errors import CompositionError
 from jaxmp.optim._master import check_inner, master_params
 from jaxmp.optim._moments import moment_dtype
@@ -21,7 +21,7 @@ from jaxmp.optim._skip import GradientSettings, SkipSettings, guard
 def mixed_precision(
     inner: optax.GradientTransformation,
     *,
-    recipe: RecipeLike,
+    recipe: _load.RecipeLike,
     loss_scale: LossScaleLike | Literal["auto"] = "auto",
     master: str = "auto",
     skip: str = "auto",
@@ -64,7 +64,7 @@ def mixed_precision(
       65536.0
     """
     check_inner(inner)
-    data = as_recipe_data(recipe)
+    data = _load.as_recipe_data(recipe)
     if isinstance(loss_scale, str):
         if loss_scale != "auto":
             raise CompositionError(

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxmp._core import _trees
-from jaxmp._core._dtypes import FLOAT32, canonical_dtype
+from jaxmp._core import _dtypes, _trees
 from jaxmp._core._typing import DTypeLike, PyTree
 from jaxmp.errors import CompositionError, PolicyError, RecipeWarning
 from jaxmp.optim._master import check_inner
@@ -55,7 +54,7 @@ _WIDE = {
 }
 # States of the optimizer of a recipe.
 _OURS = ("SkipNonfiniteState", "MasterParamsState")
-_ALLOWED = (FLOAT32, np.dtype(jnp.bfloat16))
+_ALLOWED = (_dtypes.FLOAT32, np.dtype(jnp.bfloat16))
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -117,7 +116,7 @@ def moment_dtype(
     """
     check_inner(inner)
     inner, dtype = optax.with_extra_args_support(inner), _checked_dtype(dtype)
-    if dtype == FLOAT32:
+    if dtype == _dtypes.FLOAT32:
         return inner
 
     def init_fn(params: PyTree) -> PyTree:
@@ -136,7 +135,7 @@ def moment_dtype(
                 RecipeWarning,
                 stacklevel=2,
             )
-        narrow = lambda leaf, _: leaf.astype(dtype) if leaf.dtype == FLOAT32 else leaf
+        narrow = lambda leaf, _: leaf.astype(dtype) if leaf.dtype == _dtypes.FLOAT32 else leaf
         return MomentState(jnp.zeros((), jnp.int32), _map_moments(narrow, state))
 
     def update_fn(
@@ -146,7 +145,7 @@ def moment_dtype(
 
         def widen(leaf: jax.Array, _: str) -> jax.Array:
             dtypes.append(leaf.dtype)
-            return leaf.astype(FLOAT32) if leaf.dtype == dtype else leaf
+            return leaf.astype(_dtypes.FLOAT32) if leaf.dtype == dtype else leaf
 
         wide = _map_moments(widen, state.inner_state)
         updates, new = inner.update(updates, wide, params, **extra_args)
@@ -154,7 +153,7 @@ def moment_dtype(
 
         def narrow(leaf: jax.Array, rounding: str) -> jax.Array:
             number = next(numbers)
-            if rounding == NEAREST or dtypes[number] != dtype or leaf.dtype != FLOAT32:
+            if rounding == NEAREST or dtypes[number] != dtype or leaf.dtype != _dtypes.FLOAT32:
                 return leaf.astype(dtypes[number])
             return with_noise(leaf, _hash(seed, number, leaf.shape), dtype)
 
@@ -201,7 +200,7 @@ def _unknown_owners(node: Any, owner: str = "", path: str = "") -> Iterator[str]
     if _is_known(node):
         return
     if jax.tree_util.all_leaves([node]):
-        if getattr(node, "ndim", 0) and node.dtype == FLOAT32 and owner not in _WIDE:
+        if getattr(node, "ndim", 0) and node.dtype == _dtypes.FLOAT32 and owner not in _WIDE:
             yield owner or f"state{path}"
         return
     if not isinstance(node, (dict, list)) and type(node) is not tuple:
@@ -216,7 +215,7 @@ def _unknown_owners(node: Any, owner: str = "", path: str = "") -> Iterator[str]
 
 def _checked_dtype(dtype: DTypeLike) -> np.dtype:
     with contextlib.suppress(PolicyError):
-        if (canonical := canonical_dtype(dtype)) in _ALLOWED:
+        if (canonical := _dtypes.canonical_dtype(dtype)) in _ALLOWED:
             return canonical
     raise CompositionError(
         f"dtype={dtype!r} of moment_dtype is not allowed. Allowed: 'float32' and 'bfloat16'. "

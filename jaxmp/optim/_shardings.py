@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._core._shardings import as_parts, check_tree, shardings_by_path, without_contents
+from jaxmp._core import _shardings
 from jaxmp._core._trees import Path, dtype_of, leaves_with_path, path_names
 from jaxmp._core._typing import PyTree
 from jaxmp.errors import JaxmpError, RecipeWarning
@@ -64,7 +64,7 @@ def state_shardings(
       >>> shardings["opt_state"][0].count.spec
       P()
     """
-    placements = shardings_by_path(params_shardings, "params_shardings")
+    placements = _shardings.shardings_by_path(params_shardings, "params_shardings")
     mesh = next(iter(placements.values())).mesh
     if optimizer != "like_params" and optimizer not in mesh.axis_names:
         raise JaxmpError(
@@ -78,9 +78,9 @@ def state_shardings(
     known = {names: shape for names, (_, shape) in shapes.items()}
     for names in [names for names in placements if names not in known]:
         # Names for the message.
-        suffixes = (without_contents(path)[-len(names) :] for path in matches)
+        suffixes = (_shardings.without_contents(path)[-len(names) :] for path in matches)
         known |= {path[1:] if path[:1] == ("params",) else path: () for path in suffixes}
-    check_tree("params_shardings", placements, "the state", known)
+    _shardings.check_tree("params_shardings", placements, "the state", known)
     axis = None if optimizer == "like_params" else optimizer
     _warn_of_replicated(state, matches, placements, shapes, axis)
 
@@ -99,7 +99,7 @@ def state_shardings(
 
 def _match(names: Path, placements: dict[Path, NamedSharding], longest: int) -> Path | None:
     """Returns the longest path of a parameter in which a path of the state ends."""
-    names = as_parts(without_contents(names))
+    names = _shardings.as_parts(_shardings.without_contents(names))
     for length in range(min(longest, len(names)), 0, -1):
         if names[-length:] in placements:
             return names[-length:]
@@ -165,7 +165,7 @@ def _warn_of_replicated(
     owned = sum(_bytes(flat[path], placements[names]) for names, (path, _) in shapes.items())
     names_of_rows, rows, code = [], [], []
     for names, leaf in flat.items() if split else ():
-        path, param, shape = without_contents(names), matches[names], np.shape(leaf)
+        path, param, shape = _shardings.without_contents(names), matches[names], np.shape(leaf)
         if dtype_of(leaf) is None or (param and (param not in split or shape == shapes[param][1])):
             continue
         like = split[param or next(iter(split))]

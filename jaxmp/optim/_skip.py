@@ -13,13 +13,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxmp._core import _compat, _trees
+from jaxmp._core import _compat, _messages, _trees
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._messages import Mark, warn_user
 from jaxmp._core._typing import AxisNames, PyTree
-from jaxmp._gradients._dynamic_loss_scale import DynamicLossScale, LossScaleLike, as_loss_scale
+from jaxmp._gradients import _dynamic_loss_scale, _loss_scale
 from jaxmp._gradients._hints import is_in_loss
-from jaxmp._gradients._loss_scale import LossScale, NoLossScale
 from jaxmp.errors import CompositionError
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim import _assign
@@ -103,7 +101,7 @@ class SkipStats:
     def after(
         self,
         applied: jax.Array,
-        loss_scale: LossScale,
+        loss_scale: _loss_scale.LossScale,
         overflow_leaf: jax.Array,
         nonfinite_leaf: jax.Array,
         zero_gradients: jax.Array,
@@ -112,7 +110,7 @@ class SkipStats:
         zero = jnp.zeros((), jnp.int32)
         skipped = lax.bitwise_not(applied)
         at_floor = self.at_floor
-        if not isinstance(loss_scale, NoLossScale):
+        if not isinstance(loss_scale, _loss_scale.NoLossScale):
             at_floor += lax.bitwise_and(skipped, loss_scale.at_floor).astype(jnp.int32)
             at_floor = lax.select(applied, zero, at_floor)
         return SkipStats(
@@ -178,7 +176,7 @@ class SkipNonfiniteState:
       settings: the settings that a train state reads (static).
     """
 
-    loss_scale: LossScale
+    loss_scale: _loss_scale.LossScale
     stats: SkipStats
     inner_state: PyTree
     settings: SkipSettings = dataclasses.field(metadata={"static": True})
@@ -192,7 +190,7 @@ class SkipNonfiniteState:
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     *,
-    loss_scale: LossScaleLike = None,
+    loss_scale: _dynamic_loss_scale.LossScaleLike = None,
     skip: str = "auto",
     axis_name: AxisNames = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -242,7 +240,7 @@ def skip_nonfinite(
 
 def guard(
     inner: optax.GradientTransformation,
-    loss_scale: LossScaleLike,
+    loss_scale: _dynamic_loss_scale.LossScaleLike,
     skip: str,
     settings: SkipSettings,
     *,
@@ -256,21 +254,24 @@ def guard(
       dtype: the compute dtype of the recipe, if it has 16 bits; otherwise None.
     """
     check_inner(inner)
-    initial_scale = as_loss_scale(loss_scale)
+    initial_scale = _dynamic_loss_scale.as_loss_scale(loss_scale)
     _check_mode(skip, initial_scale)
     inner = optax.with_extra_args_support(inner)
     axes = settings.axis_name
 
-    inside = Mark()
+    inside = _messages.Mark()
 
     def init_fn(params: PyTree) -> PyTree:
         _overwritten.check_is_absent(params)
-        if isinstance(initial_scale, DynamicLossScale) and not inside.is_checked:
+        if (
+            isinstance(initial_scale, _dynamic_loss_scale.DynamicLossScale)
+            and not inside.is_checked
+        ):
             inside.is_checked = is_in_loss(params)
             if inside.is_checked:
-                warn_user(_INSIDE_LOSS)
+                _messages.warn_user(_INSIDE_LOSS)
         inner_state = agree_on_overflow(inner.init(params), _compat.bound_axes(axes))
-        scale = initial_scale.fresh().with_leaves(_mark=Mark(dtype))
+        scale = initial_scale.fresh().with_leaves(_mark=_messages.Mark(dtype))
         return SkipNonfiniteState(scale, SkipStats.zero(inner_state), inner_state, settings)
 
     def update_fn(
@@ -377,13 +378,13 @@ _INSIDE_LOSS = (
 )
 
 
-def _check_mode(skip: str, loss_scale: LossScale) -> None:
+def _check_mode(skip: str, loss_scale: _loss_scale.LossScale) -> None:
     if skip not in SKIP_MODES:
         raise CompositionError(
             f"Unknown skip={skip!r}. Allowed: {', '.join(map(repr, SKIP_MODES))}; "
             "for example skip='auto'."
         )
-    if skip == "none" and isinstance(loss_scale, DynamicLossScale):
+    if skip == "none" and isinstance(loss_scale, _dynamic_loss_scale.DynamicLossScale):
         raise CompositionError(
             "skip='none' with a dynamic loss scale: overflows would neither be skipped nor reduce "
             "the scale. Use skip='auto', a StaticLossScale, or loss_scale=None."

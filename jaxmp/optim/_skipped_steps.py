@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jaxmp._core import _compat
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._gradients._loss_scale import LossScale, NoLossScale, StaticLossScale
+from jaxmp._gradients import _loss_scale
 from jaxmp.errors import JaxmpError, MasterOverflowError, ScaleCollapsedError, SkippedStepsWarning
 from jaxmp.fp8 import _overwritten
 from jaxmp.optim._assign import warn_of_replaced
@@ -119,7 +119,7 @@ def _skipped(node: SkipNonfiniteState, stats: SkipStats) -> str:
     """Returns the message about consecutive skipped steps."""
     consecutive, total = (int(np.max(jax.device_get(x))) for x in (stats.consecutive, stats.total))
     scale = ""
-    if not isinstance(node.loss_scale, NoLossScale):
+    if not isinstance(node.loss_scale, _loss_scale.NoLossScale):
         value = np.min(jax.device_get(_compat.plain_array(node.loss_scale.scale_value)))
         scale = f" The loss scale is {float(value):g}."
     causes = enumerate(_causes(node.loss_scale), start=1)
@@ -169,11 +169,11 @@ _SATURATED = (
 )
 
 
-def _causes(loss_scale: LossScale) -> tuple[str, ...]:
+def _causes(loss_scale: _loss_scale.LossScale) -> tuple[str, ...]:
     """Returns possible causes of non-finite gradients, most likely first."""
-    if isinstance(loss_scale, NoLossScale):
+    if isinstance(loss_scale, _loss_scale.NoLossScale):
         return _NOT_FINITE, _SATURATED, _DIVERGED
-    if isinstance(loss_scale, StaticLossScale):
+    if isinstance(loss_scale, _loss_scale.StaticLossScale):
         fixed = (
             "The loss scale is too large for these gradients: use a dynamic one, "
             "recipe.replace(loss_scale=jaxmp.DynamicLossScale())."

@@ -22,8 +22,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp._core._compat import ClosedJaxpr, jaxpr_as_fun
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core import _compat, _dtypes
 from jaxmp._core._trees import is_castable
 from jaxmp._core._typing import Array, PyTree
 from jaxmp._gradients._fp32._derivatives import is_16bit_aval
@@ -67,7 +66,9 @@ def with_fp32_gradients(
       with `widen`, those stored in 16 bits are converted to FP32, and so are their gradients.
     """
     leaves, structure = jax.tree.flatten(inputs)
-    is_param = [is_castable(leaf) and (widen or not is_16bit(leaf.dtype)) for leaf in leaves]
+    is_param = [
+        is_castable(leaf) and (widen or not _dtypes.is_16bit(leaf.dtype)) for leaf in leaves
+    ]
     if not any(is_param):
         return fn, inputs
 
@@ -94,17 +95,17 @@ def with_fp32_gradients(
         if is_low:
             results = iter(run(closed, args, is_param, regather=regather))
         else:
-            results = iter(jaxpr_as_fun(closed)(*args))
+            results = iter(_compat.jaxpr_as_fun(closed)(*args))
         return out_tree.unflatten([next(results) if leaf is None else leaf for leaf in static])
 
     in_fp32 = [
-        leaf.astype(FLOAT32) if param and is_16bit(leaf.dtype) else leaf
+        leaf.astype(_dtypes.FLOAT32) if param and _dtypes.is_16bit(leaf.dtype) else leaf
         for leaf, param in zip(leaves, is_param, strict=True)
     ]
     return fn_in_fp32, structure.unflatten(in_fp32)
 
 
-def _computes_in_16_bits(closed: ClosedJaxpr) -> bool:
+def _computes_in_16_bits(closed: _compat.ClosedJaxpr) -> bool:
     return any(
         is_16bit_aval(var.aval)
         for equation in equations(closed)

@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxmp._core._compat import ClosedJaxpr, JaxprEqn, Literal, jaxpr_body
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core import _compat, _dtypes
 from jaxmp._core._typing import Array
 from jaxmp._gradients._fp32._derivatives import (
     MATMULS,
@@ -48,10 +47,10 @@ from jaxmp._gradients._fp32._values import (
     entered,
     left,
 )
+from jaxmp._programs import _operations
 from jaxmp._programs._bind import bind
 from jaxmp._programs._constructs import BRANCHES, CALLS, REMATS, Form, call_of, form_of, scan_of
 from jaxmp._programs._interpreter import Entry, Frame, Interpreter
-from jaxmp._programs._operations import is_partial, new_dtype_of, sharding_of_result
 
 # Operations that broadcast dimensions of size 1. The gradient of such an operand is a sum.
 _BROADCASTING = frozenset({"add", "add_any", "div", "max", "min", "mul", "sub"})
@@ -85,7 +84,7 @@ _OF_ROWS = (
 
 
 def run(
-    closed: ClosedJaxpr, args: list[Array], is_param: list[bool], *, regather: bool
+    closed: _compat.ClosedJaxpr, args: list[Array], is_param: list[bool], *, regather: bool
 ) -> list[Array]:
     """Runs a traced function so that the gradients of its parameters are computed in FP32.
 
@@ -98,7 +97,7 @@ def run(
     Returns:
       The results of the function.
     """
-    jaxpr, _ = jaxpr_body(closed)
+    jaxpr, _ = _compat.jaxpr_body(closed)
     layout = WeightLayout(batch_axes=batch_axes(closed, is_param), again=regather)
     values: list[Value] = []
     for var, arg, differentiated in zip(jaxpr.invars, args, is_param, strict=True):
@@ -116,7 +115,7 @@ class _Gradients(Interpreter):
         "the gradients of the weights that it reads are summed in the dtype of its matmuls"
     )
 
-    def literal(self, var: Literal) -> Value:
+    def literal(self, var: _compat.Literal) -> Value:
         return Constant(var.val)
 
     def array(self, value: Value) -> Array:
@@ -132,7 +131,7 @@ class _Gradients(Interpreter):
     def left(self, results: list[Any], operands: list[Any]) -> list[Any]:
         return left(results, operands)
 
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(self, equation: _compat.JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
         name = equation.primitive.name
         if name not in _OF_ROWS:
             operands = [as_array(v) if isinstance(v, Selected) else v for v in operands]
@@ -149,21 +148,21 @@ class _Gradients(Interpreter):
         return [result if n is None else operands[n] for n, result in pairs]
 
 
-def _sources(equation: JaxprEqn) -> list[int | None]:
+def _sources(equation: _compat.JaxprEqn) -> list[int | None]:
     """Returns for each result of a remat or scan the index of the operand that it is."""
     form = form_of(equation)
     if form is Form.REMAT:
-        return forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
+        return forwarded(_compat.jaxpr_body(call_of(equation).jaxpr)[0])
     sources: list[int | None] = [None] * len(equation.outvars)
     if form is Form.SCAN:
         loop = scan_of(equation)
-        returned = forwarded(jaxpr_body(loop.jaxpr)[0])[loop.carry :]
+        returned = forwarded(_compat.jaxpr_body(loop.jaxpr)[0])[loop.carry :]
         first = loop.consts + loop.carry
         sources[loop.carry :] = [n if n is not None and n >= first else None for n in returned]
     return sources
 
 
-def _operation(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _operation(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs an equation that the interpreter does not enter."""
     name = equation.primitive.name
     rule = _RULES.get((name, _kind(name, operands)), _compute)
@@ -180,7 +179,7 @@ def _kind(name: str, operands: list[Value]) -> type | None:
     return next((kind for kind in kinds if any(isinstance(v, kind) for v in decisive)), None)
 
 
-def _compute(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _compute(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs an operation as it was recorded. A result of weights alone is a weight."""
     results = bound(equation, operands)
     if all(isinstance(operand, Constant) for operand in operands):
@@ -193,7 +192,7 @@ def _compute(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 # ---------------------------------------------------------------------------
 
 
-def _move_weight(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _move_weight(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Moves elements of a weight, which a cast to 16 bits may gather after the cast."""
     weight, *rest = operands
     assert isinstance(weight, Weight)
@@ -207,19 +206,19 @@ def _move_weight(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     return [Weight(results[0], None, origin) if is_weight else Rows(results[0], origin)]
 
 
-def _convert_weight(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    (weight,), dtype = operands, new_dtype_of(equation)
+def _convert_weight(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    (weight,), dtype = operands, _operations.new_dtype_of(equation)
     assert isinstance(weight, Weight)
-    if is_16bit(dtype) and weight.array.dtype == FLOAT32:
+    if _dtypes.is_16bit(dtype) and weight.array.dtype == _dtypes.FLOAT32:
         return [_narrowed(weight, dtype)]
     return [computed_weight(result) for result in bound(equation, operands)]
 
 
-def _convert_rows(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _convert_rows(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Returns rows of the 16-bit copy of a table, which is gathered in 16 bits."""
-    (rows,), dtype = operands, new_dtype_of(equation)
+    (rows,), dtype = operands, _operations.new_dtype_of(equation)
     assert isinstance(rows, Rows)
-    if not is_16bit(dtype):
+    if not _dtypes.is_16bit(dtype):
         return [*bound(equation, operands)]
     return [as_array(_narrowed(Weight(rows.array, None, rows.origin), dtype))]
 
@@ -234,11 +233,11 @@ def _narrowed(weight: Weight, dtype: np.dtype) -> Value:
     return result
 
 
-def _custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _custom_derivative(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs a function with its own derivative. One that quantizes gathers weights in FP8."""
     if any(map(_is_gathered_later, operands)) and quantizes(equation):
         operands = [
-            _narrowed(v, FLOAT32) if isinstance(v, Weight) and _is_gathered_later(v) else v
+            _narrowed(v, _dtypes.FLOAT32) if isinstance(v, Weight) and _is_gathered_later(v) else v
             for v in operands
         ]
     return run_custom_derivative(equation, operands)
@@ -246,7 +245,7 @@ def _custom_derivative(equation: JaxprEqn, operands: list[Value]) -> list[Value]
 
 def _is_gathered_later(value: Value) -> bool:
     """Returns True for an FP32 weight that is split, or was gathered before it is read."""
-    if not isinstance(value, Weight) or value.array.dtype != FLOAT32:
+    if not isinstance(value, Weight) or value.array.dtype != _dtypes.FLOAT32:
         return False
     return value.origin is not None or (value.layout is not None and value.layout.is_split)
 
@@ -256,7 +255,7 @@ def _is_gathered_later(value: Value) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _move(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _move(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Moves the elements of a copy and of its carrier."""
     (copy, *rest), name = operands, equation.primitive.name
     assert isinstance(copy, Copy)
@@ -276,11 +275,11 @@ def _is_data(value: Value) -> bool:
     return not isinstance(value, (Weight, Copy, Constant))
 
 
-def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _constrain(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Applies a sharding constraint. That of a parameter is its sharding."""
-    (value,), sharding = operands, sharding_of_result(equation)
+    (value,), sharding = operands, _operations.sharding_of_result(equation)
     assert isinstance(value, (Weight, Copy))
-    is_spec = isinstance(sharding, NamedSharding) and not is_partial(equation)
+    is_spec = isinstance(sharding, NamedSharding) and not _operations.is_partial(equation)
     if value.layout is None or not is_spec:
         if isinstance(value, Copy):
             return _move(equation, operands)
@@ -298,9 +297,9 @@ def _constrain(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     return [Weight(bound(equation, operands)[0], layout)]
 
 
-def _reshard(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _reshard(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Moves a weight to another sharding of explicit mesh axes, after it was cast."""
-    (value,), sharding = operands, sharding_of_result(equation)
+    (value,), sharding = operands, _operations.sharding_of_result(equation)
     assert isinstance(value, (Weight, Copy))
     stored = jax.typeof(value.low if isinstance(value, Copy) else value.array).sharding
     if stored.mesh != sharding.mesh:
@@ -317,27 +316,27 @@ def _reshard(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     return [Copy(value.low, carrier, layout)]
 
 
-def _apply(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _apply(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Applies a function of weights to copies and to their carriers, with gradients in FP32."""
     is_applied = are_weights(operands) and is_16bit_aval(equation.outvars[0].aval)
     return _merge(equation, operands) if is_applied else _compute(equation, operands)
 
 
-def _reduce(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _reduce(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Reduces copies, of which each device reads its part."""
     return _apply(
         equation, [v._replace(layout=None) if isinstance(v, Copy) else v for v in operands]
     )
 
 
-def _calculate(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _calculate(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs arithmetic on arrays of one shape, so that the gradient of a copy is summed in FP32."""
     operands = [_broadcast(operand, equation) for operand in operands]
     rule = _merge if equation.primitive.name in _MERGES else _apply
     return rule(equation, operands)
 
 
-def _broadcast(value: Value, equation: JaxprEqn) -> Value:
+def _broadcast(value: Value, equation: _compat.JaxprEqn) -> Value:
     """Broadcasts a copy to the shape of the result."""
     aval: Any = equation.outvars[0].aval
     if not isinstance(value, Copy) or value.low.shape == aval.shape:
@@ -352,7 +351,7 @@ def _broadcast(value: Value, equation: JaxprEqn) -> Value:
     return Repeated(low, carrier)
 
 
-def _merge(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _merge(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Runs an operation on copies and constants, and on their carriers.
 
     Examples are the parts of a matrix, the rows of a table and NaN, a matrix and its scale, and a
@@ -374,14 +373,14 @@ def _merge(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
         elif isinstance(operand, Copy):
             wide.append(operand.carrier)
         elif isinstance(operand, Constant) or is_masked:
-            wide.append(jnp.asarray(array).astype(FLOAT32))
+            wide.append(jnp.asarray(array).astype(_dtypes.FLOAT32))
             kind = kind if isinstance(operand, Constant) else Selected
         else:
             return _compute(equation, operands)
     return [kind(bind(equation, low), bind(equation, wide), layout)]
 
 
-def _common_layout(equation: JaxprEqn, operands: list[Value]) -> WeightLayout | None:
+def _common_layout(equation: _compat.JaxprEqn, operands: list[Value]) -> WeightLayout | None:
     """Returns the layout of the result of an operation on copies; None if they must be gathered."""
     layouts = {operand.layout for operand in operands if isinstance(operand, Copy)}
     if len(layouts) > 1 or equation.primitive.name not in ELEMENTWISE:
@@ -392,17 +391,17 @@ def _common_layout(equation: JaxprEqn, operands: list[Value]) -> WeightLayout | 
     return None if is_gathered else layout
 
 
-def _name(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+def _name(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
     """Names a copy for the policies of `jax.checkpoint`."""
     (copy,) = operands
     assert isinstance(copy, Copy)
     return [copy._replace(low=bind(equation, [copy.low]))]
 
 
-def _convert_copy(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    (copy,), dtype = operands, new_dtype_of(equation)
+def _convert_copy(equation: _compat.JaxprEqn, operands: list[Value]) -> list[Value]:
+    (copy,), dtype = operands, _operations.new_dtype_of(equation)
     assert isinstance(copy, Copy)
-    if is_16bit(dtype):
+    if _dtypes.is_16bit(dtype):
         return [copy._replace(low=bind(equation, [copy.low]))]
     if isinstance(copy, Selected) or not jnp.issubdtype(dtype, jnp.floating):
         return [*bound(equation, operands)]
@@ -410,7 +409,7 @@ def _convert_copy(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
 
 
 # Rule for an operation, and for the class of its operands that decides. Others are computed.
-_RULES: dict[tuple[str, type | None], Callable[[JaxprEqn, list[Value]], list[Value]]] = {
+_RULES: dict[tuple[str, type | None], Callable[[_compat.JaxprEqn, list[Value]], list[Value]]] = {
     **{(name, Weight): _move_weight for name in MOVES},
     ("convert_element_type", Weight): _convert_weight,
     ("convert_element_type", Rows): _convert_rows,

@@ -18,18 +18,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxmp._core._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_body
 from jaxmp._core._dtypes import is_fp8
 from jaxmp._core._typing import Array
-from jaxmp._programs._analysis import Forward, primitives
-from jaxmp._programs._constructs import (
-    CALLS,
-    CUSTOM_DERIVATIVES,
-    LOOPS,
-    REMATS,
-    call_of,
-    sub_jaxprs,
-)
+from jaxmp._programs import _analysis, _constructs, _jaxprs, _operations
 from jaxmp._programs._interpreter import Frame, Interpreter, Place
-from jaxmp._programs._jaxprs import array_aval, equations
-from jaxmp._programs._operations import dimensions_of, new_dtype_of, sharding_of_result
 
 # Axes over which each dimension of an array is split.
 _Entries: TypeAlias = tuple[Any, ...]
@@ -123,7 +113,7 @@ class WeightLayout:
         """Returns the layout after an operation that moves elements; None: it cannot be applied."""
         if self.stored is None or self.gathered is None:
             return self
-        ndim = array_aval(equation.invars[0]).ndim
+        ndim = _jaxprs.array_aval(equation.invars[0]).ndim
         stored, gathered = (
             _moved(equation, _entries(sharding, ndim)) for sharding in (self.stored, self.gathered)
         )
@@ -207,7 +197,7 @@ def batch_axes(closed: ClosedJaxpr, is_param: list[bool]) -> tuple[Any, ...]:
     return analysis.axes
 
 
-class _BatchAxes(Forward):
+class _BatchAxes(_analysis.Forward):
     """For each variable, True if it depends on parameters and constants alone."""
 
     nothing = False
@@ -223,7 +213,7 @@ class _BatchAxes(Forward):
         if self.axes or all(operands):
             return [all(operands)] * len(equation.outvars)
         if equation.primitive.name == "sharding_constraint":
-            sharding = sharding_of_result(equation)
+            sharding = _operations.sharding_of_result(equation)
             if isinstance(sharding, NamedSharding) and sharding.spec:
                 self.axes = _names(sharding.spec[0])
         self.enter(equation, operands, frame)
@@ -253,7 +243,7 @@ def _without(entry: object, axes: Sequence[object]) -> object:
 
 def _moved(equation: JaxprEqn, entries: _Entries) -> _Entries | None:
     """Returns the entries of a partition spec after an operation; None if there are none."""
-    dimensions = dimensions_of(equation)
+    dimensions = _operations.dimensions_of(equation)
     if dimensions is not None:
         return tuple(None if n is None else entries[n] for n in dimensions)
     name = equation.primitive.name
@@ -378,12 +368,15 @@ class _Gathering(Interpreter):
             if isinstance(operand, Var) and isinstance(result, Var):
                 own.sources[result] = own.sources.get(operand, operand)
         is_split = any(mark is not None and mark.is_split for _, mark in operands)
-        if equation.primitive.name in CALLS and is_split:
+        if equation.primitive.name in _constructs.CALLS and is_split:
             return self.enter(equation, operands, frame, state=own)
-        if equation.primitive.name in CUSTOM_DERIVATIVES and call_of(equation).is_empty:
+        if (
+            equation.primitive.name in _constructs.CUSTOM_DERIVATIVES
+            and _constructs.call_of(equation).is_empty
+        ):
             # A function that returns arguments unchanged.
             out = self.bound(equation, [array for array, _ in operands])
-            sources = forwarded(jaxpr_body(call_of(equation).jaxpr)[0])
+            sources = forwarded(jaxpr_body(_constructs.call_of(equation).jaxpr)[0])
             marks = (None if n is None else operands[n][1] for n in sources)
             return list(zip(out, marks, strict=True))
         can_wait, mark = _mark(equation, operands)
@@ -437,8 +430,11 @@ def _is_reduction(equation: JaxprEqn) -> bool:
     """Returns True for a function with a custom batching rule that only reduces its arguments."""
     if equation.primitive.name != "custom_vmap_call":
         return False
-    names = set().union(*map(primitives, sub_jaxprs(equation)))
-    return not REDUCTIONS.isdisjoint(names) and names <= ELEMENTWISE | REDUCTIONS | CALLS | _SHAPES
+    names = set().union(*map(_analysis.primitives, _constructs.sub_jaxprs(equation)))
+    return (
+        not REDUCTIONS.isdisjoint(names)
+        and names <= ELEMENTWISE | REDUCTIONS | _constructs.CALLS | _SHAPES
+    )
 
 
 def _keeps_shape(equation: JaxprEqn, operands: Sequence[_Marked]) -> bool:
@@ -464,11 +460,11 @@ class Saved:
 # ---------------------------------------------------------------------------
 
 
-class _Forwarded(Forward):
+class _Forwarded(_analysis.Forward):
     """For each variable, the index of the argument that it is; None if it is computed."""
 
     def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
-        if equation.primitive.name in CALLS | REMATS:
+        if equation.primitive.name in _constructs.CALLS | _constructs.REMATS:
             return self.enter(equation, operands, frame)
         return self.bound(equation, operands)
 
@@ -481,12 +477,15 @@ def forwarded(jaxpr: Jaxpr) -> list[int | None]:
 def quantizes(equation: JaxprEqn) -> bool:
     """Returns True if a function casts to FP8."""
     return any(
-        inner.primitive.name == "convert_element_type" and is_fp8(new_dtype_of(inner))
-        for jaxpr in sub_jaxprs(equation)
-        for inner in equations(jaxpr)
+        inner.primitive.name == "convert_element_type" and is_fp8(_operations.new_dtype_of(inner))
+        for jaxpr in _constructs.sub_jaxprs(equation)
+        for inner in _jaxprs.equations(jaxpr)
     )
 
 
 def loops(equation: JaxprEqn) -> bool:
     """Returns True if a function contains a loop."""
-    return any(not LOOPS.isdisjoint(primitives(jaxpr)) for jaxpr in sub_jaxprs(equation))
+    return any(
+        not _constructs.LOOPS.isdisjoint(_analysis.primitives(jaxpr))
+        for jaxpr in _constructs.sub_jaxprs(equation)
+    )

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxmp._core import _dtypes
 from jaxmp._core._compat import JaxprEqn
-from jaxmp._core._dtypes import FLOAT32, is_16bit
 from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._gradients._fp32._layout import WeightLayout, gathered
 from jaxmp._programs._bind import bind
@@ -129,8 +129,8 @@ def computed_weight(value: Value, layout: WeightLayout | None = None) -> Value:
     array = jnp.asarray(as_array(value))
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
-    if is_16bit(array.dtype):
-        return copy_of(array.astype(FLOAT32), array, layout)
+    if _dtypes.is_16bit(array.dtype):
+        return copy_of(array.astype(_dtypes.FLOAT32), array, layout)
     return Weight(array, layout)
 
 
@@ -172,7 +172,7 @@ def _attached_fwd(low: Array, carrier: Array) -> tuple[Array, None]:
 
 
 def _attached_bwd(_: None, cotangent: Array) -> tuple[Array | None, Array]:
-    return no_gradient(cotangent, cotangent.dtype), cotangent.astype(FLOAT32)
+    return no_gradient(cotangent, cotangent.dtype), cotangent.astype(_dtypes.FLOAT32)
 
 
 attached.defvjp(_attached_fwd, _attached_bwd)

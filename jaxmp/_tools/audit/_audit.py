@@ -31,8 +31,7 @@ from jaxmp._tools.audit import _check_attention as _check_attention
 
 # isort: on
 from jaxmp._core import _compat, _targets
-from jaxmp._policies import _load
-from jaxmp._policies._recipe import Recipe, load_recipe
+from jaxmp._policies import _load, _recipe
 from jaxmp._programs._static_values import Scope
 from jaxmp._tools.audit import _rows, _trace
 from jaxmp._tools.audit._auditor import Auditor, PolicyContext
@@ -116,7 +115,7 @@ def audit_call(
     """Audits a function whose keyword arguments may have any name, such as `target`."""
     _trace.check_function(fn, "audit")
     chip = _compat.current_context().chip if target is None else _targets.get_target(target)
-    data = None if recipe is None else load_recipe(recipe)
+    data = None if recipe is None else _recipe.load_recipe(recipe)
     if data is not None and data.phases:
         options: Any = {"target": target, "try_fixes": try_fixes}
         call = lambda phase: (fn, *_with_phase((args, kwargs), phase))
@@ -130,20 +129,22 @@ def audit_call(
         return audit_program(context, fn, args, kwargs, chip, try_fixes=try_fixes)[0]
 
 
-def _with_phase(call: PyTree, phase: Recipe) -> PyTree:
+def _with_phase(call: PyTree, phase: _recipe.Recipe) -> PyTree:
     """Returns the arguments of a function with a phase of a recipe instead of the recipe.
 
     Raises:
       RecipeError: if the recipe is not among them.
     """
-    is_whole = lambda node: isinstance(node, Recipe) and node == phase.whole
+    is_whole = lambda node: isinstance(node, _recipe.Recipe) and node == phase.whole
     leaves, structure = jax.tree.flatten(call, is_leaf=is_whole)
     if phase.whole is not None and not any(map(is_whole, leaves)):
         _load.as_policy_map(phase.whole)
     return structure.unflatten(phase if is_whole(leaf) else leaf for leaf in leaves)
 
 
-def audit_phases(recipe: Recipe, audit_one: Callable[[Recipe], AuditReport]) -> AuditReport:
+def audit_phases(
+    recipe: _recipe.Recipe, audit_one: Callable[[_recipe.Recipe], AuditReport]
+) -> AuditReport:
     """Returns one report on all phases of a recipe, whose names precede the paths of modules."""
     reports = []
     for phase in recipe.split_phases():

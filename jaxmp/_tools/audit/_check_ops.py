@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import jax.tree_util as jtu
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT32, FLOATS_16BIT
+from jaxmp._core import _dtypes
 from jaxmp._programs._analysis import Body
 from jaxmp._programs._constructs import CALLS
 from jaxmp._programs._jaxprs import (
@@ -144,7 +144,7 @@ def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     """
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
-        is_loss = aval.shape == () and aval.dtype in FLOATS_16BIT and is_returned
+        is_loss = aval.shape == () and aval.dtype in _dtypes.FLOATS_16BIT and is_returned
         updated = (traced.variables[x.number] for x in audit.flow.labels(Update, var))
         is_loss &= not (audit.has_backward and any(v.aval.dtype == aval.dtype for v in updated))
         op = traced.maker_of(var) if is_loss else None
@@ -260,7 +260,9 @@ def report_variance(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the root of a rounded variance."""
     harm = f", whose root is computed at {audit.findings.where(op)}"
     audit.report(
-        OnePass, op.equation.invars if dtype_of(op.equation.outvars[0]) == FLOAT32 else (), harm
+        OnePass,
+        op.equation.invars if dtype_of(op.equation.outvars[0]) == _dtypes.FLOAT32 else (),
+        harm,
     )
 
 

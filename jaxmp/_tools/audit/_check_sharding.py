@@ -9,8 +9,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from jaxmp._core._dtypes import is_16bit
-from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls
-from jaxmp._programs._operations import is_in_mesh, mesh_axes_of, sharding_of_result
+from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls, _operations
 from jaxmp._tools.audit import _hlo_collectives
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
@@ -82,7 +81,7 @@ def sum_note(dtype: str) -> str:
 def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
     op = reduction.op
     dtype = dtype_of(op.equation.invars[0]).name
-    names = mesh_axes_of(op.equation)
+    names = _operations.mesh_axes_of(op.equation)
     name = repr(names[0]) if len(names) == 1 else repr(names)
     if op.location.phase == _jaxprs.FORWARD and not reduction.is_gradient and is_sum(op):
         message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
@@ -154,13 +153,16 @@ def fix_of_gather(gather: Constraint, dtype: str, audit: Auditor) -> str:
         expression_of(gather.op, audit.findings),
         f"jax.sharding.PartitionSpec({spec})",
         "" if is_cast else dtype,
-        has_mesh=is_in_mesh(gather.op.equation),
+        has_mesh=_operations.is_in_mesh(gather.op.equation),
     )
 
 
 def _split_of(constraint: Constraint, audit: Auditor) -> PartitionSpec | None:
     """Returns the spec of the argument that a constraint gathers; None if it gathers none."""
-    (operand,), result = constraint.op.equation.invars, sharding_of_result(constraint.op.equation)
+    (operand,), result = (
+        constraint.op.equation.invars,
+        _operations.sharding_of_result(constraint.op.equation),
+    )
     arrays = audit.collected[Traced][-1].arrays
     for number in constraint.arguments:
         spec = getattr(getattr(arrays[number], "sharding", None), "spec", None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxmp._core._dtypes import FLOAT32, is_16bit
+from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _constructs, _jaxprs, _matmuls
 from jaxmp._programs._locations import call_site
 from jaxmp._tools.audit._auditor import PolicyContext
@@ -170,7 +170,7 @@ def _own_cast(
     """Returns the cast from 16 bits in the user's code that an operand comes from."""
     maker = op.body.maker_through(var, _BEFORE_MATMUL)
     is_cast = maker is not None and maker.primitive.name == "convert_element_type"
-    if maker is None or not is_cast or not is_16bit(dtype_of(maker.invars[0])):
+    if maker is None or not is_cast or not _dtypes.is_16bit(dtype_of(maker.invars[0])):
         return None
     return op._replace(equation=maker) if findings.is_own_call(maker) else None
 
@@ -365,7 +365,9 @@ def _is_widened(op: OpOccurrence) -> bool:
             return False
         for reader in readers:
             name = reader.primitive.name
-            is_wide = name == "convert_element_type" and dtype_of(reader.outvars[0]) == FLOAT32
+            is_wide = (
+                name == "convert_element_type" and dtype_of(reader.outvars[0]) == _dtypes.FLOAT32
+            )
             is_cast |= is_wide
             if is_wide or name in PERIODIC:
                 continue

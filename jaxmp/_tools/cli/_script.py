@@ -29,8 +29,7 @@ import jaxmp
 from jaxmp._core import _compat, _plain, _targets
 from jaxmp._core._compat import _watch_jit
 from jaxmp._policies import _recipe
-from jaxmp._tools.audit import _audit
-from jaxmp._tools.audit._jitted import Watched, defined_steps, function_of
+from jaxmp._tools.audit import _audit, _jitted
 from jaxmp._tools.nonfinite import _measure
 from jaxmp._tools.plan import _programs
 from jaxmp.errors import AuditError, JaxmpError
@@ -132,7 +131,7 @@ class Watcher:
     ) -> None:
         self.tool, self.file, self.function, self.settings = tool, Path(result), function, settings
         self.process = os.getpid()
-        self.watched: dict[int, Watched] = {}
+        self.watched: dict[int, _jitted.Watched] = {}
         # The last two calls of steps with their arrays, for `locate`.
         self.calls: list[_watch_jit.JitCall] = []
         self.recipes: list[str] = []
@@ -165,7 +164,7 @@ class Watcher:
             return False
         watched = self.watched.get(id(call.jaxpr))
         if watched is None:
-            watched = self.watched[id(call.jaxpr)] = Watched(call)
+            watched = self.watched[id(call.jaxpr)] = _jitted.Watched(call)
         watched.calls += 1
         if self.tool == "locate":
             return self._keep(watched, call)
@@ -173,7 +172,7 @@ class Watcher:
             self.finish()
         return watched.is_left_out
 
-    def _is_enough(self, watched: Watched) -> bool:
+    def _is_enough(self, watched: _jitted.Watched) -> bool:
         name = self.function
         if name is not None and watched.call.name == name:
             return True
@@ -185,13 +184,13 @@ class Watcher:
     def _missed(self) -> list[str]:
         """Returns the steps that the script defines, and has not called."""
         every = self.watched.values()
-        called = {function_of(w.call.source) for w in every}
+        called = {_jitted.function_of(w.call.source) for w in every}
         names = {w.call.name for w in every if w.call.source is None}
         names.update(*(w.inner for w in every))
-        missed = defined_steps().items()
+        missed = _jitted.defined_steps().items()
         return [text for f, text in missed if f not in called and f.__name__ not in names]
 
-    def _keep(self, watched: Watched, call: _watch_jit.JitCall) -> bool:
+    def _keep(self, watched: _jitted.Watched, call: _watch_jit.JitCall) -> bool:
         """Copies the arrays of a step, and ends the script if the step before it has failed."""
         name = self.function
         if not watched.takes_gradients or name not in (None, call.name):
@@ -256,7 +255,7 @@ class Watcher:
         sentence += f"; --function NAME {verb} another one: {others}" if others else ""
         return {"error": "", "sentence": sentence, "value": self._value(chosen)}
 
-    def _chosen(self, watched: list[Watched]) -> list[Watched]:
+    def _chosen(self, watched: list[_jitted.Watched]) -> list[_jitted.Watched]:
         """Returns the requested function, the train steps, or the function with the most FLOPs."""
         name = self.function
         if name is not None:
@@ -268,14 +267,14 @@ class Watcher:
         if self.tool == "locate" and self.calls:
             return [self.watched[id(self.calls[0].jaxpr)]]
         # A function that was traced for several shapes counts once.
-        steps: dict[str, Watched] = {}
+        steps: dict[str, _jitted.Watched] = {}
         for each in watched:
             steps |= {str(each): each} if each.is_step and str(each) not in steps else {}
         if self.tool == "plan" or not steps:
             return watched[:1]
         return list(steps.values())
 
-    def _value(self, chosen: list[Watched]) -> Any:
+    def _value(self, chosen: list[_jitted.Watched]) -> Any:
         settings = self.settings
         if self.tool == "locate":
             return _locate(self.calls)

@@ -17,14 +17,13 @@ from jaxmp._core import _compat, _targets
 from jaxmp._core._typing import PyTree
 from jaxmp._programs._constructs import unknown_constructs
 from jaxmp._programs._interpreter import warn_of_unknown
-from jaxmp._tools.audit import _compile
+from jaxmp._tools.audit import _compile, _trace
 from jaxmp._tools.audit._hlo import Program
-from jaxmp._tools.audit._trace import Traced, check_function, trace
 from jaxmp._tools.memory._cache import compiler_of
 from jaxmp._tools.memory._liveness import Value, View, largest_use
 from jaxmp._tools.memory._shards import Shards, bytes_of, parts_of
+from jaxmp._tools.report import _section
 from jaxmp._tools.report._progress import progress_bar
-from jaxmp._tools.report._section import Section, bytes_text, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import AuditError, MissingDependencyError, TargetError
 from jaxmp.optim import _roles
@@ -119,42 +118,44 @@ class MemoryEstimate(Report):
         return None if not self.target or does_fit != may_fit else does_fit
 
     def __repr__(self) -> str:
-        return f"<MemoryEstimate of {bytes_text(self.total)}>"
+        return f"<MemoryEstimate of {_section.bytes_text(self.total)}>"
 
-    def _sections(self, full: bool) -> list[Section]:
+    def _sections(self, full: bool) -> list[_section.Section]:
         del full
         return [self._verdict(), self._table()]
 
-    def _verdict(self) -> Section:
+    def _verdict(self) -> _section.Section:
         if self.compiler:
-            size, texts = f"{bytes_text(self.total)} (compiled by {self.compiler})", []
+            size, texts = f"{_section.bytes_text(self.total)} (compiled by {self.compiler})", []
         else:
-            size = f"{bytes_text(self.least)} to {bytes_text(self.most)} (estimated)"
+            size = (
+                f"{_section.bytes_text(self.least)} to {_section.bytes_text(self.most)} (estimated)"
+            )
             texts = [f"{_range_text()} Not compiled: {self.reason}."]
         title = f"Memory of {self.function or 'the step'}: {size}"
         if not self.target:
-            return Section(title, " ".join(["The bytes are those of one device.", *texts]))
-        usable = bytes_text(self.usable)
+            return _section.Section(title, " ".join(["The bytes are those of one device.", *texts]))
+        usable = _section.bytes_text(self.usable)
         if self.fits:
-            left = bytes_text(self.usable - self.most)
+            left = _section.bytes_text(self.usable - self.most)
             text = f"It fits in {self.target}, and leaves {left} of the usable {usable}."
         elif self.fits is None:
             text = f"It may fit in {self.target}, of which {usable} are usable."
         else:
-            lack = bytes_text(self.least - self.usable) + " or more" * (not self.compiler)
+            lack = _section.bytes_text(self.least - self.usable) + " or more" * (not self.compiler)
             text = f"It does not fit in {self.target}: it lacks {lack} beside the usable {usable}."
         if self.preallocates:
-            text += f" JAX uses {self.share:.0%} of {bytes_text(self.memory)};"
+            text += f" JAX uses {self.share:.0%} of {_section.bytes_text(self.memory)};"
             text += " XLA_PYTHON_CLIENT_MEM_FRACTION sets the share."
         mood = "bad" if self.fits is False else "good" if self.fits else ""
-        return Section(title, " ".join([text, *texts]), mood=mood)
+        return _section.Section(title, " ".join([text, *texts]), mood=mood)
 
-    def _table(self) -> Section:
+    def _table(self) -> _section.Section:
         rows = tuple(
-            (kind, bytes_text(size), share_text(size, self.total), _MEANING[kind])
+            (kind, _section.bytes_text(size), _section.share_text(size, self.total), _MEANING[kind])
             for kind, size in self.kinds.items()
         )
-        return Section("By kind", "", ("kind", "bytes", "share", "content"), rows)
+        return _section.Section("By kind", "", ("kind", "bytes", "share", "content"), rows)
 
 
 @functools.cache
@@ -220,14 +221,14 @@ def estimate_memory(
       >>> estimate.kinds["parameters"]
       16384
     """
-    check_function(fn, "estimate_memory")
+    _trace.check_function(fn, "estimate_memory")
     chip = None if target is None else _targets.get_target(target)
     name, compiler, reason = getattr(fn, "__name__", ""), "", ""
     with contextlib.ExitStack() as stack:
         if chip is not None:
             stack.enter_context(_compat.unchecked_cuda())
             stack.enter_context(_targets.default_target(chip))
-        traced = trace(fn, args, kwargs)
+        traced = _trace.trace(fn, args, kwargs)
         try:
             compiled_for = _check_compiled(chip, exact)
             with progress_bar(None, progress) as (on_program, _):
@@ -276,7 +277,7 @@ def _check_compiled(chip: _targets.Target | None, exact: bool | None) -> _target
 
 
 def _compiled(
-    chip: _targets.Target, traced: Traced, folder: str | os.PathLike[str] | None
+    chip: _targets.Target, traced: _trace.Traced, folder: str | os.PathLike[str] | None
 ) -> Counter[str]:
     """Returns the bytes of each kind in the program that XLA compiles."""
     program = _compile.compile_for(chip, traced, compiler_of(folder, chip))
@@ -291,7 +292,7 @@ def _compiled(
     return kinds
 
 
-def _estimated(traced: Traced) -> tuple[Counter[str], int, int]:
+def _estimated(traced: _trace.Traced) -> tuple[Counter[str], int, int]:
     """Returns the bytes of each kind from shapes, and the range of their sum."""
     for construct, equation in unknown_constructs(traced.closed).items():
         warn_of_unknown(construct, equation, "the memory of the operations inside is not counted")
@@ -318,7 +319,7 @@ def _estimated(traced: Traced) -> tuple[Counter[str], int, int]:
     return counts, known + int(temporary * error["low"]), most
 
 
-def _kinds_of_arguments(traced: Traced) -> list[str]:
+def _kinds_of_arguments(traced: _trace.Traced) -> list[str]:
     """Returns the kind of each array among the arguments."""
     pairs = zip(traced.leaves, traced.roles(), strict=True)
     return [

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmp._core._compat import jaxpr_body
+from jaxmp._programs import _jaxprs
 from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, Inner, inners
-from jaxmp._programs._jaxprs import equations, is_literal
 from jaxmp._tools.memory._shards import Shards, Split
 
 # Operations whose results are the same arrays in memory. Matmuls read transposed operands.
@@ -134,9 +134,9 @@ def _flatten(
     views: dict[Any, View] = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(var: Any) -> View:
-        return View(Value(0)) if is_literal(var) else views.setdefault(var, View(Value(0)))
+        return View(Value(0)) if _jaxprs.is_literal(var) else views.setdefault(var, View(Value(0)))
 
-    for equation in equations(jaxpr, inside=False):
+    for equation in _jaxprs.equations(jaxpr, inside=False):
         name, operands = equation.primitive.name, [read(var) for var in equation.invars]
         inside = inners(equation) if name in CONSTRUCTS | OPAQUE_CALLS else []
         is_apart = any(

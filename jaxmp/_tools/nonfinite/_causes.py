@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core._compat import is_in_custom_vjp
+from jaxmp._programs import _locations
 from jaxmp._programs._jaxprs import is_literal
-from jaxmp._programs._locations import module_of, root_of
-from jaxmp._tools.audit._checks import OpOccurrence, PendingFindings
-from jaxmp._tools.fixes import _rewrite
-from jaxmp._tools.fixes._source import Edit, Expression, expression_of
+from jaxmp._tools.audit import _checks
+from jaxmp._tools.fixes import _rewrite, _source
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow, Measured, ScaleArgument
 from jaxmp._tools.nonfinite._record import Region
 from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Variable, Walk
@@ -58,7 +57,7 @@ class NonfiniteCause(NamedTuple):
     fix: str = ""
     expression: str = ""
     operation: Operation | None = None
-    edits: tuple[Edit, ...] = ()
+    edits: tuple[_source.Edit, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +88,9 @@ class NonfiniteEvidence:
     has_optimizer: bool
 
     @functools.cached_property
-    def findings(self) -> PendingFindings:
+    def findings(self) -> _checks.PendingFindings:
         """Collects the edits of fixes."""
-        return PendingFindings(lambda _: False)
+        return _checks.PendingFindings(lambda _: False)
 
     @property
     def op(self) -> Operation:
@@ -112,10 +111,10 @@ class NonfiniteEvidence:
         variable = Variable(self.op.region, self.op.at, self.op.equation.invars[operand])
         return {op.name for op in self.walk.chain(variable, through)}
 
-    def expression(self, operation: Operation | None = None) -> Expression | None:
+    def expression(self, operation: Operation | None = None) -> _source.Expression | None:
         """Returns the user's expression that makes an operation."""
         region, _, number = operation or self.op
-        return expression_of(_occurrence(region, number), self.findings)
+        return _source.expression_of(_occurrence(region, number), self.findings)
 
     def is_in(self, package: str) -> bool:
         """Returns True if a package, and not the user's own code, makes the operation."""
@@ -135,11 +134,11 @@ class NonfiniteEvidence:
         return NonfiniteCause(name, message, fix, edits[-1].old, operation, edits)
 
 
-def _occurrence(region: Region, number: int) -> OpOccurrence:
+def _occurrence(region: Region, number: int) -> _checks.OpOccurrence:
     """Returns an equation of a region in the form in which the audit reads it."""
     outer = None if region.outer is None else _occurrence(region.outer, region.key[-1][0])
     equation, location = region.equations[number], region.locations[number]
-    return OpOccurrence(equation, location, 1, region.index, outer)
+    return _checks.OpOccurrence(equation, location, 1, region.index, outer)
 
 
 def cause_of(evidence: NonfiniteEvidence) -> NonfiniteCause:
@@ -384,7 +383,9 @@ def _range_exceeded(e: NonfiniteEvidence) -> NonfiniteCause | None:
         f"The result reaches {size:g} in FP32, {size / largest:.3g} times the largest {dtype} "
         f"number, {largest:g}."
     )
-    module = module_of(e.op.region.locations[e.op.number].names, root_of(e.roots))
+    module = _locations.module_of(
+        e.op.region.locations[e.op.number].names, _locations.root_of(e.roots)
+    )
     if not module or not e.is_in("flax"):
         code = _rewrite.in_fp32(e.expression())
         return e.cause(f"{dtype}_range", message, "Compute the operation in FP32", code)

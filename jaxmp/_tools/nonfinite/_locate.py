@@ -8,11 +8,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxmp._programs._jaxprs import FORWARD, Path, is_literal
-from jaxmp._programs._locations import Lines, module_of, root_of
-from jaxmp._tools.audit._trace import Traced, check_function, trace
+from jaxmp._programs import _jaxprs, _locations
+from jaxmp._tools.audit import _trace
+from jaxmp._tools.fixes import _trial
 from jaxmp._tools.fixes._source import Edit
-from jaxmp._tools.fixes._trial import FAILS, NOT_TRIED, WORKS, Problems, try_edits, unified
 from jaxmp._tools.nonfinite._causes import NonfiniteEvidence, cause_of, cause_of_argument
 from jaxmp._tools.nonfinite._measure import (
     ScaleArgument,
@@ -69,28 +68,28 @@ def locate_nonfinite(
       >>> report.cause, report.index
       ('log_of_zero', (1,))
     """
-    check_function(step, "locate_nonfinite")
-    traced = trace(step, args, kwargs)
+    _trace.check_function(step, "locate_nonfinite")
+    traced = _trace.trace(step, args, kwargs)
     reason = unusable(traced)
     if reason:
         return NonfiniteReport(reproduced=False, reason=reason)
     search = _Search(traced)
     report = search.report()
-    fix, edits = unified(report.fix, report.file, report.line, search.edits)
+    fix, edits = _trial.unified(report.fix, report.file, report.line, search.edits)
     is_code = any(line.startswith("    ") for line in fix.splitlines())
     places = set(search.places()) if try_fixes and edits is not None else set()
     if not places or edits is None:
         # The search has run the step with the loss scale.
-        state = WORKS if report.cause == "loss_scale" else NOT_TRIED
+        state = _trial.WORKS if report.cause == "loss_scale" else _trial.NOT_TRIED
         return dataclasses.replace(report, trial=state * (try_fixes and is_code))
 
-    def problems(_: bool) -> Problems:
+    def problems(_: bool) -> _trial.Problems:
         # Other values that are not finite come after those of the fix.
-        after = places.intersection(_Search(trace(step, args, kwargs)).places())
+        after = places.intersection(_Search(_trace.trace(step, args, kwargs)).places())
         return dict.fromkeys(after, ("", None))
 
-    (trial,) = try_edits([edits], problems, places, [places])
-    if trial.state != FAILS:
+    (trial,) = _trial.try_edits([edits], problems, places, [places])
+    if trial.state != _trial.FAILS:
         return dataclasses.replace(report, trial=trial.state)
     # The sentence without its code.
     return dataclasses.replace(report, fix=fix.partition(":\n")[0] + ".", expression="")
@@ -99,7 +98,7 @@ def locate_nonfinite(
 class _Search:
     """Search in one traced step."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: _trace.Traced) -> None:
         self.traced, self.scale = traced, scale_of(traced)
         self.program = Program(Recorder(), traced.closed)
         # The expressions that the fix replaces.
@@ -163,7 +162,7 @@ class _Search:
         walk, roots = self._walk(self.traced.arrays)
         origin = walk.origin(roots, _unused_results(walk))
         if origin is not None and isinstance(origin.source, Operation):
-            yield Lines().of(origin.operation.enclosing)
+            yield _locations.Lines().of(origin.operation.enclosing)
 
     def _walk(self, arrays: list[Any]) -> tuple[Walk, list[Variable]]:
         walk = Walk(self.program(arrays))
@@ -189,13 +188,15 @@ class _Search:
         return 2.0**low
 
 
-def _location(lined: Operation, shown: Operation, names: dict[Path, None]) -> dict[str, Any]:
+def _location(
+    lined: Operation, shown: Operation, names: dict[_jaxprs.Path, None]
+) -> dict[str, Any]:
     """Returns the fields of a report on the location of an operation, and on another one's line."""
     location = shown.region.locations[shown.number]
-    file, line = Lines().of(lined.enclosing)
+    file, line = _locations.Lines().of(lined.enclosing)
     repeats = [(region.is_on_devices, n) for region, n in shown.repeats()]
     return {
-        "module": module_of(location.names, root_of(names)),
+        "module": _locations.module_of(location.names, _locations.root_of(names)),
         "primitive": shown.name,
         "phase": location.phase,
         "file": file,
@@ -231,7 +232,7 @@ def _reason(scale: ScaleArgument | None) -> str:
 def _roots(walk: Walk) -> list[Variable]:
     """Returns the results that are not finite, and gradients whose finiteness the step checks."""
     root = walk.recorded.root
-    results = [Variable(root, (), var) for var in root.body.outvars if not is_literal(var)]
+    results = [Variable(root, (), var) for var in root.body.outvars if not _jaxprs.is_literal(var)]
     for region, equation, location in walk.recorded.equations():
         is_check = equation.primitive.name == "is_finite" and not location.differentiated
         if is_check and walk.recorded.has_gradient:
@@ -259,7 +260,7 @@ def _unused_results(walk: Walk) -> list[Variable]:
     """
     unused = []
     for region, equation, location in walk.recorded.equations():
-        if location.phase == FORWARD and location.differentiated:
+        if location.phase == _jaxprs.FORWARD and location.differentiated:
             free = [var for var in equation.outvars if var not in region.index.consumers]
             for at in walk.recorded.positions(region) if free else ():
                 unused += [Variable(region, at, var) for var in free]

@@ -12,13 +12,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core import _compat
+from jaxmp._core import _compat, _trees
 from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._shardings import flattened
-from jaxmp._core._trees import all_finite, is_inexact
 from jaxmp._core._typing import Array, PyTree
+from jaxmp._programs import _interpreter
 from jaxmp._programs._bind import bind_in_fp32
-from jaxmp._programs._interpreter import Frame, vary_as_here
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.nonfinite._record import Key, Program, Recorder
 from jaxmp._tools.nonfinite._walk import Operation
@@ -56,7 +55,7 @@ def bad_arguments(traced: Traced) -> dict[int, ArgumentRow]:
     rows = {}
     names, roles = traced.texts(), traced.roles()
     for number, array in enumerate(traced.arrays):
-        if not is_inexact(array) or bool(jnp.isfinite(array).all()):
+        if not _trees.is_inexact(array) or bool(jnp.isfinite(array).all()):
             continue
         values = np.asarray(jax.device_get(array))
         bad = np.argwhere(~np.isfinite(values.astype(np.complex128)))
@@ -129,7 +128,7 @@ def last_step_was_skipped(tree: PyTree) -> bool:
 
 def has_failed(tree: PyTree) -> bool:
     """Returns True for arrays of a step that are not finite, or the counters of a skipped step."""
-    return last_step_was_skipped(tree) or not bool(all_finite(tree))
+    return last_step_was_skipped(tree) or not bool(_trees.all_finite(tree))
 
 
 def with_scale(arrays: list[Any], number: int, value: float) -> list[Any]:
@@ -189,7 +188,9 @@ class _Operands(Recorder):
         super().__init__()
         self.types: dict[Target, Any] = dict.fromkeys(targets)
 
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(
+        self, equation: JaxprEqn, operands: list[Any], frame: _interpreter.Frame
+    ) -> list[Any]:
         results = super().equation(equation, operands, frame)
         target = frame.state and (frame.state[0].key, frame.index)
         if target in self.types:
@@ -200,7 +201,7 @@ class _Operands(Recorder):
             shape = np.shape(groups[1][0])
             self.types[target] = [[(str(x.dtype), np.shape(x)) for x in each] for each in groups]
             rows = [[_elements(x, shape, position) for x in group] for group in groups]
-            self.side[target] = vary_as_here(rows)
+            self.side[target] = _interpreter.vary_as_here(rows)
         return results
 
 
@@ -286,5 +287,5 @@ def _elements(x: Array, shape: tuple[int, ...], position: Array) -> tuple[Array,
     if has_value:
         at = position if np.shape(x) == shape else 0
         value = lax.dynamic_index_in_dim(flat, at, 0, keepdims=False)
-    numbers = [lax.reshape(v, (1,)) for v in vary_as_here([low, high, *shares, value])]
+    numbers = [lax.reshape(v, (1,)) for v in _interpreter.vary_as_here([low, high, *shares, value])]
     return lax.concatenate(numbers, 0), _first(x), jnp.array(has_value)

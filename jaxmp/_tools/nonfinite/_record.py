@@ -21,12 +21,9 @@ from jax.extend.core import JaxprEqn
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._trees import is_float
 from jaxmp._core._typing import Array
-from jaxmp._programs._analysis import Body, gradients_of
-from jaxmp._programs._bind import bind_in_fp32, wide
-from jaxmp._programs._constructs import Form, Inner, inners
+from jaxmp._programs import _analysis, _bind, _constructs, _locations
 from jaxmp._programs._interpreter import Frame, Interpreter, Place, vary_as_here
 from jaxmp._programs._jaxprs import FORWARD, Atom, equations, is_literal
-from jaxmp._programs._locations import Location, Locations
 
 ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
 # Iterations of a while loop that are recorded: the first ones and the last.
@@ -48,10 +45,10 @@ class Region:
     key: Key
     body: Any
     outer: Region | None
-    locations: list[Location]
+    locations: list[_locations.Location]
 
     def __post_init__(self) -> None:
-        self.index = Body(self.body)
+        self.index = _analysis.Body(self.body)
         self.equations = list(equations(self.body, inside=False))
         arguments = (*self.body.constvars, *self.body.invars)
         variables = (*arguments, *(v for e in self.equations for v in e.outvars))
@@ -78,9 +75,9 @@ class Region:
         return () if self.outer is None else (self.equation, *self.outer.enclosing)
 
     @functools.cached_property
-    def inner(self) -> Inner | None:
+    def inner(self) -> _constructs.Inner | None:
         """The jaxpr with the variables of its equation; None for the whole program."""
-        inside = () if self.outer is None else inners(self.equation)
+        inside = () if self.outer is None else _constructs.inners(self.equation)
         return next((inner for inner in inside if inner.jaxpr is self.body), None)
 
     @property
@@ -91,7 +88,7 @@ class Region:
     @property
     def is_on_devices(self) -> bool:
         """True for the jaxpr of a `shard_map`."""
-        return self.inner is not None and self.inner.form is Form.SHARDS
+        return self.inner is not None and self.inner.form is _constructs.Form.SHARDS
 
     @property
     def chain(self) -> list[Region]:
@@ -121,7 +118,7 @@ class Recorder(Interpreter):
     def __init__(self) -> None:
         super().__init__()
         self.regions: dict[Key, Region] = {}
-        self.locations = Locations()
+        self.locations = _locations.Locations()
 
     def run(
         self, jaxpr: Any, args: Sequence[Any], place: Place | None = None, state: Any = None
@@ -142,7 +139,7 @@ class Recorder(Interpreter):
     def _region(self, body: Any, outer: Region | None, index: int) -> Region:
         key = () if outer is None else (*outer.key, (index, id(body)))
         if key not in self.regions:
-            location = Location() if outer is None else outer.locations[index]
+            location = _locations.Location() if outer is None else outer.locations[index]
             inside = equations(body, inside=False)
             locations = [self.locations.of(inner, location) for inner in inside]
             self.regions[key] = Region(key, body, outer, locations)
@@ -172,10 +169,10 @@ class WideRecorder(Recorder):
     consequence = ""
 
     def constant(self, array: Any) -> Any:
-        return wide(array)
+        return _bind.wide(array)
 
     def bound(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
-        return bind_in_fp32(equation, operands)
+        return _bind.bind_in_fp32(equation, operands)
 
 
 def code_of(x: Any, chosen: Array | None = None) -> Array:
@@ -183,7 +180,7 @@ def code_of(x: Any, chosen: Array | None = None) -> Array:
     dtype = getattr(x, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return jnp.int8(FINITE)
-    x = lax.abs(x) if jnp.issubdtype(dtype, jnp.complexfloating) else wide(x)
+    x = lax.abs(x) if jnp.issubdtype(dtype, jnp.complexfloating) else _bind.wide(x)
     to_int = lambda flags: lax.convert_element_type(flags, jnp.int8)
     is_zero = to_int(lax.eq(x, lax.full_like(x, 0)))
     codes = lax.add(to_int(lax.bitwise_not(lax.is_finite(x))), to_int(lax.ne(x, x)))
@@ -231,7 +228,7 @@ class Recorded:
         ran = self.arrays[region.key][..., -1]
         yield from (tuple(map(int, at)) for at in np.argwhere(ran))
 
-    def equations(self) -> Iterator[tuple[Region, Any, Location]]:
+    def equations(self) -> Iterator[tuple[Region, Any, _locations.Location]]:
         """Yields (region, equation, location) of each equation."""
         for region in self.regions.values():
             for equation, location in zip(region.equations, region.locations, strict=True):
@@ -247,7 +244,7 @@ class Recorded:
         codes: set[int] = set()
         for region in self.regions.values():
             phases = [location.phase for location in region.locations]
-            variables = gradients_of(region.body, phases, region.phase)
+            variables = _analysis.gradients_of(region.body, phases, region.phase)
             slots = [region.slots[var] for var in variables if is_float(var.aval)]
             rows = self.arrays[region.key]
             codes |= set(np.unique(rows[rows[..., -1] == 1][..., slots]))

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jaxmp._programs import _jaxprs
 from jaxmp._programs._constructs import CONSTRUCTS
-from jaxmp._programs._jaxprs import BACKWARD, Atom, is_literal
 from jaxmp._programs._operations import mesh_axes_of
 from jaxmp._tools.nonfinite._record import FINITE, INFINITE, NAN, Recorded, Region
 
@@ -47,7 +47,7 @@ class Operation(NamedTuple):
 
     @property
     def is_backward(self) -> bool:
-        return self.region.locations[self.number].phase == BACKWARD
+        return self.region.locations[self.number].phase == _jaxprs.BACKWARD
 
     @property
     def enclosing(self) -> tuple[Any, ...]:
@@ -80,7 +80,7 @@ class Variable(NamedTuple):
 
     region: Region
     at: At
-    var: Atom
+    var: _jaxprs.Atom
 
 
 class Argument(NamedTuple):
@@ -126,7 +126,7 @@ class Walk:
     def makers(self, variable: Variable) -> Iterator[Operation | Variable | Argument]:
         """Yields the operation that computes a variable, or variables with the same values."""
         region, at, var = variable
-        if is_literal(var) or var in region.body.constvars:
+        if _jaxprs.is_literal(var) or var in region.body.constvars:
             return
         index = region.index.positions.get(var)
         if index is None:
@@ -151,7 +151,7 @@ class Walk:
                 return
         yield Variable(outer, above, inner.operands[number])
 
-    def _inside(self, operation: Operation, var: Atom) -> Iterator[Variable]:
+    def _inside(self, operation: Operation, var: _jaxprs.Atom) -> Iterator[Variable]:
         """Yields the variables inside of a construct that become its result."""
         region, at, index = operation
         number = list(operation.equation.outvars).index(var)
@@ -234,7 +234,7 @@ class Walk:
         ends = []
         while waiting:
             node, via = waiting.pop()
-            is_literal_value = isinstance(node, Variable) and is_literal(node.var)
+            is_literal_value = isinstance(node, Variable) and _jaxprs.is_literal(node.var)
             if is_literal_value or (node, via is None) in seen:
                 continue
             seen.add((node, via is None))

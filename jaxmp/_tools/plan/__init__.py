@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxmp._core._targets import Target, get_target, is_between, with_links
+from jaxmp._policies import _recipe
 from jaxmp._policies._load import RecipeLike
-from jaxmp._policies._recipe import Recipe, load_recipe
 from jaxmp._tools.audit._compile import check_compiler
 from jaxmp._tools.plan._programs import Candidate, MeasuredRow, relative
 from jaxmp._tools.plan._report import PlanChoice as PlanChoice
@@ -139,7 +139,7 @@ def check_plan(
     hosts: int | None = None,
     links: Mapping[str, float] | None = None,
     **lists: Any,
-) -> tuple[list[Recipe], list[Target]]:
+) -> tuple[list[_recipe.Recipe], list[Target]]:
     """Checks the arguments of `plan`, and returns its recipes and chips."""
     parameters = inspect.signature(make_step).parameters if callable(make_step) else {}
     function = getattr(make_step, "__name__", "make_step")
@@ -184,7 +184,9 @@ def check_plan(
             )
         if not chip.uncompiled:
             check_compiler(chip)
-    recipes = [each for name in lists["recipes"] for each in load_recipe(name).split_phases()]
+    recipes = [
+        each for name in lists["recipes"] for each in _recipe.load_recipe(name).split_phases()
+    ]
     recipes = list(dict.fromkeys(recipes))
     pairs = [f"{name}/{recipe.name}" for name in names for recipe in recipes]
     for option, values, known in (("prices", prices, names), ("rates", rates, pairs)):

@@ -14,11 +14,10 @@ import numpy as np
 
 from jaxmp._core._targets import Target, targets
 from jaxmp._programs._jaxprs import BACKWARD
+from jaxmp._tools.audit import _hlo_collectives, _hlo_matmuls
 from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._hlo import Computation, Instruction, Program
-from jaxmp._tools.audit._hlo_collectives import collective_name, groups_of, sent_arrays
 from jaxmp._tools.audit._hlo_kernels import accessed, kernels
-from jaxmp._tools.audit._hlo_matmuls import DataFlow, matmul_of_instruction, parts, shape_of
 from jaxmp._tools.audit._hlo_stats import fused_attention
 from jaxmp.errors import TargetError
 
@@ -108,13 +107,13 @@ def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = No
         to each other, and their network is not known.
     """
     program, chip, count_of_hosts = Program(compiled.text), compiled.chip, hosts_of(compiled, hosts)
-    flow = DataFlow(program)
+    flow = _hlo_matmuls.DataFlow(program)
     flops, moved, shares = Counter[str](), Counter[str](), shares_of(chip)
     seconds, sent, count, narrow = 0.0, 0.0, 0, 0
     for step in kernels(program):
         kind, computing, size = "other", 0.0, 0
-        for inside, part in parts(program, step):
-            matmul = matmul_of_instruction(flow, step, inside, part)
+        for inside, part in _hlo_matmuls.parts(program, step):
+            matmul = _hlo_matmuls.matmul_of_instruction(flow, step, inside, part)
             if matmul is not None:
                 kind, dtype = "matmuls", _multiplied_in(matmul.lhs, matmul.rhs, chip)
                 flops[dtype] += matmul.flops * step.times
@@ -124,10 +123,10 @@ def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = No
                 narrow += matmul.flops * step.times * (_width(inside, part, matmul.flops) < _WIDE)
             elif fused_attention(part):
                 kind = "attention"
-            elif collective_name(part):
+            elif _hlo_collectives.collective_name(part):
                 kind = "collectives"
-                size += sum(shape.bytes for shape in sent_arrays(part, inside))
-                passes = 2 if collective_name(part) == "all-reduce" else 1
+                size += sum(shape.bytes for shape in _hlo_collectives.sent_arrays(part, inside))
+                passes = 2 if _hlo_collectives.collective_name(part) == "all-reduce" else 1
                 sent += passes * size * step.times / _link_of(part, compiled, hosts)
         size = size or accessed(program, step)
         moved[kind] += size * step.times
@@ -158,7 +157,7 @@ def _link_of(collective: Instruction, compiled: Compiled, hosts: int | None) -> 
     """Returns the bytes per second that a device sends in a collective."""
     chip, devices = compiled.chip, compiled.devices
     count = hosts_of(compiled, hosts)
-    groups = groups_of(collective, devices)
+    groups = _hlo_collectives.groups_of(collective, devices)
     each = devices // hosts if hosts else chip.domain
     domains = (np.arange(devices)[None] if groups is None else groups) // each
     if (domains == domains[:, :1]).all():
@@ -182,7 +181,9 @@ def _multiplied_in(lhs: str, rhs: str, chip: Target) -> str:
 
 def _width(inside: Computation, matmul: Instruction, flops: int) -> int:
     """Returns the smallest dimension of a matmul: rows, columns, or the contracted axis."""
-    arrays = [shape_of(inside, name) for name in matmul.operands[:2]] + [matmul.shapes[0]]
+    arrays = [_hlo_matmuls.shape_of(inside, name) for name in matmul.operands[:2]] + [
+        matmul.shapes[0]
+    ]
     return min(flops // (2 * max(1, array.elements)) for array in arrays)
 
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmp._core import _compat
-from jaxmp._core._targets import Target, default_target
+from jaxmp._core import _compat, _targets
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit._audit import audit_program
 from jaxmp._tools.audit._auditor import PolicyContext
@@ -23,7 +22,7 @@ from jaxmp._tools.memory import estimate_memory
 from jaxmp._tools.memory._cache import compiler_of
 from jaxmp._tools.plan._bound import cost_of, error_of, measured
 from jaxmp._tools.plan._report import PlanRow
-from jaxmp._tools.report._section import abbreviate, grouped
+from jaxmp._tools.report import _section
 from jaxmp.errors import JaxmpError, TargetError
 
 # Findings of the audit about kernels that were replaced by slower ones.
@@ -47,7 +46,7 @@ class Candidate(NamedTuple):
 
     make_step: Callable[..., Any]
     recipe: Recipe
-    chip: Target
+    chip: _targets.Target
     remat: Any
     cache: str | os.PathLike[str] | None
     hosts: int | None = None
@@ -58,7 +57,7 @@ class Candidate(NamedTuple):
         options |= {} if self.remat is None else {"remat": self.remat}
         seconds = None
         try:
-            with _compat.unchecked_cuda(), default_target(self.chip):
+            with _compat.unchecked_cuda(), _targets.default_target(self.chip):
                 made = self.make_step(self.recipe, **options)
                 if not (isinstance(made, (tuple, list)) and made and callable(made[0])):
                     raise TypeError(
@@ -157,9 +156,9 @@ def _interpolated(first: PlanRow, second: PlanRow, limit: int) -> int:
 def _fallbacks(report: AuditReport) -> tuple[str, ...]:
     """Returns the findings about slower kernels, without repetitions in other layers."""
     findings = (finding for finding in report.findings if finding.check in _FALLBACKS)
-    groups = grouped(findings, lambda finding: finding.message)
+    groups = _section.grouped(findings, lambda finding: finding.message)
     return tuple(
-        f"{abbreviate(sorted({f.module or 'the step' for f in group}))}: {message}"
+        f"{_section.abbreviate(sorted({f.module or 'the step' for f in group}))}: {message}"
         for message, group in groups.items()
     )
 

@@ -16,8 +16,7 @@ from jaxmp._core._dtypes import FLOAT32
 from jaxmp._core._shardings import sampled
 from jaxmp._core._typing import Array
 from jaxmp._policies._op_table import OpTable
-from jaxmp._programs import _analysis, _bind, _jaxprs, _observe, _operations
-from jaxmp._programs._interpreter import Entry, Frame, Interpreter, Place
+from jaxmp._programs import _analysis, _bind, _interpreter, _jaxprs, _observe, _operations
 from jaxmp._tools.stats._measure import clipped, fp8_scale
 
 EMULATED = FLOAT16, FLOAT8 = "float16", "float8"
@@ -39,7 +38,7 @@ class _Value:
     is_wide: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
-class Emulation(Interpreter):
+class Emulation(_interpreter.Interpreter):
     """Interpreter that computes in another format.
 
     The results of the operations that the op table runs in 16 bits are rounded, in modules and of
@@ -79,22 +78,26 @@ class Emulation(Interpreter):
     def array(self, value: Any) -> Any:
         return value.array if isinstance(value, _Value) else value
 
-    def entered(self, values: list[Any], entry: Entry, operands: list[Any]) -> list[Any]:
+    def entered(
+        self, values: list[Any], entry: _interpreter.Entry, operands: list[Any]
+    ) -> list[Any]:
         # The result of an iteration has the type of the carry.
-        return list(map(self.array, values)) if entry is Entry.CARRY else values
+        return list(map(self.array, values)) if entry is _interpreter.Entry.CARRY else values
 
     def run(
         self,
         jaxpr: Jaxpr | ClosedJaxpr,
         args: Sequence[Any],
-        place: Place | None = None,
+        place: _interpreter.Place | None = None,
         state: Any = None,
     ) -> list[Any]:
-        place = place or Place()
+        place = place or _interpreter.Place()
         values = _as_values(args, place.phase == _jaxprs.BACKWARD)
         return super().run(jaxpr, values, place, _analysis.ModuleOutputs(jaxpr, place, state))
 
-    def equation(self, equation: JaxprEqn, operands: list[Any], frame: Frame) -> list[Any]:
+    def equation(
+        self, equation: JaxprEqn, operands: list[Any], frame: _interpreter.Frame
+    ) -> list[Any]:
         place, outputs, name = frame.place.of(equation), frame.state, equation.primitive.name
         is_backward, is_matmul = place.phase == _jaxprs.BACKWARD, name in _observe.MATMULS
         is_inside = self.name and (place.scopes or is_matmul) and _bind.runs_in_fp32(equation)
