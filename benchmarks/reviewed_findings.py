@@ -202,6 +202,9 @@ _ATTENTION = (
     *((file, 'jnp.einsum("...hqk,...khd->...qhd"') for file in _HUGGING_FACE),
 )
 
+_CLASSIFIERS = ("bert", "vit", "resnet")
+_LANGUAGE_MODELS = ("gpt2", "llama", "whisper", "wav2vec2")
+
 MODELS = (
     Reviewed(
         "Attention multiplies in FP32",
@@ -228,6 +231,19 @@ MODELS = (
         "Flax's function takes the softmax in its `dtype` argument",
         _SOFTMAX_COST,
         "`attention_fn=jaxmp.attention_fn()` in the call.",
+    ),
+    Reviewed(
+        "The model returns its logits in bfloat16",
+        ("rounded_output",),
+        (
+            *((f"{name}/modeling_flax_{name}.py", "self.classifier(") for name in _CLASSIFIERS),
+            *((f"{name}/modeling_flax_{name}.py", "lm_head") for name in _LANGUAGE_MODELS),
+            ("mamba2_jax/modeling.py", "logits = hidden_states @ self.backbone.embedder"),
+        ),
+        "The last layer has the `dtype` of the model (in Mamba-2, a matmul that a recipe does "
+        "not reach), and the loss casts its rounded results to FP32",
+        "Logits around 300 have steps of 2; those around 10 have steps of 1/16.",
+        "Return the FP32 sums: a recipe does so for Flax layers, and `jaxmp.autocast` for matmuls.",
     ),
     Reviewed(
         "The class token widens the activations",

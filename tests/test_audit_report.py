@@ -400,9 +400,9 @@ def fn(w, x):
 # fp32_matmul
 def loss_fn(params, inputs):
     y = model.apply(params["model"], fn(params["w"], inputs))
-    x = inputs.astype(jnp.bfloat16)
+    x = logits = inputs.astype(jnp.bfloat16)
     x = jax.nn.softmax(x)  # softmax_16bit
-    logits = 2 * x
+    y = y * x.astype(jnp.float32)
     # loss_16bit
     return y.mean() - jax.nn.log_softmax(logits)[:, 0].astype(jnp.float32).mean()
 """

@@ -19,6 +19,7 @@ from jaxmp._programs._analysis import Backward, Body, Forward, primitives
 from jaxmp._programs._constructs import CALLS, CONSTRUCTS, OPAQUE, REMATS, call_of, loop_of
 from jaxmp._programs._interpreter import Interpreter
 from jaxmp._programs._jaxprs import equations
+from jaxmp._programs._locations import Lines
 from jaxmp._programs._operations import axes_of, dot_of, jit_of, name_of
 from jaxmp._tools.validate._probe import with_outputs
 
@@ -168,6 +169,19 @@ def test_running_a_construct_again_changes_nothing(name):
         assert counts(plain) == counts(replayed)
         expected, result = jax.jit(lambda x, fns=(plain, replayed): [f(x) for f in fns])(X)
         np.testing.assert_array_equal(result, expected)
+
+
+def test_a_jitted_function_of_jax_that_runs_again_has_the_line_of_its_call():
+    """JAX records what is inside of `jnp.std` without the frames of its caller."""
+
+    def spread(x):
+        return jnp.std(x, axis=0).sum()
+
+    closed = jax.make_jaxpr(spread)(jnp.ones((2, 3)))
+    again = jax.make_jaxpr(lambda x: Interpreter().run(closed, [x]))(jnp.ones((2, 3)))
+    (root,) = (each for each in equations(again) if each.primitive.name == "sqrt")
+    line = spread.__code__.co_firstlineno + 1
+    assert Lines().of((root,)) == (spread.__code__.co_filename, line)
 
 
 def test_the_programs_contain_every_construct():

@@ -229,8 +229,8 @@ def resolve_policy(
     if policy.keep_inputs:
         policy = _with_own_inputs(policy, deciding, module_type)
     names_output = deciding is not None and deciding.output_dtype is not None
-    output, compute = _dtypes.bits(policy.output_dtype), _dtypes.bits(policy.compute_dtype)
-    is_wide = names_output and output > compute
+    bits = _dtypes.bits
+    is_wide = names_output and bits(policy.output_dtype) > bits(policy.compute_dtype)
     is_half_root = not path and _dtypes.is_16bit(policy.output_dtype)
     narrow = "" if is_half_root else narrow_reason(policy, outputs)
     sets_fp8 = deciding is not None and deciding.matmul == "fp8"

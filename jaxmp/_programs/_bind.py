@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxmp._core._compat import JaxprEqn, source_info_util
 from jaxmp._core._typing import Array
 from jaxmp._programs._constructs import sub_jaxprs
 from jaxmp._programs._jaxprs import array_aval
+from jaxmp._programs._locations import Lines
 
 # These primitives contain a jaxpr of two scalars in the recorded dtype. For another dtype, JAX's
 # public function builds a new one.
@@ -48,11 +50,22 @@ def scatter_of(equation: JaxprEqn) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_recorded(equation: JaxprEqn) -> Iterator[None]:
-    """Runs a block with the source line, scopes and context (such as the mesh) of an equation."""
+    """Runs a block with the source line, scopes and context (such as the mesh) of an equation.
+
+    JAX records the equations of its own jitted functions, such as `jnp.std`, without the user's
+    frames. They get those of the call.
+    """
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+    traceback = info.traceback
+    if traceback is not None and not _lines().has_own(traceback):
+        traceback = source_info_util.current().traceback
+    with source_info_util.user_context(traceback, name_stack=stack), equation.ctx.manager:
         yield
+
+
+# The folders of libraries do not change after these were imported.
+_lines = functools.cache(Lines)
 
 
 # ---------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -115,6 +115,11 @@ class Lines:
                 if self.is_own(code.co_filename):
                     return code.co_filename, traceback.code_addr2line(code, instruction)
         return "", 0
+
+    def has_own(self, traceback: Any) -> bool:
+        """Returns True if a frame of a traceback belongs to the user's code."""
+        # The outermost frame mostly does.
+        return any(self.is_own(code.co_filename) for code in reversed(traceback.raw_frames()[0]))
 
     def first_own(self, frames: Iterable[tuple[str, int]]) -> tuple[str, int]:
         """Returns the first (file, line) of the user's code; `("", 0)` if there is none."""

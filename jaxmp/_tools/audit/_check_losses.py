@@ -291,8 +291,8 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
         and not audit.flow.labels(LogProbability, operand)
         and audit.findings.is_own_call(op.equation)
     ):
-        where = audit.findings.where(op)
-        fix = lambda: fix_expression(f"At {where}, do not round to 16 bits", op, audit.findings)
+        advice = f"At {audit.findings.where(op)}, do not round to 16 bits"
+        fix = lambda: fix_expression(advice, op, audit.findings) or f"{advice}."
         audit.flow.mark(result, UserCast(op, f"an FP32 value is rounded to {dtype.name}", fix))
 
 
