@@ -210,7 +210,7 @@ def normalized_inputs(d):
     return step, (parameters(d.wide), inputs(d.wide), labels())
 
 
-@plant("fp32_matmul", "jaxmp.autocast(fn, 'bf16')", repeats=0)
+@plant("fp32_matmul", "jaxmp.load_recipe('bf16').wrap(model)", repeats=0)
 def fp32_teacher(d):
     class Teacher(nnx.Module):
         def __init__(self, dtype, hidden_dtype, rngs):
@@ -222,7 +222,7 @@ def fp32_teacher(d):
             return self.third(nnx.relu(self.second(nnx.relu(self.first(x)))))  # planted
 
     teacher = Teacher(d.low, d.low if d.fixed else None, nnx.Rngs(0))
-    fixed = jaxmp.autocast(lambda x: teacher(x), "bf16") if d.fixed else teacher
+    fixed = jaxmp.load_recipe("bf16").wrap(teacher) if d.fixed else teacher
 
     def step(p, x):
         target = jax.nn.softmax(fixed(x).astype(d.wide))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from jaxmp._tools.audit import _audit as _audit  # registers the checks
 from jaxmp._tools.audit._checks import CHECKS, Check
 
 PAGE = Path(__file__).with_name("findings.md")

@@ -1416,7 +1416,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a quotient by sums of other rows becomes a softmax",
-        "jaxmp/_tools/fixes/_rewrite.py",
+        "jaxmp/_tools/fixes/_domains.py",
         'others == ["keepdims=True"] or',
         'others in ([], ["keepdims=True"]) or',
         ("test_nonfinite.py::test_steps_that_overflow_become_one_function",),

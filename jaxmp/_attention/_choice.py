@@ -14,7 +14,8 @@ from jax.sharding import AxisType
 
 from jaxmp._attention._arguments import AttentionArguments
 from jaxmp._attention._cudnn import padded_size
-from jaxmp._core import _compat, _dtypes, _explanation, _messages, _targets
+from jaxmp._core import _dtypes, _explanation, _messages, _targets
+from jaxmp._core._compat import compute_capability, cudnn_version, target
 from jaxmp.errors import AttentionError
 
 _log = logging.getLogger("jaxmp.attention")
@@ -130,9 +131,7 @@ def log_once(choice: AttentionExplanation) -> None:
     if (choice.implementation, blocker) in _logged:
         return
     _logged.add((choice.implementation, blocker))
-    unfused = (
-        choice.implementation != "cudnn" and choice.reason != ASKED and _compat.target() != "cpu"
-    )
+    unfused = choice.implementation != "cudnn" and choice.reason != ASKED and target() != "cpu"
     _log.log(logging.WARNING if unfused else logging.INFO, "attention runs as %s", choice)
 
 
@@ -142,13 +141,13 @@ def log_once(choice: AttentionExplanation) -> None:
 
 
 def _device_blockers() -> Iterator[Blocker]:
-    device = _compat.target()
+    device = target()
     if device != "gpu":
         reason = f"the program is compiled for {device}"
         splash = "Call jax.experimental.pallas.ops.tpu.splash_attention in an attention function."
         change = splash if device == "tpu" else "Compile the program for a GPU."
         yield Blocker("device", reason, change)
-    elif _compat.cudnn_version() is None:
+    elif cudnn_version() is None:
         commands = " or ".join(map(_messages.install_command, ("cuda12", "cuda13")))
         change = f"Install it: {commands}."
         yield Blocker("device", "JAX finds no cuDNN", change)
@@ -164,7 +163,7 @@ def _operand_blockers(args: AttentionArguments) -> Iterator[Blocker]:
         reason = f"the kernel takes 16 bits, the operands are {dtype.name}"
         yield Blocker("policy", reason, "Write policy='bfloat16'.")
     # JAX reads the capability of the local GPU, even if it compiles for another one.
-    capability = _compat.compute_capability()
+    capability = compute_capability()
     is_hopper = capability is not None and capability >= _targets.LARGE_ATTENTION_HEADS
     largest = _LARGEST_HEAD_HOPPER if is_hopper else _LARGEST_HEAD
     padded = padded_size(args.query.shape[-1], args.value.shape[-1])

@@ -1,1 +1,1 @@
-"""Foundations without policies: JAX versions, dtypes, trees, jaxprs and compiled programs."""
+"""Foundations without policies: JAX versions, dtypes, trees, messages, and the table of chips."""

@@ -118,7 +118,6 @@ class LayerTable:
     functions and wrapped models depend on it.
 
     Args:
-      framework: "linen" or "nnx".
       module_class: `flax.linen.Module` or `flax.nnx.Module`.
       rows: class -> traits, for Flax's own classes.
       flax_dtype: returns the name of the `dtype` attribute that Flax defines for a class, or "".

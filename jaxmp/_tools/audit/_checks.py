@@ -85,7 +85,7 @@ class Check:
         return _registration([ON_COMPILED])(function)
 
 
-# Id -> check, in the order of the imports in `__init__.py`. Findings of one severity are sorted by
+# Id -> check, in the order of the imports in `_audit.py`. Findings of one severity are sorted by
 # it, except for notes.
 CHECKS: dict[str, Check] = {}
 

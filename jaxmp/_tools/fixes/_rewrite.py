@@ -1,4 +1,4 @@
-"""New code for an expression: other dtypes, and operands within the domain of a function.
+"""New code for an expression: other dtypes.
 
 Each function returns the code and records the edit. It returns "" for an expression with a function
 that is not in the table, or of another form.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import ast
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxmp._tools.fixes._functions import (
     CASTS,
-    DOMAINS,
     DTYPES,
     EMBEDDINGS,
     FUNCTIONS,
@@ -26,13 +25,9 @@ from jaxmp._tools.fixes._functions import (
     Function,
     arguments_of,
 )
-from jaxmp._tools.fixes._source import Expression, enclosing
+from jaxmp._tools.fixes._source import Expression
 
 _WIDE = ast.Attribute(ast.Name("jnp"), "float32")
-# Bounds of an operand as code, in which `{array}` is the operand: its smallest positive normal
-# number, the distance from 1 to the next larger number, and its lowest finite number.
-TINY, EPS = "jnp.finfo(({array}).dtype).tiny", "jnp.finfo(({array}).dtype).eps"
-LOWEST = "jnp.finfo(({array}).dtype).min"
 
 
 @functools.lru_cache(maxsize=256)
@@ -352,190 +347,6 @@ def with_split_copy(expression: Expression | None, spec: str, dtype: str, *, has
     split = spec if has_mesh else f"jax.sharding.NamedSharding({mesh}, {spec})"
     before = ast.Call(node.func, [copy, parsed(split)], [])
     return expression.replaced_by(ast.Call(node.func, [before, sharding], node.keywords))
-
-
-# ---------------------------------------------------------------------------
-# Domains
-# ---------------------------------------------------------------------------
-
-
-def at_least(expression: Expression | None, bound: str, domain: str) -> str:
-    """Returns a call or power with a lower bound of its first operand.
-
-    Args:
-      expression: the call.
-      bound: such as `TINY`.
-      domain: the functions that may be called, a key of `DOMAINS`.
-    """
-    if expression is not None and "log1p" in expression.text.partition("(")[0]:
-        bound = f"{EPS} - 1"
-    change = lambda text: f"jnp.maximum({text}, {bound.format(array=text)})"
-    return _bounded(expression, change, domain)
-
-
-def at_most(expression: Expression | None, bound: float, domain: str) -> str:
-    """Returns a call with an upper bound of its first operand; see `at_least`."""
-    return _bounded(expression, lambda text: f"jnp.minimum({text}, {bound:g})", domain)
-
-
-def within(expression: Expression, low: int, high: int | None) -> str:
-    """Returns a call whose first operand is between two numbers, without these; None: no limit."""
-    if high is None:
-        return _bounded(expression, lambda text: f"jnp.maximum({text}, {TINY.format(array=text)})")
-    limits = lambda eps: f"{f'{low} + ' if low else ''}{eps}, {high} - {eps}"
-    change = lambda text: f"jnp.clip({text}, {limits(EPS.format(array=text))})"
-    return _bounded(expression, change)
-
-
-def divided(expression: Expression | None) -> str:
-    """Returns a quotient that divides by 1 where the denominator is zero.
-
-    A root or a norm in the denominator gets a positive lower bound instead, because its derivative
-    is infinite at zero.
-    """
-    node = None if expression is None else expression.node
-    if expression is None or not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
-        return ""
-    text = ast.unparse(node.right)
-    new = f"jnp.where({text} == 0, 1, {text})"
-    for call in ast.walk(node.right):
-        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("sqrt", "norm", "std")):
-            inner = Expression(call, expression.place, [])
-            new = text.replace(ast.unparse(call), norm(inner) or at_least(inner, TINY, "root"))
-    return expression.replaced_by(ast.BinOp(node.left, node.op, parsed(new)))
-
-
-def norm(expression: Expression | None) -> str:
-    """Returns a norm or standard deviation whose gradient is finite at zero."""
-    node = None if expression is None else expression.node
-    if expression is None or not isinstance(node, ast.Call):
-        return ""
-    name = known_function(expression)[0].rpartition(".")[2]
-    if name == "std":
-        call = expression.copy()
-        call.func.attr = "var"
-        square, array = ast.unparse(call), ast.unparse(call)
-    elif name == "norm" and len(node.args) == 1:
-        if {k.arg for k in node.keywords} - {"axis", "keepdims"}:
-            return ""
-        array = ast.unparse(node.args[0])
-        more = "".join(f", {k.arg}={ast.unparse(k.value)}" for k in node.keywords)
-        square = f"jnp.sum(jnp.square({array}){more})"
-    else:
-        return ""
-    return expression.replaced_by(f"jnp.sqrt(jnp.maximum({square}, {TINY.format(array=array)}))")
-
-
-def double_where(where: Expression | None, inner: Expression | None) -> str:
-    """Returns a `where` whose unused branch has a finite gradient.
-
-    Args:
-      where: the call `jnp.where(condition, x, y)`.
-      inner: the call or quotient whose gradient is not finite, with an operand to replace. It is
-        replaced by itself if `where` does not contain it.
-    """
-    node = None if where is None else where.node
-    if where is None or inner is None or not isinstance(node, ast.Call) or len(node.args) != 3:
-        return ""
-    condition, *branches = map(ast.unparse, node.args)
-    old = inner.text
-    is_first = old in branches[0] and old not in branches[1]
-    safe = "jnp.where({c}, {x}, 1)" if is_first else "jnp.where({c}, 1, {x})"
-    make = lambda text: safe.format(c=condition, x=text)
-    if isinstance(inner.node, ast.BinOp) and isinstance(inner.node.op, ast.Div):
-        right = parsed(make(ast.unparse(inner.node.right)))
-        new = ast.unparse(ast.BinOp(inner.node.left, inner.node.op, right))
-    else:
-        new = _bounded(Expression(inner.node, inner.place, []), make)
-    if new and old in where.text:
-        return where.replaced_by(where.text.replace(old, new))
-    return inner.replaced_by(new)
-
-
-# Functions -> the one that computes their logarithm.
-_LOGARITHMS = {
-    "jax.nn.sigmoid": "jax.nn.log_sigmoid",
-    "jax.scipy.special.expit": "jax.nn.log_sigmoid",
-    "jax.nn.softmax": "jax.nn.log_softmax",
-}
-
-
-def in_one_function(expression: Expression | None) -> str:
-    """Returns one function for steps that overflow, such as the log of a sum of exponentials.
-
-    The code replaces the smallest expression around the given one that has such a function.
-    """
-    for outer in () if expression is None else enclosing(expression):
-        code = outer.replaced_by(_in_one_function(outer))
-        if code:
-            return code
-    return ""
-
-
-def _in_one_function(expression: Expression) -> str:
-    name_of = lambda node: expression.name_of(node.func) if isinstance(node, ast.Call) else ""
-    is_exp = lambda node: name_of(node) == "jax.numpy.exp"
-    is_sum = lambda node: name_of(node) == "jax.numpy.sum"
-    call = lambda function, arguments, keywords: ast.unparse(
-        ast.Call(parsed(function), arguments, keywords)
-    )
-    match expression.copy():
-        case ast.BinOp(
-            ast.Call(args=[x]) as exp, ast.Div(), ast.Call(args=[same], keywords=keywords) as total
-        ) if is_exp(exp) and is_sum(total) and ast.unparse(same) == ast.unparse(exp):
-            options = {keyword.arg: keyword for keyword in keywords}
-            axis = options.pop("axis", None)
-            others = [ast.unparse(keyword) for keyword in options.values()]
-            is_softmax = others == ["keepdims=True"] or not (others or axis)
-            axis = axis or ast.keyword("axis", ast.Constant(None))
-            return call("jax.nn.softmax", [x], [axis]) if is_softmax else ""
-        case ast.Call(args=[ast.Call(args=[x]) as exp]) as log if is_exp(exp):
-            return call("jax.nn.softplus", [x], []) * (name_of(log) == "jax.numpy.log1p")
-        case ast.Call(args=[inner]) as log if name_of(log) == "jax.numpy.log":
-            pass
-        case _:
-            return ""
-    match inner:
-        case ast.BinOp(ast.Constant(1), ast.Add(), ast.Call(args=[x]) as exp) | ast.BinOp(
-            ast.Call(args=[x]) as exp, ast.Add(), ast.Constant(1)
-        ) if is_exp(exp):
-            return call("jax.nn.softplus", [x], [])
-        case ast.Call(args=[ast.Call(args=[x]) as exp, *more], keywords=keywords) as total if (
-            is_sum(total) and is_exp(exp)
-        ):
-            return call("jax.scipy.special.logsumexp", [x, *more], keywords)
-        case ast.Call(ast.Attribute(ast.Call(args=[x]) as exp, "sum"), more, keywords) if is_exp(
-            exp
-        ):
-            return call("jax.scipy.special.logsumexp", [x, *more], keywords)
-        case ast.Call(args=arguments, keywords=keywords) if name_of(inner) in _LOGARITHMS:
-            return call(_LOGARITHMS[name_of(inner)], arguments, keywords)
-    return ""
-
-
-def _bounded(expression: Expression | None, change: Callable[[str], str], domain: str = "") -> str:
-    """Returns a call of a known function, or a power, with another first operand."""
-    if expression is None:
-        return ""
-    node, (name, row) = expression.copy(), known_function(expression)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and domain in ("root", ""):
-        node.left = parsed(change(ast.unparse(node.left)))
-        return expression.replaced_by(node)
-    if row is None or not isinstance(node, ast.Call):
-        return ""
-    # The logarithm of a density is that of its scale.
-    is_density = name.startswith("jax.scipy.stats.") and domain == "log"
-    for keyword in node.keywords if is_density else ():
-        if keyword.arg == "scale":
-            keyword.value = parsed(change(ast.unparse(keyword.value)))
-            return expression.replaced_by(node)
-    position = 2 if is_density else 0
-    if domain and not is_density and name.rpartition(".")[2] not in DOMAINS[domain]:
-        return ""
-    if position < len(node.args) and not isinstance(node.args[position], ast.Starred):
-        node.args[position] = parsed(change(ast.unparse(node.args[position])))
-        return expression.replaced_by(node)
-    return ""
 
 
 def parsed(text: str) -> ast.expr:

@@ -16,7 +16,7 @@ from jaxmp._core._compat import is_in_custom_vjp
 from jaxmp._programs import _locations
 from jaxmp._programs._jaxprs import is_literal
 from jaxmp._tools.audit import _checks
-from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.fixes import _domains, _rewrite, _source
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow, Measured, ScaleArgument
 from jaxmp._tools.nonfinite._record import Region
 from jaxmp._tools.nonfinite._walk import MOVES, Operation, Origin, Variable, Walk
@@ -42,7 +42,7 @@ _OPTIMIZERS = {
 
 
 class NonfiniteCause(NamedTuple):
-    """NonfiniteCause that a measurement shows.
+    """Cause that a measurement shows.
 
     id: name of the cause, such as "division_by_zero"; "" if it is not known.
     message: the measurement, in one or two sentences.
@@ -166,7 +166,7 @@ def _where_gradient(e: NonfiniteEvidence) -> NonfiniteCause | None:
         ):
             if select.name == "select_n" and select.is_backward:
                 inner = e.expression(shown)
-                code = _rewrite.double_where(e.expression(select), inner)
+                code = _domains.double_where(e.expression(select), inner)
                 text = shown.name if inner is None else f"`{inner.text}`"
                 message = (
                     f"The forward pass discards the result of {text} here, so its gradient is "
@@ -199,7 +199,7 @@ def _interval(e: NonfiniteEvidence) -> NonfiniteCause | None:
     low, high = _INTERVALS[name]
     ends = f"{low}" if high is None else f"{low} and {high}"
     message = f"`{old.text}` or its derivative is not finite at {ends} or beyond."
-    code = _rewrite.within(old, low, high)
+    code = _domains.within(old, low, high)
     return e.cause("outside_domain", message, "Keep the operand within the domain", code)
 
 
@@ -232,7 +232,7 @@ def _masked_softmax(e: NonfiniteEvidence) -> NonfiniteCause | None:
         message = f"Logits of row {row} are inf: they are beyond the range of their dtype."
         fix = "Compute the logits in FP32, or scale the queries before their matmul."
         return NonfiniteCause("float16_range", message, fix)
-    code = _rewrite.at_least(e.expression(), _rewrite.LOWEST, "softmax")
+    code = _domains.at_least(e.expression(), _domains.LOWEST, "softmax")
     message = f"All logits of row {row} are -inf: the mask hides every element of this row."
     sentence = "Bound the logits, so that such a row has equal weights"
     return e.cause("masked_softmax", message, sentence, code)
@@ -249,8 +249,8 @@ def _of_log(e: NonfiniteEvidence, x: float) -> NonfiniteCause:
     old, row = e.expression(), e.source.operands[0]
     name = "log_of_negative" if x < 0 else "log_of_zero"
     message = f"The logarithm reads {x:g} ({row.zero:.1%} of the {row.dtype} operand is zero)."
-    stable = _rewrite.in_one_function(old)
-    code = stable or _rewrite.at_least(old, _rewrite.TINY, "log")
+    stable = _domains.in_one_function(old)
+    code = stable or _domains.at_least(old, _domains.TINY, "log")
     return e.cause(name, message, _IN_ONE if stable else "Keep the operand positive", code)
 
 
@@ -265,8 +265,8 @@ def _root(e: NonfiniteEvidence) -> NonfiniteCause | None:
 def _of_root(e: NonfiniteEvidence, name: str, message: str) -> NonfiniteCause:
     old = e.expression()
     is_inverse = old is not None and "rsqrt" in old.text.partition("(")[0]
-    bound = _rewrite.EPS if is_inverse else _rewrite.TINY
-    code = _rewrite.norm(old) or _rewrite.at_least(old, bound, "root")
+    bound = _domains.EPS if is_inverse else _domains.TINY
+    code = _domains.norm(old) or _domains.at_least(old, bound, "root")
     return e.cause(name, message, "Keep the operand positive", code)
 
 
@@ -297,7 +297,7 @@ def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
         fix += f"    tx = optax.{name}(learning_rate, eps={max(1e-8, least):g})"
         return NonfiniteCause("optimizer_epsilon", message, fix)
     message = f"{row.zero:.1%} of the denominators are zero; they are {_range(row)}."
-    code = _rewrite.divided(old)
+    code = _domains.divided(old)
     if not code and is_in_custom_vjp(e.op.equation.source_info):
         fix = (
             "JAX records only the line that calls the custom_vjp function. In its rule, replace "
@@ -325,8 +325,8 @@ def _exponential(e: NonfiniteEvidence) -> NonfiniteCause | None:
         f"integer with a result in {dtype}."
         f"{' The step overflows in FP32 too.' * e.overflows_in_fp32}"
     )
-    stable = _rewrite.in_one_function(e.expression())
-    code = stable or _rewrite.at_most(e.expression(), bound, "exp")
+    stable = _domains.in_one_function(e.expression())
+    code = stable or _domains.at_most(e.expression(), bound, "exp")
     return e.cause("exp_overflow", message, _IN_ONE if stable else "Bound the operand", code)
 
 
