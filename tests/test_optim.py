@@ -215,6 +215,11 @@ def test_optax_reads_and_sets_fields_of_the_inner_state():
     new = optax.tree.set(state, learning_rate=jnp.float32(0.5))
     assert optax.tree.get(new, "learning_rate") == 0.5
     assert changed(state, new) == [".inner_state.inner_state.hyperparams['learning_rate']"]
+    with pytest.raises(AttributeError, match="has no attribute 'hyperparams'") as error:
+        _ = state.hyperparams
+    hyperparams = eval(str(error.value).splitlines()[-1], {"optax": optax, "opt_state": state})
+    assert hyperparams["learning_rate"] == jnp.float32(0.1)
+    assert not hasattr(state, "mu")
 
 
 @pytest.mark.parametrize("recipe", ["bf16_params", "fp16_params"])

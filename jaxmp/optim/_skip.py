@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +180,12 @@ class SkipNonfiniteState:
     stats: SkipStats
     inner_state: PyTree
     settings: SkipSettings = dataclasses.field(metadata={"static": True})
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"The optimizer state of a recipe has no attribute {name!r}; it contains the state of "
+            f"your optimizer. Write:\n    optax.tree.get(opt_state, {name!r})"
+        )
 
 
 # ---------------------------------------------------------------------------
