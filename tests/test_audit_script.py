@@ -17,6 +17,7 @@ import script_audits
 from grids import EXPENSIVE, fast_cases
 from jaxmp._core._compat import _watch_jit
 from jaxmp._tools import cli
+from jaxmp._tools.audit import _jitted
 from jaxmp._tools.audit._jitted import defined_steps, has_backward, updates_state
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.cli import _script
@@ -537,7 +538,7 @@ def watch(monkeypatch):
         # Other tests have left jitted steps in this process.
         own = f"({code.co_filename.rpartition('/')[2]}:"
         mine = lambda: {c: text for c, text in defined_steps().items() if own in text}
-        monkeypatch.setattr(_script, "defined_steps", mine)
+        monkeypatch.setattr(_jitted, "defined_steps", mine)
         monkeypatch.setattr(jaxmp, "load_recipe", jaxmp.load_recipe)
         watcher = _script.Watcher(tool=tool, settings=settings)
         # Scripts and optax expect this promotion.
