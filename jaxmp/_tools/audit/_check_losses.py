@@ -282,12 +282,12 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
     (operand,), (result,) = op.equation.invars, op.equation.outvars
     if op.location.phase != _jaxprs.FORWARD or FLOAT32 not in (dtype_of(operand), dtype_of(result)):
         return
-    dtype, is_computed = half_of([result]), audit.flow.labels(_Computed, operand)
-    if dtype is None and _uses.Use.SOFTMAX in audit.use_of(result):
-        audit.report(UserCast, [operand], _SOFTMAX_READS)
+    dtype = half_of([result])
+    if dtype is None:
+        if audit.flow.labels(UserCast, operand) and _uses.Use.SOFTMAX in audit.use_of(result):
+            audit.report(UserCast, [operand], _SOFTMAX_READS)
     elif (
-        dtype is not None
-        and is_computed
+        audit.flow.labels(_Computed, operand)
         and not audit.flow.labels(LogProbability, operand)
         and audit.findings.is_own_call(op.equation)
     ):
