@@ -4,8 +4,8 @@
     python benchmarks/nonfinite_plants.py --out benchmarks/results/nonfinite_plants.json
 
 The faults are of kinds that tests/planted_nonfinite.py does not have: ends of the domain of a
-function, derivatives at zero, overflows of a format, empty masks, singular matrices, and steps with
-models, loops and optimizers. A comment "planted" marks the line that must be reported. Where code
+function, derivatives at zero, overflows of a format, empty masks, singular matrices, a layer of a
+model, and a loop. A comment "planted" marks the line that must be reported. Where code
 is printed, it replaces the expression that the report names, and the changed function is run. On
 the arguments of the fault, it must be finite at that place. On arguments between 0.1 and 0.9, its
 results must be those of the original function but for rounding, both in FP64 (functions of 16-bit
