@@ -3,8 +3,10 @@
     python benchmarks/fp8_gain.py                                   # prints the table
     python benchmarks/fp8_gain.py --out benchmarks/results/fp8_gain_h200.json
     python benchmarks/fp8_gain.py --widths 768 4096 --tokens 8192   # some of the cells
+    python benchmarks/fp8_gain.py --run --cells 768x2048 4096x8192  # times cells on this GPU
 
-Nothing is run, and no GPU is required, but XLA's GPU compiler: pip install -e ".[aot]". The block
+Without --run, nothing is run, and no GPU is required, but XLA's GPU compiler:
+pip install -e ".[aot]". With it, both programs run in turn in each of five rounds. The block
 is `x + down(gelu(up(x)))` with widths W and 4 W, FP32 parameters, forward and backward pass with
 the gradient of x, and AdamW. `fp8` quantizes both layers with `CurrentScaling`, whatever the rule
 of `fp8.CurrentScaling(tokens=...)` decides. Each kernel takes the larger of the times of its FLOPs
@@ -16,9 +18,18 @@ which it gains more than 5 %.
 """
 
 import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "--run" in sys.argv and "--toy" not in sys.argv:
+    # As the programs that are compiled: the matmuls are those of cuBLAS.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_triton_gemm=false"
+else:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import flax.linen as nn
 import jax
@@ -26,6 +37,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
+from gpu_record import environment, write_json
 from jaxmp import fp8, functional
 from jaxmp._core import _compat
 from jaxmp._tools.audit._compile import compile_for
@@ -64,12 +76,13 @@ class Cost(NamedTuple):
     temporary: int  # bytes that the program allocates in addition to arguments and results
 
 
-def cost_of(recipe: jaxmp.Recipe, width: int, tokens: int) -> Cost:
-    """Compiles a training step of a block."""
+def training_of(recipe: jaxmp.Recipe, width: int) -> tuple[Any, Any]:
+    """Returns a function of the inputs that makes the initial state, and the jitted step."""
     model, tx = recipe.wrap(Block(width)), optax.adamw(1e-3)
-    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    opt_state = jax.eval_shape(tx.init, variables)
+
+    def init(x: jax.Array) -> Any:
+        variables = model.init(jax.random.key(0), x)
+        return variables, tx.init(variables)
 
     def step(variables: Any, opt_state: Any, x: jax.Array, slope: jax.Array) -> Any:
         out, backward = jax.vjp(model.apply, variables, x)
@@ -77,9 +90,15 @@ def cost_of(recipe: jaxmp.Recipe, width: int, tokens: int) -> Cost:
         updates, opt_state = tx.update(grads, opt_state, variables)
         return optax.apply_updates(variables, updates), opt_state, out, d_x
 
+    return init, jax.jit(step, donate_argnums=(0, 1))
+
+
+def cost_of(recipe: jaxmp.Recipe, width: int, tokens: int) -> Cost:
+    """Compiles a training step of a block."""
+    init, step = training_of(recipe, width)
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     with _compat.context(target="gpu", capability=(9, 0)):
-        jitted = jax.jit(step, donate_argnums=(0, 1))
-        traced = trace(jitted, (variables, opt_state, x, x), {})
+        traced = trace(step, (*jax.eval_shape(init, x), x, x), {})
     compiled = compile_for("h200", traced)
     program = Program(compiled.text)
     flow, seconds, count, in_fp8 = DataFlow(program), 0.0, 0, 0
@@ -119,16 +138,73 @@ def compare(width: int, tokens: int) -> dict[str, Any]:
         "temporary_mb": [round(bf16.temporary / 1e6), round(quantized.temporary / 1e6)],
         "fp8_matmuls": quantized.fp8,
         "is_admitted": is_admitted,
-        "is_right": is_admitted == (speed > 1) or abs(speed - 1) < NEAR,
+        "is_right": is_right(is_admitted, speed),
     }
+
+
+def timed(recipe: jaxmp.Recipe, width: int, tokens: int) -> Iterator[float]:
+    """Yields the seconds of a step on this GPU, each the mean of 50 after three others."""
+    init, step = training_of(recipe, width)
+    x, slope = (jax.random.normal(jax.random.key(s), (tokens, width), jnp.bfloat16) for s in (1, 2))
+    state = jax.jit(init)(x)
+    while True:
+        for index in range(53):
+            if index == 3:
+                jax.block_until_ready(state)
+                start = time.perf_counter()
+            *state, _, _ = step(*state, x, slope)
+        jax.block_until_ready(state)
+        yield (time.perf_counter() - start) / 50
+
+
+def run_cells(options: Any) -> int:
+    """Times cells on this GPU; returns 1 if the rule decides wrongly for one of them."""
+    device = environment(jax.devices()[0].device_kind)
+    report: dict[str, Any] = {"environment": device, "rows": []}
+    for cell in options.cells:
+        width, tokens = map(int, cell.split("x"))
+        rule = fp8.CurrentScaling(tokens=tokens)
+        arms = [timed(recipe_of(s), width, tokens) for s in (None, fp8.CurrentScaling(min_width=0))]
+        rounds = [[next(arm) for arm in arms] for _ in range(5)]
+        speeds = [bf16 / quantized for bf16, quantized in rounds]
+        is_admitted = explain_exclusion(width, 4 * width, rule, "gpu") == ""
+        report["rows"].append(
+            {
+                "width": width,
+                "tokens": tokens,
+                "speed": round(statistics.median(speeds), 3),
+                "range": [round(min(speeds), 3), round(max(speeds), 3)],
+                "milliseconds": [
+                    round(1e3 * statistics.median(times), 4) for times in zip(*rounds, strict=True)
+                ],
+                "is_admitted": is_admitted,
+                "is_right": is_right(is_admitted, statistics.median(speeds)),
+            }
+        )
+        print(report["rows"][-1], flush=True)
+        write_json(options.out, report)
+    return 0 if options.toy or all(row["is_right"] for row in report["rows"]) else 1
+
+
+def is_right(is_admitted: bool, speed: float) -> bool:
+    """Returns whether the rule's decision for a block is that of its measured speed."""
+    return is_admitted == (speed > 1) or abs(speed - 1) < NEAR
 
 
 def main() -> int:
     """Prints the table, and returns 1 if the rule decides wrongly."""
     parser = parser_of(__doc__)
+    parser.add_argument("--run", action="store_true", help="time cells on this GPU")
+    parser.add_argument("--toy", action="store_true", help="with --run: one small cell, on the CPU")
+    cells = ("768x2048", "2048x8192", "4096x32768")
+    parser.add_argument("--cells", nargs="+", default=cells, help="WIDTHxTOKENS to time")
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     options = parser.parse_args()
+    if options.toy:
+        options.cells = ["64x128"]
+    if options.run:
+        return run_cells(options)
     print(f"{'width':>6}{'tokens':>8}{'speed':>8}  kernels     temporary MB   rule")
     rows = []
     for width in options.widths:

@@ -64,6 +64,7 @@ def forms(name: str) -> dict[str, Callable[..., Any]]:
         found["float32, 4096 rows"] = form(one_pass, chunk=4096)
         found["bfloat16, 4096 rows"] = form(one_pass, chunk=4096, logits_dtype="bfloat16")
         found["float32, 16384 rows"] = form(one_pass, chunk=16384)
+        found["bfloat16, 16384 rows"] = form(one_pass, chunk=16384, logits_dtype="bfloat16")
         found["stored bfloat16"] = loss_memory.from_logits
     return found
 

@@ -96,21 +96,25 @@ def peers(workload: str, minutes: float = 3) -> tuple[Job, ...]:
     )
 
 
+LOGITS = "jaxmp-bf16 jaxmp-bf16-bfloat16"
 FP8 = "jaxmp-fp8_delayed jaxmp-fp8"
 SHORT = "--recipes bf16,fp32,fp16,tf32,bf16_params,fp16_params --steps 30 --seconds 45"
 TORCH = "torch_step.py w1 --arms torch-cudnn --rounds 3 --steps 10 --profile --out {out}"
 # The jobs of the first two calls. Those of a table are in one call, at one temperature.
 CALLS = (
     (
-        Job("profile w1", "step_profile.py w1 --arms jaxmp-bf16 --out {out}", 0.9),
+        Job("profile w1", f"step_profile.py w1 --arms {LOGITS} --out {{out}}", 1.3),
         Job("loss", "loss_time.py --out {out}", 1.3),
-        step("w1", "jaxmp-bf16 jaxmp-bf16-bfloat16 hand", 2, rounds=3, steps=10),
+        step("w1", f"{LOGITS} hand", 2, rounds=3, steps=10),
         Job("w1 torch-cudnn", TORCH, 1, "torch", "step_w1"),
-        step("w5", "jaxmp-bf16 jaxmp-bf16-bfloat16", 1, rounds=3, steps=5),
+        step("w5", LOGITS, 1, rounds=3, steps=5),
         step("w1s", "jaxmp-bf16 jaxmp-tf32 jaxmp-fp32", 1.8, rounds=3, steps=5),
     ),
     # Most of it compiles FP8, unless the archive has the kernels that XLA chose.
-    (step("w5", "jaxmp-bf16 jaxmp-fp8", 4.5, rounds=3, steps=5),),
+    (
+        Job("fp8 gain", "fp8_gain.py --run --out {out}", 0.7),
+        step("w5", "jaxmp-bf16 jaxmp-fp8", 4, rounds=3, steps=5),
+    ),
 )
 LATER = (
     step("w5", f"jaxmp-bf16 {FP8} hand", 6.5, 5),  # most of it compiles FP8

@@ -242,13 +242,12 @@ def logits_or_loss(
     if labels_BT is None:
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         return product("btd,vd->btv", x_BTD, table_VD.astype(x_BTD.dtype))[..., :vocabulary]
-    padding_V = jnp.where(jnp.arange(len(table_VD)) < vocabulary, 0.0, -jnp.inf)
     return jaxmp.losses.linear_cross_entropy(
         x_BTD,
         table_VD,
         labels_BT,
-        bias=padding_V,
         transposed=True,
+        num_classes=vocabulary,
         logits_dtype=logits_dtype,
     )
 

@@ -613,9 +613,10 @@ def test_forms_of_stored_logits_agree_beyond_the_range_of_float16(target, dtype,
     assert not np.asarray(slopes[0][5]).any() and not np.asarray(slopes[1][:, -1]).any()
 
 
-def test_one_pass_over_the_logits_has_the_sums_of_two(target):
+@pytest.mark.parametrize("classes", [33, 256])
+def test_one_pass_over_the_logits_has_the_sums_of_two(target, classes):
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.normal(size=(4, 33)) * 30, jnp.float32)
+    logits = jnp.asarray(rng.normal(size=(4, classes)) * 30, jnp.float32)
     logits = logits.at[0].set(-jnp.inf).at[1, ::2].set(-jnp.inf).at[2].set(7.0)
     loss_fn = lambda logits: ce(logits, jnp.array([0, 1, 2, 3]), reduction="none")
     each, slopes, _ = oracle(logits[1:], np.array([1, 2, 3]))
@@ -625,11 +626,11 @@ def test_one_pass_over_the_logits_has_the_sums_of_two(target):
     slope = jax.grad(lambda logits: loss_fn(logits)[1:].sum())(logits)
     np.testing.assert_allclose(slope[1:], slopes, rtol=1e-5, atol=1e-7)
     # Forward-over-reverse mode, against differences of the gradient in FP64.
-    tangent = jnp.asarray(rng.normal(size=(3, 33)), jnp.float32)
+    tangent = jnp.asarray(rng.normal(size=(3, classes)), jnp.float32)
     tangent = jnp.where(jnp.isinf(logits[1:]), 0, tangent)
     gradient = jax.grad(lambda logits: ce(logits, jnp.array([1, 2, 3]), reduction="sum"))
     second = jax.jvp(gradient, (logits[1:],), (tangent,))[1]
-    chances = slopes + np.eye(33)[[1, 2, 3]]
+    chances = slopes + np.eye(classes)[[1, 2, 3]]
     wanted = chances * (tangent - (chances * tangent).sum(1, keepdims=True))
     np.testing.assert_allclose(second, wanted, rtol=1e-4, atol=1e-6)
     program = str(jax.make_jaxpr(loss_fn)(logits))

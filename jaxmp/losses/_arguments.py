@@ -79,6 +79,17 @@ def check_layer(hidden: jax.Array, kernel: jax.Array, transposed: bool) -> int:
     return size
 
 
+def check_num_classes(num_classes: int, size: int) -> int:
+    """Checks the number of classes of a kernel with `size` of them, some of which are padding."""
+    is_integer = isinstance(num_classes, (int, np.integer)) and not isinstance(num_classes, bool)
+    if not is_integer or not 0 < num_classes <= size:
+        raise JaxmpError(
+            f"num_classes={num_classes!r} is not a number of classes of this kernel, which has "
+            f"{size}. Give an integer from 1 to {size}, or leave it out."
+        )
+    return int(num_classes)
+
+
 def check_indices(
     labels: jax.Array,
     rows: Sequence[int],

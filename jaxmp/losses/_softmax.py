@@ -118,6 +118,9 @@ class _Rows(NamedTuple):
     mass: jax.Array | float
     # Target probability that label smoothing adds to each class that is not masked.
     share: jax.Array | None
+    # Target probability of the class index: 1, or 0 if that class is masked. None if the sums were
+    # not computed in one pass.
+    label: jax.Array | None
 
     @property
     def logsumexp(self) -> jax.Array:
@@ -152,11 +155,12 @@ def forward(
     """
     wide = wide_dtype(logits.dtype)
     raised, hits = logits.astype(wide), _hits(labels, logits)
-    zero = jnp.zeros_like(raised)
+    zero, label = jnp.zeros_like(raised), None
     soft = jnp.issubdtype(labels.dtype, jnp.floating)
     if target() == "gpu" and not soft and not terms.label_smoothing:
-        top, *totals = _sums_in_one_pass(raised, jnp.where(hits == 0, zero, raised))
+        top, *totals = _sums_in_one_pass(raised, labels)
         sums: dict[str, jax.Array] = dict(zip(("exp", "hit"), totals, strict=True))
+        label = jnp.where(_masked(sums["hit"]), jnp.zeros_like(top), jnp.ones_like(top))
     else:
         # The maximum is exact in the dtype of the logits. The loss does not depend on `top`, so
         # its gradient can be stopped.
@@ -187,7 +191,7 @@ def forward(
         mass = keep * mass + terms.label_smoothing
     losses = mass * log_sum - hit
     losses = jnp.where(log_sum == -jnp.inf, jnp.full_like(losses, jnp.inf), losses)
-    rows = _Rows(top, log_sum, mass, share)
+    rows = _Rows(top, log_sum, mass, share, label)
     if terms.z_loss:
         losses += terms.z_loss * jnp.square(rows.logsumexp)
     return jnp.squeeze(losses, -1), rows
@@ -214,37 +218,53 @@ def _sums_jvp(parts: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
     return _sums(*parts), jax.tree.map(add, tangents[0])
 
 
+# Adjacent classes whose exponentials are added before a thread joins them with the others: 16 bytes
+# in FP32. They are on one device if a class axis in multiples of 128 is sharded.
+_GROUP, _ALIGNED = 4, 128
+
+
 @jax.custom_jvp
-def _sums_in_one_pass(logits: jax.Array, hits: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the largest logit of each row, `sum(exp(logits - largest))`, and `sum(hits)`.
+def _sums_in_one_pass(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the largest logit of each row, `sum(exp(logits - largest))`, and that of its label.
 
     Two partial sums of exponentials are joined by multiplying the one with the smaller maximum by
     `exp(smaller - larger)` (Milakov and Gimelshein 2018, arXiv:1805.02867), so that a GPU reads the
     logits once. The largest logit is 0 if all are -inf.
     """
-    ones = jnp.where(_masked(logits), jnp.zeros_like(logits), jnp.ones_like(logits))
-    least, zero = np.array(-np.inf, logits.dtype), np.zeros((), logits.dtype)
+    size, axis, dtype = logits.shape[-1], logits.ndim - 1, logits.dtype
+    is_explicit = any(jax.typeof(logits).sharding.spec)
+    group = 1 if is_explicit or size % _ALIGNED else _GROUP
+    take = functools.partial(lax.slice_in_dim, logits, limit_index=size, stride=group, axis=axis)
+    parts = [take(start) for start in range(group)]
+    # A finite start: the difference of two maxima is then never inf - inf.
+    least, zero = np.array(np.finfo(dtype).min, dtype), np.zeros((), dtype)
 
     def join(left: Any, right: Any) -> Any:
-        # Equal maxima, which may be -inf, have the factor 1.
-        factor = jnp.where(
-            left[0] == right[0], jnp.ones_like(left[0]), jnp.exp(-jnp.abs(left[0] - right[0]))
-        )
-        is_less = left[0] < right[0]
-        exp = jnp.where(is_less, left[1] * factor + right[1], left[1] + right[1] * factor)
-        return jnp.maximum(left[0], right[0]), exp, left[2] + right[2]
+        (top, exp), (other, its_exp) = left, right
+        factor, is_less = jnp.exp(-jnp.abs(top - other)), top < other
+        exp = jnp.where(is_less, exp * factor + its_exp, exp + its_exp * factor)
+        return jnp.maximum(top, other), exp
 
-    sums = lax.reduce((logits, ones, hits), (least, zero, zero), join, (logits.ndim - 1,))
-    top, exp, hit = (jnp.expand_dims(total, -1) for total in sums)
-    return jnp.where(_masked(top), jnp.zeros_like(top), top), exp, hit
+    pairs = [(jnp.maximum(part, least), jnp.ones_like(part)) for part in parts]
+    while len(pairs) > 1:
+        pairs = [join(*two) for two in zip(pairs[::2], pairs[1::2], strict=True)]
+    hit = parts[0]
+    for index in range(1, group):
+        hit = jnp.where(labels % group == index, parts[index], hit)
+    hit = jnp.where(_hits(labels // group, hit) == 0, jnp.zeros_like(hit), hit)
+    join_all = lambda left, right: (*join(left[:2], right[:2]), left[2] + right[2])
+    top, exp, hit = lax.reduce((*pairs[0], hit), (least, zero, zero), join_all, (axis,))
+    all_masked = top == least
+    exp, top = (jnp.where(all_masked, jnp.zeros_like(total), total) for total in (exp, top))
+    return tuple(jnp.expand_dims(total, -1) for total in (top, exp, hit))
 
 
 @_sums_in_one_pass.defjvp
 def _sums_in_one_pass_jvp(arrays: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    sums = _sums_in_one_pass(*arrays)
+    sums, (logits, labels) = _sums_in_one_pass(*arrays), arrays
     # The loss does not depend on the largest logit, so its tangent can be 0.
-    slope = jnp.sum(jnp.exp(arrays[0] - sums[0]) * tangents[0], -1, keepdims=True)
-    hit = jnp.sum(tangents[1], -1, keepdims=True)
+    slope = jnp.sum(jnp.exp(logits - sums[0]) * tangents[0], -1, keepdims=True)
+    hit = jnp.sum(_hits(labels, logits) * tangents[0], -1, keepdims=True)
     return sums, (jnp.zeros_like(sums[0]), slope, hit)
 
 
@@ -252,15 +272,21 @@ def slope_of(
     terms: LossTerms, rows: _Rows, logits: jax.Array, labels: jax.Array, factors: jax.Array
 ) -> jax.Array:
     """Returns the FP32 gradient of the logits, each row times its factor; the caller rounds it."""
-    targets = _hits(labels, logits)
-    if rows.share is not None:
-        targets = targets * (1 - terms.label_smoothing) + rows.share
-    chances = jnp.exp(logits.astype(targets.dtype) - rows.top - rows.log_sum)
-    weight = rows.mass
+    targets, factors = _hits(labels, logits), jnp.expand_dims(factors, -1)
+    shifted, weight = logits.astype(targets.dtype) - rows.top, rows.mass
     if terms.z_loss:
         weight += 2 * terms.z_loss * rows.logsumexp
-    factors = jnp.expand_dims(factors, -1)
-    slope = (chances * weight - targets) * factors
+    if rows.label is not None:
+        # All that is the same for the classes of a row is multiplied first. A masked class has the
+        # exponential 0. In two passes, XLA would store these exponentials for both.
+        chance = jnp.exp(-rows.log_sum) * weight * factors
+        chance = jnp.where(rows.log_sum == -jnp.inf, jnp.zeros_like(chance), chance)
+        slope = jnp.exp(shifted) * chance
+        slope = jnp.where(targets == 0, slope, slope - rows.label * factors)
+        return jnp.where(factors == 0, jnp.zeros_like(slope), slope)
+    if rows.share is not None:
+        targets = targets * (1 - terms.label_smoothing) + rows.share
+    slope = (jnp.exp(shifted - rows.log_sum) * weight - targets) * factors
     return jnp.where(_masked(logits) | (factors == 0), jnp.zeros_like(slope), slope)
 
 
