@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -235,19 +236,28 @@ def device_of(report: dict[str, Any]) -> str:
     return environment_of(report)["device"]
 
 
+def speeds_of(report: dict[str, Any]) -> dict[str, float]:
+    """Returns recipe -> tokens per second in a result of gpu_smoke.py or of train_step.py."""
+    if "results" in report:
+        return {row["recipe"]: row["tokens_per_second"]["median"] for row in report["results"]}
+    return {
+        arm.removeprefix("jaxmp-"): row["tokens_per_second"]
+        for arm, row in report["summary"].items()
+        if arm.startswith("jaxmp-") and "tokens_per_second" in row
+    }
+
+
 def mixed_precision_speed() -> Result:
     """Reads the throughput of training GPT-2 under each recipe, on each GPU."""
-    reports = [
-        report
-        for report in measured("gpu_smoke-*.json", "recipes.json")
-        # An interrupted run has not measured the baselines yet.
-        if {"bf16", "tf32", "fp32"} <= {row["recipe"] for row in report["results"]}
-    ]
+    reports = measured("gpu_smoke-*.json", "recipes.json")
+    reports += archived(RESULTS / "gpu", "step_*.json")
+    # An interrupted run has not measured the baselines yet.
+    reports = [one for one in reports if {"bf16", "tf32", "fp32"} <= speeds_of(one).keys()]
     if not reports:
         return not_measured("python", "benchmarks/gpu_smoke.py")
     findings, table = [], []
     for report in reports:
-        speed = {row["recipe"]: row["tokens_per_second"]["median"] for row in report["results"]}
+        speed = speeds_of(report)
         table += [
             [device_of(report), name, f"{value:,.0f}"]
             + [f"{value / speed[base]:.2f}" for base in ("tf32", "fp32")]
@@ -258,7 +268,8 @@ def mixed_precision_speed() -> Result:
             f"fast as `tf32` and {speed['bf16'] / speed['fp32']:.2f} times as fast as `fp32`."
         )
     columns = ["GPU", "recipe", "tokens per second", "over tf32", "over fp32"]
-    return Result(" ".join(findings), "; ".join(map(measured_on, reports)), columns, table)
+    evidence = "; ".join(dict.fromkeys(map(measured_on, reports)))
+    return Result(" ".join(findings), evidence, columns, table)
 
 
 def fp8_speed() -> Result:
@@ -315,8 +326,8 @@ def peaks() -> Result:
     for report in archived(RESULTS / "gpu", "step_*.json"):
         evidence.append(f"{device_of(report)}; `python benchmarks/run_gpu.py`")
         for arm, row in report["summary"].items():
-            # The peak of a step in which some matmuls are in FP8 is between two peaks.
-            if "fp8" not in arm:
+            # The peak of a step with matmuls in several formats is between several peaks.
+            if "tflops" in row and not re.search("fp8|tf32|fp32", arm):
                 name = f"step of {report['workload']}, {arm}"
                 table.append(peak_row(report, name, "bf16", row["tflops"], "bfloat16"))
     if not table:

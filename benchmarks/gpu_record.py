@@ -48,7 +48,8 @@ def environment(device: str) -> dict[str, Any]:
         "others": versions_of(OTHERS),
         "host": f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.system()}",
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "flags": os.environ.get("XLA_FLAGS", ""),
+        # Without directories of this machine.
+        "flags": re.sub(r"--\S+=/\S*", "", os.environ.get("XLA_FLAGS", "")).strip(),
         "gpu": gpu_state(),
     }
 

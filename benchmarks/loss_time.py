@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import loss_memory
 from fp8_linear import seconds
 from gpu_record import environment, failure, gpu_state, rotated, write_json
+from jaxmp import losses
 from jaxmp._core import _compat
 from result_file import parser_of
 from workload_sizes import TOY, WORKLOADS
@@ -48,6 +49,14 @@ def two_passes(*args: Any, **options: Any) -> Any:
         return loss_memory.from_hidden(*args, **options)
 
 
+def padded(hidden: Any, kernel: Any, labels: Any, *, by_bias: bool) -> Any:
+    """Computes the loss of all classes but the last 47, which are those of GPT-2."""
+    size = kernel.shape[1] - 47
+    bias = jnp.where(jnp.arange(kernel.shape[1]) < size, 0.0, -jnp.inf)
+    options: dict[str, Any] = {"bias": bias} if by_bias else {"num_classes": size}
+    return losses.linear_cross_entropy(hidden, kernel, labels % size, **options)
+
+
 def forms(name: str) -> dict[str, Callable[..., Any]]:
     """Returns the forms of the loss that are timed for a shape."""
     form = functools.partial
@@ -66,6 +75,8 @@ def forms(name: str) -> dict[str, Callable[..., Any]]:
         found["float32, 16384 rows"] = form(one_pass, chunk=16384)
         found["bfloat16, 16384 rows"] = form(one_pass, chunk=16384, logits_dtype="bfloat16")
         found["stored bfloat16"] = loss_memory.from_logits
+        found["float32, padded by a bias"] = form(padded, by_bias=True)
+        found["float32, padded by num_classes"] = form(padded, by_bias=False)
     return found
 
 

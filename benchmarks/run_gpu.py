@@ -105,7 +105,7 @@ CALLS = (
     (
         Job("profile w1", f"step_profile.py w1 --arms {LOGITS} --out {{out}}", 1.3),
         Job("loss", "loss_time.py --out {out}", 1.3),
-        step("w1", f"{LOGITS} hand", 2, rounds=3, steps=10),
+        step("w1", f"{LOGITS} jaxmp-bf16-stored hand", 2.3, rounds=3, steps=10),
         Job("w1 torch-cudnn", TORCH, 1, "torch", "step_w1"),
         step("w5", LOGITS, 1, rounds=3, steps=5),
         step("w1s", "jaxmp-bf16 jaxmp-tf32 jaxmp-fp32", 1.8, rounds=3, steps=5),
@@ -117,6 +117,7 @@ CALLS = (
     ),
 )
 LATER = (
+    Job("profile w5", "step_profile.py w5 --arms jaxmp-bf16 jaxmp-fp8 --out {out}", 1.2),
     step("w5", f"jaxmp-bf16 {FP8} hand", 6.5, 5),  # most of it compiles FP8
     step("w2", f"jaxmp-bf16 hand {FP8}", 4),
     torch("w1", 1.5, steps=20),
@@ -240,7 +241,8 @@ def pack(directory: Path, archive: Path) -> None:
                     text = file.read_bytes()
                 except FileNotFoundError:  # XLA renamed it after it was listed
                     continue
-                text = text[-LOG_BYTES:] if file.suffix == ".txt" else text
+                if file.suffix == ".txt":
+                    text = text[-LOG_BYTES:].replace(f"{HERE.parent}/".encode(), b"")
                 member = tarfile.TarInfo(file.relative_to(directory).as_posix())
                 member.size, member.mtime = len(text), int(file.stat().st_mtime)
                 tar.addfile(member, io.BytesIO(text))

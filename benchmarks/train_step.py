@@ -22,7 +22,8 @@ another one each time; ratios are those of one round. A program of a package tha
 is skipped, and one that fails does not stop the others; the results contain the reason. The exit
 status is 1 if one failed for another reason than too little memory.
 
-Names such as `jaxmp-bf16-float16` are the recipe with logits stored in that dtype.
+Names such as `jaxmp-bf16-float16` are the recipe with logits stored in that dtype; in
+`jaxmp-bf16-stored`, all logits of GPT-2 are stored in bfloat16 at once, as in PyTorch.
 --out FILE is written after each result, and a later run adds its rounds to it. Each result contains
 clocks, power and temperature of the GPU.
 """
@@ -66,12 +67,17 @@ class Arm(NamedTuple):
     step: Callable[[Any, jax.Array], tuple[Any, jax.Array]]
 
 
-def model_of(size: Sizes, logits_dtype: str | None = None) -> Any:
-    """Returns the model of examples/gpt.py, or the shape of that of examples/llama.py."""
+def model_of(size: Sizes, **loss: Any) -> Any:
+    """Returns the model of examples/gpt.py, or the shape of that of examples/llama.py.
+
+    Args:
+      size: the sizes of the model.
+      loss: `logits_dtype`, and for GPT-2 `loss_chunk`.
+    """
     changes: dict[str, Any] = {
         name: getattr(size, name) for name in ("layers", "width", "heads", "vocabulary", "unroll")
     }
-    changes |= {"max_length": size.length, "logits_dtype": logits_dtype}
+    changes |= {"max_length": size.length, **loss}
     if not size.is_llama:
         return gpt.GPT(**changes)
     for name in ("key_heads", "hidden", "tied", "rope_base"):
@@ -79,10 +85,10 @@ def model_of(size: Sizes, logits_dtype: str | None = None) -> Any:
     return llama.Shape(**changes)
 
 
-def jaxmp_arm(recipe: Any, size: Sizes, logits_dtype: str | None = None) -> Arm:
+def jaxmp_arm(recipe: Any, size: Sizes, **loss: Any) -> Arm:
     """Returns the step of examples/gpt.py or examples/llama.py under a recipe."""
     training = llama.linen_training if size.is_llama else gpt.linen_training
-    init, step = training(recipe, model_of(size, logits_dtype), gpt.make_optimizer())
+    init, step = training(recipe, model_of(size, **loss), gpt.make_optimizer())
     return Arm(jax.jit(init), step)
 
 
@@ -117,6 +123,9 @@ def arms() -> dict[str, Callable[[Sizes], Arm]]:
         for dtype in ("float16", "bfloat16"):
             arm = functools.partial(jaxmp_arm, recipe, logits_dtype=dtype)
             made[f"jaxmp-{recipe}-{dtype}"] = arm
+    made["jaxmp-bf16-stored"] = lambda size: jaxmp_arm(
+        "bf16", size, logits_dtype="bfloat16", loss_chunk=size.tokens
+    )
     return made | {
         name: functools.partial(peer_arm, make) for name, make in peer_steps.trainings().items()
     }

@@ -93,6 +93,7 @@ class GPT(nn.Module):
     remat: bool = False  # whether the backward pass recomputes each block as a whole
     unroll: bool = False  # whether the layers run without a loop: faster, but compiles longer
     logits_dtype: str | None = None  # in which the loss stores logits; None is float32
+    loss_chunk: int | None = None  # rows whose logits are stored at a time; None is by memory
 
     @nn.compact
     def __call__(self, tokens_BT: jax.Array, labels_BT: jax.Array | None = None) -> jax.Array:
@@ -114,7 +115,7 @@ class GPT(nn.Module):
         x_BTD, _ = blocks(self.heads, self.layers, name="blocks")(x_BTD, None)
         x_BTD = nn.LayerNorm(EPSILON, name="final_norm")(x_BTD)
         table_VD = token.embedding
-        return logits_or_loss(x_BTD, table_VD, self.vocabulary, labels_BT, self.logits_dtype)
+        return logits_or_loss(x_BTD, table_VD, self, labels_BT)
 
 
 # ---------------------------------------------------------------------------
@@ -168,7 +169,7 @@ class NnxGPT(nnx.Module):
         gpt = self.gpt
         x_BTD = self.final_norm(scan_blocks(self.blocks, x_BTD, gpt, saved(gpt.remat)))
         table_VD = self.token_embedding.embedding[...]
-        return logits_or_loss(x_BTD, table_VD, gpt.vocabulary, labels_BT, gpt.logits_dtype)
+        return logits_or_loss(x_BTD, table_VD, gpt, labels_BT)
 
 
 def scan_blocks(blocks: Any, x_BTD: jax.Array, sizes: Any, policy: Any) -> jax.Array:
@@ -234,21 +235,21 @@ def causal_attention(q_BTD: jax.Array, k_BTD: jax.Array, v_BTD: jax.Array, heads
 def logits_or_loss(
     x_BTD: jax.Array,
     table_VD: jax.Array,
-    vocabulary: int,
+    gpt: GPT,
     labels_BT: jax.Array | None,
-    logits_dtype: str | None = None,
 ) -> jax.Array:
     """Returns FP32 logits, or the mean loss of labels_BT. Padded rows have probability 0."""
     if labels_BT is None:
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        return product("btd,vd->btv", x_BTD, table_VD.astype(x_BTD.dtype))[..., :vocabulary]
+        return product("btd,vd->btv", x_BTD, table_VD.astype(x_BTD.dtype))[..., : gpt.vocabulary]
     return jaxmp.losses.linear_cross_entropy(
         x_BTD,
         table_VD,
         labels_BT,
         transposed=True,
-        num_classes=vocabulary,
-        logits_dtype=logits_dtype,
+        num_classes=gpt.vocabulary,
+        chunk=gpt.loss_chunk,
+        logits_dtype=gpt.logits_dtype,
     )
 
 
