@@ -1486,9 +1486,23 @@ MUTATIONS = [
     Mutation(
         "sums of exponentials are joined without the difference of their maxima",
         "jaxmp/losses/_softmax.py",
-        "left[1] + right[1] * factor)",
-        "left[1] + right[1])",
+        "exp + its_exp * factor)",
+        "exp + its_exp)",
         ("test_losses.py::test_one_pass_over_the_logits_has_the_sums_of_two",),
+    ),
+    Mutation(
+        "the logit of a label is that of the first class of its group",
+        "jaxmp/losses/_softmax.py",
+        "hit = jnp.where(labels % group == index, parts[index], hit)",
+        "hit = parts[0]",
+        ("test_losses.py::test_one_pass_over_the_logits_has_the_sums_of_two",),
+    ),
+    Mutation(
+        "padded classes have a part in the loss",
+        "jaxmp/losses/_linear.py",
+        "logits.shape[1] > layer.classes",
+        "logits.shape[1] > 2 * layer.classes",
+        ("test_losses.py::test_padded_classes_have_no_part_in_the_loss",),
     ),
     Mutation(
         "float16 logits are stored without the factor that extends their range",

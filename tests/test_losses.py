@@ -637,6 +637,36 @@ def test_one_pass_over_the_logits_has_the_sums_of_two(target, classes):
     assert ("reduce_max" in program) == (target == "cpu")
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}], ids=str)
+def test_padded_classes_have_no_part_in_the_loss(target, transposed, options):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(12, 8)), jnp.bfloat16)
+    kernel, bias = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 256), (256,))
+    )
+    kernel = kernel.at[:, 250:].mul(100)  # their logits would be the largest
+    labels = jnp.asarray(rng.integers(0, 250, 12), jnp.int32)
+
+    def loss_fn(hidden, kernel, bias, **more):
+        kernel = kernel.T if transposed else kernel
+        more |= {**options, "transposed": transposed, "chunk": 5}
+        each = losses.linear_cross_entropy(hidden, kernel, labels, bias=bias, **more)
+        return each.sum()
+
+    both = jax.value_and_grad(loss_fn, (0, 1, 2))
+    found, slopes = both(hidden, kernel, bias, num_classes=250)
+    wanted, exact = both(hidden, kernel[:, :250], bias[:250])
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_allclose(f64(slopes[0]), f64(exact[0]), rtol=2**-7, atol=1e-6)
+    for slope, whole in zip(slopes[1:], exact[1:], strict=True):
+        np.testing.assert_allclose(slope[..., :250], whole, rtol=1e-5, atol=1e-6)
+        assert not np.asarray(slope[..., 250:]).any()
+    # A label in the padding is invalid.
+    wrong = jax.jit(functools.partial(losses.linear_cross_entropy, num_classes=250))
+    assert np.isnan(wrong(hidden, kernel, labels.at[3].set(251)))
+
+
 @pytest.mark.parametrize(
     ("context", "classes", "rows"),
     [
@@ -974,6 +1004,10 @@ ce, linear = losses.softmax_cross_entropy, losses.linear_cross_entropy
         (lambda: linear(X, K[0], Y), r"\[\.\.\., D\] and \[D, V\]"),
         (lambda: linear(X, K[:, :0], Y), "no classes"),
         (lambda: linear(X, K, Y, bias=jnp.zeros(3)), r"5 classes.*bias.reshape\(5\)"),
+        (lambda: linear(X, K, Y, num_classes=6), "num_classes=6.*has 5.*from 1 to 5"),
+        (lambda: linear(X, K, Y, num_classes=0), "num_classes=0.*from 1 to 5"),
+        (lambda: linear(X, K, Y, num_classes=2.0), "num_classes=2.0.*an integer"),
+        (lambda: linear(X, K, jnp.array([0, 3]), num_classes=3), r"labels\[1\] is 3.*0 to 2"),
         (lambda: linear(X, K, Y, chunk=0), "chunk=0.*chunk=512"),
         (lambda: linear(X, K, Y, chunk=True), "chunk=True"),
         (lambda: linear(X, K, Y, logits_dtype="f16"), "logits_dtype='f16'.*=jnp.float16"),
