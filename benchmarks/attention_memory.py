@@ -14,7 +14,8 @@ implementations:
 There are two layouts. In `fixed`, the number of tokens is constant, so only memory that grows
 faster than T increases. In `single`, there is one sequence, so memory that is linear in T grows
 linearly. The bytes are those that XLA reports (`memory_analysis`) in addition to arguments and
-results, without the workspace of cuDNN. Nothing is run. The H200 requires XLA's GPU compiler: pip
+results, without the workspace of cuDNN. For a GPU, the rows also have the kernels of both passes
+and the bytes that they read and write. Nothing is run. The H200 requires XLA's GPU compiler: pip
 install -e ".[aot]".
 """
 
@@ -28,7 +29,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxmp
+from jaxmp._core import _compat
 from jaxmp._core._targets import get_target, targets
+from jaxmp._tools.audit._compile import compile_for
+from jaxmp._tools.audit._hlo import Program
+from jaxmp._tools.audit._hlo_kernels import accessed, kernels
+from jaxmp._tools.audit._trace import trace
 from result_file import parser_of, write_result
 
 WAYS = ("auto", "blockwise", "xla")
@@ -48,17 +54,26 @@ def gradients(implementation):
 
 
 def taken(implementation, query, target):
-    """Returns (temp bytes, implementation) of the program compiled for "cpu" or a GPU."""
+    """Returns the row of the program compiled for "cpu" or a GPU."""
     fn = gradients(implementation)
     if target == "cpu":
         memory: Any = jax.jit(fn).trace(query, query, query).lower().compile().memory_analysis()
         choice = jaxmp.explain(jaxmp.dot_product_attention)(
             query, query, query, is_causal=True, implementation=implementation
         ).attention[0]
-        return memory.temp_size_in_bytes, choice.implementation
-    report: Any = jaxmp.audit(fn, query, query, query, target=target)
-    fused = [row.kernel for row in report.attention]
-    return report.memory.temporary, " ".join(fused) or "unfused"
+        return {"ran": choice.implementation, "temp_bytes": memory.temp_size_in_bytes}
+    chip = get_target(target)
+    with _compat.context(target="gpu", capability=chip.capability, chip=chip):
+        compiled = compile_for(target, trace(jax.jit(fn), (query, query, query), {}))
+    program = Program(compiled.text)
+    steps = list(kernels(program))
+    calls = " ".join(step.instruction.attribute("custom_call_target") for step in steps)
+    return {
+        "ran": "cudnn" if "fmha" in calls else "unfused",
+        "temp_bytes": compiled.memory.temp_size_in_bytes,
+        "kernels": sum(step.times for step in steps),
+        "accessed": sum(step.times * accessed(program, step) for step in steps),
+    }
 
 
 def measure(target, *, tokens, heads, size, dtype):
@@ -69,14 +84,14 @@ def measure(target, *, tokens, heads, size, dtype):
             for length in LENGTHS:
                 batch = max(1, tokens // length) if layout == "fixed" else 1
                 query = jax.ShapeDtypeStruct((batch, length, heads, size), jnp.dtype(dtype))
-                found, ran = taken(implementation, query, target)
+                found = taken(implementation, query, target)
                 row = {"layout": layout, "implementation": implementation, "length": length}
-                rows.append({**row, "batch": batch, "ran": ran, "temp_bytes": found})
-                print(
-                    f"{layout:8}{implementation:11}T {length:6} B {batch:3}"
-                    f"{found / 2**20:12,.1f} MiB  {ran}",
-                    flush=True,
-                )
+                rows.append({**row, "batch": batch, **found})
+                line = f"{layout:8}{implementation:11}T {length:6} B {batch:3}"
+                line += f"{found['temp_bytes'] / 2**20:12,.1f} MiB"
+                if "kernels" in found:
+                    line += f"{found['kernels']:8,} kernels{found['accessed'] / 1e9:8.1f} GB"
+                print(f"{line}  {found['ran']}", flush=True)
     return rows
 
 

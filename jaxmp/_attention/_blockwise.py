@@ -20,11 +20,13 @@ from jax import lax
 
 from jaxmp._attention import _arguments
 from jaxmp._attention._arguments import NO_KEY, AttentionArguments, AttentionSettings
-from jaxmp._core import _compat, _dtypes
+from jaxmp._core import _compat, _dtypes, _targets
 from jaxmp._core._typing import PyTree
 
-# Largest and smallest number of positions per block, and of logits at a time (64 MiB in FP32).
-_BLOCK, _LEAST, _LOGITS = 512, 64, 2**24
+# Smallest and largest number of positions per block, and of logits at a time (64 MiB in FP32). On a
+# GPU, whose blocks are few and large, their FP32 logits take at most this share of its memory.
+_LEAST, _MOST, _LOGITS = 64, 512, 2**24
+_MOST_ON_GPU, _SHARE_OF_GPU = 4096, 1 / 128
 
 
 class _Shape(NamedTuple):
@@ -47,22 +49,21 @@ class _Shape(NamedTuple):
         return -(-self.keys // self.key_block)
 
 
-def blockwise_attention(args: AttentionArguments, block: int = _BLOCK) -> Any:
+def blockwise_attention(args: AttentionArguments, block: int | None = None) -> Any:
     """Returns `[B, T, N, V]` in the operands' dtype, zero for queries that see no key.
 
     With `settings.residual`, it also returns the log-sum-exp `[B, T, N]` in FP32, without gradient.
 
     Args:
       args: the arguments.
-      block: largest number of positions per block.
+      block: largest number of positions per block; None: as many as the memory of a GPU allows.
     """
     args = _arguments.with_scaled_query(args)
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     settings = dataclasses.replace(args.settings, precision=precision)
     batch, heads, queries, keys = args.logits_shape
     groups = args.key.shape[2]
-    while block > _LEAST and batch * heads * block * block > _LOGITS:
-        block //= 2
+    block = block or _block_size(batch * heads)
     shape = _Shape(
         batch,
         groups,
@@ -73,6 +74,21 @@ def blockwise_attention(args: AttentionArguments, block: int = _BLOCK) -> Any:
         min(block, _rounded_up(keys, 8)),
     )
     return _attention(shape, dataclasses.replace(args, settings=settings))
+
+
+def _block_size(heads: int) -> int:
+    """Returns the number of positions per block for the heads of all sequences together.
+
+    A pair of blocks takes about 38 kernels in both passes, and reads its operands and sums again.
+    A GPU therefore computes few large blocks, as many logits at a time as its memory allows.
+    """
+    block, logits = _MOST, _LOGITS
+    memory = _targets.target_memory() if _compat.target() == "gpu" else None
+    if memory is not None:
+        block, logits = _MOST_ON_GPU, max(logits, memory * _SHARE_OF_GPU / 4)
+    while block > _LEAST and heads * block * block > logits:
+        block //= 2
+    return block
 
 
 def _rounded_up(size: int, multiple: int) -> int:
