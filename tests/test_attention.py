@@ -766,12 +766,19 @@ def test_a_choice_is_logged_once(caplog, monkeypatch):
     assert len(caplog.records) == 1 and "attention runs as xla" in caplog.text
 
 
-@pytest.mark.parametrize(("implementation", "level"), [("auto", "WARNING"), ("xla", "INFO")])
-def test_a_choice_of_the_caller_is_no_warning(caplog, monkeypatch, implementation, level):
+@pytest.mark.parametrize(
+    ("implementation", "length", "level"),
+    [("auto", 2048, "WARNING"), ("blockwise", 2048, "INFO"), ("auto", 4, "INFO")],
+)
+def test_a_slow_choice_of_the_library_is_a_warning(
+    caplog, monkeypatch, implementation, length, level
+):
     monkeypatch.setattr(_choice, "_logged", set())
     monkeypatch.setattr(_choice, "target", lambda: "gpu")
+    shape = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+    attend = functools.partial(dot_product_attention, implementation=implementation)
     with caplog.at_level(logging.INFO, "jaxmp.attention"):
-        dot_product_attention(*inputs(4, 4), implementation=implementation)
+        jax.eval_shape(attend, shape, shape, shape)
     assert [record.levelname for record in caplog.records] == [level]
 
 

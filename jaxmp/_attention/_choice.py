@@ -124,15 +124,16 @@ def _choice(
 def log_once(choice: AttentionExplanation) -> None:
     """Logs a choice to the logger `jaxmp.attention`, once per implementation and first blocker.
 
-    The level is a warning if a program for a GPU or TPU uses no fused kernel, although the caller
-    named no other implementation; otherwise info.
+    The level is a warning if a program for a GPU or TPU uses no fused kernel for logits that are
+    too many to store, although the caller named no other implementation; otherwise info.
     """
     blocker = choice.rows[0].argument if choice.rows else ""
     if (choice.implementation, blocker) in _logged:
         return
     _logged.add((choice.implementation, blocker))
-    unfused = choice.implementation != "cudnn" and choice.reason != ASKED and target() != "cpu"
-    _log.log(logging.WARNING if unfused else logging.INFO, "attention runs as %s", choice)
+    # A call with few logits, as with the short batch of an `init`, is fast without a fused kernel.
+    is_slow = choice.implementation == "blockwise" and choice.reason != ASKED and target() != "cpu"
+    _log.log(logging.WARNING if is_slow else logging.INFO, "attention runs as %s", choice)
 
 
 # ---------------------------------------------------------------------------
