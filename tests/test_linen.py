@@ -750,9 +750,12 @@ def test_attention_weights_are_sown():
     assert weights.shape == (2, 2, 5, 5) and weights.dtype == jnp.bfloat16
 
 
-def test_decoding_writes_a_cache_in_the_compute_dtype():
+# The projections of attention are no heads, although they have few outputs here.
+@pytest.mark.parametrize("limit", [0, 16])
+def test_decoding_writes_a_cache_in_the_compute_dtype(limit):
     model = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
-    wrapped, x = apply_policy(model, BF16), floats(1, 4, 8)
+    wrapped = apply_policy(model, f"p=f32,c=bf16,o=bf16,fp32_outputs_below={limit}")
+    x = floats(1, 4, 8)
     variables, plain = jax.jit(lambda: (wrapped.init(KEY, x), model.init(KEY, x)))()
     assert variables["cache"]["cached_key"].dtype == jnp.bfloat16
     assert variables["params"]["query"]["kernel"].dtype == jnp.float32

@@ -1203,13 +1203,15 @@ def test_attention_weights_are_sown():
     np.testing.assert_allclose(weights.astype(jnp.float32).sum(-1), 1, atol=0.02)
 
 
+# The projections of attention are no heads, although they have few outputs here.
+@pytest.mark.parametrize("limit", [0, 16])
 @pytest.mark.parametrize("policy_first", [True, False])
-def test_a_decoding_cache_made_before_or_after(policy_first):
-    x = floats(2, 5, 8)
+def test_a_decoding_cache_made_before_or_after(policy_first, limit):
+    x, policy = floats(2, 5, 8), f"{MIXED},fp32_outputs_below={limit}"
     model = nnx.MultiHeadAttention(4, 8, decode=True, rngs=rngs())
-    wrapped = apply_policy(model, MIXED) if policy_first else model
+    wrapped = apply_policy(model, policy) if policy_first else model
     wrapped.init_cache(x.shape)
-    wrapped = apply_policy(wrapped, MIXED)
+    wrapped = apply_policy(wrapped, policy)
     assert operands(program(wrapped, x[:, :1])) == {BF16}
     step = nnx.jit(lambda model, x: model(x))
     decoded = jnp.concatenate([step(wrapped, x[:, i : i + 1]) for i in range(5)], axis=1)

@@ -152,10 +152,16 @@ class LayerTable:
             )
         return traits
 
-    def outputs(self, module: Any) -> int | None:
-        """Returns the number of outputs of a linear layer; None for other modules."""
+    def outputs(self, module: Any, parent: object) -> int | None:
+        """Returns the number of outputs of a linear layer; None for other modules.
+
+        It is None, too, for the projections of an attention layer, `parent`: few outputs do not
+        make them the last layer of a model, and the cache of a decoder has the compute dtype.
+        """
         name = self.traits(type(module)).outputs
-        return int(np.prod(getattr(module, name))) if name else None
+        if not name or self.traits(type(parent)).attention_fn:
+            return None
+        return int(np.prod(getattr(module, name)))
 
     def _first_row(self, bases: tuple[type, ...]) -> LayerTraits:
         return next((self._rows[base] for base in bases if base in self._rows), LayerTraits())

@@ -241,7 +241,8 @@ class PolicyInterceptor:
 
     def _module_policy(self, module: nn.Module, path: Path, method: str) -> ModulePolicy:
         cls = type(module)
-        outputs, traits = LINEN_LAYERS.outputs(module), LINEN_LAYERS.traits(cls)
+        outputs = LINEN_LAYERS.outputs(module, module.parent)
+        traits = LINEN_LAYERS.traits(cls)
         is_decision = _labels.is_decision(traits, cls, path, method)
         key = (path, cls, outputs, is_decision)
         if key not in self.module_policies:
@@ -350,7 +351,7 @@ def module_paths(
             key_scopes(where.module)
             path = "/".join(where.module.path)
             paths.setdefault(path, author_class(cls))
-            outputs[path] = LINEN_LAYERS.outputs(where.module)
+            outputs[path] = LINEN_LAYERS.outputs(where.module, where.module.parent)
         return call(*args, **kwargs)
 
     rngs = jax.random.key(0) if rngs is None else rngs

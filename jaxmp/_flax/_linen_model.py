@@ -289,7 +289,7 @@ def _cast_to_output(module: Any, out: PyTree) -> PyTree:
     """Casts the result of a function that `apply` called with the module to its output dtype."""
     cls = type(module)
     author = cls._jaxmp_class
-    traits, outputs = LINEN_LAYERS.traits(author), LINEN_LAYERS.outputs(module)
+    traits, outputs = LINEN_LAYERS.traits(author), LINEN_LAYERS.outputs(module, module.parent)
     module_policy = resolve_module(cls._jaxmp_policies, cls._jaxmp_origin, author, traits, outputs)
     return cast_outputs(module_policy, out)
 

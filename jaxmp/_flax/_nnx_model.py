@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -178,8 +178,10 @@ def apply_policy(model: M, recipe: _load.RecipeLike, *, shardings: PyTree = None
             unbind(entry.module)
     copies = [entry for entry in find_modules(copy) if not entry.has_own_policies]
     _separate(copies, policies, by_path)
+    outputs = _outputs(copies)
     for entry in copies:
-        bind(entry.module, policies, _deciding_path(entry, policies))
+        path = _deciding_path(entry, policies)
+        bind(entry.module, policies, path, outputs["/".join(path)])
     return copy
 
 
@@ -205,8 +207,7 @@ def explain_model(
     policies, entries = _load.as_policy_map(recipe), find_modules(model)
     paths = paths_of(entries)
     _required.check_required(policies, paths)
-    modules = ((path, entry.module) for entry in entries for path in entry.paths)
-    outputs = {"/".join(path): NNX_LAYERS.outputs(module) for path, module in modules}
+    outputs = _outputs(entries)
     if not args and not kwargs:
         return _required.explain_modules(policies, paths, outputs), None, ()
     wrapped = apply_policy(model, policies)
@@ -271,6 +272,15 @@ def _check_equal(subject: str, resolved: Mapping[str, Any], fix: str) -> None:
         "can have only one policy. Give all its paths the same rule, such as "
         f"Rule('re:{'|'.join(map(re.escape, resolved))}', {fix!r}), or exclude {first!r}."
     )
+
+
+def _outputs(entries: Iterable[ModuleEntry]) -> dict[str, int | None]:
+    """Returns path of a module -> number of outputs of a linear layer; None for other modules."""
+    modules = {path: entry.module for entry in entries for path in entry.paths}
+    return {
+        "/".join(path): NNX_LAYERS.outputs(module, modules.get(path[:-1]))
+        for path, module in modules.items()
+    }
 
 
 def _resolve(entry: ModuleEntry, path: Path, policies: _load.PolicyMap) -> ResolvedPolicy:

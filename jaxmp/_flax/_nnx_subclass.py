@@ -167,16 +167,16 @@ def _rebuild(cls: type, names: frozenset[str]) -> nnx.Module:
 # ---------------------------------------------------------------------------
 
 
-def bind(module: nnx.Module, policies: PolicyMap, path: Path, *, is_decision: bool = False) -> None:
+def bind(module: nnx.Module, policies: PolicyMap, path: Path, outputs: int | None) -> None:
     """Applies policies to a module in place.
 
     Args:
       module: a module that belongs to the new model alone.
       policies: the policies of the model.
       path: path of the module in the model.
+      outputs: number of outputs of a linear layer; None for other modules.
     """
     cls = type(module)
-    outputs = NNX_LAYERS.outputs(module)
     module_policy = Bound(policies, path, cls, (), outputs).module_policy
     traits = module_policy.traits
     check_attributes(module, traits, module_policy.resolved.path)

@@ -284,7 +284,8 @@ class Policy:
         class receive and return arrays as they are.
       fp32_outputs_below: linear layers with fewer outputs than this, such as the head of a critic,
         return the FP32 sums of their 16-bit matmul, weakly typed: an operation with a 16-bit array
-        still runs in 16 bits. 0: no layer. An output dtype that a rule names precedes.
+        still runs in 16 bits. 0: no layer. An output dtype that a rule names precedes. The
+        projections of Flax's attention layers do not count as heads.
 
     Raises:
       PolicyError: if a dtype is not a floating-point format, or a setting is not valid.
