@@ -619,6 +619,8 @@ def test_one_pass_over_the_logits_has_the_sums_of_two(target, classes):
     logits = jnp.asarray(rng.normal(size=(4, classes)) * 30, jnp.float32)
     logits = logits.at[0].set(-jnp.inf).at[1, ::2].set(-jnp.inf).at[2].set(7.0)
     loss_fn = lambda logits: ce(logits, jnp.array([0, 1, 2, 3]), reduction="none")
+    least = jnp.full_like(logits, jnp.finfo(jnp.float32).min)
+    np.testing.assert_allclose(loss_fn(least), np.log(classes), rtol=1e-6)
     each, slopes, _ = oracle(logits[1:], np.array([1, 2, 3]))
     found = loss_fn(logits)
     assert found[0] == jnp.inf
