@@ -61,7 +61,7 @@ def log_probs(
         recipe = recipe.replace(policies=dataclasses.replace(recipe.policies, rules=rules))
     wrapped, logits_or_loss = recipe.wrap(model), gpt.logits_or_loss
     attention = functools.partial(jaxmp.dot_product_attention, implementation=implementation)
-    in_fp32 = lambda x, *rest: logits_or_loss(x.astype(jnp.float32), *rest)
+    in_fp32 = lambda x, *rest, **more: logits_or_loss(x.astype(jnp.float32), *rest, **more)
 
     def run(params: Any, tokens: jax.Array) -> jax.Array:
         with (

@@ -115,7 +115,8 @@ class GPT(nn.Module):
         x_BTD, _ = blocks(self.heads, self.layers, name="blocks")(x_BTD, None)
         x_BTD = nn.LayerNorm(EPSILON, name="final_norm")(x_BTD)
         table_VD = token.embedding
-        return logits_or_loss(x_BTD, table_VD, self, labels_BT)
+        options = {"logits_dtype": self.logits_dtype, "chunk": self.loss_chunk}
+        return logits_or_loss(x_BTD, table_VD, self.vocabulary, labels_BT, **options)
 
 
 # ---------------------------------------------------------------------------
@@ -169,7 +170,8 @@ class NnxGPT(nnx.Module):
         gpt = self.gpt
         x_BTD = self.final_norm(scan_blocks(self.blocks, x_BTD, gpt, saved(gpt.remat)))
         table_VD = self.token_embedding.embedding[...]
-        return logits_or_loss(x_BTD, table_VD, gpt, labels_BT)
+        options = {"logits_dtype": gpt.logits_dtype, "chunk": gpt.loss_chunk}
+        return logits_or_loss(x_BTD, table_VD, gpt.vocabulary, labels_BT, **options)
 
 
 def scan_blocks(blocks: Any, x_BTD: jax.Array, sizes: Any, policy: Any) -> jax.Array:
@@ -235,21 +237,24 @@ def causal_attention(q_BTD: jax.Array, k_BTD: jax.Array, v_BTD: jax.Array, heads
 def logits_or_loss(
     x_BTD: jax.Array,
     table_VD: jax.Array,
-    gpt: GPT,
+    vocabulary: int,
     labels_BT: jax.Array | None,
+    **options: Any,
 ) -> jax.Array:
-    """Returns FP32 logits, or the mean loss of labels_BT. Padded rows have probability 0."""
+    """Returns FP32 logits, or the mean loss of labels_BT, computed with the `options` of the loss.
+
+    Padded rows have probability 0.
+    """
     if labels_BT is None:
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        return product("btd,vd->btv", x_BTD, table_VD.astype(x_BTD.dtype))[..., : gpt.vocabulary]
+        return product("btd,vd->btv", x_BTD, table_VD.astype(x_BTD.dtype))[..., :vocabulary]
     return jaxmp.losses.linear_cross_entropy(
         x_BTD,
         table_VD,
         labels_BT,
         transposed=True,
-        num_classes=gpt.vocabulary,
-        chunk=gpt.loss_chunk,
-        logits_dtype=gpt.logits_dtype,
+        num_classes=vocabulary,
+        **options,
     )
 
 

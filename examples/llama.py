@@ -149,7 +149,7 @@ class Llama(nn.Module):
         x_BTD = nn.RMSNorm(EPSILON, name="final_norm")(x_BTD)
         table_VD = shape.gather(output.embedding, x_BTD.dtype)
         dtype = shape.logits_dtype
-        return gpt.logits_or_loss(x_BTD, table_VD, shape.vocabulary, labels_BT, dtype)
+        return gpt.logits_or_loss(x_BTD, table_VD, shape.vocabulary, labels_BT, logits_dtype=dtype)
 
 
 # ---------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class NnxLlama(nnx.Module):
         output = self.token_embedding if shape.tied else self.output_embedding
         table_VD = shape.gather(output.embedding[...], x_BTD.dtype)
         dtype = shape.logits_dtype
-        return gpt.logits_or_loss(x_BTD, table_VD, shape.vocabulary, labels_BT, dtype)
+        return gpt.logits_or_loss(x_BTD, table_VD, shape.vocabulary, labels_BT, logits_dtype=dtype)
 
 
 # ---------------------------------------------------------------------------
