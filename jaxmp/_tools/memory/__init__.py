@@ -120,7 +120,12 @@ class MemoryEstimate(Report):
 
     def _sections(self, full: bool) -> list[_section.Section]:
         del full
-        return [self._verdict(), self._table()]
+        rows = tuple(
+            (kind, _section.bytes_text(size), _section.share_text(size, self.total), _MEANING[kind])
+            for kind, size in self.kinds.items()
+        )
+        columns = ("kind", "bytes", "share", "content")
+        return [self._verdict(), _section.Section("By kind", "", columns, rows)]
 
     def _verdict(self) -> _section.Section:
         text, usable = _section.bytes_text, _section.bytes_text(self.usable)
@@ -144,13 +149,6 @@ class MemoryEstimate(Report):
         mood = "bad" if self.fits is False else "good" if self.fits else ""
         title = f"Memory of {self.function or 'the step'}: {size}"
         return _section.Section(title, fits, mood=mood)
-
-    def _table(self) -> _section.Section:
-        rows = tuple(
-            (kind, _section.bytes_text(size), _section.share_text(size, self.total), _MEANING[kind])
-            for kind, size in self.kinds.items()
-        )
-        return _section.Section("By kind", "", ("kind", "bytes", "share", "content"), rows)
 
 
 @functools.cache
@@ -204,8 +202,9 @@ def estimate_memory(
 
     Raises:
       AuditError: if `fn` is not a function, or `exact` is True and XLA cannot compile the program.
-      TargetError: if `target` is not a known chip, or `exact` is True and no program can be
-        compiled for it.
+      TargetError: if `target` is not a known chip, XLA_PYTHON_CLIENT_MEM_FRACTION is not a share,
+        or `exact` is True and no program can be compiled for the target.
+      NotADirectoryError: if `cache` is a file.
       MissingDependencyError: if `exact` is True and XLA's compiler is not installed.
 
     Example:
@@ -218,7 +217,8 @@ def estimate_memory(
     """
     _trace.check_function(fn, "estimate_memory")
     chip = None if target is None else _targets.get_target(target)
-    name, compiler, reason = getattr(fn, "__name__", ""), "", ""
+    name, share = getattr(fn, "__name__", ""), _targets.usable_share()
+    compiler = reason = ""
     with contextlib.ExitStack() as stack:
         if chip is not None:
             stack.enter_context(_compat.unchecked_cuda())
@@ -243,7 +243,7 @@ def estimate_memory(
         target=chip.name if chip else "",
         memory=chip.memory if chip else 0,
         preallocates=chip is not None and chip.preallocates,
-        share=_targets.usable_share(),
+        share=share,
         kinds={kind: kinds[kind] for kind in KINDS if kinds[kind] or kind == KINDS[0]},
         least=least,
         most=most,

@@ -39,16 +39,23 @@ def compiler_of(
     Args:
       folder: None to compile each program.
       chip: the target.
+
+    Raises:
+      NotADirectoryError: if `folder` is a file.
     """
     if folder is None:
         return compile_lowered
-
+    path = Path(folder).expanduser()
+    if path.is_file():
+        raise NotADirectoryError(
+            f"cache={str(folder)!r} is a file. Name a folder: cache='~/.cache/jaxmp', or None."
+        )
     described = repr(chip._replace(domain=1, link=0.0, network=0.0))
 
     def compile_once(lowered: Any, options: Any) -> tuple[str, Any]:
         settings = [described, options, versions_of(_COMPILERS), *map(os.environ.get, _FLAGS)]
         text = json.dumps(settings) + lowered.as_text()
-        file = Path(folder).expanduser() / hashlib.sha256(text.encode()).hexdigest()
+        file = path / hashlib.sha256(text.encode()).hexdigest()
         with contextlib.suppress(OSError, ValueError, zlib.error):
             program, *sizes = json.loads(zlib.decompress(file.read_bytes()))
             return program, StoredMemory(*sizes)
