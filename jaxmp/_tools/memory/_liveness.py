@@ -75,9 +75,8 @@ class _Operation(NamedTuple):
         if result.is_result or any(reader.is_library for reader in result.readers):
             return True
         again = len(result.readers) - 1
-        if again and self.name in _COSTLY:
-            return True
-        return again > 0 and sum(root.read for root in roots) * again > (again + 2) * result.bytes
+        is_slow = sum(root.read for root in roots) * again > (again + 2) * result.bytes
+        return again > 0 and (is_slow or self.name in _COSTLY)
 
 
 def largest_use(jaxpr: Any, arguments: Sequence[Value], shards: Shards) -> int:

@@ -168,6 +168,13 @@ def read_machine() -> Machine:
         backend = jax.default_backend()
     except RuntimeError as error:
         backend, failure = "cpu", str(error).splitlines()[0]
+    memory, compilers = 0, list[str]()
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        memory = int((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0))
+    for name, chip in _COMPILED.items():
+        with contextlib.suppress(MissingDependencyError):
+            check_compiler(_targets.get_target(chip))
+            compilers.append(name)
     gpus, driver, total, clock = _nvidia()
     required = (text for text in importlib.metadata.requires("jax") or () if "libtpu==" in text)
     prefixes = ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
@@ -182,27 +189,11 @@ def read_machine() -> Machine:
         {name: text for name, text in os.environ.items() if name.startswith(prefixes)},
         failure,
         next((text.partition("==")[2].partition(".*")[0] for text in required), ""),
-        0 if failure else _memory(),
-        tuple(name for name, chip in _COMPILED.items() if _compiles(chip)),
+        memory,
+        tuple(compilers),
         total,
         clock,
     )
-
-
-def _memory() -> int:
-    """Returns the bytes that JAX may allocate on the first device; 0 if it does not report them."""
-    try:
-        return int((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0))
-    except (RuntimeError, NotImplementedError):
-        return 0
-
-
-def _compiles(chip: str) -> bool:
-    try:
-        check_compiler(_targets.get_target(chip))
-    except MissingDependencyError:
-        return False
-    return True
 
 
 @functools.cache
