@@ -118,8 +118,8 @@ MUTATIONS = [
     Mutation(
         "tensor parallelism does not divide arrays that begin as zeros",
         "jaxmp/_tools/memory/_shards.py",
-        "if any(operands[n] is not None for n in used):",
-        "if used:",
+        "if any(operands[n] is not None for pairs in sources for n, _ in pairs):",
+        "if any(sources):",
         ("test_memory.py::test_loops_reshapes_and_constraints_pass_the_axes_too",),
     ),
     Mutation(

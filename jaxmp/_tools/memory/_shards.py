@@ -98,9 +98,7 @@ class Shards(_analysis.Forward):
             split = self._split(_operations.sharding_of_result(equation), len(shapes[0]))
         else:
             sources = _sources(equation)
-            alike = [n for n, var in enumerate(equation.invars) if _shape(var) == shapes[0]]
-            used = alike or [n for pairs in sources for n, _ in pairs]
-            if any(operands[n] is not None for n in used):
+            if any(operands[n] is not None for pairs in sources for n, _ in pairs):
                 known = [[(operands[n] or {k: ()})[k] for n, k in pairs] for pairs in sources]
                 split = tuple(frozenset[str]().union(*axes) for axes in known)
         if split is not None:
