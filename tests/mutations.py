@@ -123,6 +123,13 @@ MUTATIONS = [
         ("test_memory.py::test_loops_reshapes_and_constraints_pass_the_axes_too",),
     ),
     Mutation(
+        "gradients are divided along the batch before they are summed",
+        "jaxmp/_tools/memory/_liveness.py",
+        "is_summed = not is_apart and name not in _MATMULS",
+        "is_summed = True",
+        ("test_memory.py::test_gradients_are_whole_before_they_are_summed_over_the_batch",),
+    ),
+    Mutation(
         "a resumed validation takes the runs of another program",
         "jaxmp/_tools/validate/_driver.py",
         "(record.initial_checksum, record.program) == (initial, traced)",

@@ -191,6 +191,25 @@ def test_loops_reshapes_and_constraints_pass_the_axes_too():
     assert estimate(jax.grad(gathered), up, x).temporary > 0.8 * all_of_it
 
 
+def test_gradients_are_whole_before_they_are_summed_over_the_batch():
+    place = functools.partial(on_mesh, {"data": 4, "model": 2})
+    x = place((64, 1024), "data")
+
+    def estimate(loss, params):
+        step = lambda params, x: jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, x))
+        return jaxmp.estimate_memory(step, params, x, exact=False).temporary
+
+    def pairs(*spec):
+        return [(place((1024, 4096), *spec), place((4096, 1024), *spec[::-1]))] * 2
+
+    # The batch is small: most of the memory are gradients, each of half of a weight.
+    gradient = 4 * 1024 * 4096 // 2
+    split, whole = (estimate(perceptrons, pairs(axis, "model")) for axis in ("data", None))
+    assert split == whole >= gradient
+    stacked = [place((2, 1024, 4096), None, "data", "model"), place((2, 4096, 1024), None, "model")]
+    assert estimate(scanned_perceptrons, tuple(stacked)) >= 4 * gradient
+
+
 def test_the_arrays_in_a_shard_map_are_parts():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, P("data"))

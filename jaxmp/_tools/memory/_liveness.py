@@ -29,8 +29,10 @@ _REDUCTIONS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "conca
 _COSTLY = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
 # Name of an operation for a loop or branches, whose jaxprs have their own memory.
 _APART = "apart"
-_LIBRARY = frozenset(
-    {"conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul", "custom_call", _APART}
+_MATMULS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul"})
+_LIBRARY = (
+    _MATMULS
+    | {"custom_call", _APART}
     | {"cholesky", "eigh", "fft", "lu", "qr", "sort", "svd", "top_k", "triangular_solve"}
     | {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
     | {"pallas_call", "rng_bit_generator"}
@@ -138,7 +140,8 @@ def _flatten(
                 below = max(below, largest_use(inner.jaxpr, own, shards))
                 outside = (inner.indices[n] for n in inner.carried)
                 carried += [operands[n] for n in outside if n is not None]
-            results = [Value(shards.size(var)) for var in equation.outvars]
+            is_summed = not is_apart and name not in _MATMULS
+            results = [Value(shards.size(var, is_summed)) for var in equation.outvars]
             name = _APART if is_apart else name
             operations.append(_Operation(name, operands, results, below, carried))
         values.update(zip(equation.outvars, results, strict=False))

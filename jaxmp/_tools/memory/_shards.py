@@ -42,18 +42,31 @@ class Shards(_analysis.Forward):
                 self._devices |= sharding.mesh.shape
                 axes.setdefault(kind, set()).update(*_dimensions(sharding, array.ndim))
         self._axes = (axes["parameters"] - axes["inputs"]) & self._devices.keys()
+        splits = [self._split(sharding, array.ndim) for array, sharding, _ in arguments]
+        # Size of a parameter -> parts of a gradient that is not summed over the batch yet.
+        self._summands = {
+            array.size: math.prod(self._devices[axis] for axis in frozenset[str]().union(*split))
+            for (array, _, kind), split in zip(arguments, splits, strict=True)
+            if kind == "parameters"
+        }
         # Variable, and shape, -> the axes of the last array that they were passed to.
         self._splits = dict[Any, Split]()
         self._passed = dict[tuple[int, ...], Split]()
-        self.run(jaxpr, [self._split(sharding, array.ndim) for array, sharding, _ in arguments])
+        self.run(jaxpr, splits)
 
-    def size(self, var: Any) -> int:
-        """Returns the bytes of an array on each device; XLA pads dimensions that it divides."""
+    def size(self, var: Any, is_summed: bool = True) -> int:
+        """Returns the bytes of an array on each device; XLA pads dimensions that it divides.
+
+        Args:
+          var: the array.
+          is_summed: False for an array that may be a gradient, which XLA sums over the batch, and
+            divides, after it is whole.
+        """
         aval = var.aval
         # The arrays in a `shard_map`, which is not entered, are parts.
         if not _jaxprs.is_literal(var) and var not in self._splits:
             return bytes_of(aval)
-        parts = self._weights.get(getattr(aval, "size", 0), 0)
+        parts = (self._weights if is_summed else self._summands).get(getattr(aval, "size", 0), 0)
         if parts or not self._axes:
             return bytes_of(aval) // (parts or self._batch)
         lengths, used = list(_shape(var)), set[str]()
@@ -105,7 +118,7 @@ class Shards(_analysis.Forward):
             self._passed[shapes[0]] = split
         return [split if shape == shapes[0] else None for shape in shapes]
 
-    def _split(self, sharding: Any, rank: int) -> Split:
+    def _split(self, sharding: Any, rank: int) -> tuple[frozenset[str], ...]:
         """Returns the axes of a sharding that operations pass."""
         return tuple(axes & self._axes for axes in _dimensions(sharding, rank))
 
