@@ -19,7 +19,7 @@ from jaxmp._core import _compat, _targets
 from jaxmp._core._messages import install_command
 from jaxmp._tools.audit._compile import check_compiler
 from jaxmp._tools.memory._cache import versions_of
-from jaxmp.errors import MissingDependencyError
+from jaxmp.errors import MissingDependencyError, TargetError
 
 # Packages whose versions belong together or matter for precision.
 _PACKAGES = (
@@ -335,6 +335,10 @@ def _driver_problems(machine: Machine) -> Iterator[Problem]:
 
 def _use_problems(machine: Machine) -> Iterator[Problem]:
     """Yields the problems because of which JAX does not use the GPU or its libraries."""
+    try:
+        _targets.usable_share(machine.environment)
+    except TargetError as error:
+        yield Problem(str(error), "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
     if machine.failure:
         yield Problem(f"JAX finds no device: {machine.failure}", "unset JAX_PLATFORMS")
     if machine.failure or not machine.gpus:
