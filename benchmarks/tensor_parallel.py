@@ -4,7 +4,7 @@ Each function returns a step with AdamW and the shapes of its arguments, which a
 axes "data" and "model" of a mesh without devices: the first kernel of an attention or a perceptron
 is divided by its columns, the second by its rows, and a table of tokens or logits by its rows. The
 state of the two examples is divided over "data", too (FSDP). Shardings are set by the names of the
-layers, by logical axes of Linen, or by `nnx.with_partitioning`.
+layers, by logical axes of Linen, by `nnx.with_partitioning`, or for each array.
 """
 
 import contextlib
@@ -256,9 +256,68 @@ def nnx_gpt(recipe: str, remat: bool, devices: int) -> tuple[Any, ...]:
     return train_step, model, optimizer, tokens
 
 
+# ---------------------------------------------------------------------------
+# Plain JAX
+# ---------------------------------------------------------------------------
+
+
+def scanned_blocks(
+    recipe: str, remat: bool, devices: int, moments_by_shape: bool = False
+) -> tuple[Any, ...]:
+    """Returns the step of four scanned blocks with a padding mask, whose rows all devices have.
+
+    With `moments_by_shape`, the moments of a parameter are divided as the first parameter of its
+    shape is: those of "o" by its columns, unlike "o".
+    """
+    mesh = AbstractMesh((devices,), ("model",), (AxisType.Auto,))
+    columns, rows, everywhere = P(None, None, "model"), P(None, "model", None), P()
+    specs = dict.fromkeys("qkv", columns) | {"o": rows, "up": columns, "down": rows}
+    sizes = {"up": (4, WIDTH, 4 * WIDTH), "down": (4, 4 * WIDTH, WIDTH)}
+    shapes = {name: sizes.get(name, (4, WIDTH, WIDTH)) for name in specs}
+    params = {
+        name: placed(jax.ShapeDtypeStruct(shape, jnp.float32), mesh, specs[name])
+        for name, shape in shapes.items()
+    }
+    loaded = jaxmp.load_recipe(recipe)
+    tx = loaded.optimizer(optax.adamw(1e-3))
+
+    def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        name = getattr(path[-1], "key", "")
+        if moments_by_shape:
+            name = next((own for own, shape in shapes.items() if shape == leaf.shape), "")
+        return placed(leaf, mesh, specs.get(name, everywhere))
+
+    def loss(params: Any, x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
+        def block(x_BTD: jax.Array, own: Any) -> tuple[jax.Array, None]:
+            scale = jax.lax.rsqrt(jnp.square(x_BTD).mean(-1, keepdims=True) + 1e-5)
+            parts = (*x_BTD.shape[:2], 8, WIDTH // 8)
+            qkv = ((x_BTD * scale @ own[name]).reshape(parts) for name in "qkv")
+            mask = (mask_BT > 0)[:, None, None, :]
+            attended_BTD = jax.nn.dot_product_attention(*qkv, mask=mask).reshape(x_BTD.shape)
+            x_BTD = x_BTD + attended_BTD @ own["o"]
+            return x_BTD + nn.gelu(x_BTD @ own["up"]) @ own["down"], None
+
+        x_BTD, _ = jax.lax.scan(block, x_BTD, params)
+        return jnp.square(x_BTD.astype(jnp.float32)).mean()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params: Any, state: Any, *batch: jax.Array) -> tuple[Any, ...]:
+        run = saved(jaxmp.autocast(loss, loaded), remat)
+        value, grads = jaxmp.value_and_grad(run)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(tx.init, params))
+    x_BTD = placed(jax.ShapeDtypeStruct((8, 1024, WIDTH), jnp.float32), mesh, everywhere)
+    mask_BT = placed(jax.ShapeDtypeStruct((8, 1024), jnp.int32), mesh, everywhere)
+    return train_step, params, state, x_BTD, mask_BT
+
+
 MAKERS: dict[str, Callable[[str, bool, int], tuple[Any, ...]]] = {
     "gpt, by names": gpt_by_names,
     "llama, scanned": scanned_llama,
     "vit, logical axes": vit_with_logical_axes,
     "gpt in NNX": nnx_gpt,
+    "blocks, scanned": scanned_blocks,
+    "blocks, moments by shape": functools.partial(scanned_blocks, moments_by_shape=True),
 }

@@ -118,9 +118,16 @@ MUTATIONS = [
     Mutation(
         "tensor parallelism does not divide arrays that begin as zeros",
         "jaxmp/_tools/memory/_shards.py",
-        "if any(operands[n] is not None for n in used):",
-        "if used:",
+        "if any(operands[n] is not None for pairs in sources for n, _ in pairs):",
+        "if any(sources):",
         ("test_memory.py::test_loops_reshapes_and_constraints_pass_the_axes_too",),
+    ),
+    Mutation(
+        "gradients are divided along the batch before they are summed",
+        "jaxmp/_tools/memory/_liveness.py",
+        "is_summed = not is_apart and name not in _MATMULS",
+        "is_summed = True",
+        ("test_memory.py::test_gradients_are_whole_before_they_are_summed_over_the_batch",),
     ),
     Mutation(
         "a resumed validation takes the runs of another program",

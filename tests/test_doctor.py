@@ -128,6 +128,11 @@ PROBLEMS = {
         "LD_LIBRARY_PATH names a folder of CUDA",
         "unset LD_LIBRARY_PATH",
     ),
+    "a share in percent": (
+        H100._replace(environment={"XLA_PYTHON_CLIENT_MEM_FRACTION": "95"}),
+        "XLA_PYTHON_CLIENT_MEM_FRACTION='95' is not a share of the memory",
+        "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95",
+    ),
     "no device": (
         H100._replace(platform="cpu", failure="Unknown backend tpu"),
         "Unknown backend tpu",

@@ -16,8 +16,11 @@ from jax.sharding import PartitionSpec as P
 import gpt
 import jaxmp
 from gpu_compiler import needs_compiler
+from jaxmp._core._targets import get_target
+from jaxmp._programs import _constructs
 from jaxmp._tools.cli import main
 from jaxmp._tools.memory import STATE, _errors
+from jaxmp._tools.memory._cache import compiler_of
 from jaxmp.errors import AuditError, MissingDependencyError, TargetError
 from jaxmp.typing import MemoryEstimate
 
@@ -188,6 +191,25 @@ def test_loops_reshapes_and_constraints_pass_the_axes_too():
     assert estimate(jax.grad(gathered), up, x).temporary > 0.8 * all_of_it
 
 
+def test_gradients_are_whole_before_they_are_summed_over_the_batch():
+    place = functools.partial(on_mesh, {"data": 4, "model": 2})
+    x = place((64, 1024), "data")
+
+    def estimate(loss, params):
+        step = lambda params, x: jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, x))
+        return jaxmp.estimate_memory(step, params, x, exact=False).temporary
+
+    def pairs(*spec):
+        return [(place((1024, 4096), *spec), place((4096, 1024), *spec[::-1]))] * 2
+
+    # The batch is small: most of the memory are gradients, each of half of a weight.
+    gradient = 4 * 1024 * 4096 // 2
+    split, whole = (estimate(perceptrons, pairs(axis, "model")) for axis in ("data", None))
+    assert split == whole >= gradient
+    stacked = [place((2, 1024, 4096), None, "data", "model"), place((2, 4096, 1024), None, "model")]
+    assert estimate(scanned_perceptrons, tuple(stacked)) >= 4 * gradient
+
+
 def test_the_arrays_in_a_shard_map_are_parts():
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, P("data"))
@@ -251,6 +273,24 @@ def test_it_says_whether_the_step_fits():
         jaxmp.estimate_memory(step, params, x, exact=True)
     with pytest.raises(TargetError, match="no program can be compiled for 'v100': "):
         jaxmp.estimate_memory(step, params, x, target="v100", exact=True)
+
+
+def test_a_wrong_share_and_a_cache_that_is_a_file_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "run.py").touch()
+    with pytest.raises(NotADirectoryError, match="Name a folder: cache="):
+        compiler_of(tmp_path / "run.py", get_target("h200"))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "95")
+    never = lambda *args: pytest.fail("the step is not traced")
+    with pytest.raises(TargetError, match="is not a share of the memory"):
+        jaxmp.estimate_memory(never, PARAMS, ROWS)
+    with pytest.raises(TargetError, match="is not a share of the memory"):
+        jaxmp.plan(never, recipes=["bf16"], targets=["v100"])
+
+
+def test_an_unknown_operation_with_a_jaxpr_is_a_warning(monkeypatch):
+    monkeypatch.setattr(_constructs, "_KNOWN", _constructs._KNOWN - {"custom_jvp_call"})
+    with pytest.warns(jaxmp.errors.RecipeWarning, match="the memory of the operations inside"):
+        jaxmp.estimate_memory(lambda x: jax.nn.relu(x), ROWS, exact=False)
 
 
 def test_command(tmp_path, capsys, monkeypatch):

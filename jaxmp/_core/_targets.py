@@ -208,14 +208,14 @@ def differences(chips: Iterable[Target]) -> str:
     return f"one of {', '.join(texts)}"
 
 
-def usable_share() -> float:
+def usable_share(environment: Mapping[str, str] = os.environ) -> float:
     """Returns the share of a GPU's memory that JAX allocates: 0.75, or that of the environment.
 
     Raises:
       TargetError: if the environment names no share.
     """
     for variable in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
-        if text := os.environ.get(variable, ""):
+        if text := environment.get(variable, ""):
             try:
                 share = float(text)
             except ValueError:

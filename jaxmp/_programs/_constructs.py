@@ -400,15 +400,3 @@ def loop_of(equation: Any) -> Inner | None:
 def is_unknown(equation: Any) -> bool:
     """Returns True for an operation with a jaxpr that no table of this module lists."""
     return equation.primitive.name not in _KNOWN and bool(sub_jaxprs(equation))
-
-
-def unknown_constructs(jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, Any]:
-    """Returns primitive -> its first equation, of the unknown constructs of a program."""
-    unknown: dict[str, Any] = {}
-    for equation in jaxpr_body(jaxpr)[0].eqns:
-        if is_unknown(equation):
-            unknown.setdefault(equation.primitive.name, equation)
-        elif equation.primitive.name in CONSTRUCTS | OPAQUE_CALLS:
-            for inner in sub_jaxprs(equation):
-                unknown = unknown_constructs(inner) | unknown
-    return unknown

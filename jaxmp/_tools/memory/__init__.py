@@ -15,12 +15,10 @@ from typing import Any, ClassVar
 
 from jaxmp._core import _compat, _targets
 from jaxmp._core._typing import PyTree
-from jaxmp._programs._constructs import unknown_constructs
-from jaxmp._programs._interpreter import warn_of_unknown
 from jaxmp._tools.audit import _compile, _trace
 from jaxmp._tools.audit._hlo import Program
 from jaxmp._tools.memory._cache import compiler_of
-from jaxmp._tools.memory._liveness import Value, View, largest_use
+from jaxmp._tools.memory._liveness import Value, largest_use
 from jaxmp._tools.memory._shards import Shards, bytes_of, parts_of
 from jaxmp._tools.report import _section
 from jaxmp._tools.report._progress import progress_bar
@@ -122,40 +120,35 @@ class MemoryEstimate(Report):
 
     def _sections(self, full: bool) -> list[_section.Section]:
         del full
-        return [self._verdict(), self._table()]
-
-    def _verdict(self) -> _section.Section:
-        if self.compiler:
-            size, texts = f"{_section.bytes_text(self.total)} (compiled by {self.compiler})", []
-        else:
-            size = (
-                f"{_section.bytes_text(self.least)} to {_section.bytes_text(self.most)} (estimated)"
-            )
-            texts = [f"{_range_text()} Not compiled: {self.reason}."]
-        title = f"Memory of {self.function or 'the step'}: {size}"
-        if not self.target:
-            return _section.Section(title, " ".join(["The bytes are those of one device.", *texts]))
-        usable = _section.bytes_text(self.usable)
-        if self.fits:
-            left = _section.bytes_text(self.usable - self.most)
-            text = f"It fits in {self.target}, and leaves {left} of the usable {usable}."
-        elif self.fits is None:
-            text = f"It may fit in {self.target}, of which {usable} are usable."
-        else:
-            lack = _section.bytes_text(self.least - self.usable) + " or more" * (not self.compiler)
-            text = f"It does not fit in {self.target}: it lacks {lack} beside the usable {usable}."
-        if self.preallocates:
-            text += f" JAX uses {self.share:.0%} of {_section.bytes_text(self.memory)};"
-            text += " XLA_PYTHON_CLIENT_MEM_FRACTION sets the share."
-        mood = "bad" if self.fits is False else "good" if self.fits else ""
-        return _section.Section(title, " ".join([text, *texts]), mood=mood)
-
-    def _table(self) -> _section.Section:
         rows = tuple(
             (kind, _section.bytes_text(size), _section.share_text(size, self.total), _MEANING[kind])
             for kind, size in self.kinds.items()
         )
-        return _section.Section("By kind", "", ("kind", "bytes", "share", "content"), rows)
+        columns = ("kind", "bytes", "share", "content")
+        return [self._verdict(), _section.Section("By kind", "", columns, rows)]
+
+    def _verdict(self) -> _section.Section:
+        text, usable = _section.bytes_text, _section.bytes_text(self.usable)
+        if not self.target:
+            fits = "The bytes are those of one device."
+        elif self.fits:
+            left = text(self.usable - self.most)
+            fits = f"It fits in {self.target}, and leaves {left} of the usable {usable}."
+        elif self.fits is None:
+            fits = f"It may fit in {self.target}, of which {usable} are usable."
+        else:
+            lack = text(self.least - self.usable) + " or more" * (not self.compiler)
+            fits = f"It does not fit in {self.target}: it lacks {lack} beside the usable {usable}."
+        if self.preallocates:
+            fits += f" JAX uses {self.share:.0%} of {text(self.memory)};"
+            fits += " XLA_PYTHON_CLIENT_MEM_FRACTION sets the share."
+        size = f"{text(self.most)} (compiled by {self.compiler})"
+        if not self.compiler:
+            size = f"{text(self.least)} to {text(self.most)} (estimated)"
+            fits += f" {_range_text()} Not compiled: {self.reason}."
+        mood = "bad" if self.fits is False else "good" if self.fits else ""
+        title = f"Memory of {self.function or 'the step'}: {size}"
+        return _section.Section(title, fits, mood=mood)
 
 
 @functools.cache
@@ -209,8 +202,9 @@ def estimate_memory(
 
     Raises:
       AuditError: if `fn` is not a function, or `exact` is True and XLA cannot compile the program.
-      TargetError: if `target` is not a known chip, or `exact` is True and no program can be
-        compiled for it.
+      TargetError: if `target` is not a known chip, XLA_PYTHON_CLIENT_MEM_FRACTION is not a share,
+        or `exact` is True and no program can be compiled for the target.
+      NotADirectoryError: if `cache` is a file.
       MissingDependencyError: if `exact` is True and XLA's compiler is not installed.
 
     Example:
@@ -223,7 +217,8 @@ def estimate_memory(
     """
     _trace.check_function(fn, "estimate_memory")
     chip = None if target is None else _targets.get_target(target)
-    name, compiler, reason = getattr(fn, "__name__", ""), "", ""
+    name, share = getattr(fn, "__name__", ""), _targets.usable_share()
+    compiler = reason = ""
     with contextlib.ExitStack() as stack:
         if chip is not None:
             stack.enter_context(_compat.unchecked_cuda())
@@ -248,7 +243,7 @@ def estimate_memory(
         target=chip.name if chip else "",
         memory=chip.memory if chip else 0,
         preallocates=chip is not None and chip.preallocates,
-        share=_targets.usable_share(),
+        share=share,
         kinds={kind: kinds[kind] for kind in KINDS if kinds[kind] or kind == KINDS[0]},
         least=least,
         most=most,
@@ -294,25 +289,21 @@ def _compiled(
 
 def _estimated(traced: _trace.Traced) -> tuple[Counter[str], int, int]:
     """Returns the bytes of each kind from shapes, and the range of their sum."""
-    for construct, equation in unknown_constructs(traced.closed).items():
-        warn_of_unknown(construct, equation, "the memory of the operations inside is not counted")
     asked, donated = _compile.asked_by(traced.jaxpr)
     shardings = [
         getattr(array, "sharding", None) or asked.get(n) for n, array in enumerate(traced.arrays)
     ]
     rows = list(zip(traced.arrays, shardings, _kinds_of_arguments(traced), strict=True))
-    shards = Shards(rows)
+    shards = Shards(traced.closed, rows)
     sizes = [bytes_of(array) // parts_of(array, sharding) for array, sharding, _ in rows]
-    counts, arguments = Counter[str](), list[View]()
-    for (array, sharding, kind), size in zip(rows, sizes, strict=True):
+    counts = Counter[str]()
+    for (_, _, kind), size in zip(rows, sizes, strict=True):
         counts[kind] += size
-        arguments.append(View(Value(0, read=size), shards.split(sharding, array.ndim)))
-    temporary, splits = largest_use(traced.closed, arguments, shards)
-    ends = zip(traced.jaxpr.outvars, splits, strict=True)
-    outputs = sum(shards.size(var.aval, split) for var, split in ends)
+    outputs = sum(map(shards.size, traced.jaxpr.outvars))
     counts["results"] = max(0, outputs - sum(sizes[n] for n in donated))
     known = counts.total()
-    counts["temporary"] = temporary
+    arguments = [Value(0, read=size) for size in sizes]
+    counts["temporary"] = temporary = largest_use(traced.closed, arguments, shards)
     is_divided = any(parts_of(array, sharding) > 1 for array, sharding, _ in rows)
     error = _errors()["several" if is_divided else "one"]
     most = known + int(temporary * error["high"]) + _WORKSPACE

@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,16 +39,23 @@ def compiler_of(
     Args:
       folder: None to compile each program.
       chip: the target.
+
+    Raises:
+      NotADirectoryError: if `folder` is a file.
     """
     if folder is None:
         return compile_lowered
-
+    path = Path(folder).expanduser()
+    if path.is_file():
+        raise NotADirectoryError(
+            f"cache={str(folder)!r} is a file. Name a folder: cache='~/.cache/jaxmp', or None."
+        )
     described = repr(chip._replace(domain=1, link=0.0, network=0.0))
 
     def compile_once(lowered: Any, options: Any) -> tuple[str, Any]:
-        settings = [described, options, *_versions(), *map(os.environ.get, _FLAGS)]
+        settings = [described, options, versions_of(_COMPILERS), *map(os.environ.get, _FLAGS)]
         text = json.dumps(settings) + lowered.as_text()
-        file = Path(folder).expanduser() / hashlib.sha256(text.encode()).hexdigest()
+        file = path / hashlib.sha256(text.encode()).hexdigest()
         with contextlib.suppress(OSError, ValueError, zlib.error):
             program, *sizes = json.loads(zlib.decompress(file.read_bytes()))
             return program, StoredMemory(*sizes)
@@ -64,7 +71,10 @@ def compiler_of(
     return compile_once
 
 
-def _versions() -> Iterator[str]:
-    for package in _COMPILERS:
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Returns package -> version, of those that are installed."""
+    versions = {}
+    for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            yield f"{package} {importlib.metadata.version(package)}"
+            versions[package] = importlib.metadata.version(package)
+    return versions

@@ -9,13 +9,13 @@ errors are in `errors.toml`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._programs import _jaxprs
-from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, Inner, inners
-from jaxmp._tools.memory._shards import Shards, Split
+from jaxmp._programs._constructs import CONSTRUCTS, OPAQUE_CALLS, Form, inners
+from jaxmp._tools.memory._shards import Shards
 
 # Operations whose results are the same arrays in memory. Matmuls read transposed operands.
 _VIEWS = frozenset(
@@ -29,8 +29,10 @@ _REDUCTIONS = ("reduce", "arg", "scatter", "cum", "dynamic_update_slice", "conca
 _COSTLY = frozenset({"erf", "erfc", "erf_inv", "lgamma", "digamma"})
 # Name of an operation for a loop or branches, whose jaxprs have their own memory.
 _APART = "apart"
-_LIBRARY = frozenset(
-    {"conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul", "custom_call", _APART}
+_MATMULS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot", "scaled_matmul"})
+_LIBRARY = (
+    _MATMULS
+    | {"custom_call", _APART}
     | {"cholesky", "eigh", "fft", "lu", "qr", "sort", "svd", "top_k", "triangular_solve"}
     | {"all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
     | {"pallas_call", "rng_bit_generator"}
@@ -53,20 +55,10 @@ class Value:
         self.is_result = False
 
 
-class View(NamedTuple):
-    """An array of the program: a value, and the axes of the mesh that divide its dimensions."""
-
-    value: Value
-    split: Split = None
-
-
-def _split_as(views: Sequence[View], splits: Sequence[Split]) -> list[View]:
-    return [View(value, split) for (value, _), split in zip(views, splits, strict=True)]
-
-
 class _Operation(NamedTuple):
     name: str
-    operands: list[Value]
+    # Those of a kernel are the arrays in memory that it reads.
+    operands: Collection[Value]
     results: list[Value]
     inside: int  # bytes that the jaxprs inside require
     # The operands in whose memory a loop writes its carry.
@@ -85,18 +77,12 @@ class _Operation(NamedTuple):
         if result.is_result or any(reader.is_library for reader in result.readers):
             return True
         again = len(result.readers) - 1
-        if again and self.name in _COSTLY:
-            return True
-        return again > 0 and sum(root.read for root in roots) * again > (again + 2) * result.bytes
+        is_slow = sum(root.read for root in roots) * again > (again + 2) * result.bytes
+        return again > 0 and (is_slow or self.name in _COSTLY)
 
 
-class _Kernel(NamedTuple):
-    operation: _Operation
-    read: frozenset[Value]
-
-
-def largest_use(jaxpr: Any, arguments: Sequence[View], shards: Shards) -> tuple[int, list[Split]]:
-    """Returns the most bytes of temporary arrays that exist at once, and the splits of the results.
+def largest_use(jaxpr: Any, arguments: Sequence[Value], shards: Shards) -> int:
+    """Returns the most bytes of temporary arrays that exist at once.
 
     Args:
       jaxpr: open or closed. Its results are not temporary.
@@ -105,9 +91,9 @@ def largest_use(jaxpr: Any, arguments: Sequence[View], shards: Shards) -> tuple[
     """
     operations: list[_Operation] = []
     results = _flatten(jaxpr_body(jaxpr)[0], arguments, shards, operations)
-    for value, _ in results:
+    for value in results:
         value.is_result = True
-    needed = {value for value, _ in results}
+    needed = set(results)
     kept: list[_Operation] = []
     for operation in reversed(operations):
         if not needed.isdisjoint(operation.results):
@@ -115,26 +101,25 @@ def largest_use(jaxpr: Any, arguments: Sequence[View], shards: Shards) -> tuple[
             needed.update(operation.operands)
             for value in dict.fromkeys(operation.operands):
                 value.readers.append(operation)
-    kernels: list[_Kernel] = []
+    kernels: list[_Operation] = []
     for operation in reversed(kept):
         roots = frozenset[Value]().union(*(value.roots for value in operation.operands))
         if operation.is_kernel(roots):
-            kernels.append(_Kernel(operation, roots))
+            kernels.append(operation._replace(operands=roots))
         else:
             operation.results[0].roots = roots
     # XLA takes the order with the smallest peak.
-    peak = min(_peak(_ordered(kernels, late)) for late in (False, True))
-    return peak, [split for _, split in results]
+    return min(_peak(_ordered(kernels, late)) for late in (False, True))
 
 
 def _flatten(
-    jaxpr: Any, arguments: Sequence[View], shards: Shards, operations: list[_Operation]
-) -> list[View]:
+    jaxpr: Any, arguments: Sequence[Value], shards: Shards, operations: list[_Operation]
+) -> list[Value]:
     """Appends the operations of a jaxpr, with those of its calls, and returns its results."""
-    views: dict[Any, View] = dict(zip(jaxpr.invars, arguments, strict=True))
+    values: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
 
-    def read(var: Any) -> View:
-        return View(Value(0)) if _jaxprs.is_literal(var) else views.setdefault(var, View(Value(0)))
+    def read(var: Any) -> Value:
+        return Value(0) if _jaxprs.is_literal(var) else values.setdefault(var, Value(0))
 
     for equation in _jaxprs.equations(jaxpr, inside=False):
         name, operands = equation.primitive.name, [read(var) for var in equation.invars]
@@ -142,89 +127,66 @@ def _flatten(
         is_apart = any(
             inner.form is Form.BRANCH or (inner.is_loop and inner.length != 1) for inner in inside
         )
-        splits = [view.split for view in operands]
         if len(inside) == 1 and not is_apart:
-            arguments = _split_as(operands, _splits_inside(inside[0], splits))
-            # The arrays in a `shard_map` are parts.
-            own = Shards() if inside[0].form is Form.SHARDS else shards
-            ends = _flatten(inside[0].jaxpr, arguments, own, operations)
-            results = _split_as(ends, _splits_outside(inside[0], [view.split for view in ends]))
+            results = _flatten(inside[0].jaxpr, operands, shards, operations)
         elif name in _VIEWS:
-            results = _split_as(operands, shards.passed(equation, splits))
+            results = operands
         else:
             below, carried = 0, list[Value]()
-            passed = [] if is_apart else shards.passed(equation, splits)
             for inner in inside if is_apart else ():
-                arguments = []
-                entering = zip(inner.jaxpr.invars, _splits_inside(inner, splits), strict=True)
-                for (var, split), index in zip(entering, inner.indices, strict=True):
-                    size = shards.size(var.aval, split)
-                    arguments.append(View(Value(size * (index is None), read=size), split))
-                peak, ends = largest_use(inner.jaxpr, arguments, shards)
-                below, passed = max(below, peak), _splits_outside(inner, ends)
+                rows = zip(inner.jaxpr.invars, inner.indices, strict=True)
+                sizes = [(shards.size(var), index) for var, index in rows]
+                own = [Value(size * (index is None), read=size) for size, index in sizes]
+                below = max(below, largest_use(inner.jaxpr, own, shards))
                 outside = (inner.indices[n] for n in inner.carried)
-                carried += [operands[n].value for n in outside if n is not None]
-            pairs = zip(equation.outvars, passed, strict=True)
-            results = [View(Value(shards.size(v.aval, split)), split) for v, split in pairs]
-            read_values, made = ([view.value for view in each] for each in (operands, results))
+                carried += [operands[n] for n in outside if n is not None]
+            is_summed = not is_apart and name not in _MATMULS
+            results = [Value(shards.size(var, is_summed)) for var in equation.outvars]
             name = _APART if is_apart else name
-            operations.append(_Operation(name, read_values, made, below, carried))
-        views.update(zip(equation.outvars, results, strict=False))
+            operations.append(_Operation(name, operands, results, below, carried))
+        values.update(zip(equation.outvars, results, strict=False))
     return [read(var) for var in jaxpr.outvars]
 
 
-def _splits_inside(inner: Inner, splits: Sequence[Split]) -> list[Split]:
-    """Returns the splits of the arguments of a jaxpr. Rows of scanned arrays lack a dimension."""
-    known = [None if n is None else splits[n] for n in inner.indices]
-    first = inner.carried.stop if inner.form is Form.SCAN else len(known)
-    return [split and split[n >= first :] for n, split in enumerate(known)]
-
-
-def _splits_outside(inner: Inner, splits: Sequence[Split]) -> list[Split]:
-    """Returns the splits of the results of an equation, given those of its jaxpr."""
-    first = len(inner.carried) if inner.form is Form.SCAN else len(splits)
-    return [split and (frozenset(),) * (n >= first) + split for n, split in enumerate(splits)]
-
-
-def _ordered(kernels: list[_Kernel], late: bool) -> list[_Kernel]:
+def _ordered(kernels: list[_Operation], late: bool) -> list[_Operation]:
     """Moves kernels of results behind their operands, and others to their first reader.
 
     Args:
       kernels: those of the program.
       late: True to move all generated kernels to their first reader; False for those of arguments.
     """
-    made = {value: n for n, (operation, _) in enumerate(kernels) for value in operation.results}
+    made = {value: n for n, kernel in enumerate(kernels) for value in kernel.results}
     places = [float(n) for n in range(len(kernels))]
     first: dict[Value, float] = {}
-    for n, (operation, read) in reversed(list(enumerate(kernels))):
-        results = operation.results
-        if not operation.is_library and all(value.is_result for value in results):
+    for n, kernel in reversed(list(enumerate(kernels))):
+        read, results = kernel.operands, kernel.results
+        if not kernel.is_library and all(value.is_result for value in results):
             places[n] = max((made[value] + 0.5 for value in read if value in made), default=n)
-        elif (late and not operation.is_library) or made.keys().isdisjoint(read):
+        elif (late and not kernel.is_library) or made.keys().isdisjoint(read):
             places[n] = min((first[value] - 0.5 for value in results if value in first), default=n)
         for value in read:
             first[value] = min(places[n], first.get(value, places[n]))
     return [kernels[n] for n in sorted(range(len(kernels)), key=lambda n: (places[n], n))]
 
 
-def _peak(kernels: list[_Kernel]) -> int:
+def _peak(kernels: list[_Operation]) -> int:
     """Returns the largest number of bytes of arrays between their kernel and their last reader."""
-    last = {value: n for n, (_, read) in enumerate(kernels) for value in read}
+    last = {value: n for n, kernel in enumerate(kernels) for value in kernel.operands}
     live: dict[Value, int] = {}
     largest = total = 0
-    for n, (operation, read) in enumerate(kernels):
+    for n, kernel in enumerate(kernels):
         new = {
             value: value.bytes
-            for value in operation.results
-            if not value.is_result and (value in last or operation.is_library)
+            for value in kernel.results
+            if not value.is_result and (value in last or kernel.is_library)
         }
         # Elementwise kernels and loops write into operands that nothing else reads.
-        owned = operation.carried if operation.is_library else read
+        owned = kernel.carried if kernel.is_library else kernel.operands
         dying = sum(live.get(value, 0) for value in set(owned) if last.get(value) == n)
         live |= new
         total += sum(new.values())
-        largest = max(largest, total - min(dying, sum(new.values())) + operation.inside)
-        for value in {*read, *new}:
+        largest = max(largest, total - min(dying, sum(new.values())) + kernel.inside)
+        for value in {*kernel.operands, *new}:
             if last.get(value, n) == n:
                 total -= live.pop(value, 0)
     return largest

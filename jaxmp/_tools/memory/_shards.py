@@ -8,26 +8,29 @@ from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding
 
-from jaxmp._programs import _operations
+from jaxmp._programs import _analysis, _constructs, _jaxprs, _operations
 
 # The axes of the mesh that divide each dimension; None for arrays that depend on no argument, such
 # as zeros, which XLA divides like the arrays that they are combined with.
 Split: TypeAlias = tuple[frozenset[str], ...] | None
 
 
-class Shards:
-    """Division of arrays among devices.
+class Shards(_analysis.Forward):
+    """Division of the arrays of a program among devices.
 
     An array of the size of a parameter is divided as it is, and another one as the batch is. Axes
     that divide parameters and not the batch, as in tensor parallelism, also divide the arrays to
     which operations pass them: a matmul passes those of the dimensions that it does not sum.
 
     Args:
-      arguments: array, sharding and kind, such as "parameters" or "inputs", of each argument of the
-        program; none if no array is divided.
+      jaxpr: the program.
+      arguments: array, sharding and kind, such as "parameters" or "inputs", of each argument.
     """
 
-    def __init__(self, arguments: Iterable[tuple[Any, Any, str]] = ()) -> None:
+    consequence = "the memory of the operations inside is not counted"
+
+    def __init__(self, jaxpr: Any, arguments: Sequence[tuple[Any, Any, str]]) -> None:
+        super().__init__()
         self._weights, self._batch, self._devices = dict[int, int](), 1, dict[str, int]()
         axes = {"parameters": set[str](), "inputs": set[str]()}
         for array, sharding, kind in arguments:
@@ -39,44 +42,85 @@ class Shards:
                 self._devices |= sharding.mesh.shape
                 axes.setdefault(kind, set()).update(*_dimensions(sharding, array.ndim))
         self._axes = (axes["parameters"] - axes["inputs"]) & self._devices.keys()
-        # Shape -> the axes of the last array that they were passed to.
-        self._passed: dict[tuple[int, ...], Split] = {}
+        splits = [self._split(sharding, array.ndim) for array, sharding, _ in arguments]
+        # Size of a parameter -> parts of a gradient that is not summed over the batch yet.
+        self._summands = {
+            array.size: math.prod(self._devices[axis] for axis in frozenset[str]().union(*split))
+            for (array, _, kind), split in zip(arguments, splits, strict=True)
+            if kind == "parameters"
+        }
+        # Variable, and shape, -> the axes of the last array that they were passed to.
+        self._splits = dict[Any, Split]()
+        self._passed = dict[tuple[int, ...], Split]()
+        self.run(jaxpr, splits)
 
-    def size(self, aval: Any, split: Split = None) -> int:
-        """Returns the bytes of an array on each device; XLA pads dimensions that it divides."""
-        parts = self._weights.get(getattr(aval, "size", 0), 0)
+    def size(self, var: Any, is_summed: bool = True) -> int:
+        """Returns the bytes of an array on each device; XLA pads dimensions that it divides.
+
+        Args:
+          var: the array.
+          is_summed: False for an array that may be a gradient, which XLA sums over the batch, and
+            divides, after it is whole.
+        """
+        aval = var.aval
+        # The arrays in a `shard_map`, which is not entered, are parts.
+        if not _jaxprs.is_literal(var) and var not in self._splits:
+            return bytes_of(aval)
+        parts = (self._weights if is_summed else self._summands).get(getattr(aval, "size", 0), 0)
         if parts or not self._axes:
             return bytes_of(aval) // (parts or self._batch)
-        lengths, used = list(getattr(aval, "shape", ())), set[str]()
-        for n, axes in enumerate(split or self._passed.get(tuple(lengths)) or ()):
+        lengths, used = list(_shape(var)), set[str]()
+        for n, axes in enumerate(self._splits.get(var) or self._passed.get(tuple(lengths)) or ()):
             own = math.prod(self._devices[axis] for axis in axes - used)
             if own <= lengths[n]:
                 lengths[n] = -(-lengths[n] // own)
                 used |= axes
         return bytes_of(aval, lengths) // self._batch
 
-    def split(self, sharding: Any, rank: int) -> Split:
-        """Returns the axes of a sharding that operations pass."""
-        return tuple(axes & self._axes for axes in _dimensions(sharding, rank))
+    def frame(self, jaxpr: Any, args: Sequence[Any], place: Any = None, state: Any = None) -> Any:
+        """Notes the splits of the variables of a jaxpr."""
+        frame = super().frame(jaxpr, args, place, state)
+        self._splits |= frame.values
+        return frame
 
-    def passed(self, equation: Any, operands: Sequence[Split]) -> list[Split]:
+    def join(self, first: Split, second: Split) -> Split:
+        """Returns the split of a carry, which may begin as zeros."""
+        return first or second
+
+    def row(self, fact: Split) -> Split:
+        """Returns the split of a row, which lacks a dimension."""
+        return fact and fact[1:]
+
+    def equation(self, equation: Any, operands: list[Split], frame: Any) -> list[Split]:
         """Returns the axes that an operation passes from its operands to each result."""
-        shapes = [_shape(var) for var in equation.outvars] if self._axes else []
-        if not shapes:
-            return [None] * len(equation.outvars)
+        self.check_known(equation)
+        shapes, name = list(map(_shape, equation.outvars)), equation.primitive.name
+        is_entered = name in _constructs.CONSTRUCTS | _constructs.OPAQUE_CALLS
+        is_mapped = _constructs.form_of(equation) is _constructs.Form.SHARDS
+        if is_mapped or not (shapes and (is_entered or self._axes)):
+            return [None] * len(shapes)
+        if is_entered:
+            splits = self.enter(equation, operands, frame)
+            # Rows that a scan stacks have one dimension more.
+            return [
+                split and (frozenset(),) * (len(shape) - len(split)) + split
+                for shape, split in zip(shapes, splits, strict=True)
+            ]
         split: Split = None
-        if equation.primitive.name in ("sharding_constraint", "reshard"):
-            split = self.split(_operations.sharding_of_result(equation), len(shapes[0]))
+        if name in ("sharding_constraint", "reshard"):
+            split = self._split(_operations.sharding_of_result(equation), len(shapes[0]))
         else:
             sources = _sources(equation)
-            alike = [n for n, var in enumerate(equation.invars) if _shape(var) == shapes[0]]
-            used = alike or [n for pairs in sources for n, _ in pairs]
-            if any(operands[n] is not None for n in used):
+            if any(operands[n] is not None for pairs in sources for n, _ in pairs):
                 known = [[(operands[n] or {k: ()})[k] for n, k in pairs] for pairs in sources]
                 split = tuple(frozenset[str]().union(*axes) for axes in known)
         if split is not None:
             self._passed[shapes[0]] = split
         return [split if shape == shapes[0] else None for shape in shapes]
+
+    def _split(self, sharding: Any, rank: int) -> tuple[frozenset[str], ...]:
+        """Returns the axes of a sharding that operations pass."""
+        return tuple(axes & self._axes for axes in _dimensions(sharding, rank))
 
 
 def _sources(equation: Any) -> list[list[tuple[int, int]]]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jaxmp._core._targets import Target, get_target, is_between, with_links
+from jaxmp._core._targets import Target, get_target, is_between, usable_share, with_links
 from jaxmp._policies import _recipe
 from jaxmp._policies._load import RecipeLike
 from jaxmp._tools.audit._compile import check_compiler
@@ -73,7 +73,9 @@ def plan(
 
     Raises:
       AuditError: if an argument is not valid, before anything is computed.
-      TargetError, RecipeError: if a chip or a recipe is not known.
+      TargetError, RecipeError: if a chip or a recipe is not known, or
+        XLA_PYTHON_CLIENT_MEM_FRACTION is not a share.
+      NotADirectoryError: if `cache` is a file.
       MissingDependencyError: if XLA's compiler for a chip is not installed.
       KeyboardInterrupt: by Ctrl-C. If a program is compiled, its attribute `report` is the plan of
         those that are.
@@ -174,6 +176,7 @@ def check_plan(
             )
     if hosts is not None and (type(hosts) is not int or hosts < 1):
         raise AuditError(f"hosts={hosts!r} is not a positive number. Write hosts=8, or --hosts 8.")
+    usable_share()  # raises if the environment names none
     chips = [with_links(chip, links) for chip in dict.fromkeys(map(get_target, lists["targets"]))]
     names = [chip.name for chip in chips]
     for chip in chips:
@@ -184,10 +187,8 @@ def check_plan(
             )
         if not chip.uncompiled:
             check_compiler(chip)
-    recipes = [
-        each for name in lists["recipes"] for each in _recipe.load_recipe(name).split_phases()
-    ]
-    recipes = list(dict.fromkeys(recipes))
+    loaded = map(_recipe.load_recipe, lists["recipes"])
+    recipes = list(dict.fromkeys(phase for recipe in loaded for phase in recipe.split_phases()))
     pairs = [f"{name}/{recipe.name}" for name in names for recipe in recipes]
     for option, values, known in (("prices", prices, names), ("rates", rates, pairs)):
         items = values.items() if isinstance(values, Mapping) else [("", values)]

@@ -117,9 +117,8 @@ def cost_of(compiled: Compiled, attention: Iterable[Any], hosts: int | None = No
             if matmul is not None:
                 kind, dtype = "matmuls", _multiplied_in(matmul.lhs, matmul.rhs, chip)
                 flops[dtype] += matmul.flops * step.times
-                computing += matmul.flops / (
-                    shares.get(dtype, shares["matmuls"]) * _peak(dtype, chip)
-                )
+                share = shares.get(dtype, shares["matmuls"])
+                computing += matmul.flops / (share * _peak(dtype, chip))
                 narrow += matmul.flops * step.times * (_width(inside, part, matmul.flops) < _WIDE)
             elif fused_attention(part):
                 kind = "attention"
@@ -181,10 +180,8 @@ def _multiplied_in(lhs: str, rhs: str, chip: Target) -> str:
 
 def _width(inside: Computation, matmul: Instruction, flops: int) -> int:
     """Returns the smallest dimension of a matmul: rows, columns, or the contracted axis."""
-    arrays = [_hlo_matmuls.shape_of(inside, name) for name in matmul.operands[:2]] + [
-        matmul.shapes[0]
-    ]
-    return min(flops // (2 * max(1, array.elements)) for array in arrays)
+    operands = (_hlo_matmuls.shape_of(inside, name) for name in matmul.operands[:2])
+    return min(flops // (2 * max(1, each.elements)) for each in (*operands, matmul.shapes[0]))
 
 
 def _attention_rate(row: Any, chip: Target) -> float:

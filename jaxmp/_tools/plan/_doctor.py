@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -16,7 +18,8 @@ import jax
 from jaxmp._core import _compat, _targets
 from jaxmp._core._messages import install_command
 from jaxmp._tools.audit._compile import check_compiler
-from jaxmp.errors import MissingDependencyError
+from jaxmp._tools.memory._cache import versions_of
+from jaxmp.errors import MissingDependencyError, TargetError
 
 # Packages whose versions belong together or matter for precision.
 _PACKAGES = (
@@ -159,25 +162,24 @@ def doctor() -> MachineReport:
 
 def read_machine() -> Machine:
     """Reads the facts about this machine."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    names: dict[str, int] = {}
-    failure = ""
+    names, failure = Counter[str](), ""
     try:
-        for device in jax.devices():
-            names[device.device_kind] = names.get(device.device_kind, 0) + 1
+        names.update(device.device_kind for device in jax.devices())
         backend = jax.default_backend()
     except RuntimeError as error:
         backend, failure = "cpu", str(error).splitlines()[0]
+    memory, compilers = 0, list[str]()
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        memory = int((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0))
+    for name, chip in _COMPILED.items():
+        with contextlib.suppress(MissingDependencyError):
+            check_compiler(_targets.get_target(chip))
+            compilers.append(name)
     gpus, driver, total, clock = _nvidia()
     required = (text for text in importlib.metadata.requires("jax") or () if "libtpu==" in text)
     prefixes = ("JAX_PLATFORMS", "XLA_PYTHON_CLIENT", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
     return Machine(
-        versions,
+        versions_of(_PACKAGES),
         names,
         backend,
         _compat.compute_capability() if backend == "gpu" else None,
@@ -187,27 +189,11 @@ def read_machine() -> Machine:
         {name: text for name, text in os.environ.items() if name.startswith(prefixes)},
         failure,
         next((text.partition("==")[2].partition(".*")[0] for text in required), ""),
-        0 if failure else _memory(),
-        tuple(name for name, chip in _COMPILED.items() if _compiles(chip)),
+        memory,
+        tuple(compilers),
         total,
         clock,
     )
-
-
-def _memory() -> int:
-    """Returns the bytes that JAX may allocate on the first device; 0 if it does not report them."""
-    try:
-        return int((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0))
-    except (RuntimeError, NotImplementedError):
-        return 0
-
-
-def _compiles(chip: str) -> bool:
-    try:
-        check_compiler(_targets.get_target(chip))
-    except MissingDependencyError:
-        return False
-    return True
 
 
 @functools.cache
@@ -218,14 +204,12 @@ def _nvidia() -> tuple[tuple[str, ...], str, int, float]:
     """
     query = "name,driver_version,memory.total,clocks.max.sm"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    try:
+    lines: list[str] = []
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return (), "", 0, 0.0
-    rows = [line.rsplit(", ", 3) for line in done.stdout.splitlines() if line.count(", ") >= 3]
-    if not rows:
-        return (), "", 0, 0.0
-    _, driver, memory, clock = rows[0]
+        lines = done.stdout.splitlines()
+    rows = [line.rsplit(", ", 3) for line in lines if line.count(", ") >= 3]
+    _, driver, memory, clock = rows[0] if rows else ("", "", "", "")
     mebibytes, megahertz = (int(x) if x.strip().isdecimal() else 0 for x in (memory, clock))
     return tuple(row[0].strip() for row in rows), driver, mebibytes * 2**20, megahertz / 1000
 
@@ -234,9 +218,10 @@ def report_of(machine: Machine) -> MachineReport:
     """Makes the report about a machine."""
     recipe, reason = _recipe(machine)
     # A problem of one group may cause those of the next.
-    problems = _driver_problems(machine) or _version_problems(machine) or _use_problems(machine)
+    groups = map(tuple, (f(machine) for f in (_driver_problems, _version_problems, _use_problems)))
+    problems = next(filter(None, groups), ())
     target = machine.chip.name if machine.chip else ""
-    return MachineReport(machine, target, recipe, reason, _features(machine), tuple(problems))
+    return MachineReport(machine, target, recipe, reason, _features(machine), problems)
 
 
 def _recipe(machine: Machine) -> tuple[str, str]:
@@ -285,11 +270,12 @@ def _features(machine: Machine) -> dict[str, str]:
         fp8: _targets.FP8_MATMULS,
         "MX matmuls": _targets.MX_MATMULS,
     }
-    texts = {}
-    for name, first in lowest.items():
-        is_sufficient = capability is None or capability >= first
-        missing = f"no: it requires compute capability {_targets.capability_text(first)}"
-        texts[name] = "available" if is_sufficient else missing
+    texts = {
+        name: f"no: it requires compute capability {_targets.capability_text(first)}"
+        if capability and capability < first
+        else "available"
+        for name, first in lowest.items()
+    }
     if machine.cudnn is None:
         texts[attention] = "no: JAX finds no cuDNN"
     return texts
@@ -299,35 +285,28 @@ def _cuda_versions(machine: Machine) -> list[int]:
     return [n for n in _DRIVERS if f"jax-cuda{n}-plugin" in machine.versions]
 
 
-def _version_problems(machine: Machine) -> list[Problem]:
-    """Returns a problem for each package whose version does not fit the others."""
-    versions, problems = machine.versions, []
-    installed = _cuda_versions(machine)
+def _version_problems(machine: Machine) -> Iterator[Problem]:
+    """Yields a problem for each package whose version does not fit the others."""
+    versions, installed = machine.versions, _cuda_versions(machine)
     if len(installed) > 1:
-        problems.append(
-            Problem(
-                "The plugins for CUDA 12 and for CUDA 13 are both installed.",
-                "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt",
-            )
-        )
+        message = "The plugins for CUDA 12 and for CUDA 13 are both installed."
+        yield Problem(message, "pip uninstall jax-cuda12-plugin jax-cuda12-pjrt")
     capability = machine.chip.capability if machine.chip else machine.capability
     jaxlib = versions.get("jaxlib", "")
     for n in installed:
         if capability and capability < _CAPABILITIES[n]:
             text = _targets.capability_text(capability)
             message = f"CUDA {n} does not support compute capability {text}."
-            problems.append(Problem(message, _other_cuda(n, min(_DRIVERS))))
+            yield Problem(message, _other_cuda(n, min(_DRIVERS)))
         for package in (f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt"):
             version = versions.get(package, "not installed")
             if version.split(".")[:3] != jaxlib.split(".")[:3]:
                 command = f'pip install --upgrade "jax[cuda{n}]=={versions["jax"]}"'
-                message = f"{package} is {version}, and jaxlib is {jaxlib}."
-                problems.append(Problem(message, command))
+                yield Problem(f"{package} is {version}, and jaxlib is {jaxlib}.", command)
     libtpu = versions.get("libtpu", "not installed")
     if machine.platform == "tpu" and not f"{libtpu}.".startswith(f"{machine.libtpu}."):
         message = f"libtpu is {libtpu}, and jax {versions['jax']} requires {machine.libtpu}."
-        problems.append(Problem(message, f'pip install "jax[tpu]=={versions["jax"]}"'))
-    return problems
+        yield Problem(message, f'pip install "jax[tpu]=={versions["jax"]}"')
 
 
 def _other_cuda(old: int, new: int) -> str:
@@ -343,39 +322,38 @@ def _newest_cuda(machine: Machine) -> int:
     )
 
 
-def _driver_problems(machine: Machine) -> list[Problem]:
-    """Returns a problem if the driver is older than the installed CUDA requires."""
+def _driver_problems(machine: Machine) -> Iterator[Problem]:
+    """Yields a problem if the driver is older than the installed CUDA requires."""
     cuda = min(_cuda_versions(machine), default=min(_DRIVERS))
     newest = _newest_cuda(machine)
-    if not machine.gpus or newest >= cuda:
-        return []
-    message = f"NVIDIA's driver {machine.driver} is too old for CUDA {cuda}, which requires "
-    message += f"version {_DRIVERS[cuda]} or newer. Install a newer driver"
-    if not newest:
-        return [Problem(f"{message}.", "nvidia-smi")]
-    text = f"{message}, or the plugin for CUDA {newest}."
-    return [Problem(text, _other_cuda(cuda, newest))]
+    if machine.gpus and newest < cuda:
+        message = f"NVIDIA's driver {machine.driver} is too old for CUDA {cuda}, which requires "
+        message += f"version {_DRIVERS[cuda]} or newer. Install a newer driver"
+        message += f", or the plugin for CUDA {newest}." if newest else "."
+        yield Problem(message, _other_cuda(cuda, newest) if newest else "nvidia-smi")
 
 
-def _use_problems(machine: Machine) -> list[Problem]:
-    """Returns the problems because of which JAX does not use the GPU or its libraries."""
+def _use_problems(machine: Machine) -> Iterator[Problem]:
+    """Yields the problems because of which JAX does not use the GPU or its libraries."""
+    try:
+        _targets.usable_share(machine.environment)
+    except TargetError as error:
+        yield Problem(str(error), "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
     if machine.failure:
-        return [Problem(f"JAX finds no device: {machine.failure}", "unset JAX_PLATFORMS")]
-    if not machine.gpus:
-        return []
-    problems = []
+        yield Problem(f"JAX finds no device: {machine.failure}", "unset JAX_PLATFORMS")
+    if machine.failure or not machine.gpus:
+        return
     install = f'pip install --upgrade "jax[cuda{_newest_cuda(machine)}]"'
-    if machine.platform != "gpu":
-        unused = f"JAX does not use the GPU ({machine.gpus[0]})"
-        if "cpu" in machine.environment.get("JAX_PLATFORMS", ""):
-            problems.append(Problem(f"{unused}: JAX_PLATFORMS is 'cpu'.", "unset JAX_PLATFORMS"))
-        elif _cuda_versions(machine):
-            problems.append(Problem(f"{unused}, although its plugin is installed.", install))
-        else:
-            problems.append(Problem(f"{unused}: its plugin is not installed.", install))
-    elif machine.cudnn is None:
-        problems.append(Problem("JAX finds no cuDNN.", install))
+    unused = f"JAX does not use the GPU ({machine.gpus[0]})"
+    if machine.platform == "gpu":
+        if machine.cudnn is None:
+            yield Problem("JAX finds no cuDNN.", install)
+    elif "cpu" in machine.environment.get("JAX_PLATFORMS", ""):
+        yield Problem(f"{unused}: JAX_PLATFORMS is 'cpu'.", "unset JAX_PLATFORMS")
+    elif _cuda_versions(machine):
+        yield Problem(f"{unused}, although its plugin is installed.", install)
+    else:
+        yield Problem(f"{unused}: its plugin is not installed.", install)
     if re.search(r"cuda|cudnn", machine.environment.get("LD_LIBRARY_PATH", ""), re.IGNORECASE):
         message = "LD_LIBRARY_PATH names a folder of CUDA, whose libraries replace those of JAX."
-        problems.append(Problem(message, "unset LD_LIBRARY_PATH"))
-    return problems
+        yield Problem(message, "unset LD_LIBRARY_PATH")

@@ -16,6 +16,7 @@ from jaxmp._core import _compat, _targets
 from jaxmp._policies._recipe import Recipe
 from jaxmp._tools.audit._audit import audit_program
 from jaxmp._tools.audit._auditor import PolicyContext
+from jaxmp._tools.audit._hlo_stats import required_bytes
 from jaxmp._tools.audit._make_report import lacking_format
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.memory import estimate_memory
@@ -55,7 +56,6 @@ class Candidate(NamedTuple):
         """Compiles the program for a batch size."""
         options = {} if batch is None else {"batch_size": batch}
         options |= {} if self.remat is None else {"remat": self.remat}
-        seconds = None
         try:
             with _compat.unchecked_cuda(), _targets.default_target(self.chip):
                 made = self.make_step(self.recipe, **options)
@@ -65,9 +65,10 @@ class Candidate(NamedTuple):
                         "its arguments. Return them:\n    return train_step, state, batch"
                     )
                 measure = self._estimated if self.chip.uncompiled else self._compiled
-                fields, seconds = measure(*made)
+                fields = measure(*made)
         except JaxmpError as error:
             fields = _failed(error)
+        seconds = fields.pop("seconds", None)
         row = PlanRow(
             recipe=self.recipe.name,
             target=self.chip.name,
@@ -79,36 +80,34 @@ class Candidate(NamedTuple):
         )
         return MeasuredRow(row, seconds)
 
-    def _estimated(self, step: Any, *args: Any) -> tuple[dict[str, Any], None]:
+    def _estimated(self, step: Any, *args: Any) -> dict[str, Any]:
+        """Returns fields of the row of a chip for which no program can be compiled."""
         estimate = estimate_memory(step, *args, target=self.chip)
         problem = f"{self.chip.uncompiled}; the memory is estimated: at most this"
         # A program that only may fit does not count as one that fits.
-        return {"fits": bool(estimate.fits), "memory": estimate.most, "problem": problem}, None
+        return {"fits": bool(estimate.fits), "memory": estimate.most, "problem": problem}
 
-    def _compiled(self, step: Any, *args: Any) -> tuple[dict[str, Any], float | None]:
-        """Returns fields of the row, and the roofline in seconds; None if it is not known."""
-        chip, seconds = self.chip, None
+    def _compiled(self, step: Any, *args: Any) -> dict[str, Any]:
+        """Returns fields of the row, and the roofline in seconds if it is known."""
+        chip = self.chip
         context = PolicyContext(self.recipe, chip.platform, repr(self.recipe.name))
-        report, compiled = audit_program(
-            context, step, args, {}, chip, compiler_of(self.cache, chip)
-        )
+        compiler = compiler_of(self.cache, chip)
+        report, compiled = audit_program(context, step, args, {}, chip, compiler)
         assert compiled is not None and report.memory is not None
-        memory = report.memory
-        total = memory.arguments + memory.outputs - memory.aliased + memory.temporary
-        fields = {
+        total = required_bytes(report.memory)
+        try:
+            cost = cost_of(compiled, report.attention, self.hosts)._asdict()
+        except TargetError as error:
+            cost = {"problem": str(error)}
+        return {
             "memory": total,
             "fits": total <= chip.usable,
             "fallbacks": _fallbacks(report),
             "devices": compiled.devices,
             "tokens": _tokens(args),
             "links": {"within": chip.link, "between": chip.network},
+            **cost,
         }
-        try:
-            cost = cost_of(compiled, report.attention, self.hosts)._asdict()
-            seconds = cost.pop("seconds")
-        except TargetError as error:
-            cost = {"problem": str(error)}
-        return fields | cost, seconds
 
     def largest(self) -> MeasuredRow:
         """Finds the largest batch that fits, by compiling batches around the limit.

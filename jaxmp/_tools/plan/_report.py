@@ -149,7 +149,7 @@ class PlanReport(Report):
                 bytes_text(row.memory) if row.memory else "",
                 _shares(row.bytes, bytes_text(sum(row.bytes.values()))),
                 _shares(row.flops),
-                _interval(row),
+                _interval(row.bound, *row.interval),
             )
             for row in self.rows
         ]
@@ -202,11 +202,9 @@ def _programs(rows: list[PlanRow]) -> str:
     return "; ".join(f"{n} ({', '.join(row.target for row in each)})" for n, each in names.items())
 
 
-def _interval(row: PlanRow) -> str:
-    if row.bound is None:
-        return ""
-    low, high = row.interval or (row.bound, row.bound)
-    return f"{row.bound:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else "")
+def _interval(bound: float | None, low: float = 0.0, high: float = 0.0) -> str:
+    between = f" ({low:.2f} to {high:.2f})" if low < high else ""
+    return "" if bound is None else f"{bound:.2f}{between}"
 
 
 def _shares(counts: dict[str, int], total: str = "") -> str:
@@ -232,12 +230,9 @@ def recommend(target: str, baseline: str, rows: list[PlanRow]) -> PlanChoice:
     size = "memory" if best.devices else "estimate"
     reasons = [] if best.bound else [f"The chip multiplies its formats, and the {size} fits."]
     if best is not base:
-        ratio = f"{_value(best) / _value(base):.2f}"
-        ends = [f"{value / _value(base):.2f}" for value in best.interval]
-        between = f" ({' to '.join(ends)})" if ends else ""
-        reasons.append(
-            f"Its bound is {ratio}{between} of that of {_name(base)}: {_work(best, base)}."
-        )
+        values = (value / _value(base) for value in (_value(best), *best.interval))
+        ratio = _interval(*values)
+        reasons.append(f"Its bound is {ratio} of that of {_name(base)}: {_work(best, base)}.")
     for recipe in dict.fromkeys(row.recipe for row in rows if row.recipe != best.recipe):
         other = min((row for row in rows if row.recipe == recipe), key=_value)
         reasons += [_comparison(other, best)] * (other is not base)
@@ -275,7 +270,11 @@ def _comparison(other: PlanRow, best: PlanRow) -> str:
         cannot = "computes in a format that the chip lacks" if other.lacking else cannot
         return f"{_name(other)} {cannot}."
     is_clear = min(other.interval, default=other.bound) >= best.bound
-    gain = "gains nothing" if is_clear else f"has no clear gain, {_interval(other)}"
+    gain = (
+        "gains nothing"
+        if is_clear
+        else f"has no clear gain, {_interval(other.bound, *other.interval)}"
+    )
     return f"{_name(other)} {gain}: {_work(other, best)}."
 
 
