@@ -122,7 +122,7 @@ def _keep_input(name: str, dtype: str, op: OpOccurrence, audit: Auditor) -> str:
         return ""
     path = _jaxprs.module_paths_of(op.location.names)[0]
     own, parts = expression_of(op, audit.findings), []
-    name = (own and own.argument) or name
+    name = own.argument or name
     if name != "NAME":
         keep = f"    Rule('', keep_inputs=[{name!r}])"
         parts.append(f"Keep the argument by a rule with its name in the model's __call__:\n{keep}")

@@ -63,7 +63,7 @@ def fix_operation(
       Sentences and code, words alone if the function is not known, or "" without source code.
     """
     own = _source.expression_of(op, findings)
-    if own is None or not _rewrite.wide_code(own):
+    if not _rewrite.wide_code(own):
         return in_words(op, findings)
     back = "" if _is_widened(op) or _is_read_exactly(op, _rewrite.known_function(own)[0]) else back
     lines, wide = _at_origins(_rounded_by(op, through), op, own, findings)
@@ -113,7 +113,7 @@ def fix_expression(
 def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindings) -> str:
     """Returns the fix of a matmul whose sums have another dtype."""
     own = _source.expression_of(op, findings)
-    if own is None:
+    if not own.text:
         return f"{sentence}:\n    jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
     if code := _rewrite.with_sums(own, dtype):
         return f"{sentence}:\n    {code}"
@@ -132,7 +132,7 @@ def fix_wide(
     operands = " and ".join(op.equation.invars[index].aval.str_short() for index in indices)
     if code:
         return f"{sentence}:\n    {code}"
-    where = f" of `{own.text}`" if own is not None else ""
+    where = f" of `{own.text}`" if own.text else ""
     return f"{sentence}, {operands}, to {dtype}{where}."
 
 
@@ -150,8 +150,8 @@ def fix_casts(op: OpOccurrence, findings: PendingFindings) -> str:
     for index, cast in enumerate(casts):
         # The call of the matmul promotes an operand that is in 16 bits.
         is_promoted = cast is not None and call_site(cast.equation) == call_site(op.equation)
-        expression = None if cast is None else _source.expression_of(cast, findings)
-        if expression is None or cast is None or _is_inside(expression, own, dtype):
+        expression = _source.UNKNOWN if cast is None else _source.expression_of(cast, findings)
+        if cast is None or not expression.text or _is_inside(expression, own, dtype):
             here += [] if is_promoted else [index]
         elif not is_promoted and (code := _rewrite.in_dtype(expression, dtype)):
             where = findings.where(cast)
@@ -175,10 +175,9 @@ def _own_cast(
     return op._replace(equation=maker) if findings.is_own_call(maker) else None
 
 
-def _is_inside(cast: _source.Expression, matmul: _source.Expression | None, dtype: str) -> bool:
+def _is_inside(cast: _source.Expression, matmul: _source.Expression, dtype: str) -> bool:
     """Returns True for a cast that is a part of a matmul whose operands can be cast."""
-    is_part = matmul is not None and matmul.contains(cast)
-    return is_part and bool(_rewrite.narrowed(matmul, [0, 1], dtype))
+    return matmul.contains(cast) and bool(_rewrite.narrowed(matmul, [0, 1], dtype))
 
 
 def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
@@ -197,8 +196,7 @@ def apply_code(op: OpOccurrence, context: PolicyContext) -> str:
 
 def contains_matmul(op: OpOccurrence, findings: PendingFindings) -> bool:
     """Returns True if the line of the user contains the matmul itself, and not a layer."""
-    own = _source.expression_of(op, findings)
-    return own is not None and bool(_rewrite.with_sums(own, "float32"))
+    return bool(_rewrite.with_sums(_source.expression_of(op, findings), "float32"))
 
 
 def _fix_layer(
@@ -210,7 +208,7 @@ def _fix_layer(
     if ".attend(" in own.text:
         code = _rewrite.with_wide_attend(own, layer, dtype.name)
         return f"{sentence}:\n    {code}" if code else in_words(op, findings)
-    if layer is not None and (code := _rewrite.with_wide_layer(layer)):
+    if code := _rewrite.with_wide_layer(layer):
         where = findings.text_of(layer.place[:2])
         return f"At {where}, {sentence[0].lower()}{sentence[1:]}:\n    {code}"
     if _rewrite.known_function(own)[0].startswith("flax.") and layer is not own:
@@ -224,7 +222,7 @@ def _fix_layer(
 def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns the remedy of an operation whose function is not known; "" without source code."""
     own = _source.expression_of(op, findings)
-    if own is None:
+    if not own.text:
         return ""
     called = own.node.func if isinstance(own.node, ast.Call) else own.node
     half = next((v for v in op.equation.invars if half_of([v]) is not None), op.equation.invars[0])
@@ -237,7 +235,7 @@ def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
 
 def fix_origins(op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns code for the lines at which an operand was rounded, or ""."""
-    return "\n".join(_at_origins(_rounded_by(op), op, None, findings)[0])
+    return "\n".join(_at_origins(_rounded_by(op), op, _source.UNKNOWN, findings)[0])
 
 
 def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
@@ -253,13 +251,13 @@ def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
             casts.append(within._replace(equation=maker))
         elif _is_elementwise(maker):
             waiting += [(v, within) for v in maker.invars if not _jaxprs.is_literal(v)]
-    return "\n".join(_at_origins(casts, op, None, findings)[0])
+    return "\n".join(_at_origins(casts, op, _source.UNKNOWN, findings)[0])
 
 
 def _at_origins(
     origins: list[OpOccurrence],
     op: OpOccurrence,
-    own: _source.Expression | None,
+    own: _source.Expression,
     findings: PendingFindings,
 ) -> tuple[list[str], str]:
     """Returns the lines that compute operations in FP32, and code for an expression.
@@ -267,20 +265,18 @@ def _at_origins(
     Args:
       origins: the operations that round.
       op: the operation that reads their results.
-      own: its expression, whose code contains the origins inside of it; None: no code is required.
+      own: its expression, whose code contains the origins inside of it; if it is not known, no code
+        is returned.
       findings: for the lines of the source.
     """
-    code, parts = (
-        "" if own is None else _rewrite.wide_code(own),
-        list[tuple[_source.Expression, str]](),
-    )
+    code, parts = _rewrite.wide_code(own), list[tuple[_source.Expression, str]]()
     for origin in origins if len(origins) <= _MAX_ORIGINS else ():
         expression = _source.expression_of(origin, findings)
         changed = _rewrite.in_fp32(expression)
         is_here = findings.line_of(origin) == findings.line_of(op)
-        if not changed or expression is None or (is_here and changed in code):
+        if not changed or (is_here and changed in code):
             continue
-        if is_here and own is not None and expression.text in code:
+        if is_here and expression.text in code:
             # With an operand in FP32, the function computes in FP32 without a cast, unless its own
             # text casts the operand.
             is_cast = re.search(re.escape(expression.text) + r"\)?\.astype\(", own.text)

@@ -19,7 +19,7 @@ TINY, EPS = "jnp.finfo(({array}).dtype).tiny", "jnp.finfo(({array}).dtype).eps"
 LOWEST = "jnp.finfo(({array}).dtype).min"
 
 
-def at_least(expression: Expression | None, bound: str, domain: str) -> str:
+def at_least(expression: Expression, bound: str, domain: str) -> str:
     """Returns a call or power with a lower bound of its first operand.
 
     Args:
@@ -27,13 +27,13 @@ def at_least(expression: Expression | None, bound: str, domain: str) -> str:
       bound: such as `TINY`.
       domain: the functions that may be called, a key of `DOMAINS`.
     """
-    if expression is not None and "log1p" in expression.text.partition("(")[0]:
+    if "log1p" in expression.text.partition("(")[0]:
         bound = f"{EPS} - 1"
     change = lambda text: f"jnp.maximum({text}, {bound.format(array=text)})"
     return _bounded(expression, change, domain)
 
 
-def at_most(expression: Expression | None, bound: float, domain: str) -> str:
+def at_most(expression: Expression, bound: float, domain: str) -> str:
     """Returns a call with an upper bound of its first operand; see `at_least`."""
     return _bounded(expression, lambda text: f"jnp.minimum({text}, {bound:g})", domain)
 
@@ -47,14 +47,14 @@ def within(expression: Expression, low: int, high: int | None) -> str:
     return _bounded(expression, change)
 
 
-def divided(expression: Expression | None) -> str:
+def divided(expression: Expression) -> str:
     """Returns a quotient that divides by 1 where the denominator is zero.
 
     A root or a norm in the denominator gets a positive lower bound instead, because its derivative
     is infinite at zero.
     """
-    node = None if expression is None else expression.node
-    if expression is None or not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+    node = expression.node
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
         return ""
     text = ast.unparse(node.right)
     new = f"jnp.where({text} == 0, 1, {text})"
@@ -65,10 +65,10 @@ def divided(expression: Expression | None) -> str:
     return expression.replaced_by(ast.BinOp(node.left, node.op, parsed(new)))
 
 
-def norm(expression: Expression | None) -> str:
+def norm(expression: Expression) -> str:
     """Returns a norm or standard deviation whose gradient is finite at zero."""
-    node = None if expression is None else expression.node
-    if expression is None or not isinstance(node, ast.Call):
+    node = expression.node
+    if not isinstance(node, ast.Call):
         return ""
     name = known_function(expression)[0].rpartition(".")[2]
     if name == "std":
@@ -86,7 +86,7 @@ def norm(expression: Expression | None) -> str:
     return expression.replaced_by(f"jnp.sqrt(jnp.maximum({square}, {TINY.format(array=array)}))")
 
 
-def double_where(where: Expression | None, inner: Expression | None) -> str:
+def double_where(where: Expression, inner: Expression) -> str:
     """Returns a `where` whose unused branch has a finite gradient.
 
     Args:
@@ -94,8 +94,8 @@ def double_where(where: Expression | None, inner: Expression | None) -> str:
       inner: the call or quotient whose gradient is not finite, with an operand to replace. It is
         replaced by itself if `where` does not contain it.
     """
-    node = None if where is None else where.node
-    if where is None or inner is None or not isinstance(node, ast.Call) or len(node.args) != 3:
+    node = where.node
+    if not inner.text or not isinstance(node, ast.Call) or len(node.args) != 3:
         return ""
     condition, *branches = map(ast.unparse, node.args)
     old = inner.text
@@ -120,12 +120,12 @@ _LOGARITHMS = {
 }
 
 
-def in_one_function(expression: Expression | None) -> str:
+def in_one_function(expression: Expression) -> str:
     """Returns one function for steps that overflow, such as the log of a sum of exponentials.
 
     The code replaces the smallest expression around the given one that has such a function.
     """
-    for outer in () if expression is None else enclosing(expression):
+    for outer in enclosing(expression):
         code = outer.replaced_by(_in_one_function(outer))
         if code:
             return code
@@ -173,10 +173,8 @@ def _in_one_function(expression: Expression) -> str:
     return ""
 
 
-def _bounded(expression: Expression | None, change: Callable[[str], str], domain: str = "") -> str:
+def _bounded(expression: Expression, change: Callable[[str], str], domain: str = "") -> str:
     """Returns a call of a known function, or a power, with another first operand."""
-    if expression is None:
-        return ""
     node, (name, row) = expression.copy(), known_function(expression)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and domain in ("root", ""):
         node.left = parsed(change(ast.unparse(node.left)))

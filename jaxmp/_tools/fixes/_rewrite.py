@@ -47,7 +47,7 @@ def known_function(expression: Expression) -> tuple[str, Function | None]:
 # ---------------------------------------------------------------------------
 
 
-def in_fp32(expression: Expression | None, back: str = "") -> str:
+def in_fp32(expression: Expression, back: str = "") -> str:
     """Returns an expression that computes in FP32.
 
     Args:
@@ -55,10 +55,8 @@ def in_fp32(expression: Expression | None, back: str = "") -> str:
         constant, whose dtype is replaced.
       back: the dtype of the result; "" for FP32. Integers are not cast back.
     """
-    changed = None if expression is None else wide_code(expression)
-    if expression is None or not changed:
-        return ""
-    narrow = narrow_code(expression, changed, back) if back else ""
+    changed = wide_code(expression)
+    narrow = narrow_code(expression, changed, back) if changed and back else ""
     return expression.replaced_by(narrow or changed)
 
 
@@ -76,7 +74,7 @@ def narrow_code(expression: Expression, code: str, dtype: str) -> str:
     return ast.unparse(cast(parsed(code), dtype)) if is_array else ""
 
 
-def narrowed(expression: Expression | None, indices: Collection[int], dtype: str) -> str:
+def narrowed(expression: Expression, indices: Collection[int], dtype: str) -> str:
     """Returns an operation of two arrays that casts some of them to 16 bits.
 
     All operands of an einsum are cast, because JAX may exchange them. If the operation is a matmul,
@@ -87,8 +85,6 @@ def narrowed(expression: Expression | None, indices: Collection[int], dtype: str
       indices: 0 for the first array, 1 for the second.
       dtype: such as "bfloat16".
     """
-    if expression is None:
-        return ""
     node, name = expression.copy(), known_function(expression)[0]
     operands = _operands(node, expression)
     if name == "jax.numpy.einsum":
@@ -102,10 +98,8 @@ def narrowed(expression: Expression | None, indices: Collection[int], dtype: str
     return expression.replaced_by(code, "" if sums is None else ast.unparse(sums))
 
 
-def with_operand(expression: Expression | None, index: int, code: str) -> str:
+def with_operand(expression: Expression, index: int, code: str) -> str:
     """Returns an operation of two arrays in which code replaces one; see `narrowed`."""
-    if expression is None:
-        return ""
     node = expression.copy()
     operands = _operands(node, expression)[index : index + 1]
     new = {operand: parsed(code) for operand in operands}
@@ -157,15 +151,13 @@ def _in_dtype(node: ast.expr, dtype: str, expression: Expression) -> ast.expr:
     return cast(node, dtype)
 
 
-def with_fp32_summand(expression: Expression | None, index: int | None) -> str:
+def with_fp32_summand(expression: Expression, index: int | None) -> str:
     """Returns a sum with its constants, and one of its arrays, in FP32.
 
     Args:
       expression: of the sum.
       index: 0 or 1 for the array to cast; None: none.
     """
-    if expression is None:
-        return ""
     node = _WideConstants(expression).visit(expression.copy())
     if index is not None and isinstance(node, ast.BinOp):
         side = "right" if index else "left"
@@ -232,7 +224,7 @@ def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr |
 def with_sums(expression: Expression, dtype: str) -> str:
     """Returns a matmul with another `preferred_element_type`."""
     node = _with_sums(expression.copy(), known_function(expression)[0], dtype)
-    return expression.replaced_by(node)
+    return "" if node is None else expression.replaced_by(node)
 
 
 def _with_sums(node: ast.expr, name: str, dtype: str) -> ast.expr | None:
@@ -265,7 +257,7 @@ def with_wide_layer(layer: Expression) -> str:
     return ast.unparse(node) if name.startswith("flax.nnx") else layer.replaced_by(node)
 
 
-def with_wide_attend(expression: Expression, embedding: Expression | None, dtype: str) -> str:
+def with_wide_attend(expression: Expression, embedding: Expression, dtype: str) -> str:
     """Returns a matmul with FP32 sums that replaces `embed.attend(x)`.
 
     Args:
@@ -274,10 +266,7 @@ def with_wide_attend(expression: Expression, embedding: Expression | None, dtype
       dtype: of the operands.
     """
     node = expression.node
-    constructor = None if embedding is None else embedding.node
-    if not (isinstance(node, ast.Call) and isinstance(constructor, ast.Call)):
-        return ""
-    if embedding is None or embedding.name_of(constructor.func) not in EMBEDDINGS:
+    if not isinstance(node, ast.Call) or known_function(embedding)[0] not in EMBEDDINGS:
         return ""
     operand = ast.unparse(cast(node.args[0], dtype))
     assert isinstance(node.func, ast.Attribute)
@@ -286,12 +275,9 @@ def with_wide_attend(expression: Expression, embedding: Expression | None, dtype
     return expression.replaced_by(code)
 
 
-def with_finite_numbers(expression: Expression | None, dtype: str) -> str:
+def with_finite_numbers(expression: Expression, dtype: str) -> str:
     """Returns an expression whose constants are at most the largest number of a dtype."""
-    if expression is None:
-        return ""
-    node = _FiniteNumbers(dtype).visit(expression.copy())
-    return expression.replaced_by(node)
+    return expression.replaced_by(_FiniteNumbers(dtype).visit(expression.copy()))
 
 
 class _FiniteNumbers(ast.NodeTransformer):
@@ -328,7 +314,7 @@ def _cast_tree(tree: ast.expr) -> ast.expr:
     return parsed(f"jax.tree.map(lambda x: x.astype(jnp.float32), {ast.unparse(tree)})")
 
 
-def with_split_copy(expression: Expression | None, spec: str, dtype: str, *, has_mesh: bool) -> str:
+def with_split_copy(expression: Expression, spec: str, dtype: str, *, has_mesh: bool) -> str:
     """Returns a sharding constraint of an array that has another sharding before.
 
     Args:
@@ -338,8 +324,8 @@ def with_split_copy(expression: Expression | None, spec: str, dtype: str, *, has
       has_mesh: True if the call is inside of a mesh, so that a spec suffices. Otherwise, the new
         sharding has the mesh of the old one.
     """
-    node = None if expression is None else expression.node
-    if expression is None or not isinstance(node, ast.Call) or len(node.args) != 2:
+    node = expression.node
+    if not isinstance(node, ast.Call) or len(node.args) != 2:
         return ""
     array, sharding = node.args
     copy = cast(array, dtype) if dtype else array
