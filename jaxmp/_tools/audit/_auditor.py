@@ -29,8 +29,12 @@ class PolicyContext:
         self.ops = _op_table.OpTable() if recipe is None else recipe.ops
         # Type of device that the program is traced for.
         self.target = target
-        # The policies in the user's code: "'bf16'", or "recipe".
+        # The policies in the user's code: "'bf16'", or "recipe"; and code that applies them to a
+        # model, to a function, and to a loss function.
         self.text = text
+        self.wrap_code = f"model = jaxmp.load_recipe({text}).wrap(model)"
+        self.autocast_code = f"fn = jaxmp.autocast(fn, {text})"
+        self.loss_code = f"loss_fn = jaxmp.autocast(loss_fn, {text})"
         self._allowed: dict[_jaxprs.Path, frozenset[Any]] = {}
 
     def allowed_dtypes(self, location: _locations.Location) -> frozenset[Any]:
@@ -57,21 +61,6 @@ class PolicyContext:
             if other.module_type is not None and other.compute_dtype is not None:
                 dtypes.add(other.compute_dtype)
         return frozenset(dtypes)
-
-    @property
-    def wrap_code(self) -> str:
-        """Returns code that applies the policies to a model."""
-        return f"model = jaxmp.load_recipe({self.text}).wrap(model)"
-
-    @property
-    def autocast_code(self) -> str:
-        """Returns code that applies the policies to a function."""
-        return f"fn = jaxmp.autocast(fn, {self.text})"
-
-    @property
-    def loss_code(self) -> str:
-        """Returns code that applies the policies to a loss function."""
-        return f"loss_fn = jaxmp.autocast(loss_fn, {self.text})"
 
     def with_rule(self, rule: str) -> str:
         """Returns code that adds a rule, which precedes those of the policies."""
@@ -144,6 +133,8 @@ class Auditor:
         self.collected: defaultdict[type, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[_jaxprs.Path, tuple[str, int]], str] = {}
+        # Bytes that the matmuls read and write, apart from those without floats.
+        self.matmul_bytes = 0
         # Calls of the matmuls before a backward pass.
         self.matmul_calls: set[tuple[CodeType, int] | None] = set()
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
@@ -278,6 +269,7 @@ class Auditor:
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
         if matmul.contracts and is_float and not _matmuls.is_inner_product(op.equation):
+            self.matmul_bytes += _checks.bytes_of(op)
             for function in _checks.ON_MATMUL:
                 function(op, matmul, flops, self)
         if op.location.phase == _jaxprs.FORWARD and _dtypes.FLOAT16 in dtypes:

@@ -29,8 +29,8 @@ from jaxmp._tools.audit._checks import (
     WARNING,
     Check,
     OpOccurrence,
-    PendingFinding,
     PendingFindings,
+    bytes_of,
     dtype_of,
     is_internal_matmul,
     named,
@@ -223,18 +223,14 @@ def _symbol(equation: Equation) -> str:
 def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Atom]:
     """Returns the wide operands because of which JAX promotes `upcast`, before broadcasts."""
     call = _locations.call_site(op.equation)
-    if call != _locations.call_site(reader) or not (call or _is_where(op)):
+    # The only casts of `jnp.where` are promotions.
+    if call != _locations.call_site(reader) or not (call or op.caller == "_where"):
         return []
     wide = dtype_of(upcast)
     others = [var for var in reader.invars if var is not upcast and dtype_of(var) == wide]
     if any(_is_of_call(var, call, op.body) for var in others):
         return []
     return [op.body.source_of(var, _BROADCASTS) for var in others]
-
-
-def _is_where(op: OpOccurrence) -> bool:
-    """Returns True inside of `jnp.where`, whose only casts are promotions."""
-    return op.caller == "_where"
 
 
 def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: _analysis.Body) -> bool:
@@ -360,30 +356,16 @@ def suggest_autocast(audit: Auditor, traced: Traced) -> None:
                 finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
 
 
-class _Moved(NamedTuple):
-    """Bytes that a matmul reads and writes, and its finding."""
-
-    size: int
-    finding: PendingFinding | None = None
-
-
-@FP32_MATMUL.on_matmul
-def collect_bytes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
-    """Collects the bytes of all matmuls."""
-    del matmul, flops
-    audit.collected[_Moved].append(_Moved(_bytes(op)))
-
-
 @FP32_MATMUL.on_program
 def report_bytes(audit: Auditor, traced: Traced) -> None:
     """Adds the share of bytes to the messages about matmuls that leave 16 bits."""
     del traced
-    rows = audit.collected[_Moved]
-    total = sum(row.size for row in rows if row.finding is None)
-    for finding in {id(row.finding): row.finding for row in rows if row.finding}.values():
-        size = sum(row.size for row in rows if row.finding is finding)
-        share = f"{bytes_text(size)}, {size / total:.0%} of the bytes of all matmuls"
-        finding.message = f"{finding.message.removesuffix('.')}; it moves {share}."
+    for finding in audit.findings:
+        if size := finding.bytes:
+            share = (
+                f"{bytes_text(size)}, {size / audit.matmul_bytes:.0%} of the bytes of all matmuls"
+            )
+            finding.message = f"{finding.message.removesuffix('.')}; it moves {share}."
 
 
 def _add(
@@ -396,12 +378,7 @@ def _add(
     severity: str = "",
 ) -> None:
     finding = audit.add(check, op, message, fix, severity=severity, flops=flops)
-    audit.collected[_Moved].append(_Moved(_bytes(op), finding))
-
-
-def _bytes(op: OpOccurrence) -> int:
-    avals = [var.aval for var in (*op.equation.invars[:2], *op.equation.outvars)]
-    return op.times * sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    finding.bytes += bytes_of(op)
 
 
 def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:

@@ -79,7 +79,8 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
         fix = ""
         if is_backward:
             message = f"in the gradient of a broadcast or of indexing, {message}"
-            fix = _fix_gradient(audit)
+            code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {audit.context.text})"
+            fix = f"Accumulate the gradient in FP32:\n    {code}"
         audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=WARNING)
 
 
@@ -127,18 +128,11 @@ def _terms(op: OpOccurrence) -> int:
     return updates
 
 
-def _fix_gradient(audit: Auditor) -> str:
-    """Returns code that accumulates a gradient in FP32."""
-    code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {audit.context.text})"
-    return f"Accumulate the gradient in FP32:\n    {code}"
-
-
 def _report_carry(
     op: OpOccurrence, carry: _jaxprs.Atom, addition: _jaxprs.Equation, audit: Auditor
 ) -> None:
     dtype, loop = dtype_of(carry), _constructs.loop_of(op.equation)
     assert loop is not None
-    length = loop.length
     inner = op._replace(equation=addition, body=_analysis.Body(loop.jaxpr), outer=op)
     fix = fix_carry(op, carry, inner, audit)
     if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
@@ -146,13 +140,13 @@ def _report_carry(
         audit.add(_check_ops.ACCUMULATOR_16BIT, inner, message, fix)
         return
     message = f"a loop adds terms in {dtype.name}."
-    if length is not None:
+    if loop.length is not None:
         # The gradient of a weight that all iterations share is one sum.
-        is_small = rounding_error(length, dtype, in_chunks=False) < _NOTABLE
+        is_small = rounding_error(loop.length, dtype, in_chunks=False) < _NOTABLE
         if op.location.phase == _jaxprs.BACKWARD and is_small:
             return
-        text = error_text(length, dtype, in_chunks=False)
-        message = f"a loop adds {length:,} terms in {dtype.name} {text}."
+        text = error_text(loop.length, dtype, in_chunks=False)
+        message = f"a loop adds {loop.length:,} terms in {dtype.name} {text}."
     audit.add(_check_ops.REDUCTION_16BIT, inner, message, fix)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -120,6 +121,8 @@ class PendingFinding:
     fix: str
     count: int = 0
     flops: int = 0
+    # Bytes that its matmuls read and write, if the message is to state them.
+    bytes: int = 0
     # Results of the operations, if these are outside of modules and derivatives and read values
     # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
     # or the optimizer's state is computed from its result.
@@ -260,6 +263,12 @@ class OpOccurrence(NamedTuple):
 def dtype_of(var: _jaxprs.Atom) -> Any:
     """Returns the dtype of a variable; None if it has none."""
     return getattr(var.aval, "dtype", None)
+
+
+def bytes_of(op: OpOccurrence) -> int:
+    """Returns the bytes that all executions of a matmul read and write."""
+    avals = [var.aval for var in (*op.equation.invars[:2], *op.equation.outvars)]
+    return op.times * sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 
 
 def half_of(variables: Iterable[_jaxprs.Atom]) -> np.dtype | None:

@@ -34,7 +34,7 @@ def _update(program: Program, in_optimizer: list[bool]) -> tuple[int, int, int]:
     donated = {
         number: argument
         for number, argument in program.aliased.items()
-        if number < len(outputs) and _is_floating_array(arguments[argument].shapes[0])
+        if number < len(outputs) and _is_array(arguments[argument].shapes[0])
     }
     if not donated:
         return 0, 0, 0
@@ -58,8 +58,8 @@ def _update(program: Program, in_optimizer: list[bool]) -> tuple[int, int, int]:
     return sum(arguments[a].shapes[0].elements for a in own), moved, floor
 
 
-def _is_floating_array(shape: Shape) -> bool:
-    return shape.dtype.startswith(("float", "bfloat")) and shape.elements > 1
+def _is_array(shape: Shape) -> bool:
+    return shape.is_float and shape.elements > 1
 
 
 def _arrays(entry: Computation, name: str) -> list[Shape]:
@@ -272,15 +272,11 @@ def _collective_rows(
 def _gemm_row(matmul: HloMatmul, times: int, origins: Origins, compiled: Compiled) -> _rows.GemmRow:
     fields = matmul._asdict()
     place = origins.of(fields.pop("named"))
-    for side in ("lhs", "rhs"):
-        fields[side] = _actual(fields[side], compiled)
+    # The dtype in which the chip multiplies FP32 operands.
+    rounded = {"tf32": compiled.chip.rounded_fp32}
+    fields |= {side: rounded.get(fields[side], fields[side]) for side in ("lhs", "rhs")}
     fields["flops"] *= times
     return _rows.GemmRow(**place, **fields, count=times)
-
-
-def _actual(dtype: str, compiled: Compiled) -> str:
-    """Returns the dtype in which the chip multiplies an operand."""
-    return compiled.chip.rounded_fp32 if dtype == "tf32" else dtype
 
 
 def _is_in_outer_loop(op_name: str) -> bool:

@@ -330,7 +330,8 @@ class Flow:
                 self._labels[var] = labels
                 continue
             if narrow is None:
-                narrow = self._of_classes("narrow", labels, _is_narrow)
+                is_narrow = lambda cls: not issubclass(cls, WideValue)
+                narrow = self._of_classes("narrow", labels, is_narrow)
                 narrow -= {WAS_16_BITS}
             self._labels[var] = narrow
 
@@ -387,10 +388,6 @@ def _are_scalars(equation: _jaxprs.Equation) -> bool:
 def _is_matched(equation: _jaxprs.Equation) -> bool:
     """Returns True if each result of an equation is a known result of its jaxpr."""
     return all(None not in inner.results for inner in _constructs.inners(equation)[-1:])
-
-
-def _is_narrow(cls: type) -> bool:
-    return not issubclass(cls, WideValue)
 
 
 def _survives(cls: type, name: str) -> bool:

@@ -28,10 +28,11 @@ from jaxmp._tools.audit._compile import Compiled
 from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._hlo_collectives import axis_names
 from jaxmp._tools.audit._hlo_stats import read_program
-from jaxmp._tools.audit._report import AuditReport, fix_parts
+from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _source, _trial
+from jaxmp._tools.report._section import fix_parts
 
 
 def checked_findings(auditor: Auditor, traced: Traced) -> list[_checks.PendingFinding]:
@@ -350,18 +351,10 @@ def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
 
 def _final_finding(finding: _checks.PendingFinding, root: _jaxprs.Path, severity: str) -> Finding:
     file, line = finding.line
-    return Finding(
-        check=finding.check.id,
-        severity=severity,
-        module=_locations.module_of(finding.names, root),
-        primitive=finding.primitive,
-        file=file,
-        line=line,
-        message=finding.message,
-        fix=finding.fix,
-        count=finding.count,
-        flops=finding.flops,
-    )
+    fields = {name: getattr(finding, name) for name in ("primitive", "count", "flops")}
+    module = _locations.module_of(finding.names, root)
+    fields |= {"severity": severity, "module": module, "file": file, "line": line}
+    return finding.check.finding(finding.message, finding.fix, **fields)
 
 
 def _with_line(finding: Finding, definition: tuple[str, int]) -> Finding:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jaxmp._tools.report import _section
+from jaxmp._tools.report._section import Located
 
 # Ends of notes about an operation.
 NOT_INSPECTED, NOT_COUNTED = "are not inspected", "are not counted"
@@ -33,18 +33,6 @@ def merged(rows: Iterable[Row], *sums: str) -> tuple[Row, ...]:
         for key, group in groups.items()
     )
     return tuple(sorted(totals, key=lambda row: -getattr(row, sums[0])))
-
-
-class Located:
-    """Row about one source line."""
-
-    file: str
-    line: int
-
-    @property
-    def location(self) -> str:
-        """File name and line of the source, joined by a colon; "" if they are not known."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,10 +286,7 @@ def compiled_lines(kernels: Iterable[GemmRow | AttentionRow]) -> _section.Sectio
         for (_, location, dtypes, _, kernel), group in _section.grouped(kernels, key_of).items()
     ]
     columns = ("module", "line", "multiplied in", "kernel", "passes", "FLOPs")
-    text = _section.left_out_text(rows, "gemms")
-    return _section.Section(
-        "Compiled matmuls by module", text, columns, tuple(rows[: _section.MAX_ROWS])
-    )
+    return _section.largest("Compiled matmuls by module", columns, rows, "gemms")
 
 
 def collectives(collectives: Iterable[CollectiveRow]) -> _section.Section:
@@ -321,10 +306,7 @@ def collectives(collectives: Iterable[CollectiveRow]) -> _section.Section:
         for row in collectives
     ]
     columns = ("collective", "dtype", "bytes", "count", "content", "axes", "pass", "module", "line")
-    text = _section.left_out_text(rows, "collectives")
-    return _section.Section(
-        "Collectives per device", text, columns, tuple(rows[: _section.MAX_ROWS])
-    )
+    return _section.largest("Collectives per device", columns, rows, "collectives")
 
 
 def memory(memory: MemoryRow | None) -> _section.Section:

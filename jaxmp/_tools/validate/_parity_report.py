@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import textwrap
 from typing import ClassVar
 
 from jaxmp._core._plain import JSONValue
@@ -87,22 +86,17 @@ class ParityReport(_views.Report):
     def _cause(self, cause: ParityCause) -> _section.Section:
         shown, more = ", ".join(cause.others[:_OTHERS]), len(cause.others) - _OTHERS
         others = f" Others differ, too: {shown}{f' and {more} more' if more > 0 else ''}."
-        sentence, _, lines = cause.fix.partition("\n")
-        parts = [
-            (False, sentence),
-            (True, textwrap.dedent(lines)),
-            (
-                False,
-                f"Run with this change, the mean absolute difference is {cause.after:.3g} instead "
-                f"of {cause.before:.3g}.",
-            ),
-        ]
+        result = (
+            f"Run with this change, the mean absolute difference is {cause.after:.3g} instead of "
+            f"{cause.before:.3g}."
+        )
+        parts = (*_section.fix_parts(cause.fix), (False, result))
         return _section.Section(
             "Cause",
             f"{_location(cause)} is the first operation whose results differ by more than rounding "
             f"explains, for equal operands. Training: {cause.train}. Serving: {cause.serve}. "
             f"{cause.text and f'Its line: {cause.text}'}{others if cause.others else ''}",
-            fixes=(_section.Fix("Change", tuple(part for part in parts if part[1])),),
+            fixes=(_section.Fix("Change", parts),),
         )
 
 

@@ -175,8 +175,7 @@ def check_batch(first: PyTree, batch: PyTree, name: str, number: int) -> None:
     Raises:
       ValidationError: naming the first array that differs.
     """
-    path = first_difference(first, batch)
-    if path is not None:
+    if path := first_difference(first, batch):
         raise ValidationError(
             f"Batch {number} of {name} differs from batch 0 in {path}. All batches need the same "
             "structure, shapes and dtypes: leave out the last batch if it is smaller."
@@ -189,14 +188,12 @@ def check_state(old: PyTree, new: PyTree) -> None:
     Raises:
       ValidationError: naming the first array that differs.
     """
-    path = first_difference(old, new)
-    if path is None:
-        return
-    raise ValidationError(
-        f"The step returned another state than it received; they differ in {path}. Return a state "
-        "of the same type, with the same shapes and dtypes, such as "
-        "state.apply_gradients(grads=grads)."
-    )
+    if path := first_difference(old, new):
+        raise ValidationError(
+            f"The step returned another state than it received; they differ in {path}. Return a "
+            "state of the same type, with the same shapes and dtypes, such as "
+            "state.apply_gradients(grads=grads)."
+        )
 
 
 def check_grads(params: PyTree, grads: PyTree) -> None:
@@ -206,8 +203,7 @@ def check_grads(params: PyTree, grads: PyTree) -> None:
       ValidationError: naming the first gradient that differs.
     """
     wide = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)
-    path = first_difference(_as_dict(wide(params)), _as_dict(wide(grads)))
-    if path is not None:
+    if path := first_difference(_as_dict(wide(params)), _as_dict(wide(grads))):
         raise ValidationError(
             f"The gradients that the step returns differ from the parameters in {path}. Return "
             'those of all parameters: return state, {"loss": loss, "grads": grads}'
