@@ -260,7 +260,9 @@ class Auditor:
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
         dtypes = matmul.lhs, matmul.rhs
         if matmul.is_integer:
-            self._count_integers(op, matmul)
+            self._count(op, matmul._replace(flops=0))
+            text = f"the {matmul.lhs.name} x {matmul.rhs.name} matmul at {self.findings.where(op)}"
+            self.notes[f"{text} has no floating-point operations"] = None
             return
         flops = self._count(op, matmul)
         if self._is_after_gradient(op):
@@ -278,14 +280,6 @@ class Auditor:
             self.matmul_calls.add(_locations.call_site(op.equation))
         elif _dtypes.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
-
-    def _count_integers(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> None:
-        """Counts a matmul of integers or bools, which does not count as FLOPs."""
-        key = (op.location.names, op.location.phase, matmul.lhs.name, matmul.rhs.name)
-        self.matmuls.setdefault(key, [0, 0])[1] += 1
-        pair = f"{matmul.lhs.name} x {matmul.rhs.name}"
-        where = self.findings.where(op)
-        self.notes[f"the {pair} matmul at {where} has no floating-point operations"] = None
 
     def _record_fp8(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> None:
         names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if _dtypes.is_fp8(dtype)]

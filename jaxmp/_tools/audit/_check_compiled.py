@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jaxmp._core._dtypes import FLOAT32, is_16bit, is_fp8
 from jaxmp._core._messages import did_you_mean
@@ -99,17 +100,14 @@ def requires_16_bits(audit: Auditor, module: str) -> bool:
     return bool(allowed) and FLOAT32 not in allowed and all(map(is_16bit, allowed))
 
 
-def finding(check: Check, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
-    return check.finding(
-        message,
-        fix,
-        module=row.module,
-        primitive=row.operation if isinstance(row, CollectiveRow) else "dot",
-        file=row.file,
-        line=row.line,
-        count=row.count,
-        flops=row.flops if isinstance(row, GemmRow) else 0,
-    )
+def finding(
+    check: Check, row: GemmRow | CollectiveRow, message: str, fix: str = "", **fields: Any
+) -> Finding:
+    """Returns a finding about a row of the compiled program; see `Check.finding`."""
+    own = {name: getattr(row, name) for name in ("module", "file", "line", "count")}
+    is_gemm = isinstance(row, GemmRow)
+    own |= {"primitive": "dot" if is_gemm else row.operation, "flops": row.flops if is_gemm else 0}
+    return check.finding(message, fix, **own | fields)
 
 
 NOT_FP8 = Check(

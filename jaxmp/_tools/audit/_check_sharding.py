@@ -291,8 +291,7 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
         size = bytes_text(row.bytes)
         message = f"{size} of gradients are summed over devices in {row.dtype} ({row.operation})."
         severity = ERROR if audit.context.requires_fp32_reductions else WARNING
-        reduction = finding(ALL_REDUCE_16BIT, row, message, _FIX_REDUCE)
-        yield dataclasses.replace(reduction, severity=severity)
+        yield finding(ALL_REDUCE_16BIT, row, message, _FIX_REDUCE, severity=severity)
 
 
 @FP32_ALL_GATHER.on_operation("sharding_constraint")
@@ -322,8 +321,8 @@ def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]
                 fix = f"{_CAST_SPLIT}    {code}" if code else fix
                 file, line = audit.findings.line_of(gather.op)
                 row = dataclasses.replace(row, file=file, line=line)
-            wide = finding(FP32_ALL_GATHER, row, message, fix)
-            yield dataclasses.replace(wide, severity=ERROR if has_policies else WARNING)
+            severity = ERROR if has_policies else WARNING
+            yield finding(FP32_ALL_GATHER, row, message, fix, severity=severity)
     if updates:
         message = f"{_total(updates)} of updated parameters are gathered in {updates[0].dtype}."
         yield _whole(FP32_ALL_GATHER, updates, message, _FIX_UPDATE)
@@ -440,6 +439,5 @@ def _total(rows: list[CollectiveRow]) -> str:
 
 def _whole(check: Check, rows: list[CollectiveRow], message: str, fix: str) -> Finding:
     """Returns a warning about several rows, at the location of the largest."""
-    count = sum(row.count for row in rows)
-    whole = finding(check, max(rows, key=lambda row: row.bytes), message, fix)
-    return dataclasses.replace(whole, severity=WARNING, count=count)
+    largest, count = max(rows, key=lambda row: row.bytes), sum(row.count for row in rows)
+    return finding(check, largest, message, fix, severity=WARNING, count=count)
