@@ -12,8 +12,7 @@ from jaxmp._core import _dtypes, _wide
 from jaxmp._policies import _load, _op_table, _resolve
 from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls, _uses
 from jaxmp._programs._static_values import Scope
-from jaxmp._tools.audit import _checks
-from jaxmp._tools.audit._dataflow import GRADIENT
+from jaxmp._tools.audit import _checks, _dataflow
 from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._tools.audit._rows import NOT_COUNTED, NOT_INSPECTED
 
@@ -164,7 +163,7 @@ class Auditor:
             label.report(harm, self.findings)
 
     def _is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
-        return op.location.is_outside and GRADIENT in self.flow.of_all(op.equation.invars)
+        return op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.equation.invars)
 
     # -- the walk ---------------------------------------------------------------------------
 
@@ -271,7 +270,7 @@ class Auditor:
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
         if matmul.contracts and is_float and not _matmuls.is_inner_product(op.equation):
-            self.matmul_bytes += _checks.bytes_of(op)
+            self.matmul_bytes += _checks.bytes_of_matmul(op)
             for function in _checks.ON_MATMUL:
                 function(op, matmul, flops, self)
         if op.location.phase == _jaxprs.FORWARD and _dtypes.FLOAT16 in dtypes:

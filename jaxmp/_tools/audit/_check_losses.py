@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxmp import losses
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs import _jaxprs, _locations, _uses
-from jaxmp._programs._analysis import Body
+from jaxmp._programs import _analysis, _jaxprs, _locations, _uses
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
 from jaxmp._tools.audit._checks import (
@@ -391,7 +390,7 @@ def _has_error(rounding: OpOccurrence, var: _jaxprs.Atom, audit: Auditor) -> boo
     return any(label.op.equation is rounding.equation for label in labels)
 
 
-def _near(var: _jaxprs.Atom, body: Body) -> Iterator[_jaxprs.Atom]:
+def _near(var: _jaxprs.Atom, body: _analysis.Body) -> Iterator[_jaxprs.Atom]:
     """Yields a value and the first values that it is computed from."""
     sources, waiting = set[_jaxprs.Atom](), collections.deque([var])
     while waiting and len(sources) < _NEAR:

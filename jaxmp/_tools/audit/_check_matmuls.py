@@ -21,33 +21,13 @@ from jaxmp._programs._jaxprs import (
     is_literal,
     module_paths_of,
 )
+from jaxmp._tools.audit import _checks, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._checks import (
-    ERROR,
-    FLOATS,
-    NOTE,
-    WARNING,
-    Check,
-    OpOccurrence,
-    PendingFindings,
-    bytes_of,
-    dtype_of,
-    is_internal_matmul,
-    named,
-)
+from jaxmp._tools.audit._checks import Check, OpOccurrence, PendingFindings
 from jaxmp._tools.audit._dataflow import GRADIENT, is_of_power_iteration
-from jaxmp._tools.audit._labels import (
-    GATED,
-    STREAM,
-    WAS_16_BITS,
-    ConditionalFinding,
-    WideValue,
-)
 from jaxmp._tools.audit._origins import apply_code, fix_casts, fix_wide, in_words, is_in_flax
-from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._rewrite import with_operand
-from jaxmp._tools.fixes._source import expression_of
-from jaxmp._tools.report._section import bytes_text
+from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.report import _section
 
 IMPLICIT_PROMOTION = Check(
     id="implicit_promotion",
@@ -57,11 +37,11 @@ IMPLICIT_PROMOTION = Check(
     fix="y = y.astype(x.dtype)",
 )
 
-_BINARY = named("add sub mul div max min pow rem atan2 select_n concatenate")
-_BROADCASTS = named("broadcast_in_dim reshape")
+_BINARY = _checks.named("add sub mul div max min pow rem atan2 select_n concatenate")
+_BROADCASTS = _checks.named("broadcast_in_dim reshape")
 
 
-class PromotedValue(ConditionalFinding, WideValue):
+class PromotedValue(_labels.ConditionalFinding, _labels.WideValue):
     """Label of the wide result of an implicit promotion.
 
     It is harmful if an FP32 matmul reads it, if it promotes another 16-bit array, or if the program
@@ -81,7 +61,7 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     if AUTOCAST in str(op.equation.source_info.name_stack) or op.location.phase != FORWARD:
         return
     (operand,), (result,) = op.equation.invars, op.equation.outvars
-    source, target = dtype_of(operand), dtype_of(result)
+    source, target = _checks.dtype_of(operand), _checks.dtype_of(result)
     if not _is_wider(source, target) or math.prod(operand.aval.shape) <= 1:
         return
     allowed = audit.context.allowed_dtypes(op.location)
@@ -101,7 +81,7 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
 def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
     is_wide = bool({_dtypes.FLOAT32, _dtypes.FLOAT64} & {matmul.lhs, matmul.rhs})
-    if not is_wide or op.location.phase != FORWARD or is_internal_matmul(op, matmul):
+    if not is_wide or op.location.phase != FORWARD or _checks.is_internal_matmul(op, matmul):
         return
     harm = f", and the matmul at {audit.findings.where(op)} ({op.name}) reads it"
     for label in audit.flow.labels(PromotedValue, *op.equation.invars[:2]):
@@ -112,7 +92,7 @@ def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: 
 
 
 @IMPLICIT_PROMOTION.on_program
-def report_results(audit: Auditor, traced: Traced) -> None:
+def report_results(audit: Auditor, traced: _trace.Traced) -> None:
     """Reports promotions of returned values. A softmax, a choice or a loss reads FP32."""
     labels = audit.flow.labels(PromotedValue, *traced.jaxpr.outvars)
     for label in sorted(labels, key=lambda label: label.number):
@@ -136,7 +116,7 @@ def _label_promotion(
     op: OpOccurrence, reader: Equation, others: list[Atom], audit: Auditor
 ) -> None:
     (operand,), (result,) = op.equation.invars, op.equation.outvars
-    source, target = dtype_of(operand).name, dtype_of(result).name
+    source, target = _checks.dtype_of(operand).name, _checks.dtype_of(result).name
     here = op._replace(equation=reader)
     message = f"{source} {_symbol(reader)} {target} is computed in {target}"
     earlier = audit.flow.labels(PromotedValue, *others)
@@ -148,13 +128,13 @@ def _label_promotion(
             if not own_line or _own_line(promotion.op, audit.findings) != own_line:
                 promotion.report(harm, audit.findings)
     elif any(_is_gated(var, reader, op, audit) for var in others):
-        audit.flow.mark(result, GATED)
+        audit.flow.mark(result, _labels.GATED)
     elif any(_is_stream(var, operand, op, audit) for var in others):
-        audit.flow.mark(result, STREAM)
+        audit.flow.mark(result, _labels.STREAM)
         index = next(n for n, var in enumerate(reader.invars) if var is not result)
         fix = fix_wide("Cast the stream at its start", here, [index], source, audit.findings)
         message = f"{message}: the residual stream or loop carry is {target} from its start."
-        audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=WARNING)
+        audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=_checks.WARNING)
     else:
         fix = _fix_promotion(here, result, others, source, audit.findings)
         audit.flow.mark(result, PromotedValue(here, message, fix))
@@ -179,10 +159,9 @@ def _fix_promotion(
     index = next(n for n, var in enumerate(op.equation.invars) if var is not upcast)
     if literals:
         number = str(float(literals[0].val))
-        return (
-            "Replace the array or NumPy number by a Python number, which does not promote:\n"
-            f"    {with_operand(expression_of(op, findings), index, number) or number}"
-        )
+        code = _rewrite.with_operand(_source.expression_of(op, findings), index, number) or number
+        sentence = "Replace the array or NumPy number by a Python number, which does not promote"
+        return f"{sentence}:\n    {code}"
     return fix_wide("Cast the wide operand", op, [index], source, findings)
 
 
@@ -193,7 +172,7 @@ def _fix_promotion(
 
 def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for a wide value, such as a residual stream, that `operand` is added to."""
-    if STREAM in audit.flow.of(var) or _is_carry(var, op):
+    if _labels.STREAM in audit.flow.of(var) or _is_carry(var, op):
         return True
     is_other = operand is not var and not is_literal(var)
     return is_other and op.body.depends_on(operand, var)
@@ -202,7 +181,7 @@ def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bo
 def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for the FP32 state of a recurrence, such as an LSTM's, times a 16-bit gate."""
     is_product = reader.primitive.name == "mul" and _is_carry(var, op)
-    return is_product or GATED in audit.flow.of(var)
+    return is_product or _labels.GATED in audit.flow.of(var)
 
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
@@ -226,8 +205,8 @@ def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Ato
     # The only casts of `jnp.where` are promotions.
     if call != _locations.call_site(reader) or not (call or op.caller == "_where"):
         return []
-    wide = dtype_of(upcast)
-    others = [var for var in reader.invars if var is not upcast and dtype_of(var) == wide]
+    wide = _checks.dtype_of(upcast)
+    others = [var for var in reader.invars if var is not upcast and _checks.dtype_of(var) == wide]
     if any(_is_of_call(var, call, op.body) for var in others):
         return []
     return [op.body.source_of(var, _BROADCASTS) for var in others]
@@ -267,7 +246,7 @@ MIXED_OPERANDS = Check(
 def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
-    is_float = bool(FLOATS & set(dtypes))
+    is_float = bool(_checks.FLOATS & set(dtypes))
     if dtypes[0] == dtypes[1] or not is_float or _is_fp32_by_design(op, matmul, audit):
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
@@ -285,7 +264,7 @@ def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit:
         key = op.location.names, audit.findings.line_of(op)
         audit.promotion_fixes.setdefault(key, fix)
     fix = promotion_fix(op, audit) or fix
-    severity = "" if op.location.phase == FORWARD else NOTE
+    severity = "" if op.location.phase == FORWARD else _checks.NOTE
     _add(MIXED_OPERANDS, op, message, fix, flops, audit, severity)
 
 
@@ -320,7 +299,7 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _matmuls.Matmul, audit: Auditor
     key = _Exact(op.location.names, audit.findings.line_of(op))
     if _uses.Use.SOLVED in audit.use_of(op.equation.outvars[0]) or is_of_power_iteration(op):
         audit.collected[_Exact].append(key)
-    return is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
+    return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
 
 
 def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
@@ -336,7 +315,7 @@ def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
     dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location)
     if dtype != matmul.rhs or dtype == _dtypes.FLOAT32 or dtype not in _dtypes.CASTABLE:
         return
-    if not allowed or dtype in allowed or is_internal_matmul(op, matmul):
+    if not allowed or dtype in allowed or _checks.is_internal_matmul(op, matmul):
         return
     names = " or ".join(sorted(dtype.name for dtype in allowed))
     message = f"{op.name} of {dtype.name}, but the policies require {names}."
@@ -345,7 +324,7 @@ def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
 
 
 @FP32_MATMUL.on_program
-def suggest_autocast(audit: Auditor, traced: Traced) -> None:
+def suggest_autocast(audit: Auditor, traced: _trace.Traced) -> None:
     """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
     del traced
     rows = audit.matmuls
@@ -357,15 +336,14 @@ def suggest_autocast(audit: Auditor, traced: Traced) -> None:
 
 
 @FP32_MATMUL.on_program
-def report_bytes(audit: Auditor, traced: Traced) -> None:
+def report_bytes(audit: Auditor, traced: _trace.Traced) -> None:
     """Adds the share of bytes to the messages about matmuls that leave 16 bits."""
     del traced
     for finding in audit.findings:
         if size := finding.bytes:
-            share = (
-                f"{bytes_text(size)}, {size / audit.matmul_bytes:.0%} of the bytes of all matmuls"
-            )
-            finding.message = f"{finding.message.removesuffix('.')}; it moves {share}."
+            share = f"{size / audit.matmul_bytes:.0%} of the bytes of all matmuls"
+            message = finding.message.removesuffix(".")
+            finding.message = f"{message}; it moves {_section.bytes_text(size)}, {share}."
 
 
 def _add(
@@ -378,13 +356,13 @@ def _add(
     severity: str = "",
 ) -> None:
     finding = audit.add(check, op, message, fix, severity=severity, flops=flops)
-    finding.bytes += bytes_of(op)
+    finding.bytes += _checks.bytes_of_matmul(op)
 
 
 def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
     if _locations.FULL_PRECISION in op.location.names:
         return
-    if WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
+    if _labels.WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
         message = f"{op.name} of float32, and an operand was cast up from 16 bits."
         fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op, audit.findings)
         _add(FP32_MATMUL, op, message, fix or apply_code(op, audit.context), flops, audit)
@@ -403,7 +381,7 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
         fix = fix or f"Apply the policies:\n    {apply_code(op, audit.context)}"
         code = audit.context.with_rule(f"jaxmp.Rule({rule!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
-    severity = WARNING if is_highest else ERROR
+    severity = _checks.WARNING if is_highest else _checks.ERROR
     fix = fix or apply_code(op, audit.context)
     _add(FP32_MATMUL, op, message, fix, flops, audit, severity)
 
@@ -415,7 +393,7 @@ def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
     """
     if op.location.phase != BACKWARD or _locations.call_site(op.equation) in audit.matmul_calls:
         return ""
-    was_16_bits = lambda var: WAS_16_BITS in audit.flow.of(var)
+    was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
     wide = min(op.equation.invars[:2], key=was_16_bits).aval.str_short()
     return (
         "This line calls a function with a backward rule (`jax.custom_vjp`), which policies and"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from jaxmp._core._dtypes import FLOAT64
+from jaxmp._core import _dtypes
 from jaxmp._programs import _jaxprs, _matmuls, _uses
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import NOTE, Check, OpOccurrence
@@ -25,7 +25,7 @@ def check_sizes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Au
     # A step that does not follow its policies yet is padded for their dtype.
     allowed = audit.context.allowed_dtypes(op.location)
     dtype = min((matmul.lhs, *allowed), key=lambda dtype: dtype.itemsize)
-    multiple = _matmuls.multiple_of(dtype) if matmul.lhs != FLOAT64 else 1
+    multiple = _matmuls.multiple_of(dtype) if matmul.lhs != _dtypes.FLOAT64 else 1
     sizes = {role: size for role, size in matmul.widths.items() if size % multiple}
     if not sizes:
         return

@@ -265,7 +265,7 @@ def dtype_of(var: _jaxprs.Atom) -> Any:
     return getattr(var.aval, "dtype", None)
 
 
-def bytes_of(op: OpOccurrence) -> int:
+def bytes_of_matmul(op: OpOccurrence) -> int:
     """Returns the bytes that all executions of a matmul read and write."""
     avals = [var.aval for var in (*op.equation.invars[:2], *op.equation.outvars)]
     return op.times * sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from jaxmp._core import _compat, _dtypes
-from jaxmp._policies._op_table import OpTable
+from jaxmp._policies import _op_table
 from jaxmp._programs import _constructs, _jaxprs
 from jaxmp._tools.audit import _checks, _dataflow
 
@@ -208,7 +208,7 @@ class Flow:
     the operands when it is entered.
     """
 
-    def __init__(self, ops: OpTable) -> None:
+    def __init__(self, ops: _op_table.OpTable) -> None:
         self._labels: dict[Any, Labels] = {}
         # (rule, labels) -> those that the rule selects.
         self._chosen: dict[tuple[Hashable, Labels], Labels] = {}

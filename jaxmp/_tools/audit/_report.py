@@ -423,4 +423,4 @@ def _modules(report: AuditReport) -> _section.Section:
         total = _section.flops_text(sum(flops[module,] for module in modules))
         rows.append((_section.abbreviate(modules), total, operands))
     columns = ("module", "FLOPs", "operands")
-    return _section.largest("Matmuls by module", columns, rows, "matmuls")
+    return _section.largest_rows("Matmuls by module", columns, rows, "matmuls")

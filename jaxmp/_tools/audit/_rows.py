@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from jaxmp._tools.report import _section
-from jaxmp._tools.report._section import Located
 
 # Ends of notes about an operation.
 NOT_INSPECTED, NOT_COUNTED = "are not inspected", "are not counted"
@@ -36,7 +35,7 @@ def merged(rows: Iterable[Row], *sums: str) -> tuple[Row, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding(Located):
+class Finding(_section.Located):
     """Result of one check of an audit, at one source line of the audited program.
 
     `AuditReport.findings` contains them; `docs/findings.md` explains every check.
@@ -103,7 +102,7 @@ class MatmulRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmRow(Located):
+class GemmRow(_section.Located):
     """Matmuls or convolutions of one module, pass, line, kernel and pair of dtypes.
 
     Args:
@@ -136,7 +135,7 @@ class GemmRow(Located):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionRow(Located):
+class AttentionRow(_section.Located):
     """Fused attention kernels of one module, pass and line.
 
     Args:
@@ -163,7 +162,7 @@ class AttentionRow(Located):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveRow(Located):
+class CollectiveRow(_section.Located):
     """Collectives of one module, pass, line and dtype.
 
     Args:
@@ -286,7 +285,7 @@ def compiled_lines(kernels: Iterable[GemmRow | AttentionRow]) -> _section.Sectio
         for (_, location, dtypes, _, kernel), group in _section.grouped(kernels, key_of).items()
     ]
     columns = ("module", "line", "multiplied in", "kernel", "passes", "FLOPs")
-    return _section.largest("Compiled matmuls by module", columns, rows, "gemms")
+    return _section.largest_rows("Compiled matmuls by module", columns, rows, "gemms")
 
 
 def collectives(collectives: Iterable[CollectiveRow]) -> _section.Section:
@@ -306,7 +305,7 @@ def collectives(collectives: Iterable[CollectiveRow]) -> _section.Section:
         for row in collectives
     ]
     columns = ("collective", "dtype", "bytes", "count", "content", "axes", "pass", "module", "line")
-    return _section.largest("Collectives per device", columns, rows, "collectives")
+    return _section.largest_rows("Collectives per device", columns, rows, "collectives")
 
 
 def memory(memory: MemoryRow | None) -> _section.Section:

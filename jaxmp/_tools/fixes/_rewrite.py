@@ -14,32 +14,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmp._tools.fixes._functions import (
-    CASTS,
-    DTYPES,
-    EMBEDDINGS,
-    FUNCTIONS,
-    LAYERS,
-    MATMULS,
-    METHODS,
-    Function,
-    arguments_of,
-)
+from jaxmp._tools.fixes import _functions
 from jaxmp._tools.fixes._source import Expression
 
 _WIDE = ast.Attribute(ast.Name("jnp"), "float32")
 
 
 @functools.lru_cache(maxsize=256)
-def known_function(expression: Expression) -> tuple[str, Function | None]:
+def known_function(expression: Expression) -> tuple[str, _functions.Function | None]:
     """Returns the full name and the row of the table of the function that an expression calls."""
     node = expression.node
     if not isinstance(node, ast.Call):
         return "", None
     name = expression.name_of(node.func)
     if not name and isinstance(node.func, ast.Attribute):
-        return node.func.attr, METHODS.get(node.func.attr)
-    return name, FUNCTIONS.get(name)
+        return node.func.attr, _functions.METHODS.get(node.func.attr)
+    return name, _functions.FUNCTIONS.get(name)
 
 
 # ---------------------------------------------------------------------------
@@ -130,7 +120,7 @@ def _operands(node: ast.expr, expression: Expression) -> list[ast.expr]:
     if name == "jax.numpy.take":
         return node.args[:1]
     is_pair = row is not None and len(row.arrays) > 1
-    return arguments_of(node, name, row) if row is not None and is_pair else []
+    return _functions.arguments_of(node, name, row) if row is not None and is_pair else []
 
 
 def in_dtype(expression: Expression, dtype: str) -> str:
@@ -144,9 +134,9 @@ def _in_dtype(node: ast.expr, dtype: str, expression: Expression) -> ast.expr:
         name = expression.name_of(node.func)
         if node.func.attr == "astype":
             return ast.Call(node.func, [target], [])
-        if name in DTYPES:
+        if name in _functions.DTYPES:
             return ast.Call(target, node.args, [])
-        if name in CASTS and node.args:
+        if name in _functions.CASTS and node.args:
             return ast.Call(node.func, [node.args[0], target], [])
     return cast(node, dtype)
 
@@ -193,14 +183,14 @@ def _widened(expression: Expression) -> ast.expr | None:
     function = node.func
     is_cast = isinstance(function, ast.Attribute) and function.attr == "astype"
     name, row = known_function(expression)
-    if is_cast or name in DTYPES:
+    if is_cast or name in _functions.DTYPES:
         # A cast to integers reads what was rounded before.
         is_integer = is_cast and "int" in ast.unparse(node)
         return None if is_integer else _in_dtype(node, "float32", expression)
     return None if row is None else _with_wide_arguments(node, name, row)
 
 
-def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr | None:
+def _with_wide_arguments(node: ast.Call, name: str, row: _functions.Function) -> ast.expr | None:
     for keyword in node.keywords:
         if keyword.arg == "dtype":
             keyword.value = _WIDE
@@ -211,10 +201,12 @@ def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr |
         else:
             node.keywords.append(ast.keyword("dtype", _WIDE))
         return node
-    if name in METHODS and isinstance(node.func, ast.Attribute):
+    if name in _functions.METHODS and isinstance(node.func, ast.Attribute):
         node.func.value = cast(node.func.value)
         return node
-    arrays = (n for n in arguments_of(node, name, row) if not isinstance(n, ast.Constant))
+    arrays = (
+        n for n in _functions.arguments_of(node, name, row) if not isinstance(n, ast.Constant)
+    )
     first = next(arrays, None)
     if first is None:
         return None
@@ -230,7 +222,7 @@ def with_sums(expression: Expression, dtype: str) -> str:
 def _with_sums(node: ast.expr, name: str, dtype: str) -> ast.expr | None:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         node = ast.Call(parsed("jnp.matmul"), [node.left, node.right], [])
-    elif not isinstance(node, ast.Call) or name not in MATMULS:
+    elif not isinstance(node, ast.Call) or name not in _functions.MATMULS:
         return None
     option = "preferred_element_type"
     node.keywords = [k for k in node.keywords if k.arg != option]
@@ -247,9 +239,9 @@ def with_wide_layer(layer: Expression) -> str:
     node = layer.copy()
     call = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) else node
     name = layer.name_of(call.func) if isinstance(call, ast.Call) else ""
-    if name not in LAYERS:
+    if name not in _functions.LAYERS:
         return ""
-    argument = ast.parse(f"f({LAYERS[name]})", mode="eval").body
+    argument = ast.parse(f"f({_functions.LAYERS[name]})", mode="eval").body
     assert isinstance(argument, ast.Call)
     call.keywords = [k for k in call.keywords if k.arg != argument.keywords[0].arg]
     call.keywords += argument.keywords
@@ -266,7 +258,7 @@ def with_wide_attend(expression: Expression, embedding: Expression, dtype: str) 
       dtype: of the operands.
     """
     node = expression.node
-    if not isinstance(node, ast.Call) or known_function(embedding)[0] not in EMBEDDINGS:
+    if not isinstance(node, ast.Call) or known_function(embedding)[0] not in _functions.EMBEDDINGS:
         return ""
     operand = ast.unparse(cast(node.args[0], dtype))
     assert isinstance(node.func, ast.Attribute)

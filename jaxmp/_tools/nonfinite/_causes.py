@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core._compat import is_in_custom_vjp
-from jaxmp._programs import _locations
-from jaxmp._programs._jaxprs import is_literal
+from jaxmp._programs import _jaxprs, _locations
 from jaxmp._tools.audit import _checks
 from jaxmp._tools.fixes import _domains, _rewrite, _source
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow, Measured, ScaleArgument
@@ -212,7 +211,7 @@ def _matrix(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 
 def _constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
-    literals = [v.val for v in e.op.equation.invars if is_literal(v)]
+    literals = [v.val for v in e.op.equation.invars if _jaxprs.is_literal(v)]
     dtype = e.result.dtype
     if not any(np.ndim(x) == 0 and np.isinf(np.asarray(x, np.float32)) for x in literals):
         return None

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from jaxmp._tools.fixes._trial import NOT_TRIED
+from jaxmp._tools.fixes import _trial
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow
 from jaxmp._tools.report._section import Fix, Located, Section, fix_parts, share_text
 from jaxmp._tools.report._views import Report
@@ -87,7 +87,7 @@ class NonfiniteReport(Report, Located):
         columns = "argument that is not finite", "role", "first index"
         if not self.reproduced:
             return [Section("Not reproduced", self.reason, columns, others)]
-        title = "Fix" + f" ({NOT_TRIED})" * (self.trial == NOT_TRIED)
+        title = "Fix" + f" ({_trial.NOT_TRIED})" * (self.trial == _trial.NOT_TRIED)
         fixes = (Fix(title, fix_parts(self.fix)),) if self.fix else ()
         cause = self.cause.replace("_", " ") or "cause not known"
         sections = [

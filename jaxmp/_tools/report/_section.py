@@ -71,7 +71,7 @@ def pair_text(lhs: str, rhs: str) -> str:
     return lhs if lhs == rhs else f"{lhs} x {rhs}"
 
 
-def largest(
+def largest_rows(
     title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], field: str
 ) -> Section:
     """Returns a table of the first rows, with a sentence about those that it leaves out.

@@ -6,11 +6,9 @@ import dataclasses
 import os
 from typing import ClassVar
 
-from jaxmp._core._plain import JSONValue
+from jaxmp._core import _plain
 from jaxmp._tools.report import _section, _views
-from jaxmp._tools.validate import _metrics
-from jaxmp._tools.validate._metrics import ParityRow
-from jaxmp._tools.validate._parity_search import ParityCause
+from jaxmp._tools.validate import _metrics, _parity_search
 from jaxmp.errors import ValidationError
 
 _COLUMNS = ("positions", "0.999 to 1.002", "1 %", "5 %", "difference", "KL", "largest ratio")
@@ -45,13 +43,13 @@ class ParityReport(_views.Report):
     _title = "Parity of training and serving"
     _command = "pathlib.Path('parity.json').write_text(report.to_json())"
     _error = ValidationError
-    _schema: ClassVar[dict[str, JSONValue]] = {"schema": "jaxmp.parity", "schema_version": 1}
+    _schema: ClassVar[dict[str, _plain.JSONValue]] = {"schema": "jaxmp.parity", "schema_version": 1}
     _summary = ()
 
     outputs: str
     batches: int
-    rows: tuple[ParityRow, ...]
-    cause: ParityCause | None
+    rows: tuple[_metrics.ParityRow, ...]
+    cause: _parity_search.ParityCause | None
     searched: bool
     by_operations: float
 
@@ -83,7 +81,7 @@ class ParityReport(_views.Report):
             return f"{text}; the difference is in the compiled code: the operations agree"
         return f"{text}; rounding and the order of sums explain the differences"
 
-    def _cause(self, cause: ParityCause) -> _section.Section:
+    def _cause(self, cause: _parity_search.ParityCause) -> _section.Section:
         shown, more = ", ".join(cause.others[:_OTHERS]), len(cause.others) - _OTHERS
         others = f" Others differ, too: {shown}{f' and {more} more' if more > 0 else ''}."
         result = (
@@ -100,7 +98,7 @@ class ParityReport(_views.Report):
         )
 
 
-def _location(cause: ParityCause) -> str:
+def _location(cause: _parity_search.ParityCause) -> str:
     where = f"{cause.operation} in {_section.module_text(cause.module)}"
     name = os.path.basename(cause.file)
     return f"{where} ({name}:{cause.line})" if name else where
