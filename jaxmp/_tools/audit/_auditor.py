@@ -163,7 +163,7 @@ class Auditor:
             label.report(harm, self.findings)
 
     def _is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
-        return op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.equation.invars)
+        return op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.operands)
 
     # -- the walk ---------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Auditor:
 
     def _visit(self, op: _checks.OpOccurrence) -> None:
         self.equations += 1
-        self.has_backward |= op.location.phase != _jaxprs.FORWARD
+        self.has_backward |= not op.is_forward
         name, result = op.name, next(iter(op.equation.outvars), None)
         if name in _matmuls.MATMULS:
             self._visit_matmul(op)
@@ -203,7 +203,7 @@ class Auditor:
         for label in labels:
             if label is not None:
                 self.flow.mark(result, label)
-        if name == "dot_general" and op.location.phase == _jaxprs.FORWARD:
+        if name == "dot_general" and op.is_forward:
             self.flow.mark(result, Logits(op))
         for function in _checks.ON_RESULT.get(name, ()):
             function(op, self)
@@ -211,7 +211,7 @@ class Auditor:
     def _check_16_bits(self, op: _checks.OpOccurrence) -> list[Any]:
         """Returns labels of an operation that reads 16 bits where the op table requires FP32."""
         is_sensitive = self.context.ops.category(op.name) == "fp32"
-        dtype = _checks.half_of(op.equation.invars) if is_sensitive else None
+        dtype = _checks.half_of(op.operands) if is_sensitive else None
         if dtype is None:
             return []
         # Derivatives leave equations whose results nothing reads. Compilers remove them.
@@ -254,8 +254,8 @@ class Auditor:
         if op.outer is not None and op.caller == _wide.WIDENED_MATMUL:
             lhs, rhs = (_checks.dtype_of(var) for var in op.outer.equation.invars[:2])
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
-        elif op.name == "conv_general_dilated" and op.location.phase == _jaxprs.BACKWARD:
-            lhs, rhs = (_checks.dtype_of(_before_cast(var, op)) for var in op.equation.invars)
+        elif op.name == "conv_general_dilated" and op.is_backward:
+            lhs, rhs = (_checks.dtype_of(_before_cast(var, op)) for var in op.operands)
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
         dtypes = matmul.lhs, matmul.rhs
         if matmul.is_integer:
@@ -273,16 +273,16 @@ class Auditor:
             self.matmul_bytes += _checks.bytes_of_matmul(op)
             for function in _checks.ON_MATMUL:
                 function(op, matmul, flops, self)
-        if op.location.phase == _jaxprs.FORWARD and _dtypes.FLOAT16 in dtypes:
+        if op.is_forward and _dtypes.FLOAT16 in dtypes:
             self.flow.has_float16 = True
-        if op.location.phase != _jaxprs.BACKWARD:
+        if not op.is_backward:
             self.matmul_calls.add(_locations.call_site(op.equation))
         elif _dtypes.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 
     def _record_fp8(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> None:
         names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if _dtypes.is_fp8(dtype)]
-        labels = self.flow.labels(WasFp8, *op.equation.invars[:2])
+        labels = self.flow.labels(WasFp8, *op.operands[:2])
         names += sorted(label.name for label in labels)
         if names:
             key = op.location.names, op.location.phase, self.findings.line_of(op)

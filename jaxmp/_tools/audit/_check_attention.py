@@ -47,8 +47,8 @@ class _Summed(NamedTuple):
 @UNFUSED_ATTENTION.on_operation("reduce_sum")
 def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the matmuls of which a softmax is computed."""
-    if op.location.phase == _jaxprs.FORWARD:
-        labels = audit.flow.labels(_labels.Logits, op.equation.invars[0])
+    if op.is_forward:
+        labels = audit.flow.labels(_labels.Logits, op.operands[0])
         audit.collected[_Summed] += [_Summed(x.op.equation) for x in labels if x.normalized]
 
 
@@ -71,13 +71,13 @@ def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
 @UNFUSED_ATTENTION.on_operation("jit")
 def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports calls of jaxmp's attention that do not run a fused kernel."""
-    if not _checks.is_attention(op.equation) or op.location.phase != _jaxprs.FORWARD:
+    if not _checks.is_attention(op.equation) or not op.is_forward:
         return
     name = _operations.name_of(op.equation)
     implementation, argument = implementation_of(name)
     if implementation == "cudnn":
         return
-    choice = choice_of(name, [var.aval for var in op.equation.invars])
+    choice = choice_of(name, [var.aval for var in op.operands])
     message, fix = _explain_choice(implementation, argument, choice)
     flops = sum(_matmuls.count_flops(inner.jaxpr).total() for inner in inners(op.equation))
     audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops * op.times)
@@ -85,10 +85,10 @@ def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
 
 def _attention_logits(op: OpOccurrence, audit: _auditor.Auditor) -> OpOccurrence | None:
     """Returns the matmul q k^T if `op` multiplies the softmax of its result by the values."""
-    if op.location.phase != _jaxprs.FORWARD:
+    if not op.is_forward:
         return None
     values = _operations.dot_of(op.equation)
-    for index, var in enumerate(op.equation.invars[:2]):
+    for index, var in enumerate(op.operands[:2]):
         for label in audit.flow.labels(_labels.Logits, var):
             if not label.normalized:
                 continue
@@ -178,7 +178,7 @@ def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     declared = _declared.declaration_of(_operations.name_of(op.equation))
     if declared is not None:
         audit.collected[Declaration].append(declared)
-    if not _checks.is_attention(op.equation) or op.location.phase != _jaxprs.FORWARD:
+    if not _checks.is_attention(op.equation) or not op.is_forward:
         return
     mask = _mask_operand(op.equation)
     if mask is not None and mask.aval.shape[-2] > 1:

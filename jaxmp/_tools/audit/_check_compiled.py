@@ -127,8 +127,8 @@ FP8_FALLBACK = Check(
 @NOT_FP8.on_matmul
 def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
-    operands, is_low = op.equation.invars[:2], is_16bit(matmul.lhs) and is_16bit(matmul.rhs)
-    if op.location.phase != _jaxprs.FORWARD or not audit.context.requires_fp8(op.location):
+    operands, is_low = op.operands[:2], is_16bit(matmul.lhs) and is_16bit(matmul.rhs)
+    if not op.is_forward or not audit.context.requires_fp8(op.location):
         return
     if is_fp8(matmul.lhs) and is_fp8(matmul.rhs):
         _note_tokens(op, audit)
@@ -159,8 +159,8 @@ def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
 def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
     """Returns the input and output features of a dot, and notes a decision for other tokens."""
     _, contracted = _operations.dot_of(op.equation).contracted
-    rows, shape = (math.prod(var.aval.shape) for var in op.equation.invars[:2])
-    k = math.prod(op.equation.invars[1].aval.shape[axis] for axis in contracted)
+    rows, shape = (math.prod(var.aval.shape) for var in op.operands[:2])
+    k = math.prod(op.operands[1].aval.shape[axis] for axis in contracted)
     n, tokens = shape // max(k, 1), rows // max(k, 1)
     assert audit.context.policies is not None
     scaling = audit.context.policies.fp8 or _scaling.CurrentScaling()

@@ -82,8 +82,8 @@ def label_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> LostEpsi
 @FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow")
 def report_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports an epsilon of 0 where 0 has no finite result."""
-    if op.location.phase != _jaxprs.BACKWARD:
-        divisor = op.equation.invars[-1:] if op.name == "div" else op.equation.invars[:1]
+    if not op.is_backward:
+        divisor = op.operands[-1:] if op.name == "div" else op.operands[:1]
         lost = audit.flow.labels(LostEpsilon, *divisor)
         for label in lost:
             label.fix = fix_operation(op, audit.findings, "float16", SUMS) or label.fix
@@ -109,16 +109,16 @@ def check_constant(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 
 def _float16_operands(op: _checks.OpOccurrence) -> list[_jaxprs.Atom]:
     """Returns the operands of an operation with a float16 result; none in a backward pass."""
-    is_float16 = _checks.dtype_of(op.equation.outvars[0]) == _dtypes.FLOAT16
-    return op.equation.invars if is_float16 and op.location.phase != _jaxprs.BACKWARD else []
+    is_float16 = _checks.dtype_of(op.result) == _dtypes.FLOAT16
+    return op.operands if is_float16 and not op.is_backward else []
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type")
 def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
-    (operand,), dtype = op.equation.invars, _checks.dtype_of(op.equation.outvars[0])
+    (operand,), dtype = op.operands, _checks.dtype_of(op.result)
     source = _checks.half_of([op.body.source_of(operand, _checks.named("convert_element_type"))])
-    if source is None or not _dtypes.is_16bit(dtype) or op.location.phase == _jaxprs.BACKWARD:
+    if source is None or not _dtypes.is_16bit(dtype) or op.is_backward:
         return None
     audit.report(OtherFormat, [operand], f", and back at {audit.findings.where(op)}")
     if source == dtype:
@@ -131,11 +131,11 @@ def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFor
 @FLOAT16_RANGE.on_operation("convert_element_type")
 def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    (operand,), result = op.operands, op.result
     is_rounded = (
         _checks.dtype_of(operand) == _dtypes.FLOAT32 and _checks.dtype_of(result) == _dtypes.FLOAT16
     )
-    if op.location.phase != _jaxprs.BACKWARD or not is_rounded:
+    if not op.is_backward or not is_rounded:
         return
     maker = op.body.maker_through(operand, _checks.LAYOUT)
     if maker is None or not _is_matmul(maker) or not _is_multiplied(result, op.body):
@@ -183,8 +183,8 @@ def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | 
 @FLOAT16_RANGE.on_operation("reduce_sum")
 def collect_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects sums of squares, as for a norm."""
-    squares = audit.flow.labels(Square, *op.equation.invars)
-    if op.location.phase != _jaxprs.BACKWARD:
+    squares = audit.flow.labels(Square, *op.operands)
+    if not op.is_backward:
         audit.collected[_Sum] += [_Sum(square, op) for square in squares]
 
 
@@ -201,8 +201,8 @@ def report_sums(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
 @FLOAT16_RANGE.on_operation("mul", "div")
 def label_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> UnscaledLogits | None:
     """Labels logits of queries and keys that are scaled after their matmul in float16."""
-    logits, scalar = op.equation.invars
-    value = _constant(scalar, op, audit) if op.location.phase == _jaxprs.FORWARD else None
+    logits, scalar = op.operands
+    value = _constant(scalar, op, audit) if op.is_forward else None
     if not value or abs(value if op.name == "mul" else 1 / value) > _ATTENTION_SCALE:
         return None
     for label in audit.flow.of(logits):
@@ -217,7 +217,7 @@ def label_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> UnscaledL
 @FLOAT16_RANGE.on_operation("exp", "exp2")
 def report_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports logits of a softmax that may overflow before they are scaled."""
-    audit.report(UnscaledLogits, op.equation.invars, ": sums beyond 65504 are inf")
+    audit.report(UnscaledLogits, op.operands, ": sums beyond 65504 are inf")
 
 
 def _is_of_activations(logits: Logits, audit: _auditor.Auditor) -> bool:
@@ -276,8 +276,8 @@ def _of_gradient(var: _jaxprs.Atom, audit: _auditor.Auditor) -> dict[int, float 
 def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the scalars by which gradients are divided, and divisions of unscaled gradients."""
     divided = -1 if op.name == "mul" else 1
-    pairs = [op.equation.invars, op.equation.invars[::-1]][: 2 if op.name == "mul" else 1]
-    for var, other in pairs if op.location.phase != _jaxprs.BACKWARD else ():
+    pairs = [op.operands, op.operands[::-1]][: 2 if op.name == "mul" else 1]
+    for var, other in pairs if not op.is_backward else ():
         if GRADIENT in audit.flow.of(other) or GRADIENT not in audit.flow.of(var):
             continue
         for number in (
@@ -294,14 +294,14 @@ def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 @SCALED_GRADIENTS.on_operation("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub")
 def check_use(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects limits of scaled gradients or of their norm, and sums with arguments."""
-    if op.location.phase == _jaxprs.BACKWARD:
+    if op.is_backward:
         return
     is_sum = op.name in ("add", "sub")
     message = "gradients are clipped while they are multiplied by the loss scale."
     if is_sum:
         message = "the state is updated with gradients that are multiplied by the loss scale."
-    for var in op.equation.invars:
-        others = [x for x in op.equation.invars if x is not var]
+    for var in op.operands:
+        others = [x for x in op.operands if x is not var]
         for number, power in _of_gradient(var, audit).items():
             is_other = all(_is_other(x, number, is_sum, audit) for x in others)
             if (power or 0) > 0 or (power and not is_sum):

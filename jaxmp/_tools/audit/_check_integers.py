@@ -24,7 +24,7 @@ ROUNDED_INPUT = _checks.Check(
 @ROUNDED_INPUT.on_operation(*_checks.PERIODIC)
 def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a periodic function of an argument that was rounded to 16 bits."""
-    operands = op.equation.invars[:1] if op.location.phase == _jaxprs.FORWARD else ()
+    operands = op.operands[:1] if op.is_forward else ()
     for label in audit.flow.labels(_labels.RoundedInput, *operands):
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
@@ -58,14 +58,14 @@ class _Complement(_labels.Fact):
 @ROUNDED_INPUT.on_operation("convert_element_type")
 def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedValue | None:
     """Labels an FP32 table, which was not 16 bits before, that is rounded."""
-    (operand,), dtype = op.equation.invars, _checks.dtype_of(op.equation.outvars[0])
+    (operand,), dtype = op.operands, _checks.dtype_of(op.result)
     is_wide = _checks.dtype_of(operand) == _dtypes.FLOAT32
     if (
         not is_wide
         or _labels.WAS_16_BITS in audit.flow.of(operand)
         or not _dtypes.is_16bit(dtype)
         or operand.aval.size == 1
-        or op.location.phase != _jaxprs.FORWARD
+        or not op.is_forward
     ):
         return None
     sentence = f"At {audit.findings.where(op)}, do not round to 16 bits"
@@ -76,16 +76,16 @@ def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedVal
 @ROUNDED_INPUT.on_result("sub")
 def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels 1 minus a rounded array."""
-    minuend, var = op.equation.invars
+    minuend, var = op.operands
     if _jaxprs.is_literal(minuend) and minuend.aval.size == 1 and float(minuend.val) == 1:
         for label in audit.flow.labels(RoundedValue, var):
-            audit.flow.mark(op.equation.outvars[0], _Complement(label))
+            audit.flow.mark(op.result, _Complement(label))
 
 
 @ROUNDED_INPUT.on_operation("sqrt", "rsqrt", "log", "pow")
 def check_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a root or logarithm of 1 minus a rounded array, which cancels near 1."""
-    for label in audit.flow.labels(_Complement, *op.equation.invars):
+    for label in audit.flow.labels(_Complement, *op.operands):
         harm = f", so that 1 minus it cancels before the {op.name} at {audit.findings.where(op)}"
         label.value.report(harm, audit.findings)
 
@@ -166,8 +166,8 @@ class RoundedKeys(_labels.ConditionalFinding):
 @ROUNDED_INTEGER.on_operation("convert_element_type", "iota", "reduce_sum", "cumsum", "add", "mul")
 def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
     """Labels integers, and reports those that are rounded to 16 bits."""
-    integers = _integers_after(op, audit) if op.location.phase == _jaxprs.FORWARD else None
-    dtype = _checks.dtype_of(op.equation.outvars[0])
+    integers = _integers_after(op, audit) if op.is_forward else None
+    dtype = _checks.dtype_of(op.result)
     if integers is None or not _dtypes.is_16bit(dtype):
         return integers
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
@@ -184,13 +184,9 @@ def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integer
 @ROUNDED_INTEGER.on_operation("convert_element_type")
 def label_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedIndex | None:
     """Labels integers that were computed in 16 bits, as `jnp.quantile` does."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    (operand,), result = op.operands, op.result
     dtype = _checks.half_of([operand])
-    if (
-        dtype is None
-        or op.location.phase != _jaxprs.FORWARD
-        or np.dtype(_checks.dtype_of(result)).kind not in "iu"
-    ):
+    if dtype is None or not op.is_forward or np.dtype(_checks.dtype_of(result)).kind not in "iu":
         return None
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
     message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
@@ -205,19 +201,19 @@ def label_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedInd
 @ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")
 def check_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports indices from 16 bits into an array that has more elements than they can number."""
-    indices = op.equation.invars[1:] if op.location.phase == _jaxprs.FORWARD else ()
+    indices = op.operands[1:] if op.is_forward else ()
     for label in audit.flow.labels(RoundedIndex, *indices):
-        limit = 2 ** (jnp.finfo(_checks.dtype_of(label.op.equation.invars[0])).nmant + 1)
-        if max(op.equation.invars[0].aval.shape, default=0) > limit:
+        limit = 2 ** (jnp.finfo(_checks.dtype_of(label.op.operands[0])).nmant + 1)
+        if max(op.operands[0].aval.shape, default=0) > limit:
             label.report(f"; they are read at {audit.findings.where(op)}", audit.findings)
 
 
 def _integers_after(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
-    (result,) = op.equation.outvars
+    result = op.result
     if op.name == "iota":
         return Integers(_operations.iota_length(op.equation) - 1, "positions")
     each = list[Integers]()
-    for var in op.equation.invars:
+    for var in op.operands:
         integers = _integers(var, audit)
         if integers is None:
             return None
@@ -229,7 +225,7 @@ def _integers_after(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Intege
         return None
     bound, size = math.prod(bounds) if op.name == "mul" else sum(bounds), result.aval.size
     if op.name == "reduce_sum":
-        bound *= op.equation.invars[0].aval.size / max(size, 1)
+        bound *= op.operands[0].aval.size / max(size, 1)
     if op.name == "cumsum":
         bound *= result.aval.shape[_operations.axes_of(op.equation)[0]]
     return Integers(bound, "counts")
@@ -255,10 +251,10 @@ def _integers(var: _jaxprs.Atom, audit: _auditor.Auditor) -> Integers | None:
 @SORT_16BIT.on_operation("convert_element_type")
 def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys | None:
     """Labels FP32 values that are rounded to 16 bits, unless they were 16 bits before."""
-    (operand,), dtype = op.equation.invars, _checks.dtype_of(op.equation.outvars[0])
+    (operand,), dtype = op.operands, _checks.dtype_of(op.result)
     # `jnp.quantile` and `jnp.median` write a scalar NaN into their 16-bit keys.
     is_array = _checks.dtype_of(operand) == _dtypes.FLOAT32 and operand.aval.size > 1
-    if op.location.phase != _jaxprs.FORWARD or not is_array or not _dtypes.is_16bit(dtype):
+    if not op.is_forward or not is_array or not _dtypes.is_16bit(dtype):
         return None
     maker = op.body.maker_through(operand, _checks.LAYOUT - {"convert_element_type"})
     if (
@@ -276,8 +272,8 @@ def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys
 @SORT_16BIT.on_operation("sort", "top_k", "approx_top_k")
 def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a sort of rounded keys."""
-    if op.location.phase != _jaxprs.BACKWARD:
-        keys = op.equation.invars[: _operations.count_of_keys(op.equation)]
+    if not op.is_backward:
+        keys = op.operands[: _operations.count_of_keys(op.equation)]
         audit.report(RoundedKeys, keys, f", and they are sorted at {audit.findings.where(op)}")
 
 
@@ -289,9 +285,7 @@ def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 @INT_OVERFLOW.on_operation("dot_general", "conv_general_dilated", "ragged_dot_general")
 def check_integer_matmul(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a matmul whose sums exceed the integers of its result."""
-    dtypes = [
-        np.dtype(_checks.dtype_of(var)) for var in (*op.equation.invars[:2], *op.equation.outvars)
-    ]
+    dtypes = [np.dtype(_checks.dtype_of(var)) for var in (*op.operands[:2], *op.equation.outvars)]
     if all(dtype.kind in "iu" and dtype.itemsize <= 2 for dtype in dtypes):
         lhs, rhs, result = (dtype.name for dtype in dtypes)
         largest = np.iinfo(dtypes[2]).max

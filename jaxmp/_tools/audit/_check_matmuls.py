@@ -13,18 +13,15 @@ from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _constructs, _locations, _matmuls, _operations, _uses
 from jaxmp._programs._jaxprs import (
     AUTOCAST,
-    BACKWARD,
-    FORWARD,
     Atom,
     Equation,
     Path,
     is_literal,
     module_paths_of,
 )
-from jaxmp._tools.audit import _checks, _labels, _trace
+from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import Check, OpOccurrence, PendingFindings
-from jaxmp._tools.audit._dataflow import GRADIENT, is_of_power_iteration
 from jaxmp._tools.audit._origins import apply_code, fix_casts, fix_wide, in_words, is_in_flax
 from jaxmp._tools.fixes import _rewrite, _source
 from jaxmp._tools.report import _section
@@ -58,15 +55,15 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     JAX casts and computes in one call, at one line of the source. A cast that the user wrote is a
     call of its own, and casts by autocast have a name scope.
     """
-    if AUTOCAST in str(op.equation.source_info.name_stack) or op.location.phase != FORWARD:
+    if AUTOCAST in str(op.equation.source_info.name_stack) or not op.is_forward:
         return
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    (operand,), result = op.operands, op.result
     source, target = _checks.dtype_of(operand), _checks.dtype_of(result)
     if not _is_wider(source, target) or math.prod(operand.aval.shape) <= 1:
         return
     allowed = audit.context.allowed_dtypes(op.location)
     is_fp32_module = bool(allowed) and not any(_dtypes.is_16bit(dtype) for dtype in allowed)
-    if GRADIENT in audit.flow.of(operand) or is_fp32_module:
+    if _dataflow.GRADIENT in audit.flow.of(operand) or is_fp32_module:
         return
     size = math.prod(op.body.source_of(operand, _BROADCASTS).aval.shape)
     for reader in op.body.readers(result):
@@ -81,10 +78,10 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
 def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
     is_wide = bool({_dtypes.FLOAT32, _dtypes.FLOAT64} & {matmul.lhs, matmul.rhs})
-    if not is_wide or op.location.phase != FORWARD or _checks.is_internal_matmul(op, matmul):
+    if not is_wide or not op.is_forward or _checks.is_internal_matmul(op, matmul):
         return
     harm = f", and the matmul at {audit.findings.where(op)} ({op.name}) reads it"
-    for label in audit.flow.labels(PromotedValue, *op.equation.invars[:2]):
+    for label in audit.flow.labels(PromotedValue, *op.operands[:2]):
         label.report(harm, audit.findings, flops)
         key = op.location.names, audit.findings.line_of(op)
         fix = f"{label.fix}\nThis is the promotion at {audit.findings.where(label.op)}."
@@ -96,7 +93,7 @@ def report_results(audit: Auditor, traced: _trace.Traced) -> None:
     """Reports promotions of returned values. A softmax, a choice or a loss reads FP32."""
     labels = audit.flow.labels(PromotedValue, *traced.jaxpr.outvars)
     for label in sorted(labels, key=lambda label: label.number):
-        use = audit.use_of(label.op.equation.outvars[0])
+        use = audit.use_of(label.op.result)
         if not use & (_uses.Use.SOFTMAX | _uses.Use.ORDER | _uses.Use.LOSS):
             label.report(", and the program returns the wide result", audit.findings)
 
@@ -115,7 +112,7 @@ def _is_wider(source: np.dtype, target: np.dtype) -> bool:
 def _label_promotion(
     op: OpOccurrence, reader: Equation, others: list[Atom], audit: Auditor
 ) -> None:
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    (operand,), result = op.operands, op.result
     source, target = _checks.dtype_of(operand).name, _checks.dtype_of(result).name
     here = op._replace(equation=reader)
     message = f"{source} {_symbol(reader)} {target} is computed in {target}"
@@ -156,7 +153,7 @@ def _fix_promotion(
             f"    y = y.astype(jnp.{source})"
         )
     literals = [var for var in others if is_literal(var)]
-    index = next(n for n, var in enumerate(op.equation.invars) if var is not upcast)
+    index = next(n for n, var in enumerate(op.operands) if var is not upcast)
     if literals:
         number = str(float(literals[0].val))
         code = _rewrite.with_operand(_source.expression_of(op, findings), index, number) or number
@@ -254,7 +251,7 @@ def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit:
     index, sentence = dtypes.index(wide), "Cast the wide operand"
     fix = fix_wide(sentence, op, [index], narrow.name, audit.findings)
     code = "\n" in fix
-    if op.location.phase != FORWARD:
+    if not op.is_forward:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
         # worth keeping, for a log-softmax in particular, so that only time is lost.
         fix = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits:\n"
@@ -264,7 +261,7 @@ def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit:
         key = op.location.names, audit.findings.line_of(op)
         audit.promotion_fixes.setdefault(key, fix)
     fix = promotion_fix(op, audit) or fix
-    severity = "" if op.location.phase == FORWARD else _checks.NOTE
+    severity = "" if op.is_forward else _checks.NOTE
     _add(MIXED_OPERANDS, op, message, fix, flops, audit, severity)
 
 
@@ -297,16 +294,16 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _matmuls.Matmul, audit: Auditor
     error. The power iteration of a spectral norm requires FP32, too, and has few operations.
     """
     key = _Exact(op.location.names, audit.findings.line_of(op))
-    if _uses.Use.SOLVED in audit.use_of(op.equation.outvars[0]) or is_of_power_iteration(op):
+    if _uses.Use.SOLVED in audit.use_of(op.result) or _dataflow.is_of_power_iteration(op):
         audit.collected[_Exact].append(key)
     return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
 
 
 def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for scores that a top-k or argmax compares, of fewer classes than features."""
-    operand, (result,) = op.equation.invars[0], op.equation.outvars
+    operand, (result,) = op.operands[0], op.equation.outvars
     is_narrow = result.aval.size < operand.aval.size
-    return op.location.phase == FORWARD and is_narrow and _uses.Use.ORDER in audit.use_of(result)
+    return op.is_forward and is_narrow and _uses.Use.ORDER in audit.use_of(result)
 
 
 @OFF_POLICY_MATMUL.on_matmul
@@ -362,7 +359,7 @@ def _add(
 def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
     if _locations.FULL_PRECISION in op.location.names:
         return
-    if _labels.WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
+    if _labels.WAS_16_BITS in audit.flow.of_all(op.operands[:2]):
         message = f"{op.name} of float32, and an operand was cast up from 16 bits."
         fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op, audit.findings)
         _add(FP32_MATMUL, op, message, fix or apply_code(op, audit.context), flops, audit)
@@ -391,10 +388,10 @@ def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
 
     The equations of such a rule have the line at which its function is called.
     """
-    if op.location.phase != BACKWARD or _locations.call_site(op.equation) in audit.matmul_calls:
+    if not op.is_backward or _locations.call_site(op.equation) in audit.matmul_calls:
         return ""
     was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
-    wide = min(op.equation.invars[:2], key=was_16_bits).aval.str_short()
+    wide = min(op.operands[:2], key=was_16_bits).aval.str_short()
     return (
         "This line calls a function with a backward rule (`jax.custom_vjp`), which policies and"
         f" `autocast` do not change. In the rule, cast {wide} to 16 bits before the matmul."

@@ -122,7 +122,7 @@ def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_r
 
 def _role_of_exponential(op: _checks.OpOccurrence) -> str:
     """Returns "softmax" or "log-sum-exp" for an operation that is a part of one, or ""."""
-    if op.location.phase == _jaxprs.BACKWARD:
+    if op.is_backward:
         return ""
     if op.name in ("exp", "exp2"):
         sums = [e for e in _reads(op.equation, op.body) if e.primitive.name in _SUMS]
@@ -170,7 +170,7 @@ def _precision(dtype: np.dtype) -> str:
 
 
 def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
-    makers = made_of(op.equation.invars[0], op.body, _checks.LAYOUT)
+    makers = made_of(op.operands[0], op.body, _checks.LAYOUT)
     return any(
         "exp"
         in (inner.primitive.name for inner in made_of(maker.invars[0], op.body, _checks.LAYOUT))
@@ -187,15 +187,15 @@ def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
 @NORM_16BIT.on_16_bits
 def check_inverse_root(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports an inverse square root, by which norms multiply."""
-    if op.name == "rsqrt" and op.location.phase != _jaxprs.BACKWARD:
+    if op.name == "rsqrt" and not op.is_backward:
         _report_norm(op, dtype, audit)
 
 
 @NORM_16BIT.on_operation("sqrt")
 def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the square root of a mean, by which a norm divides."""
-    dtype = _checks.half_of(op.equation.invars)
-    if dtype is not None and op.location.phase != _jaxprs.BACKWARD and is_sum(op):
+    dtype = _checks.half_of(op.operands)
+    if dtype is not None and not op.is_backward and is_sum(op):
         _report_norm(op, dtype, audit)
 
 
@@ -208,9 +208,9 @@ class OnePass(_labels.ConditionalFinding):
 @NORM_16BIT.on_operation("sub")
 def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass | None:
     """Labels a variance in one pass if a part of it was rounded after it was summed."""
-    if op.location.phase != _jaxprs.FORWARD:
+    if not op.is_forward:
         return None
-    lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.equation.invars)
+    lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.operands)
     is_one_pass = any(map(_is_square, rhs))
     is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
     dtype = _checks.half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
@@ -231,14 +231,14 @@ def report_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     harm = f", whose root is computed at {audit.findings.where(op)}"
     audit.report(
         OnePass,
-        op.equation.invars if _checks.dtype_of(op.equation.outvars[0]) == _dtypes.FLOAT32 else (),
+        op.operands if _checks.dtype_of(op.result) == _dtypes.FLOAT32 else (),
         harm,
     )
 
 
 def is_sum(op: _checks.OpOccurrence) -> bool:
     """Returns True if an operation reads a sum or a mean."""
-    return any(map(_contains_sum, made_of(op.equation.invars[0], op.body, _NEAR)))
+    return any(map(_contains_sum, made_of(op.operands[0], op.body, _NEAR)))
 
 
 def _contains_sum(equation: _jaxprs.Equation) -> bool:
@@ -276,7 +276,7 @@ def check_exponential(
     op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor
 ) -> ForwardUse | None:
     """Reports the other operations of the op table's FP32 rows."""
-    if op.name in REDUCTIONS or op.name == "rsqrt" or op.location.phase == _jaxprs.BACKWARD:
+    if op.name in REDUCTIONS or op.name == "rsqrt" or op.is_backward:
         return None
     if op.name in _POWERS:
         if dtype.name != "float16":
@@ -285,7 +285,7 @@ def check_exponential(
         return _report_forward_use(ForwardUse(op, message, "", _checks.WARNING), audit)
     # An argument that is rounded before its sine is a finding of its own.
     is_rounded = op.name in _checks.PERIODIC and audit.flow.labels(
-        _labels.RoundedInput, op.equation.invars[0]
+        _labels.RoundedInput, op.operands[0]
     )
     if _role_of_exponential(op) or is_rounded:
         return None
@@ -310,7 +310,7 @@ def _keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
     if not op.location.names or audit.context.policies is None:
         return ""
     module = _jaxprs.module_paths_of(op.location.names)[0]
-    for label in audit.flow.labels(_labels.Summand, *op.equation.invars):
+    for label in audit.flow.labels(_labels.Summand, *op.operands):
         owner = label.owner
         is_own = owner[-len(module.split("/")) :] == tuple(module.split("/"))
         if is_own or (not module and (not owner or owner[-1] in _ROOTS or owner[-1].isdigit())):
@@ -330,16 +330,16 @@ def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Rounde
     """Labels a parameter that a policy rounds."""
     fix = _keep_parameter(op, audit) if _checks.half_of(op.equation.outvars) is not None else ""
     message = "a parameter is rounded to 16 bits"
-    is_read = bool(fix) and op.location.phase == _jaxprs.FORWARD
+    is_read = bool(fix) and op.is_forward
     return RoundedParameter(op, message, fix) if is_read else None
 
 
 @EXP_16BIT.on_operation("exp", "exp2", "expm1")
 def check_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports an exponential in FP32 of a rounded parameter, such as a softplus, but no softmax."""
-    if _checks.half_of(op.equation.invars) is None and not _role_of_exponential(op):
+    if _checks.half_of(op.operands) is None and not _role_of_exponential(op):
         harm = f" before its {op.name} at {audit.findings.where(op)}, which magnifies the rounding"
-        audit.report(RoundedParameter, op.equation.invars, harm)
+        audit.report(RoundedParameter, op.operands, harm)
 
 
 # Keys of the parameters of a root module, besides the number of an argument.
@@ -349,8 +349,8 @@ _ROOTS = ("params", "model")
 @EXP_16BIT.on_operation(*_labels.REDUCES)
 def report_reduced(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports exponentials that a reduction of the forward pass reads."""
-    if op.location.phase == _jaxprs.FORWARD:
-        audit.report(ForwardUse, op.equation.invars, "")
+    if op.is_forward:
+        audit.report(ForwardUse, op.operands, "")
 
 
 @EXP_16BIT.on_program
@@ -361,7 +361,7 @@ def report_results(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
 
 def _report_forward_use(use: ForwardUse, audit: _auditor.Auditor) -> ForwardUse | None:
     """Reports an operation, or returns a label if it may be computed for a derivative alone."""
-    if use.op.location.phase != _jaxprs.FORWARD:
+    if not use.op.is_forward:
         # An operation of a recomputed region was reported in the forward pass.
         return None
     if use.op.location.differentiated:
@@ -397,7 +397,7 @@ def _is_zero(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
 
 def counts_largest(op: _checks.OpOccurrence) -> bool:
     """Returns True for the number of largest elements, by which a maximum's gradient is divided."""
-    for maker in made_of(op.equation.invars[0], op.body, _checks.LAYOUT):
+    for maker in made_of(op.operands[0], op.body, _checks.LAYOUT):
         if maker.primitive.name == "eq":
             sides = (made_of(var, op.body, _checks.LAYOUT) for var in maker.invars)
             names = {other.primitive.name for side in sides for other in side}

@@ -44,7 +44,7 @@ Gather in 16 bits, and sum the gradient in FP32:
 @ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "reduce_scatter")
 def label_reductions(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels a sum over devices in 16 bits."""
-    for operand, result in zip(op.equation.invars, op.equation.outvars, strict=True):
+    for operand, result in zip(op.operands, op.equation.outvars, strict=True):
         if _dtypes.is_16bit(_checks.dtype_of(operand)) and operand.aval.size > 1:
             label = _labels.Reduction16Bit(op, _dataflow.GRADIENT in audit.flow.of(operand))
             audit.collected[_labels.Reduction16Bit].append(label)
@@ -54,8 +54,8 @@ def label_reductions(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
 @ALL_REDUCE_16BIT.on_operation(*_matmuls.MATMULS)
 def label_activations(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Records that a matmul of the backward pass reads a sum, which is then an activation."""
-    if op.location.phase == _jaxprs.BACKWARD:
-        for label in audit.flow.labels(_labels.Reduction16Bit, *op.equation.invars[:2]):
+    if op.is_backward:
+        for label in audit.flow.labels(_labels.Reduction16Bit, *op.operands[:2]):
             label.is_activation = True
 
 
@@ -74,10 +74,10 @@ def sum_note(dtype: str) -> str:
 
 def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor) -> None:
     op = reduction.op
-    dtype = _checks.dtype_of(op.equation.invars[0]).name
+    dtype = _checks.dtype_of(op.operands[0]).name
     names = _operations.mesh_axes_of(op.equation)
     name = repr(names[0]) if len(names) == 1 else repr(names)
-    if op.location.phase == _jaxprs.FORWARD and not reduction.is_gradient and is_sum(op):
+    if op.is_forward and not reduction.is_gradient and is_sum(op):
         message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
         fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
         audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op, audit.findings) or fix)
@@ -90,9 +90,9 @@ def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor
     fix = fix_origins(op, audit.findings) or fix_expression("Sum in FP32", op, audit.findings)
     fix = fix if "\n" in fix else ""
     fix = fix or f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
-    if op.name == "reduce_scatter" and op.location.phase == _jaxprs.BACKWARD:
+    if op.name == "reduce_scatter" and op.is_backward:
         fix = _FIX_GATHER_VJP.format(name=name, dtype=dtype)
-    elif op.location.phase == _jaxprs.BACKWARD:
+    elif op.is_backward:
         fix = (
             "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
             f"    params = jax.lax.pcast(params, {name}, to='varying')"
@@ -109,7 +109,7 @@ class Constraint(NamedTuple):
 
 
 def constraint_of(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Constraint:
-    labels = audit.flow.labels(_dataflow.From, op.equation.invars[0])
+    labels = audit.flow.labels(_dataflow.From, op.operands[0])
     return Constraint(op, tuple(label.number for label in labels))
 
 
@@ -127,7 +127,7 @@ def gather_of(row: CollectiveRow, audit: _auditor.Auditor) -> Constraint | None:
         and _split_of(each, audit) is not None
     ]
     elements = row.bytes // row.count // (8 if row.dtype == "float64" else 4)
-    difference = lambda each: abs(each.op.equation.invars[0].aval.size - elements)
+    difference = lambda each: abs(each.op.operands[0].aval.size - elements)
     return min(gathers, key=difference, default=None)
 
 
@@ -142,7 +142,7 @@ def fix_of_gather(gather: Constraint, dtype: str, audit: _auditor.Auditor) -> st
     if len({_split_of(constraint, audit) for constraint in same}) > 1:
         return ""
     spec = ", ".join(map(repr, _split_of(gather, audit) or ()))
-    is_cast = _checks.half_of(gather.op.equation.invars) is not None
+    is_cast = _checks.half_of(gather.op.operands) is not None
     return _rewrite.with_split_copy(
         _source.expression_of(gather.op, audit.findings),
         f"jax.sharding.PartitionSpec({spec})",
@@ -154,7 +154,7 @@ def fix_of_gather(gather: Constraint, dtype: str, audit: _auditor.Auditor) -> st
 def _split_of(constraint: Constraint, audit: _auditor.Auditor) -> PartitionSpec | None:
     """Returns the spec of the argument that a constraint gathers; None if it gathers none."""
     (operand,), result = (
-        constraint.op.equation.invars,
+        constraint.op.operands,
         _operations.sharding_of_result(constraint.op.equation),
     )
     arrays = audit.collected[_trace.Traced][-1].arrays
@@ -291,7 +291,7 @@ def check_reductions(program: CompiledProgram, audit: _auditor.Auditor) -> Itera
 @FP32_ALL_GATHER.on_operation("sharding_constraint")
 def collect_constraints(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the constraints of the forward pass, of which some gather weights."""
-    if op.location.phase == _jaxprs.FORWARD:
+    if op.is_forward:
         audit.collected[Constraint].append(constraint_of(op, audit))
 
 
@@ -367,7 +367,7 @@ class _MicrobatchLoop(NamedTuple):
 @REDUCTION_PER_MICROBATCH.on_result(*_constructs.LOOPS)
 def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
-    if op.location.differentiated or op.location.phase != _jaxprs.FORWARD:
+    if op.location.differentiated or not op.is_forward:
         return
     loop = _constructs.loop_of(op.equation)
     assert loop is not None

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from jaxmp._core import _dtypes
-from jaxmp._programs import _jaxprs, _matmuls, _uses
+from jaxmp._programs import _matmuls, _uses
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import NOTE, Check, OpOccurrence
 
@@ -58,9 +58,9 @@ class _Classes(NamedTuple):
 
 def _classes_of(op: OpOccurrence, audit: Auditor) -> int:
     """Returns the number of classes of a matmul of logits; 0 for other matmuls."""
-    (result,) = op.equation.outvars
+    result = op.result
     is_head = bool(audit.use_of(result) & (_uses.Use.SOFTMAX | _uses.Use.ORDER))
-    return result.aval.shape[-1] if is_head and op.location.phase == _jaxprs.FORWARD else 0
+    return result.aval.shape[-1] if is_head and op.is_forward else 0
 
 
 def _fix_classes(classes: int, width: int) -> str:

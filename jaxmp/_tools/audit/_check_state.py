@@ -386,7 +386,7 @@ def check_rounded_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[F
         numbers = {x.number for x in labels if x.number in step.updates and x.has_gradient}
         maker = traced.maker_of(var) if numbers and var.aval.size > 1 else None
         sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
-        dtype = _checks.half_of([*sources, *(x.op.equation.outvars[0] for x in labels)])
+        dtype = _checks.half_of([*sources, *(x.op.result for x in labels)])
         if maker is not None and maker.name == "reduce_precision":
             dtype = np.dtype(jnp.bfloat16)
         if maker is not None and dtype is not None and not step.in_optimizer[min(numbers)]:
@@ -457,11 +457,11 @@ class _InnerGradient(NamedTuple):
 @MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *MATMULS)
 def collect_inner_gradients(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
-    if op.location.phase != _jaxprs.BACKWARD:
+    if not op.is_backward:
         return
-    scales = (_dataflow.is_scale(op, var, audit.flow.of) for var in op.equation.invars)
+    scales = (_dataflow.is_scale(op, var, audit.flow.of) for var in op.operands)
     is_scaled = op.name not in MATMULS and any(scales)
-    is_float16 = op.name in MATMULS and _dtypes.FLOAT16 in map(_checks.dtype_of, op.equation.invars)
+    is_float16 = op.name in MATMULS and _dtypes.FLOAT16 in map(_checks.dtype_of, op.operands)
     if is_scaled or is_float16:
         chain = reversed([op.equation, *op.enclosing])
         stack = "/".join(str(equation.source_info.name_stack) for equation in chain)

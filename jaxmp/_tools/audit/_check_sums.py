@@ -17,7 +17,6 @@ from jaxmp._programs._interpreter import Frame
 from jaxmp._tools.audit import _check_ops, _check_state, _checks, _dataflow, _labels, _origins
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._checks import OpOccurrence
-from jaxmp._tools.audit._dataflow import From, Terms, Update
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _rewrite, _source
@@ -60,7 +59,7 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     verb = "multiplies" if "prod" in op.name or op.name == "scatter-mul" else "adds"
     text = error_text(terms, dtype, in_chunks=in_chunks)
     message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
-    is_backward = op.location.phase == _jaxprs.BACKWARD
+    is_backward = op.is_backward
     if not is_backward and op.name != "reduce_window_sum":
         fix = _origins.fix_operation(op, audit.findings, dtype.name)
         audit.add(_check_ops.REDUCTION_16BIT, op, message, fix)
@@ -93,10 +92,10 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
 @_check_ops.ACCUMULATOR_16BIT.on_result("add", "add_any")
 def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a sum of three or more 16-bit gradients without a loop."""
-    (result,) = op.equation.outvars
+    result = op.result
     if not _is_after_gradient(op):
         return
-    if any(label.number > 2 for label in audit.flow.labels(Terms, result)):
+    if any(label.number > 2 for label in audit.flow.labels(_dataflow.Terms, result)):
         message = (
             f"gradients of several microbatches are summed in {_checks.dtype_of(result).name}."
         )
@@ -106,13 +105,13 @@ def check_terms(op: OpOccurrence, audit: Auditor) -> None:
 
 def _terms(op: OpOccurrence) -> int:
     """Returns the largest number of elements that a reduction combines into one."""
-    equation, operand = op.equation, op.equation.invars[0].aval
+    equation, operand = op.equation, op.operands[0].aval
     if op.name == "reduce_window_sum":
         return _operations.window_of(equation)
     if not op.name.startswith("scatter"):
         return math.prod(operand.shape[axis] for axis in _operations.axes_of(equation))
     updates = math.prod(equation.invars[1].aval.shape[:-1])
-    if op.location.phase == _jaxprs.BACKWARD:
+    if op.is_backward:
         # In the gradient of a lookup, the indices are those of different rows; the mean counts.
         return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
     # In a scatter of the forward pass, all indices may be equal.
@@ -134,7 +133,7 @@ def _report_carry(
     if loop.length is not None:
         # The gradient of a weight that all iterations share is one sum.
         is_small = rounding_error(loop.length, dtype, in_chunks=False) < _NOTABLE
-        if op.location.phase == _jaxprs.BACKWARD and is_small:
+        if op.is_backward and is_small:
             return
         text = error_text(loop.length, dtype, in_chunks=False)
         message = f"a loop adds {loop.length:,} terms in {dtype.name} {text}."
@@ -196,7 +195,7 @@ def fix_carry(
 
 def _is_after_gradient(op: OpOccurrence) -> bool:
     """Returns True outside of derivatives: a gradient inside of a loss is an activation."""
-    return op.location.phase == _jaxprs.FORWARD and not op.location.differentiated
+    return op.is_forward and not op.location.differentiated
 
 
 def _adds_to(addition: _jaxprs.Equation, before: _jaxprs.Atom, loop: _analysis.Body) -> bool:
@@ -227,7 +226,7 @@ def _is_running(var: _jaxprs.Atom, before: _jaxprs.Atom, loop: _analysis.Body) -
 def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
     """Reports `lax.associative_scan` with sums in 16 bits, which has no equation of its own."""
     dtype = _checks.half_of(op.equation.outvars)
-    if dtype is None or op.location.phase != _jaxprs.FORWARD:
+    if dtype is None or not op.is_forward:
         return
     traceback = op.equation.source_info.traceback
     frames = () if traceback is None else traceback.frames
@@ -266,7 +265,7 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     assert loop is not None
     carries = [var for var in loop.incoming if _checks.dtype_of(var) in _checks.FLOATS]
     pairs = zip(loop.incoming, loop.outgoing, strict=True)
-    for carry, result in pairs if op.location.phase == _jaxprs.FORWARD else ():
+    for carry, result in pairs if op.is_forward else ():
         if _checks.dtype_of(carry) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(result):
             carried = {var: False for var in carries} | {carry: _Linear()}
             args = [carried.get(var) for var in loop.jaxpr.invars]
@@ -333,7 +332,7 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     step = _check_state.step_of(audit, traced)
     # The keys of the results below the position in a tuple.
     returned = {jtu.keystr(path[n:]) for path, _ in traced.results for n in (0, 1) if path[n:]}
-    rows: dict[tuple[object, str], dict[int, Update]] = {}
+    rows: dict[tuple[object, str], dict[int, _dataflow.Update]] = {}
     for number, update in step.state_16bit(returned).items():
         key = audit.findings.line_of(update.op), update.factor
         rows.setdefault(key, {})[number] = update
@@ -342,7 +341,7 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
         text = "are updated in 16 bits: changes below {least} of a value are rounded away"
         if factor == _dataflow.PLUS:
             text = "are sums in 16 bits: a sum of ones stops at {limit}"
-        literals = [abs(float(x.val)) for x in update.op.equation.invars if _jaxprs.is_literal(x)]
+        literals = [abs(float(x.val)) for x in update.op.operands if _jaxprs.is_literal(x)]
         wide = "int32" if factor == _dataflow.PLUS and 1 in literals else "float32"
         yield from step.findings(
             _check_ops.ACCUMULATOR_16BIT, updates, text, step.fix(number, update, wide)
@@ -373,9 +372,9 @@ class ChangedCopy(_labels.ConditionalFinding):
 @_check_state.MISSING_MASTER.on_result("convert_element_type")
 def label_copy(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the cast of an updated FP32 argument to 16 bits."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    (operand,), result = op.operands, op.result
     if _checks.dtype_of(operand) == _dtypes.FLOAT32 and _dtypes.is_16bit(_checks.dtype_of(result)):
-        for label in audit.flow.labels(Update, operand):
+        for label in audit.flow.labels(_dataflow.Update, operand):
             if label.has_gradient and operand.aval.size > 1:
                 audit.flow.mark(result, StateCopy(label.number, op))
 
@@ -383,12 +382,12 @@ def label_copy(op: OpOccurrence, audit: Auditor) -> None:
 @_check_state.MISSING_MASTER.on_operation(*_CHANGES)
 def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     """Labels the result of an operation on a copy."""
-    copies = audit.flow.labels(StateCopy, *op.equation.invars)
+    copies = audit.flow.labels(StateCopy, *op.operands)
     dtype = _checks.half_of(op.equation.outvars)
     if not copies or dtype is None or op.location.differentiated:
         return None
     # A sum with another argument is an average.
-    if len({x.number for x in (*copies, *audit.flow.labels(From, *op.equation.invars))}) > 1:
+    if len({x.number for x in (*copies, *audit.flow.labels(_dataflow.From, *op.operands))}) > 1:
         return None
     message = f"copies of parameters are changed in {dtype.name} after the FP32 masters are cast"
     fix = f"Change the FP32 masters instead, before {audit.findings.where(copies[0].op)}:\n"
@@ -402,7 +401,7 @@ def report_changes(audit: Auditor, traced: Traced) -> None:
     shapes = {(v.aval.shape, _checks.dtype_of(v)) for v in traced.variables if v.aval.size > 1}
 
     def is_average(var: _jaxprs.Atom) -> bool:
-        sums = [x for x in audit.flow.of(var) if isinstance(x, (From, Update))]
+        sums = [x for x in audit.flow.of(var) if isinstance(x, (_dataflow.From, _dataflow.Update))]
         return any(_dtypes.is_16bit(_checks.dtype_of(traced.variables[x.number])) for x in sums)
 
     outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, _checks.dtype_of(v)) in shapes]

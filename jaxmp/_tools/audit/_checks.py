@@ -187,7 +187,7 @@ class PendingFindings:
                 message,
                 fix or check.fix,
             )
-        elif fix and fix not in finding.fix and op.location.phase == _jaxprs.FORWARD:
+        elif fix and fix not in finding.fix and op.is_forward:
             # Another expression of the line.
             finding.fix = _source.both(finding.fix, fix)
         finding.after_gradient += op.equation.outvars if is_after else ()
@@ -250,6 +250,24 @@ class OpOccurrence(NamedTuple):
         return self.equation.primitive.name
 
     @property
+    def operands(self) -> list[_jaxprs.Atom]:
+        return self.equation.invars
+
+    @property
+    def result(self) -> _jaxprs.Atom:
+        """The first result."""
+        return self.equation.outvars[0]
+
+    @property
+    def is_forward(self) -> bool:
+        """False in a backward pass, and in what it computes again."""
+        return self.location.phase == _jaxprs.FORWARD
+
+    @property
+    def is_backward(self) -> bool:
+        return self.location.phase == _jaxprs.BACKWARD
+
+    @property
     def enclosing(self) -> tuple[_jaxprs.Equation, ...]:
         """The equations that contain it, innermost first."""
         return () if self.outer is None else (self.outer.equation, *self.outer.enclosing)
@@ -267,7 +285,7 @@ def dtype_of(var: _jaxprs.Atom) -> Any:
 
 def bytes_of_matmul(op: OpOccurrence) -> int:
     """Returns the bytes that all executions of a matmul read and write."""
-    avals = [var.aval for var in (*op.equation.invars[:2], *op.equation.outvars)]
+    avals = [var.aval for var in (*op.operands[:2], *op.equation.outvars)]
     return op.times * sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 
 

@@ -286,7 +286,7 @@ class Flow:
             kept -= {_dataflow.SCALAR}
         if not is_call:
             kept |= _dataflow.lineage(op, own, self.of) | self._specials_after(op, special)
-        elif op.location.phase == _jaxprs.FORWARD and _is_matched(equation):
+        elif op.is_forward and _is_matched(equation):
             kept -= {_dataflow.GRADIENT}
         self._label_results(equation, kept)
 
@@ -351,7 +351,7 @@ class Flow:
 
     def _of_moved(self, op: _checks.OpOccurrence) -> Labels | None:
         """Returns the labels of the operands that `op` selects from; None for other operations."""
-        operands = op.equation.invars
+        operands = op.operands
         if op.name in ("gather", "dynamic_slice"):
             return self.of_all(operands[:1])
         return self.of_all(operands[1:]) if op.name == "select_n" else None

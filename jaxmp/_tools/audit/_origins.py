@@ -13,29 +13,23 @@ import numpy as np
 from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _constructs, _jaxprs, _matmuls
 from jaxmp._programs._locations import call_site
-from jaxmp._tools.audit._auditor import PolicyContext
-from jaxmp._tools.audit._checks import (
-    LAYOUT,
-    PERIODIC,
-    OpOccurrence,
-    PendingFindings,
-    dtype_of,
-    half_of,
-    named,
-)
+from jaxmp._tools.audit import _auditor, _checks
+from jaxmp._tools.audit._checks import OpOccurrence, PendingFindings
 from jaxmp._tools.fixes import _functions, _rewrite, _source
 
-_MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
+_MOVES = _checks.LAYOUT | _checks.named(
+    "slice gather dynamic_slice concatenate rev select_n stop_gradient pad"
+)
 # Operations that round each element of a 16-bit array.
-_ELEMENTWISE = _MOVES | named(
+_ELEMENTWISE = _MOVES | _checks.named(
     "add sub mul div neg exp exp2 log log1p expm1 logistic tanh pow integer_pow square sqrt rsqrt"
     " max min clamp"
 )
 # Primitives between a user's cast and the matmul that reads it.
-_BEFORE_MATMUL = named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
-_LOGS = named("log log1p log2")
+_BEFORE_MATMUL = _checks.named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
+_LOGS = _checks.named("log log1p log2")
 # Operations of a norm: the sum of elementwise results.
-SUMS = _ELEMENTWISE | named("reduce_sum")
+SUMS = _ELEMENTWISE | _checks.named("reduce_sum")
 # Functions whose results are probabilities, of which a difference cancels.
 _PROBABILITIES = ("softmax", "sigmoid")
 # If 16 bits enter at more lines, the fix casts the operand alone.
@@ -69,7 +63,7 @@ def fix_operation(
     lines, wide = _at_origins(_rounded_by(op, through), op, own, findings)
     if lines and back:
         wide = own.text
-    dtype = half_of((*op.equation.invars, *op.equation.outvars))
+    dtype = _checks.half_of((*op.operands, *op.equation.outvars))
     narrow = "" if dtype is None else _rewrite.narrow_code(own, wide, dtype.name)
     code, other = (narrow, wide) if back and narrow else (wide, narrow)
     code = own.replaced_by(code, other)
@@ -129,7 +123,7 @@ def fix_wide(
     """Returns the fix that casts operands, in words if its code is not known."""
     own = _source.expression_of(op, findings)
     code = _rewrite.narrowed(own, indices, dtype)
-    operands = " and ".join(op.equation.invars[index].aval.str_short() for index in indices)
+    operands = " and ".join(op.operands[index].aval.str_short() for index in indices)
     if code:
         return f"{sentence}:\n    {code}"
     where = f" of `{own.text}`" if own.text else ""
@@ -141,8 +135,8 @@ def fix_casts(op: OpOccurrence, findings: PendingFindings) -> str:
 
     The operand without a cast, such as an FP32 parameter, is cast to 16 bits, too.
     """
-    casts = [_own_cast(var, op, findings) for var in op.equation.invars[:2]]
-    dtypes = [dtype_of(cast.equation.invars[0]).name for cast in casts if cast is not None]
+    casts = [_own_cast(var, op, findings) for var in op.operands[:2]]
+    dtypes = [_checks.dtype_of(cast.equation.invars[0]).name for cast in casts if cast is not None]
     if not dtypes:
         return ""
     own, dtype, lines = _source.expression_of(op, findings), dtypes[0], list[str]()
@@ -170,7 +164,7 @@ def _own_cast(
     """Returns the cast from 16 bits in the user's code that an operand comes from."""
     maker = op.body.maker_through(var, _BEFORE_MATMUL)
     is_cast = maker is not None and maker.primitive.name == "convert_element_type"
-    if maker is None or not is_cast or not _dtypes.is_16bit(dtype_of(maker.invars[0])):
+    if maker is None or not is_cast or not _dtypes.is_16bit(_checks.dtype_of(maker.invars[0])):
         return None
     return op._replace(equation=maker) if findings.is_own_call(maker) else None
 
@@ -186,7 +180,7 @@ def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
     return site is not None and f"/{package}/" in site[0].co_filename.replace("\\", "/")
 
 
-def apply_code(op: OpOccurrence, context: PolicyContext) -> str:
+def apply_code(op: OpOccurrence, context: _auditor.PolicyContext) -> str:
     """Returns code that applies the policies to an operation: to a model of Flax, or a function."""
     traceback = op.equation.source_info.traceback
     codes = () if traceback is None else traceback.raw_frames()[0]
@@ -203,7 +197,7 @@ def _fix_layer(
     sentence: str, op: OpOccurrence, own: _source.Expression, findings: PendingFindings
 ) -> str:
     """Returns the fix of a layer of Flax that returns FP32 sums, in words for a function."""
-    layer, dtype = _source.constructor_of(own), half_of(op.equation.invars)
+    layer, dtype = _source.constructor_of(own), _checks.half_of(op.operands)
     assert dtype is not None
     if ".attend(" in own.text:
         code = _rewrite.with_wide_attend(own, layer, dtype.name)
@@ -225,7 +219,7 @@ def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
     if not own.text:
         return ""
     called = own.node.func if isinstance(own.node, ast.Call) else own.node
-    half = next((v for v in op.equation.invars if half_of([v]) is not None), op.equation.invars[0])
+    half = next((v for v in op.operands if _checks.half_of([v]) is not None), op.operands[0])
     operand = half.aval.str_short()
     return (
         f"At {findings.where(op)}, `{ast.unparse(called)}` computes {op.name} of {operand}. Cast"
@@ -240,14 +234,14 @@ def fix_origins(op: OpOccurrence, findings: PendingFindings) -> str:
 
 def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns the fix of the casts to 16 bits from which an FP32 operand is computed, or ""."""
-    casts, waiting, seen = [], [(op.equation.invars[0], op)], set()
+    casts, waiting, seen = [], [(op.operands[0], op)], set()
     while waiting:
         var, within = _through_calls(*waiting.pop())
         maker = within.body.maker(var)
         if maker is None or var in seen:
             continue
         seen.add(var)
-        if _is_rounding(maker) and half_of(maker.outvars) is not None:
+        if _is_rounding(maker) and _checks.half_of(maker.outvars) is not None:
             casts.append(within._replace(equation=maker))
         elif _is_elementwise(maker):
             waiting += [(v, within) for v in maker.invars if not _jaxprs.is_literal(v)]
@@ -308,7 +302,7 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
 
     A cast of the result to 16 bits would round what these magnify.
     """
-    exact = _LOGS | named("sub") if function.endswith(_PROBABILITIES) else _LOGS
+    exact = _LOGS | _checks.named("sub") if function.endswith(_PROBABILITIES) else _LOGS
     site, waiting, names = call_site(op.equation), [(v, op) for v in op.equation.outvars], set()
     seen: set[_jaxprs.Atom] = set()
     while waiting:
@@ -362,15 +356,16 @@ def _is_widened(op: OpOccurrence) -> bool:
         for reader in readers:
             name = reader.primitive.name
             is_wide = (
-                name == "convert_element_type" and dtype_of(reader.outvars[0]) == _dtypes.FLOAT32
+                name == "convert_element_type"
+                and _checks.dtype_of(reader.outvars[0]) == _dtypes.FLOAT32
             )
             is_cast |= is_wide
-            if is_wide or name in PERIODIC:
+            if is_wide or name in _checks.PERIODIC:
                 continue
             if name not in _ELEMENTWISE:
                 return False
             others = [v for v in reader.invars if not _jaxprs.is_literal(v) and v not in seen]
-            meets_16_bits |= half_of(others) is not None
+            meets_16_bits |= _checks.half_of(others) is not None
             waiting += reader.outvars
             seen.update(reader.outvars)
     # A wide result would promote another 16-bit array before the cast.
@@ -420,7 +415,9 @@ def _through_calls(var: _jaxprs.Atom, op: OpOccurrence) -> tuple[_jaxprs.Atom, O
 
 def _halves(equation: _jaxprs.Equation) -> list[_jaxprs.Atom]:
     """Returns the 16-bit operands that are not literals."""
-    return [v for v in equation.invars if not _jaxprs.is_literal(v) and half_of([v]) is not None]
+    return [
+        v for v in equation.invars if not _jaxprs.is_literal(v) and _checks.half_of([v]) is not None
+    ]
 
 
 def _is_elementwise(equation: _jaxprs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
@@ -432,7 +429,7 @@ def _is_elementwise(equation: _jaxprs.Equation, names: frozenset[str] = _ELEMENT
 def _is_rounding(equation: _jaxprs.Equation) -> bool:
     """Returns True for a cast of FP32 numbers or of integers to fewer bits."""
     is_cast = equation.primitive.name == "convert_element_type"
-    return is_cast and np.dtype(dtype_of(equation.invars[0])).itemsize == 4
+    return is_cast and np.dtype(_checks.dtype_of(equation.invars[0])).itemsize == 4
 
 
 def _is_computed(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
