@@ -17,7 +17,6 @@ from jaxmp._core import _typing
 # The order of these imports is that of the checks in reports and in the documentation.
 # isort: off
 from jaxmp._tools.audit import _check_matmuls as _check_matmuls
-from jaxmp._tools.audit import _check_sizes as _check_sizes
 from jaxmp._tools.audit import _check_ops as _check_ops
 from jaxmp._tools.audit import _check_float16 as _check_float16
 from jaxmp._tools.audit import _check_integers as _check_integers

@@ -209,58 +209,53 @@ class _Step:
                     self.updates.setdefault(label.number, []).append(label)
         self.avals = {n: var.aval for n, var in enumerate(traced.variables)}
         self.dtypes = {n: self.avals[n].dtype for n in self.updates}
-
-    @property
-    def is_training(self) -> bool:
-        """True if an argument is updated with gradients."""
-        return any(update.has_gradient for row in self.updates.values() for update in row)
+        # Numbers of the arguments that are updated with gradients; none if nothing is trained.
+        self.learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
 
     @property
     def trains_fp32(self) -> bool:
         """True if gradients update FP32 arguments only, apart from the optimizer's state."""
-        dtypes = {
-            self.dtypes[n]
-            for n, row in self.updates.items()
-            if not self.in_optimizer[n] and any(update.has_gradient for update in row)
-        }
+        dtypes = {self.dtypes[n] for n in self.learned if not self.in_optimizer[n]}
         return bool(dtypes) and not any(map(_dtypes.is_16bit, dtypes))
 
-    def updates_16bit(self) -> dict[int, Update]:
-        """Returns the first update of each 16-bit argument of a training step."""
-        if not self.is_training:
-            return {}
-        rows = ((n, row[0]) for n, row in self.updates.items() if _dtypes.is_16bit(self.dtypes[n]))
-        return {n: u for n, u in rows if not is_compensated(u.op.equation, u.op.body)}
+    def _first_16bit(self) -> list[Update]:
+        return [row[0] for n, row in self.updates.items() if _dtypes.is_16bit(self.dtypes[n])]
 
-    def state_16bit(self, returned: set[str]) -> dict[int, Update]:
+    def updates_16bit(self) -> list[Update]:
+        """Returns the first update of each 16-bit argument of a training step."""
+        updates = self._first_16bit() if self.learned else []
+        return [u for u in updates if not is_compensated(u.op.equation, u.op.body)]
+
+    def state_16bit(self, returned: set[str]) -> list[Update]:
         """Returns the updates of 16-bit arguments that are not parameters, moments or averages.
 
         Args:
           returned: key paths of the results. In a program that trains nothing, only scalars and
             arguments that are returned under their own keys, and averages, are state.
         """
-        updates = {n: row[0] for n, row in self.updates.items() if _dtypes.is_16bit(self.dtypes[n])}
-        return {
-            n: update
-            for n, update in updates.items()
-            if not self.in_optimizer[n]
-            and (
-                not (update.has_gradient or self.is_average(update))
-                if self.is_training
-                else self.avals[n].size == 1
-                or jtu.keystr(self.leaves[n].path[2:]) in returned
-                or update.is_average
-            )
-        }
 
-    def is_parameter(self, number: int, update: Update) -> bool:
+        def is_state(update: Update) -> bool:
+            if self.learned:
+                return not (update.has_gradient or self.is_average(update))
+            is_returned = jtu.keystr(self.leaves[update.number].path[2:]) in returned
+            return self.avals[update.number].size == 1 or is_returned or update.is_average
+
+        updates = (u for u in self._first_16bit() if not self.in_optimizer[u.number])
+        return [update for update in updates if is_state(update)]
+
+    def is_parameter(self, update: Update) -> bool:
         """Returns True for an argument that the loss reads and gradients update."""
-        is_read = number in self.flow.differentiated
+        is_read = update.number in self.flow.differentiated
         return is_read and update.has_gradient and not self.is_average(update)
 
     def is_average(self, update: Update) -> bool:
         """Returns True for an average of parameters, such as an EMA."""
-        masters = {n for n, dtype in self.dtypes.items() if self._is_master(n, dtype)}
+        is_added = lambda update: update.factor == _dataflow.PLUS and update.has_gradient
+        masters = {
+            n
+            for n, row in self.updates.items()
+            if not _dtypes.is_16bit(self.dtypes[n]) and any(map(is_added, row))
+        }
         # A parameter of the last step, which a master in the state replaces.
         packed = [n for n, leaf in enumerate(self.leaves) if leaf.role == _roles.REMAINDER]
         shapes = {self.avals[n].shape for n in (*masters, *packed)}
@@ -269,8 +264,7 @@ class _Step:
             for n in self.flow.differentiated
             if _dtypes.is_16bit(self.avals[n].dtype) and self.avals[n].shape in shapes
         }
-        learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
-        trained = masters | stored | (self.flow.differentiated & learned)
+        trained = masters | stored | (self.flow.differentiated & self.learned)
         # A parameter of which a small part is subtracted (weight decay) is not an average.
         is_parameter = update.factor == _dataflow.PLUS and update.number in self.flow.differentiated
         # New parameters with packed masters are bits, which have no summands.
@@ -281,21 +275,15 @@ class _Step:
         ) and self.avals[update.number].shape in {self.avals[n].shape for n in packed}
         return not is_parameter and (bool(update.others & trained) or is_beside_packed)
 
-    def is_gradient_sum(self, number: int, update: Update) -> bool:
+    def is_gradient_sum(self, update: Update) -> bool:
         """Returns True for an array, unknown to the loss, that gradients are added to."""
-        is_read = number in self.flow.differentiated
+        is_read = update.number in self.flow.differentiated
         return not is_read and update.has_gradient and not self.is_average(update)
-
-    def _is_master(self, number: int, dtype: np.dtype) -> bool:
-        return not _dtypes.is_16bit(dtype) and any(
-            update.factor == _dataflow.PLUS and update.has_gradient
-            for update in self.updates[number]
-        )
 
     def findings(
         self,
         check: _checks.Check,
-        updates: dict[int, Update],
+        updates: list[Update],
         text: str,
         fix: str,
         severity: str = _checks.ERROR,
@@ -304,30 +292,28 @@ class _Step:
 
         Args:
           check: the check.
-          updates: number of an argument -> its update.
+          updates: one of each argument.
           text: the predicate of the message, with the names of `_TEXTS` in braces.
           fix: the remedy, with the same names.
           severity: "error" or "warning".
         """
-        for dtype in sorted({self.dtypes[n].name for n in updates}):
-            numbers = [n for n in updates if self.dtypes[n].name == dtype]
-            file, line = self.audit.findings.line_of(updates[numbers[0]].op)
-            example = self.locations[numbers[0]]
-            message = f"arguments in {dtype}, such as {example}, {text}."
-            texts, count = (_fill(message, dtype), _fill(fix, dtype)), len(numbers)
+        for dtype in sorted({self.dtypes[update.number].name for update in updates}):
+            own = [update for update in updates if self.dtypes[update.number].name == dtype]
+            file, line = self.audit.findings.line_of(own[0].op)
+            message = f"arguments in {dtype}, such as {self.locations[own[0].number]}, {text}."
+            texts, count = (_fill(message, dtype), _fill(fix, dtype)), len(own)
             yield check.finding(*texts, severity=severity, file=file, line=line, count=count)
 
-    def fix(self, number: int, update: Update, wide: str = "float32") -> str:
+    def fix(self, update: Update, wide: str = "float32") -> str:
         """Returns code that makes an argument in FP32, and does not round its new value.
 
         Args:
-          number: the argument.
-          update: its update.
+          update: of the argument.
           wide: "float32", or "int32" for counts.
         """
         findings = self.audit.findings
         fix = f"Store it in {wide}, and do not cast the new value to 16 bits:\n"
-        fix += f"    jnp.zeros({self.avals[number].shape}, jnp.{wide})"
+        fix += f"    jnp.zeros({self.avals[update.number].shape}, jnp.{wide})"
         (result,) = update.op.equation.outvars
         for reader in (update.op.equation, *update.op.body.readers(result)):
             cast = update.op._replace(equation=reader)
@@ -363,7 +349,7 @@ def is_compensated(addition: _jaxprs.Equation, body: _analysis.Body) -> bool:
 def check_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit parameters that are updated in 16 bits."""
     step = step_of(audit, traced)
-    updates = {n: u for n, u in step.updates_16bit().items() if step.is_parameter(n, u)}
+    updates = list(filter(step.is_parameter, step.updates_16bit()))
     recipe = audit.context.recipe
     severity = _checks.WARNING if recipe is not None and recipe.master == "none" else _checks.ERROR
     fix = (
@@ -402,38 +388,30 @@ def check_accumulators(audit: _auditor.Auditor, traced: Traced) -> Iterator[Find
     """Reports 16-bit sums of gradients and averages of parameters over steps."""
     step = step_of(audit, traced)
     updates = step.updates_16bit()
-    sums = {
-        n: update
-        for n, update in updates.items()
-        if step.is_gradient_sum(n, update)
-        and update.factor == _dataflow.PLUS
-        and not step.in_optimizer[n]
-    }
+    sums = [u for u in updates if step.is_gradient_sum(u) and u.factor == _dataflow.PLUS]
+    sums = [update for update in sums if not step.in_optimizer[update.number]]
     text = "accumulate gradients: a sum of ones stops at {limit}"
-    for number, update in list(sums.items())[:1]:
-        yield from step.findings(_check_ops.ACCUMULATOR_16BIT, sums, text, step.fix(number, update))
-    averages = {n: update for n, update in updates.items() if step.is_average(update)}
+    if sums:
+        yield from step.findings(_check_ops.ACCUMULATOR_16BIT, sums, text, step.fix(sums[0]))
+    averages = list(filter(step.is_average, updates))
     text = "average parameters: changes below {least} of a value are rounded away"
     yield from step.findings(_check_ops.ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
 
 
 def _check_moments(step: _Step) -> Iterator[Finding]:
     """Reports the moments of an optimizer that is written by hand."""
-    moments = {
-        n: update
-        for n, update in step.updates_16bit().items()
-        if step.is_gradient_sum(n, update) and update.factor in (_dataflow.LARGE, _dataflow.UNKNOWN)
-    }
+    moments = list(filter(step.is_gradient_sum, step.updates_16bit()))
+    moments = [u for u in moments if u.factor in (_dataflow.LARGE, _dataflow.UNKNOWN)]
     text = "average gradients: small updates are rounded away"
-    for number, update in list(moments.items())[:1]:
-        yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text, step.fix(number, update))
+    if moments:
+        yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text, step.fix(moments[0]))
 
 
 @MISSING_LOSS_SCALE.on_program
 def check_missing_scale(audit: _auditor.Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports a backward pass in float16 whose cotangents are not scaled."""
     op, step = audit.float16_backward, step_of(audit, traced)
-    if op is None or not step.is_training or audit.flow.scaled_by or audit.flow.has_scale:
+    if op is None or not step.learned or audit.flow.scaled_by or audit.flow.has_scale:
         return
     if traced.dynamic_scales():
         # Reported as an unused loss scale.

@@ -20,6 +20,7 @@ from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.report import _section
 
 # Reductions that XLA divides into chunks; the others add one term after another.
 _IN_CHUNKS = _checks.named("reduce_sum cumsum reduce_prod cumprod cumlogsumexp")
@@ -332,20 +333,16 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     step = _check_state.step_of(audit, traced)
     # The keys of the results below the position in a tuple.
     returned = {jtu.keystr(path[n:]) for path, _ in traced.results for n in (0, 1) if path[n:]}
-    rows: dict[tuple[object, str], dict[int, _dataflow.Update]] = {}
-    for number, update in step.state_16bit(returned).items():
-        key = audit.findings.line_of(update.op), update.factor
-        rows.setdefault(key, {})[number] = update
-    for (_, factor), updates in rows.items():
-        number, update = next(iter(updates.items()))
+    key_of = lambda update: (audit.findings.line_of(update.op), update.factor)
+    for (_, factor), updates in _section.grouped(step.state_16bit(returned), key_of).items():
         text = "are updated in 16 bits: changes below {least} of a value are rounded away"
         if factor == _dataflow.PLUS:
             text = "are sums in 16 bits: a sum of ones stops at {limit}"
-        literals = [abs(float(x.val)) for x in update.op.operands if _jaxprs.is_literal(x)]
+        operands = updates[0].op.operands
+        literals = [abs(float(x.val)) for x in operands if _jaxprs.is_literal(x)]
         wide = "int32" if factor == _dataflow.PLUS and 1 in literals else "float32"
-        yield from step.findings(
-            _check_ops.ACCUMULATOR_16BIT, updates, text, step.fix(number, update, wide)
-        )
+        fix = step.fix(updates[0], wide)
+        yield from step.findings(_check_ops.ACCUMULATOR_16BIT, updates, text, fix)
 
 
 # ---------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from jaxmp._policies import _load, _policy, _resolve
 from jaxmp._programs import _analysis, _constructs, _locations, _operations
 from jaxmp._programs._interpreter import Frame
 from jaxmp._tools.audit import _auditor, _check_compiled, _checks, _compile, _dataflow, _hlo_stats
-from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION
+from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
-from jaxmp._tools.audit._check_sizes import MISALIGNED_MATMUL
 from jaxmp._tools.audit._hlo_collectives import axis_names
 from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged

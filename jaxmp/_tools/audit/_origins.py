@@ -89,18 +89,15 @@ def _widened_calls(code: str) -> str:
     return " and ".join(names)
 
 
-def fix_expression(
-    sentence: str, op: OpOccurrence, findings: PendingFindings, back: str = ""
-) -> str:
+def fix_expression(sentence: str, op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns the fix that computes an expression in FP32, or that of `in_words`.
 
     Args:
       sentence: what the code does.
       op: the operation of the expression.
       findings: for the lines of the source.
-      back: the dtype of the result; "" for FP32.
     """
-    code = _rewrite.in_fp32(_source.expression_of(op, findings), back)
+    code = _rewrite.in_fp32(_source.expression_of(op, findings))
     return f"{sentence}:\n    {code}" if code else in_words(op, findings)
 
 

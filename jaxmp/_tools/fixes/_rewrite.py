@@ -37,17 +37,14 @@ def known_function(expression: Expression) -> tuple[str, _functions.Function | N
 # ---------------------------------------------------------------------------
 
 
-def in_fp32(expression: Expression, back: str = "") -> str:
+def in_fp32(expression: Expression) -> str:
     """Returns an expression that computes in FP32.
 
     Args:
       expression: a call or an operation, of which the first array is cast, or a cast or a
         constant, whose dtype is replaced.
-      back: the dtype of the result; "" for FP32. Integers are not cast back.
     """
-    changed = wide_code(expression)
-    narrow = narrow_code(expression, changed, back) if changed and back else ""
-    return expression.replaced_by(narrow or changed)
+    return expression.replaced_by(wide_code(expression))
 
 
 @functools.lru_cache(maxsize=256)
