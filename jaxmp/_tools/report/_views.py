@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 from jaxmp._core import _messages, _plain, _typing
+from jaxmp._core._plain import JSONValue  # `from_plain` looks its name up in this module
 from jaxmp._tools.report import _page, _section, _text
 
 R = TypeVar("R", bound="Report")
@@ -31,7 +32,7 @@ class Report(abc.ABC):
     _command: ClassVar[str]
     _error: ClassVar[type[Exception]]
     # The fields that precede the others in JSON: constants, and names of properties.
-    _schema: ClassVar[dict[str, _plain.JSONValue]]
+    _schema: ClassVar[dict[str, JSONValue]]
     _summary: ClassVar[tuple[str, ...]] = ("ok",)
 
     @abc.abstractmethod
@@ -77,7 +78,7 @@ class Report(abc.ABC):
     def _repr_html_(self) -> str:
         return self.to_html()
 
-    def to_dict(self) -> dict[str, _plain.JSONValue]:
+    def to_dict(self) -> dict[str, JSONValue]:
         """Returns the report as plain data: the fields of `to_json`."""
         assert dataclasses.is_dataclass(self)
         summary = {name: getattr(self, name) for name in self._summary}

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import ClassVar
 
-from jaxmp._core import _plain
+from jaxmp._core._plain import JSONValue
 from jaxmp._tools.report import _section, _views
 from jaxmp._tools.validate import _metrics, _parity_search
 from jaxmp.errors import ValidationError
@@ -43,7 +43,7 @@ class ParityReport(_views.Report):
     _title = "Parity of training and serving"
     _command = "pathlib.Path('parity.json').write_text(report.to_json())"
     _error = ValidationError
-    _schema: ClassVar[dict[str, _plain.JSONValue]] = {"schema": "jaxmp.parity", "schema_version": 1}
+    _schema: ClassVar[dict[str, JSONValue]] = {"schema": "jaxmp.parity", "schema_version": 1}
     _summary = ()
 
     outputs: str
