@@ -24,7 +24,6 @@ from jaxmp._tools.report import _progress, _views
 from jaxmp.errors import JaxmpError
 
 if TYPE_CHECKING:
-    from jaxmp._policies._recipe import Recipe
     from jaxmp.typing import NonfiniteReport
 
 T = TypeVar("T")
@@ -119,7 +118,7 @@ def _run_tool(
     command: str,
     tool: Callable[..., T],
     function: str,
-    recipe: "Recipe | None",
+    recipe: _recipe.Recipe | None,
     options: dict[str, Any],
 ) -> T:
     """Calls a tool with the step of the user's function.
