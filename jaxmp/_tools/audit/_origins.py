@@ -231,17 +231,13 @@ def fix_origins(op: OpOccurrence, findings: PendingFindings) -> str:
 
 def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns the fix of the casts to 16 bits from which an FP32 operand is computed, or ""."""
-    casts, waiting, seen = [], [(op.operands[0], op)], set()
-    while waiting:
-        var, within = _through_calls(*waiting.pop())
-        maker = within.body.maker(var)
-        if maker is None or var in seen:
-            continue
-        seen.add(var)
+    casts, waiting = [], [(op.operands[0], op)]
+    for origin in _makers(waiting):
+        maker = origin.equation
         if _is_rounding(maker) and _checks.half_of(maker.outvars) is not None:
-            casts.append(within._replace(equation=maker))
+            casts.append(origin)
         elif _is_elementwise(maker):
-            waiting += [(v, within) for v in maker.invars if not _jaxprs.is_literal(v)]
+            waiting += [(v, origin) for v in maker.invars if not _jaxprs.is_literal(v)]
     return "\n".join(_at_origins(casts, op, _source.UNKNOWN, findings)[0])
 
 
@@ -373,29 +369,39 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
     """Returns the operations by which 16 bits enter the elementwise computation of an operand."""
     scopes = _jaxprs.scope_names(str(op.equation.source_info.name_stack))
     waiting = [(var, op) for var in _halves(op.equation)]
-    seen: set[_jaxprs.Atom] = set()
     origins = []
-    while waiting:
-        var, within = _through_calls(*waiting.pop())
-        maker = within.body.maker(var)
-        if maker is None or var in seen:
-            continue
-        seen.add(var)
-        if _jaxprs.scope_names(str(maker.source_info.name_stack)) != scopes and within is op:
+    for origin in _makers(waiting):
+        maker, is_here = origin.equation, origin.body is op.body
+        if is_here and _jaxprs.scope_names(str(maker.source_info.name_stack)) != scopes:
             continue
         inputs, name = _halves(maker), maker.primitive.name
         is_cast = _is_rounding(maker)
         is_made = not inputs and name in ("iota", "broadcast_in_dim")
-        is_entry = name not in _MOVES and not all(_is_computed(v, within.body) for v in inputs)
+        is_entry = name not in _MOVES and not all(_is_computed(v, origin.body) for v in inputs)
         is_entry &= _is_elementwise(maker, through) and bool(inputs)
         if is_cast or is_made or is_entry:
-            origins.append(within._replace(equation=maker))
+            origins.append(origin)
         if through is SUMS and _is_elementwise(maker, through):
             # A sum that computes in FP32 reads squares in 16 bits.
-            waiting += [(v, within) for v in maker.invars if not _jaxprs.is_literal(v)]
+            waiting += [(v, origin) for v in maker.invars if not _jaxprs.is_literal(v)]
         elif _is_elementwise(maker, through) and not is_cast:
-            waiting += [(v, within) for v in inputs]
+            waiting += [(v, origin) for v in inputs]
     return origins
+
+
+def _makers(waiting: list[tuple[_jaxprs.Atom, OpOccurrence]]) -> Iterator[OpOccurrence]:
+    """Yields the operations that make values, each once, while the caller adds further values.
+
+    Args:
+      waiting: values, and an operation of the jaxpr that contains each of them.
+    """
+    seen: set[_jaxprs.Atom] = set()
+    while waiting:
+        var, within = _through_calls(*waiting.pop())
+        maker = within.body.maker(var)
+        if maker is not None and var not in seen:
+            seen.add(var)
+            yield within._replace(equation=maker)
 
 
 def _through_calls(var: _jaxprs.Atom, op: OpOccurrence) -> tuple[_jaxprs.Atom, OpOccurrence]:
