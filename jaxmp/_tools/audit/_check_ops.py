@@ -284,10 +284,8 @@ def check_exponential(
         message = f"{op.name} in float16: results above 65504 overflow"
         return _report_forward_use(ForwardUse(op, message, "", _checks.WARNING), audit)
     # An argument that is rounded before its sine is a finding of its own.
-    is_rounded = op.name in _checks.PERIODIC and audit.flow.labels(
-        _labels.RoundedInput, op.operands[0]
-    )
-    if _role_of_exponential(op) or is_rounded:
+    rounded = audit.flow.labels(_labels.RoundedInput, op.operands[0])
+    if _role_of_exponential(op) or (rounded and op.name in _checks.PERIODIC):
         return None
     keep = _keep_parameter(op, audit)
     if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
@@ -296,9 +294,8 @@ def check_exponential(
     back = "" if op.name in ("log", "log1p") and audit.findings.is_own_call(op.equation) else dtype
     fix = _origins.fix_operation(op, audit.findings, back and dtype.name)
     fix = keep or fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
-    return _report_forward_use(
-        ForwardUse(op, f"{op.name} in {dtype.name}", fix, _checks.ERROR), audit
-    )
+    use = ForwardUse(op, f"{op.name} in {dtype.name}", fix, _checks.ERROR)
+    return _report_forward_use(use, audit)
 
 
 def _keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:

@@ -130,9 +130,8 @@ def make_report(
         auditor.notes[_EMULATED] = None
     if compiled is not None:
         names = auditor.locations.names
-        compilation = _hlo_stats.read_program(
-            compiled, names, auditor.root, traced.in_optimizer(), traced.may_be_weights()
-        )
+        flags = traced.in_optimizer(), traced.may_be_weights()
+        compilation = _hlo_stats.read_program(compiled, names, auditor.root, *flags)
         fp8 = {
             (_locations.module_of(names, auditor.root), phase, *line): dtype
             for (names, phase, line), dtype in auditor.fp8.items()
