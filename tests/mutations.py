@@ -1092,8 +1092,8 @@ MUTATIONS = [
     Mutation(
         "a parameter that is rounded before its softplus is not found",
         "jaxmp/_tools/audit/_check_ops.py",
-        "    return RoundedParameter(op, message, fix) if fix and",
-        "    return RoundedParameter(op, message, fix) if False and",
+        "    return RoundedParameter(op, message, fix) if is_read",
+        "    return RoundedParameter(op, message, fix) if False",
         ("test_audit_fixes.py::test_parameters_that_enter_an_exponential_are_read_in_fp32",),
     ),
     Mutation(
@@ -1839,7 +1839,7 @@ MUTATIONS = [
     Mutation(
         "a higher accuracy counts as worse",
         "jaxmp/_tools/validate/_compare.py",
-        "    sign = -1.0 if metric.direction == MAX else 1.0\n",
+        "    sign = -1.0 if metric.direction == _rows.MAX else 1.0\n",
         "    sign = 1.0\n",
         ("test_validate.py::test_a_small_loss_is_judged_by_accuracy_and_absolute_loss",),
     ),
@@ -1931,8 +1931,8 @@ MUTATIONS = [
     Mutation(
         "the change of the serving program is not run before it is printed",
         "jaxmp/_tools/validate/_parity_search.py",
-        "        return self._mismatch(walk(*self.changed, changes)[1])\n",
-        "        return self._mismatch(walk(*self.changed)[1])\n",
+        "        return self._mismatch(_walk.walk(*self.changed, changes)[1])\n",
+        "        return self._mismatch(_walk.walk(*self.changed)[1])\n",
         ("test_parity.py::test_weights_that_were_rounded_before",),
     ),
     # Sharded training states and weights.

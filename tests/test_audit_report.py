@@ -14,7 +14,7 @@ from rich.console import Console
 
 import jaxmp
 from byte_gpt import GPT
-from jaxmp._tools.audit._report import fix_parts, report_sections
+from jaxmp._tools.audit._report import report_sections
 from jaxmp._tools.audit._rows import (
     AttentionRow,
     CollectiveRow,
@@ -23,6 +23,7 @@ from jaxmp._tools.audit._rows import (
     MatmulRow,
     MemoryRow,
 )
+from jaxmp._tools.report._section import fix_parts
 from jaxmp._tools.report._text import text_lines
 from relaxed import relaxed
 from train_lm import cross_entropy

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from jaxmp import audit
-from jaxmp._tools.audit._report import fix_parts
+from jaxmp._tools.report._section import fix_parts
 from relaxed import relaxed
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32

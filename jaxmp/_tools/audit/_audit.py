@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 
-from jaxmp._core._typing import PyTree
+from jaxmp._core import _typing
 
 # The order of these imports is that of the checks in reports and in the documentation.
 # isort: off
 from jaxmp._tools.audit import _check_matmuls as _check_matmuls
-from jaxmp._tools.audit import _check_sizes as _check_sizes
 from jaxmp._tools.audit import _check_ops as _check_ops
 from jaxmp._tools.audit import _check_float16 as _check_float16
 from jaxmp._tools.audit import _check_integers as _check_integers
@@ -32,26 +31,21 @@ from jaxmp._tools.audit import _check_attention as _check_attention
 # isort: on
 from jaxmp._core import _compat, _targets
 from jaxmp._policies import _load, _recipe
-from jaxmp._programs._static_values import Scope
-from jaxmp._tools.audit import _rows, _trace
-from jaxmp._tools.audit._auditor import Auditor, PolicyContext
-from jaxmp._tools.audit._check_state import label_arguments
-from jaxmp._tools.audit._checks import is_attention
+from jaxmp._programs import _static_values
+from jaxmp._tools.audit import _auditor, _checks, _make_report, _rows, _trace
 from jaxmp._tools.audit._compile import Compiled, compile_for, compile_lowered
-from jaxmp._tools.audit._make_report import make_report, with_trials
 from jaxmp._tools.audit._report import AuditReport
-from jaxmp._tools.fixes._source import Edit
-from jaxmp._tools.fixes._trial import without_collection
+from jaxmp._tools.fixes import _source, _trial
 from jaxmp.optim._find import check_plain_loop
 
 
 def audit(
     fn: Callable[..., Any],
-    *args: PyTree,
+    *args: _typing.PyTree,
     recipe: _load.RecipeLike | None = None,
     target: _targets.TargetLike | None = None,
     try_fixes: bool = True,
-    **kwargs: PyTree,
+    **kwargs: _typing.PyTree,
 ) -> AuditReport:
     """Reports the dtypes of a program's operations, and precision defects with their fixes.
 
@@ -125,11 +119,11 @@ def audit_call(
     # JAX may start its backends at any step of an audit.
     with contextlib.nullcontext() if chip is None else _compat.unchecked_cuda():
         device = _compat.target() if chip is None else chip.platform
-        context = PolicyContext(data, device, code)
+        context = _auditor.PolicyContext(data, device, code)
         return audit_program(context, fn, args, kwargs, chip, try_fixes=try_fixes)[0]
 
 
-def _with_phase(call: PyTree, phase: _recipe.Recipe) -> PyTree:
+def _with_phase(call: _typing.PyTree, phase: _recipe.Recipe) -> _typing.PyTree:
     """Returns the arguments of a function with a phase of a recipe instead of the recipe.
 
     Raises:
@@ -185,7 +179,7 @@ def join_reports(reports: list[AuditReport]) -> AuditReport:
 
 
 def audit_program(
-    context: PolicyContext,
+    context: _auditor.PolicyContext,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -196,9 +190,9 @@ def audit_program(
 ) -> tuple[AuditReport, Compiled | None]:
     """Audits a function, and returns the report and the compiled program, if there is one."""
 
-    def again(has_fixes: bool) -> tuple[AuditReport, list[Edit]]:
+    def again(has_fixes: bool) -> tuple[AuditReport, list[_source.Edit]]:
         auditor, traced = _walked(context, fn, args, kwargs, has_fixes=has_fixes)
-        report = make_report(auditor, traced, None, function=fn, chip=None)
+        report = _make_report.make_report(auditor, traced, None, function=fn, chip=None)
         return report, auditor.findings.edits
 
     with contextlib.nullcontext() if chip is None else _targets.default_target(chip):
@@ -208,25 +202,25 @@ def audit_program(
         compiled = None
         if chip is not None and not chip.uncompiled:
             compiled = compile_for(chip, traced, compiler)
-        report = make_report(auditor, traced, compiled, function=fn, chip=chip)
+        report = _make_report.make_report(auditor, traced, compiled, function=fn, chip=chip)
         if try_fixes:
-            report = with_trials(report, auditor.findings.edits, again)
+            report = _make_report.with_trials(report, auditor.findings.edits, again)
     return report, compiled
 
 
 def _walked(
-    context: PolicyContext,
+    context: _auditor.PolicyContext,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     has_fixes: bool = True,
-) -> tuple[Auditor, _trace.Traced]:
+) -> tuple[_auditor.Auditor, _trace.Traced]:
     """Traces a function, and walks over its program."""
-    with without_collection():
-        traced, auditor = _trace.trace(fn, args, kwargs), Auditor(context)
+    with _trial.without_collection():
+        traced, auditor = _trace.trace(fn, args, kwargs), _auditor.Auditor(context)
         auditor.findings.reads_source = has_fixes
-        label_arguments(auditor, traced)
+        _check_state.label_arguments(auditor, traced)
         # Masks that attention makes for its own derivative are not the model's.
-        auditor.run(Scope(traced.closed, stops=is_attention))
+        auditor.run(_static_values.Scope(traced.closed, stops=_checks.is_attention))
     return auditor, traced

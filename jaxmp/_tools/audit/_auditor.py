@@ -12,8 +12,7 @@ from jaxmp._core import _dtypes, _wide
 from jaxmp._policies import _load, _op_table, _resolve
 from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls, _uses
 from jaxmp._programs._static_values import Scope
-from jaxmp._tools.audit import _checks
-from jaxmp._tools.audit._dataflow import GRADIENT
+from jaxmp._tools.audit import _checks, _dataflow
 from jaxmp._tools.audit._labels import ConditionalFinding, Flow, Logits, WasFp8
 from jaxmp._tools.audit._rows import NOT_COUNTED, NOT_INSPECTED
 
@@ -29,8 +28,12 @@ class PolicyContext:
         self.ops = _op_table.OpTable() if recipe is None else recipe.ops
         # Type of device that the program is traced for.
         self.target = target
-        # The policies in the user's code: "'bf16'", or "recipe".
+        # The policies in the user's code: "'bf16'", or "recipe"; and code that applies them to a
+        # model, to a function, and to a loss function.
         self.text = text
+        self.wrap_code = f"model = jaxmp.load_recipe({text}).wrap(model)"
+        self.autocast_code = f"fn = jaxmp.autocast(fn, {text})"
+        self.loss_code = f"loss_fn = jaxmp.autocast(loss_fn, {text})"
         self._allowed: dict[_jaxprs.Path, frozenset[Any]] = {}
 
     def allowed_dtypes(self, location: _locations.Location) -> frozenset[Any]:
@@ -57,21 +60,6 @@ class PolicyContext:
             if other.module_type is not None and other.compute_dtype is not None:
                 dtypes.add(other.compute_dtype)
         return frozenset(dtypes)
-
-    @property
-    def wrap_code(self) -> str:
-        """Returns code that applies the policies to a model."""
-        return f"model = jaxmp.load_recipe({self.text}).wrap(model)"
-
-    @property
-    def autocast_code(self) -> str:
-        """Returns code that applies the policies to a function."""
-        return f"fn = jaxmp.autocast(fn, {self.text})"
-
-    @property
-    def loss_code(self) -> str:
-        """Returns code that applies the policies to a loss function."""
-        return f"loss_fn = jaxmp.autocast(loss_fn, {self.text})"
 
     def with_rule(self, rule: str) -> str:
         """Returns code that adds a rule, which precedes those of the policies."""
@@ -144,6 +132,8 @@ class Auditor:
         self.collected: defaultdict[type, list[Any]] = defaultdict(list)
         # (scopes, line) of a matmul -> the fix of the promotion that makes it wide.
         self.promotion_fixes: dict[tuple[_jaxprs.Path, tuple[str, int]], str] = {}
+        # Bytes that the matmuls read and write, apart from those without floats.
+        self.matmul_bytes = 0
         # Calls of the matmuls before a backward pass.
         self.matmul_calls: set[tuple[CodeType, int] | None] = set()
         # (results, FLOPs) of matmuls outside of modules and derivatives that read values which were
@@ -173,7 +163,7 @@ class Auditor:
             label.report(harm, self.findings)
 
     def _is_after_gradient(self, op: _checks.OpOccurrence) -> bool:
-        return op.location.is_outside and GRADIENT in self.flow.of_all(op.equation.invars)
+        return op.location.is_outside and _dataflow.GRADIENT in self.flow.of_all(op.operands)
 
     # -- the walk ---------------------------------------------------------------------------
 
@@ -195,7 +185,7 @@ class Auditor:
 
     def _visit(self, op: _checks.OpOccurrence) -> None:
         self.equations += 1
-        self.has_backward |= op.location.phase != _jaxprs.FORWARD
+        self.has_backward |= not op.is_forward
         name, result = op.name, next(iter(op.equation.outvars), None)
         if name in _matmuls.MATMULS:
             self._visit_matmul(op)
@@ -213,7 +203,7 @@ class Auditor:
         for label in labels:
             if label is not None:
                 self.flow.mark(result, label)
-        if name == "dot_general" and op.location.phase == _jaxprs.FORWARD:
+        if name == "dot_general" and op.is_forward:
             self.flow.mark(result, Logits(op))
         for function in _checks.ON_RESULT.get(name, ()):
             function(op, self)
@@ -221,7 +211,7 @@ class Auditor:
     def _check_16_bits(self, op: _checks.OpOccurrence) -> list[Any]:
         """Returns labels of an operation that reads 16 bits where the op table requires FP32."""
         is_sensitive = self.context.ops.category(op.name) == "fp32"
-        dtype = _checks.half_of(op.equation.invars) if is_sensitive else None
+        dtype = _checks.half_of(op.operands) if is_sensitive else None
         if dtype is None:
             return []
         # Derivatives leave equations whose results nothing reads. Compilers remove them.
@@ -264,12 +254,14 @@ class Auditor:
         if op.outer is not None and op.caller == _wide.WIDENED_MATMUL:
             lhs, rhs = (_checks.dtype_of(var) for var in op.outer.equation.invars[:2])
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
-        elif op.name == "conv_general_dilated" and op.location.phase == _jaxprs.BACKWARD:
-            lhs, rhs = (_checks.dtype_of(_before_cast(var, op)) for var in op.equation.invars)
+        elif op.name == "conv_general_dilated" and op.is_backward:
+            lhs, rhs = (_checks.dtype_of(_before_cast(var, op)) for var in op.operands)
             matmul = matmul._replace(lhs=lhs, rhs=rhs)
         dtypes = matmul.lhs, matmul.rhs
         if matmul.is_integer:
-            self._count_integers(op, matmul)
+            self._count(op, matmul._replace(flops=0))
+            text = f"the {matmul.lhs.name} x {matmul.rhs.name} matmul at {self.findings.where(op)}"
+            self.notes[f"{text} has no floating-point operations"] = None
             return
         flops = self._count(op, matmul)
         if self._is_after_gradient(op):
@@ -278,26 +270,19 @@ class Auditor:
         self._record_fp8(op, matmul)
         is_float = matmul.lhs in _checks.FLOATS | {matmul.rhs}
         if matmul.contracts and is_float and not _matmuls.is_inner_product(op.equation):
+            self.matmul_bytes += _checks.bytes_of_matmul(op)
             for function in _checks.ON_MATMUL:
                 function(op, matmul, flops, self)
-        if op.location.phase == _jaxprs.FORWARD and _dtypes.FLOAT16 in dtypes:
+        if op.is_forward and _dtypes.FLOAT16 in dtypes:
             self.flow.has_float16 = True
-        if op.location.phase != _jaxprs.BACKWARD:
+        if not op.is_backward:
             self.matmul_calls.add(_locations.call_site(op.equation))
         elif _dtypes.FLOAT16 in dtypes and self.float16_backward is None:
             self.float16_backward = op
 
-    def _count_integers(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> None:
-        """Counts a matmul of integers or bools, which does not count as FLOPs."""
-        key = (op.location.names, op.location.phase, matmul.lhs.name, matmul.rhs.name)
-        self.matmuls.setdefault(key, [0, 0])[1] += 1
-        pair = f"{matmul.lhs.name} x {matmul.rhs.name}"
-        where = self.findings.where(op)
-        self.notes[f"the {pair} matmul at {where} has no floating-point operations"] = None
-
     def _record_fp8(self, op: _checks.OpOccurrence, matmul: _matmuls.Matmul) -> None:
         names = [dtype.name for dtype in (matmul.lhs, matmul.rhs) if _dtypes.is_fp8(dtype)]
-        labels = self.flow.labels(WasFp8, *op.equation.invars[:2])
+        labels = self.flow.labels(WasFp8, *op.operands[:2])
         names += sorted(label.name for label in labels)
         if names:
             key = op.location.names, op.location.phase, self.findings.line_of(op)

@@ -10,26 +10,17 @@ import numpy as np
 from jaxmp._attention import ASKED, AttentionExplanation, _declared, choice_of, implementation_of
 from jaxmp._attention._declared import Declaration
 from jaxmp._attention._layer import layer_attention
+from jaxmp._core import _dtypes
 from jaxmp._core._compat import is_within
-from jaxmp._core._dtypes import is_16bit
 from jaxmp._programs import _jaxprs, _locations, _matmuls, _operations, _static_values
 from jaxmp._programs._constructs import inners
-from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._checks import (
-    NOTE,
-    WARNING,
-    Check,
-    OpOccurrence,
-    is_attention,
-    named,
-)
-from jaxmp._tools.audit._labels import Logits
-from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.report._section import bytes_text
+from jaxmp._tools.audit import _auditor, _checks, _labels, _trace
+from jaxmp._tools.audit._checks import Check, OpOccurrence
+from jaxmp._tools.report import _section
 
 UNFUSED_ATTENTION = Check(
     id="unfused_attention",
-    severity=NOTE,
+    severity=_checks.NOTE,
     explanation="Attention does not run as a fused kernel: it is written as two matmuls and a"
     " softmax, or jaxmp's attention cannot use a fused kernel, for the reason in the message.",
     fix="jax.nn.dot_product_attention(query, key, value, implementation='cudnn')",
@@ -38,7 +29,7 @@ UNFUSED_ATTENTION = Check(
 # Elements of one head's logits that a fused kernel computes as one block (64 queries, 64 keys). It
 # saves nothing beyond that.
 _BLOCK = 64 * 64
-_CASTS = named("convert_element_type")
+_CASTS = _checks.named("convert_element_type")
 # Treatment of the logits by each implementation of jaxmp's attention.
 _LOGITS = {
     "xla": "stores the logits of all pairs of positions in memory",
@@ -54,51 +45,51 @@ class _Summed(NamedTuple):
 
 
 @UNFUSED_ATTENTION.on_operation("reduce_sum")
-def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
+def collect_sums(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the matmuls of which a softmax is computed."""
-    if op.location.phase == _jaxprs.FORWARD:
-        labels = audit.flow.labels(Logits, op.equation.invars[0])
+    if op.is_forward:
+        labels = audit.flow.labels(_labels.Logits, op.operands[0])
         audit.collected[_Summed] += [_Summed(x.op.equation) for x in labels if x.normalized]
 
 
 @UNFUSED_ATTENTION.on_operation("dot_general")
-def check_matmuls(op: OpOccurrence, audit: Auditor) -> None:
+def check_matmuls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports attention that is written as two matmuls around a softmax."""
     logits = _attention_logits(op, audit)
-    if logits is None or any(map(is_attention, op.enclosing)):
+    if logits is None or any(map(_checks.is_attention, op.enclosing)):
         return
     aval = logits.equation.outvars[0].aval
     size = math.prod(aval.shape) * aval.dtype.itemsize * logits.times
     message = (
         f"{_why_unfused(logits)}; its logits have the shape {list(aval.shape)} and take"
-        f" {bytes_text(size)} of memory."
+        f" {_section.bytes_text(size)} of memory."
     )
     flops = 2 * _matmuls.matmul_of(op.equation).flops * op.times
     audit.add(UNFUSED_ATTENTION, logits, message, flops=flops)
 
 
 @UNFUSED_ATTENTION.on_operation("jit")
-def check_calls(op: OpOccurrence, audit: Auditor) -> None:
+def check_calls(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports calls of jaxmp's attention that do not run a fused kernel."""
-    if not is_attention(op.equation) or op.location.phase != _jaxprs.FORWARD:
+    if not _checks.is_attention(op.equation) or not op.is_forward:
         return
     name = _operations.name_of(op.equation)
     implementation, argument = implementation_of(name)
     if implementation == "cudnn":
         return
-    choice = choice_of(name, [var.aval for var in op.equation.invars])
+    choice = choice_of(name, [var.aval for var in op.operands])
     message, fix = _explain_choice(implementation, argument, choice)
     flops = sum(_matmuls.count_flops(inner.jaxpr).total() for inner in inners(op.equation))
     audit.add(UNFUSED_ATTENTION, op, message, fix, flops=flops * op.times)
 
 
-def _attention_logits(op: OpOccurrence, audit: Auditor) -> OpOccurrence | None:
+def _attention_logits(op: OpOccurrence, audit: _auditor.Auditor) -> OpOccurrence | None:
     """Returns the matmul q k^T if `op` multiplies the softmax of its result by the values."""
-    if op.location.phase != _jaxprs.FORWARD:
+    if not op.is_forward:
         return None
     values = _operations.dot_of(op.equation)
-    for index, var in enumerate(op.equation.invars[:2]):
-        for label in audit.flow.labels(Logits, var):
+    for index, var in enumerate(op.operands[:2]):
+        for label in audit.flow.labels(_labels.Logits, var):
             if not label.normalized:
                 continue
             logits = label.op.equation
@@ -127,7 +118,7 @@ def _why_unfused(logits: OpOccurrence) -> str:
     equation = logits.equation
     operand = equation.invars[0].aval
     head = math.prod(operand.shape[axis] for axis in _operations.dot_of(equation).contracted[0])
-    if not is_16bit(operand.dtype):
+    if not _dtypes.is_16bit(operand.dtype):
         return f"the operands are {operand.dtype.name}, and cuDNN's fused kernel requires 16 bits"
     if head % 8 or head > 256:
         return (
@@ -166,7 +157,7 @@ def _explain_choice(
 
 DENSE_MASK = Check(
     id="dense_mask",
-    severity=WARNING,
+    severity=_checks.WARNING,
     explanation="Attention reads a mask as an array, although the mask is causal, a window or full"
     " for every input. A kernel cannot skip the masked blocks of an array.",
     fix="recipe = recipe.replace(mask='causal')",
@@ -182,12 +173,12 @@ class _PassedMask(NamedTuple):
 
 
 @DENSE_MASK.on_operation("jit")
-def collect_mask(op: OpOccurrence, audit: Auditor) -> None:
+def collect_mask(op: OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects declarations, and the mask of a call of attention in the forward pass."""
     declared = _declared.declaration_of(_operations.name_of(op.equation))
     if declared is not None:
         audit.collected[Declaration].append(declared)
-    if not is_attention(op.equation) or op.location.phase != _jaxprs.FORWARD:
+    if not _checks.is_attention(op.equation) or not op.is_forward:
         return
     mask = _mask_operand(op.equation)
     if mask is not None and mask.aval.shape[-2] > 1:
@@ -195,7 +186,7 @@ def collect_mask(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @DENSE_MASK.on_program
-def check_masks(audit: Auditor, traced: Traced) -> None:
+def check_masks(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     """Compares masks with their declarations, and reports masks that could be declared.
 
     Raises:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+from jaxmp._core import _messages, _targets
 from jaxmp._core._dtypes import FLOAT32, is_16bit, is_fp8
-from jaxmp._core._messages import did_you_mean
-from jaxmp._core._targets import Target
 from jaxmp._policies import _rules
 from jaxmp._programs import _jaxprs, _locations, _matmuls, _operations
+from jaxmp._tools.audit import _check_matmuls, _checks, _fp8_forms, _trace
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._check_matmuls import FP32_MATMUL
-from jaxmp._tools.audit._checks import NOTE, WARNING, Check, OpOccurrence
+from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.audit._dataflow import From
-from jaxmp._tools.audit._fp8_forms import FORMS, excluded_form
 from jaxmp._tools.audit._rows import CollectiveRow, Compilation, Finding, GemmRow
-from jaxmp._tools.audit._trace import Traced
 from jaxmp.fp8 import _explain, _scaling
 
 FP32_GEMM = Check(
@@ -29,7 +27,7 @@ FP32_GEMM = Check(
 )
 UNDONATED_STATE = Check(
     id="undonated_state",
-    severity=NOTE,
+    severity=_checks.NOTE,
     explanation="No argument is donated, so the old and the new state are in memory at the same"
     " time.",
     fix="jax.jit(train_step, donate_argnums=0)",
@@ -61,14 +59,14 @@ class CompiledProgram:
     traced: tuple[Finding, ...]
     fp8: Mapping[tuple[str, str, str, int], str]
     fsdp_axes: frozenset[str]
-    chip: Target
+    chip: _targets.Target
     nnx_count: int = 0
 
 
 @FP32_GEMM.on_compiled
 def check_gemms(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
     """Reports matmuls in FP32 or TF32."""
-    reported = {f.module for f in program.traced if f.check == FP32_MATMUL.id}
+    reported = {f.module for f in program.traced if f.check == _check_matmuls.FP32_MATMUL.id}
     for row in program.rows.gemms:
         is_wide = row.lhs in _WIDE or row.rhs in _WIDE
         if is_wide and row.module not in reported and requires_16_bits(audit, row.module):
@@ -99,22 +97,19 @@ def requires_16_bits(audit: Auditor, module: str) -> bool:
     return bool(allowed) and FLOAT32 not in allowed and all(map(is_16bit, allowed))
 
 
-def finding(check: Check, row: GemmRow | CollectiveRow, message: str, fix: str = "") -> Finding:
-    return check.finding(
-        message,
-        fix,
-        module=row.module,
-        primitive=row.operation if isinstance(row, CollectiveRow) else "dot",
-        file=row.file,
-        line=row.line,
-        count=row.count,
-        flops=row.flops if isinstance(row, GemmRow) else 0,
-    )
+def finding(
+    check: Check, row: GemmRow | CollectiveRow, message: str, fix: str = "", **fields: Any
+) -> Finding:
+    """Returns a finding about a row of the compiled program; see `Check.finding`."""
+    own = {name: getattr(row, name) for name in ("module", "file", "line", "count")}
+    is_gemm = isinstance(row, GemmRow)
+    own |= {"primitive": "dot" if is_gemm else row.operation, "flops": row.flops if is_gemm else 0}
+    return check.finding(message, fix, **own | fields)
 
 
 NOT_FP8 = Check(
     id="not_fp8",
-    severity=WARNING,
+    severity=_checks.WARNING,
     explanation="A linear layer multiplies in 16 bits where the policies require FP8, because its"
     " dimensions are not multiples of 16, because it is too narrow for a gain, or because FP8 is"
     " not applied to it, as to convolutions, `ragged_dot` and stacked kernels.",
@@ -132,18 +127,18 @@ FP8_FALLBACK = Check(
 @NOT_FP8.on_matmul
 def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports a linear layer in 16 bits for which the policies require FP8."""
-    operands, is_low = op.equation.invars[:2], is_16bit(matmul.lhs) and is_16bit(matmul.rhs)
-    if op.location.phase != _jaxprs.FORWARD or not audit.context.requires_fp8(op.location):
+    operands, is_low = op.operands[:2], is_16bit(matmul.lhs) and is_16bit(matmul.rhs)
+    if not op.is_forward or not audit.context.requires_fp8(op.location):
         return
     if is_fp8(matmul.lhs) and is_fp8(matmul.rhs):
         _note_tokens(op, audit)
     if not is_low:
         return
     assert audit.context.policies is not None
-    form, why = excluded_form(op.equation)
+    form, why = _fp8_forms.excluded_form(op.equation)
     if form:
         # The batched matmuls of attention have no kernel.
-        if form != FORMS["dot_general"][0] or audit.flow.labels(From, *operands):
+        if form != _fp8_forms.FORMS["dot_general"][0] or audit.flow.labels(From, *operands):
             message = f"{form} of {matmul.lhs.name}, but the policies require FP8: {why}."
             audit.add(NOT_FP8, op, message, _exclude(op), flops=flops)
         return
@@ -164,8 +159,8 @@ def check_layers(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
 def _note_tokens(op: OpOccurrence, audit: Auditor) -> tuple[int, int]:
     """Returns the input and output features of a dot, and notes a decision for other tokens."""
     _, contracted = _operations.dot_of(op.equation).contracted
-    rows, shape = (math.prod(var.aval.shape) for var in op.equation.invars[:2])
-    k = math.prod(op.equation.invars[1].aval.shape[axis] for axis in contracted)
+    rows, shape = (math.prod(var.aval.shape) for var in op.operands[:2])
+    k = math.prod(op.operands[1].aval.shape[axis] for axis in contracted)
     n, tokens = shape // max(k, 1), rows // max(k, 1)
     assert audit.context.policies is not None
     scaling = audit.context.policies.fp8 or _scaling.CurrentScaling()
@@ -217,7 +212,7 @@ UNUSED_RULE = Check(
 
 
 @UNUSED_RULE.on_program
-def check_rules(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+def check_rules(audit: Auditor, traced: _trace.Traced) -> Iterator[Finding]:
     """Reports required rules without a module."""
     del traced
     policies = audit.context.policies
@@ -236,5 +231,5 @@ def check_rules(audit: Auditor, traced: Traced) -> Iterator[Finding]:
             text = _rules.rule_text(rule, with_reason=False)
             message = f"the required rule {text} decides for no module of this program."
             fix = f"Correct the path, or allow it to match nothing:\n    jaxmp.{rule!r}"
-            hint = did_you_mean(str(rule.path), filter(None, modules))
+            hint = _messages.did_you_mean(str(rule.path), filter(None, modules))
             yield UNUSED_RULE.finding(message + hint, f"{fix[:-1]}, required=False)")

@@ -13,26 +13,14 @@ from jaxmp._core import _dtypes
 from jaxmp._core._wide import WIDENED_MATMUL
 from jaxmp._programs import _analysis, _jaxprs, _operations
 from jaxmp._programs._matmuls import MATMULS
-from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._check_ops import NORM_16BIT
-from jaxmp._tools.audit._checks import (
-    LAYOUT,
-    WARNING,
-    Check,
-    OpOccurrence,
-    dtype_of,
-    half_of,
-    named,
-)
+from jaxmp._tools.audit import _auditor, _check_ops, _checks, _rows, _trace
 from jaxmp._tools.audit._dataflow import GRADIENT, From, Update, powers_of
 from jaxmp._tools.audit._labels import ConditionalFinding, Logits
 from jaxmp._tools.audit._origins import SUMS, fix_expression, fix_operation
-from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes._rewrite import with_finite_numbers
 from jaxmp._tools.fixes._source import expression_of
 
-FLOAT16_RANGE = Check(
+FLOAT16_RANGE = _checks.Check(
     id="float16_range",
     explanation="A value leaves the range of float16: an epsilon below 3e-8 is 0 before a division,"
     " logarithm or root; a finite constant beyond 65504 is infinite; squares that are summed"
@@ -43,7 +31,7 @@ FLOAT16_RANGE = Check(
 )
 
 _LARGEST = 65504
-_BROADCASTS = named("broadcast_in_dim reshape")
+_BROADCASTS = _checks.named("broadcast_in_dim reshape")
 # The factor of head size 8; smaller ones scale the logits of attention.
 _ATTENTION_SCALE = 8**-0.5
 
@@ -51,19 +39,19 @@ _ATTENTION_SCALE = 8**-0.5
 class LostEpsilon(ConditionalFinding):
     """Label of a float16 value to which an epsilon was added that is 0 in float16."""
 
-    check, survives = FLOAT16_RANGE, LAYOUT | named("sqrt")
+    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _checks.named("sqrt")
 
 
 class Square(ConditionalFinding):
     """Label of the square of a float16 value."""
 
-    check, survives = FLOAT16_RANGE, LAYOUT | named("mul div")
+    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _checks.named("mul div")
 
 
 class UnscaledLogits(ConditionalFinding):
     """Label of float16 logits that were scaled after their matmul."""
 
-    check, survives = FLOAT16_RANGE, LAYOUT | named("sub add select_n max")
+    check, survives = FLOAT16_RANGE, _checks.LAYOUT | _checks.named("sub add select_n max")
 
 
 class OtherFormat(ConditionalFinding):
@@ -74,7 +62,7 @@ class OtherFormat(ConditionalFinding):
 
 class _Sum(NamedTuple):
     square: Square
-    op: OpOccurrence
+    op: _checks.OpOccurrence
 
 
 # ---------------------------------------------------------------------------
@@ -83,7 +71,7 @@ class _Sum(NamedTuple):
 
 
 @FLOAT16_RANGE.on_operation("add", "add_any", "max")
-def label_epsilon(op: OpOccurrence, audit: Auditor) -> LostEpsilon | None:
+def label_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> LostEpsilon | None:
     """Labels the sum with, or the maximum of, a value and a constant 0."""
     is_zero = any(_constant(var, op, audit) == 0 for var in _float16_operands(op))
     message = f"the constant of this {op.name} is 0 in float16, whose least number is 6e-8"
@@ -92,10 +80,10 @@ def label_epsilon(op: OpOccurrence, audit: Auditor) -> LostEpsilon | None:
 
 
 @FLOAT16_RANGE.on_operation("div", "log", "rsqrt", "sqrt", "pow")
-def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
+def report_epsilon(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports an epsilon of 0 where 0 has no finite result."""
-    if op.location.phase != _jaxprs.BACKWARD:
-        divisor = op.equation.invars[-1:] if op.name == "div" else op.equation.invars[:1]
+    if not op.is_backward:
+        divisor = op.operands[-1:] if op.name == "div" else op.operands[:1]
         lost = audit.flow.labels(LostEpsilon, *divisor)
         for label in lost:
             label.fix = fix_operation(op, audit.findings, "float16", SUMS) or label.fix
@@ -105,7 +93,7 @@ def report_epsilon(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type", "add", "sub", "mul")
-def check_constant(op: OpOccurrence, audit: Auditor) -> None:
+def check_constant(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a finite constant that is infinite in float16."""
     is_cast = op.name == "convert_element_type"
     for value in (_constant(var, op, audit) for var in _float16_operands(op)):
@@ -119,18 +107,18 @@ def check_constant(op: OpOccurrence, audit: Auditor) -> None:
             audit.add(FLOAT16_RANGE, op, f"{message} everywhere become NaN.", fix)
 
 
-def _float16_operands(op: OpOccurrence) -> list[_jaxprs.Atom]:
+def _float16_operands(op: _checks.OpOccurrence) -> list[_jaxprs.Atom]:
     """Returns the operands of an operation with a float16 result; none in a backward pass."""
-    is_float16 = dtype_of(op.equation.outvars[0]) == _dtypes.FLOAT16
-    return op.equation.invars if is_float16 and op.location.phase != _jaxprs.BACKWARD else []
+    is_float16 = _checks.dtype_of(op.result) == _dtypes.FLOAT16
+    return op.operands if is_float16 and not op.is_backward else []
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type")
-def check_formats(op: OpOccurrence, audit: Auditor) -> OtherFormat | None:
+def check_formats(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OtherFormat | None:
     """Reports values that are cast from one 16-bit format to the other and back."""
-    (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
-    source = half_of([op.body.source_of(operand, named("convert_element_type"))])
-    if source is None or not _dtypes.is_16bit(dtype) or op.location.phase == _jaxprs.BACKWARD:
+    (operand,), dtype = op.operands, _checks.dtype_of(op.result)
+    source = _checks.half_of([op.body.source_of(operand, _checks.named("convert_element_type"))])
+    if source is None or not _dtypes.is_16bit(dtype) or op.is_backward:
         return None
     audit.report(OtherFormat, [operand], f", and back at {audit.findings.where(op)}")
     if source == dtype:
@@ -141,22 +129,24 @@ def check_formats(op: OpOccurrence, audit: Auditor) -> OtherFormat | None:
 
 
 @FLOAT16_RANGE.on_operation("convert_element_type")
-def check_product_of_weights(op: OpOccurrence, audit: Auditor) -> None:
+def check_product_of_weights(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the FP32 gradient of a product of weights, which is rounded for two matmuls."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
-    is_rounded = dtype_of(operand) == _dtypes.FLOAT32 and dtype_of(result) == _dtypes.FLOAT16
-    if op.location.phase != _jaxprs.BACKWARD or not is_rounded:
+    (operand,), result = op.operands, op.result
+    is_rounded = (
+        _checks.dtype_of(operand) == _dtypes.FLOAT32 and _checks.dtype_of(result) == _dtypes.FLOAT16
+    )
+    if not op.is_backward or not is_rounded:
         return
-    maker = op.body.maker_through(operand, LAYOUT)
+    maker = op.body.maker_through(operand, _checks.LAYOUT)
     if maker is None or not _is_matmul(maker) or not _is_multiplied(result, op.body):
         return
-    if all(dtype_of(var) == _dtypes.FLOAT16 for var in maker.invars[:2]):
+    if all(_checks.dtype_of(var) == _dtypes.FLOAT16 for var in maker.invars[:2]):
         message = "the gradient of a product of weights is rounded to float16: sums beyond 65504"
         fix = (
             "Multiply the FP32 parameters, w = (a @ b).astype(jnp.float16), or the activations by"
             " one weight after the other, y = (x @ a) @ b."
         )
-        audit.add(FLOAT16_RANGE, op, f"{message} are inf.", fix, severity=WARNING)
+        audit.add(FLOAT16_RANGE, op, f"{message} are inf.", fix, severity=_checks.WARNING)
 
 
 def _is_matmul(equation: _jaxprs.Equation) -> bool:
@@ -167,7 +157,7 @@ def _is_multiplied(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
     """Returns True if a matmul reads a value, which may be cast or moved before."""
     return any(
         _is_matmul(reader)
-        or (reader.primitive.name in LAYOUT and _is_multiplied(reader.outvars[0], body))
+        or (reader.primitive.name in _checks.LAYOUT and _is_multiplied(reader.outvars[0], body))
         for reader in body.readers(var)
     )
 
@@ -178,7 +168,7 @@ def _is_multiplied(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
 
 
 @FLOAT16_RANGE.on_operation("mul", "square", "integer_pow")
-def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
+def label_square(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Square | None:
     """Labels the square of a float16 value."""
     operands = _float16_operands(op)
     is_square = op.name != "integer_pow" or _operations.exponent_of(op.equation) > 1
@@ -191,28 +181,28 @@ def label_square(op: OpOccurrence, audit: Auditor) -> Square | None:
 
 
 @FLOAT16_RANGE.on_operation("reduce_sum")
-def collect_sums(op: OpOccurrence, audit: Auditor) -> None:
+def collect_sums(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects sums of squares, as for a norm."""
-    squares = audit.flow.labels(Square, *op.equation.invars)
-    if op.location.phase != _jaxprs.BACKWARD:
+    squares = audit.flow.labels(Square, *op.operands)
+    if not op.is_backward:
         audit.collected[_Sum] += [_Sum(square, op) for square in squares]
 
 
 @FLOAT16_RANGE.on_program
-def report_sums(audit: Auditor, traced: Traced) -> None:
+def report_sums(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     """Reports summed squares, unless they are the statistics of a norm that is reported."""
     del traced
-    norms = {f.line for f in audit.findings if f.check is NORM_16BIT}
+    norms = {f.line for f in audit.findings if f.check is _check_ops.NORM_16BIT}
     for square, op in audit.collected[_Sum]:
         if audit.findings.line_of(op) not in norms:
             square.report(f"; they are summed at {audit.findings.where(op)}", audit.findings)
 
 
 @FLOAT16_RANGE.on_operation("mul", "div")
-def label_logits(op: OpOccurrence, audit: Auditor) -> UnscaledLogits | None:
+def label_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> UnscaledLogits | None:
     """Labels logits of queries and keys that are scaled after their matmul in float16."""
-    logits, scalar = op.equation.invars
-    value = _constant(scalar, op, audit) if op.location.phase == _jaxprs.FORWARD else None
+    logits, scalar = op.operands
+    value = _constant(scalar, op, audit) if op.is_forward else None
     if not value or abs(value if op.name == "mul" else 1 / value) > _ATTENTION_SCALE:
         return None
     for label in audit.flow.of(logits):
@@ -225,20 +215,20 @@ def label_logits(op: OpOccurrence, audit: Auditor) -> UnscaledLogits | None:
 
 
 @FLOAT16_RANGE.on_operation("exp", "exp2")
-def report_logits(op: OpOccurrence, audit: Auditor) -> None:
+def report_logits(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports logits of a softmax that may overflow before they are scaled."""
-    audit.report(UnscaledLogits, op.equation.invars, ": sums beyond 65504 are inf")
+    audit.report(UnscaledLogits, op.operands, ": sums beyond 65504 are inf")
 
 
-def _is_of_activations(logits: Logits, audit: Auditor) -> bool:
+def _is_of_activations(logits: Logits, audit: _auditor.Auditor) -> bool:
     equation = logits.op.equation
     types = [{type(label) for label in audit.flow.of(var)} for var in equation.invars[:2]]
     # A weight is an argument to which nothing was added.
     has_weight = any(From in each and Update not in each for each in types)
-    return dtype_of(equation.outvars[0]) == _dtypes.FLOAT16 and not has_weight
+    return _checks.dtype_of(equation.outvars[0]) == _dtypes.FLOAT16 and not has_weight
 
 
-def _constant(var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor) -> float | None:
+def _constant(var: _jaxprs.Atom, op: _checks.OpOccurrence, audit: _auditor.Auditor) -> float | None:
     """Returns the value of a constant scalar, which may be broadcast."""
     source = op.body.source_of(var, _BROADCASTS)
     if math.prod(getattr(source.aval, "shape", (0,))) != 1:
@@ -247,7 +237,7 @@ def _constant(var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor) -> float | No
     return None if value is None or value.dtype.kind == "b" else float(value.reshape(()))
 
 
-SCALED_GRADIENTS = Check(
+SCALED_GRADIENTS = _checks.Check(
     id="scaled_gradients",
     explanation="Gradients are clipped, measured or added to the state while they are multiplied by"
     " the loss scale, or they are divided by it twice.",
@@ -266,7 +256,7 @@ class _Event(NamedTuple):
     """Use of gradients that is wrong if argument `number` is a loss scale."""
 
     number: int
-    op: OpOccurrence
+    op: _checks.OpOccurrence
     message: str
     fix: str = _FIX
 
@@ -277,17 +267,17 @@ class _Divisor(NamedTuple):
     number: int
 
 
-def _of_gradient(var: _jaxprs.Atom, audit: Auditor) -> dict[int, float | None]:
+def _of_gradient(var: _jaxprs.Atom, audit: _auditor.Auditor) -> dict[int, float | None]:
     labels = audit.flow.of(var)
     return powers_of(labels) if GRADIENT in labels else {}
 
 
 @SCALED_GRADIENTS.on_operation("mul", "div")
-def check_division(op: OpOccurrence, audit: Auditor) -> None:
+def check_division(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the scalars by which gradients are divided, and divisions of unscaled gradients."""
     divided = -1 if op.name == "mul" else 1
-    pairs = [op.equation.invars, op.equation.invars[::-1]][: 2 if op.name == "mul" else 1]
-    for var, other in pairs if op.location.phase != _jaxprs.BACKWARD else ():
+    pairs = [op.operands, op.operands[::-1]][: 2 if op.name == "mul" else 1]
+    for var, other in pairs if not op.is_backward else ():
         if GRADIENT in audit.flow.of(other) or GRADIENT not in audit.flow.of(var):
             continue
         for number in (
@@ -302,23 +292,23 @@ def check_division(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @SCALED_GRADIENTS.on_operation("lt", "le", "gt", "ge", "min", "max", "clamp", "add", "sub")
-def check_use(op: OpOccurrence, audit: Auditor) -> None:
+def check_use(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects limits of scaled gradients or of their norm, and sums with arguments."""
-    if op.location.phase == _jaxprs.BACKWARD:
+    if op.is_backward:
         return
     is_sum = op.name in ("add", "sub")
     message = "gradients are clipped while they are multiplied by the loss scale."
     if is_sum:
         message = "the state is updated with gradients that are multiplied by the loss scale."
-    for var in op.equation.invars:
-        others = [x for x in op.equation.invars if x is not var]
+    for var in op.operands:
+        others = [x for x in op.operands if x is not var]
         for number, power in _of_gradient(var, audit).items():
             is_other = all(_is_other(x, number, is_sum, audit) for x in others)
             if (power or 0) > 0 or (power and not is_sum):
                 audit.collected[_Event] += [_Event(number, op, message)] * is_other
 
 
-def _is_other(var: _jaxprs.Atom, number: int, is_sum: bool, audit: Auditor) -> bool:
+def _is_other(var: _jaxprs.Atom, number: int, is_sum: bool, audit: _auditor.Auditor) -> bool:
     """Returns True for a summand from the state, and for a limit without the loss scale."""
     labels = audit.flow.of(var)
     if number in powers_of(labels):
@@ -330,7 +320,7 @@ def _is_other(var: _jaxprs.Atom, number: int, is_sum: bool, audit: Auditor) -> b
 
 
 @SCALED_GRADIENTS.on_program
-def check_scales(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def check_scales(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_rows.Finding]:
     """Reports the collected events of loss scales, and results that depend on one."""
     scales = set(powers_of(audit.flow.of_all(var for _, var in traced.dynamic_scales())))
     if not scales and audit.float16_backward is not None:

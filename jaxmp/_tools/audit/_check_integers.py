@@ -10,34 +10,10 @@ import numpy as np
 
 from jaxmp._core import _dtypes
 from jaxmp._programs import _jaxprs, _operations
-from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._check_ops import counts_largest
-from jaxmp._tools.audit._checks import (
-    LAYOUT,
-    PERIODIC,
-    Check,
-    OpOccurrence,
-    dtype_of,
-    half_of,
-    named,
-)
-from jaxmp._tools.audit._labels import (
-    WAS_16_BITS,
-    ConditionalFinding,
-    Fact,
-    FloatInput,
-    RoundedInput,
-)
-from jaxmp._tools.audit._origins import (
-    fix_expression,
-    fix_operation,
-    fix_origins,
-    fix_rounding,
-    fix_sums,
-)
-from jaxmp._tools.fixes._source import expression_of
+from jaxmp._tools.audit import _auditor, _check_ops, _checks, _labels, _origins
+from jaxmp._tools.fixes import _source
 
-ROUNDED_INPUT = Check(
+ROUNDED_INPUT = _checks.Check(
     id="rounded_input",
     explanation="An FP32 argument, frequency or table is rounded to 16 bits before its sine, cosine"
     " or the root of 1 - x is computed: a time step of 257 becomes 256 in bfloat16.",
@@ -45,16 +21,17 @@ ROUNDED_INPUT = Check(
 )
 
 
-@ROUNDED_INPUT.on_operation(*PERIODIC)
-def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
+@ROUNDED_INPUT.on_operation(*_checks.PERIODIC)
+def check_rounding(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a periodic function of an argument that was rounded to 16 bits."""
-    operands = op.equation.invars[:1] if op.location.phase == _jaxprs.FORWARD else ()
-    for label in audit.flow.labels(RoundedInput, *operands):
+    operands = op.operands[:1] if op.is_forward else ()
+    for label in audit.flow.labels(_labels.RoundedInput, *operands):
         source, dtype = label.input, label.dtype
         example = "257 becomes 256" if dtype == "bfloat16" else "2049 becomes 2048"
         message = f"argument {source.location} is rounded to {dtype} before {op.name}: {example}."
-        fix = _keep_input(source.name, dtype, op, audit) or fix_rounding(op, audit.findings)
-        fix = fix or fix_operation(op, audit.findings, dtype)
+        fix = _keep_input(source.name, dtype, op, audit)
+        fix = fix or _origins.fix_rounding(op, audit.findings)
+        fix = fix or _origins.fix_operation(op, audit.findings, dtype)
         rounded = [x.fix for x in audit.flow.labels(RoundedValue, *operands)]
         fix = fix if op.location.names or not rounded else rounded[0]
         audit.add(ROUNDED_INPUT, op, message, fix)
@@ -64,55 +41,56 @@ def check_rounding(op: OpOccurrence, audit: Auditor) -> None:
     )
 
 
-class RoundedValue(ConditionalFinding):
+class RoundedValue(_labels.ConditionalFinding):
     """Label of an array that was rounded from FP32 to 16 bits, and only shifted or scaled since."""
 
-    check, survives = ROUNDED_INPUT, RoundedInput.survives
+    check, survives = ROUNDED_INPUT, _labels.RoundedInput.survives
 
 
 @dataclasses.dataclass(frozen=True)
-class _Complement(Fact):
+class _Complement(_labels.Fact):
     """Label of 1 minus a rounded array."""
 
     value: RoundedValue
-    survives = FloatInput.survives | named("mul")
+    survives = _labels.FloatInput.survives | _checks.named("mul")
 
 
 @ROUNDED_INPUT.on_operation("convert_element_type")
-def label_value(op: OpOccurrence, audit: Auditor) -> RoundedValue | None:
+def label_value(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedValue | None:
     """Labels an FP32 table, which was not 16 bits before, that is rounded."""
-    (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
-    is_table = dtype_of(operand) == _dtypes.FLOAT32 and WAS_16_BITS not in audit.flow.of(operand)
+    (operand,), dtype = op.operands, _checks.dtype_of(op.result)
+    is_wide = _checks.dtype_of(operand) == _dtypes.FLOAT32
     if (
-        not is_table
+        not is_wide
+        or _labels.WAS_16_BITS in audit.flow.of(operand)
         or not _dtypes.is_16bit(dtype)
         or operand.aval.size == 1
-        or op.location.phase != _jaxprs.FORWARD
+        or not op.is_forward
     ):
         return None
     sentence = f"At {audit.findings.where(op)}, do not round to 16 bits"
-    fix = lambda: fix_expression(sentence, op, audit.findings) or f"{sentence}."
+    fix = lambda: _origins.fix_expression(sentence, op, audit.findings) or f"{sentence}."
     return RoundedValue(op, f"an FP32 array is rounded to {dtype.name}", fix)
 
 
 @ROUNDED_INPUT.on_result("sub")
-def label_complement(op: OpOccurrence, audit: Auditor) -> None:
+def label_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels 1 minus a rounded array."""
-    minuend, var = op.equation.invars
+    minuend, var = op.operands
     if _jaxprs.is_literal(minuend) and minuend.aval.size == 1 and float(minuend.val) == 1:
         for label in audit.flow.labels(RoundedValue, var):
-            audit.flow.mark(op.equation.outvars[0], _Complement(label))
+            audit.flow.mark(op.result, _Complement(label))
 
 
 @ROUNDED_INPUT.on_operation("sqrt", "rsqrt", "log", "pow")
-def check_complement(op: OpOccurrence, audit: Auditor) -> None:
+def check_complement(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a root or logarithm of 1 minus a rounded array, which cancels near 1."""
-    for label in audit.flow.labels(_Complement, *op.equation.invars):
+    for label in audit.flow.labels(_Complement, *op.operands):
         harm = f", so that 1 minus it cancels before the {op.name} at {audit.findings.where(op)}"
         label.value.report(harm, audit.findings)
 
 
-def _keep_input(name: str, dtype: str, op: OpOccurrence, audit: Auditor) -> str:
+def _keep_input(name: str, dtype: str, op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
     """Returns the rules that keep an argument in FP32 where a module computes its sine.
 
     Returns:
@@ -121,8 +99,8 @@ def _keep_input(name: str, dtype: str, op: OpOccurrence, audit: Auditor) -> str:
     if not op.location.names:
         return ""
     path = _jaxprs.module_paths_of(op.location.names)[0]
-    own, parts = expression_of(op, audit.findings), []
-    name = (own and own.argument) or name
+    own, parts = _source.expression_of(op, audit.findings), []
+    name = own.argument or name
     if name != "NAME":
         keep = f"    Rule('', keep_inputs=[{name!r}])"
         parts.append(f"Keep the argument by a rule with its name in the model's __call__:\n{keep}")
@@ -132,29 +110,29 @@ def _keep_input(name: str, dtype: str, op: OpOccurrence, audit: Auditor) -> str:
     return "\n".join(parts)
 
 
-ROUNDED_INTEGER = Check(
+ROUNDED_INTEGER = _checks.Check(
     id="rounded_integer",
     explanation="Counts, positions, steps or indices are rounded to 16 bits or computed in them,"
     " where the integers beyond 256 (bfloat16) or 2048 (float16) are not distinct.",
     fix="positions = jnp.arange(length, dtype=jnp.float32)",
 )
-SORT_16BIT = Check(
+SORT_16BIT = _checks.Check(
     id="sort_16bit",
     explanation="FP32 keys are rounded to 16 bits and then sorted, so that different keys compare"
     " as equal.",
     fix="order = jnp.argsort(x)",
 )
-INT_OVERFLOW = Check(
+INT_OVERFLOW = _checks.Check(
     id="int_overflow",
     explanation="A matmul of 8-bit or 16-bit integers sums in the same dtype, which wraps around.",
     fix="jnp.matmul(x, w, preferred_element_type=jnp.int32)",
 )
 
-_MOVES = LAYOUT | named("slice dynamic_slice gather rev concatenate select_n neg")
+_MOVES = _checks.LAYOUT | _checks.named("slice dynamic_slice gather rev concatenate select_n neg")
 
 
 @dataclasses.dataclass(frozen=True)
-class Integers(Fact):
+class Integers(_labels.Fact):
     """Label of integers of any dtype, and the bound of their absolute values."""
 
     bound: float
@@ -166,14 +144,14 @@ class Integers(Fact):
 STEPS = Integers(math.inf, "steps or counts")
 
 
-class RoundedIndex(ConditionalFinding):
+class RoundedIndex(_labels.ConditionalFinding):
     """Label of integers that were made of 16-bit numbers."""
 
     check = ROUNDED_INTEGER
-    survives = _MOVES | named("add sub min max clamp jit pjit")
+    survives = _MOVES | _checks.named("add sub min max clamp jit pjit")
 
 
-class RoundedKeys(ConditionalFinding):
+class RoundedKeys(_labels.ConditionalFinding):
     """Label of FP32 values that were rounded to 16 bits."""
 
     check = SORT_16BIT
@@ -186,10 +164,10 @@ class RoundedKeys(ConditionalFinding):
 
 
 @ROUNDED_INTEGER.on_operation("convert_element_type", "iota", "reduce_sum", "cumsum", "add", "mul")
-def check_integers(op: OpOccurrence, audit: Auditor) -> Integers | None:
+def check_integers(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
     """Labels integers, and reports those that are rounded to 16 bits."""
-    integers = _integers_after(op, audit) if op.location.phase == _jaxprs.FORWARD else None
-    dtype = dtype_of(op.equation.outvars[0])
+    integers = _integers_after(op, audit) if op.is_forward else None
+    dtype = _checks.dtype_of(op.result)
     if integers is None or not _dtypes.is_16bit(dtype):
         return integers
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
@@ -198,48 +176,44 @@ def check_integers(op: OpOccurrence, audit: Auditor) -> Integers | None:
     up_to = "" if math.isinf(integers.bound) else f" up to {integers.bound:,.0f}"
     text = f"{integers.text}{up_to} are rounded to {dtype.name}"
     sentence = "Compute with FP32 positions and counts, and cast the results"
-    fix = fix_expression(sentence, op, audit.findings)
+    fix = _origins.fix_expression(sentence, op, audit.findings)
     audit.add(ROUNDED_INTEGER, op, f"{text}: {limit + 1:,} becomes {limit:,}.", fix)
     return None
 
 
 @ROUNDED_INTEGER.on_operation("convert_element_type")
-def label_index(op: OpOccurrence, audit: Auditor) -> RoundedIndex | None:
+def label_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedIndex | None:
     """Labels integers that were computed in 16 bits, as `jnp.quantile` does."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
-    dtype = half_of([operand])
-    if (
-        dtype is None
-        or op.location.phase != _jaxprs.FORWARD
-        or np.dtype(dtype_of(result)).kind not in "iu"
-    ):
+    (operand,), result = op.operands, op.result
+    dtype = _checks.half_of([operand])
+    if dtype is None or not op.is_forward or np.dtype(_checks.dtype_of(result)).kind not in "iu":
         return None
     limit = 2 ** (jnp.finfo(dtype).nmant + 1)
     message = f"indices are computed in {dtype.name}: {limit + 1:,} becomes {limit:,}"
     findings = audit.findings
-    fix = fix_origins(op, findings) if findings.is_own_call(op.equation) else ""
-    for label in audit.flow.labels(RoundedInput, operand):
+    fix = _origins.fix_origins(op, findings) if findings.is_own_call(op.equation) else ""
+    for label in audit.flow.labels(_labels.RoundedInput, operand):
         fix = _keep_input(label.input.name, label.dtype, op, audit) or fix
-    fix = fix or fix_expression("Compute the indices in FP32", op, findings)
+    fix = fix or _origins.fix_expression("Compute the indices in FP32", op, findings)
     return RoundedIndex(op, message, fix or ROUNDED_INTEGER.fix)
 
 
 @ROUNDED_INTEGER.on_operation("gather", "dynamic_slice")
-def check_index(op: OpOccurrence, audit: Auditor) -> None:
+def check_index(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports indices from 16 bits into an array that has more elements than they can number."""
-    indices = op.equation.invars[1:] if op.location.phase == _jaxprs.FORWARD else ()
+    indices = op.operands[1:] if op.is_forward else ()
     for label in audit.flow.labels(RoundedIndex, *indices):
-        limit = 2 ** (jnp.finfo(dtype_of(label.op.equation.invars[0])).nmant + 1)
-        if max(op.equation.invars[0].aval.shape, default=0) > limit:
+        limit = 2 ** (jnp.finfo(_checks.dtype_of(label.op.operands[0])).nmant + 1)
+        if max(op.operands[0].aval.shape, default=0) > limit:
             label.report(f"; they are read at {audit.findings.where(op)}", audit.findings)
 
 
-def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
-    (result,) = op.equation.outvars
+def _integers_after(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Integers | None:
+    result = op.result
     if op.name == "iota":
         return Integers(_operations.iota_length(op.equation) - 1, "positions")
     each = list[Integers]()
-    for var in op.equation.invars:
+    for var in op.operands:
         integers = _integers(var, audit)
         if integers is None:
             return None
@@ -247,20 +221,20 @@ def _integers_after(op: OpOccurrence, audit: Auditor) -> Integers | None:
     bounds = [integers.bound for integers in each]
     if op.name == "convert_element_type":
         return each[0]
-    if op.name == "reduce_sum" and counts_largest(op):
+    if op.name == "reduce_sum" and _check_ops.counts_largest(op):
         return None
     bound, size = math.prod(bounds) if op.name == "mul" else sum(bounds), result.aval.size
     if op.name == "reduce_sum":
-        bound *= op.equation.invars[0].aval.size / max(size, 1)
+        bound *= op.operands[0].aval.size / max(size, 1)
     if op.name == "cumsum":
         bound *= result.aval.shape[_operations.axes_of(op.equation)[0]]
     return Integers(bound, "counts")
 
 
-def _integers(var: _jaxprs.Atom, audit: Auditor) -> Integers | None:
+def _integers(var: _jaxprs.Atom, audit: _auditor.Auditor) -> Integers | None:
     """Returns the bound of integers; None for other values and unknown bounds."""
     labels = audit.flow.labels(Integers, var)
-    dtype = np.dtype(dtype_of(var))
+    dtype = np.dtype(_checks.dtype_of(var))
     if labels or dtype.kind not in "biu":
         return labels[0] if labels else None
     if dtype.itemsize == 1:
@@ -275,18 +249,18 @@ def _integers(var: _jaxprs.Atom, audit: Auditor) -> Integers | None:
 
 
 @SORT_16BIT.on_operation("convert_element_type")
-def label_keys(op: OpOccurrence, audit: Auditor) -> RoundedKeys | None:
+def label_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedKeys | None:
     """Labels FP32 values that are rounded to 16 bits, unless they were 16 bits before."""
-    (operand,), dtype = op.equation.invars, dtype_of(op.equation.outvars[0])
+    (operand,), dtype = op.operands, _checks.dtype_of(op.result)
     # `jnp.quantile` and `jnp.median` write a scalar NaN into their 16-bit keys.
-    is_array = dtype_of(operand) == _dtypes.FLOAT32 and operand.aval.size > 1
-    if op.location.phase != _jaxprs.FORWARD or not is_array or not _dtypes.is_16bit(dtype):
+    is_array = _checks.dtype_of(operand) == _dtypes.FLOAT32 and operand.aval.size > 1
+    if not op.is_forward or not is_array or not _dtypes.is_16bit(dtype):
         return None
-    maker = op.body.maker_through(operand, LAYOUT - {"convert_element_type"})
+    maker = op.body.maker_through(operand, _checks.LAYOUT - {"convert_element_type"})
     if (
         maker is not None
         and maker.primitive.name == "convert_element_type"
-        and half_of(maker.invars)
+        and _checks.half_of(maker.invars)
     ):
         return None
     where = audit.findings.where(op)
@@ -296,10 +270,10 @@ def label_keys(op: OpOccurrence, audit: Auditor) -> RoundedKeys | None:
 
 
 @SORT_16BIT.on_operation("sort", "top_k", "approx_top_k")
-def check_keys(op: OpOccurrence, audit: Auditor) -> None:
+def check_keys(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a sort of rounded keys."""
-    if op.location.phase != _jaxprs.BACKWARD:
-        keys = op.equation.invars[: _operations.count_of_keys(op.equation)]
+    if not op.is_backward:
+        keys = op.operands[: _operations.count_of_keys(op.equation)]
         audit.report(RoundedKeys, keys, f", and they are sorted at {audit.findings.where(op)}")
 
 
@@ -309,11 +283,16 @@ def check_keys(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @INT_OVERFLOW.on_operation("dot_general", "conv_general_dilated", "ragged_dot_general")
-def check_integer_matmul(op: OpOccurrence, audit: Auditor) -> None:
+def check_integer_matmul(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports a matmul whose sums exceed the integers of its result."""
-    dtypes = [np.dtype(dtype_of(var)) for var in (*op.equation.invars[:2], *op.equation.outvars)]
+    dtypes = [np.dtype(_checks.dtype_of(var)) for var in (*op.operands[:2], *op.equation.outvars)]
     if all(dtype.kind in "iu" and dtype.itemsize <= 2 for dtype in dtypes):
         lhs, rhs, result = (dtype.name for dtype in dtypes)
         largest = np.iinfo(dtypes[2]).max
         message = f"{op.name} of {lhs} and {rhs}: sums beyond {largest:,} wrap around in {result}."
-        audit.add(INT_OVERFLOW, op, message, fix_sums("Sum in int32", op, "int32", audit.findings))
+        audit.add(
+            INT_OVERFLOW,
+            op,
+            message,
+            _origins.fix_sums("Sum in int32", op, "int32", audit.findings),
+        )

@@ -15,23 +15,12 @@ import numpy as np
 
 from jaxmp import losses
 from jaxmp._core._dtypes import FLOAT32, is_16bit
-from jaxmp._programs import _jaxprs, _locations, _uses
-from jaxmp._programs._analysis import Body
+from jaxmp._programs import _analysis, _jaxprs, _locations, _uses
+from jaxmp._tools.audit import _checks, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
-from jaxmp._tools.audit._checks import (
-    FLOATS,
-    LAYOUT,
-    Check,
-    OpOccurrence,
-    dtype_of,
-    half_of,
-    is_attention,
-    named,
-)
-from jaxmp._tools.audit._labels import ConditionalFinding, Fact, Logits
+from jaxmp._tools.audit._checks import Check, OpOccurrence
 from jaxmp._tools.audit._origins import contains_matmul, fix_expression, fix_operation, fix_sums
-from jaxmp._tools.audit._trace import Traced
 
 LOG_OF_ROUNDED = Check(
     id="log_of_rounded",
@@ -40,20 +29,20 @@ LOG_OF_ROUNDED = Check(
     fix="log_p = jax.nn.log_sigmoid(x.astype(jnp.float32))",
 )
 
-_MOVES = LAYOUT | named("slice gather select_n")
-_ELEMENTWISE = _MOVES | named(
+_MOVES = _checks.LAYOUT | _checks.named("slice gather select_n")
+_ELEMENTWISE = _MOVES | _checks.named(
     "add sub mul div neg max min clamp square integer_pow reduce_sum sqrt log1p exp"
 )
 
 
-class RoundedLoss(ConditionalFinding):
+class RoundedLoss(_labels.ConditionalFinding):
     """Label of a mean or sum that is a scalar in 16 bits."""
 
     check = LOSS_16BIT
-    survives = LAYOUT | named("add sub mul div neg log sqrt")
+    survives = _checks.LAYOUT | _checks.named("add sub mul div neg log sqrt")
 
 
-class RoundedTerm(ConditionalFinding):
+class RoundedTerm(_labels.ConditionalFinding):
     """Label of a term of a loss that was rounded to 16 bits."""
 
     check = LOSS_16BIT
@@ -63,21 +52,21 @@ class RoundedTerm(ConditionalFinding):
 class RoundedDifference(RoundedTerm):
     """Label of a function of a 16-bit difference, which a softplus passes to `exp`."""
 
-    survives = LAYOUT | named(
+    survives = _checks.LAYOUT | _checks.named(
         "add sub mul div min max clamp select_n square integer_pow reduce_sum sqrt"
     )
 
 
-class LogProbability(Fact):
+class LogProbability(_labels.Fact):
     """Label of an FP32 logarithm, and of differences of such."""
 
-    survives = _MOVES | named("sub add neg mul")
+    survives = _MOVES | _checks.named("sub add neg mul")
 
 
-class Probability(Fact):
+class Probability(_labels.Fact):
     """Label of a 16-bit sigmoid, softmax or tanh."""
 
-    survives = _MOVES | named("sub add max min clamp mul square integer_pow")
+    survives = _MOVES | _checks.named("sub add max min clamp mul square integer_pow")
 
     def __init__(self, op: OpOccurrence, name: str) -> None:
         self.op, self.name = op, name
@@ -91,18 +80,18 @@ class Probability(Fact):
 @LOSS_16BIT.on_operation("convert_element_type", "reduce_sum")
 def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
     """Labels the 16-bit scalar to which a reduction of a differentiated function is rounded."""
-    (result,) = op.equation.outvars
-    is_loss = op.location.phase == _jaxprs.FORWARD and op.location.differentiated
-    if not is_loss or not is_16bit(dtype_of(result)) or math.prod(result.aval.shape) != 1:
+    result = op.result
+    is_loss = op.is_forward and op.location.differentiated
+    if not is_loss or not is_16bit(_checks.dtype_of(result)) or math.prod(result.aval.shape) != 1:
         return None
     total = op.equation
     if op.name == "convert_element_type":
-        total = op.body.maker_through(op.equation.invars[0], LAYOUT | named("mul div neg"))
+        total = op.body.maker_through(op.operands[0], _checks.LAYOUT | _checks.named("mul div neg"))
     if total is None or total.primitive.name != "reduce_sum" or total.invars[0].aval.size == 1:
         return None
-    if dtype_of(op.body.source_of(total.invars[0], LAYOUT)) not in FLOATS:
+    if _checks.dtype_of(op.body.source_of(total.invars[0], _checks.LAYOUT)) not in _checks.FLOATS:
         return None  # A count, such as that of the elements of a mask.
-    dtype, where = dtype_of(result).name, audit.findings.where(op)
+    dtype, where = _checks.dtype_of(result).name, audit.findings.where(op)
     message = f"the loss is rounded to {dtype} when its terms are summed"
     fix = fix_operation(op._replace(equation=total), audit.findings)
     fix = fix or f"Compute the loss in FP32: cast its inputs before {where}:\n    {LOSS_16BIT.fix}"
@@ -110,9 +99,9 @@ def label_loss(op: OpOccurrence, audit: Auditor) -> RoundedLoss | None:
 
 
 @LOSS_16BIT.on_program
-def report_losses(audit: Auditor, traced: Traced) -> None:
+def report_losses(audit: Auditor, traced: _trace.Traced) -> None:
     """Reports rounded losses that the program returns in FP32."""
-    results = [v for v in traced.jaxpr.outvars if v.aval.size == 1 and half_of([v]) is None]
+    results = [v for v in traced.jaxpr.outvars if v.aval.size == 1 and _checks.half_of([v]) is None]
     audit.report(RoundedLoss, results, ", and the program returns it")
 
 
@@ -125,18 +114,18 @@ def report_losses(audit: Auditor, traced: Traced) -> None:
 def label_logarithm(op: OpOccurrence, audit: Auditor) -> LogProbability | None:
     """Labels FP32 logarithms."""
     del audit
-    is_wide = dtype_of(op.equation.outvars[0]) == FLOAT32 and op.location.phase == _jaxprs.FORWARD
+    is_wide = _checks.dtype_of(op.result) == FLOAT32 and op.is_forward
     return LogProbability() if is_wide else None
 
 
 @LOSS_16BIT.on_operation("convert_element_type")
 def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
     """Labels log-probabilities that are rounded to 16 bits."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    (operand,), result = op.operands, op.result
     is_log = bool(audit.flow.labels(LogProbability, operand))
-    if not is_log or dtype_of(operand) != FLOAT32 or not is_16bit(dtype_of(result)):
+    if not is_log or _checks.dtype_of(operand) != FLOAT32 or not is_16bit(_checks.dtype_of(result)):
         return None
-    dtype, where = dtype_of(result).name, audit.findings.where(op)
+    dtype, where = _checks.dtype_of(result).name, audit.findings.where(op)
     message = f"log-probabilities are rounded to {dtype}"
     fix = f"Keep the log-probabilities in FP32: remove .astype(jnp.{dtype}) at {where}."
     return RoundedTerm(op, message, fix)
@@ -145,13 +134,13 @@ def label_rounding(op: OpOccurrence, audit: Auditor) -> RoundedTerm | None:
 @LOSS_16BIT.on_operation("abs", "square", "integer_pow", "mul")
 def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | None:
     """Labels absolute values and squares of 16-bit differences."""
-    if op.name == "mul" and op.equation.invars[0] is not op.equation.invars[1]:
+    if op.name == "mul" and op.operands[0] is not op.operands[1]:
         return None
-    difference = op.body.maker_through(op.equation.invars[0], LAYOUT)
-    is_loss = op.location.phase == _jaxprs.FORWARD and op.location.differentiated
+    difference = op.body.maker_through(op.operands[0], _checks.LAYOUT)
+    is_loss = op.is_forward and op.location.differentiated
     if not is_loss or difference is None or difference.primitive.name != "sub":
         return None
-    dtype = half_of(difference.outvars)
+    dtype = _checks.half_of(difference.outvars)
     labels = audit.flow.labels(_Difference, *difference.outvars)
     if dtype is None or any(isinstance(label.rounded, UserCast) for label in labels):
         return None
@@ -164,9 +153,9 @@ def label_difference(op: OpOccurrence, audit: Auditor) -> RoundedDifference | No
 @LOSS_16BIT.on_operation("reduce_sum")
 def report_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports rounded terms that are summed to a scalar."""
-    if op.location.phase == _jaxprs.FORWARD and math.prod(op.equation.outvars[0].aval.shape) == 1:
+    if op.is_forward and math.prod(op.result.aval.shape) == 1:
         harm = f", and a loss sums the results at {audit.findings.where(op)}"
-        audit.report(RoundedTerm, op.equation.invars, harm)
+        audit.report(RoundedTerm, op.operands, harm)
 
 
 # ---------------------------------------------------------------------------
@@ -185,9 +174,9 @@ _PROBABILITIES = {
 @LOG_OF_ROUNDED.on_operation("logistic", "tanh", "convert_element_type", "div")
 def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
     """Labels 16-bit sigmoids and softmaxes."""
-    if not is_16bit(dtype_of(op.equation.outvars[0])) or op.location.phase == _jaxprs.BACKWARD:
+    if not is_16bit(_checks.dtype_of(op.result)) or op.is_backward:
         return None
-    is_softmax = any(x.normalized for x in audit.flow.labels(Logits, op.equation.invars[0]))
+    is_softmax = any(x.normalized for x in audit.flow.labels(_labels.Logits, op.operands[0]))
     name = "softmax" if is_softmax else op.name
     return Probability(op, name) if name in _PROBABILITIES else None
 
@@ -195,9 +184,9 @@ def label_probability(op: OpOccurrence, audit: Auditor) -> Probability | None:
 @LOG_OF_ROUNDED.on_operation("log", "log1p")
 def check_logarithm(op: OpOccurrence, audit: Auditor) -> None:
     """Reports the logarithm of a probability that was rounded to 16 bits."""
-    operands = op.equation.invars[:1] if op.location.phase == _jaxprs.FORWARD else ()
+    operands = op.operands[:1] if op.is_forward else ()
     for label in audit.flow.labels(Probability, *operands)[:1]:
-        dtype, where = dtype_of(label.op.equation.outvars[0]), audit.findings.where(label.op)
+        dtype, where = _checks.dtype_of(label.op.result), audit.findings.where(label.op)
         name, code = _PROBABILITIES[label.name]
         message = f"the logarithm of a {name} that is rounded to {dtype.name} at {where}."
         fix = f"Compute it from the FP32 input of the {name}:\n    {code}"
@@ -225,13 +214,13 @@ ROUNDED_OUTPUT = Check(
 )
 
 _SOFTMAX_READS = "; a softmax, log-softmax or log-sum-exp is computed from it"
-_KEEPS_ERROR = _uses.EXACT | LAYOUT | named("add mul div tanh")
-_CAST_ERROR = _KEEPS_ERROR | named("cumsum sqrt")
+_KEEPS_ERROR = _uses.EXACT | _checks.LAYOUT | _checks.named("add mul div tanh")
+_CAST_ERROR = _KEEPS_ERROR | _checks.named("cumsum sqrt")
 # Dtype -> the distance between its numbers from 256 to 512.
 _STEPS = {np.dtype(jnp.bfloat16): 2, np.dtype(jnp.float16): 0.25}
 
 
-class RoundingError(ConditionalFinding):
+class RoundingError(_labels.ConditionalFinding):
     """Label of a value that was rounded to 16 bits, and of values with its rounding error."""
 
     survives = _KEEPS_ERROR
@@ -249,10 +238,10 @@ class UserCast(RoundingError):
     check, survives = LOSS_16BIT, _CAST_ERROR
 
 
-class _Computed(Fact):
+class _Computed(_labels.Fact):
     """Label of values that are computed from a matmul or an exponential: no targets, no noise."""
 
-    survives = _ELEMENTWISE | _KEEPS_ERROR | named("rsqrt pow erf logistic log cumsum")
+    survives = _ELEMENTWISE | _KEEPS_ERROR | _checks.named("rsqrt pow erf logistic log cumsum")
 
 
 _COMPUTED = _Computed()
@@ -261,16 +250,16 @@ _COMPUTED = _Computed()
 @LOSS_16BIT.on_result("dot_general", "conv_general_dilated", "exp", "exp2", "logistic", "tanh")
 def label_computed(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the first functions from which outputs of a model are computed."""
-    if op.location.phase == _jaxprs.FORWARD:
-        audit.flow.mark(op.equation.outvars[0], _COMPUTED)
+    if op.is_forward:
+        audit.flow.mark(op.result, _COMPUTED)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Difference(Fact):
+class _Difference(_labels.Fact):
     """Label of a function of the difference of a rounded result and of another value."""
 
     rounded: RoundingError
-    survives = _ELEMENTWISE | _CAST_ERROR | named("pow logistic log")
+    survives = _ELEMENTWISE | _CAST_ERROR | _checks.named("pow logistic log")
 
 
 @LOSS_16BIT.on_result("convert_element_type")
@@ -279,10 +268,10 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
 
     The operations that compute a softmax in 16 bits have their own findings.
     """
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
-    if op.location.phase != _jaxprs.FORWARD or FLOAT32 not in (dtype_of(operand), dtype_of(result)):
+    (operand,), result = op.operands, op.result
+    if not op.is_forward or FLOAT32 not in (_checks.dtype_of(operand), _checks.dtype_of(result)):
         return
-    dtype = half_of([result])
+    dtype = _checks.half_of([result])
     if dtype is None:
         if audit.flow.labels(UserCast, operand) and _uses.Use.SOFTMAX in audit.use_of(result):
             audit.report(UserCast, [operand], _SOFTMAX_READS)
@@ -299,9 +288,9 @@ def label_cast(op: OpOccurrence, audit: Auditor) -> None:
 @ROUNDED_OUTPUT.on_result("dot_general", "conv_general_dilated", "ragged_dot_general")
 def label_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels a 16-bit result, and reports it if a softmax or a choice is computed from it."""
-    (result,) = op.equation.outvars
-    dtype = half_of(op.equation.invars[:2]) and half_of([result])
-    is_model = op.location.phase == _jaxprs.FORWARD and not any(map(is_attention, op.enclosing))
+    result = op.result
+    dtype = _checks.half_of(op.operands[:2]) and _checks.half_of([result])
+    is_model = op.is_forward and not any(map(_checks.is_attention, op.enclosing))
     if dtype is None or not is_model or _is_own_loss(op):
         return
     message = f"the result is rounded to {dtype.name}, with steps of {_STEPS[dtype]} around 300"
@@ -344,18 +333,18 @@ def _fix_output(op: OpOccurrence, audit: Auditor) -> str:
 @ROUNDED_OUTPUT.on_result("sub")
 def label_difference_of_output(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the difference of a rounded result and of a value that does not depend on it."""
-    lhs, rhs = op.equation.invars
-    for var, other in ((lhs, rhs), (rhs, lhs)) if op.location.phase == _jaxprs.FORWARD else ():
+    lhs, rhs = op.operands
+    for var, other in ((lhs, rhs), (rhs, lhs)) if op.is_forward else ():
         for rounded in audit.flow.labels(RoundingError, var):
             if isinstance(rounded, UserCast) and _is_zero(other, op, audit):
                 continue  # A softplus, which rounds no more than its operand.
             is_made_of = _is_made_of(rounded.op, other, op, audit)
             if not is_made_of or _are_slices(rounded.op, var, other, op, audit):
-                audit.flow.mark(op.equation.outvars[0], _Difference(rounded))
+                audit.flow.mark(op.result, _Difference(rounded))
 
 
 def _is_zero(var: _jaxprs.Atom, op: OpOccurrence, audit: Auditor) -> bool:
-    value = audit.known.value(op.body.source_of(var, LAYOUT))
+    value = audit.known.value(op.body.source_of(var, _checks.LAYOUT))
     return value is not None and not np.any(value)
 
 
@@ -383,15 +372,15 @@ def _are_slices(
     return bool(first - second and second - first)
 
 
-_SLICES = named("slice dynamic_slice gather split")
+_SLICES = _checks.named("slice dynamic_slice gather split")
 
 
 def _has_error(rounding: OpOccurrence, var: _jaxprs.Atom, audit: Auditor) -> bool:
-    labels = (x for x in audit.flow.of(var) if isinstance(x, (RoundingError, Logits)))
+    labels = (x for x in audit.flow.of(var) if isinstance(x, (RoundingError, _labels.Logits)))
     return any(label.op.equation is rounding.equation for label in labels)
 
 
-def _near(var: _jaxprs.Atom, body: Body) -> Iterator[_jaxprs.Atom]:
+def _near(var: _jaxprs.Atom, body: _analysis.Body) -> Iterator[_jaxprs.Atom]:
     """Yields a value and the first values that it is computed from."""
     sources, waiting = set[_jaxprs.Atom](), collections.deque([var])
     while waiting and len(sources) < _NEAR:
@@ -411,7 +400,7 @@ _NEAR = 32
 @ROUNDED_OUTPUT.on_operation("reduce_sum")
 def check_differences(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a rounded result if a loss is a sum of its differences."""
-    if op.location.phase == _jaxprs.FORWARD and op.equation.outvars[0].aval.size == 1:
-        for label in audit.flow.labels(_Difference, *op.equation.invars):
+    if op.is_forward and op.result.aval.size == 1:
+        for label in audit.flow.labels(_Difference, *op.operands):
             harm = f"; the loss at {audit.findings.where(op)} subtracts it from other values"
             label.rounded.report(harm, audit.findings)

@@ -13,41 +13,18 @@ from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _constructs, _locations, _matmuls, _operations, _uses
 from jaxmp._programs._jaxprs import (
     AUTOCAST,
-    BACKWARD,
-    FORWARD,
     Atom,
     Equation,
     Path,
     is_literal,
     module_paths_of,
 )
+from jaxmp._tools.audit import _checks, _dataflow, _labels, _trace
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._checks import (
-    ERROR,
-    FLOATS,
-    NOTE,
-    WARNING,
-    Check,
-    OpOccurrence,
-    PendingFinding,
-    PendingFindings,
-    dtype_of,
-    is_internal_matmul,
-    named,
-)
-from jaxmp._tools.audit._dataflow import GRADIENT, is_of_power_iteration
-from jaxmp._tools.audit._labels import (
-    GATED,
-    STREAM,
-    WAS_16_BITS,
-    ConditionalFinding,
-    WideValue,
-)
+from jaxmp._tools.audit._checks import Check, OpOccurrence, PendingFindings
 from jaxmp._tools.audit._origins import apply_code, fix_casts, fix_wide, in_words, is_in_flax
-from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._rewrite import with_operand
-from jaxmp._tools.fixes._source import expression_of
-from jaxmp._tools.report._section import bytes_text
+from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.report import _section
 
 IMPLICIT_PROMOTION = Check(
     id="implicit_promotion",
@@ -57,11 +34,11 @@ IMPLICIT_PROMOTION = Check(
     fix="y = y.astype(x.dtype)",
 )
 
-_BINARY = named("add sub mul div max min pow rem atan2 select_n concatenate")
-_BROADCASTS = named("broadcast_in_dim reshape")
+_BINARY = _checks.named("add sub mul div max min pow rem atan2 select_n concatenate")
+_BROADCASTS = _checks.named("broadcast_in_dim reshape")
 
 
-class PromotedValue(ConditionalFinding, WideValue):
+class PromotedValue(_labels.ConditionalFinding, _labels.WideValue):
     """Label of the wide result of an implicit promotion.
 
     It is harmful if an FP32 matmul reads it, if it promotes another 16-bit array, or if the program
@@ -78,15 +55,15 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
     JAX casts and computes in one call, at one line of the source. A cast that the user wrote is a
     call of its own, and casts by autocast have a name scope.
     """
-    if AUTOCAST in str(op.equation.source_info.name_stack) or op.location.phase != FORWARD:
+    if AUTOCAST in str(op.equation.source_info.name_stack) or not op.is_forward:
         return
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
-    source, target = dtype_of(operand), dtype_of(result)
+    (operand,), result = op.operands, op.result
+    source, target = _checks.dtype_of(operand), _checks.dtype_of(result)
     if not _is_wider(source, target) or math.prod(operand.aval.shape) <= 1:
         return
     allowed = audit.context.allowed_dtypes(op.location)
     is_fp32_module = bool(allowed) and not any(_dtypes.is_16bit(dtype) for dtype in allowed)
-    if GRADIENT in audit.flow.of(operand) or is_fp32_module:
+    if _dataflow.GRADIENT in audit.flow.of(operand) or is_fp32_module:
         return
     size = math.prod(op.body.source_of(operand, _BROADCASTS).aval.shape)
     for reader in op.body.readers(result):
@@ -101,10 +78,10 @@ def check_promotion(op: OpOccurrence, audit: Auditor) -> None:
 def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports promotions that make a matmul wide; their fix is that of the matmul, too."""
     is_wide = bool({_dtypes.FLOAT32, _dtypes.FLOAT64} & {matmul.lhs, matmul.rhs})
-    if not is_wide or op.location.phase != FORWARD or is_internal_matmul(op, matmul):
+    if not is_wide or not op.is_forward or _checks.is_internal_matmul(op, matmul):
         return
     harm = f", and the matmul at {audit.findings.where(op)} ({op.name}) reads it"
-    for label in audit.flow.labels(PromotedValue, *op.equation.invars[:2]):
+    for label in audit.flow.labels(PromotedValue, *op.operands[:2]):
         label.report(harm, audit.findings, flops)
         key = op.location.names, audit.findings.line_of(op)
         fix = f"{label.fix}\nThis is the promotion at {audit.findings.where(label.op)}."
@@ -112,11 +89,11 @@ def report_matmul(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: 
 
 
 @IMPLICIT_PROMOTION.on_program
-def report_results(audit: Auditor, traced: Traced) -> None:
+def report_results(audit: Auditor, traced: _trace.Traced) -> None:
     """Reports promotions of returned values. A softmax, a choice or a loss reads FP32."""
     labels = audit.flow.labels(PromotedValue, *traced.jaxpr.outvars)
     for label in sorted(labels, key=lambda label: label.number):
-        use = audit.use_of(label.op.equation.outvars[0])
+        use = audit.use_of(label.op.result)
         if not use & (_uses.Use.SOFTMAX | _uses.Use.ORDER | _uses.Use.LOSS):
             label.report(", and the program returns the wide result", audit.findings)
 
@@ -135,8 +112,8 @@ def _is_wider(source: np.dtype, target: np.dtype) -> bool:
 def _label_promotion(
     op: OpOccurrence, reader: Equation, others: list[Atom], audit: Auditor
 ) -> None:
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
-    source, target = dtype_of(operand).name, dtype_of(result).name
+    (operand,), result = op.operands, op.result
+    source, target = _checks.dtype_of(operand).name, _checks.dtype_of(result).name
     here = op._replace(equation=reader)
     message = f"{source} {_symbol(reader)} {target} is computed in {target}"
     earlier = audit.flow.labels(PromotedValue, *others)
@@ -148,13 +125,13 @@ def _label_promotion(
             if not own_line or _own_line(promotion.op, audit.findings) != own_line:
                 promotion.report(harm, audit.findings)
     elif any(_is_gated(var, reader, op, audit) for var in others):
-        audit.flow.mark(result, GATED)
+        audit.flow.mark(result, _labels.GATED)
     elif any(_is_stream(var, operand, op, audit) for var in others):
-        audit.flow.mark(result, STREAM)
+        audit.flow.mark(result, _labels.STREAM)
         index = next(n for n, var in enumerate(reader.invars) if var is not result)
         fix = fix_wide("Cast the stream at its start", here, [index], source, audit.findings)
         message = f"{message}: the residual stream or loop carry is {target} from its start."
-        audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=WARNING)
+        audit.add(IMPLICIT_PROMOTION, here, message, fix, severity=_checks.WARNING)
     else:
         fix = _fix_promotion(here, result, others, source, audit.findings)
         audit.flow.mark(result, PromotedValue(here, message, fix))
@@ -176,13 +153,12 @@ def _fix_promotion(
             f"    y = y.astype(jnp.{source})"
         )
     literals = [var for var in others if is_literal(var)]
-    index = next(n for n, var in enumerate(op.equation.invars) if var is not upcast)
+    index = next(n for n, var in enumerate(op.operands) if var is not upcast)
     if literals:
         number = str(float(literals[0].val))
-        return (
-            "Replace the array or NumPy number by a Python number, which does not promote:\n"
-            f"    {with_operand(expression_of(op, findings), index, number) or number}"
-        )
+        code = _rewrite.with_operand(_source.expression_of(op, findings), index, number) or number
+        sentence = "Replace the array or NumPy number by a Python number, which does not promote"
+        return f"{sentence}:\n    {code}"
     return fix_wide("Cast the wide operand", op, [index], source, findings)
 
 
@@ -193,7 +169,7 @@ def _fix_promotion(
 
 def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for a wide value, such as a residual stream, that `operand` is added to."""
-    if STREAM in audit.flow.of(var) or _is_carry(var, op):
+    if _labels.STREAM in audit.flow.of(var) or _is_carry(var, op):
         return True
     is_other = operand is not var and not is_literal(var)
     return is_other and op.body.depends_on(operand, var)
@@ -202,7 +178,7 @@ def _is_stream(var: Atom, operand: Atom, op: OpOccurrence, audit: Auditor) -> bo
 def _is_gated(var: Atom, reader: Equation, op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for the FP32 state of a recurrence, such as an LSTM's, times a 16-bit gate."""
     is_product = reader.primitive.name == "mul" and _is_carry(var, op)
-    return is_product or GATED in audit.flow.of(var)
+    return is_product or _labels.GATED in audit.flow.of(var)
 
 
 def _is_carry(var: Atom, op: OpOccurrence) -> bool:
@@ -223,18 +199,14 @@ def _symbol(equation: Equation) -> str:
 def _wide_operands(reader: Equation, upcast: Atom, op: OpOccurrence) -> list[Atom]:
     """Returns the wide operands because of which JAX promotes `upcast`, before broadcasts."""
     call = _locations.call_site(op.equation)
-    if call != _locations.call_site(reader) or not (call or _is_where(op)):
+    # The only casts of `jnp.where` are promotions.
+    if call != _locations.call_site(reader) or not (call or op.caller == "_where"):
         return []
-    wide = dtype_of(upcast)
-    others = [var for var in reader.invars if var is not upcast and dtype_of(var) == wide]
+    wide = _checks.dtype_of(upcast)
+    others = [var for var in reader.invars if var is not upcast and _checks.dtype_of(var) == wide]
     if any(_is_of_call(var, call, op.body) for var in others):
         return []
     return [op.body.source_of(var, _BROADCASTS) for var in others]
-
-
-def _is_where(op: OpOccurrence) -> bool:
-    """Returns True inside of `jnp.where`, whose only casts are promotions."""
-    return op.caller == "_where"
 
 
 def _is_of_call(var: Atom, call: tuple[CodeType, int] | None, body: _analysis.Body) -> bool:
@@ -271,7 +243,7 @@ MIXED_OPERANDS = Check(
 def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
     """Reports operands of two dtypes."""
     dtypes = matmul.lhs, matmul.rhs
-    is_float = bool(FLOATS & set(dtypes))
+    is_float = bool(_checks.FLOATS & set(dtypes))
     if dtypes[0] == dtypes[1] or not is_float or _is_fp32_by_design(op, matmul, audit):
         return
     narrow, wide = sorted(dtypes, key=lambda dtype: dtype.itemsize)
@@ -279,7 +251,7 @@ def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit:
     index, sentence = dtypes.index(wide), "Cast the wide operand"
     fix = fix_wide(sentence, op, [index], narrow.name, audit.findings)
     code = "\n" in fix
-    if op.location.phase != FORWARD:
+    if not op.is_forward:
         # The cotangent of a matmul with a wider preferred_element_type is wide. Its FP32 result is
         # worth keeping, for a log-softmax in particular, so that only time is lost.
         fix = "Keep the FP32 result, and let autocast multiply its gradient in 16 bits:\n"
@@ -289,7 +261,7 @@ def check_operands(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit:
         key = op.location.names, audit.findings.line_of(op)
         audit.promotion_fixes.setdefault(key, fix)
     fix = promotion_fix(op, audit) or fix
-    severity = "" if op.location.phase == FORWARD else NOTE
+    severity = "" if op.is_forward else _checks.NOTE
     _add(MIXED_OPERANDS, op, message, fix, flops, audit, severity)
 
 
@@ -322,16 +294,16 @@ def _is_fp32_by_design(op: OpOccurrence, matmul: _matmuls.Matmul, audit: Auditor
     error. The power iteration of a spectral norm requires FP32, too, and has few operations.
     """
     key = _Exact(op.location.names, audit.findings.line_of(op))
-    if _uses.Use.SOLVED in audit.use_of(op.equation.outvars[0]) or is_of_power_iteration(op):
+    if _uses.Use.SOLVED in audit.use_of(op.result) or _dataflow.is_of_power_iteration(op):
         audit.collected[_Exact].append(key)
-    return is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
+    return _checks.is_internal_matmul(op, matmul) or key in audit.collected[_Exact]
 
 
 def _is_router(op: OpOccurrence, audit: Auditor) -> bool:
     """Returns True for scores that a top-k or argmax compares, of fewer classes than features."""
-    operand, (result,) = op.equation.invars[0], op.equation.outvars
+    operand, (result,) = op.operands[0], op.equation.outvars
     is_narrow = result.aval.size < operand.aval.size
-    return op.location.phase == FORWARD and is_narrow and _uses.Use.ORDER in audit.use_of(result)
+    return op.is_forward and is_narrow and _uses.Use.ORDER in audit.use_of(result)
 
 
 @OFF_POLICY_MATMUL.on_matmul
@@ -340,7 +312,7 @@ def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
     dtype, allowed = matmul.lhs, audit.context.allowed_dtypes(op.location)
     if dtype != matmul.rhs or dtype == _dtypes.FLOAT32 or dtype not in _dtypes.CASTABLE:
         return
-    if not allowed or dtype in allowed or is_internal_matmul(op, matmul):
+    if not allowed or dtype in allowed or _checks.is_internal_matmul(op, matmul):
         return
     names = " or ".join(sorted(dtype.name for dtype in allowed))
     message = f"{op.name} of {dtype.name}, but the policies require {names}."
@@ -349,7 +321,7 @@ def check_policy(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: A
 
 
 @FP32_MATMUL.on_program
-def suggest_autocast(audit: Auditor, traced: Traced) -> None:
+def suggest_autocast(audit: Auditor, traced: _trace.Traced) -> None:
     """Replaces the fix where the model is wrapped already, and wrapping does not reach a matmul."""
     del traced
     rows = audit.matmuls
@@ -360,30 +332,15 @@ def suggest_autocast(audit: Auditor, traced: Traced) -> None:
                 finding.fix = finding.fix.replace(context.wrap_code, context.autocast_code)
 
 
-class _Moved(NamedTuple):
-    """Bytes that a matmul reads and writes, and its finding."""
-
-    size: int
-    finding: PendingFinding | None = None
-
-
-@FP32_MATMUL.on_matmul
-def collect_bytes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
-    """Collects the bytes of all matmuls."""
-    del matmul, flops
-    audit.collected[_Moved].append(_Moved(_bytes(op)))
-
-
 @FP32_MATMUL.on_program
-def report_bytes(audit: Auditor, traced: Traced) -> None:
+def report_bytes(audit: Auditor, traced: _trace.Traced) -> None:
     """Adds the share of bytes to the messages about matmuls that leave 16 bits."""
     del traced
-    rows = audit.collected[_Moved]
-    total = sum(row.size for row in rows if row.finding is None)
-    for finding in {id(row.finding): row.finding for row in rows if row.finding}.values():
-        size = sum(row.size for row in rows if row.finding is finding)
-        share = f"{bytes_text(size)}, {size / total:.0%} of the bytes of all matmuls"
-        finding.message = f"{finding.message.removesuffix('.')}; it moves {share}."
+    for finding in audit.findings:
+        if size := finding.bytes:
+            share = f"{size / audit.matmul_bytes:.0%} of the bytes of all matmuls"
+            message = finding.message.removesuffix(".")
+            finding.message = f"{message}; it moves {_section.bytes_text(size)}, {share}."
 
 
 def _add(
@@ -396,18 +353,13 @@ def _add(
     severity: str = "",
 ) -> None:
     finding = audit.add(check, op, message, fix, severity=severity, flops=flops)
-    audit.collected[_Moved].append(_Moved(_bytes(op), finding))
-
-
-def _bytes(op: OpOccurrence) -> int:
-    avals = [var.aval for var in (*op.equation.invars[:2], *op.equation.outvars)]
-    return op.times * sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    finding.bytes += _checks.bytes_of_matmul(op)
 
 
 def _check_upcast(op: OpOccurrence, flops: int, audit: Auditor) -> None:
     if _locations.FULL_PRECISION in op.location.names:
         return
-    if WAS_16_BITS in audit.flow.of_all(op.equation.invars[:2]):
+    if _labels.WAS_16_BITS in audit.flow.of_all(op.operands[:2]):
         message = f"{op.name} of float32, and an operand was cast up from 16 bits."
         fix = promotion_fix(op, audit) or _fix_rule(op, audit) or fix_casts(op, audit.findings)
         _add(FP32_MATMUL, op, message, fix or apply_code(op, audit.context), flops, audit)
@@ -426,7 +378,7 @@ def _report_fp32(op: OpOccurrence, required: str, flops: int, audit: Auditor) ->
         fix = fix or f"Apply the policies:\n    {apply_code(op, audit.context)}"
         code = audit.context.with_rule(f"jaxmp.Rule({rule!r}, 'c=f32')")
         fix += f"\nOr keep the module in FP32 by a rule:\n    {code}"
-    severity = WARNING if is_highest else ERROR
+    severity = _checks.WARNING if is_highest else _checks.ERROR
     fix = fix or apply_code(op, audit.context)
     _add(FP32_MATMUL, op, message, fix, flops, audit, severity)
 
@@ -436,11 +388,77 @@ def _fix_rule(op: OpOccurrence, audit: Auditor) -> str:
 
     The equations of such a rule have the line at which its function is called.
     """
-    if op.location.phase != BACKWARD or _locations.call_site(op.equation) in audit.matmul_calls:
+    if not op.is_backward or _locations.call_site(op.equation) in audit.matmul_calls:
         return ""
-    was_16_bits = lambda var: WAS_16_BITS in audit.flow.of(var)
-    wide = min(op.equation.invars[:2], key=was_16_bits).aval.str_short()
+    was_16_bits = lambda var: _labels.WAS_16_BITS in audit.flow.of(var)
+    wide = min(op.operands[:2], key=was_16_bits).aval.str_short()
     return (
         "This line calls a function with a backward rule (`jax.custom_vjp`), which policies and"
         f" `autocast` do not change. In the rule, cast {wide} to 16 bits before the matmul."
+    )
+
+
+# ---------------------------------------------------------------------------
+# Sizes
+# ---------------------------------------------------------------------------
+
+MISALIGNED_MATMUL = Check(
+    id="misaligned_matmul",
+    severity=_checks.NOTE,
+    explanation="A dimension of a matmul is not a multiple of 16 bytes (8 elements in 16 bits, 4 in"
+    " FP32, 16 in FP8). An error if the padding of larger dimensions costs a quarter of all FLOPs.",
+    fix="width = -(-width // 8) * 8",
+)
+
+
+@MISALIGNED_MATMUL.on_matmul
+def check_sizes(op: OpOccurrence, matmul: _matmuls.Matmul, flops: int, audit: Auditor) -> None:
+    """Reports innermost dimensions that are not multiples of 16 bytes."""
+    # A step that does not follow its policies yet is padded for their dtype.
+    allowed = audit.context.allowed_dtypes(op.location)
+    dtype = min((matmul.lhs, *allowed), key=lambda dtype: dtype.itemsize)
+    multiple = _matmuls.multiple_of(dtype) if matmul.lhs != _dtypes.FLOAT64 else 1
+    sizes = {role: size for role, size in matmul.widths.items() if size % multiple}
+    if not sizes:
+        return
+    paddings = {role: _matmuls.padded(size, multiple) for role, size in sizes.items()}
+    text = ", ".join(f"{role} = {size} (pad to {paddings[role]})" for role, size in sizes.items())
+    cost = math.prod(paddings[role] / size for role, size in sizes.items()) - 1
+    plural = "is not a multiple" if len(sizes) == 1 else "are not multiples"
+    message = f"{text} {plural} of {multiple}; padding costs {cost:.1%}."
+    classes = _classes_of(op, audit)
+    if [*sizes.values()] == [classes]:
+        fix = _fix_classes(classes, *paddings.values())
+    else:
+        fix = "Round the width up, unless it is one of the data, such as a number of channels:"
+        fix += "".join(f"\n    width = {n}" for n in sorted(set(paddings.values())))
+    finding = audit.add(MISALIGNED_MATMUL, op, message, fix, flops=flops)
+    if classes:
+        audit.collected[_Classes].append(_Classes(audit.findings.line_of(op), classes))
+    # Smaller sizes, such as three channels or one output, are those of the data, as are classes.
+    is_data = lambda n: n < multiple or _Classes(finding.line, n) in audit.collected[_Classes]
+    waste = math.prod(paddings[role] / n for role, n in sizes.items() if not is_data(n)) - 1
+    finding.add_harm(round(waste * flops))
+
+
+class _Classes(NamedTuple):
+    """Line of a matmul of logits, and the number of classes."""
+
+    line: tuple[str, int]
+    classes: int
+
+
+def _classes_of(op: OpOccurrence, audit: Auditor) -> int:
+    """Returns the number of classes of a matmul of logits; 0 for other matmuls."""
+    result = op.result
+    is_head = bool(audit.use_of(result) & (_uses.Use.SOFTMAX | _uses.Use.ORDER))
+    return result.aval.shape[-1] if is_head and op.is_forward else 0
+
+
+def _fix_classes(classes: int, width: int) -> str:
+    """Returns the fix of a head whose number of classes is not aligned."""
+    masked = f"jnp.where(jnp.arange({width}) < {classes}, logits, jnp.finfo(logits.dtype).min)"
+    return (
+        f"{classes} is the number of classes, and may stay as it is. To align it, compute {width}"
+        f" logits, and mask those without a class:\n    logits = {masked}"
     )

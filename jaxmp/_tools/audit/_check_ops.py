@@ -8,56 +8,21 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jaxmp._core import _dtypes
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._constructs import CALLS
-from jaxmp._programs._jaxprs import (
-    BACKWARD,
-    FORWARD,
-    Atom,
-    Equation,
-    equations,
-    is_literal,
-    module_paths_of,
-    sub_jaxprs,
-)
-from jaxmp._programs._operations import name_of
-from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._checks import (
-    ERROR,
-    LAYOUT,
-    PERIODIC,
-    WARNING,
-    Check,
-    OpOccurrence,
-    dtype_of,
-    half_of,
-    named,
-)
-from jaxmp._tools.audit._dataflow import Update
-from jaxmp._tools.audit._labels import REDUCES, ConditionalFinding, RoundedInput, Summand
-from jaxmp._tools.audit._origins import (
-    SUMS,
-    apply_code,
-    fix_operation,
-    fix_origins,
-    readers_of,
-)
-from jaxmp._tools.audit._rows import Finding
-from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._rewrite import in_fp32
-from jaxmp._tools.fixes._source import expression_of
+from jaxmp._programs import _analysis, _constructs, _jaxprs, _operations
+from jaxmp._tools.audit import _auditor, _checks, _dataflow, _labels, _origins, _rows, _trace
+from jaxmp._tools.fixes import _rewrite, _source
 
 # ---------------------------------------------------------------------------
 # Checks
 # ---------------------------------------------------------------------------
 
-SOFTMAX_16BIT = Check(
+SOFTMAX_16BIT = _checks.Check(
     id="softmax_16bit",
     explanation="A softmax is computed in 16 bits.",
     fix="jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype)",
     includes_optimizer=True,
 )
-LOSS_16BIT = Check(
+LOSS_16BIT = _checks.Check(
     id="loss_16bit",
     explanation="A log-softmax, a log-sum-exp, the differences of a loss or a scalar result of"
     " the program are computed in 16 bits, or from probabilities and other outputs that a cast"
@@ -65,13 +30,13 @@ LOSS_16BIT = Check(
     fix="logits = logits.astype(jnp.float32)",
     includes_optimizer=True,
 )
-NORM_16BIT = Check(
+NORM_16BIT = _checks.Check(
     id="norm_16bit",
     explanation="The statistics of a normalization are computed in 16 bits.",
     fix="x = x.astype(jnp.float32)",
     includes_optimizer=True,
 )
-REDUCTION_16BIT = Check(
+REDUCTION_16BIT = _checks.Check(
     id="reduction_16bit",
     explanation="A sum, a product or a cumulative sum accumulates in 16 bits; the message estimates"
     " its error. A warning for pooling and for the sums of a backward pass, which JAX makes for"
@@ -79,14 +44,14 @@ REDUCTION_16BIT = Check(
     fix="x = x.astype(jnp.float32)",
     includes_optimizer=True,
 )
-EXP_16BIT = Check(
+EXP_16BIT = _checks.Check(
     id="exp_16bit",
     explanation="An exponential, logarithm, power or trigonometric function of the forward pass is"
     " computed in 16 bits, or a parameter is rounded before its exponential or softplus. A warning"
     " for squares and other integer powers in float16, which overflow.",
     fix="x = x.astype(jnp.float32)",
 )
-ACCUMULATOR_16BIT = Check(
+ACCUMULATOR_16BIT = _checks.Check(
     id="accumulator_16bit",
     explanation="Gradients are accumulated in 16 bits over microbatches or steps, parameters are"
     " averaged, or other state is updated in 16 bits: counters, metrics, running statistics,"
@@ -96,18 +61,18 @@ ACCUMULATOR_16BIT = Check(
 )
 
 _FIX_NORM = f"Compute mean and variance in FP32, and cast the result:\n    {NORM_16BIT.fix}"
-_NEAR = LAYOUT | named("mul div add sub select_n")
-_SUMS = named("reduce_sum cumsum")
-_SQUARES = named("square integer_pow")
-_DIVIDES = named("div integer_pow pow rsqrt")
-_KEEPS_SUM = _NEAR | named("max min neg reduce_sum")
-REDUCTIONS = _SUMS | named(
+_NEAR = _checks.LAYOUT | _checks.named("mul div add sub select_n")
+_SUMS = _checks.named("reduce_sum cumsum")
+_SQUARES = _checks.named("square integer_pow")
+_DIVIDES = _checks.named("div integer_pow pow rsqrt")
+_KEEPS_SUM = _NEAR | _checks.named("max min neg reduce_sum")
+REDUCTIONS = _SUMS | _checks.named(
     "reduce_prod cumprod cumlogsumexp reduce_window_sum scatter-add scatter-sub scatter-mul"
 )
 # Activation functions of `jax.nn` that compute exponentials of negative numbers only.
 _BOUNDED = frozenset({"elu", "celu", "selu"})
 # `one_minus_square` is the derivative of tanh.
-_POWERS = named("integer_pow square one_minus_square")
+_POWERS = _checks.named("integer_pow square one_minus_square")
 
 
 # ---------------------------------------------------------------------------
@@ -116,28 +81,28 @@ _POWERS = named("integer_pow square one_minus_square")
 
 
 @SOFTMAX_16BIT.on_16_bits
-def check_softmax(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
+def check_softmax(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports the exponential of a softmax."""
     if _role_of_exponential(op) == "softmax":
         is_own = audit.findings.is_own_call(op.equation) or not op.location.names
         if is_own:
-            fix = fix_operation(op, audit.findings, dtype.name)
+            fix = _origins.fix_operation(op, audit.findings, dtype.name)
         else:
-            fix = apply_code(op, audit.context)
+            fix = _origins.apply_code(op, audit.context)
         message = f"softmax in {dtype.name}: its probabilities have {_precision(dtype)}."
         audit.add(SOFTMAX_16BIT, op, message, fix)
 
 
 @LOSS_16BIT.on_16_bits
-def check_loss(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
+def check_loss(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports the exponential or the logarithm of a log-sum-exp."""
     if _role_of_exponential(op) == "log-sum-exp":
         message = f"log-sum-exp in {dtype.name}: log-probabilities have {_precision(dtype)}."
-        audit.add(LOSS_16BIT, op, message, fix_operation(op, audit.findings))
+        audit.add(LOSS_16BIT, op, message, _origins.fix_operation(op, audit.findings))
 
 
 @LOSS_16BIT.on_program
-def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def check_results(audit: _auditor.Auditor, traced: _trace.Traced) -> Iterable[_rows.Finding]:
     """Reports 16-bit scalars that the program returns alone or in tuples, such as losses.
 
     Those that a step adds to one of its arguments are state, of which other checks report updates.
@@ -145,19 +110,19 @@ def check_results(audit: Auditor, traced: Traced) -> Iterable[Finding]:
     for (path, aval), var in zip(traced.results, traced.jaxpr.outvars, strict=False):
         is_returned = all(isinstance(key, jtu.SequenceKey) for key in path)
         is_loss = aval.shape == () and aval.dtype in _dtypes.FLOATS_16BIT and is_returned
-        updated = (traced.variables[x.number] for x in audit.flow.labels(Update, var))
+        updated = (traced.variables[x.number] for x in audit.flow.labels(_dataflow.Update, var))
         is_loss &= not (audit.has_backward and any(v.aval.dtype == aval.dtype for v in updated))
         op = traced.maker_of(var) if is_loss else None
         if op is not None:
             file, line = audit.findings.line_of(op)
             message = f"result{jtu.keystr(path)} is a scalar in {aval.dtype.name}."
-            fix = fix_operation(op, audit.findings)
+            fix = _origins.fix_operation(op, audit.findings)
             yield LOSS_16BIT.finding(message, fix, file=file, line=line)
 
 
-def _role_of_exponential(op: OpOccurrence) -> str:
+def _role_of_exponential(op: _checks.OpOccurrence) -> str:
     """Returns "softmax" or "log-sum-exp" for an operation that is a part of one, or ""."""
-    if op.location.phase == BACKWARD:
+    if op.is_backward:
         return ""
     if op.name in ("exp", "exp2"):
         sums = [e for e in _reads(op.equation, op.body) if e.primitive.name in _SUMS]
@@ -168,28 +133,32 @@ def _role_of_exponential(op: OpOccurrence) -> str:
     return "log-sum-exp" if op.name == "log" and _follows_sum_of_exp(op) else ""
 
 
-def _is_divided(total: Equation, op: OpOccurrence) -> bool:
+def _is_divided(total: _jaxprs.Equation, op: _checks.OpOccurrence) -> bool:
     """Returns True for a sum by which the program may divide, as a softmax does.
 
     Attention in blocks divides by a carry of its loop.
     """
     waiting = [(var, op) for var in total.outvars]
-    seen: set[Atom] = set()
+    seen: set[_jaxprs.Atom] = set()
     while waiting:
         var, within = waiting.pop()
         if var in seen:
             continue
         seen.add(var)
         is_returned = None in within.body.consumers.get(var, ())
-        if is_returned and within.outer is not None and within.outer.name not in CALLS:
+        if is_returned and within.outer is not None and within.outer.name not in _constructs.CALLS:
             return True
-        for reader, place in readers_of(var, within):
-            name, inside = reader.primitive.name, list(sub_jaxprs(reader))
-            names = {each.primitive.name for jaxpr in inside for each in equations(jaxpr)} | {name}
+        for reader, place in _origins.readers_of(var, within):
+            name, inside = reader.primitive.name, list(_jaxprs.sub_jaxprs(reader))
+            names = {
+                each.primitive.name for jaxpr in inside for each in _jaxprs.equations(jaxpr)
+            } | {name}
             is_numerator = name == "div" and var is reader.invars[0]
-            if (names & _DIVIDES and not is_numerator) or (inside and name not in CALLS):
+            if (names & _DIVIDES and not is_numerator) or (
+                inside and name not in _constructs.CALLS
+            ):
                 return True
-            if name in CALLS | _KEEPS_SUM:
+            if name in _constructs.CALLS | _KEEPS_SUM:
                 waiting += [(result, place) for result in reader.outvars]
     return False
 
@@ -200,10 +169,11 @@ def _precision(dtype: np.dtype) -> str:
     return "11 bits of precision, and logits overflow beyond 65504"
 
 
-def _follows_sum_of_exp(op: OpOccurrence) -> bool:
-    makers = made_of(op.equation.invars[0], op.body, LAYOUT)
+def _follows_sum_of_exp(op: _checks.OpOccurrence) -> bool:
+    makers = made_of(op.operands[0], op.body, _checks.LAYOUT)
     return any(
-        "exp" in (inner.primitive.name for inner in made_of(maker.invars[0], op.body, LAYOUT))
+        "exp"
+        in (inner.primitive.name for inner in made_of(maker.invars[0], op.body, _checks.LAYOUT))
         for maker in makers
         if maker.primitive.name in _SUMS
     )
@@ -215,74 +185,74 @@ def _follows_sum_of_exp(op: OpOccurrence) -> bool:
 
 
 @NORM_16BIT.on_16_bits
-def check_inverse_root(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
+def check_inverse_root(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     """Reports an inverse square root, by which norms multiply."""
-    if op.name == "rsqrt" and op.location.phase != BACKWARD:
+    if op.name == "rsqrt" and not op.is_backward:
         _report_norm(op, dtype, audit)
 
 
 @NORM_16BIT.on_operation("sqrt")
-def check_root(op: OpOccurrence, audit: Auditor) -> None:
+def check_root(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the square root of a mean, by which a norm divides."""
-    dtype = half_of(op.equation.invars)
-    if dtype is not None and op.location.phase != BACKWARD and is_sum(op):
+    dtype = _checks.half_of(op.operands)
+    if dtype is not None and not op.is_backward and is_sum(op):
         _report_norm(op, dtype, audit)
 
 
-class OnePass(ConditionalFinding):
+class OnePass(_labels.ConditionalFinding):
     """Label of a 16-bit difference of a mean of squares and of a squared mean."""
 
-    check, survives = NORM_16BIT, _NEAR | named("max")
+    check, survives = NORM_16BIT, _NEAR | _checks.named("max")
 
 
 @NORM_16BIT.on_operation("sub")
-def label_variance(op: OpOccurrence, audit: Auditor) -> OnePass | None:
+def label_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> OnePass | None:
     """Labels a variance in one pass if a part of it was rounded after it was summed."""
-    if op.location.phase != FORWARD:
+    if not op.is_forward:
         return None
-    lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.equation.invars)
+    lhs, rhs = (list(made_of(var, op.body, _NEAR | _SQUARES)) for var in op.operands)
     is_one_pass = any(map(_is_square, rhs))
     is_one_pass &= any(map(_contains_sum, lhs)) and any(map(_contains_sum, rhs))
-    dtype = half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
+    dtype = _checks.half_of(var for e in (op.equation, *lhs, *rhs) for var in e.outvars)
     if not is_one_pass or dtype is None:
         return None
     message = f"a variance is the difference of two means that are rounded to {dtype.name}"
-    return OnePass(op, message, fix_origins(op, audit.findings) or _FIX_NORM)
+    return OnePass(op, message, _origins.fix_origins(op, audit.findings) or _FIX_NORM)
 
 
-def _is_square(equation: Equation) -> bool:
+def _is_square(equation: _jaxprs.Equation) -> bool:
     name, operands = equation.primitive.name, equation.invars
     return name in _SQUARES or (name == "mul" and operands[0] is operands[1])
 
 
 @NORM_16BIT.on_operation("sqrt", "rsqrt", "pow")
-def report_variance(op: OpOccurrence, audit: Auditor) -> None:
+def report_variance(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports the root of a rounded variance."""
     harm = f", whose root is computed at {audit.findings.where(op)}"
     audit.report(
         OnePass,
-        op.equation.invars if dtype_of(op.equation.outvars[0]) == _dtypes.FLOAT32 else (),
+        op.operands if _checks.dtype_of(op.result) == _dtypes.FLOAT32 else (),
         harm,
     )
 
 
-def is_sum(op: OpOccurrence) -> bool:
+def is_sum(op: _checks.OpOccurrence) -> bool:
     """Returns True if an operation reads a sum or a mean."""
-    return any(map(_contains_sum, made_of(op.equation.invars[0], op.body, _NEAR)))
+    return any(map(_contains_sum, made_of(op.operands[0], op.body, _NEAR)))
 
 
-def _contains_sum(equation: Equation) -> bool:
+def _contains_sum(equation: _jaxprs.Equation) -> bool:
     """Returns True for a sum, and for a call, such as that of `jnp.var`, that contains one."""
-    inside = (inner for jaxpr in sub_jaxprs(equation) for inner in equations(jaxpr))
+    inside = (inner for jaxpr in _jaxprs.sub_jaxprs(equation) for inner in _jaxprs.equations(jaxpr))
     return any(other.primitive.name in _SUMS for other in (equation, *inside))
 
 
-def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
+def _report_norm(op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor) -> None:
     limit = "8 bits of precision" if dtype.name == "bfloat16" else "no values below 6e-8"
     message = f"{op.name} in {dtype.name}: the variance or sum of squares has {limit}."
-    fix = fix_operation(op, audit.findings, dtype.name, SUMS)
-    if op.location.names and not in_fp32(expression_of(op, audit.findings)):
-        fix = apply_code(op, audit.context)
+    fix = _origins.fix_operation(op, audit.findings, dtype.name, _origins.SUMS)
+    if op.location.names and not _rewrite.in_fp32(_source.expression_of(op, audit.findings)):
+        fix = _origins.apply_code(op, audit.context)
     audit.add(NORM_16BIT, op, message, fix or _FIX_NORM)
 
 
@@ -291,7 +261,7 @@ def _report_norm(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
 # ---------------------------------------------------------------------------
 
 
-class ForwardUse(ConditionalFinding):
+class ForwardUse(_labels.ConditionalFinding):
     """Label of a 16-bit exponential in a function that is differentiated.
 
     Any use in the forward pass is harmful. JAX computes some exponentials for derivatives alone:
@@ -302,30 +272,33 @@ class ForwardUse(ConditionalFinding):
 
 
 @EXP_16BIT.on_16_bits
-def check_exponential(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> ForwardUse | None:
+def check_exponential(
+    op: _checks.OpOccurrence, dtype: np.dtype, audit: _auditor.Auditor
+) -> ForwardUse | None:
     """Reports the other operations of the op table's FP32 rows."""
-    if op.name in REDUCTIONS or op.name == "rsqrt" or op.location.phase == BACKWARD:
+    if op.name in REDUCTIONS or op.name == "rsqrt" or op.is_backward:
         return None
     if op.name in _POWERS:
         if dtype.name != "float16":
             return None
         message = f"{op.name} in float16: results above 65504 overflow"
-        return _report_forward_use(ForwardUse(op, message, "", WARNING), audit)
+        return _report_forward_use(ForwardUse(op, message, "", _checks.WARNING), audit)
     # An argument that is rounded before its sine is a finding of its own.
-    is_rounded = op.name in PERIODIC and audit.flow.labels(RoundedInput, op.equation.invars[0])
-    if _role_of_exponential(op) or is_rounded:
+    rounded = audit.flow.labels(_labels.RoundedInput, op.operands[0])
+    if _role_of_exponential(op) or (rounded and op.name in _checks.PERIODIC):
         return None
     keep = _keep_parameter(op, audit)
     if not keep and (op.caller in _BOUNDED or _is_bounded(op.equation, op.body)):
         return None
     # A logarithm that is rounded again is reported where a loss sums it.
     back = "" if op.name in ("log", "log1p") and audit.findings.is_own_call(op.equation) else dtype
-    fix = fix_operation(op, audit.findings, back and dtype.name)
+    fix = _origins.fix_operation(op, audit.findings, back and dtype.name)
     fix = keep or fix or f"Compute {op.name} in FP32: {EXP_16BIT.fix}"
-    return _report_forward_use(ForwardUse(op, f"{op.name} in {dtype.name}", fix, ERROR), audit)
+    use = ForwardUse(op, f"{op.name} in {dtype.name}", fix, _checks.ERROR)
+    return _report_forward_use(use, audit)
 
 
-def _keep_parameter(op: OpOccurrence, audit: Auditor) -> str:
+def _keep_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> str:
     """Returns the rule that keeps a parameter in FP32, which a policy rounds before the operation.
 
     Returns:
@@ -333,8 +306,8 @@ def _keep_parameter(op: OpOccurrence, audit: Auditor) -> str:
     """
     if not op.location.names or audit.context.policies is None:
         return ""
-    module = module_paths_of(op.location.names)[0]
-    for label in audit.flow.labels(Summand, *op.equation.invars):
+    module = _jaxprs.module_paths_of(op.location.names)[0]
+    for label in audit.flow.labels(_labels.Summand, *op.operands):
         owner = label.owner
         is_own = owner[-len(module.split("/")) :] == tuple(module.split("/"))
         if is_own or (not module and (not owner or owner[-1] in _ROOTS or owner[-1].isdigit())):
@@ -343,48 +316,49 @@ def _keep_parameter(op: OpOccurrence, audit: Auditor) -> str:
     return ""
 
 
-class RoundedParameter(ConditionalFinding):
+class RoundedParameter(_labels.ConditionalFinding):
     """Label of a parameter of a user's own module that was rounded to 16 bits."""
 
-    check, survives = EXP_16BIT, Summand.survives
+    check, survives = EXP_16BIT, _labels.Summand.survives
 
 
 @EXP_16BIT.on_operation("convert_element_type")
-def label_parameter(op: OpOccurrence, audit: Auditor) -> RoundedParameter | None:
+def label_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> RoundedParameter | None:
     """Labels a parameter that a policy rounds."""
-    fix = _keep_parameter(op, audit) if half_of(op.equation.outvars) is not None else ""
+    fix = _keep_parameter(op, audit) if _checks.half_of(op.equation.outvars) is not None else ""
     message = "a parameter is rounded to 16 bits"
-    return RoundedParameter(op, message, fix) if fix and op.location.phase == FORWARD else None
+    is_read = bool(fix) and op.is_forward
+    return RoundedParameter(op, message, fix) if is_read else None
 
 
 @EXP_16BIT.on_operation("exp", "exp2", "expm1")
-def check_parameter(op: OpOccurrence, audit: Auditor) -> None:
+def check_parameter(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports an exponential in FP32 of a rounded parameter, such as a softplus, but no softmax."""
-    if half_of(op.equation.invars) is None and not _role_of_exponential(op):
+    if _checks.half_of(op.operands) is None and not _role_of_exponential(op):
         harm = f" before its {op.name} at {audit.findings.where(op)}, which magnifies the rounding"
-        audit.report(RoundedParameter, op.equation.invars, harm)
+        audit.report(RoundedParameter, op.operands, harm)
 
 
 # Keys of the parameters of a root module, besides the number of an argument.
 _ROOTS = ("params", "model")
 
 
-@EXP_16BIT.on_operation(*REDUCES)
-def report_reduced(op: OpOccurrence, audit: Auditor) -> None:
+@EXP_16BIT.on_operation(*_labels.REDUCES)
+def report_reduced(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Reports exponentials that a reduction of the forward pass reads."""
-    if op.location.phase == FORWARD:
-        audit.report(ForwardUse, op.equation.invars, "")
+    if op.is_forward:
+        audit.report(ForwardUse, op.operands, "")
 
 
 @EXP_16BIT.on_program
-def report_results(audit: Auditor, traced: Traced) -> None:
+def report_results(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     """Reports exponentials that the program returns."""
     audit.report(ForwardUse, traced.jaxpr.outvars, "")
 
 
-def _report_forward_use(use: ForwardUse, audit: Auditor) -> ForwardUse | None:
+def _report_forward_use(use: ForwardUse, audit: _auditor.Auditor) -> ForwardUse | None:
     """Reports an operation, or returns a label if it may be computed for a derivative alone."""
-    if use.op.location.phase != FORWARD:
+    if not use.op.is_forward:
         # An operation of a recomputed region was reported in the forward pass.
         return None
     if use.op.location.differentiated:
@@ -393,7 +367,7 @@ def _report_forward_use(use: ForwardUse, audit: Auditor) -> ForwardUse | None:
     return None
 
 
-def _is_bounded(equation: Equation, body: Body) -> bool:
+def _is_bounded(equation: _jaxprs.Equation, body: _analysis.Body) -> bool:
     """Returns True for an exponential of at most 0, as in ELU and softplus, and for its logarithm.
 
     Its result is at most 1, with the rounding error of any other 16-bit operation.
@@ -409,20 +383,20 @@ def _is_bounded(equation: Equation, body: Body) -> bool:
     if name == "neg":
         positive = body.maker(maker.invars[0])
         return positive is not None and positive.primitive.name in ("abs", "square")
-    is_choice = name in ("select_n", "min") or name_of(maker) == "_where"
+    is_choice = name in ("select_n", "min") or _operations.name_of(maker) == "_where"
     return is_choice and any(_is_zero(var, body) for var in maker.invars)
 
 
-def _is_zero(var: Atom, body: Body) -> bool:
-    source = body.source_of(var, LAYOUT)
-    return is_literal(source) and source.aval.size == 1 and float(source.val) == 0
+def _is_zero(var: _jaxprs.Atom, body: _analysis.Body) -> bool:
+    source = body.source_of(var, _checks.LAYOUT)
+    return _jaxprs.is_literal(source) and source.aval.size == 1 and float(source.val) == 0
 
 
-def counts_largest(op: OpOccurrence) -> bool:
+def counts_largest(op: _checks.OpOccurrence) -> bool:
     """Returns True for the number of largest elements, by which a maximum's gradient is divided."""
-    for maker in made_of(op.equation.invars[0], op.body, LAYOUT):
+    for maker in made_of(op.operands[0], op.body, _checks.LAYOUT):
         if maker.primitive.name == "eq":
-            sides = (made_of(var, op.body, LAYOUT) for var in maker.invars)
+            sides = (made_of(var, op.body, _checks.LAYOUT) for var in maker.invars)
             names = {other.primitive.name for side in sides for other in side}
             return bool(names & {"reduce_max", "reduce_min"})
     return False
@@ -433,19 +407,19 @@ def counts_largest(op: OpOccurrence) -> bool:
 # ---------------------------------------------------------------------------
 
 
-def _reads(equation: Equation, body: Body) -> Iterator[Equation]:
+def _reads(equation: _jaxprs.Equation, body: _analysis.Body) -> Iterator[_jaxprs.Equation]:
     """Yields the equations that read a result, directly or after changes of layout."""
     waiting = list(equation.outvars)
     while waiting:
         for reader in body.readers(waiting.pop()):
             yield reader
-            if reader.primitive.name in LAYOUT:
+            if reader.primitive.name in _checks.LAYOUT:
                 waiting += reader.outvars
 
 
 def made_of(
-    var: Atom, body: Body, primitives: frozenset[str], depth: int = 12
-) -> Iterator[Equation]:
+    var: _jaxprs.Atom, body: _analysis.Body, primitives: frozenset[str], depth: int = 12
+) -> Iterator[_jaxprs.Equation]:
     """Yields the equations that compute a value, and the operands of the named primitives."""
     waiting = [var]
     while waiting and depth:

@@ -8,23 +8,17 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from jaxmp._core._dtypes import is_16bit
+from jaxmp._core import _dtypes
 from jaxmp._programs import _constructs, _jaxprs, _locations, _matmuls, _operations
-from jaxmp._tools.audit import _hlo_collectives
-from jaxmp._tools.audit._auditor import Auditor
+from jaxmp._tools.audit import _auditor, _checks, _dataflow, _hlo_collectives, _labels, _trace
 from jaxmp._tools.audit._check_compiled import CompiledProgram, finding, requires_16_bits
 from jaxmp._tools.audit._check_ops import is_sum
-from jaxmp._tools.audit._checks import ERROR, WARNING, Check, OpOccurrence, dtype_of, half_of
-from jaxmp._tools.audit._dataflow import GRADIENT, From, Update
-from jaxmp._tools.audit._labels import Reduction16Bit
 from jaxmp._tools.audit._origins import fix_expression, fix_origins
 from jaxmp._tools.audit._rows import CollectiveRow, Finding
-from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._rewrite import with_split_copy
-from jaxmp._tools.fixes._source import expression_of
-from jaxmp._tools.report._section import bytes_text
+from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.report import _section
 
-ALL_REDUCE_16BIT = Check(
+ALL_REDUCE_16BIT = _checks.Check(
     id="all_reduce_16bit",
     explanation="Gradients of parameters are summed over devices in 16 bits where the recipe"
     " requires FP32 (a warning without policies), or statistics of the batch are averaged.",
@@ -48,28 +42,28 @@ Gather in 16 bits, and sum the gradient in FP32:
 
 
 @ALL_REDUCE_16BIT.on_result("psum", "psum_invariant", "reduce_scatter")
-def label_reductions(op: OpOccurrence, audit: Auditor) -> None:
+def label_reductions(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Labels a sum over devices in 16 bits."""
-    for operand, result in zip(op.equation.invars, op.equation.outvars, strict=True):
-        if is_16bit(dtype_of(operand)) and operand.aval.size > 1:
-            label = Reduction16Bit(op, GRADIENT in audit.flow.of(operand))
-            audit.collected[Reduction16Bit].append(label)
+    for operand, result in zip(op.operands, op.equation.outvars, strict=True):
+        if _dtypes.is_16bit(_checks.dtype_of(operand)) and operand.aval.size > 1:
+            label = _labels.Reduction16Bit(op, _dataflow.GRADIENT in audit.flow.of(operand))
+            audit.collected[_labels.Reduction16Bit].append(label)
             audit.flow.mark(result, label)
 
 
 @ALL_REDUCE_16BIT.on_operation(*_matmuls.MATMULS)
-def label_activations(op: OpOccurrence, audit: Auditor) -> None:
+def label_activations(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Records that a matmul of the backward pass reads a sum, which is then an activation."""
-    if op.location.phase == _jaxprs.BACKWARD:
-        for label in audit.flow.labels(Reduction16Bit, *op.equation.invars[:2]):
+    if op.is_backward:
+        for label in audit.flow.labels(_labels.Reduction16Bit, *op.operands[:2]):
             label.is_activation = True
 
 
 @ALL_REDUCE_16BIT.on_program
-def report_reductions(audit: Auditor, traced: Traced) -> None:
+def report_reductions(audit: _auditor.Auditor, traced: _trace.Traced) -> None:
     """Reports the sums over devices, after the walk."""
-    audit.collected[Traced].append(traced)
-    for reduction in audit.collected[Reduction16Bit]:
+    audit.collected[_trace.Traced].append(traced)
+    for reduction in audit.collected[_labels.Reduction16Bit]:
         _report_reduction(reduction, audit)
 
 
@@ -78,12 +72,12 @@ def sum_note(dtype: str) -> str:
     return f"activations are summed over devices in {dtype}, as in tensor parallelism"
 
 
-def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
+def _report_reduction(reduction: _labels.Reduction16Bit, audit: _auditor.Auditor) -> None:
     op = reduction.op
-    dtype = dtype_of(op.equation.invars[0]).name
+    dtype = _checks.dtype_of(op.operands[0]).name
     names = _operations.mesh_axes_of(op.equation)
     name = repr(names[0]) if len(names) == 1 else repr(names)
-    if op.location.phase == _jaxprs.FORWARD and not reduction.is_gradient and is_sum(op):
+    if op.is_forward and not reduction.is_gradient and is_sum(op):
         message = f"statistics of the batch are averaged over devices in {dtype} ({op.name})."
         fix = f"jax.lax.pmean(x.astype(jnp.float32), {name})"
         audit.add(ALL_REDUCE_16BIT, op, message, fix_origins(op, audit.findings) or fix)
@@ -96,30 +90,30 @@ def _report_reduction(reduction: Reduction16Bit, audit: Auditor) -> None:
     fix = fix_origins(op, audit.findings) or fix_expression("Sum in FP32", op, audit.findings)
     fix = fix if "\n" in fix else ""
     fix = fix or f"jax.lax.pmean(jax.tree.map(lambda g: g.astype(jnp.float32), grads), {name})"
-    if op.name == "reduce_scatter" and op.location.phase == _jaxprs.BACKWARD:
+    if op.name == "reduce_scatter" and op.is_backward:
         fix = _FIX_GATHER_VJP.format(name=name, dtype=dtype)
-    elif op.location.phase == _jaxprs.BACKWARD:
+    elif op.is_backward:
         fix = (
             "Let JAX sum the gradient of the FP32 parameters, before the loss casts them:\n"
             f"    params = jax.lax.pcast(params, {name}, to='varying')"
         )
-    severity = ERROR if audit.context.requires_fp32_reductions else WARNING
+    severity = _checks.ERROR if audit.context.requires_fp32_reductions else _checks.WARNING
     audit.add(ALL_REDUCE_16BIT, op, message, fix, severity=severity)
 
 
 class Constraint(NamedTuple):
     """Sharding constraint of the forward pass, and the arguments of which it has elements."""
 
-    op: OpOccurrence
+    op: _checks.OpOccurrence
     arguments: tuple[int, ...]
 
 
-def constraint_of(op: OpOccurrence, audit: Auditor) -> Constraint:
-    labels = audit.flow.labels(From, op.equation.invars[0])
+def constraint_of(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> Constraint:
+    labels = audit.flow.labels(_dataflow.From, op.operands[0])
     return Constraint(op, tuple(label.number for label in labels))
 
 
-def gather_of(row: CollectiveRow, audit: Auditor) -> Constraint | None:
+def gather_of(row: CollectiveRow, audit: _auditor.Auditor) -> Constraint | None:
     """Returns the constraint by which devices gather a weight; None if it is not known.
 
     XLA names many gathers after the arguments, without a line. Then the constraint has the same
@@ -133,11 +127,11 @@ def gather_of(row: CollectiveRow, audit: Auditor) -> Constraint | None:
         and _split_of(each, audit) is not None
     ]
     elements = row.bytes // row.count // (8 if row.dtype == "float64" else 4)
-    difference = lambda each: abs(each.op.equation.invars[0].aval.size - elements)
+    difference = lambda each: abs(each.op.operands[0].aval.size - elements)
     return min(gathers, key=difference, default=None)
 
 
-def fix_of_gather(gather: Constraint, dtype: str, audit: Auditor) -> str:
+def fix_of_gather(gather: Constraint, dtype: str, audit: _auditor.Auditor) -> str:
     """Returns the constraint with a 16-bit copy of the weight that is still split, or "".
 
     The code also runs for the other constraints of its line, which must be of weights that are
@@ -148,22 +142,22 @@ def fix_of_gather(gather: Constraint, dtype: str, audit: Auditor) -> str:
     if len({_split_of(constraint, audit) for constraint in same}) > 1:
         return ""
     spec = ", ".join(map(repr, _split_of(gather, audit) or ()))
-    is_cast = half_of(gather.op.equation.invars) is not None
-    return with_split_copy(
-        expression_of(gather.op, audit.findings),
+    is_cast = _checks.half_of(gather.op.operands) is not None
+    return _rewrite.with_split_copy(
+        _source.expression_of(gather.op, audit.findings),
         f"jax.sharding.PartitionSpec({spec})",
         "" if is_cast else dtype,
         has_mesh=_operations.is_in_mesh(gather.op.equation),
     )
 
 
-def _split_of(constraint: Constraint, audit: Auditor) -> PartitionSpec | None:
+def _split_of(constraint: Constraint, audit: _auditor.Auditor) -> PartitionSpec | None:
     """Returns the spec of the argument that a constraint gathers; None if it gathers none."""
     (operand,), result = (
-        constraint.op.equation.invars,
+        constraint.op.operands,
         _operations.sharding_of_result(constraint.op.equation),
     )
-    arrays = audit.collected[Traced][-1].arrays
+    arrays = audit.collected[_trace.Traced][-1].arrays
     for number in constraint.arguments:
         spec = getattr(getattr(arrays[number], "sharding", None), "spec", None)
         if spec is not None and arrays[number].shape == operand.aval.shape:
@@ -172,7 +166,7 @@ def _split_of(constraint: Constraint, audit: Auditor) -> PartitionSpec | None:
     return None
 
 
-FP32_ALL_GATHER = Check(
+FP32_ALL_GATHER = _checks.Check(
     id="fp32_all_gather",
     explanation="Devices gather a weight of a matmul in FP32, and cast it to 16 bits or FP8. A"
     " warning without policies, and for updated FP32 parameters, which ZeRO-1 gathers.",
@@ -180,25 +174,25 @@ FP32_ALL_GATHER = Check(
     "w = jax.lax.with_sharding_constraint(w, gathered_sharding_of_w)",
     needs_target="yes",
 )
-ACTIVATION_ALL_GATHER = Check(
+ACTIVATION_ALL_GATHER = _checks.Check(
     id="activation_all_gather",
-    severity=WARNING,
+    severity=_checks.WARNING,
     explanation="Devices gather activations over a mesh axis that splits both the parameters and"
     " the batch: XLA made tensor parallelism of a program for FSDP.",
     fix="x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data')))",
     needs_target="yes",
 )
-KEPT_WEIGHTS = Check(
+KEPT_WEIGHTS = _checks.Check(
     id="kept_weights",
-    severity=WARNING,
+    severity=_checks.WARNING,
     explanation="Weights that were gathered for the forward pass remain in memory until the"
     " backward pass, instead of being gathered again.",
     fix="model = recipe.wrap(model, shardings=params_shardings)",
     needs_target="yes",
 )
-REDUCTION_PER_MICROBATCH = Check(
+REDUCTION_PER_MICROBATCH = _checks.Check(
     id="reduction_per_microbatch",
-    severity=WARNING,
+    severity=_checks.WARNING,
     explanation="Gradients are summed over devices once in each microbatch, instead of once after"
     " all of them.",
     fix="grads_fn = jax.shard_map(grads_fn, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(),"
@@ -278,7 +272,7 @@ _CALL_WITH_SPLIT = """\
 
 
 @ALL_REDUCE_16BIT.on_compiled
-def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+def check_reductions(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports sums over devices in 16 bits that the compiler inserted."""
     reported = {(f.file, f.line) for f in program.traced if f.check == ALL_REDUCE_16BIT.id}
     for row in _large(program.rows.collectives):
@@ -288,22 +282,21 @@ def check_reductions(program: CompiledProgram, audit: Auditor) -> Iterator[Findi
         if row.content != _hlo_collectives.WEIGHT_GRADIENT:
             audit.notes[sum_note(row.dtype)] = None
             continue
-        size = bytes_text(row.bytes)
+        size = _section.bytes_text(row.bytes)
         message = f"{size} of gradients are summed over devices in {row.dtype} ({row.operation})."
-        severity = ERROR if audit.context.requires_fp32_reductions else WARNING
-        reduction = finding(ALL_REDUCE_16BIT, row, message, _FIX_REDUCE)
-        yield dataclasses.replace(reduction, severity=severity)
+        severity = _checks.ERROR if audit.context.requires_fp32_reductions else _checks.WARNING
+        yield finding(ALL_REDUCE_16BIT, row, message, _FIX_REDUCE, severity=severity)
 
 
 @FP32_ALL_GATHER.on_operation("sharding_constraint")
-def collect_constraints(op: OpOccurrence, audit: Auditor) -> None:
+def collect_constraints(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the constraints of the forward pass, of which some gather weights."""
-    if op.location.phase == _jaxprs.FORWARD:
+    if op.is_forward:
         audit.collected[Constraint].append(constraint_of(op, audit))
 
 
 @FP32_ALL_GATHER.on_compiled
-def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+def check_gathers(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports weights that devices gather in a wider dtype than operations read."""
     updates: list[CollectiveRow] = []
     for row in _gathers(program, _WIDE):
@@ -313,7 +306,7 @@ def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]
         if row.content == _hlo_collectives.UPDATE and has_policies:
             updates.append(row)
         elif row.content == _hlo_collectives.WEIGHT and row.in_matmul and row.read_as not in _WIDE:
-            size = bytes_text(row.bytes)
+            size = _section.bytes_text(row.bytes)
             message = f"{size} of weights are gathered in {row.dtype} and read in {row.read_as}."
             dtype, gather = _half_dtype([row]), gather_of(row, audit)
             fix = _FIX_GATHER.format(dtype=dtype)
@@ -322,15 +315,15 @@ def check_gathers(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]
                 fix = f"{_CAST_SPLIT}    {code}" if code else fix
                 file, line = audit.findings.line_of(gather.op)
                 row = dataclasses.replace(row, file=file, line=line)
-            wide = finding(FP32_ALL_GATHER, row, message, fix)
-            yield dataclasses.replace(wide, severity=ERROR if has_policies else WARNING)
+            severity = _checks.ERROR if has_policies else _checks.WARNING
+            yield finding(FP32_ALL_GATHER, row, message, fix, severity=severity)
     if updates:
         message = f"{_total(updates)} of updated parameters are gathered in {updates[0].dtype}."
         yield _whole(FP32_ALL_GATHER, updates, message, _FIX_UPDATE)
 
 
 @ACTIVATION_ALL_GATHER.on_compiled
-def check_activations(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+def check_activations(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports activations that devices gather where they could gather weights."""
     del audit
     rows = [
@@ -351,7 +344,7 @@ def check_activations(program: CompiledProgram, audit: Auditor) -> Iterator[Find
 
 
 @KEPT_WEIGHTS.on_compiled
-def check_kept_weights(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+def check_kept_weights(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports gathered weights that the backward pass reads."""
     weights = [row for row in _gathers(program) if row.content == _hlo_collectives.WEIGHT]
     rows = [row for row in weights if row.is_kept]
@@ -372,14 +365,14 @@ class _MicrobatchLoop(NamedTuple):
 
 
 @REDUCTION_PER_MICROBATCH.on_result(*_constructs.LOOPS)
-def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
+def collect_loops(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects the loops over microbatches; a loop over training steps updates its arguments."""
-    if op.location.differentiated or op.location.phase != _jaxprs.FORWARD:
+    if op.location.differentiated or not op.is_forward:
         return
     loop = _constructs.loop_of(op.equation)
     assert loop is not None
     body = loop.jaxpr
-    if audit.flow.labels(Update, *body.outvars):
+    if audit.flow.labels(_dataflow.Update, *body.outvars):
         return
     stacks = (str(equation.source_info.name_stack) for equation in _jaxprs.equations(body))
     if any(_jaxprs.phase_of(stack) == _jaxprs.BACKWARD for stack in stacks):
@@ -387,7 +380,7 @@ def collect_loops(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @REDUCTION_PER_MICROBATCH.on_compiled
-def check_microbatches(program: CompiledProgram, audit: Auditor) -> Iterator[Finding]:
+def check_microbatches(program: CompiledProgram, audit: _auditor.Auditor) -> Iterator[Finding]:
     """Reports sums of gradients in a loop over microbatches."""
     loops = audit.collected[_MicrobatchLoop]
     rows = [
@@ -435,11 +428,10 @@ def _bytes(rows: list[CollectiveRow]) -> int:
 
 
 def _total(rows: list[CollectiveRow]) -> str:
-    return bytes_text(_bytes(rows))
+    return _section.bytes_text(_bytes(rows))
 
 
-def _whole(check: Check, rows: list[CollectiveRow], message: str, fix: str) -> Finding:
+def _whole(check: _checks.Check, rows: list[CollectiveRow], message: str, fix: str) -> Finding:
     """Returns a warning about several rows, at the location of the largest."""
-    count = sum(row.count for row in rows)
-    whole = finding(check, max(rows, key=lambda row: row.bytes), message, fix)
-    return dataclasses.replace(whole, severity=WARNING, count=count)
+    largest, count = max(rows, key=lambda row: row.bytes), sum(row.count for row in rows)
+    return finding(check, largest, message, fix, severity=_checks.WARNING, count=count)

@@ -221,21 +221,21 @@ class TableRows(Fact):
 @WIDE_GATHER.on_operation("gather")
 def label_rows(op: OpOccurrence, audit: Auditor) -> TableRows | None:
     """Labels rows of an FP32 argument."""
-    table = op.equation.invars[0]
+    table = op.operands[0]
     is_argument = bool(audit.flow.labels(From, table))
     is_lookup = dtype_of(table) == _dtypes.FLOAT32 and is_argument and op.location.differentiated
-    return TableRows(op) if is_lookup and op.location.phase == _jaxprs.FORWARD else None
+    return TableRows(op) if is_lookup and op.is_forward else None
 
 
 @WIDE_GATHER.on_operation("convert_element_type")
 def check_cast(op: OpOccurrence, audit: Auditor) -> None:
     """Reports looked-up rows that are cast to 16 bits, if to cast the table moves fewer bytes."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
+    (operand,), result = op.operands, op.result
     dtype = dtype_of(result)
     if not _dtypes.is_16bit(dtype):
         return
     for label in audit.flow.labels(TableRows, operand):
-        table = label.op.equation.invars[0].aval
+        table = label.op.operands[0].aval
         # The lookup reads and writes FP32 or 16 bits; the cast reads FP32 and writes 16 bits.
         after = 14 * math.prod(result.aval.shape)
         before = 6 * math.prod(table.shape) + 4 * math.prod(result.aval.shape)

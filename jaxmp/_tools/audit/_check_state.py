@@ -12,53 +12,30 @@ import numpy as np
 from jaxmp._core import _dtypes, _trees
 from jaxmp._programs import _analysis, _jaxprs
 from jaxmp._programs._matmuls import MATMULS
-from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._check_integers import STEPS
-from jaxmp._tools.audit._check_ops import ACCUMULATOR_16BIT
-from jaxmp._tools.audit._checks import (
-    ERROR,
-    FLOATS,
-    WARNING,
-    Check,
-    OpOccurrence,
-    dtype_of,
-    half_of,
-)
-from jaxmp._tools.audit._dataflow import (
-    LARGE,
-    PLUS,
-    SCALAR,
-    UNKNOWN,
-    From,
-    Power,
-    Update,
-    is_scale,
-    powers_of,
-)
-from jaxmp._tools.audit._labels import Summand
+from jaxmp._tools.audit import _auditor, _check_integers, _check_ops, _checks, _dataflow, _labels
+from jaxmp._tools.audit._dataflow import From, Power, Update
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.fixes._rewrite import in_fp32
-from jaxmp._tools.fixes._source import expression_of
+from jaxmp._tools.fixes import _rewrite, _source
 from jaxmp.optim import _moments, _roles, _rounding
 
 # ---------------------------------------------------------------------------
 # Checks
 # ---------------------------------------------------------------------------
 
-OPTIMIZER_STATE_16BIT = Check(
+OPTIMIZER_STATE_16BIT = _checks.Check(
     id="optimizer_state_16bit",
     explanation="The optimizer's moments or accumulators are stored in 16 bits: those of optax, or"
     " arrays in which a step averages gradients. A warning for first moments in bfloat16.",
     fix="tx = jaxmp.load_recipe('bf16_params').optimizer(tx)",
 )
-UNUSED_LOSS_SCALE = Check(
+UNUSED_LOSS_SCALE = _checks.Check(
     id="unused_loss_scale",
     explanation="A dynamic loss scale is among the arguments, and no gradient was computed with"
     " it.",
     fix="loss, grads = state.value_and_grad(loss_fn)(batch)",
 )
-MISSING_LOSS_SCALE = Check(
+MISSING_LOSS_SCALE = _checks.Check(
     id="missing_loss_scale",
     explanation="The backward pass of a training step multiplies in float16 without a loss scale. A"
     " warning for a gradient inside of a loss, such as a penalty or forces, whose scale is not that"
@@ -66,7 +43,7 @@ MISSING_LOSS_SCALE = Check(
     fix="tx = jaxmp.load_recipe('fp16').optimizer(tx)\n"
     "loss, grads = state.value_and_grad(loss_fn)(batch)",
 )
-MISSING_MASTER = Check(
+MISSING_MASTER = _checks.Check(
     id="missing_master",
     explanation="A training step adds its updates to 16-bit parameters, and no FP32 master stores"
     " what rounding loses, or it rounds FP32 parameters itself."
@@ -109,27 +86,27 @@ _TEXTS = {
 _OF_FLAX = frozenset(("kernel", "bias", "scale", "embedding"))
 
 
-def label_arguments(audit: Auditor, traced: Traced) -> None:
+def label_arguments(audit: _auditor.Auditor, traced: Traced) -> None:
     """Labels the arguments before the walk, so that updates of them are known."""
     for label, var in traced.inputs():
         audit.flow.mark(var, label)
     # Under `vmap`, a loss scale is an array.
     scales = {var for _, var in traced.dynamic_scales()}
     for number, (var, leaf) in enumerate(zip(traced.variables, traced.leaves, strict=True)):
-        if dtype_of(var) in FLOATS:
-            audit.flow.mark(var, From(number, PLUS))
+        if _checks.dtype_of(var) in _checks.FLOATS:
+            audit.flow.mark(var, From(number, _dataflow.PLUS))
             *owner, name = _trees.path_names(leaf.path)
             if name not in _OF_FLAX:
-                audit.flow.mark(var, Summand(tuple(owner), name))
+                audit.flow.mark(var, _labels.Summand(tuple(owner), name))
             if var.aval.size == 1:
-                audit.flow.mark(var, SCALAR)
+                audit.flow.mark(var, _dataflow.SCALAR)
             if var.aval.size == 1 or var in scales:
                 audit.flow.mark(var, Power(number, 1.0))
-        elif jnp.issubdtype(dtype_of(var), jnp.integer) and var.aval.size == 1:
-            audit.flow.mark(var, STEPS)
+        elif jnp.issubdtype(_checks.dtype_of(var), jnp.integer) and var.aval.size == 1:
+            audit.flow.mark(var, _check_integers.STEPS)
     for var in traced.jaxpr.constvars:
-        if dtype_of(var) in FLOATS and var.aval.size == 1:
-            audit.flow.mark(var, SCALAR)
+        if _checks.dtype_of(var) in _checks.FLOATS and var.aval.size == 1:
+            audit.flow.mark(var, _dataflow.SCALAR)
 
 
 # ---------------------------------------------------------------------------
@@ -138,7 +115,7 @@ def label_arguments(audit: Auditor, traced: Traced) -> None:
 
 
 @OPTIMIZER_STATE_16BIT.on_program
-def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+def check_optimizer_state(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit leaves of optimizer states, and moments that are written by hand."""
     step = step_of(audit, traced)
     # (whether optax averages with them, dtype) -> numbers of the leaves.
@@ -155,10 +132,10 @@ def check_optimizer_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 
 
 @UNUSED_LOSS_SCALE.on_program
-def check_unused_scale(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+def check_unused_scale(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports loss scales that the backward pass does not depend on."""
     for location, var in traced.dynamic_scales() if audit.has_backward else ():
-        if not audit.flow.scaled_by.isdisjoint(powers_of(audit.flow.of(var))):
+        if not audit.flow.scaled_by.isdisjoint(_dataflow.powers_of(audit.flow.of(var))):
             continue
         message = (
             f"the dynamic loss scale at {location} is not applied to the loss, so small float16"
@@ -189,7 +166,7 @@ def _optimizer_state_finding(
     return OPTIMIZER_STATE_16BIT.finding(
         message,
         _FIX_AVERAGE if is_average else _fill(fix, dtype),
-        severity=WARNING if is_first else ERROR,
+        severity=_checks.WARNING if is_first else _checks.ERROR,
         file=file,
         line=line,
         count=len(numbers),
@@ -219,7 +196,7 @@ def _is_rounded(node: object) -> bool:
 class _Step:
     """The arguments that a program updates."""
 
-    def __init__(self, audit: Auditor, traced: Traced) -> None:
+    def __init__(self, audit: _auditor.Auditor, traced: Traced) -> None:
         self.audit, self.flow = audit, audit.flow
         self.leaves, self.locations = traced.leaves, traced.texts()
         self.in_optimizer = traced.in_optimizer()
@@ -228,62 +205,57 @@ class _Step:
         for var in traced.jaxpr.outvars:
             for label in self.flow.labels(Update, var):
                 argument = traced.variables[label.number].aval
-                if (argument.shape, argument.dtype) == (var.aval.shape, dtype_of(var)):
+                if (argument.shape, argument.dtype) == (var.aval.shape, _checks.dtype_of(var)):
                     self.updates.setdefault(label.number, []).append(label)
         self.avals = {n: var.aval for n, var in enumerate(traced.variables)}
         self.dtypes = {n: self.avals[n].dtype for n in self.updates}
-
-    @property
-    def is_training(self) -> bool:
-        """True if an argument is updated with gradients."""
-        return any(update.has_gradient for row in self.updates.values() for update in row)
+        # Numbers of the arguments that are updated with gradients; none if nothing is trained.
+        self.learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
 
     @property
     def trains_fp32(self) -> bool:
         """True if gradients update FP32 arguments only, apart from the optimizer's state."""
-        dtypes = {
-            self.dtypes[n]
-            for n, row in self.updates.items()
-            if not self.in_optimizer[n] and any(update.has_gradient for update in row)
-        }
+        dtypes = {self.dtypes[n] for n in self.learned if not self.in_optimizer[n]}
         return bool(dtypes) and not any(map(_dtypes.is_16bit, dtypes))
 
-    def updates_16bit(self) -> dict[int, Update]:
-        """Returns the first update of each 16-bit argument of a training step."""
-        if not self.is_training:
-            return {}
-        rows = ((n, row[0]) for n, row in self.updates.items() if _dtypes.is_16bit(self.dtypes[n]))
-        return {n: u for n, u in rows if not is_compensated(u.op.equation, u.op.body)}
+    def _first_16bit(self) -> list[Update]:
+        return [row[0] for n, row in self.updates.items() if _dtypes.is_16bit(self.dtypes[n])]
 
-    def state_16bit(self, returned: set[str]) -> dict[int, Update]:
+    def updates_16bit(self) -> list[Update]:
+        """Returns the first update of each 16-bit argument of a training step."""
+        updates = self._first_16bit() if self.learned else []
+        return [u for u in updates if not is_compensated(u.op.equation, u.op.body)]
+
+    def state_16bit(self, returned: set[str]) -> list[Update]:
         """Returns the updates of 16-bit arguments that are not parameters, moments or averages.
 
         Args:
           returned: key paths of the results. In a program that trains nothing, only scalars and
             arguments that are returned under their own keys, and averages, are state.
         """
-        updates = {n: row[0] for n, row in self.updates.items() if _dtypes.is_16bit(self.dtypes[n])}
-        return {
-            n: update
-            for n, update in updates.items()
-            if not self.in_optimizer[n]
-            and (
-                not (update.has_gradient or self.is_average(update))
-                if self.is_training
-                else self.avals[n].size == 1
-                or jtu.keystr(self.leaves[n].path[2:]) in returned
-                or update.is_average
-            )
-        }
 
-    def is_parameter(self, number: int, update: Update) -> bool:
+        def is_state(update: Update) -> bool:
+            if self.learned:
+                return not (update.has_gradient or self.is_average(update))
+            is_returned = jtu.keystr(self.leaves[update.number].path[2:]) in returned
+            return self.avals[update.number].size == 1 or is_returned or update.is_average
+
+        updates = (u for u in self._first_16bit() if not self.in_optimizer[u.number])
+        return [update for update in updates if is_state(update)]
+
+    def is_parameter(self, update: Update) -> bool:
         """Returns True for an argument that the loss reads and gradients update."""
-        is_read = number in self.flow.differentiated
+        is_read = update.number in self.flow.differentiated
         return is_read and update.has_gradient and not self.is_average(update)
 
     def is_average(self, update: Update) -> bool:
         """Returns True for an average of parameters, such as an EMA."""
-        masters = {n for n, dtype in self.dtypes.items() if self._is_master(n, dtype)}
+        is_added = lambda update: update.factor == _dataflow.PLUS and update.has_gradient
+        masters = {
+            n
+            for n, row in self.updates.items()
+            if not _dtypes.is_16bit(self.dtypes[n]) and any(map(is_added, row))
+        }
         # A parameter of the last step, which a master in the state replaces.
         packed = [n for n, leaf in enumerate(self.leaves) if leaf.role == _roles.REMAINDER]
         shapes = {self.avals[n].shape for n in (*masters, *packed)}
@@ -292,69 +264,68 @@ class _Step:
             for n in self.flow.differentiated
             if _dtypes.is_16bit(self.avals[n].dtype) and self.avals[n].shape in shapes
         }
-        learned = {n for n, row in self.updates.items() if any(x.has_gradient for x in row)}
-        trained = masters | stored | (self.flow.differentiated & learned)
+        trained = masters | stored | (self.flow.differentiated & self.learned)
         # A parameter of which a small part is subtracted (weight decay) is not an average.
-        is_parameter = update.factor == PLUS and update.number in self.flow.differentiated
+        is_parameter = update.factor == _dataflow.PLUS and update.number in self.flow.differentiated
         # New parameters with packed masters are bits, which have no summands.
         is_beside_packed = (
-            update.has_gradient and update.factor != PLUS and not self.in_optimizer[update.number]
+            update.has_gradient
+            and update.factor != _dataflow.PLUS
+            and not self.in_optimizer[update.number]
         ) and self.avals[update.number].shape in {self.avals[n].shape for n in packed}
         return not is_parameter and (bool(update.others & trained) or is_beside_packed)
 
-    def is_gradient_sum(self, number: int, update: Update) -> bool:
+    def is_gradient_sum(self, update: Update) -> bool:
         """Returns True for an array, unknown to the loss, that gradients are added to."""
-        is_read = number in self.flow.differentiated
+        is_read = update.number in self.flow.differentiated
         return not is_read and update.has_gradient and not self.is_average(update)
 
-    def _is_master(self, number: int, dtype: np.dtype) -> bool:
-        return not _dtypes.is_16bit(dtype) and any(
-            update.factor == PLUS and update.has_gradient for update in self.updates[number]
-        )
-
     def findings(
-        self, check: Check, updates: dict[int, Update], text: str, fix: str, severity: str = ERROR
+        self,
+        check: _checks.Check,
+        updates: list[Update],
+        text: str,
+        fix: str,
+        severity: str = _checks.ERROR,
     ) -> Iterator[Finding]:
         """Yields one finding for each dtype of some updated arguments.
 
         Args:
           check: the check.
-          updates: number of an argument -> its update.
+          updates: one of each argument.
           text: the predicate of the message, with the names of `_TEXTS` in braces.
           fix: the remedy, with the same names.
           severity: "error" or "warning".
         """
-        for dtype in sorted({self.dtypes[n].name for n in updates}):
-            numbers = [n for n in updates if self.dtypes[n].name == dtype]
-            file, line = self.audit.findings.line_of(updates[numbers[0]].op)
-            example = self.locations[numbers[0]]
-            message = f"arguments in {dtype}, such as {example}, {text}."
-            texts, count = (_fill(message, dtype), _fill(fix, dtype)), len(numbers)
+        for dtype in sorted({self.dtypes[update.number].name for update in updates}):
+            own = [update for update in updates if self.dtypes[update.number].name == dtype]
+            file, line = self.audit.findings.line_of(own[0].op)
+            message = f"arguments in {dtype}, such as {self.locations[own[0].number]}, {text}."
+            texts, count = (_fill(message, dtype), _fill(fix, dtype)), len(own)
             yield check.finding(*texts, severity=severity, file=file, line=line, count=count)
 
-    def fix(self, number: int, update: Update, wide: str = "float32") -> str:
+    def fix(self, update: Update, wide: str = "float32") -> str:
         """Returns code that makes an argument in FP32, and does not round its new value.
 
         Args:
-          number: the argument.
-          update: its update.
+          update: of the argument.
           wide: "float32", or "int32" for counts.
         """
         findings = self.audit.findings
         fix = f"Store it in {wide}, and do not cast the new value to 16 bits:\n"
-        fix += f"    jnp.zeros({self.avals[number].shape}, jnp.{wide})"
+        fix += f"    jnp.zeros({self.avals[update.number].shape}, jnp.{wide})"
         (result,) = update.op.equation.outvars
         for reader in (update.op.equation, *update.op.body.readers(result)):
             cast = update.op._replace(equation=reader)
             is_cast = reader.primitive.name == "convert_element_type"
-            if is_cast and _dtypes.is_16bit(dtype_of(reader.outvars[0])):
-                code = in_fp32(expression_of(cast, findings))
+            if is_cast and _dtypes.is_16bit(_checks.dtype_of(reader.outvars[0])):
+                code = _rewrite.in_fp32(_source.expression_of(cast, findings))
                 line = f"\nAt {findings.where(cast)}, do not round to 16 bits:\n    {code}"
                 fix += line if code else ""
         return fix
 
 
-def step_of(audit: Auditor, traced: Traced) -> _Step:
+def step_of(audit: _auditor.Auditor, traced: Traced) -> _Step:
     """Returns the step of an audit, which is made once."""
     if not audit.collected[_Step]:
         audit.collected[_Step].append(_Step(audit, traced))
@@ -375,12 +346,12 @@ def is_compensated(addition: _jaxprs.Equation, body: _analysis.Body) -> bool:
 
 
 @MISSING_MASTER.on_program
-def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+def check_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit parameters that are updated in 16 bits."""
     step = step_of(audit, traced)
-    updates = {n: u for n, u in step.updates_16bit().items() if step.is_parameter(n, u)}
+    updates = list(filter(step.is_parameter, step.updates_16bit()))
     recipe = audit.context.recipe
-    severity = WARNING if recipe is not None and recipe.master == "none" else ERROR
+    severity = _checks.WARNING if recipe is not None and recipe.master == "none" else _checks.ERROR
     fix = (
         "Store FP32 masters in the optimizer state, made from FP32 parameters:\n"
         "    tx = jaxmp.load_recipe('{recipe}').optimizer(tx)"
@@ -393,15 +364,15 @@ def check_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 
 
 @MISSING_MASTER.on_program
-def check_rounded_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+def check_rounded_masters(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports FP32 parameters whose new values the step rounds to 16 bits."""
     step = step_of(audit, traced)
     for var in traced.jaxpr.outvars:
-        labels = audit.flow.labels(Update, var) if dtype_of(var) == _dtypes.FLOAT32 else ()
+        labels = audit.flow.labels(Update, var) if _checks.dtype_of(var) == _dtypes.FLOAT32 else ()
         numbers = {x.number for x in labels if x.number in step.updates and x.has_gradient}
         maker = traced.maker_of(var) if numbers and var.aval.size > 1 else None
         sources = [] if maker is None else [maker.equation.outvars[0], *maker.equation.invars]
-        dtype = half_of([*sources, *(x.op.equation.outvars[0] for x in labels)])
+        dtype = _checks.half_of([*sources, *(x.op.result for x in labels)])
         if maker is not None and maker.name == "reduce_precision":
             dtype = np.dtype(jnp.bfloat16)
         if maker is not None and dtype is not None and not step.in_optimizer[min(numbers)]:
@@ -412,41 +383,35 @@ def check_rounded_masters(audit: Auditor, traced: Traced) -> Iterator[Finding]:
             yield MISSING_MASTER.finding(_fill(message, dtype.name), fix, file=file, line=line)
 
 
-@ACCUMULATOR_16BIT.on_program
-def check_accumulators(audit: Auditor, traced: Traced) -> Iterator[Finding]:
+@_check_ops.ACCUMULATOR_16BIT.on_program
+def check_accumulators(audit: _auditor.Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports 16-bit sums of gradients and averages of parameters over steps."""
     step = step_of(audit, traced)
     updates = step.updates_16bit()
-    sums = {
-        n: update
-        for n, update in updates.items()
-        if step.is_gradient_sum(n, update) and update.factor == PLUS and not step.in_optimizer[n]
-    }
+    sums = [u for u in updates if step.is_gradient_sum(u) and u.factor == _dataflow.PLUS]
+    sums = [update for update in sums if not step.in_optimizer[update.number]]
     text = "accumulate gradients: a sum of ones stops at {limit}"
-    for number, update in list(sums.items())[:1]:
-        yield from step.findings(ACCUMULATOR_16BIT, sums, text, step.fix(number, update))
-    averages = {n: update for n, update in updates.items() if step.is_average(update)}
+    if sums:
+        yield from step.findings(_check_ops.ACCUMULATOR_16BIT, sums, text, step.fix(sums[0]))
+    averages = list(filter(step.is_average, updates))
     text = "average parameters: changes below {least} of a value are rounded away"
-    yield from step.findings(ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
+    yield from step.findings(_check_ops.ACCUMULATOR_16BIT, averages, text, _FIX_AVERAGE)
 
 
 def _check_moments(step: _Step) -> Iterator[Finding]:
     """Reports the moments of an optimizer that is written by hand."""
-    moments = {
-        n: update
-        for n, update in step.updates_16bit().items()
-        if step.is_gradient_sum(n, update) and update.factor in (LARGE, UNKNOWN)
-    }
+    moments = list(filter(step.is_gradient_sum, step.updates_16bit()))
+    moments = [u for u in moments if u.factor in (_dataflow.LARGE, _dataflow.UNKNOWN)]
     text = "average gradients: small updates are rounded away"
-    for number, update in list(moments.items())[:1]:
-        yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text, step.fix(number, update))
+    if moments:
+        yield from step.findings(OPTIMIZER_STATE_16BIT, moments, text, step.fix(moments[0]))
 
 
 @MISSING_LOSS_SCALE.on_program
-def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
+def check_missing_scale(audit: _auditor.Auditor, traced: Traced) -> Iterable[Finding]:
     """Reports a backward pass in float16 whose cotangents are not scaled."""
     op, step = audit.float16_backward, step_of(audit, traced)
-    if op is None or not step.is_training or audit.flow.scaled_by or audit.flow.has_scale:
+    if op is None or not step.learned or audit.flow.scaled_by or audit.flow.has_scale:
         return
     if traced.dynamic_scales():
         # Reported as an unused loss scale.
@@ -463,18 +428,18 @@ def check_missing_scale(audit: Auditor, traced: Traced) -> Iterable[Finding]:
 class _InnerGradient(NamedTuple):
     """Operation of a backward pass that is itself differentiated."""
 
-    op: OpOccurrence
+    op: _checks.OpOccurrence
     is_scaled: bool
 
 
 @MISSING_LOSS_SCALE.on_operation("mul", "div", "broadcast_in_dim", *MATMULS)
-def collect_inner_gradients(op: OpOccurrence, audit: Auditor) -> None:
+def collect_inner_gradients(op: _checks.OpOccurrence, audit: _auditor.Auditor) -> None:
     """Collects float16 matmuls, and loss scales, of gradients inside of a loss."""
-    if op.location.phase != _jaxprs.BACKWARD:
+    if not op.is_backward:
         return
-    scales = (is_scale(op, var, audit.flow.of) for var in op.equation.invars)
+    scales = (_dataflow.is_scale(op, var, audit.flow.of) for var in op.operands)
     is_scaled = op.name not in MATMULS and any(scales)
-    is_float16 = op.name in MATMULS and _dtypes.FLOAT16 in map(dtype_of, op.equation.invars)
+    is_float16 = op.name in MATMULS and _dtypes.FLOAT16 in map(_checks.dtype_of, op.operands)
     if is_scaled or is_float16:
         chain = reversed([op.equation, *op.enclosing])
         stack = "/".join(str(equation.source_info.name_stack) for equation in chain)
@@ -484,7 +449,7 @@ def collect_inner_gradients(op: OpOccurrence, audit: Auditor) -> None:
 
 
 @MISSING_LOSS_SCALE.on_program
-def check_inner_gradients(audit: Auditor, traced: Traced) -> None:
+def check_inner_gradients(audit: _auditor.Auditor, traced: Traced) -> None:
     """Reports gradients inside of a loss, to which no loss scale is applied."""
     del traced
     inner = audit.collected[_InnerGradient]
@@ -493,4 +458,4 @@ def check_inner_gradients(audit: Auditor, traced: Traced) -> None:
         message += " own: elements below 6e-8 become zero."
         fix = "Scale the inner gradient, too, or compute it in FP32:\n"
         fix += "    grads = jaxmp.grad(fn, loss_scale=jaxmp.StaticLossScale(2.0**12))(x)"
-        audit.add(MISSING_LOSS_SCALE, inner[0].op, message, fix, severity=WARNING)
+        audit.add(MISSING_LOSS_SCALE, inner[0].op, message, fix, severity=_checks.WARNING)

@@ -14,27 +14,16 @@ from jax.extend.core import JaxprEqn
 from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _constructs, _jaxprs, _operations
 from jaxmp._programs._interpreter import Frame
-from jaxmp._tools.audit import _check_ops
+from jaxmp._tools.audit import _check_ops, _check_state, _checks, _dataflow, _labels, _origins
 from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._check_state import MISSING_MASTER, is_compensated, step_of
-from jaxmp._tools.audit._checks import (
-    FLOATS,
-    LAYOUT,
-    WARNING,
-    OpOccurrence,
-    dtype_of,
-    half_of,
-    named,
-)
-from jaxmp._tools.audit._dataflow import GRADIENT, PLUS, From, Terms, Update
-from jaxmp._tools.audit._labels import ConditionalFinding, Fact
-from jaxmp._tools.audit._origins import fix_operation
+from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _rewrite, _source
+from jaxmp._tools.report import _section
 
 # Reductions that XLA divides into chunks; the others add one term after another.
-_IN_CHUNKS = named("reduce_sum cumsum reduce_prod cumprod cumlogsumexp")
+_IN_CHUNKS = _checks.named("reduce_sum cumsum reduce_prod cumprod cumlogsumexp")
 
 # Sums of fewer terms lose less than three bits.
 _FEW_TERMS = 8
@@ -44,8 +33,8 @@ _NOTABLE = 0.05
 
 
 # Operations that read a part of an array, and that write one.
-_TAKES = LAYOUT | named("gather dynamic_slice slice")
-_PUTS = LAYOUT | named("scatter dynamic_update_slice")
+_TAKES = _checks.LAYOUT | _checks.named("gather dynamic_slice slice")
+_PUTS = _checks.LAYOUT | _checks.named("scatter dynamic_update_slice")
 
 FIX_ACCUMULATOR = (
     "Start from zeros in FP32, and add in FP32:\n"
@@ -71,16 +60,17 @@ def check_sum(op: OpOccurrence, dtype: np.dtype, audit: Auditor) -> None:
     verb = "multiplies" if "prod" in op.name or op.name == "scatter-mul" else "adds"
     text = error_text(terms, dtype, in_chunks=in_chunks)
     message = f"{op.name} {verb} {terms:,} terms in {dtype.name} {text}."
-    is_backward = op.location.phase == _jaxprs.BACKWARD
+    is_backward = op.is_backward
     if not is_backward and op.name != "reduce_window_sum":
-        fix = fix_operation(op, audit.findings, dtype.name)
+        fix = _origins.fix_operation(op, audit.findings, dtype.name)
         audit.add(_check_ops.REDUCTION_16BIT, op, message, fix)
     elif rounding_error(terms, dtype, in_chunks=in_chunks) >= _NOTABLE:
         fix = ""
         if is_backward:
             message = f"in the gradient of a broadcast or of indexing, {message}"
-            fix = _fix_gradient(audit)
-        audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=WARNING)
+            code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {audit.context.text})"
+            fix = f"Accumulate the gradient in FP32:\n    {code}"
+        audit.add(_check_ops.REDUCTION_16BIT, op, message, fix, severity=_checks.WARNING)
 
 
 @_check_ops.REDUCTION_16BIT.on_result(*_constructs.LOOPS)
@@ -93,66 +83,61 @@ def check_loop(op: OpOccurrence, audit: Auditor) -> None:
     assert loop is not None
     body = _analysis.Body(loop.jaxpr)
     for before, after in zip(loop.incoming, loop.outgoing, strict=True):
-        if dtype_of(before) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(after):
+        if _checks.dtype_of(before) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(after):
             makers = _check_ops.made_of(after, body, _PUTS)
             addition = next((e for e in makers if _adds_to(e, before, body)), None)
-            if addition is not None and not is_compensated(addition, body):
+            if addition is not None and not _check_state.is_compensated(addition, body):
                 _report_carry(op, before, addition, audit)
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_result("add", "add_any")
 def check_terms(op: OpOccurrence, audit: Auditor) -> None:
     """Reports a sum of three or more 16-bit gradients without a loop."""
-    (result,) = op.equation.outvars
+    result = op.result
     if not _is_after_gradient(op):
         return
-    if any(label.number > 2 for label in audit.flow.labels(Terms, result)):
-        message = f"gradients of several microbatches are summed in {dtype_of(result).name}."
-        fix = fix_operation(op, audit.findings) or FIX_ACCUMULATOR
+    if any(label.number > 2 for label in audit.flow.labels(_dataflow.Terms, result)):
+        message = (
+            f"gradients of several microbatches are summed in {_checks.dtype_of(result).name}."
+        )
+        fix = _origins.fix_operation(op, audit.findings) or FIX_ACCUMULATOR
         audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
 def _terms(op: OpOccurrence) -> int:
     """Returns the largest number of elements that a reduction combines into one."""
-    equation, operand = op.equation, op.equation.invars[0].aval
+    equation, operand = op.equation, op.operands[0].aval
     if op.name == "reduce_window_sum":
         return _operations.window_of(equation)
     if not op.name.startswith("scatter"):
         return math.prod(operand.shape[axis] for axis in _operations.axes_of(equation))
     updates = math.prod(equation.invars[1].aval.shape[:-1])
-    if op.location.phase == _jaxprs.BACKWARD:
+    if op.is_backward:
         # In the gradient of a lookup, the indices are those of different rows; the mean counts.
         return math.ceil(equation.invars[2].aval.size / max(operand.size, 1))
     # In a scatter of the forward pass, all indices may be equal.
     return updates
 
 
-def _fix_gradient(audit: Auditor) -> str:
-    """Returns code that accumulates a gradient in FP32."""
-    code = f"grad = jaxmp.autocast(jax.grad(loss_fn), {audit.context.text})"
-    return f"Accumulate the gradient in FP32:\n    {code}"
-
-
 def _report_carry(
     op: OpOccurrence, carry: _jaxprs.Atom, addition: _jaxprs.Equation, audit: Auditor
 ) -> None:
-    dtype, loop = dtype_of(carry), _constructs.loop_of(op.equation)
+    dtype, loop = _checks.dtype_of(carry), _constructs.loop_of(op.equation)
     assert loop is not None
-    length = loop.length
     inner = op._replace(equation=addition, body=_analysis.Body(loop.jaxpr), outer=op)
     fix = fix_carry(op, carry, inner, audit)
-    if _is_after_gradient(op) and GRADIENT in audit.flow.of(addition.outvars[0]):
+    if _is_after_gradient(op) and _dataflow.GRADIENT in audit.flow.of(addition.outvars[0]):
         message = f"a loop accumulates gradients in {dtype.name}."
         audit.add(_check_ops.ACCUMULATOR_16BIT, inner, message, fix)
         return
     message = f"a loop adds terms in {dtype.name}."
-    if length is not None:
+    if loop.length is not None:
         # The gradient of a weight that all iterations share is one sum.
-        is_small = rounding_error(length, dtype, in_chunks=False) < _NOTABLE
-        if op.location.phase == _jaxprs.BACKWARD and is_small:
+        is_small = rounding_error(loop.length, dtype, in_chunks=False) < _NOTABLE
+        if op.is_backward and is_small:
             return
-        text = error_text(length, dtype, in_chunks=False)
-        message = f"a loop adds {length:,} terms in {dtype.name} {text}."
+        text = error_text(loop.length, dtype, in_chunks=False)
+        message = f"a loop adds {loop.length:,} terms in {dtype.name} {text}."
     audit.add(_check_ops.REDUCTION_16BIT, inner, message, fix)
 
 
@@ -179,7 +164,7 @@ def fix_carry(
     inside = addition.body.jaxpr
     first = loop.equation.invars[len(loop.equation.invars) - len(inside.invars) :]
     start = first[inside.invars.index(carry)]
-    maker = loop.body.maker_through(start, LAYOUT - {"broadcast_in_dim"})
+    maker = loop.body.maker_through(start, _checks.LAYOUT - {"broadcast_in_dim"})
     if maker is None:
         return text
     made = loop._replace(equation=maker)
@@ -197,7 +182,11 @@ def fix_carry(
             code = _rewrite.in_fp32(_source.expression_of(rounding, audit.findings))
             where = audit.findings.where(rounding)
             lines += [f"At {where}, do not round to 16 bits:\n    {code}"] * bool(code)
-        elif half_of([var]) is not None and not _jaxprs.is_literal(var) and var not in dependents:
+        elif (
+            _checks.half_of([var]) is not None
+            and not _jaxprs.is_literal(var)
+            and var not in dependents
+        ):
             summand = index
     code = _rewrite.with_fp32_summand(_source.expression_of(addition, audit.findings), summand)
     where = audit.findings.where(addition)
@@ -207,7 +196,7 @@ def fix_carry(
 
 def _is_after_gradient(op: OpOccurrence) -> bool:
     """Returns True outside of derivatives: a gradient inside of a loss is an activation."""
-    return op.location.phase == _jaxprs.FORWARD and not op.location.differentiated
+    return op.is_forward and not op.location.differentiated
 
 
 def _adds_to(addition: _jaxprs.Equation, before: _jaxprs.Atom, loop: _analysis.Body) -> bool:
@@ -237,8 +226,8 @@ def _is_running(var: _jaxprs.Atom, before: _jaxprs.Atom, loop: _analysis.Body) -
 @_check_ops.ACCUMULATOR_16BIT.on_operation("add")
 def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
     """Reports `lax.associative_scan` with sums in 16 bits, which has no equation of its own."""
-    dtype = half_of(op.equation.outvars)
-    if dtype is None or op.location.phase != _jaxprs.FORWARD:
+    dtype = _checks.half_of(op.equation.outvars)
+    if dtype is None or not op.is_forward:
         return
     traceback = op.equation.source_info.traceback
     frames = () if traceback is None else traceback.frames
@@ -251,8 +240,8 @@ def check_associative_scan(op: OpOccurrence, audit: Auditor) -> None:
         audit.add(_check_ops.ACCUMULATOR_16BIT, op, message, fix)
 
 
-_KEEPS = LAYOUT | named("neg select_n")
-_SUMS = named("add add_any sub")
+_KEEPS = _checks.LAYOUT | _checks.named("neg select_n")
+_SUMS = _checks.named("add add_any sub")
 
 
 class _Linear(NamedTuple):
@@ -275,10 +264,10 @@ def check_recurrence(op: OpOccurrence, audit: Auditor) -> None:
     """
     loop = _constructs.loop_of(op.equation)
     assert loop is not None
-    carries = [var for var in loop.incoming if dtype_of(var) in FLOATS]
+    carries = [var for var in loop.incoming if _checks.dtype_of(var) in _checks.FLOATS]
     pairs = zip(loop.incoming, loop.outgoing, strict=True)
-    for carry, result in pairs if op.location.phase == _jaxprs.FORWARD else ():
-        if dtype_of(carry) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(result):
+    for carry, result in pairs if op.is_forward else ():
+        if _checks.dtype_of(carry) in _dtypes.FLOATS_16BIT and not _jaxprs.is_literal(result):
             carried = {var: False for var in carries} | {carry: _Linear()}
             args = [carried.get(var) for var in loop.jaxpr.invars]
             linear = _Linearity().frame(loop.jaxpr, args).values.get(result)
@@ -320,7 +309,7 @@ def _linear_after(equation: _jaxprs.Equation, facts: list[Any]) -> _Linear | Lit
 def _report_recurrence(
     op: OpOccurrence, carry: _jaxprs.Atom, linear: _Linear, loop: _constructs.Inner, audit: Auditor
 ) -> None:
-    dtype, length, factor = dtype_of(carry).name, loop.length, linear.factor
+    dtype, length, factor = _checks.dtype_of(carry).name, loop.length, linear.factor
     terms = length or 2**31
     if factor is not None and abs(factor) < 1:
         terms = min(terms, 1 / (1 - abs(factor)))
@@ -335,29 +324,25 @@ def _report_recurrence(
     audit.add(_check_ops.ACCUMULATOR_16BIT, inner, f"{message} away.", fix)
 
 
-_CHANGES = named("mul div add sub max min clamp")
+_CHANGES = _checks.named("mul div add sub max min clamp")
 
 
 @_check_ops.ACCUMULATOR_16BIT.on_program
 def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
     """Reports sums, counters, statistics and other averages that a step updates in 16 bits."""
-    step = step_of(audit, traced)
+    step = _check_state.step_of(audit, traced)
     # The keys of the results below the position in a tuple.
     returned = {jtu.keystr(path[n:]) for path, _ in traced.results for n in (0, 1) if path[n:]}
-    rows: dict[tuple[object, str], dict[int, Update]] = {}
-    for number, update in step.state_16bit(returned).items():
-        key = audit.findings.line_of(update.op), update.factor
-        rows.setdefault(key, {})[number] = update
-    for (_, factor), updates in rows.items():
-        number, update = next(iter(updates.items()))
+    key_of = lambda update: (audit.findings.line_of(update.op), update.factor)
+    for (_, factor), updates in _section.grouped(step.state_16bit(returned), key_of).items():
         text = "are updated in 16 bits: changes below {least} of a value are rounded away"
-        if factor == PLUS:
+        if factor == _dataflow.PLUS:
             text = "are sums in 16 bits: a sum of ones stops at {limit}"
-        literals = [abs(float(x.val)) for x in update.op.equation.invars if _jaxprs.is_literal(x)]
-        wide = "int32" if factor == PLUS and 1 in literals else "float32"
-        yield from step.findings(
-            _check_ops.ACCUMULATOR_16BIT, updates, text, step.fix(number, update, wide)
-        )
+        operands = updates[0].op.operands
+        literals = [abs(float(x.val)) for x in operands if _jaxprs.is_literal(x)]
+        wide = "int32" if factor == _dataflow.PLUS and 1 in literals else "float32"
+        fix = step.fix(updates[0], wide)
+        yield from step.findings(_check_ops.ACCUMULATOR_16BIT, updates, text, fix)
 
 
 # ---------------------------------------------------------------------------
@@ -365,41 +350,41 @@ def check_running_state(audit: Auditor, traced: Traced) -> Iterator[Finding]:
 # ---------------------------------------------------------------------------
 
 
-class StateCopy(Fact):
+class StateCopy(_labels.Fact):
     """Label of the 16-bit copy of an FP32 argument that the step updates with gradients."""
 
-    survives = LAYOUT | named("select_n sharding_constraint")
+    survives = _checks.LAYOUT | _checks.named("select_n sharding_constraint")
 
     def __init__(self, number: int, op: OpOccurrence) -> None:
         self.number, self.op = number, op
 
 
-class ChangedCopy(ConditionalFinding):
+class ChangedCopy(_labels.ConditionalFinding):
     """Label of a 16-bit copy that was changed after its master was rounded."""
 
-    check = MISSING_MASTER
+    check = _check_state.MISSING_MASTER
     survives = StateCopy.survives | _CHANGES
 
 
-@MISSING_MASTER.on_result("convert_element_type")
+@_check_state.MISSING_MASTER.on_result("convert_element_type")
 def label_copy(op: OpOccurrence, audit: Auditor) -> None:
     """Labels the cast of an updated FP32 argument to 16 bits."""
-    (operand,), (result,) = op.equation.invars, op.equation.outvars
-    if dtype_of(operand) == _dtypes.FLOAT32 and _dtypes.is_16bit(dtype_of(result)):
-        for label in audit.flow.labels(Update, operand):
+    (operand,), result = op.operands, op.result
+    if _checks.dtype_of(operand) == _dtypes.FLOAT32 and _dtypes.is_16bit(_checks.dtype_of(result)):
+        for label in audit.flow.labels(_dataflow.Update, operand):
             if label.has_gradient and operand.aval.size > 1:
                 audit.flow.mark(result, StateCopy(label.number, op))
 
 
-@MISSING_MASTER.on_operation(*_CHANGES)
+@_check_state.MISSING_MASTER.on_operation(*_CHANGES)
 def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     """Labels the result of an operation on a copy."""
-    copies = audit.flow.labels(StateCopy, *op.equation.invars)
-    dtype = half_of(op.equation.outvars)
+    copies = audit.flow.labels(StateCopy, *op.operands)
+    dtype = _checks.half_of(op.equation.outvars)
     if not copies or dtype is None or op.location.differentiated:
         return None
     # A sum with another argument is an average.
-    if len({x.number for x in (*copies, *audit.flow.labels(From, *op.equation.invars))}) > 1:
+    if len({x.number for x in (*copies, *audit.flow.labels(_dataflow.From, *op.operands))}) > 1:
         return None
     message = f"copies of parameters are changed in {dtype.name} after the FP32 masters are cast"
     fix = f"Change the FP32 masters instead, before {audit.findings.where(copies[0].op)}:\n"
@@ -407,16 +392,16 @@ def label_change(op: OpOccurrence, audit: Auditor) -> ChangedCopy | None:
     return ChangedCopy(op, message, fix)
 
 
-@MISSING_MASTER.on_program
+@_check_state.MISSING_MASTER.on_program
 def report_changes(audit: Auditor, traced: Traced) -> None:
     """Reports changed copies that the step returns in place of its 16-bit parameters."""
-    shapes = {(v.aval.shape, dtype_of(v)) for v in traced.variables if v.aval.size > 1}
+    shapes = {(v.aval.shape, _checks.dtype_of(v)) for v in traced.variables if v.aval.size > 1}
 
     def is_average(var: _jaxprs.Atom) -> bool:
-        sums = [x for x in audit.flow.of(var) if isinstance(x, (From, Update))]
-        return any(_dtypes.is_16bit(dtype_of(traced.variables[x.number])) for x in sums)
+        sums = [x for x in audit.flow.of(var) if isinstance(x, (_dataflow.From, _dataflow.Update))]
+        return any(_dtypes.is_16bit(_checks.dtype_of(traced.variables[x.number])) for x in sums)
 
-    outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, dtype_of(v)) in shapes]
+    outs = [v for v in traced.jaxpr.outvars if (v.aval.shape, _checks.dtype_of(v)) in shapes]
     results = [v for v in outs if _jaxprs.is_literal(v) or not is_average(v)]
     audit.report(ChangedCopy, results, ", so that the masters do not have the change")
 

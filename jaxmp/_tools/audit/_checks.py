@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -120,6 +121,8 @@ class PendingFinding:
     fix: str
     count: int = 0
     flops: int = 0
+    # Bytes that its matmuls read and write, if the message is to state them.
+    bytes: int = 0
     # Results of the operations, if these are outside of modules and derivatives and read values
     # that were computed from gradients. Such an operation belongs to the optimizer if a parameter
     # or the optimizer's state is computed from its result.
@@ -184,7 +187,7 @@ class PendingFindings:
                 message,
                 fix or check.fix,
             )
-        elif fix and fix not in finding.fix and op.location.phase == _jaxprs.FORWARD:
+        elif fix and fix not in finding.fix and op.is_forward:
             # Another expression of the line.
             finding.fix = _source.both(finding.fix, fix)
         finding.after_gradient += op.equation.outvars if is_after else ()
@@ -247,6 +250,24 @@ class OpOccurrence(NamedTuple):
         return self.equation.primitive.name
 
     @property
+    def operands(self) -> list[_jaxprs.Atom]:
+        return self.equation.invars
+
+    @property
+    def result(self) -> _jaxprs.Atom:
+        """The first result."""
+        return self.equation.outvars[0]
+
+    @property
+    def is_forward(self) -> bool:
+        """False in a backward pass, and in what it computes again."""
+        return self.location.phase == _jaxprs.FORWARD
+
+    @property
+    def is_backward(self) -> bool:
+        return self.location.phase == _jaxprs.BACKWARD
+
+    @property
     def enclosing(self) -> tuple[_jaxprs.Equation, ...]:
         """The equations that contain it, innermost first."""
         return () if self.outer is None else (self.outer.equation, *self.outer.enclosing)
@@ -260,6 +281,12 @@ class OpOccurrence(NamedTuple):
 def dtype_of(var: _jaxprs.Atom) -> Any:
     """Returns the dtype of a variable; None if it has none."""
     return getattr(var.aval, "dtype", None)
+
+
+def bytes_of_matmul(op: OpOccurrence) -> int:
+    """Returns the bytes that all executions of a matmul read and write."""
+    avals = [var.aval for var in (*op.operands[:2], *op.equation.outvars)]
+    return op.times * sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 
 
 def half_of(variables: Iterable[_jaxprs.Atom]) -> np.dtype | None:

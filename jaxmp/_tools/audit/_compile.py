@@ -23,10 +23,7 @@ from jax.sharding import (
 
 from jaxmp._core import _compat, _targets
 from jaxmp._core._messages import missing_dependency
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._jaxprs import equations, with_parameters
-from jaxmp._programs._locations import Lines
-from jaxmp._programs._operations import jit_of
+from jaxmp._programs import _analysis, _jaxprs, _locations, _operations
 from jaxmp.errors import AuditError, TargetError
 
 if TYPE_CHECKING:
@@ -162,7 +159,9 @@ def compile_for(
     move = _Move(mesh, devices)
     asked, donated = asked_by(traced.jaxpr)
     shapes = [move.shape(array, asked.get(n)) for n, array in enumerate(traced.arrays)]
-    closed = traced.closed if mesh is None else with_parameters(_in_jit(traced), move.parameter)
+    closed = (
+        traced.closed if mesh is None else _jaxprs.with_parameters(_in_jit(traced), move.parameter)
+    )
     run = jax.extend.core.jaxpr_as_fun(closed)
     options = None if real or chip.platform == "tpu" else _WITHOUT_GPU
     platform = "cuda" if chip.platform == "gpu" else chip.platform
@@ -281,7 +280,7 @@ def _mesh_of(traced: Traced) -> Any:
         )
     if any(mesh.size > 1 for mesh in meshes):
         return max(meshes, key=lambda mesh: mesh.size)
-    values = (v for equation in equations(traced.jaxpr) for v in equation.params.values())
+    values = (v for equation in _jaxprs.equations(traced.jaxpr) for v in equation.params.values())
     named = (mesh for value in values for mesh in _meshes_in(value))
     current = _meshes_in(_compat.current_mesh())
     return max((*meshes, *named, *current), key=lambda mesh: mesh.size, default=None)
@@ -296,10 +295,10 @@ def _meshes_in(value: object) -> list[Any]:
 
 def asked_by(jaxpr: Jaxpr) -> tuple[dict[int, NamedSharding], list[int]]:
     """Returns what the user's `jit` sets for arguments: their shardings, and those it donates."""
-    body, shardings, donated = Body(jaxpr), {}, []
+    body, shardings, donated = _analysis.Body(jaxpr), {}, []
     for number, var in enumerate(jaxpr.invars):
         for reader in body.readers(var):
-            flags = jit_of(reader)
+            flags = _operations.jit_of(reader)
             rows = zip(reader.invars, flags.shardings, flags.donated, strict=True)
             for _, sharding, is_donated in (row for row in rows if row[0] is var):
                 if isinstance(sharding, NamedSharding):
@@ -361,8 +360,8 @@ class _Move:
 
 def _no_callbacks(target: str, traced: Traced) -> AuditError:
     """Returns the error for a program with host callbacks, which XLA compiles for real devices."""
-    calls = [e for e in equations(traced.jaxpr) if e.primitive.name in _CALLBACKS]
-    text = ", ".join("{}:{}".format(*Lines().of((e,))) for e in calls)
+    calls = [e for e in _jaxprs.equations(traced.jaxpr) if e.primitive.name in _CALLBACKS]
+    text = ", ".join("{}:{}".format(*_locations.Lines().of((e,))) for e in calls)
     return AuditError(
         f"the program calls Python on the host ({text}), which cannot be compiled for {target} "
         "on a machine without this chip. Remove the call for this analysis, for example by\n"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._core._dtypes import is_16bit
+from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _jaxprs, _matmuls, _operations
 from jaxmp._tools.audit._checks import LAYOUT, OpOccurrence, dtype_of, named
 
@@ -81,7 +81,7 @@ def lineage(
       labels_of: operand -> its labels.
     """
     equation, name = op.equation, op.name
-    if name not in _RULES or op.location.phase != _jaxprs.FORWARD:
+    if name not in _RULES or not op.is_forward:
         return frozenset()
     if not own and name not in _SUMS and name != "broadcast_in_dim":
         return frozenset()
@@ -160,7 +160,7 @@ def _updates(
     """
     numbers = {x.number for x in summands}
     replaced = {x.number for x in summands if x.factor == MINUS}
-    has_gradient = any(GRADIENT in labels_of(var) for var in op.equation.invars)
+    has_gradient = any(GRADIENT in labels_of(var) for var in op.operands)
     updates = set()
     for summand in summands:
         others = frozenset(numbers - {summand.number})
@@ -176,10 +176,10 @@ def _updates(
 
 def _terms(op: OpOccurrence, labels_of: Callable[[Any], frozenset[Any]]) -> set[Any]:
     """Returns the number of summed gradients, if all summands are gradients."""
-    if not is_16bit(dtype_of(op.equation.outvars[0])) or op.equation.outvars[0].aval.size == 1:
+    if not _dtypes.is_16bit(dtype_of(op.result)) or op.result.aval.size == 1:
         return set()
     counts = []
-    for var in op.equation.invars:
+    for var in op.operands:
         labels = labels_of(var)
         if GRADIENT not in labels or any(isinstance(x, From) for x in labels):
             return set()
@@ -204,13 +204,13 @@ def is_scale(
     """
     if math.prod(getattr(var.aval, "shape", (0,))) != 1:
         return False
-    value = _value(var) if is_16bit(dtype_of(var)) or dtype_of(var) == "float32" else None
+    value = _value(var) if _dtypes.is_16bit(dtype_of(var)) or dtype_of(var) == "float32" else None
     if value is None:
         return SCALAR in labels_of(var)
     size = abs(value)
-    if op.name == "div" and var is op.equation.invars[1]:
+    if op.name == "div" and var is op.operands[1]:
         size = 1 / size if size else 0
-    scalar = math.prod(op.equation.outvars[0].aval.shape) == 1
+    scalar = math.prod(op.result.aval.shape) == 1
     is_power = size >= 128 and math.frexp(size)[0] == 0.5
     return op.name in ("mul", "div", "broadcast_in_dim") and (is_power or (scalar and size >= 8))
 
@@ -240,8 +240,8 @@ def powers_after(
     op: OpOccurrence, labels_of: Callable[[_jaxprs.Atom], Iterable[Any]]
 ) -> frozenset[Power]:
     """Returns the powers of an equation's results, given the labels of its operands."""
-    name, operands = op.name, op.equation.invars
-    if getattr(dtype_of(op.equation.outvars[0]), "kind", "b") in "biu":
+    name, operands = op.name, op.operands
+    if getattr(dtype_of(op.result), "kind", "b") in "biu":
         return frozenset()
     if name == "select_n":
         operands = operands[1:]
@@ -274,7 +274,7 @@ def _exponent(name: str, op: OpOccurrence, exponents: list[float | None]) -> flo
     if name in _LINEAR:
         return known[0]
     if name in _JOINS:
-        pairs = zip(op.equation.invars[-len(known) :], known, strict=True)
+        pairs = zip(op.operands[-len(known) :], known, strict=True)
         others = {exponent for var, exponent in pairs if exponent or not _is_neutral(var, op)}
         return others.pop() if len(others) == 1 else None
     return None
@@ -288,7 +288,7 @@ def _is_neutral(var: _jaxprs.Atom, op: OpOccurrence) -> bool:
     source = op.body.source_of(var, named("broadcast_in_dim square neg convert_element_type"))
     is_large = lambda value: np.any(np.isfinite(value) & (np.abs(value) > 1e-3))
     is_constant = _jaxprs.is_literal(source) and not is_large(source.val)
-    return op.location.phase == _jaxprs.BACKWARD or is_constant
+    return op.is_backward or is_constant
 
 
 # Operations between a vector and the product that it is computed from, with its norm.
@@ -301,7 +301,7 @@ def is_of_power_iteration(op: OpOccurrence) -> bool:
     A vector is divided by its norm before the next product with the same matrix.
     """
     matrix = _matrix_of(op.equation, op.body)
-    if matrix is None or op.location.phase != _jaxprs.FORWARD:
+    if matrix is None or not op.is_forward:
         return False
     here = _jaxprs.equations(op.body.jaxpr, inside=False)
     products = [each for each in here if _matrix_of(each, op.body) is matrix]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from jaxmp._core._dtypes import is_fp8
+from jaxmp._core import _dtypes
 from jaxmp._programs import _constructs, _jaxprs, _matmuls, _operations
 
 # Form of a matmul that always runs in 16 bits -> its name, and the reason.
@@ -27,7 +27,7 @@ def excluded_form(equation: Any) -> tuple[str, str]:
 def share_notes(jaxpr: Any) -> Iterator[str]:
     """Yields the share of a program's FLOPs in FP8, and the forms of matmuls that are not."""
     flops = _matmuls.count_flops(jaxpr)
-    fp8 = sum(count for dtypes, count in flops.items() if all(map(is_fp8, dtypes)))
+    fp8 = sum(count for dtypes, count in flops.items() if all(map(_dtypes.is_fp8, dtypes)))
     if flops:
         yield f"{fp8 / flops.total():.1%} of the FLOPs of all matmuls and convolutions are in FP8"
     flat = list(_jaxprs.equations(jaxpr))

@@ -47,6 +47,10 @@ class Shape(NamedTuple):
         return kinds.get(self.type[0], self.type[0]) + self.type[1:]
 
     @property
+    def is_float(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat"))
+
+    @property
     def elements(self) -> int:
         return math.prod(self.sizes)
 
@@ -62,12 +66,9 @@ class Shape(NamedTuple):
 def _shapes(text: str) -> tuple[Shape, ...]:
     """Returns the shapes of the arrays in an HLO type; tuples are flattened."""
     arrays = _SHAPE.findall(text)
+    sizes_of = lambda text: tuple(int(n.strip("<=? ")) for n in text.split(",") if n.strip())
     return tuple(
-        Shape(
-            name,
-            tuple(int(size.strip("<=? ")) for size in sizes.split(",") if size.strip()),
-            bool(layout),
-        )
+        Shape(name, sizes_of(sizes), bool(layout))
         for name, sizes, layout in arrays
         if name != "token"
     )
@@ -98,6 +99,11 @@ class Instruction(NamedTuple):
         """Returns the value of `key=...` without braces, quotes or `%`; "" if it is missing."""
         match = re.search(rf"[ ,]{key}=(\{{[^}}]*\}}|\"[^\"]*\"|[^,\s]+)", self.rest)
         return match[1].strip('{}"%') if match else ""
+
+    @property
+    def value(self) -> str:
+        """The number of a parameter, or the value of a constant."""
+        return self.rest.partition(")")[0]
 
     def numbers(self, key: str) -> tuple[int, ...]:
         """Returns the integers in the value of `key={0,1}`."""
@@ -132,29 +138,21 @@ class Computation(NamedTuple):
 
     @property
     def root(self) -> Instruction:
-        return next(
-            instruction for instruction in self.instructions.values() if instruction.is_root
-        )
+        return next(each for each in self.instructions.values() if each.is_root)
 
     @property
     def parameters(self) -> dict[int, Instruction]:
         """Parameter number -> instruction."""
-        parameters = (
-            instruction
-            for instruction in self.instructions.values()
-            if instruction.opcode == "parameter"
-        )
-        return {int(instruction.rest.partition(")")[0]): instruction for instruction in parameters}
+        return {int(each.value): each for each in self._with_opcode("parameter")}
 
     @property
     def integers(self) -> dict[str, int]:
         """Name -> value of each constant that is one integer."""
-        constants = (
-            (i.name, i.rest.partition(")")[0])
-            for i in self.instructions.values()
-            if i.opcode == "constant"
-        )
-        return {name: int(text) for name, text in constants if text.isdecimal()}
+        constants = self._with_opcode("constant")
+        return {each.name: int(each.value) for each in constants if each.value.isdecimal()}
+
+    def _with_opcode(self, opcode: str) -> list[Instruction]:
+        return [each for each in self.instructions.values() if each.opcode == opcode]
 
 
 # ---------------------------------------------------------------------------
@@ -221,17 +219,20 @@ class Program:
             for result, argument, _ in _ALIAS.findall(body)
         }
 
-    def steps(self) -> Iterator[Step]:
-        """Yields all executed instructions in order, including those in loops and branches."""
-        yield from self._steps(self.entry, 1)
+    def steps(self, computation: Computation | None = None, times: int = 1) -> Iterator[Step]:
+        """Yields all executed instructions in order, including those in loops and branches.
 
-    def _steps(self, computation: Computation, times: int) -> Iterator[Step]:
+        Args:
+          computation: which is executed; None: the whole program.
+          times: number of its executions.
+        """
+        computation = computation or self.entry
         for instruction in computation.instructions.values():
             yield Step(instruction, computation, times)
             if instruction.opcode in _CALLS:
                 inside = times * (self.trips(instruction) or 1)
                 for called in map(self.computations.__getitem__, instruction.called):
-                    yield from self._steps(called, inside)
+                    yield from self.steps(called, inside)
 
     def trips(self, instruction: Instruction) -> int | None:
         """Returns the number of times that an instruction runs its computations.
@@ -244,9 +245,8 @@ class Program:
         count = instruction.config.get("known_trip_count", {}).get("n")
         if count is not None:
             return int(count)
-        condition, body = (
-            self.computations[instruction.attribute(name)] for name in ("condition", "body")
-        )
+        names = map(instruction.attribute, ("condition", "body"))
+        condition, body = map(self.computations.__getitem__, names)
         limits, steps = condition.integers, body.integers
         indices = [i.numbers("index") for i in condition.instructions.values() if i.shapes]
         counter = next(filter(None, indices), (0,))[0]

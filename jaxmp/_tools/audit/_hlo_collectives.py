@@ -55,11 +55,8 @@ def sent_arrays(instruction: Instruction, computation: Computation) -> list[Shap
     collective has its operands among its results.
     """
     operands = [s for name in instruction.operands for s in computation.instructions[name].shapes]
-    count = len(operands)
-    results = (
-        instruction.shapes[count:] if len(instruction.shapes) >= 2 * count else instruction.shapes
-    )
-    pairs = zip(operands, results, strict=False)
+    count, shapes = len(operands), instruction.shapes
+    pairs = zip(operands, shapes[count:] if len(shapes) >= 2 * count else shapes, strict=False)
     return [max(pair, key=lambda shape: shape.bytes) for pair in pairs]
 
 
@@ -110,7 +107,7 @@ class ArrayContents:
         name = collective_name(instruction)
         operand = inside.instructions[instruction.operands[number]]
         shape = operand.shapes[0]
-        if shape.elements == 1 or not shape.dtype.startswith(("float", "bfloat")):
+        if shape.elements == 1 or not shape.is_float:
             return Content()
         result = Value(inside, instruction, number if len(instruction.operands) > 1 else None)
         if name in _SUMS:
@@ -160,25 +157,22 @@ class ArrayContents:
                 and value.computation.name == self._entry
                 and value.elements > 1
             ):
-                number = int(value.instruction.rest.partition(")")[0])
                 # Rows of a table are activations if the batch selects them.
-                is_float = bool(_arrays(value))
-                is_weight = is_float and self._is_weight[number]
+                is_float = any(shape.is_float for shape in value.instruction.shapes)
+                is_weight = is_float and self._is_weight[int(value.instruction.value)]
                 has_weight |= is_weight
                 mixes |= not is_weight
         if has_weight and not mixes:
             return self._of_weight(result)
         is_of_model = not self._flow.has_backward
-        for value in self._flow.after(result, self._passes):
+        passes = lambda value: not self._mixes(value) and self._belongs_to_model(value)
+        for value in self._flow.after(result, passes):
             if is_matmul(value.instruction) and self._belongs_to_model(value):
                 return Content(ACTIVATION, in_matmul=True)
             # The end of a combined collective has the names of all its arrays.
             if result.number is None or not value.instruction.opcode.endswith("-done"):
                 is_of_model |= is_differentiated(self._flow.op_name(value))
         return Content(ACTIVATION if is_of_model else UPDATE)
-
-    def _passes(self, value: Value) -> bool:
-        return not self._mixes(value) and self._belongs_to_model(value)
 
     @staticmethod
     def _mixes(value: Value) -> bool:
@@ -219,12 +213,6 @@ class ArrayContents:
         arrays = [operand for operand in operands if operand.shapes[0].elements > 1]
         others = [operand for operand in arrays if operand.opcode not in ("broadcast", "constant")]
         return len(others) <= 1
-
-
-def _arrays(value: Value) -> list[Shape]:
-    """Returns the shapes of floating-point arrays."""
-    shapes = value.instruction.shapes
-    return [shape for shape in shapes if shape.dtype.startswith(("float", "bfloat"))]
 
 
 def _casts_down(value: Value) -> bool:

@@ -124,7 +124,7 @@ class DataFlow:
 
     def _passed(self, parameter: Value) -> Iterator[tuple[Value, bool]]:
         computation, instruction, index = parameter
-        number = int(instruction.rest.partition(")")[0])
+        number = int(instruction.value)
         for outside, caller, branch in self._callers.get(computation.name, ()):
             position = branch + 1 if caller.opcode == "conditional" else number
             passed = outside.instructions[caller.operands[position]]
@@ -382,13 +382,10 @@ def _runs_in(dtype: str, precision: str, algorithm: str) -> str:
 def _was_fp8(flow: DataFlow, inside: Computation, dot: Instruction) -> str:
     """Returns the FP8 dtype that an operand had before casts and elementwise operations, or ""."""
     for name in dot.operands[1::-1]:
-        for value in flow.before(Value(inside, inside.instructions[name]), _is_scaled_copy):
+        # Not through a matmul, a sum or another device.
+        is_copy = lambda value: value.instruction.opcode in _MOVES | _SCALES | _CONTAINERS
+        for value in flow.before(Value(inside, inside.instructions[name]), is_copy):
             shapes = value.instruction.shapes
             if len(shapes) == 1 and shapes[0].dtype.startswith("float8"):
                 return shapes[0].dtype
     return ""
-
-
-def _is_scaled_copy(value: Value) -> bool:
-    """Returns True unless a matmul, a sum or another device computes a value."""
-    return value.instruction.opcode in _MOVES | _SCALES | _CONTAINERS

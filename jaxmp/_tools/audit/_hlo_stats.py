@@ -9,9 +9,8 @@ from typing import Any
 from jaxmp._core._targets import Target
 from jaxmp._programs import _locations, _matmuls
 from jaxmp._programs._jaxprs import BACKWARD, Path, phase_of
-from jaxmp._tools.audit import _hlo_collectives, _rows
+from jaxmp._tools.audit import _hlo, _hlo_collectives, _rows
 from jaxmp._tools.audit._compile import Compiled
-from jaxmp._tools.audit._hlo import Computation, Instruction, Program, Shape
 from jaxmp._tools.audit._hlo_matmuls import (
     DataFlow,
     HloMatmul,
@@ -26,7 +25,7 @@ _VIEWS = frozenset({"bitcast", "get-tuple-element"})
 _FREE = frozenset({"tuple", "parameter", "constant", "while", "conditional"})
 
 
-def _update(program: Program, in_optimizer: list[bool]) -> tuple[int, int, int]:
+def _update(program: _hlo.Program, in_optimizer: list[bool]) -> tuple[int, int, int]:
     """Returns (parameters, bytes moved, minimum) of the kernels that write donated arrays."""
     entry = program.entry
     arguments = entry.parameters
@@ -34,15 +33,15 @@ def _update(program: Program, in_optimizer: list[bool]) -> tuple[int, int, int]:
     donated = {
         number: argument
         for number, argument in program.aliased.items()
-        if number < len(outputs) and _is_floating_array(arguments[argument].shapes[0])
+        if number < len(outputs) and _is_array(arguments[argument].shapes[0])
     }
     if not donated:
         return 0, 0, 0
-    kernels: dict[str, Instruction] = {}
+    kernels: dict[str, _hlo.Instruction] = {}
     for number in donated:
         _add_writers(entry, outputs[number], kernels)
     moved = 0
-    inputs: dict[tuple[str, Shape], None] = {}
+    inputs: dict[tuple[str, _hlo.Shape], None] = {}
     for kernel in kernels.values():
         incoming = set(kernel.operands)
         moved += sum(shape.bytes for name in incoming for shape in entry.instructions[name].shapes)
@@ -58,15 +57,15 @@ def _update(program: Program, in_optimizer: list[bool]) -> tuple[int, int, int]:
     return sum(arguments[a].shapes[0].elements for a in own), moved, floor
 
 
-def _is_floating_array(shape: Shape) -> bool:
-    return shape.dtype.startswith(("float", "bfloat")) and shape.elements > 1
+def _is_array(shape: _hlo.Shape) -> bool:
+    return shape.is_float and shape.elements > 1
 
 
-def _arrays(entry: Computation, name: str) -> list[Shape]:
+def _arrays(entry: _hlo.Computation, name: str) -> list[_hlo.Shape]:
     return [shape for shape in entry.instructions[name].shapes if shape.elements > 1]
 
 
-def _written(program: Program, kernel: Instruction) -> tuple[Shape, ...]:
+def _written(program: _hlo.Program, kernel: _hlo.Instruction) -> tuple[_hlo.Shape, ...]:
     """Returns the arrays that a kernel writes.
 
     The start of an asynchronous kernel has its operands among its results.
@@ -75,7 +74,7 @@ def _written(program: Program, kernel: Instruction) -> tuple[Shape, ...]:
     return kernel.shapes if inside is None else inside.root.shapes
 
 
-def source_of(computation: Computation, name: str) -> Instruction:
+def source_of(computation: _hlo.Computation, name: str) -> _hlo.Instruction:
     """Returns the instruction that computes a value, ignoring those that move no memory."""
     instruction = computation.instructions[name]
     while instruction.operands and (
@@ -85,7 +84,7 @@ def source_of(computation: Computation, name: str) -> Instruction:
     return instruction
 
 
-def _add_writers(entry: Computation, name: str, kernels: dict[str, Instruction]) -> None:
+def _add_writers(entry: _hlo.Computation, name: str, kernels: dict[str, _hlo.Instruction]) -> None:
     """Adds the kernel that computes a result, and for a copy also the kernel of the original."""
     instruction = source_of(entry, name)
     while instruction.opcode not in _FREE and instruction.name not in kernels:
@@ -110,7 +109,7 @@ _TRANSFORM = re.compile(r"\b[\w.]+\(|\)")
 class Origins:
     """Finds module, pass and source line of instructions."""
 
-    def __init__(self, program: Program, names: dict[Path, None], root: Path) -> None:
+    def __init__(self, program: _hlo.Program, names: dict[Path, None], root: Path) -> None:
         self.program, self._known, self._root = program, names, root
         self._lines = _locations.Lines()
 
@@ -127,7 +126,7 @@ class Origins:
                 path = (*path, name)
         return path
 
-    def of(self, instruction: Instruction) -> dict[str, Any]:
+    def of(self, instruction: _hlo.Instruction) -> dict[str, Any]:
         """Returns module, phase, file and line of an instruction, the fields of a row."""
         name = instruction.op_name
         file, line = self._lines.first_own(self.program.frames(instruction))
@@ -139,8 +138,8 @@ class Origins:
 
 
 def _named_reader(
-    origins: Origins, inside: Computation, instruction: Instruction, number: int
-) -> Instruction:
+    origins: Origins, inside: _hlo.Computation, instruction: _hlo.Instruction, number: int
+) -> _hlo.Instruction:
     """Returns the instruction whose name stack contains the module of an array.
 
     This is the collective, or the first reader of the array. XLA names many collectives after
@@ -186,7 +185,7 @@ def read_program(
       in_optimizer: for each argument, True if an optimizer state contains it.
       is_weight: for each argument, True if it may be a parameter.
     """
-    program = Program(compiled.text)
+    program = _hlo.Program(compiled.text)
     flow, origins = DataFlow(program), Origins(program, names, root)
     contents = _hlo_collectives.ArrayContents(flow, is_weight)
     gemms: list[_rows.GemmRow] = []
@@ -247,8 +246,8 @@ def _chip_notes(chip: Target, memory: _rows.MemoryRow, gemms: list[_rows.GemmRow
 
 
 def _collective_rows(
-    inside: Computation,
-    part: Instruction,
+    inside: _hlo.Computation,
+    part: _hlo.Instruction,
     times: int,
     origins: Origins,
     contents: _hlo_collectives.ArrayContents,
@@ -272,15 +271,11 @@ def _collective_rows(
 def _gemm_row(matmul: HloMatmul, times: int, origins: Origins, compiled: Compiled) -> _rows.GemmRow:
     fields = matmul._asdict()
     place = origins.of(fields.pop("named"))
-    for side in ("lhs", "rhs"):
-        fields[side] = _actual(fields[side], compiled)
+    # The dtype in which the chip multiplies FP32 operands.
+    rounded = {"tf32": compiled.chip.rounded_fp32}
+    fields |= {side: rounded.get(fields[side], fields[side]) for side in ("lhs", "rhs")}
     fields["flops"] *= times
     return _rows.GemmRow(**place, **fields, count=times)
-
-
-def _actual(dtype: str, compiled: Compiled) -> str:
-    """Returns the dtype in which the chip multiplies an operand."""
-    return compiled.chip.rounded_fp32 if dtype == "tf32" else dtype
 
 
 def _is_in_outer_loop(op_name: str) -> bool:
@@ -293,7 +288,7 @@ def _is_in_outer_loop(op_name: str) -> bool:
 _SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 
 
-def fused_attention(call: Instruction) -> str:
+def fused_attention(call: _hlo.Instruction) -> str:
     """Returns the name of a kernel of fused attention; "" for other instructions."""
     target = call.attribute("custom_call_target")
     if target == "tpu_custom_call":
@@ -302,7 +297,7 @@ def fused_attention(call: Instruction) -> str:
 
 
 def _attention_row(
-    inside: Computation, call: Instruction, times: int, origins: Origins
+    inside: _hlo.Computation, call: _hlo.Instruction, times: int, origins: Origins
 ) -> _rows.AttentionRow:
     kernel = fused_attention(call)
     arrays = [shape_of(inside, name) for name in call.operands]
@@ -315,7 +310,7 @@ def _attention_row(
     )
 
 
-def _attention_flops(inside: Computation, call: Instruction) -> int:
+def _attention_flops(inside: _hlo.Computation, call: _hlo.Instruction) -> int:
     kernel = fused_attention(call)
     if kernel in _SPLASH:
         arrays = [shape_of(inside, name) for name in call.operands]

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from jaxmp._core import _compat, _trees
+from jaxmp._core import _compat, _trees, _typing
 from jaxmp._core._compat import _watch_jit
-from jaxmp._core._typing import PyTree
 from jaxmp._programs import _jaxprs, _matmuls, _operations, _static_values
 from jaxmp._programs._locations import Lines
 from jaxmp._tools.audit import _auditor, _dataflow
@@ -156,7 +155,7 @@ def _content(cell: Any) -> object:
     return None
 
 
-def _shapes(tree: PyTree) -> PyTree:
+def _shapes(tree: _typing.PyTree) -> _typing.PyTree:
     """Replaces arrays by shapes; NNX modules, which contain their arrays, are not changed."""
     return jax.tree.map(_shape, tree, is_leaf=_is_nnx)
 

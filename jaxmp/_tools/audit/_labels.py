@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from jaxmp._core import _compat, _dtypes
-from jaxmp._policies._op_table import OpTable
+from jaxmp._policies import _op_table
 from jaxmp._programs import _constructs, _jaxprs
 from jaxmp._tools.audit import _checks, _dataflow
 
@@ -208,7 +208,7 @@ class Flow:
     the operands when it is entered.
     """
 
-    def __init__(self, ops: OpTable) -> None:
+    def __init__(self, ops: _op_table.OpTable) -> None:
         self._labels: dict[Any, Labels] = {}
         # (rule, labels) -> those that the rule selects.
         self._chosen: dict[tuple[Hashable, Labels], Labels] = {}
@@ -286,7 +286,7 @@ class Flow:
             kept -= {_dataflow.SCALAR}
         if not is_call:
             kept |= _dataflow.lineage(op, own, self.of) | self._specials_after(op, special)
-        elif op.location.phase == _jaxprs.FORWARD and _is_matched(equation):
+        elif op.is_forward and _is_matched(equation):
             kept -= {_dataflow.GRADIENT}
         self._label_results(equation, kept)
 
@@ -330,7 +330,8 @@ class Flow:
                 self._labels[var] = labels
                 continue
             if narrow is None:
-                narrow = self._of_classes("narrow", labels, _is_narrow)
+                is_narrow = lambda cls: not issubclass(cls, WideValue)
+                narrow = self._of_classes("narrow", labels, is_narrow)
                 narrow -= {WAS_16_BITS}
             self._labels[var] = narrow
 
@@ -350,7 +351,7 @@ class Flow:
 
     def _of_moved(self, op: _checks.OpOccurrence) -> Labels | None:
         """Returns the labels of the operands that `op` selects from; None for other operations."""
-        operands = op.equation.invars
+        operands = op.operands
         if op.name in ("gather", "dynamic_slice"):
             return self.of_all(operands[:1])
         return self.of_all(operands[1:]) if op.name == "select_n" else None
@@ -387,10 +388,6 @@ def _are_scalars(equation: _jaxprs.Equation) -> bool:
 def _is_matched(equation: _jaxprs.Equation) -> bool:
     """Returns True if each result of an equation is a known result of its jaxpr."""
     return all(None not in inner.results for inner in _constructs.inners(equation)[-1:])
-
-
-def _is_narrow(cls: type) -> bool:
-    return not issubclass(cls, WideValue)
 
 
 def _survives(cls: type, name: str) -> bool:

@@ -11,30 +11,22 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core._dtypes import is_16bit
-from jaxmp._core._targets import Target
-from jaxmp._policies._load import RecipeData
-from jaxmp._policies._policy import summarized
-from jaxmp._policies._resolve import matmul_scaling
-from jaxmp._programs import _analysis, _constructs, _jaxprs, _locations, _operations
+from jaxmp._core import _dtypes, _targets
+from jaxmp._policies import _load, _policy, _resolve
+from jaxmp._programs import _analysis, _constructs, _locations, _operations
 from jaxmp._programs._interpreter import Frame
-from jaxmp._tools.audit import _checks
-from jaxmp._tools.audit._auditor import Auditor
-from jaxmp._tools.audit._check_compiled import CompiledProgram
-from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION
+from jaxmp._tools.audit import _auditor, _check_compiled, _checks, _compile, _dataflow, _hlo_stats
+from jaxmp._tools.audit._check_matmuls import FP32_MATMUL, IMPLICIT_PROMOTION, MISALIGNED_MATMUL
 from jaxmp._tools.audit._check_ops import LOSS_16BIT
-from jaxmp._tools.audit._check_sizes import MISALIGNED_MATMUL
-from jaxmp._tools.audit._compile import Compiled
-from jaxmp._tools.audit._dataflow import Update
 from jaxmp._tools.audit._hlo_collectives import axis_names
-from jaxmp._tools.audit._hlo_stats import read_program
-from jaxmp._tools.audit._report import AuditReport, fix_parts
+from jaxmp._tools.audit._report import AuditReport
 from jaxmp._tools.audit._rows import SEVERITIES, Finding, MatmulRow, merged
 from jaxmp._tools.audit._trace import Traced
 from jaxmp._tools.fixes import _source, _trial
+from jaxmp._tools.report import _section
 
 
-def checked_findings(auditor: Auditor, traced: Traced) -> list[_checks.PendingFinding]:
+def checked_findings(auditor: _auditor.Auditor, traced: Traced) -> list[_checks.PendingFinding]:
     """Returns the findings without those of checks that do not apply to the optimizer.
 
     An operation belongs to the optimizer if it reads values that were computed from gradients, and
@@ -46,7 +38,7 @@ def checked_findings(auditor: Auditor, traced: Traced) -> list[_checks.PendingFi
     if not suspects and not auditor.after_gradient:
         return pending
     is_updated = [
-        any(x.has_gradient for x in auditor.flow.labels(Update, var))
+        any(x.has_gradient for x in auditor.flow.labels(_dataflow.Update, var))
         for var in traced.jaxpr.outvars
     ]
     search = _Sources()
@@ -92,7 +84,7 @@ class _Sources(_analysis.Backward):
         return first or second
 
 
-def _note_matmuls(auditor: Auditor, sources: set[Any]) -> None:
+def _note_matmuls(auditor: _auditor.Auditor, sources: set[Any]) -> None:
     total = sum(flops for flops, _ in auditor.matmuls.values())
     for where, rows in auditor.after_gradient.items():
         flops = sum(flops for results, flops in rows if not sources.isdisjoint(results))
@@ -114,12 +106,12 @@ _LARGE_SHARE = 0.25
 
 
 def make_report(
-    auditor: Auditor,
+    auditor: _auditor.Auditor,
     traced: Traced,
-    compiled: Compiled | None,
+    compiled: _compile.Compiled | None,
     *,
     function: Callable[..., Any],
-    chip: Target | None,
+    chip: _targets.Target | None,
 ) -> AuditReport:
     """Returns the report.
 
@@ -138,15 +130,14 @@ def make_report(
         auditor.notes[_EMULATED] = None
     if compiled is not None:
         names = auditor.locations.names
-        compilation = read_program(
-            compiled, names, auditor.root, traced.in_optimizer(), traced.may_be_weights()
-        )
+        flags = traced.in_optimizer(), traced.may_be_weights()
+        compilation = _hlo_stats.read_program(compiled, names, auditor.root, *flags)
         fp8 = {
             (_locations.module_of(names, auditor.root), phase, *line): dtype
             for (names, phase, line), dtype in auditor.fp8.items()
         }
         axes = _fsdp_axes(compiled, traced)
-        program = CompiledProgram(
+        program = _check_compiled.CompiledProgram(
             compilation, tuple(findings), fp8, axes, compiled.chip, traced.nnx_count
         )
         findings += [f for function in _checks.ON_COMPILED for f in function(program, auditor)]
@@ -161,7 +152,7 @@ def make_report(
         recipe="" if recipe is None else recipe.name,
         findings=tuple(sorted(findings, key=_sort_key)),
         matmuls=merged(_matmul_rows(auditor), "flops", "count"),
-        policies="" if policies is None else str(summarized(policies.default)),
+        policies="" if policies is None else str(_policy.summarized(policies.default)),
         equations=auditor.equations,
         notes=notes,
         **rows,
@@ -236,7 +227,7 @@ def printed(edits: list[_source.Edit], findings: Iterable[Finding]) -> list[_sou
 
 
 def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -> Finding:
-    if not any(is_code for is_code, _ in fix_parts(finding.fix)):
+    if not any(is_code for is_code, _ in _section.fix_parts(finding.fix)):
         return finding
     if trial.state != _trial.FAILS:
         fix = _trial.with_edits(finding.fix, group, trial.edits) if trial.edits else finding.fix
@@ -249,7 +240,7 @@ def _with_trial(finding: Finding, group: _trial.Edits, trial: _trial.FixTrial) -
     return dataclasses.replace(finding, fix=remedy)
 
 
-def _target_notes(chip: Target | None, recipe: RecipeData | None) -> Iterator[str]:
+def _target_notes(chip: _targets.Target | None, recipe: _load.RecipeData | None) -> Iterator[str]:
     """Yields why a program was not compiled, and the recipe that fits the chip."""
     if chip is None:
         return
@@ -260,22 +251,24 @@ def _target_notes(chip: Target | None, recipe: RecipeData | None) -> Iterator[st
         yield lacking
 
 
-def lacking_format(chip: Target, recipe: RecipeData) -> str:
+def lacking_format(chip: _targets.Target, recipe: _load.RecipeData) -> str:
     """Returns that a chip lacks the formats of a recipe, and one that fits; "" otherwise."""
     default = recipe.policies.default
-    lacks_fp8 = matmul_scaling(recipe.policies) is not None and "float8_e4m3fn" not in chip.native
+    lacks_fp8 = (
+        _resolve.matmul_scaling(recipe.policies) is not None and "float8_e4m3fn" not in chip.native
+    )
     if not lacks_fp8 and (
-        not is_16bit(default.compute_dtype) or str(default.compute_dtype) in chip.native
+        not _dtypes.is_16bit(default.compute_dtype) or str(default.compute_dtype) in chip.native
     ):
         return ""
     name = "FP8" if lacks_fp8 else str(default.compute_dtype)
     fitting = "bf16" if "bfloat16" in chip.native else "fp16"
-    fitting += "_params" * is_16bit(default.param_dtype)
+    fitting += "_params" * _dtypes.is_16bit(default.param_dtype)
     text = f"the recipe computes in {name}, which {chip.kind} does not multiply natively"
     return f"{text}; this one fits: jaxmp.load_recipe({fitting!r})"
 
 
-def _fsdp_axes(compiled: Compiled, traced: Traced) -> frozenset[str]:
+def _fsdp_axes(compiled: _compile.Compiled, traced: Traced) -> frozenset[str]:
     """Returns the mesh axes that split both parameters and the first dimension of the batch."""
     of_weights: set[str] = set()
     of_batch: set[str] = set()
@@ -306,7 +299,7 @@ class _ConstrainedAxes(_analysis.Forward):
         return self.enter(equation, operands, frame) if is_call else [None] * len(equation.outvars)
 
 
-def _gpu_text(compiled: Compiled) -> str:
+def _gpu_text(compiled: _compile.Compiled) -> str:
     gpus = f"{compiled.devices} x {compiled.gpu}" if compiled.devices > 1 else compiled.gpu
     missing = f"{gpus} (no such {compiled.chip.platform.upper()} on this machine)"
     return gpus if compiled.is_real else missing
@@ -317,7 +310,7 @@ def _gpu_text(compiled: Compiled) -> str:
 # ---------------------------------------------------------------------------
 
 
-def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
+def _final_findings(auditor: _auditor.Auditor, traced: Traced) -> list[Finding]:
     """Returns the findings of the traced program with their modules and severities.
 
     Findings of scopes that differ but belong to the same module are merged.
@@ -333,7 +326,10 @@ def _final_findings(auditor: Auditor, traced: Traced) -> list[Finding]:
             severity = _checks.ERROR
         elif _is_minor(item, total) or (item.check is FP32_MATMUL and are_few):
             severity = _checks.WARNING
-        finding = _final_finding(item, auditor.root, severity)
+        fields = {name: getattr(item, name) for name in ("primitive", "count", "flops")}
+        module, (file, line) = _locations.module_of(item.names, auditor.root), item.line
+        fields |= {"severity": severity, "module": module, "file": file, "line": line}
+        finding = item.check.finding(item.message, item.fix, **fields)
         key = finding.check, finding.severity, finding.module, finding.file, finding.line
         if key in merged:
             count, flops = merged[key].count + finding.count, merged[key].flops + finding.flops
@@ -346,22 +342,6 @@ def _is_minor(finding: _checks.PendingFinding, total: int) -> bool:
     """Returns True for a promotion that concerns a small share of all FLOPs."""
     is_small = 0 < finding.harmed_flops < _SMALL_SHARE * total and not finding.has_other_harm
     return finding.check is IMPLICIT_PROMOTION and is_small
-
-
-def _final_finding(finding: _checks.PendingFinding, root: _jaxprs.Path, severity: str) -> Finding:
-    file, line = finding.line
-    return Finding(
-        check=finding.check.id,
-        severity=severity,
-        module=_locations.module_of(finding.names, root),
-        primitive=finding.primitive,
-        file=file,
-        line=line,
-        message=finding.message,
-        fix=finding.fix,
-        count=finding.count,
-        flops=finding.flops,
-    )
 
 
 def _with_line(finding: Finding, definition: tuple[str, int]) -> Finding:
@@ -390,7 +370,7 @@ def _sort_key(finding: Finding) -> tuple[int, int, int]:
 # ---------------------------------------------------------------------------
 
 
-def _matmul_rows(auditor: Auditor) -> Iterator[MatmulRow]:
+def _matmul_rows(auditor: _auditor.Auditor) -> Iterator[MatmulRow]:
     for (names, phase, lhs, rhs), (flops, count) in auditor.matmuls.items():
         module = _locations.module_of(names, auditor.root)
         yield MatmulRow(module=module, phase=phase, lhs=lhs, rhs=rhs, flops=flops, count=count)

@@ -13,29 +13,23 @@ import numpy as np
 from jaxmp._core import _dtypes
 from jaxmp._programs import _analysis, _constructs, _jaxprs, _matmuls
 from jaxmp._programs._locations import call_site
-from jaxmp._tools.audit._auditor import PolicyContext
-from jaxmp._tools.audit._checks import (
-    LAYOUT,
-    PERIODIC,
-    OpOccurrence,
-    PendingFindings,
-    dtype_of,
-    half_of,
-    named,
-)
+from jaxmp._tools.audit import _auditor, _checks
+from jaxmp._tools.audit._checks import OpOccurrence, PendingFindings
 from jaxmp._tools.fixes import _functions, _rewrite, _source
 
-_MOVES = LAYOUT | named("slice gather dynamic_slice concatenate rev select_n stop_gradient pad")
+_MOVES = _checks.LAYOUT | _checks.named(
+    "slice gather dynamic_slice concatenate rev select_n stop_gradient pad"
+)
 # Operations that round each element of a 16-bit array.
-_ELEMENTWISE = _MOVES | named(
+_ELEMENTWISE = _MOVES | _checks.named(
     "add sub mul div neg exp exp2 log log1p expm1 logistic tanh pow integer_pow square sqrt rsqrt"
     " max min clamp"
 )
 # Primitives between a user's cast and the matmul that reads it.
-_BEFORE_MATMUL = named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
-_LOGS = named("log log1p log2")
+_BEFORE_MATMUL = _checks.named("reshape broadcast_in_dim squeeze expand_dims transpose mul div")
+_LOGS = _checks.named("log log1p log2")
 # Operations of a norm: the sum of elementwise results.
-SUMS = _ELEMENTWISE | named("reduce_sum")
+SUMS = _ELEMENTWISE | _checks.named("reduce_sum")
 # Functions whose results are probabilities, of which a difference cancels.
 _PROBABILITIES = ("softmax", "sigmoid")
 # If 16 bits enter at more lines, the fix casts the operand alone.
@@ -63,13 +57,13 @@ def fix_operation(
       Sentences and code, words alone if the function is not known, or "" without source code.
     """
     own = _source.expression_of(op, findings)
-    if own is None or not _rewrite.wide_code(own):
+    if not _rewrite.wide_code(own):
         return in_words(op, findings)
     back = "" if _is_widened(op) or _is_read_exactly(op, _rewrite.known_function(own)[0]) else back
     lines, wide = _at_origins(_rounded_by(op, through), op, own, findings)
     if lines and back:
         wide = own.text
-    dtype = half_of((*op.equation.invars, *op.equation.outvars))
+    dtype = _checks.half_of((*op.operands, *op.equation.outvars))
     narrow = "" if dtype is None else _rewrite.narrow_code(own, wide, dtype.name)
     code, other = (narrow, wide) if back and narrow else (wide, narrow)
     code = own.replaced_by(code, other)
@@ -95,25 +89,22 @@ def _widened_calls(code: str) -> str:
     return " and ".join(names)
 
 
-def fix_expression(
-    sentence: str, op: OpOccurrence, findings: PendingFindings, back: str = ""
-) -> str:
+def fix_expression(sentence: str, op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns the fix that computes an expression in FP32, or that of `in_words`.
 
     Args:
       sentence: what the code does.
       op: the operation of the expression.
       findings: for the lines of the source.
-      back: the dtype of the result; "" for FP32.
     """
-    code = _rewrite.in_fp32(_source.expression_of(op, findings), back)
+    code = _rewrite.in_fp32(_source.expression_of(op, findings))
     return f"{sentence}:\n    {code}" if code else in_words(op, findings)
 
 
 def fix_sums(sentence: str, op: OpOccurrence, dtype: str, findings: PendingFindings) -> str:
     """Returns the fix of a matmul whose sums have another dtype."""
     own = _source.expression_of(op, findings)
-    if own is None:
+    if not own.text:
         return f"{sentence}:\n    jnp.matmul(x, w, preferred_element_type=jnp.{dtype})"
     if code := _rewrite.with_sums(own, dtype):
         return f"{sentence}:\n    {code}"
@@ -129,10 +120,10 @@ def fix_wide(
     """Returns the fix that casts operands, in words if its code is not known."""
     own = _source.expression_of(op, findings)
     code = _rewrite.narrowed(own, indices, dtype)
-    operands = " and ".join(op.equation.invars[index].aval.str_short() for index in indices)
+    operands = " and ".join(op.operands[index].aval.str_short() for index in indices)
     if code:
         return f"{sentence}:\n    {code}"
-    where = f" of `{own.text}`" if own is not None else ""
+    where = f" of `{own.text}`" if own.text else ""
     return f"{sentence}, {operands}, to {dtype}{where}."
 
 
@@ -141,8 +132,8 @@ def fix_casts(op: OpOccurrence, findings: PendingFindings) -> str:
 
     The operand without a cast, such as an FP32 parameter, is cast to 16 bits, too.
     """
-    casts = [_own_cast(var, op, findings) for var in op.equation.invars[:2]]
-    dtypes = [dtype_of(cast.equation.invars[0]).name for cast in casts if cast is not None]
+    casts = [_own_cast(var, op, findings) for var in op.operands[:2]]
+    dtypes = [_checks.dtype_of(cast.equation.invars[0]).name for cast in casts if cast is not None]
     if not dtypes:
         return ""
     own, dtype, lines = _source.expression_of(op, findings), dtypes[0], list[str]()
@@ -150,8 +141,8 @@ def fix_casts(op: OpOccurrence, findings: PendingFindings) -> str:
     for index, cast in enumerate(casts):
         # The call of the matmul promotes an operand that is in 16 bits.
         is_promoted = cast is not None and call_site(cast.equation) == call_site(op.equation)
-        expression = None if cast is None else _source.expression_of(cast, findings)
-        if expression is None or cast is None or _is_inside(expression, own, dtype):
+        expression = _source.UNKNOWN if cast is None else _source.expression_of(cast, findings)
+        if cast is None or not expression.text or _is_inside(expression, own, dtype):
             here += [] if is_promoted else [index]
         elif not is_promoted and (code := _rewrite.in_dtype(expression, dtype)):
             where = findings.where(cast)
@@ -170,15 +161,14 @@ def _own_cast(
     """Returns the cast from 16 bits in the user's code that an operand comes from."""
     maker = op.body.maker_through(var, _BEFORE_MATMUL)
     is_cast = maker is not None and maker.primitive.name == "convert_element_type"
-    if maker is None or not is_cast or not _dtypes.is_16bit(dtype_of(maker.invars[0])):
+    if maker is None or not is_cast or not _dtypes.is_16bit(_checks.dtype_of(maker.invars[0])):
         return None
     return op._replace(equation=maker) if findings.is_own_call(maker) else None
 
 
-def _is_inside(cast: _source.Expression, matmul: _source.Expression | None, dtype: str) -> bool:
+def _is_inside(cast: _source.Expression, matmul: _source.Expression, dtype: str) -> bool:
     """Returns True for a cast that is a part of a matmul whose operands can be cast."""
-    is_part = matmul is not None and matmul.contains(cast)
-    return is_part and bool(_rewrite.narrowed(matmul, [0, 1], dtype))
+    return matmul.contains(cast) and bool(_rewrite.narrowed(matmul, [0, 1], dtype))
 
 
 def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
@@ -187,7 +177,7 @@ def is_in_flax(op: OpOccurrence, package: str = "flax") -> bool:
     return site is not None and f"/{package}/" in site[0].co_filename.replace("\\", "/")
 
 
-def apply_code(op: OpOccurrence, context: PolicyContext) -> str:
+def apply_code(op: OpOccurrence, context: _auditor.PolicyContext) -> str:
     """Returns code that applies the policies to an operation: to a model of Flax, or a function."""
     traceback = op.equation.source_info.traceback
     codes = () if traceback is None else traceback.raw_frames()[0]
@@ -197,20 +187,19 @@ def apply_code(op: OpOccurrence, context: PolicyContext) -> str:
 
 def contains_matmul(op: OpOccurrence, findings: PendingFindings) -> bool:
     """Returns True if the line of the user contains the matmul itself, and not a layer."""
-    own = _source.expression_of(op, findings)
-    return own is not None and bool(_rewrite.with_sums(own, "float32"))
+    return bool(_rewrite.with_sums(_source.expression_of(op, findings), "float32"))
 
 
 def _fix_layer(
     sentence: str, op: OpOccurrence, own: _source.Expression, findings: PendingFindings
 ) -> str:
     """Returns the fix of a layer of Flax that returns FP32 sums, in words for a function."""
-    layer, dtype = _source.constructor_of(own), half_of(op.equation.invars)
+    layer, dtype = _source.constructor_of(own), _checks.half_of(op.operands)
     assert dtype is not None
     if ".attend(" in own.text:
         code = _rewrite.with_wide_attend(own, layer, dtype.name)
         return f"{sentence}:\n    {code}" if code else in_words(op, findings)
-    if layer is not None and (code := _rewrite.with_wide_layer(layer)):
+    if code := _rewrite.with_wide_layer(layer):
         where = findings.text_of(layer.place[:2])
         return f"At {where}, {sentence[0].lower()}{sentence[1:]}:\n    {code}"
     if _rewrite.known_function(own)[0].startswith("flax.") and layer is not own:
@@ -224,10 +213,10 @@ def _fix_layer(
 def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns the remedy of an operation whose function is not known; "" without source code."""
     own = _source.expression_of(op, findings)
-    if own is None:
+    if not own.text:
         return ""
     called = own.node.func if isinstance(own.node, ast.Call) else own.node
-    half = next((v for v in op.equation.invars if half_of([v]) is not None), op.equation.invars[0])
+    half = next((v for v in op.operands if _checks.half_of([v]) is not None), op.operands[0])
     operand = half.aval.str_short()
     return (
         f"At {findings.where(op)}, `{ast.unparse(called)}` computes {op.name} of {operand}. Cast"
@@ -237,29 +226,25 @@ def in_words(op: OpOccurrence, findings: PendingFindings) -> str:
 
 def fix_origins(op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns code for the lines at which an operand was rounded, or ""."""
-    return "\n".join(_at_origins(_rounded_by(op), op, None, findings)[0])
+    return "\n".join(_at_origins(_rounded_by(op), op, _source.UNKNOWN, findings)[0])
 
 
 def fix_rounding(op: OpOccurrence, findings: PendingFindings) -> str:
     """Returns the fix of the casts to 16 bits from which an FP32 operand is computed, or ""."""
-    casts, waiting, seen = [], [(op.equation.invars[0], op)], set()
-    while waiting:
-        var, within = _through_calls(*waiting.pop())
-        maker = within.body.maker(var)
-        if maker is None or var in seen:
-            continue
-        seen.add(var)
-        if _is_rounding(maker) and half_of(maker.outvars) is not None:
-            casts.append(within._replace(equation=maker))
+    casts, waiting = [], [(op.operands[0], op)]
+    for origin in _makers(waiting):
+        maker = origin.equation
+        if _is_rounding(maker) and _checks.half_of(maker.outvars) is not None:
+            casts.append(origin)
         elif _is_elementwise(maker):
-            waiting += [(v, within) for v in maker.invars if not _jaxprs.is_literal(v)]
-    return "\n".join(_at_origins(casts, op, None, findings)[0])
+            waiting += [(v, origin) for v in maker.invars if not _jaxprs.is_literal(v)]
+    return "\n".join(_at_origins(casts, op, _source.UNKNOWN, findings)[0])
 
 
 def _at_origins(
     origins: list[OpOccurrence],
     op: OpOccurrence,
-    own: _source.Expression | None,
+    own: _source.Expression,
     findings: PendingFindings,
 ) -> tuple[list[str], str]:
     """Returns the lines that compute operations in FP32, and code for an expression.
@@ -267,20 +252,18 @@ def _at_origins(
     Args:
       origins: the operations that round.
       op: the operation that reads their results.
-      own: its expression, whose code contains the origins inside of it; None: no code is required.
+      own: its expression, whose code contains the origins inside of it; if it is not known, no code
+        is returned.
       findings: for the lines of the source.
     """
-    code, parts = (
-        "" if own is None else _rewrite.wide_code(own),
-        list[tuple[_source.Expression, str]](),
-    )
+    code, parts = _rewrite.wide_code(own), list[tuple[_source.Expression, str]]()
     for origin in origins if len(origins) <= _MAX_ORIGINS else ():
         expression = _source.expression_of(origin, findings)
         changed = _rewrite.in_fp32(expression)
         is_here = findings.line_of(origin) == findings.line_of(op)
-        if not changed or expression is None or (is_here and changed in code):
+        if not changed or (is_here and changed in code):
             continue
-        if is_here and own is not None and expression.text in code:
+        if is_here and expression.text in code:
             # With an operand in FP32, the function computes in FP32 without a cast, unless its own
             # text casts the operand.
             is_cast = re.search(re.escape(expression.text) + r"\)?\.astype\(", own.text)
@@ -312,7 +295,7 @@ def _is_read_exactly(op: OpOccurrence, function: str) -> bool:
 
     A cast of the result to 16 bits would round what these magnify.
     """
-    exact = _LOGS | named("sub") if function.endswith(_PROBABILITIES) else _LOGS
+    exact = _LOGS | _checks.named("sub") if function.endswith(_PROBABILITIES) else _LOGS
     site, waiting, names = call_site(op.equation), [(v, op) for v in op.equation.outvars], set()
     seen: set[_jaxprs.Atom] = set()
     while waiting:
@@ -366,15 +349,16 @@ def _is_widened(op: OpOccurrence) -> bool:
         for reader in readers:
             name = reader.primitive.name
             is_wide = (
-                name == "convert_element_type" and dtype_of(reader.outvars[0]) == _dtypes.FLOAT32
+                name == "convert_element_type"
+                and _checks.dtype_of(reader.outvars[0]) == _dtypes.FLOAT32
             )
             is_cast |= is_wide
-            if is_wide or name in PERIODIC:
+            if is_wide or name in _checks.PERIODIC:
                 continue
             if name not in _ELEMENTWISE:
                 return False
             others = [v for v in reader.invars if not _jaxprs.is_literal(v) and v not in seen]
-            meets_16_bits |= half_of(others) is not None
+            meets_16_bits |= _checks.half_of(others) is not None
             waiting += reader.outvars
             seen.update(reader.outvars)
     # A wide result would promote another 16-bit array before the cast.
@@ -385,29 +369,39 @@ def _rounded_by(op: OpOccurrence, through: frozenset[str] = _ELEMENTWISE) -> lis
     """Returns the operations by which 16 bits enter the elementwise computation of an operand."""
     scopes = _jaxprs.scope_names(str(op.equation.source_info.name_stack))
     waiting = [(var, op) for var in _halves(op.equation)]
-    seen: set[_jaxprs.Atom] = set()
     origins = []
-    while waiting:
-        var, within = _through_calls(*waiting.pop())
-        maker = within.body.maker(var)
-        if maker is None or var in seen:
-            continue
-        seen.add(var)
-        if _jaxprs.scope_names(str(maker.source_info.name_stack)) != scopes and within is op:
+    for origin in _makers(waiting):
+        maker, is_here = origin.equation, origin.body is op.body
+        if is_here and _jaxprs.scope_names(str(maker.source_info.name_stack)) != scopes:
             continue
         inputs, name = _halves(maker), maker.primitive.name
         is_cast = _is_rounding(maker)
         is_made = not inputs and name in ("iota", "broadcast_in_dim")
-        is_entry = name not in _MOVES and not all(_is_computed(v, within.body) for v in inputs)
+        is_entry = name not in _MOVES and not all(_is_computed(v, origin.body) for v in inputs)
         is_entry &= _is_elementwise(maker, through) and bool(inputs)
         if is_cast or is_made or is_entry:
-            origins.append(within._replace(equation=maker))
+            origins.append(origin)
         if through is SUMS and _is_elementwise(maker, through):
             # A sum that computes in FP32 reads squares in 16 bits.
-            waiting += [(v, within) for v in maker.invars if not _jaxprs.is_literal(v)]
+            waiting += [(v, origin) for v in maker.invars if not _jaxprs.is_literal(v)]
         elif _is_elementwise(maker, through) and not is_cast:
-            waiting += [(v, within) for v in inputs]
+            waiting += [(v, origin) for v in inputs]
     return origins
+
+
+def _makers(waiting: list[tuple[_jaxprs.Atom, OpOccurrence]]) -> Iterator[OpOccurrence]:
+    """Yields the operations that make values, each once, while the caller adds further values.
+
+    Args:
+      waiting: values, and an operation of the jaxpr that contains each of them.
+    """
+    seen: set[_jaxprs.Atom] = set()
+    while waiting:
+        var, within = _through_calls(*waiting.pop())
+        maker = within.body.maker(var)
+        if maker is not None and var not in seen:
+            seen.add(var)
+            yield within._replace(equation=maker)
 
 
 def _through_calls(var: _jaxprs.Atom, op: OpOccurrence) -> tuple[_jaxprs.Atom, OpOccurrence]:
@@ -424,7 +418,9 @@ def _through_calls(var: _jaxprs.Atom, op: OpOccurrence) -> tuple[_jaxprs.Atom, O
 
 def _halves(equation: _jaxprs.Equation) -> list[_jaxprs.Atom]:
     """Returns the 16-bit operands that are not literals."""
-    return [v for v in equation.invars if not _jaxprs.is_literal(v) and half_of([v]) is not None]
+    return [
+        v for v in equation.invars if not _jaxprs.is_literal(v) and _checks.half_of([v]) is not None
+    ]
 
 
 def _is_elementwise(equation: _jaxprs.Equation, names: frozenset[str] = _ELEMENTWISE) -> bool:
@@ -436,7 +432,7 @@ def _is_elementwise(equation: _jaxprs.Equation, names: frozenset[str] = _ELEMENT
 def _is_rounding(equation: _jaxprs.Equation) -> bool:
     """Returns True for a cast of FP32 numbers or of integers to fewer bits."""
     is_cast = equation.primitive.name == "convert_element_type"
-    return is_cast and np.dtype(dtype_of(equation.invars[0])).itemsize == 4
+    return is_cast and np.dtype(_checks.dtype_of(equation.invars[0])).itemsize == 4
 
 
 def _is_computed(var: _jaxprs.Atom, body: _analysis.Body) -> bool:

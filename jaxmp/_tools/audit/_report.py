@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import os
-import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
@@ -260,46 +258,20 @@ def _without(findings: Iterable[Finding], others: Iterable[Finding]) -> tuple[Fi
 
 # Rows of the table of errors in the short report.
 _MAX_ERRORS = 20
-_INDENT = "    "
-
-Groups = list[list[Finding]]
 
 
-def group_findings(findings: Iterable[Finding]) -> Groups:
+def _by_row(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Groups the findings that share one row: their modules differ in numbers only."""
-    groups = _section.grouped(
-        findings, lambda f: (f.check, _section.numberless(f.module), f.file, f.line, f.fix)
-    )
-    return list(groups.values())
+    key_of = lambda f: (f.check, _section.numberless(f.module), f.file, f.line, f.fix)
+    return list(_section.grouped(findings, key_of).values())
 
 
-def error_sections(groups: Groups, full: bool) -> list[_section.Section]:
-    """Returns the table of errors and the fixes.
-
-    Args:
-      groups: errors, one group for each row.
-      full: True for all rows; False for the first ones.
-    """
-    shown = groups if full else groups[:_MAX_ERRORS]
-    more = len(groups) - len(shown)
-    text = f"The first {len(shown)}; the full report has {more} more." if more else ""
-    return finding_sections("Errors", shown, "Fixes", text)
+def _by_fix(findings: Iterable[Finding]) -> list[list[Finding]]:
+    return list(_section.grouped(findings, lambda f: (f.check, f.fix)).values())
 
 
-def warning_sections(findings: Iterable[Finding]) -> list[_section.Section]:
-    """Returns the table of warnings, grouped by check and fix, and suggestions."""
-    groups = _section.grouped(findings, lambda finding: (finding.check, finding.fix))
-    return finding_sections("Warnings", list(groups.values()), "Suggestions")
-
-
-def notes_of_speed(report: AuditReport) -> Groups:
-    """Returns the notes of speed, grouped by check and fix."""
-    notes = (finding for finding in report.findings if finding.severity == NOTE)
-    return list(_section.grouped(notes, lambda finding: (finding.check, finding.fix)).values())
-
-
-def finding_sections(
-    title: str, groups: Groups, fixes: str, text: str = ""
+def _finding_sections(
+    title: str, groups: list[list[Finding]], fixes: str, most: int | None = None
 ) -> list[_section.Section]:
     """Returns a numbered table of findings, and the fix of each.
 
@@ -307,12 +279,14 @@ def finding_sections(
       title: of the table.
       groups: findings, one group for each row.
       fixes: title of the fixes.
-      text: a sentence above the table.
+      most: the number of rows; None: all.
     """
+    more, groups = len(groups) - len(groups[:most]), groups[:most]
+    text = f"The first {len(groups)}; the full report has {more} more." if more else ""
     rows = tuple((str(n), *_row(group)) for n, group in enumerate(groups, start=1))
     by_fix = _section.grouped(range(len(groups)), lambda number: groups[number][0].fix)
     remedies = tuple(
-        _section.Fix(_fix_title(numbers, groups[numbers[0]][0]), fix_parts(fix))
+        _section.Fix(_fix_title(numbers, groups[numbers[0]][0]), _section.fix_parts(fix))
         for fix, numbers in by_fix.items()
         if fix
     )
@@ -343,33 +317,6 @@ def _fix_title(numbers: list[int], finding: Finding) -> str:
     return f"{title} ({more})" if more else title
 
 
-def fix_parts(fix: str) -> tuple[tuple[bool, str], ...]:
-    """Splits a fix into sentences and code.
-
-    Lines of code are indented by four spaces, unless the whole fix is code.
-    """
-    if _is_code(fix):
-        return ((True, fix),)
-    parts: list[tuple[bool, list[str]]] = []
-    for line in fix.splitlines():
-        code = line.startswith(_INDENT) or (not line.strip() and bool(parts) and parts[-1][0])
-        if not parts or parts[-1][0] != code:
-            parts.append((code, []))
-        parts[-1][1].append(line)
-    return tuple(
-        (code, textwrap.dedent("\n".join(lines)).rstrip() if code else " ".join(lines))
-        for code, lines in parts
-    )
-
-
-def _is_code(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError):
-        return False
-    return bool(text.strip())
-
-
 def report_sections(report: AuditReport, full: bool = False) -> list[_section.Section]:
     """Returns the sections of a report; empty ones are omitted.
 
@@ -377,18 +324,19 @@ def report_sections(report: AuditReport, full: bool = False) -> list[_section.Se
       report: the report.
       full: False for verdict, errors with their fixes, matmuls and memory; True for everything.
     """
-    groups, kernels = group_findings(report.errors), (*report.gemms, *report.attention)
+    groups, kernels = _by_row(report.errors), (*report.gemms, *report.attention)
+    speed = _by_fix(finding for finding in report.findings if finding.severity == NOTE)
     sections = [
         _verdict(report, len(groups)),
-        *error_sections(groups, full),
+        *_finding_sections("Errors", groups, "Fixes", None if full else _MAX_ERRORS),
         _matmuls(report),
         compiled_matmuls(kernels),
         memory(report.memory),
-        *finding_sections("Speed", notes_of_speed(report), "Faster"),
+        *_finding_sections("Speed", speed, "Faster"),
     ]
     if full:
         sections += [
-            *warning_sections(report.warnings),
+            *_finding_sections("Warnings", _by_fix(report.warnings), "Suggestions"),
             _modules(report),
             compiled_lines(kernels),
             collectives(report.collectives),
@@ -474,5 +422,5 @@ def _modules(report: AuditReport) -> _section.Section:
     for (_, operands), modules in _section.grouped((module for (module,) in flops), key_of).items():
         total = _section.flops_text(sum(flops[module,] for module in modules))
         rows.append((_section.abbreviate(modules), total, operands))
-    text, columns = _section.left_out_text(rows, "matmuls"), ("module", "FLOPs", "operands")
-    return _section.Section("Matmuls by module", text, columns, tuple(rows[: _section.MAX_ROWS]))
+    columns = ("module", "FLOPs", "operands")
+    return _section.largest_rows("Matmuls by module", columns, rows, "matmuls")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jaxmp._tools.report import _section
@@ -35,20 +34,8 @@ def merged(rows: Iterable[Row], *sums: str) -> tuple[Row, ...]:
     return tuple(sorted(totals, key=lambda row: -getattr(row, sums[0])))
 
 
-class Located:
-    """Row about one source line."""
-
-    file: str
-    line: int
-
-    @property
-    def location(self) -> str:
-        """File name and line of the source, joined by a colon; "" if they are not known."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding(Located):
+class Finding(_section.Located):
     """Result of one check of an audit, at one source line of the audited program.
 
     `AuditReport.findings` contains them; `docs/findings.md` explains every check.
@@ -115,7 +102,7 @@ class MatmulRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmRow(Located):
+class GemmRow(_section.Located):
     """Matmuls or convolutions of one module, pass, line, kernel and pair of dtypes.
 
     Args:
@@ -148,7 +135,7 @@ class GemmRow(Located):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionRow(Located):
+class AttentionRow(_section.Located):
     """Fused attention kernels of one module, pass and line.
 
     Args:
@@ -175,7 +162,7 @@ class AttentionRow(Located):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveRow(Located):
+class CollectiveRow(_section.Located):
     """Collectives of one module, pass, line and dtype.
 
     Args:
@@ -298,10 +285,7 @@ def compiled_lines(kernels: Iterable[GemmRow | AttentionRow]) -> _section.Sectio
         for (_, location, dtypes, _, kernel), group in _section.grouped(kernels, key_of).items()
     ]
     columns = ("module", "line", "multiplied in", "kernel", "passes", "FLOPs")
-    text = _section.left_out_text(rows, "gemms")
-    return _section.Section(
-        "Compiled matmuls by module", text, columns, tuple(rows[: _section.MAX_ROWS])
-    )
+    return _section.largest_rows("Compiled matmuls by module", columns, rows, "gemms")
 
 
 def collectives(collectives: Iterable[CollectiveRow]) -> _section.Section:
@@ -321,10 +305,7 @@ def collectives(collectives: Iterable[CollectiveRow]) -> _section.Section:
         for row in collectives
     ]
     columns = ("collective", "dtype", "bytes", "count", "content", "axes", "pass", "module", "line")
-    text = _section.left_out_text(rows, "collectives")
-    return _section.Section(
-        "Collectives per device", text, columns, tuple(rows[: _section.MAX_ROWS])
-    )
+    return _section.largest_rows("Collectives per device", columns, rows, "collectives")
 
 
 def memory(memory: MemoryRow | None) -> _section.Section:

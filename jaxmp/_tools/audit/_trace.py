@@ -14,14 +14,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.extend.core import ClosedJaxpr
 
+from jaxmp._core import _dtypes, _trees, _typing
 from jaxmp._core._compat import jaxpr_body
-from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._trees import dtype_of
-from jaxmp._core._typing import PyTree
-from jaxmp._programs._analysis import Body
-from jaxmp._programs._constructs import inners
-from jaxmp._programs._jaxprs import Atom
-from jaxmp._programs._locations import Location
+from jaxmp._programs import _analysis, _constructs, _jaxprs, _locations
 from jaxmp._tools.audit._checks import OpOccurrence
 from jaxmp._tools.audit._labels import FloatInput
 from jaxmp.errors import AuditError
@@ -38,7 +33,7 @@ class Traced:
     # Their positions among all leaves of the arguments.
     positions: list[int]
     # (positional arguments, keyword arguments).
-    arguments: PyTree
+    arguments: _typing.PyTree
     # (key path, abstract array) of each result.
     results: list[tuple[_roles.KeyPath, Any]]
     # Names of the function's positional parameters; empty if they are not known.
@@ -60,7 +55,7 @@ class Traced:
         return sum(any(n.startswith(("flax.nnx", "jaxmp.nnx")) for n in each) for each in names)
 
     @property
-    def variables(self) -> Sequence[Atom]:
+    def variables(self) -> Sequence[_jaxprs.Atom]:
         """The variable of each array."""
         return self.jaxpr.invars
 
@@ -89,7 +84,7 @@ class Traced:
             if leaf.role == _roles.LOSS_SCALE and leaf.field.startswith("scale")
         ]
 
-    def dynamic_scales(self) -> list[tuple[str, Atom]]:
+    def dynamic_scales(self) -> list[tuple[str, _jaxprs.Atom]]:
         """Returns (location among the arguments, variable) of each dynamic loss scale."""
         leaves = [(self.leaves[n], self.variables[n]) for n in self.scales()]
         return [
@@ -98,14 +93,14 @@ class Traced:
             if hasattr(leaf.owner, "backoff_factor")
         ]
 
-    def inputs(self) -> list[tuple[FloatInput, Atom]]:
+    def inputs(self) -> list[tuple[FloatInput, _jaxprs.Atom]]:
         """Returns the FP32 arguments that are not part of a model's state, and their variables."""
         nodes = jtu.tree_flatten_with_path(self.arguments, is_leaf=_is_state)[0]
         outside = {path for path, _ in nodes}
         inputs = []
         for leaf, var in zip(self.leaves, self.variables, strict=True):
             is_input = leaf.path in outside and leaf.role == _roles.OTHER
-            if is_input and dtype_of(leaf.value) == FLOAT32:
+            if is_input and _trees.dtype_of(leaf.value) == _dtypes.FLOAT32:
                 # The first key distinguishes positional from keyword arguments.
                 keys = list(map(_key, leaf.path[1:]))
                 name = next((key for key in reversed(keys) if isinstance(key, str)), "")
@@ -144,7 +139,7 @@ class Traced:
         ]
 
     @functools.cached_property
-    def _bodies(self) -> dict[int, Body]:
+    def _bodies(self) -> dict[int, _analysis.Body]:
         """The id of a jaxpr of the program -> its makers and readers."""
         return {}
 
@@ -153,19 +148,19 @@ class Traced:
         """The id of an equation -> its jaxpr, and result of the equation -> result of the jaxpr."""
         return {}
 
-    def maker_of(self, result: Atom) -> OpOccurrence | None:
+    def maker_of(self, result: _jaxprs.Atom) -> OpOccurrence | None:
         """Returns the operation that computes a result, inside of the calls that return it."""
         jaxpr, var, op = self.jaxpr, result, None
         while var is not None:
-            body = self._bodies.setdefault(id(jaxpr), Body(jaxpr))
+            body = self._bodies.setdefault(id(jaxpr), _analysis.Body(jaxpr))
             maker = body.maker(var)
             if maker is None:
                 break
-            op, below, var = OpOccurrence(maker, Location(), 1, body, op), var, None
+            op, below, var = OpOccurrence(maker, _locations.Location(), 1, body, op), var, None
             if id(maker) not in self._returned:
                 self._returned[id(maker)] = [
                     (inner.jaxpr, dict(zip(inner.results, inner.jaxpr.outvars, strict=True)))
-                    for inner in inners(maker)[-1:]
+                    for inner in _constructs.inners(maker)[-1:]
                 ]
             for inner, returned in self._returned[id(maker)]:
                 jaxpr, var = inner, returned.get(below)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import jaxmp
-from jaxmp._core._messages import did_you_mean
+from jaxmp._core import _messages
 from jaxmp._tools.cli._output import check_output
 from jaxmp.errors import JaxmpError
 
@@ -161,7 +161,7 @@ def load_function(
         defined = [key for key, value in vars(module).items() if callable(value)]
         raise JaxmpError(
             f"{module_name!r} does not define a function {function!r}."
-            f"{did_you_mean(function, defined)} It has the form:\n"
+            f"{_messages.did_you_mean(function, defined)} It has the form:\n"
             f"    def {function}({parameters}):\n        return {returned}"
         )
     return getattr(module, function)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxmp._tools.report._text import printable
+from jaxmp._tools.report import _text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import JaxmpError
 
@@ -34,7 +34,7 @@ def console() -> Console:
 
 def escape(text: str, style: str = "") -> Text:
     """Returns text without markup, in which control characters are visible."""
-    return Text("\n".join(map(printable, text.split("\n"))), style=style)
+    return Text("\n".join(map(_text.printable, text.split("\n"))), style=style)
 
 
 def make_table(*columns: str) -> Table:

@@ -10,9 +10,7 @@ import typer
 
 import jaxmp
 from jaxmp._core import _plain
-from jaxmp._tools.cli import _arguments
-from jaxmp._tools.cli._output import write_report
-from jaxmp._tools.cli._steps import in_script
+from jaxmp._tools.cli import _arguments, _output, _steps
 from jaxmp._tools.report import _views
 from jaxmp.errors import JaxmpError
 
@@ -107,7 +105,7 @@ def run_plan(
         text = "Interrupted: the programs that are compiled are in the cache."
         print(text, "Run the same command to go on.", file=sys.stderr)
     assert isinstance(report, jaxmp.typing.PlanReport)
-    write_report(report, json, html)
+    _output.write_report(report, json, html)
     is_good = all(choice.recipe for choice in report.choices)
     raise typer.Exit(130 if is_stopped else int(not is_good))
 
@@ -129,7 +127,7 @@ def _plan_script(
     ended = (command[0], measured, options["prices"], options["rates"])
     try:
         for recipe in options["recipes"]:
-            values = in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
+            values = _steps.in_script("plan", command[0], command[1:], json, recipe=recipe, **more)
             for chip, (row, seconds) in zip(chips, values, strict=True):
                 made = MeasuredRow(_plain.from_plain(PlanRow, row), seconds)
                 measured.setdefault(chip.name, []).append(made)

@@ -19,14 +19,11 @@ import typer
 import jaxmp
 from jaxmp._core import _compat, _targets
 from jaxmp._policies import _recipe
-from jaxmp._tools.cli import _arguments
-from jaxmp._tools.cli._output import console, escape, write_report
-from jaxmp._tools.cli._show import open_run
+from jaxmp._tools.cli import _arguments, _output, _show
 from jaxmp._tools.report import _progress, _views
 from jaxmp.errors import JaxmpError
 
 if TYPE_CHECKING:
-    from jaxmp._policies._recipe import Recipe
     from jaxmp.typing import NonfiniteReport
 
 T = TypeVar("T")
@@ -55,7 +52,7 @@ def in_script(
             _targets.get_target(target)
     sentence, value = _script.run_script(tool, [script, *(arguments or [])], **options)
     if json != "-":
-        console().print(escape(sentence, "dim"), soft_wrap=True)
+        _output.console().print(_output.escape(sentence, "dim"), soft_wrap=True)
     return value
 
 
@@ -111,7 +108,7 @@ def run_audit(
         options = {"recipe": recipe, "target": target, "try_fixes": try_fixes}
         options |= {"function": name, "max_seconds": max_seconds}
         report = cls.from_json(in_script("audit", script, function, json, **options))
-    write_report(report, json, html, full=full)
+    _output.write_report(report, json, html, full=full)
     if fail_on == "any" and baseline is None:
         raise typer.Exit(0 if report.ok else 1)  # the printed report lists the errors
     report.check(checks, baseline=before)
@@ -121,7 +118,7 @@ def _run_tool(
     command: str,
     tool: Callable[..., T],
     function: str,
-    recipe: "Recipe | None",
+    recipe: _recipe.Recipe | None,
     options: dict[str, Any],
 ) -> T:
     """Calls a tool with the step of the user's function.
@@ -197,7 +194,7 @@ def run_memory(
             ),
             key=lambda estimate: estimate.total,
         )
-    write_report(estimate, json, html)
+    _output.write_report(estimate, json, html)
     raise typer.Exit(int(estimate.fits is False))
 
 
@@ -279,11 +276,11 @@ def run_validate(
     try:
         report = _arguments.call(f"validating {function}", validate)
     except _views.Interrupted as stop:
-        write_report(stop.report, json, html, full=full)
+        _output.write_report(stop.report, json, html, full=full)
         advice = "Run the same command with" if json else "Next time, add --json FILE, and then"
         print(f"Interrupted: {advice} --resume to go on.", file=sys.stderr)
         raise typer.Exit(130) from None
-    write_report(report, json, html, full=full)
+    _output.write_report(report, json, html, full=full)
     verdicts = {candidate.verdict for candidate in report.candidates}
     if before is None or not find_regressions(report, before):
         # The printed report begins with the verdicts.
@@ -340,7 +337,7 @@ def run_locate(
     else:
         make = _arguments.only_function("locate", function, name)
         report = _located(make, checkpoint, step, batches)
-    write_report(report, json, html)
+    _output.write_report(report, json, html)
     raise typer.Exit(int(report.reproduced))
 
 
@@ -350,7 +347,7 @@ def _located(
     """Restores the arguments of a step, trains until it fails, and follows the values."""
     checkpointer = info = None
     if checkpoint is not None:
-        checkpointer, step = open_run(checkpoint, step)
+        checkpointer, step = _show.open_run(checkpoint, step)
         info = checkpointer.describe(step)
     example = "jaxmp locate run.py:make_step --checkpoint checkpoints"
     train_step, *arguments = _arguments.make_step(function, example, info, least=2)

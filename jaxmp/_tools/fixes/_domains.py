@@ -9,9 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
-from jaxmp._tools.fixes._functions import DOMAINS
-from jaxmp._tools.fixes._rewrite import known_function, parsed
-from jaxmp._tools.fixes._source import Expression, enclosing
+from jaxmp._tools.fixes import _functions, _rewrite, _source
 
 # Bounds of an operand as code, in which `{array}` is the operand: its smallest positive normal
 # number, the distance from 1 to the next larger number, and its lowest finite number.
@@ -19,7 +17,7 @@ TINY, EPS = "jnp.finfo(({array}).dtype).tiny", "jnp.finfo(({array}).dtype).eps"
 LOWEST = "jnp.finfo(({array}).dtype).min"
 
 
-def at_least(expression: Expression | None, bound: str, domain: str) -> str:
+def at_least(expression: _source.Expression, bound: str, domain: str) -> str:
     """Returns a call or power with a lower bound of its first operand.
 
     Args:
@@ -27,18 +25,18 @@ def at_least(expression: Expression | None, bound: str, domain: str) -> str:
       bound: such as `TINY`.
       domain: the functions that may be called, a key of `DOMAINS`.
     """
-    if expression is not None and "log1p" in expression.text.partition("(")[0]:
+    if "log1p" in expression.text.partition("(")[0]:
         bound = f"{EPS} - 1"
     change = lambda text: f"jnp.maximum({text}, {bound.format(array=text)})"
     return _bounded(expression, change, domain)
 
 
-def at_most(expression: Expression | None, bound: float, domain: str) -> str:
+def at_most(expression: _source.Expression, bound: float, domain: str) -> str:
     """Returns a call with an upper bound of its first operand; see `at_least`."""
     return _bounded(expression, lambda text: f"jnp.minimum({text}, {bound:g})", domain)
 
 
-def within(expression: Expression, low: int, high: int | None) -> str:
+def within(expression: _source.Expression, low: int, high: int | None) -> str:
     """Returns a call whose first operand is between two numbers, without these; None: no limit."""
     if high is None:
         return _bounded(expression, lambda text: f"jnp.maximum({text}, {TINY.format(array=text)})")
@@ -47,30 +45,30 @@ def within(expression: Expression, low: int, high: int | None) -> str:
     return _bounded(expression, change)
 
 
-def divided(expression: Expression | None) -> str:
+def divided(expression: _source.Expression) -> str:
     """Returns a quotient that divides by 1 where the denominator is zero.
 
     A root or a norm in the denominator gets a positive lower bound instead, because its derivative
     is infinite at zero.
     """
-    node = None if expression is None else expression.node
-    if expression is None or not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
+    node = expression.node
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
         return ""
     text = ast.unparse(node.right)
     new = f"jnp.where({text} == 0, 1, {text})"
     for call in ast.walk(node.right):
         if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("sqrt", "norm", "std")):
-            inner = Expression(call, expression.place, [])
+            inner = _source.Expression(call, expression.place, [])
             new = text.replace(ast.unparse(call), norm(inner) or at_least(inner, TINY, "root"))
-    return expression.replaced_by(ast.BinOp(node.left, node.op, parsed(new)))
+    return expression.replaced_by(ast.BinOp(node.left, node.op, _rewrite.parsed(new)))
 
 
-def norm(expression: Expression | None) -> str:
+def norm(expression: _source.Expression) -> str:
     """Returns a norm or standard deviation whose gradient is finite at zero."""
-    node = None if expression is None else expression.node
-    if expression is None or not isinstance(node, ast.Call):
+    node = expression.node
+    if not isinstance(node, ast.Call):
         return ""
-    name = known_function(expression)[0].rpartition(".")[2]
+    name = _rewrite.known_function(expression)[0].rpartition(".")[2]
     if name == "std":
         call = expression.copy()
         call.func.attr = "var"
@@ -86,7 +84,7 @@ def norm(expression: Expression | None) -> str:
     return expression.replaced_by(f"jnp.sqrt(jnp.maximum({square}, {TINY.format(array=array)}))")
 
 
-def double_where(where: Expression | None, inner: Expression | None) -> str:
+def double_where(where: _source.Expression, inner: _source.Expression) -> str:
     """Returns a `where` whose unused branch has a finite gradient.
 
     Args:
@@ -94,8 +92,8 @@ def double_where(where: Expression | None, inner: Expression | None) -> str:
       inner: the call or quotient whose gradient is not finite, with an operand to replace. It is
         replaced by itself if `where` does not contain it.
     """
-    node = None if where is None else where.node
-    if where is None or inner is None or not isinstance(node, ast.Call) or len(node.args) != 3:
+    node = where.node
+    if not inner.text or not isinstance(node, ast.Call) or len(node.args) != 3:
         return ""
     condition, *branches = map(ast.unparse, node.args)
     old = inner.text
@@ -103,10 +101,10 @@ def double_where(where: Expression | None, inner: Expression | None) -> str:
     safe = "jnp.where({c}, {x}, 1)" if is_first else "jnp.where({c}, 1, {x})"
     make = lambda text: safe.format(c=condition, x=text)
     if isinstance(inner.node, ast.BinOp) and isinstance(inner.node.op, ast.Div):
-        right = parsed(make(ast.unparse(inner.node.right)))
+        right = _rewrite.parsed(make(ast.unparse(inner.node.right)))
         new = ast.unparse(ast.BinOp(inner.node.left, inner.node.op, right))
     else:
-        new = _bounded(Expression(inner.node, inner.place, []), make)
+        new = _bounded(_source.Expression(inner.node, inner.place, []), make)
     if new and old in where.text:
         return where.replaced_by(where.text.replace(old, new))
     return inner.replaced_by(new)
@@ -120,24 +118,24 @@ _LOGARITHMS = {
 }
 
 
-def in_one_function(expression: Expression | None) -> str:
+def in_one_function(expression: _source.Expression) -> str:
     """Returns one function for steps that overflow, such as the log of a sum of exponentials.
 
     The code replaces the smallest expression around the given one that has such a function.
     """
-    for outer in () if expression is None else enclosing(expression):
+    for outer in _source.enclosing(expression):
         code = outer.replaced_by(_in_one_function(outer))
         if code:
             return code
     return ""
 
 
-def _in_one_function(expression: Expression) -> str:
+def _in_one_function(expression: _source.Expression) -> str:
     name_of = lambda node: expression.name_of(node.func) if isinstance(node, ast.Call) else ""
     is_exp = lambda node: name_of(node) == "jax.numpy.exp"
     is_sum = lambda node: name_of(node) == "jax.numpy.sum"
     call = lambda function, arguments, keywords: ast.unparse(
-        ast.Call(parsed(function), arguments, keywords)
+        ast.Call(_rewrite.parsed(function), arguments, keywords)
     )
     match expression.copy():
         case ast.BinOp(
@@ -173,13 +171,11 @@ def _in_one_function(expression: Expression) -> str:
     return ""
 
 
-def _bounded(expression: Expression | None, change: Callable[[str], str], domain: str = "") -> str:
+def _bounded(expression: _source.Expression, change: Callable[[str], str], domain: str = "") -> str:
     """Returns a call of a known function, or a power, with another first operand."""
-    if expression is None:
-        return ""
-    node, (name, row) = expression.copy(), known_function(expression)
+    node, (name, row) = expression.copy(), _rewrite.known_function(expression)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and domain in ("root", ""):
-        node.left = parsed(change(ast.unparse(node.left)))
+        node.left = _rewrite.parsed(change(ast.unparse(node.left)))
         return expression.replaced_by(node)
     if row is None or not isinstance(node, ast.Call):
         return ""
@@ -187,12 +183,12 @@ def _bounded(expression: Expression | None, change: Callable[[str], str], domain
     is_density = name.startswith("jax.scipy.stats.") and domain == "log"
     for keyword in node.keywords if is_density else ():
         if keyword.arg == "scale":
-            keyword.value = parsed(change(ast.unparse(keyword.value)))
+            keyword.value = _rewrite.parsed(change(ast.unparse(keyword.value)))
             return expression.replaced_by(node)
     position = 2 if is_density else 0
-    if domain and not is_density and name.rpartition(".")[2] not in DOMAINS[domain]:
+    if domain and not is_density and name.rpartition(".")[2] not in _functions.DOMAINS[domain]:
         return ""
     if position < len(node.args) and not isinstance(node.args[position], ast.Starred):
-        node.args[position] = parsed(change(ast.unparse(node.args[position])))
+        node.args[position] = _rewrite.parsed(change(ast.unparse(node.args[position])))
         return expression.replaced_by(node)
     return ""

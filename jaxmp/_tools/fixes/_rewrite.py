@@ -14,32 +14,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmp._tools.fixes._functions import (
-    CASTS,
-    DTYPES,
-    EMBEDDINGS,
-    FUNCTIONS,
-    LAYERS,
-    MATMULS,
-    METHODS,
-    Function,
-    arguments_of,
-)
+from jaxmp._tools.fixes import _functions
 from jaxmp._tools.fixes._source import Expression
 
 _WIDE = ast.Attribute(ast.Name("jnp"), "float32")
 
 
 @functools.lru_cache(maxsize=256)
-def known_function(expression: Expression) -> tuple[str, Function | None]:
+def known_function(expression: Expression) -> tuple[str, _functions.Function | None]:
     """Returns the full name and the row of the table of the function that an expression calls."""
     node = expression.node
     if not isinstance(node, ast.Call):
         return "", None
     name = expression.name_of(node.func)
     if not name and isinstance(node.func, ast.Attribute):
-        return node.func.attr, METHODS.get(node.func.attr)
-    return name, FUNCTIONS.get(name)
+        return node.func.attr, _functions.METHODS.get(node.func.attr)
+    return name, _functions.FUNCTIONS.get(name)
 
 
 # ---------------------------------------------------------------------------
@@ -47,19 +37,14 @@ def known_function(expression: Expression) -> tuple[str, Function | None]:
 # ---------------------------------------------------------------------------
 
 
-def in_fp32(expression: Expression | None, back: str = "") -> str:
+def in_fp32(expression: Expression) -> str:
     """Returns an expression that computes in FP32.
 
     Args:
       expression: a call or an operation, of which the first array is cast, or a cast or a
         constant, whose dtype is replaced.
-      back: the dtype of the result; "" for FP32. Integers are not cast back.
     """
-    changed = None if expression is None else wide_code(expression)
-    if expression is None or not changed:
-        return ""
-    narrow = narrow_code(expression, changed, back) if back else ""
-    return expression.replaced_by(narrow or changed)
+    return expression.replaced_by(wide_code(expression))
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,7 +61,7 @@ def narrow_code(expression: Expression, code: str, dtype: str) -> str:
     return ast.unparse(cast(parsed(code), dtype)) if is_array else ""
 
 
-def narrowed(expression: Expression | None, indices: Collection[int], dtype: str) -> str:
+def narrowed(expression: Expression, indices: Collection[int], dtype: str) -> str:
     """Returns an operation of two arrays that casts some of them to 16 bits.
 
     All operands of an einsum are cast, because JAX may exchange them. If the operation is a matmul,
@@ -87,8 +72,6 @@ def narrowed(expression: Expression | None, indices: Collection[int], dtype: str
       indices: 0 for the first array, 1 for the second.
       dtype: such as "bfloat16".
     """
-    if expression is None:
-        return ""
     node, name = expression.copy(), known_function(expression)[0]
     operands = _operands(node, expression)
     if name == "jax.numpy.einsum":
@@ -102,10 +85,8 @@ def narrowed(expression: Expression | None, indices: Collection[int], dtype: str
     return expression.replaced_by(code, "" if sums is None else ast.unparse(sums))
 
 
-def with_operand(expression: Expression | None, index: int, code: str) -> str:
+def with_operand(expression: Expression, index: int, code: str) -> str:
     """Returns an operation of two arrays in which code replaces one; see `narrowed`."""
-    if expression is None:
-        return ""
     node = expression.copy()
     operands = _operands(node, expression)[index : index + 1]
     new = {operand: parsed(code) for operand in operands}
@@ -136,7 +117,7 @@ def _operands(node: ast.expr, expression: Expression) -> list[ast.expr]:
     if name == "jax.numpy.take":
         return node.args[:1]
     is_pair = row is not None and len(row.arrays) > 1
-    return arguments_of(node, name, row) if row is not None and is_pair else []
+    return _functions.arguments_of(node, name, row) if row is not None and is_pair else []
 
 
 def in_dtype(expression: Expression, dtype: str) -> str:
@@ -150,22 +131,20 @@ def _in_dtype(node: ast.expr, dtype: str, expression: Expression) -> ast.expr:
         name = expression.name_of(node.func)
         if node.func.attr == "astype":
             return ast.Call(node.func, [target], [])
-        if name in DTYPES:
+        if name in _functions.DTYPES:
             return ast.Call(target, node.args, [])
-        if name in CASTS and node.args:
+        if name in _functions.CASTS and node.args:
             return ast.Call(node.func, [node.args[0], target], [])
     return cast(node, dtype)
 
 
-def with_fp32_summand(expression: Expression | None, index: int | None) -> str:
+def with_fp32_summand(expression: Expression, index: int | None) -> str:
     """Returns a sum with its constants, and one of its arrays, in FP32.
 
     Args:
       expression: of the sum.
       index: 0 or 1 for the array to cast; None: none.
     """
-    if expression is None:
-        return ""
     node = _WideConstants(expression).visit(expression.copy())
     if index is not None and isinstance(node, ast.BinOp):
         side = "right" if index else "left"
@@ -201,14 +180,14 @@ def _widened(expression: Expression) -> ast.expr | None:
     function = node.func
     is_cast = isinstance(function, ast.Attribute) and function.attr == "astype"
     name, row = known_function(expression)
-    if is_cast or name in DTYPES:
+    if is_cast or name in _functions.DTYPES:
         # A cast to integers reads what was rounded before.
         is_integer = is_cast and "int" in ast.unparse(node)
         return None if is_integer else _in_dtype(node, "float32", expression)
     return None if row is None else _with_wide_arguments(node, name, row)
 
 
-def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr | None:
+def _with_wide_arguments(node: ast.Call, name: str, row: _functions.Function) -> ast.expr | None:
     for keyword in node.keywords:
         if keyword.arg == "dtype":
             keyword.value = _WIDE
@@ -219,10 +198,12 @@ def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr |
         else:
             node.keywords.append(ast.keyword("dtype", _WIDE))
         return node
-    if name in METHODS and isinstance(node.func, ast.Attribute):
+    if name in _functions.METHODS and isinstance(node.func, ast.Attribute):
         node.func.value = cast(node.func.value)
         return node
-    arrays = (n for n in arguments_of(node, name, row) if not isinstance(n, ast.Constant))
+    arrays = (
+        n for n in _functions.arguments_of(node, name, row) if not isinstance(n, ast.Constant)
+    )
     first = next(arrays, None)
     if first is None:
         return None
@@ -232,13 +213,13 @@ def _with_wide_arguments(node: ast.Call, name: str, row: Function) -> ast.expr |
 def with_sums(expression: Expression, dtype: str) -> str:
     """Returns a matmul with another `preferred_element_type`."""
     node = _with_sums(expression.copy(), known_function(expression)[0], dtype)
-    return expression.replaced_by(node)
+    return "" if node is None else expression.replaced_by(node)
 
 
 def _with_sums(node: ast.expr, name: str, dtype: str) -> ast.expr | None:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
         node = ast.Call(parsed("jnp.matmul"), [node.left, node.right], [])
-    elif not isinstance(node, ast.Call) or name not in MATMULS:
+    elif not isinstance(node, ast.Call) or name not in _functions.MATMULS:
         return None
     option = "preferred_element_type"
     node.keywords = [k for k in node.keywords if k.arg != option]
@@ -255,9 +236,9 @@ def with_wide_layer(layer: Expression) -> str:
     node = layer.copy()
     call = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Call) else node
     name = layer.name_of(call.func) if isinstance(call, ast.Call) else ""
-    if name not in LAYERS:
+    if name not in _functions.LAYERS:
         return ""
-    argument = ast.parse(f"f({LAYERS[name]})", mode="eval").body
+    argument = ast.parse(f"f({_functions.LAYERS[name]})", mode="eval").body
     assert isinstance(argument, ast.Call)
     call.keywords = [k for k in call.keywords if k.arg != argument.keywords[0].arg]
     call.keywords += argument.keywords
@@ -265,7 +246,7 @@ def with_wide_layer(layer: Expression) -> str:
     return ast.unparse(node) if name.startswith("flax.nnx") else layer.replaced_by(node)
 
 
-def with_wide_attend(expression: Expression, embedding: Expression | None, dtype: str) -> str:
+def with_wide_attend(expression: Expression, embedding: Expression, dtype: str) -> str:
     """Returns a matmul with FP32 sums that replaces `embed.attend(x)`.
 
     Args:
@@ -274,10 +255,7 @@ def with_wide_attend(expression: Expression, embedding: Expression | None, dtype
       dtype: of the operands.
     """
     node = expression.node
-    constructor = None if embedding is None else embedding.node
-    if not (isinstance(node, ast.Call) and isinstance(constructor, ast.Call)):
-        return ""
-    if embedding is None or embedding.name_of(constructor.func) not in EMBEDDINGS:
+    if not isinstance(node, ast.Call) or known_function(embedding)[0] not in _functions.EMBEDDINGS:
         return ""
     operand = ast.unparse(cast(node.args[0], dtype))
     assert isinstance(node.func, ast.Attribute)
@@ -286,12 +264,9 @@ def with_wide_attend(expression: Expression, embedding: Expression | None, dtype
     return expression.replaced_by(code)
 
 
-def with_finite_numbers(expression: Expression | None, dtype: str) -> str:
+def with_finite_numbers(expression: Expression, dtype: str) -> str:
     """Returns an expression whose constants are at most the largest number of a dtype."""
-    if expression is None:
-        return ""
-    node = _FiniteNumbers(dtype).visit(expression.copy())
-    return expression.replaced_by(node)
+    return expression.replaced_by(_FiniteNumbers(dtype).visit(expression.copy()))
 
 
 class _FiniteNumbers(ast.NodeTransformer):
@@ -328,7 +303,7 @@ def _cast_tree(tree: ast.expr) -> ast.expr:
     return parsed(f"jax.tree.map(lambda x: x.astype(jnp.float32), {ast.unparse(tree)})")
 
 
-def with_split_copy(expression: Expression | None, spec: str, dtype: str, *, has_mesh: bool) -> str:
+def with_split_copy(expression: Expression, spec: str, dtype: str, *, has_mesh: bool) -> str:
     """Returns a sharding constraint of an array that has another sharding before.
 
     Args:
@@ -338,8 +313,8 @@ def with_split_copy(expression: Expression | None, spec: str, dtype: str, *, has
       has_mesh: True if the call is inside of a mesh, so that a spec suffices. Otherwise, the new
         sharding has the mesh of the old one.
     """
-    node = None if expression is None else expression.node
-    if expression is None or not isinstance(node, ast.Call) or len(node.args) != 2:
+    node = expression.node
+    if not isinstance(node, ast.Call) or len(node.args) != 2:
         return ""
     array, sharding = node.args
     copy = cast(array, dtype) if dtype else array

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
-from jaxmp._programs._jaxprs import is_literal
+from jaxmp._programs import _jaxprs
 from jaxmp._tools.fixes._functions import COMMON_NAMES
 
 
@@ -50,6 +50,8 @@ class Findings(Protocol):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Expression:
     """An expression of the user's source; those of a file with the same code are equal.
+
+    An expression that is not known has the text "", and no code replaces it.
 
     Attributes:
       node: its syntax tree.
@@ -95,16 +97,16 @@ class Expression:
 
     def copy(self) -> Any:
         """Returns a syntax tree that may be changed."""
-        return ast.parse(self.text, mode="eval").body
+        return ast.parse(self.text, mode="eval").body if self.text else self.node
 
-    def replaced_by(self, new: ast.expr | str | None, other: str = "") -> str:
+    def replaced_by(self, new: ast.expr | str, other: str = "") -> str:
         """Returns code for the expression, and records the edit; "" for no code or the same.
 
         Args:
           new: the code.
           other: code with another dtype; see `Edit`.
         """
-        code = new if isinstance(new, str) else "" if new is None else ast.unparse(new)
+        code = new if isinstance(new, str) else ast.unparse(new)
         if not code or code == self.text:
             return ""
         edit = Edit(*self.place, self.text, code, other)
@@ -127,7 +129,10 @@ class Expression:
         return ".".join((module, *attributes)) if module else ""
 
 
-def expression_of(op: Any, findings: Findings) -> Expression | None:
+UNKNOWN = Expression(ast.Name(""), ("", 0, 0, 0, 0), [])
+
+
+def expression_of(op: Any, findings: Findings) -> Expression:
     """Returns the expression in the user's code whose call makes an operation.
 
     Args:
@@ -135,7 +140,7 @@ def expression_of(op: Any, findings: Findings) -> Expression | None:
       findings: for the files of the user, and for the edits.
 
     Returns:
-      None without source code, or if the code object of the operation does not contain columns.
+      `UNKNOWN` without source code, or if the code object of the operation contains no columns.
     """
     for equation in (op.equation, *op.enclosing) if findings.reads_source else ():
         traceback = equation.source_info.traceback
@@ -144,10 +149,10 @@ def expression_of(op: Any, findings: Findings) -> Expression | None:
             if findings.lines.is_own(code.co_filename):
                 place: Any = (code.co_filename, *_positions(code)[instruction // 2])
                 node = _parsed(*place)
-                second = len(op.equation.invars) > 1 and is_literal(op.equation.invars[0])
+                second = len(op.equation.invars) > 1 and _jaxprs.is_literal(op.equation.invars[0])
                 names = code.co_varnames[1 : code.co_argcount] if code.co_name == "__call__" else ()
-                return node and Expression(node, place, findings.edits, second, names)
-    return None
+                return Expression(node, place, findings.edits, second, names) if node else UNKNOWN
+    return UNKNOWN
 
 
 @functools.lru_cache(maxsize=64)
@@ -156,11 +161,11 @@ def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
     return list(code.co_positions())
 
 
-def constructor_of(expression: Expression) -> Expression | None:
+def constructor_of(expression: Expression) -> Expression:
     """Returns the call whose result an expression such as `self.head(x)` calls.
 
     Returns:
-      None unless the class, or the file outside of classes, assigns one call to that name.
+      `UNKNOWN` unless the class, or the file outside of classes, assigns one call to that name.
     """
     function = expression.node.func if isinstance(expression.node, ast.Call) else None
     if isinstance(function, ast.Call):
@@ -179,7 +184,7 @@ def constructor_of(expression: Expression) -> Expression | None:
         if name in map(ast.unparse, n.targets)
     ]
     if len(calls) != 1:
-        return None
+        return UNKNOWN
     return Expression(calls[0], _place(file, calls[0]), expression.edits)
 
 

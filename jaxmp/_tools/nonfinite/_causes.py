@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._core._compat import is_in_custom_vjp
-from jaxmp._programs import _locations
-from jaxmp._programs._jaxprs import is_literal
+from jaxmp._programs import _jaxprs, _locations
 from jaxmp._tools.audit import _checks
 from jaxmp._tools.fixes import _domains, _rewrite, _source
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow, Measured, ScaleArgument
@@ -111,7 +110,7 @@ class NonfiniteEvidence:
         variable = Variable(self.op.region, self.op.at, self.op.equation.invars[operand])
         return {op.name for op in self.walk.chain(variable, through)}
 
-    def expression(self, operation: Operation | None = None) -> _source.Expression | None:
+    def expression(self, operation: Operation | None = None) -> _source.Expression:
         """Returns the user's expression that makes an operation."""
         region, _, number = operation or self.op
         return _source.expression_of(_occurrence(region, number), self.findings)
@@ -167,7 +166,7 @@ def _where_gradient(e: NonfiniteEvidence) -> NonfiniteCause | None:
             if select.name == "select_n" and select.is_backward:
                 inner = e.expression(shown)
                 code = _domains.double_where(e.expression(select), inner)
-                text = shown.name if inner is None else f"`{inner.text}`"
+                text = f"`{inner.text}`" if inner.text else shown.name
                 message = (
                     f"The forward pass discards the result of {text} here, so its gradient is "
                     "zero, and the derivative is infinite: zero times infinity is NaN."
@@ -193,8 +192,8 @@ _MATRICES = {
 
 def _interval(e: NonfiniteEvidence) -> NonfiniteCause | None:
     old = e.expression()
-    name = "" if old is None else _rewrite.known_function(old)[0].rpartition(".")[2]
-    if old is None or name not in _INTERVALS:
+    name = _rewrite.known_function(old)[0].rpartition(".")[2]
+    if name not in _INTERVALS:
         return None
     low, high = _INTERVALS[name]
     ends = f"{low}" if high is None else f"{low} and {high}"
@@ -212,7 +211,7 @@ def _matrix(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 
 def _constant(e: NonfiniteEvidence) -> NonfiniteCause | None:
-    literals = [v.val for v in e.op.equation.invars if is_literal(v)]
+    literals = [v.val for v in e.op.equation.invars if _jaxprs.is_literal(v)]
     dtype = e.result.dtype
     if not any(np.ndim(x) == 0 and np.isinf(np.asarray(x, np.float32)) for x in literals):
         return None
@@ -264,8 +263,7 @@ def _root(e: NonfiniteEvidence) -> NonfiniteCause | None:
 
 def _of_root(e: NonfiniteEvidence, name: str, message: str) -> NonfiniteCause:
     old = e.expression()
-    is_inverse = old is not None and "rsqrt" in old.text.partition("(")[0]
-    bound = _domains.EPS if is_inverse else _domains.TINY
+    bound = _domains.EPS if "rsqrt" in old.text.partition("(")[0] else _domains.TINY
     code = _domains.norm(old) or _domains.at_least(old, bound, "root")
     return e.cause(name, message, "Keep the operand positive", code)
 
@@ -280,8 +278,8 @@ def _quotient(e: NonfiniteEvidence) -> NonfiniteCause | None:
     made = e.made_by(position, MOVES | {"add", "sub"})
     differentiated = e.op.region.locations[e.op.number].differentiated
     old = e.expression()
-    is_call = old is not None and isinstance(old.node, ast.Call)
-    if old is not None and is_call and old.text.partition("(")[0].rpartition(".")[2] in _LOGS:
+    is_call = isinstance(old.node, ast.Call)
+    if is_call and old.text.partition("(")[0].rpartition(".")[2] in _LOGS:
         return _of_log(e, 0.0)
     if is_call and made & _ROOTS and differentiated:
         return _of_root(e, "root_of_zero", "The root reads 0, where its derivative is infinite.")

@@ -10,25 +10,14 @@ from typing import Any
 
 from jaxmp._programs import _jaxprs, _locations
 from jaxmp._tools.audit import _trace
-from jaxmp._tools.fixes import _trial
-from jaxmp._tools.fixes._source import Edit
-from jaxmp._tools.nonfinite._causes import NonfiniteEvidence, cause_of, cause_of_argument
-from jaxmp._tools.nonfinite._measure import (
-    ScaleArgument,
-    bad_arguments,
-    measure,
-    scale_of,
-    unusable,
-    with_scale,
-)
-from jaxmp._tools.nonfinite._record import Program, Recorder, WideRecorder
-from jaxmp._tools.nonfinite._report import NonfiniteReport
+from jaxmp._tools.fixes import _source, _trial
+from jaxmp._tools.nonfinite import _causes, _measure, _record, _report
 from jaxmp._tools.nonfinite._walk import Argument, Operation, Variable, Walk
 
 
 def locate_nonfinite(
     step: Callable[..., Any], *args: Any, try_fixes: bool = True, **kwargs: Any
-) -> NonfiniteReport:
+) -> _report.NonfiniteReport:
     """Runs a training step again, and reports the first value that is not finite, and its cause.
 
     The step is traced as it is: jitted, with Linen or NNX, in a `shard_map` or on sharded arrays,
@@ -70,9 +59,9 @@ def locate_nonfinite(
     """
     _trace.check_function(step, "locate_nonfinite")
     traced = _trace.trace(step, args, kwargs)
-    reason = unusable(traced)
+    reason = _measure.unusable(traced)
     if reason:
-        return NonfiniteReport(reproduced=False, reason=reason)
+        return _report.NonfiniteReport(reproduced=False, reason=reason)
     search = _Search(traced)
     report = search.report()
     fix, edits = _trial.unified(report.fix, report.file, report.line, search.edits)
@@ -99,22 +88,22 @@ class _Search:
     """Search in one traced step."""
 
     def __init__(self, traced: _trace.Traced) -> None:
-        self.traced, self.scale = traced, scale_of(traced)
-        self.program = Program(Recorder(), traced.closed)
+        self.traced, self.scale = traced, _measure.scale_of(traced)
+        self.program = _record.Program(_record.Recorder(), traced.closed)
         # The expressions that the fix replaces.
-        self.edits: tuple[Edit, ...] = ()
+        self.edits: tuple[_source.Edit, ...] = ()
 
-    def report(self) -> NonfiniteReport:
+    def report(self) -> _report.NonfiniteReport:
         arrays, scale = self.traced.arrays, self.scale
         value = None if scale is None else scale.value
-        bad = bad_arguments(self.traced)
+        bad = _measure.bad_arguments(self.traced)
         walk, roots = self._walk(arrays)
         if not roots and scale is not None and scale.of_skipped is not None:
             value = scale.of_skipped
             scale = dataclasses.replace(scale, value=value)
-            arrays = with_scale(arrays, scale.number, value)
+            arrays = _measure.with_scale(arrays, scale.number, value)
             walk, roots = self._walk(arrays)
-        report = NonfiniteReport(
+        report = _report.NonfiniteReport(
             reproduced=bool(roots), loss_scale=value, arguments=tuple(bad.values())
         )
         origin = walk.origin(roots, _unused_results(walk))
@@ -133,19 +122,19 @@ class _Search:
             return dataclasses.replace(report, message=message)
         if isinstance(origin.source, Argument):
             row = bad[origin.source.number]
-            cause = cause_of_argument(row)
+            cause = _causes.cause_of_argument(row)
             report = dataclasses.replace(report, argument=row.name, index=row.index)
         else:
             source, shown = origin.source, origin.operation
-            made, measured = measure(self.traced.closed, arrays, [source, shown])
+            made, measured = _measure.measure(self.traced.closed, arrays, [source, shown])
             overflows = self._overflows_in_fp32(arrays)
             passing = self._passing_scale(arrays, value) if roots and value is not None else None
             names = self.program.recorder.locations.names
             has_optimizer = any(self.traced.in_optimizer())
-            evidence = NonfiniteEvidence(
+            evidence = _causes.NonfiniteEvidence(
                 walk, origin, made, measured, overflows, scale, passing, names, has_optimizer
             )
-            cause = cause_of(evidence)
+            cause = _causes.cause_of(evidence)
             self.edits = cause.edits
             report = dataclasses.replace(
                 report, **_location(cause.operation or shown, shown, names)
@@ -170,7 +159,7 @@ class _Search:
 
     def _overflows_in_fp32(self, arrays: list[Any]) -> bool:
         """Returns True if the first origin of the step in FP32 is an overflow."""
-        walk = Walk(Program(WideRecorder(), self.traced.closed)(arrays))
+        walk = Walk(_record.Program(_record.WideRecorder(), self.traced.closed)(arrays))
         origin = walk.origin(_roots(walk), _unused_results(walk))
         return origin is not None and walk.is_overflow(origin)
 
@@ -178,7 +167,7 @@ class _Search:
         """Returns the largest power of two below a loss scale with which the step is finite."""
         assert self.scale is not None
         number = self.scale.number
-        passes = lambda n: not self._walk(with_scale(arrays, number, 2.0**n))[1]
+        passes = lambda n: not self._walk(_measure.with_scale(arrays, number, 2.0**n))[1]
         low, high = (math.ceil(math.log2(n)) for n in (self.scale.minimum, scale))
         if low >= high or not passes(low):
             return None
@@ -218,7 +207,7 @@ _HIDDEN = (
 )
 
 
-def _reason(scale: ScaleArgument | None) -> str:
+def _reason(scale: _measure.ScaleArgument | None) -> str:
     tried = "" if scale is None else f" with loss scale {scale.value:.9g}"
     if scale is not None and scale.of_skipped is not None:
         tried += f" and with {scale.of_skipped:.9g}, that of the skipped step"

@@ -12,17 +12,13 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._core import _compat, _trees
+from jaxmp._core import _compat, _shardings, _trees
 from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._shardings import flattened
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._programs import _interpreter
-from jaxmp._programs._bind import bind_in_fp32
-from jaxmp._tools.audit._trace import Traced
-from jaxmp._tools.nonfinite._record import Key, Program, Recorder
-from jaxmp._tools.nonfinite._walk import Operation
-from jaxmp.optim import _roles
-from jaxmp.optim._skip import SkipNonfiniteState
+from jaxmp._programs import _bind, _interpreter
+from jaxmp._tools.audit import _trace
+from jaxmp._tools.nonfinite import _record, _walk
+from jaxmp.optim import _roles, _skip
 
 # Smallest scale that a fix suggests: the default `min_scale` of `DynamicLossScale`.
 _SMALLEST_SCALE = 2.0**-14
@@ -50,7 +46,7 @@ class ArgumentRow:
     count: int
 
 
-def bad_arguments(traced: Traced) -> dict[int, ArgumentRow]:
+def bad_arguments(traced: _trace.Traced) -> dict[int, ArgumentRow]:
     """Returns number -> row of each argument with elements that are not finite."""
     rows = {}
     names, roles = traced.texts(), traced.roles()
@@ -71,7 +67,7 @@ def bad_arguments(traced: Traced) -> dict[int, ArgumentRow]:
     return rows
 
 
-def unusable(traced: Traced) -> str:
+def unusable(traced: _trace.Traced) -> str:
     """Returns why the arguments cannot be used again; "" if they can."""
     for name, array in zip(traced.texts(), traced.arrays, strict=True):
         if isinstance(array, jax.ShapeDtypeStruct):
@@ -103,7 +99,7 @@ class ScaleArgument:
     of_skipped: float | None
 
 
-def scale_of(traced: Traced) -> ScaleArgument | None:
+def scale_of(traced: _trace.Traced) -> ScaleArgument | None:
     """Returns the first loss scale of jaxmp or Flax among the arguments; None if there is none."""
     for number in traced.scales()[:1]:
         node, value = traced.leaves[number].owner, traced.arrays[number]
@@ -120,7 +116,7 @@ def scale_of(traced: Traced) -> ScaleArgument | None:
 
 def last_step_was_skipped(tree: PyTree) -> bool:
     """Returns True if the counters in a state are those of a skipped step."""
-    is_state = lambda x: isinstance(x, SkipNonfiniteState)
+    is_state = lambda x: isinstance(x, _skip.SkipNonfiniteState)
     states = [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
     flags = [_compat.plain_array(state.stats.last_finite) for state in states]
     return any(not np.all(jax.device_get(flag)) for flag in flags)
@@ -138,7 +134,7 @@ def with_scale(arrays: list[Any], number: int, value: float) -> list[Any]:
     return changed
 
 
-Target = tuple[Key, int]
+Target = tuple[_record.Key, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +175,7 @@ class Measured:
     in_fp32: tuple[ArrayRow, ...]
 
 
-class _Operands(Recorder):
+class _Operands(_record.Recorder):
     """Recorder of the elements of some operations."""
 
     consequence = ""
@@ -195,7 +191,7 @@ class _Operands(Recorder):
         target = frame.state and (frame.state[0].key, frame.index)
         if target in self.types:
             # Random keys and other extended dtypes have no elements.
-            groups = [operands, results, bind_in_fp32(equation, operands)]
+            groups = [operands, results, _bind.bind_in_fp32(equation, operands)]
             groups = [[x for x in group if _is_number(x)] for group in groups]
             position = _first(groups[1][0])
             shape = np.shape(groups[1][0])
@@ -210,11 +206,11 @@ def _is_number(x: Any) -> bool:
     return (dtype is not None and jnp.issubdtype(dtype, jnp.number)) or dtype == jnp.bool_
 
 
-def measure(closed: Any, arrays: list[Any], operations: list[Operation]) -> list[Measured]:
+def measure(closed: Any, arrays: list[Any], operations: list[_walk.Operation]) -> list[Measured]:
     """Runs a program again and returns the elements of some of its operations."""
     targets = [(op.region.key, op.number) for op in operations]
     recorder = _Operands(targets)
-    side = jax.device_get(Program(recorder, closed, targets).side(arrays))
+    side = jax.device_get(_record.Program(recorder, closed, targets).side(arrays))
     measured = []
     for op, target in zip(operations, targets, strict=True):
         rows = jax.tree.map(lambda x, at=op.at: x[at], side[target])
@@ -241,7 +237,7 @@ def _rows(types: list[Any], group: list[Any]) -> tuple[ArrayRow, ...]:
 def _flat(x: Array) -> Array:
     """Returns the elements of an array as a vector in FP32, without a sharded axis."""
     x = lax.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    return lax.convert_element_type(flattened(x), FLOAT32)
+    return lax.convert_element_type(_shardings.flattened(x), FLOAT32)
 
 
 def _first(x: Array) -> Array:

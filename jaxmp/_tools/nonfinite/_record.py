@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jaxmp._core import _typing
 from jaxmp._core._compat import jaxpr_body
 from jaxmp._core._trees import is_float
-from jaxmp._core._typing import Array
-from jaxmp._programs import _analysis, _bind, _constructs, _locations
-from jaxmp._programs._interpreter import Frame, Interpreter, Place, vary_as_here
+from jaxmp._programs import _analysis, _bind, _constructs, _interpreter, _locations
+from jaxmp._programs._interpreter import Frame, Interpreter, Place
 from jaxmp._programs._jaxprs import FORWARD, Atom, equations, is_literal
 
 ZERO, FINITE, INFINITE, NAN = -1, 0, 1, 2
@@ -132,7 +132,7 @@ class Recorder(Interpreter):
         results = super().run(jaxpr, args, place, (region, codes))
         row = [*(codes[n] for n in range(len(codes))), jnp.int8(1)]
         self.side[region.key] = lax.concatenate(
-            [lax.reshape(code, (1,)) for code in vary_as_here(row)], 0
+            [lax.reshape(code, (1,)) for code in _interpreter.vary_as_here(row)], 0
         )
         return results
 
@@ -175,7 +175,7 @@ class WideRecorder(Recorder):
         return _bind.bind_in_fp32(equation, operands)
 
 
-def code_of(x: Any, chosen: Array | None = None) -> Array:
+def code_of(x: Any, chosen: _typing.Array | None = None) -> _typing.Array:
     """Returns the code of an array, or of those of its elements that are chosen."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
-from pathlib import Path
 from typing import ClassVar
 
-from jaxmp._tools.fixes._trial import NOT_TRIED
+from jaxmp._tools.fixes import _trial
 from jaxmp._tools.nonfinite._measure import ArgumentRow, ArrayRow
-from jaxmp._tools.report._section import Fix, Section, share_text
+from jaxmp._tools.report._section import Fix, Located, Section, fix_parts, share_text
 from jaxmp._tools.report._views import Report
 from jaxmp.errors import JaxmpError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NonfiniteReport(Report):
+class NonfiniteReport(Report, Located):
     """Origin of values of a training step that are not finite. Frozen; contains plain data.
 
     Args:
@@ -84,22 +82,13 @@ class NonfiniteReport(Report):
     in_fp32: tuple[ArrayRow, ...] = ()
     arguments: tuple[ArgumentRow, ...] = ()
 
-    @property
-    def location(self) -> str:
-        """File name and line of the source, joined by a colon; "" if they are not known."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
-
     def _sections(self, full: bool) -> list[Section]:
         others = tuple((row.name, row.role, str(list(row.index))) for row in self.arguments)
         columns = "argument that is not finite", "role", "first index"
         if not self.reproduced:
             return [Section("Not reproduced", self.reason, columns, others)]
-        code = textwrap.dedent("\n".join(x for x in self.fix.splitlines() if x[:1] == " "))
-        text = " ".join(x for x in self.fix.splitlines() if x[:1] != " ")
-        parts = ((False, text), *(((True, code),) if code else ()))
-        fixes = (
-            (Fix("Fix" + f" ({NOT_TRIED})" * (self.trial == NOT_TRIED), parts),) if self.fix else ()
-        )
+        title = "Fix" + f" ({_trial.NOT_TRIED})" * (self.trial == _trial.NOT_TRIED)
+        fixes = (Fix(title, fix_parts(self.fix)),) if self.fix else ()
         cause = self.cause.replace("_", " ") or "cause not known"
         sections = [
             Section(f"Not finite: {self.argument or self._where()}", self.text, mood="bad"),
@@ -112,10 +101,9 @@ class NonfiniteReport(Report):
         return sections
 
     def _where(self) -> str:
+        made = f"{self.primitive} in the {self.phase} pass"
         parts = [
-            f"{self.primitive} in the {self.phase} pass"
-            if self.primitive
-            else "not a recorded operation",
+            made if self.primitive else "not a recorded operation",
             f"module {self.module}" if self.module else "",
             self.location,
             *(f"iteration {n}" for n in self.iteration),
@@ -123,7 +111,7 @@ class NonfiniteReport(Report):
             f"index {list(self.index)}" if self.index else "",
             "" if self.loss_scale is None else f"loss scale {self.loss_scale:.9g}",
         ]
-        return ", ".join(part for part in parts if part)
+        return ", ".join(filter(None, parts))
 
     def _array_rows(self) -> tuple[tuple[str, ...], ...]:
         named = [(str(n), row) for n, row in enumerate(self.operands)]

@@ -11,9 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxmp._programs import _jaxprs
-from jaxmp._programs._constructs import CONSTRUCTS
-from jaxmp._programs._operations import mesh_axes_of
+from jaxmp._programs import _constructs, _jaxprs, _operations
 from jaxmp._tools.nonfinite._record import FINITE, INFINITE, NAN, Recorded, Region
 
 At = tuple[int, ...]
@@ -131,7 +129,7 @@ class Walk:
         index = region.index.positions.get(var)
         if index is None:
             yield from self._outside(region, at, region.body.invars.index(var))
-        elif region.equations[index].primitive.name in CONSTRUCTS:
+        elif region.equations[index].primitive.name in _constructs.CONSTRUCTS:
             yield from self._inside(Operation(region, at, index), var)
         else:
             yield Operation(region, at, index)
@@ -183,7 +181,7 @@ class Walk:
 
     def _devices(self, operation: Operation) -> Iterator[At]:
         yield operation.at
-        if not any(isinstance(axis, str) for axis in mesh_axes_of(operation.equation)):
+        if not any(isinstance(axis, str) for axis in _operations.mesh_axes_of(operation.equation)):
             return
         for position, (region, _) in enumerate(operation.repeats()):
             if region.is_on_devices:

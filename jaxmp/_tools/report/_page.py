@@ -6,8 +6,7 @@ import html
 import re
 from collections.abc import Iterable
 
-from jaxmp._tools.report._section import Fix, Section
-from jaxmp._tools.report._text import numeric_columns, printable
+from jaxmp._tools.report import _section, _text
 
 # The contrast of text and page is at least 4.5 in both schemes (WCAG 2.2, AA).
 _STYLE = """
@@ -62,12 +61,12 @@ def html_document(title: str, body: str, style: str = "") -> str:
     )
 
 
-def html_sections(sections: Iterable[Section]) -> str:
+def html_sections(sections: Iterable[_section.Section]) -> str:
     """Returns sections as HTML, to be put into `html_document`."""
     return "\n".join(map(_html_section, sections))
 
 
-def _html_section(section: Section) -> str:
+def _html_section(section: _section.Section) -> str:
     severity = "h1" if section.mood else "h2"
     mood = f' class="{section.mood}"' if section.mood else ""
     text = f"<p>{_html(section.text)}</p>" if section.text else ""
@@ -76,8 +75,8 @@ def _html_section(section: Section) -> str:
     return f"<{severity}{mood}>{_html(section.title)}</{severity}>{text}{table}{fixes}"
 
 
-def _html_fix(fix: Fix) -> str:
-    lines = lambda text: "\n".join(map(printable, text.splitlines()))
+def _html_fix(fix: _section.Fix) -> str:
+    lines = lambda text: "\n".join(map(_text.printable, text.splitlines()))
     parts = [
         f"<pre><code>{html.escape(lines(text))}</code></pre>" if code else f"<p>{_html(text)}</p>"
         for code, text in fix.parts
@@ -85,10 +84,10 @@ def _html_fix(fix: Fix) -> str:
     return f'<div class="fix"><b>{_html(fix.title)}</b><div>{"".join(parts)}</div></div>'
 
 
-def _html_table(section: Section) -> str:
+def _html_table(section: _section.Section) -> str:
     if not section.rows:
         return ""
-    styles = [' class="number"' if numeric else "" for numeric in numeric_columns(section)]
+    styles = [' class="number"' if numeric else "" for numeric in _text.numeric_columns(section)]
     styles[0] = ' class="index"' if section.columns[0] == "#" else ""
     head = _html_row("th", section.columns, styles)
     rows = "\n".join(_html_row("td", row, styles) for row in section.rows)
@@ -106,4 +105,4 @@ _BREAKS = re.compile(r"(?<!\*\*)/(?=[\w*])|\)(?=\.)|\](?=\[)|(?<=\w{20})_")
 
 
 def _html(text: str) -> str:
-    return _BREAKS.sub(r"\g<0><wbr>", html.escape(printable(text)))
+    return _BREAKS.sub(r"\g<0><wbr>", html.escape(_text.printable(text)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 Row = TypeVar("Row")
@@ -68,15 +71,64 @@ def pair_text(lhs: str, rhs: str) -> str:
     return lhs if lhs == rhs else f"{lhs} x {rhs}"
 
 
-def left_out_text(rows: list[tuple[str, ...]], field: str) -> str:
-    """Returns a sentence about the rows that a table leaves out; `""` if there are none.
+def largest_rows(
+    title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], field: str
+) -> Section:
+    """Returns a table of the first rows, with a sentence about those that it leaves out.
 
     Args:
-      rows: all rows.
+      title: of the table.
+      columns: names of the columns.
+      rows: all rows, the largest first.
       field: the field of the report that has all of them.
     """
     more = len(rows) - MAX_ROWS
-    return f"The {MAX_ROWS} largest; report.{field} has {more} more." if more > 0 else ""
+    text = f"The {MAX_ROWS} largest; report.{field} has {more} more." if more > 0 else ""
+    return Section(title, text, columns, tuple(rows[:MAX_ROWS]))
+
+
+# ---------------------------------------------------------------------------
+# Fixes and locations
+# ---------------------------------------------------------------------------
+
+
+class Located:
+    """Row or report about one source line."""
+
+    file: str
+    line: int
+
+    @property
+    def location(self) -> str:
+        """File name and line of the source, joined by a colon; "" if they are not known."""
+        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+
+
+def fix_parts(fix: str) -> tuple[tuple[bool, str], ...]:
+    """Splits a fix into sentences and code.
+
+    Lines of code are indented by four spaces, unless the whole fix is code.
+    """
+    if _is_code(fix):
+        return ((True, fix),)
+    parts: list[tuple[bool, list[str]]] = []
+    for line in fix.splitlines():
+        code = line.startswith("    ") or (not line.strip() and bool(parts) and parts[-1][0])
+        if not parts or parts[-1][0] != code:
+            parts.append((code, []))
+        parts[-1][1].append(line)
+    return tuple(
+        (code, textwrap.dedent("\n".join(lines)).rstrip() if code else " ".join(lines))
+        for code, lines in parts
+    )
+
+
+def _is_code(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return bool(text.strip())
 
 
 # ---------------------------------------------------------------------------

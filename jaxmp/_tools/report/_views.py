@@ -12,13 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from jaxmp._core import _plain
-from jaxmp._core._messages import missing_dependency
-from jaxmp._core._plain import JSONValue
-from jaxmp._core._typing import RichRenderable
-from jaxmp._tools.report._page import html_document, html_sections
-from jaxmp._tools.report._section import Section
-from jaxmp._tools.report._text import WIDTH, plain_text, text_lines
+from jaxmp._core import _messages, _plain, _typing
+from jaxmp._core._plain import JSONValue  # `from_plain` looks its name up in this module
+from jaxmp._tools.report import _page, _section, _text
 
 R = TypeVar("R", bound="Report")
 
@@ -40,25 +36,25 @@ class Report(abc.ABC):
     _summary: ClassVar[tuple[str, ...]] = ("ok",)
 
     @abc.abstractmethod
-    def _sections(self, full: bool) -> list[Section]:
+    def _sections(self, full: bool) -> list[_section.Section]:
         """Returns the sections of the short or the full report."""
 
     def __str__(self) -> str:
-        return plain_text(self._sections(full=False))
+        return _text.plain_text(self._sections(full=False))
 
-    def __rich__(self) -> RichRenderable:
+    def __rich__(self) -> _typing.RichRenderable:
         return _Renderable(self._sections(full=False))
 
-    def to_text(self, *, full: bool = False, width: int = WIDTH) -> str:
+    def to_text(self, *, full: bool = False, width: int = _text.WIDTH) -> str:
         """Returns the report as plain text, as `print(report)` does.
 
         Args:
           full: False for the short report; True for everything.
           width: characters per line; only code may be longer.
         """
-        return plain_text(self._sections(full), width)
+        return _text.plain_text(self._sections(full), width)
 
-    def to_rich(self, *, full: bool = False) -> RichRenderable:
+    def to_rich(self, *, full: bool = False) -> _typing.RichRenderable:
         """Returns an object that rich prints in color, in the width of its console.
 
         Args:
@@ -77,7 +73,7 @@ class Report(abc.ABC):
         """
         # A page has no command line: it leaves out the section that names its options.
         sections = [each for each in self._sections(full) if each.title != "Details"]
-        return html_document(self._title, html_sections(sections))
+        return _page.html_document(self._title, _page.html_sections(sections))
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -164,12 +160,12 @@ _STYLES |= dict.fromkeys(("title", "open"), "bold cyan")
 class _Renderable:
     """Sections of a report, which rich prints in the width of its console."""
 
-    def __init__(self, sections: list[Section]) -> None:
+    def __init__(self, sections: list[_section.Section]) -> None:
         self._sections = sections
         if importlib.util.find_spec("rich") is None:
-            raise missing_dependency("rich", "colored tables", "cli")
+            raise _messages.missing_dependency("rich", "colored tables", "cli")
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         text = importlib.import_module("rich.text").Text
-        for line in text_lines(self._sections, options.max_width):
+        for line in _text.text_lines(self._sections, options.max_width):
             yield text(line.text, style=_STYLES.get(line.role, ""))

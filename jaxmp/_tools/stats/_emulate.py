@@ -12,15 +12,13 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxmp._core._dtypes import FLOAT32
-from jaxmp._core._shardings import sampled
-from jaxmp._core._typing import Array
-from jaxmp._policies._op_table import OpTable
+from jaxmp._core import _dtypes, _shardings, _typing
+from jaxmp._policies import _op_table
 from jaxmp._programs import _analysis, _bind, _interpreter, _jaxprs, _observe, _operations
 from jaxmp._tools.stats._measure import clipped, fp8_scale
 
 EMULATED = FLOAT16, FLOAT8 = "float16", "float8"
-_TABLE = OpTable()
+_TABLE = _op_table.OpTable()
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +110,7 @@ class Emulation(_interpreter.Interpreter):
             # A sum over the batch, as of a bias, accumulates in the format.
             narrow = lax.convert_element_type(self._scaled(arrays[0], True), self._dtype)
             (result,) = self.bound(equation, [lax.optimization_barrier(narrow)])
-            wide = lax.convert_element_type(result, FLOAT32)
+            wide = lax.convert_element_type(result, _dtypes.FLOAT32)
             return [_Value(lax.div(wide, self._scale(True)), True)]
         flags = [x.is_cotangent for x in operands]
         if is_matmul:
@@ -137,7 +135,7 @@ class Emulation(_interpreter.Interpreter):
     def _scale(self, is_backward: bool) -> Any:
         return self.scale if is_backward and self.name == FLOAT16 else np.float32(1)
 
-    def _scaled(self, x: Array, is_backward: bool) -> Array:
+    def _scaled(self, x: _typing.Array, is_backward: bool) -> _typing.Array:
         """Returns an array times its scale, in the range of the format."""
         return clipped(lax.mul(x, self._scale(is_backward)), self._dtype)
 
@@ -155,10 +153,10 @@ def _as_values(results: Sequence[Any], is_cotangent: bool) -> list[_Value]:
 
 
 def _is_fp32(x: Any) -> bool:
-    return getattr(x, "dtype", None) == FLOAT32
+    return getattr(x, "dtype", None) == _dtypes.FLOAT32
 
 
-def _fp8(x: Array, is_cotangent: bool) -> Array:
+def _fp8(x: _typing.Array, is_cotangent: bool) -> _typing.Array:
     name = "float8_e5m2" if is_cotangent else "float8_e4m3fn"
     scale = fp8_scale(lax.reduce_max(lax.abs(x), range(x.ndim)), name)
     return lax.div(_bind.rounded_to(clipped(lax.mul(x, scale), name), name), scale)
@@ -172,25 +170,25 @@ def _fp8(x: Array, is_cotangent: bool) -> Array:
 class Sampler(_observe.Observer):
     """Observer that returns a regular subset of the elements of each tensor."""
 
-    def measure(self, x: Array, *_: Any) -> Array:
-        return sampled(x)
+    def measure(self, x: _typing.Array, *_: Any) -> _typing.Array:
+        return _shardings.sampled(x)
 
 
 # Kind -> module -> samples of its tensors.
-Samples = dict[str, dict[str, list[Array]]]
+Samples = dict[str, dict[str, list[_typing.Array]]]
 
 
 @jax.jit
-def errors_of(exact: Samples, rounded: Samples) -> dict[str, dict[str, Array]]:
+def errors_of(exact: Samples, rounded: Samples) -> dict[str, dict[str, _typing.Array]]:
     """Returns the norm of the difference of a module's tensors, over the norm of the tensors."""
 
-    def error(first: list[Array], second: list[Array]) -> Array:
-        unit = jnp.finfo(FLOAT32).tiny
+    def error(first: list[_typing.Array], second: list[_typing.Array]) -> _typing.Array:
+        unit = jnp.finfo(_dtypes.FLOAT32).tiny
         for x in first:
             unit = jnp.maximum(unit, jnp.max(jnp.abs(x), initial=0))
         norm = lambda xs: jnp.sqrt(sum(jnp.sum(jnp.square(x / unit)) for x in xs))
         differences = [x - y for x, y in zip(first, second, strict=True)]
-        return norm(differences) / jnp.maximum(norm(first), jnp.finfo(FLOAT32).tiny)
+        return norm(differences) / jnp.maximum(norm(first), jnp.finfo(_dtypes.FLOAT32).tiny)
 
     return {
         kind: {module: error(tensors, rounded[kind][module]) for module, tensors in group.items()}

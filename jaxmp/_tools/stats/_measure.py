@@ -12,9 +12,8 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
+from jaxmp._core import _shardings, _typing
 from jaxmp._core._dtypes import FLOAT32, is_fp8
-from jaxmp._core._shardings import flattened
-from jaxmp._core._typing import Array, DTypeLike
 from jaxmp._programs import _bind, _interpreter
 
 FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -39,9 +38,9 @@ class Rounding(NamedTuple):
         an error.
     """
 
-    underflow: Array
-    overflow: Array
-    snr: Array
+    underflow: _typing.Array
+    overflow: _typing.Array
+    snr: _typing.Array
 
 
 @jax.tree_util.register_dataclass
@@ -59,11 +58,11 @@ class TensorStats:
       formats: format -> losses of a rounding to it. FP8 formats have the scale of `amax`.
     """
 
-    amax: Array
-    rms: Array
-    zero: Array
-    nonfinite: Array
-    exponents: Array
+    amax: _typing.Array
+    rms: _typing.Array
+    zero: _typing.Array
+    nonfinite: _typing.Array
+    exponents: _typing.Array
     formats: dict[str, Rounding]
 
 
@@ -82,7 +81,7 @@ def _range_of(name: str) -> tuple[int, int, float]:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def measure_tensor(
-    x: Array, factor: Array | None = None, dtype: DTypeLike | None = None
+    x: _typing.Array, factor: _typing.Array | None = None, dtype: _typing.DTypeLike | None = None
 ) -> TensorStats:
     """Measures a tensor.
 
@@ -122,13 +121,13 @@ def measure_tensor(
     return TensorStats(amax, rms, share(zero), share(nonfinite), counts, formats)
 
 
-def _bits(x: Array) -> Array:
+def _bits(x: _typing.Array) -> _typing.Array:
     """Returns the bits of magnitudes: processors that flush subnormals compare them as zero."""
     return lax.bitwise_and(lax.bitcast_convert_type(x, jnp.uint32), np.uint32(_MAGNITUDE))
 
 
-def _exponents(bits: Array) -> Array:
-    bits = lax.reshape(flattened(bits), (bits.size, 1))
+def _exponents(bits: _typing.Array) -> _typing.Array:
+    bits = lax.reshape(_shardings.flattened(bits), (bits.size, 1))
     fraction = lax.bitwise_and(bits, np.uint32(_FRACTION))
     as_int = lambda x: lax.convert_element_type(x, jnp.int32)
     is_other, is_last = lax.gt(fraction, np.uint32(0)), lax.ge(fraction, np.uint32(_ROUNDS_UP))
@@ -140,19 +139,19 @@ def _exponents(bits: Array) -> Array:
     return lax.reshape(lax.scatter_add(none, index, each, numbers), (256, 3))
 
 
-def _count(flags: Array) -> Array:
+def _count(flags: _typing.Array) -> _typing.Array:
     return lax.reduce_sum(lax.convert_element_type(flags, jnp.uint32), range(flags.ndim))
 
 
-def _at_least_1(count: Array) -> Array:
+def _at_least_1(count: _typing.Array) -> _typing.Array:
     return lax.convert_element_type(lax.max(count, np.uint32(1)), FLOAT32)
 
 
-def _power(x: Array) -> Array:
+def _power(x: _typing.Array) -> _typing.Array:
     return lax.reduce_sum(lax.mul(x, x), range(x.ndim))
 
 
-def fp8_scale(amax: Array, name: str) -> Array:
+def fp8_scale(amax: _typing.Array, name: str) -> _typing.Array:
     """Returns the largest power of two that maps `amax` into a format, as `CurrentScaling` does."""
     largest, tiny = np.float32(_range_of(name)[2]), np.float32(np.finfo(np.float32).tiny)
     ratio = lax.div(largest, lax.max(amax, tiny))
@@ -160,13 +159,13 @@ def fp8_scale(amax: Array, name: str) -> Array:
     return lax.bitcast_convert_type(lax.bitwise_and(bits, np.uint32(_EXPONENT)), FLOAT32)
 
 
-def clipped(x: Array, dtype: Any) -> Array:
+def clipped(x: _typing.Array, dtype: Any) -> _typing.Array:
     """Returns numbers beyond the range of a format as its largest one."""
     largest = np.float32(jnp.finfo(dtype).max)
     return lax.clamp(-largest, x, largest)
 
 
-def _rounding(x: Array, name: str, zeros: Array, inverse: Any) -> Rounding:
+def _rounding(x: _typing.Array, name: str, zeros: _typing.Array, inverse: Any) -> Rounding:
     """Returns the losses of a rounding; squares times `inverse**2` do not underflow."""
     bits, (zero, last, _) = _bits(x), _range_of(name)
     underflow = lax.sub(_count(lax.le(bits, np.uint32(zero))), zeros)

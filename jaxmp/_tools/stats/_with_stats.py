@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._core._typing import Array
+from jaxmp._core import _typing
 from jaxmp._programs import _observe
 from jaxmp._tools.audit import _trace
-from jaxmp._tools.stats._emulate import EMULATED, Emulation, Sampler, Samples, errors_of
-from jaxmp._tools.stats._measure import TensorStats, measure_tensor
-from jaxmp._tools.stats._report import StatsReport, make_stats_report
+from jaxmp._tools.stats import _emulate, _measure, _report
 from jaxmp.errors import AuditError
 from jaxmp.optim import _roles
 
@@ -43,14 +41,14 @@ class TrainingStats:
       1.0
     """
 
-    tensors: dict[str, dict[str, TensorStats]]
-    loss_scale: Array
-    errors: dict[str, dict[str, dict[str, Array]]] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, dict[str, _measure.TensorStats]]
+    loss_scale: _typing.Array
+    errors: dict[str, dict[str, dict[str, _typing.Array]]] = dataclasses.field(default_factory=dict)
     modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
-    def report(self) -> StatsReport:
+    def report(self) -> _report.StatsReport:
         """Returns the losses in each candidate format, and the loss scale to start with."""
-        return make_stats_report(self.tensors, self.loss_scale, self.errors, self.modules)
+        return _report.make_stats_report(self.tensors, self.loss_scale, self.errors, self.modules)
 
     def __str__(self) -> str:
         return str(self.report())
@@ -104,11 +102,11 @@ def with_stats(
       (['dense:lhs', 'dense:output_grad', 'dense:rhs'], True)
     """
     _trace.check_function(step, "with_stats")
-    unknown = [name for name in what_if if name not in EMULATED]
+    unknown = [name for name in what_if if name not in _emulate.EMULATED]
     if unknown or isinstance(what_if, str):
         raise AuditError(
             f"with_stats received what_if={what_if!r}. Pass a sequence of formats, of "
-            f"{', '.join(map(repr, EMULATED))}: what_if=[{EMULATED[0]!r}]."
+            f"{', '.join(map(repr, _emulate.EMULATED))}: what_if=[{_emulate.EMULATED[0]!r}]."
         )
     programs: dict[Any, tuple[_Program, Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -130,7 +128,7 @@ def with_stats(
         if what_if:
             scale = (stats.report().loss_scale or stats.loss_scale) / stats.loss_scale
             runs = {name: samples(arrays, name, scale) for name in ("", *what_if)}
-            errors = {name: errors_of(runs[""], runs[name]) for name in what_if}
+            errors = {name: _emulate.errors_of(runs[""], runs[name]) for name in what_if}
             stats = dataclasses.replace(stats, errors=errors, modules=program.modules)
         return stats
 
@@ -140,7 +138,7 @@ def with_stats(
 class _Measured(_observe.Observer):
     """Observer that computes the statistics of each tensor."""
 
-    measure = staticmethod(measure_tensor)
+    measure = staticmethod(_measure.measure_tensor)
 
 
 class _Program:
@@ -154,10 +152,10 @@ class _Program:
     def __call__(self, arrays: list[Any]) -> TrainingStats:
         observer = _Measured()
         results = observer.run(self.traced.closed, arrays)
-        rows: dict[str, dict[str, TensorStats]] = {}
+        rows: dict[str, dict[str, _measure.TensorStats]] = {}
         counts: collections.Counter[tuple[str, str]] = collections.Counter()
 
-        def add(kind: str, name: str, stats: TensorStats) -> None:
+        def add(kind: str, name: str, stats: _measure.TensorStats) -> None:
             counts[kind, name] += 1
             suffix = f"#{counts[kind, name]}" if counts[kind, name] > 1 else ""
             rows.setdefault(kind, {})[name + suffix] = stats
@@ -165,7 +163,7 @@ class _Program:
         scales = self._of_role(_roles.FP8)
         for kind, numbers in (("parameters", self._parameters()), (_observe.SCALES, scales)):
             for number in numbers:
-                add(kind, self.names[number], measure_tensor(arrays[number]))
+                add(kind, self.names[number], _measure.measure_tensor(arrays[number]))
         for key, module, stats in self._by_module(observer):
             if key.kind == _observe.GRADIENTS:
                 add(_observe.GRADIENTS, self._parameter(key, module), stats)
@@ -174,16 +172,16 @@ class _Program:
         for number, new in self._updated(results):
             old = lax.convert_element_type(arrays[number], jnp.float32)
             update = lax.sub(lax.convert_element_type(new, jnp.float32), old)
-            add("updates", self.names[number], measure_tensor(update))
+            add("updates", self.names[number], _measure.measure_tensor(update))
         scale = next((arrays[number] for number in self.traced.scales()), 1.0)
         return TrainingStats(rows, jnp.asarray(scale, jnp.float32))
 
-    def samples(self, arrays: list[Any], name: str, scale: Array) -> Samples:
+    def samples(self, arrays: list[Any], name: str, scale: _typing.Array) -> _emulate.Samples:
         """Returns samples of the gradients and outputs of each module in a format."""
-        emulation = Emulation(name, scale)
-        sampler = Sampler()
+        emulation = _emulate.Emulation(name, scale)
+        sampler = _emulate.Sampler()
         sampler.run(*emulation.traced(self.traced.closed, arrays))
-        samples: Samples = {}
+        samples: _emulate.Samples = {}
         for key, module, sample in self._by_module(sampler):
             if key.kind in (_observe.ACTIVATIONS, _observe.GRADIENTS):
                 samples.setdefault(key.kind, {}).setdefault(module, []).append(sample)

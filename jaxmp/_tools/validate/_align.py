@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core._typing import Array
+from jaxmp._core import _typing
 from jaxmp._programs import _bind, _locations
 from jaxmp._tools.validate._walk import INPUT, ResultRecord, in_stored_dtype
 
@@ -56,11 +56,11 @@ class Pair(NamedTuple):
     serve: tuple[int, ...]
     axis: int
 
-    def join(self, values: Sequence[Array]) -> Array:
+    def join(self, values: Sequence[_typing.Array]) -> _typing.Array:
         """Returns the value of serving in the shape of that of training."""
         return values[0] if len(values) == 1 else jnp.concatenate(values, self.axis)
 
-    def split(self, value: Array) -> Sequence[Array]:
+    def split(self, value: _typing.Array) -> Sequence[_typing.Array]:
         """Returns the parts of a value of training for each record of serving."""
         return [value] if len(self.serve) == 1 else jnp.split(value, len(self.serve), self.axis)
 
@@ -162,7 +162,7 @@ def coarser(first: np.dtype, second: np.dtype) -> np.dtype:
     return max(first, second, key=lambda dtype: float(jnp.finfo(dtype).eps))
 
 
-def is_different(train: ResultRecord, serve: ResultRecord, value: Array) -> bool:
+def is_different(train: ResultRecord, serve: ResultRecord, value: _typing.Array) -> bool:
     """Returns True if rounding does not explain the difference of two results.
 
     Args:

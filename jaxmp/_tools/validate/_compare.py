@@ -35,14 +35,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
+from jaxmp._tools.validate import _rows
 from jaxmp._tools.validate._budget import Budget, choose_training, final_loss, limit_of, smooth
 from jaxmp._tools.validate._rows import (
-    DIFFERS,
-    FAIL,
-    INCONCLUSIVE,
-    MAX,
-    PASS,
-    TWO_SIDED,
     Comparison,
     GradientRow,
     MetricChoice,
@@ -50,8 +45,6 @@ from jaxmp._tools.validate._rows import (
     SeedPair,
     TrainingRecord,
     TrainingRow,
-    figure_text,
-    label,
 )
 
 # Probability with which the true mean is above the upper bound, and below the lower bound.
@@ -162,14 +155,14 @@ def judge_interval(interval: Interval, budget: float, direction: str = "min") ->
     """
     if not math.isfinite(interval.mean):
         # A loss of -inf or an improvement without bound does not occur; NaN is a failure, too.
-        return FAIL
-    is_two_sided = direction == TWO_SIDED
+        return _rows.FAIL
+    is_two_sided = direction == _rows.TWO_SIDED
     if interval.low > budget:
-        return FAIL
+        return _rows.FAIL
     if interval.high < -budget:
-        return FAIL if is_two_sided else DIFFERS
+        return _rows.FAIL if is_two_sided else _rows.DIFFERS
     is_inside = interval.high <= budget and (interval.low >= -budget or not is_two_sided)
-    return PASS if is_inside and not has_outlier(interval, budget) else INCONCLUSIVE
+    return _rows.PASS if is_inside and not has_outlier(interval, budget) else _rows.INCONCLUSIVE
 
 
 # ---------------------------------------------------------------------------
@@ -271,7 +264,7 @@ def _pairs(
 
 def metric_difference(reference: float, candidate: float, metric: MetricChoice) -> float:
     """Returns log(candidate / reference) or the difference; positive if the candidate is worse."""
-    sign = -1.0 if metric.direction == MAX else 1.0
+    sign = -1.0 if metric.direction == _rows.MAX else 1.0
     if not (math.isfinite(reference) and math.isfinite(candidate)):
         return math.nan
     if metric.scale == "absolute":
@@ -289,11 +282,13 @@ def _tested(
     interval = _without_rounding(interval, pairs, scale)
     verdict = judge_interval(interval, limit, metric.direction)
     bounds = (interval.low, interval.high) if len(pairs) > 1 else ()
-    bound = max(interval.high, -interval.low) if metric.direction == TWO_SIDED else interval.high
-    text = f"{label(name)} {_shown(interval.mean, metric)}"
+    bound = (
+        max(interval.high, -interval.low) if metric.direction == _rows.TWO_SIDED else interval.high
+    )
+    text = f"{_rows.label(name)} {_shown(interval.mean, metric)}"
     if bounds and math.isfinite(interval.mean):
         text += f" ({' to '.join(_shown(x, metric) for x in bounds)})"
-    if verdict == INCONCLUSIVE and has_outlier(interval, limit):
+    if verdict == _rows.INCONCLUSIVE and has_outlier(interval, limit):
         far = _shown(interval.outlier, metric).lstrip("+")
         text += f" with an outlier, one seed at {far} from the others"
     return Comparison(
@@ -327,11 +322,11 @@ def relative_difference(value: float, metric: MetricChoice) -> float:
     """
     if metric.scale == "absolute":
         return value
-    return -math.expm1(-value) if metric.direction == MAX else math.expm1(min(value, 700.0))
+    return -math.expm1(-value) if metric.direction == _rows.MAX else math.expm1(min(value, 700.0))
 
 
 def _shown(value: float, metric: MetricChoice) -> str:
-    return figure_text(relative_difference(value, metric), metric.scale)
+    return _rows.figure_text(relative_difference(value, metric), metric.scale)
 
 
 def _power(pairs: Sequence[SeedPair], metric: MetricChoice, limit: float, candidates: int) -> Power:
@@ -364,18 +359,18 @@ def compare_figures(
         checks.append(_measured("gradient_error", error, budget.gradient))
         errors = [row.loss_error * min(1.0, abs(row.loss) / (unit or 1e-30)) for row in gradients]
         error = float(np.median(errors))
-        checks.append(_measured("loss_error", error, budget.loss_error, DIFFERS))
+        checks.append(_measured("loss_error", error, budget.loss_error, _rows.DIFFERS))
     share = training.skipped_after_warmup / max(steps, 1)
     checks.append(_measured("skipped_steps", share, budget.skipped))
     return checks
 
 
-def _measured(name: str, value: float, budget: float, otherwise: str = FAIL) -> Comparison:
+def _measured(name: str, value: float, budget: float, otherwise: str = _rows.FAIL) -> Comparison:
     """Returns the comparison of a figure without an interval."""
-    text = f"{label(name)} {figure_text(value, 'relative', sign=False)}"
+    text = f"{_rows.label(name)} {_rows.figure_text(value, 'relative', sign=False)}"
     return Comparison(
         name=name,
-        verdict=PASS if value <= budget else otherwise,
+        verdict=_rows.PASS if value <= budget else otherwise,
         value=value,
         budget=budget,
         margin=budget - value,
@@ -385,7 +380,7 @@ def _measured(name: str, value: float, budget: float, otherwise: str = FAIL) -> 
 
 def overall(checks: Sequence[Comparison]) -> Comparison:
     """Returns the comparison that decides: the first that fails, or else differs, and so on."""
-    for verdict in (FAIL, DIFFERS, INCONCLUSIVE):
+    for verdict in (_rows.FAIL, _rows.DIFFERS, _rows.INCONCLUSIVE):
         for check in checks:
             if check.verdict == verdict:
                 return check

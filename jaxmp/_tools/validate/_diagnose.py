@@ -13,19 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxmp._tools.audit._report import AuditReport
+from jaxmp._tools.audit import _report
 from jaxmp._tools.audit._rows import Finding
 from jaxmp._tools.report._section import module_text
-from jaxmp._tools.validate import _trials
-from jaxmp._tools.validate._phases import PhaseSteps
-from jaxmp._tools.validate._rows import (
-    CandidateResult,
-    Cause,
-    ErrorOrigin,
-    ModuleRow,
-    TrainingRecord,
-    percent,
-)
+from jaxmp._tools.validate import _phases, _rows, _trials
 
 # Smallest shares of elements that count as a symptom.
 _UNDERFLOW, _STALLED = 0.02, 0.05
@@ -51,10 +42,10 @@ class Trained(NamedTuple):
       repeat: repeats a compared step without roundings.
     """
 
-    records: list[TrainingRecord]
-    result: CandidateResult
-    phases: list[PhaseSteps]
-    audits: list[AuditReport]
+    records: list[_rows.TrainingRecord]
+    result: _rows.CandidateResult
+    phases: list[_phases.PhaseSteps]
+    audits: list[_report.AuditReport]
     lacks_masters: bool
     repeat: Callable[[int], _trials.Trial]
 
@@ -70,7 +61,7 @@ class Evidence(NamedTuple):
       note: the reason why a step was not repeated.
     """
 
-    result: CandidateResult
+    result: _rows.CandidateResult
     trained: Trained
     gradient_budget: float
     trial: _trials.Trial | None = None
@@ -88,12 +79,12 @@ class Evidence(NamedTuple):
         return sorted(errors, key=lambda each: -each.count)
 
 
-Diagnosis = tuple[float, Cause] | None
+Diagnosis = tuple[float, _rows.Cause] | None
 
 
 def diagnose(
-    result: CandidateResult, trained: Trained, gradient_budget: float
-) -> tuple[Cause, ...]:
+    result: _rows.CandidateResult, trained: Trained, gradient_budget: float
+) -> tuple[_rows.Cause, ...]:
     """Returns the causes that the measurements support, the most important first.
 
     If there is none, and gradients were compared, the only item is the location of the error.
@@ -134,12 +125,14 @@ def _underflow(evidence: Evidence) -> Diagnosis:
         return None
     is_missing = bool(evidence.findings("missing_loss_scale"))
     cause = "without loss scaling" if is_missing else f"with a loss scale of {evidence.scale:g}"
-    return before + 2, Cause(
+    return before + 2, _rows.Cause(
         id="fp16_underflow",
-        summary=(f"training {cause}: {percent(share)} of the gradient elements underflow to zero"),
+        summary=(
+            f"training {cause}: {_rows.percent(share)} of the gradient elements underflow to zero"
+        ),
         evidence=(
-            f"The gradient has an error of {percent(before)}, and of "
-            f"{percent(trial.wide_range.error)} if float16 had the range of FP32."
+            f"The gradient has an error of {_rows.percent(before)}, and of "
+            f"{_rows.percent(trial.wide_range.error)} if float16 had the range of FP32."
         ),
         fix="recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale())",
     )
@@ -151,14 +144,14 @@ def _masters(evidence: Evidence) -> Diagnosis:
     share = max((row.stalled - row.reference_stalled for row in rows), default=0.0)
     if not evidence.trained.lacks_masters or share < _STALLED:
         return None
-    return share, Cause(
+    return share, _rows.Cause(
         id="missing_masters",
         summary=(
-            f"16-bit parameters without FP32 masters: {percent(share)} of the updates are below "
-            "half a ulp"
+            f"16-bit parameters without FP32 masters: {_rows.percent(share)} of the updates are "
+            "below half a ulp"
         ),
         evidence=(
-            f"A step leaves {percent(share)} more of the parameters with a nonzero gradient "
+            f"A step leaves {_rows.percent(share)} more of the parameters with a nonzero gradient "
             "unchanged than in the reference."
         ),
         fix='recipe = recipe.replace(master="fp32")',
@@ -170,7 +163,7 @@ def _overflow(evidence: Evidence) -> Diagnosis:
     if not broken:
         return None
     first = min(broken, key=lambda row: (row.step, row.order))
-    return 1.4, Cause(
+    return 1.4, _rows.Cause(
         id="overflow",
         summary=f"the output of {module_text(first.module)} is not finite",
         evidence=f"At step {first.step}, on the parameters of the reference, whose output is.",
@@ -190,9 +183,9 @@ def _skipped(evidence: Evidence) -> Diagnosis:
     if share == 1:
         scale = f"with a loss scale of {low:g}"
         fix = "recipe = recipe.replace(loss_scale=jaxmp.DynamicLossScale())"
-    return share, Cause(
+    return share, _rows.Cause(
         id="skipped_steps",
-        summary=f"{percent(share)} of the steps were skipped {scale}",
+        summary=f"{_rows.percent(share)} of the steps were skipped {scale}",
         evidence=(
             f"{training.skipped} steps were skipped in all seeds, {training.skipped_after_warmup} "
             "of them after the first tenth of the training. In a short run, such steps delay the "
@@ -256,7 +249,7 @@ def _is_scale(evidence: Evidence) -> bool:
 def _effect(trial: _trials.Trial, quantity: str, error: float, dtype: str) -> str:
     """Returns the effect of one line on the gradient, the loss or the update."""
     if math.isfinite(error):
-        return f"changes the {quantity} by {percent(error)}"
+        return f"changes the {quantity} by {_rows.percent(error)}"
     is_range = math.isfinite(trial.wide_range.error + trial.wide_range.update_error)
     reason = f": values are outside of the range of {dtype}" if is_range else ""
     return f"makes the {quantity} infinite or NaN{reason}"
@@ -264,7 +257,7 @@ def _effect(trial: _trials.Trial, quantity: str, error: float, dtype: str) -> st
 
 def _line_cause(
     findings: list[Finding], trial: _trials.Trial, line: _trials.LineTrial, effect: str
-) -> Cause:
+) -> _rows.Cause:
     """Returns the cause of a line, with the first finding of the audit there."""
     origin = line.origin
     # A finding without a line of its own has that of the step's definition.
@@ -280,7 +273,7 @@ def _line_cause(
     if origin.source:
         finding, verb = None, "are" if origin.source == "integers" else "is"
         text = f"{origin.source} {verb} rounded to {origin.dtype}"
-    return Cause(
+    return _rows.Cause(
         id="rounding" if finding is None else finding.check,
         summary=f"{text} in {where}, which alone {effect}",
         evidence=(
@@ -317,7 +310,7 @@ def _patterns(evidence: Evidence) -> list[Diagnosis]:
     return [
         (
             pattern.error,
-            Cause(
+            _rows.Cause(
                 id=pattern.id,
                 summary=pattern.text + _as_scale(pattern.factor, evidence.scale),
                 evidence=f"It was measured at step {pattern.step}, on the reference's parameters.",
@@ -352,7 +345,7 @@ _FIXES = {
 # ---------------------------------------------------------------------------
 
 
-def _located(evidence: Evidence) -> Cause:
+def _located(evidence: Evidence) -> _rows.Cause:
     """Returns where the error arises: in the update, in a module, or after the compared steps."""
     rows, origin = evidence.result.gradients, evidence.result.origin
     error = max((row.error for row in rows), default=0.0)
@@ -367,11 +360,11 @@ def _located(evidence: Evidence) -> Cause:
         size = size if math.isfinite(row.update_ratio) else "not finite"
         findings = evidence.findings("optimizer_state_16bit")
         fix = "tx = recipe.optimizer(tx)  # FP32 moments, masters and gradient norms"
-        return Cause(
+        return _rows.Cause(
             id="update",
             summary=(
-                f"gradients agree (error {percent(error)}), and the update of step {row.step} is "
-                f"{size if row.update_ratio else 'zero'}"
+                f"gradients agree (error {_rows.percent(error)}), and the update of step "
+                f"{row.step} is {size if row.update_ratio else 'zero'}"
             ),
             evidence=(
                 "On the same parameters and batch, the loss and its gradient agree, so the error "
@@ -383,21 +376,21 @@ def _located(evidence: Evidence) -> Cause:
     module = origin.growth or origin.forward
     if module and error > evidence.gradient_budget:
         grows = f" and grows most in {origin.growth}" if origin.growth else ""
-        return Cause(
+        return _rows.Cause(
             id="module",
             summary=f"the error first appears in the output of {origin.forward}{grows}",
             evidence=f"{origin.text} {evidence.note}".strip(),
             fix=f'jaxmp.Rule({module!r}, "c=f32", why="its error is too large in 16 bits")',
         )
-    return Cause(
+    return _rows.Cause(
         id="unknown",
-        summary=f"gradients agree at the compared steps (error {percent(error)})",
+        summary=f"gradients agree at the compared steps (error {_rows.percent(error)})",
         evidence="The error accumulates over many steps, or begins after these steps.",
         fix="report = jaxmp.validate(make_run, steps=500, compare_steps=[0, 100, 200, 300, 499])",
     )
 
 
-def _without_roundings(trial: _trials.Trial) -> Cause | None:
+def _without_roundings(trial: _trials.Trial) -> _rows.Cause | None:
     """Returns the first difference that remains with all operations in FP32."""
     exact, modules = trial.exact, trial.modules
     outputs = [
@@ -413,10 +406,11 @@ def _without_roundings(trial: _trials.Trial) -> Cause | None:
         where, error = f"the gradient of {module_text(worst.module)}", worst.gradient_error or 0.0
     else:
         return None
-    return Cause(
+    return _rows.Cause(
         id="module",
         summary=(
-            f"with all operations in FP32, {where} is the first to differ, by {percent(error)}"
+            f"with all operations in FP32, {where} is the first to differ, by "
+            f"{_rows.percent(error)}"
         ),
         evidence=(
             f"At step {exact.step}, on the same parameters and batch, what precedes it agrees, so "
@@ -431,11 +425,11 @@ def _without_roundings(trial: _trials.Trial) -> Cause | None:
 # ---------------------------------------------------------------------------
 
 
-def find_origin(modules: Sequence[ModuleRow]) -> ErrorOrigin:
+def find_origin(modules: Sequence[_rows.ModuleRow]) -> _rows.ErrorOrigin:
     """Finds the modules in which the error first appears, grows most, and is largest."""
     steps = {row.step for row in modules}
     if not steps:
-        return ErrorOrigin()
+        return _rows.ErrorOrigin()
     rows = [row for row in modules if row.step == min(steps)]
     forward = sorted((row for row in rows if row.order >= 0), key=lambda row: row.order)
     forward = [row for row in forward if row.activation_error is not None]
@@ -452,19 +446,19 @@ def find_origin(modules: Sequence[ModuleRow]) -> ErrorOrigin:
     if first is not None:
         texts.append(
             f"The error first appears in the output of {name(first)} "
-            f"({percent(first.activation_error or 0.0)})"
+            f"({_rows.percent(first.activation_error or 0.0)})"
         )
     if growth is not None:
         texts.append(
             f"it grows by a factor of {factor:.3g} in {name(growth)} "
-            f"(to {percent(growth.activation_error or 0.0)})"
+            f"(to {_rows.percent(growth.activation_error or 0.0)})"
         )
     if backward is not None:
         texts.append(
             f"the gradient with the largest error is that of {name(backward)} "
-            f"({percent(backward.gradient_error or 0.0)})"
+            f"({_rows.percent(backward.gradient_error or 0.0)})"
         )
-    return ErrorOrigin(
+    return _rows.ErrorOrigin(
         forward=name(first),
         growth=name(growth),
         backward=name(backward),

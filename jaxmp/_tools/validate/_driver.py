@@ -11,15 +11,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxmp._core import _dtypes, _trees
-from jaxmp._core._typing import PyTree
-from jaxmp._policies._recipe import Recipe
-from jaxmp._tools.audit._audit import audit
+from jaxmp._core import _dtypes, _trees, _typing
+from jaxmp._policies import _recipe
+from jaxmp._tools.audit import _audit
 from jaxmp._tools.report._progress import OnRun, OnStep
 from jaxmp._tools.report._section import abbreviate, counted, grouped
 from jaxmp._tools.report._views import Interrupted
-from jaxmp._tools.validate import _rows
-from jaxmp._tools.validate._budget import Budget, choose_metrics, choose_training
+from jaxmp._tools.validate import _budget, _phases, _probe, _report, _rows, _run, _trials
 from jaxmp._tools.validate._compare import (
     compare_figures,
     compare_metrics,
@@ -27,19 +25,8 @@ from jaxmp._tools.validate._compare import (
     overall,
 )
 from jaxmp._tools.validate._diagnose import Trained, diagnose, find_origin
-from jaxmp._tools.validate._phases import (
-    at_step,
-    differences_of,
-    make_runs,
-    phases_of,
-    records_of,
-)
-from jaxmp._tools.validate._probe import Leaves, Probe, leaves_of, make_probe, with_step
 from jaxmp._tools.validate._pure import PureRun, as_arrays, check_same_params, checksum
-from jaxmp._tools.validate._report import ValidationReport
-from jaxmp._tools.validate._run import MakeRun
 from jaxmp._tools.validate._train import Hashes, Program, compile_step, train
-from jaxmp._tools.validate._trials import Trial, repeat_step
 from jaxmp.errors import ValidationError
 
 _TEST = (
@@ -69,22 +56,22 @@ class Settings(NamedTuple):
       earlier: the report whose runs are not repeated.
     """
 
-    reference: Recipe
-    candidates: Mapping[str, Recipe]
-    budgets: Mapping[str, Budget]
+    reference: _recipe.Recipe
+    candidates: Mapping[str, _recipe.Recipe]
+    budgets: Mapping[str, _budget.Budget]
     directions: Mapping[str, str]
-    plan: ValidationReport
-    earlier: ValidationReport = ValidationReport()
+    plan: _report.ValidationReport
+    earlier: _report.ValidationReport = _report.ValidationReport()
 
     @property
-    def recipes(self) -> dict[str, Recipe]:
+    def recipes(self) -> dict[str, _recipe.Recipe]:
         """The recipes by name, the reference first."""
         return {self.plan.reference: self.reference, **self.candidates}
 
 
 def run_validation(
-    make_run: MakeRun, settings: Settings, on_run: OnRun, on_step: OnStep
-) -> ValidationReport:
+    make_run: _run.MakeRun, settings: Settings, on_run: OnRun, on_step: OnStep
+) -> _report.ValidationReport:
     """Trains all recipes and returns the report.
 
     Raises:
@@ -105,7 +92,7 @@ def run_validation(
 
 def _make_partial(
     settings: Settings, results: Mapping[str, Trained], runs: Sequence[_rows.TrainingRecord]
-) -> ValidationReport:
+) -> _report.ValidationReport:
     """Returns the report on the candidates whose runs are all finished, with all other runs."""
     report = _make_report(settings, results) if len(results) > 1 else settings.plan
     counts = [(name, sum(run.name == name for run in runs)) for name in settings.recipes]
@@ -121,7 +108,7 @@ def _make_partial(
     )
 
 
-def _make_report(settings: Settings, results: Mapping[str, Trained]) -> ValidationReport:
+def _make_report(settings: Settings, results: Mapping[str, Trained]) -> _report.ValidationReport:
     """Compares the candidates of `results` with the reference."""
     reference = results[settings.plan.reference]
     names = [name for name in settings.candidates if name in results]
@@ -129,8 +116,8 @@ def _make_report(settings: Settings, results: Mapping[str, Trained]) -> Validati
         _check_data(reference.records, results[name].records)
     trained = [record for name in names for record in results[name].records]
     budgets, count = list(settings.budgets.values()), len(settings.candidates)
-    metrics = choose_metrics(reference.records, trained, settings.directions, budgets)
-    training = choose_training(reference.records, trained, budgets)
+    metrics = _budget.choose_metrics(reference.records, trained, settings.directions, budgets)
+    training = _budget.choose_training(reference.records, trained, budgets)
     candidates = [_compare(settings, results, metrics, training, name) for name in names]
     others = [each.reason for each in (*metrics[1:], training) if each.scale == "absolute"]
     reason = metrics[0].reason
@@ -253,7 +240,7 @@ def _compare_phase(
     number: int,
     reference: Trained,
     candidate: Trained,
-    shared: tuple[Sequence[_rows.MetricChoice], Budget, _rows.MetricChoice, int],
+    shared: tuple[Sequence[_rows.MetricChoice], _budget.Budget, _rows.MetricChoice, int],
 ) -> _Part:
     """Compares one phase of a candidate with the same steps of the reference.
 
@@ -263,8 +250,14 @@ def _compare_phase(
       shared: further arguments of `compare_metrics`.
     """
     (_, budget, scale, _), phase = shared, candidate.phases[number]
-    records = records_of(phase, reference.records), records_of(phase, candidate.records)
-    training, result = compare_training(*records, scale), differences_of(phase, candidate.result)
+    records = (
+        _phases.records_of(phase, reference.records),
+        _phases.records_of(phase, candidate.records),
+    )
+    training, result = (
+        compare_training(*records, scale),
+        _phases.differences_of(phase, candidate.result),
+    )
     result = dataclasses.replace(result, origin=find_origin(result.modules), training=training)
     steps = (phase.stop - phase.start) * len(candidate.records)
     unit = scale.unit if scale.scale == "absolute" else 0.0
@@ -326,43 +319,43 @@ class _Trainer:
     """
 
     def __init__(
-        self, make_run: MakeRun, settings: Settings, on_run: OnRun, on_step: OnStep
+        self, make_run: _run.MakeRun, settings: Settings, on_run: OnRun, on_step: OnStep
     ) -> None:
         self.runs: list[_rows.TrainingRecord] = []
         self._make_run, self._settings = make_run, settings
         self._on_run, self._on_step = on_run, on_step
         # Of the reference: seed -> initial parameters.
-        self._initial: dict[int, Leaves] = {}
+        self._initial: dict[int, _probe.Leaves] = {}
         # Of the reference: compared step -> parameters before it, and measurements.
-        self._steps: dict[int, tuple[Leaves, Probe]] = {}
+        self._steps: dict[int, tuple[_probe.Leaves, _probe.Probe]] = {}
 
-    def train(self, name: str, recipe: Recipe) -> Trained:
+    def train(self, name: str, recipe: _recipe.Recipe) -> Trained:
         """Trains all seeds of a recipe, one after another."""
         plan, finished = self._settings.plan, _finished(name, self._settings)
         is_reference, result = name == plan.reference, _rows.CandidateResult(name=name)
-        phases = phases_of(name, recipe, plan.steps)
-        make = functools.partial(make_runs, self._make_run, phases, plan.steps)
+        phases = _phases.phases_of(name, recipe, plan.steps)
+        make = functools.partial(_phases.make_runs, self._make_run, phases, plan.steps)
         runs = make(plan.seeds[0])
         first = runs[0]
         params = jax.eval_shape(first.params, first.arrays)
         audits = []
         for phase in phases:
             function, objects = runs[phase.start].audited
-            audits.append(audit(function, *objects, first.first, recipe=phase.recipe))
+            audits.append(_audit.audit(function, *objects, first.first, recipe=phase.recipe))
         advance = functools.cache(lambda start: compile_step(runs[start]))
         hashes = {start: Hashes.of(run) for start, run in runs.items()}
-        probes = {start: make_probe(run) for start, run in runs.items()}
+        probes = {start: _probe.make_probe(run) for start, run in runs.items()}
 
-        def compare(step: int, arrays: PyTree, batch: PyTree) -> None:
+        def compare(step: int, arrays: _typing.PyTree, batch: _typing.PyTree) -> None:
             nonlocal result
-            run, probe = at_step(runs, step), at_step(probes, step)
+            run, probe = _phases.at_step(runs, step), _phases.at_step(probes, step)
             if is_reference:
-                params = leaves_of(run.params(arrays))
+                params = _probe.leaves_of(run.params(arrays))
                 self._steps[step] = params, probe(arrays, batch)
                 return
             leaves, reference = self._steps[step]
             candidate = probe(_with_leaves(run, arrays, leaves), batch)
-            result = with_step(result, step, reference, candidate)
+            result = _probe.with_step(result, step, reference, candidate)
 
         def program_of(start: int, run: PureRun, each: Hashes) -> Program:
             own = advance(start) if each.step == hashes[start].step else compile_step(run)
@@ -375,7 +368,7 @@ class _Trainer:
             current = own[0]
             params = current.params(current.arrays)
             if is_reference:
-                self._initial[seed] = leaves_of(params)
+                self._initial[seed] = _probe.leaves_of(params)
             else:
                 check_same_params(self._initial[seed], params, name, seed)
             self._on_run(f"{name}, seed {seed}")
@@ -401,12 +394,12 @@ class _Trainer:
         if records[0] is finished.get(plan.seeds[0]):
             result = self._settings.earlier[name]
 
-        def repeat(step: int) -> Trial:
-            current = at_step(make(plan.seeds[0]), step)
+        def repeat(step: int) -> _trials.Trial:
+            current = _phases.at_step(make(plan.seeds[0]), step)
             leaves, reference = self._steps[step]
             batch = as_arrays(next(itertools.islice(current.batches, step, None)))
             arrays = _with_leaves(current, current.arrays, leaves)
-            return repeat_step(current, arrays, batch, step, reference)
+            return _trials.repeat_step(current, arrays, batch, step, reference)
 
         lacks_masters = any(_dtypes.is_16bit(leaf.dtype) for leaf in jax.tree.leaves(params))
         return Trained(records, result, phases, audits, lacks_masters, repeat)
@@ -425,7 +418,7 @@ def _finished(name: str, settings: Settings) -> dict[int, _rows.TrainingRecord]:
     return {n: run for n, run in runs.items() if n != settings.plan.seeds[0] or is_compared}
 
 
-def _with_leaves(run: PureRun, arrays: PyTree, leaves: Leaves) -> PyTree:
+def _with_leaves(run: PureRun, arrays: _typing.PyTree, leaves: _probe.Leaves) -> _typing.PyTree:
     """Returns a state with parameters by path."""
     params = run.params(arrays)
     new = _trees.map_with_path(lambda path, _: leaves[_trees.parameter_path(path)], params)
@@ -438,8 +431,8 @@ def planned_report(
     steps: int,
     eval_every: int | None,
     compare_steps: Sequence[int] | None,
-    recipes: Mapping[str, Recipe],
-) -> ValidationReport:
+    recipes: Mapping[str, _recipe.Recipe],
+) -> _report.ValidationReport:
     """Returns the report of a validation before its first run.
 
     Args:
@@ -464,7 +457,7 @@ def planned_report(
             f"compare_steps={compare_steps!r} is not a list. Pass numbers of updates, such as "
             f"compare_steps=[0, {steps - 1}]."
         )
-    phases = [phase for each in recipes.items() for phase in phases_of(*each, steps)]
+    phases = [phase for each in recipes.items() for phase in _phases.phases_of(*each, steps)]
     starts = {phase.start for phase in phases}
     compared = {0, steps // 10, steps - 1} | starts if compare_steps is None else {*compare_steps}
     for step in compared:
@@ -472,7 +465,7 @@ def planned_report(
             raise ValidationError(
                 f"compare_steps={sorted(compared)}: {step} is not between 0 and {steps - 1}."
             )
-    return ValidationReport(
+    return _report.ValidationReport(
         reference=reference,
         seeds=seeds,
         steps=steps,

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jaxmp._core._messages import did_you_mean
-from jaxmp._core._typing import PyTree
+from jaxmp._core import _messages, _typing
 from jaxmp._policies import _recipe
 from jaxmp._programs import _jaxprs
-from jaxmp._tools.validate import _metrics, _parity_search
-from jaxmp._tools.validate._parity_report import ParityReport
+from jaxmp._tools.validate import _metrics, _parity_report, _parity_search
 from jaxmp.errors import ValidationError, ValidationFailedError
 
 # A function of the batch, an exported program, or a recipe with which `program` makes a function.
@@ -26,14 +24,14 @@ _CALL = "jaxmp.parity(train_log_probs, serve_log_probs, [(params, tokens)])"
 def parity(
     train: ProgramLike,
     serve: ProgramLike,
-    batches: Sequence[PyTree],
+    batches: Sequence[_typing.PyTree],
     *,
     outputs: str = "log_probs",
     program: Callable[[_recipe.Recipe], Callable[..., Any]] | None = None,
     batch_size: int | None = None,
     shift: int = 0,
     search: bool = True,
-) -> ParityReport:
+) -> _parity_report.ParityReport:
     """Compares the outputs of a program that trains with those of one that serves, and explains.
 
     Both are compiled and run on the same batches. If the outputs differ, both are run again on the
@@ -97,7 +95,7 @@ def parity(
         traced = [_jaxprs.trace(each, batch, {}) for each in (functions[0], served)]
         first, second = (_parity_search.TracedProgram(each.closed, each.arrays) for each in traced)
         cause, before = _parity_search.find_cause(first, second, shift)
-    return ParityReport(
+    return _parity_report.ParityReport(
         outputs=outputs,
         batches=len(batches),
         rows=tuple(rows),
@@ -110,12 +108,12 @@ def parity(
 def assert_parity(
     train: ProgramLike,
     serve: ProgramLike,
-    batches: Sequence[PyTree],
+    batches: Sequence[_typing.PyTree],
     *,
     band: tuple[float, float] = (0.999, 1.002),
     share: float = 1.0,
     **options: Any,
-) -> ParityReport:
+) -> _parity_report.ParityReport:
     """Checks in a test that serving computes the outputs of training.
 
     Args:
@@ -166,7 +164,7 @@ def _check(batches: Any, outputs: str, batch_size: int | None, shift: int) -> No
     if outputs not in _metrics.KINDS:
         raise ValidationError(
             f"outputs={outputs!r} is none of {', '.join(map(repr, _metrics.KINDS))}."
-            f"{did_you_mean(str(outputs), _metrics.KINDS)}"
+            f"{_messages.did_you_mean(str(outputs), _metrics.KINDS)}"
         )
     for number, batch in enumerate(batches if batch_size is not None or shift else ()):
         last = batch[-1] if isinstance(batch, tuple) else batch
@@ -202,7 +200,7 @@ def _function(
 def _served(fn: Callable[..., Any], batch_size: int | None, shift: int) -> Callable[..., Any]:
     """Returns the serving function for another batch size, or other positions of the examples."""
 
-    def served(*batch: PyTree) -> Any:
+    def served(*batch: _typing.PyTree) -> Any:
         *rest, last = batch
         last = jax.tree.map(lambda x: jnp.roll(x, shift, 0), last)
         size = jax.tree.leaves(last)[0].shape[0]
@@ -214,7 +212,7 @@ def _served(fn: Callable[..., Any], batch_size: int | None, shift: int) -> Calla
     return fn if batch_size is None and not shift else served
 
 
-def _array(result: PyTree) -> Any:
+def _array(result: _typing.PyTree) -> Any:
     return jax.tree.leaves(result)[0]
 
 

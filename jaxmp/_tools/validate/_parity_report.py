@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import textwrap
 from typing import ClassVar
 
 from jaxmp._core._plain import JSONValue
 from jaxmp._tools.report import _section, _views
-from jaxmp._tools.validate import _metrics
-from jaxmp._tools.validate._metrics import ParityRow
-from jaxmp._tools.validate._parity_search import ParityCause
+from jaxmp._tools.validate import _metrics, _parity_search
 from jaxmp.errors import ValidationError
 
 _COLUMNS = ("positions", "0.999 to 1.002", "1 %", "5 %", "difference", "KL", "largest ratio")
@@ -51,8 +48,8 @@ class ParityReport(_views.Report):
 
     outputs: str
     batches: int
-    rows: tuple[ParityRow, ...]
-    cause: ParityCause | None
+    rows: tuple[_metrics.ParityRow, ...]
+    cause: _parity_search.ParityCause | None
     searched: bool
     by_operations: float
 
@@ -84,29 +81,24 @@ class ParityReport(_views.Report):
             return f"{text}; the difference is in the compiled code: the operations agree"
         return f"{text}; rounding and the order of sums explain the differences"
 
-    def _cause(self, cause: ParityCause) -> _section.Section:
+    def _cause(self, cause: _parity_search.ParityCause) -> _section.Section:
         shown, more = ", ".join(cause.others[:_OTHERS]), len(cause.others) - _OTHERS
         others = f" Others differ, too: {shown}{f' and {more} more' if more > 0 else ''}."
-        sentence, _, lines = cause.fix.partition("\n")
-        parts = [
-            (False, sentence),
-            (True, textwrap.dedent(lines)),
-            (
-                False,
-                f"Run with this change, the mean absolute difference is {cause.after:.3g} instead "
-                f"of {cause.before:.3g}.",
-            ),
-        ]
+        result = (
+            f"Run with this change, the mean absolute difference is {cause.after:.3g} instead of "
+            f"{cause.before:.3g}."
+        )
+        parts = (*_section.fix_parts(cause.fix), (False, result))
         return _section.Section(
             "Cause",
             f"{_location(cause)} is the first operation whose results differ by more than rounding "
             f"explains, for equal operands. Training: {cause.train}. Serving: {cause.serve}. "
             f"{cause.text and f'Its line: {cause.text}'}{others if cause.others else ''}",
-            fixes=(_section.Fix("Change", tuple(part for part in parts if part[1])),),
+            fixes=(_section.Fix("Change", parts),),
         )
 
 
-def _location(cause: ParityCause) -> str:
+def _location(cause: _parity_search.ParityCause) -> str:
     where = f"{cause.operation} in {_section.module_text(cause.module)}"
     name = os.path.basename(cause.file)
     return f"{where} ({name}:{cause.line})" if name else where

@@ -31,13 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jaxmp._core import _dtypes
-from jaxmp._core._typing import Array
+from jaxmp._core import _dtypes, _typing
 from jaxmp._programs import _analysis, _bind
 from jaxmp._tools.report import _section
-from jaxmp._tools.validate import _align
-from jaxmp._tools.validate._align import Pair
-from jaxmp._tools.validate._walk import INPUT, Change, ResultRecord, in_stored_dtype, walk
+from jaxmp._tools.validate import _align, _walk
 
 PROGRAM_NAMES = ("training", "serving")
 # Part of the mismatch that a change has to remove.
@@ -50,7 +47,7 @@ _EFFECT = 0.05
 _MOST, _LINES = 16, 8
 _FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
-Changes = Mapping[int, Change]
+Changes = Mapping[int, _walk.Change]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +103,8 @@ class _Candidate(NamedTuple):
       reported: the operation that the report names: its program (0 or 1), and index.
     """
 
-    pair: Pair
-    value: Array
+    pair: _align.Pair
+    value: _typing.Array
     only: tuple[list[int], list[int]]
     reported: tuple[int, int]
 
@@ -146,14 +143,14 @@ class _Search:
         self, programs: tuple[TracedProgram, TracedProgram], shift: int, names: tuple[str, ...]
     ) -> None:
         self.changed, self.shift, self.names = programs[1], shift, names
-        (first, self.outputs), (second, others) = (walk(*each) for each in programs)
+        (first, self.outputs), (second, others) = (_walk.walk(*each) for each in programs)
         self.records = first, second
         self.modules = _align.modules(first), _align.modules(second)
         self.before = self._mismatch(others)
         # True if the first program rounds more.
         self.is_coarser = False
 
-    def _mismatch(self, outputs: Sequence[Array]) -> float:
+    def _mismatch(self, outputs: Sequence[_typing.Array]) -> float:
         """Returns the mean absolute difference from the outputs of the first program."""
         x, y = (_flat(each) for each in (self.outputs, outputs))
         used = ~((np.isnan(x) & np.isnan(y)) | (x == y))
@@ -161,7 +158,7 @@ class _Search:
             return float(np.sum(np.abs(x - y)[used]) / max(x.size, 1))
 
     def _with(self, changes: Changes) -> float:
-        return self._mismatch(walk(*self.changed, changes)[1])
+        return self._mismatch(_walk.walk(*self.changed, changes)[1])
 
     def cause(self) -> tuple[ParityCause | None, float]:
         """Returns the cause, and the mismatch."""
@@ -192,18 +189,18 @@ class _Search:
         pairs = sorted(_align.pairs_of(train, serve), key=lambda pair: pair.serve)
         self._partner = {n: pair.train for pair in pairs for n in pair.serve}
         self._paired = {pair.train for pair in pairs}, self._partner.keys()
-        self._readers: dict[int, list[ResultRecord]] = {}
+        self._readers: dict[int, list[_walk.ResultRecord]] = {}
         for record in train:
             for maker in record.makers:
                 self._readers.setdefault(maker, []).append(record)
         self.is_coarser = any(self._coarser(n) == 0 for n in self._partner)
-        forced: dict[int, Change] = {}
+        forced: dict[int, _walk.Change] = {}
         for pair in pairs:
             whole = self._moved(train[pair.train].value, self.shift)
             for n, part in zip(pair.serve, pair.split(whole), strict=True):
-                part = in_stored_dtype(part, serve[n].dtype)
-                forced[n] = Change(value=lambda _, part=part: part)
-        self._local, _ = walk(*self.changed, forced)
+                part = _walk.in_stored_dtype(part, serve[n].dtype)
+                forced[n] = _walk.Change(value=lambda _, part=part: part)
+        self._local, _ = _walk.walk(*self.changed, forced)
         groups: dict[str, list[_Candidate]] = {}
         for pair in pairs:
             value = self._moved(pair.join([self._local[n].value for n in pair.serve]), -self.shift)
@@ -212,7 +209,7 @@ class _Search:
                 groups.setdefault(self._group_of(*candidate.reported), []).append(candidate)
         return groups
 
-    def _moved(self, value: Array, shift: int) -> Array:
+    def _moved(self, value: _typing.Array, shift: int) -> _typing.Array:
         """Returns a value with its examples at other positions of the batch."""
         return jnp.roll(value, shift, 0) if shift and value.ndim else value
 
@@ -226,7 +223,7 @@ class _Search:
         dtypes = self.records[0][self._partner[index]].dtype, self.records[1][index].dtype
         return None if dtypes[0] == dtypes[1] else dtypes.index(_align.coarser(*dtypes))
 
-    def _candidate(self, pair: Pair, value: Array) -> _Candidate:
+    def _candidate(self, pair: _align.Pair, value: _typing.Array) -> _Candidate:
         """Returns a candidate with the operation that explains its difference best.
 
         This is the pair itself if its dtypes differ; otherwise an operation that only one program
@@ -259,7 +256,7 @@ class _Search:
         return _Candidate(pair, value, only, (side, reported))
 
     def _only(
-        self, indices: Sequence[list[int]], sign: Callable[[ResultRecord], Any]
+        self, indices: Sequence[list[int]], sign: Callable[[_walk.ResultRecord], Any]
     ) -> tuple[list[int], list[int]]:
         """Returns the operations of each program whose sign the other program has less often.
 
@@ -283,14 +280,14 @@ class _Search:
         after = self._with(changes) if changes else self.before
         if after <= (1 - _SHARE) * self.before:
             return changes, after
-        corrected: dict[int, Change] = {}
+        corrected: dict[int, _walk.Change] = {}
         for pair, y, *_ in candidates:
             x = self.records[0][pair.train].value
             error = self._moved(jnp.where(jnp.isfinite(x) & jnp.isfinite(y), y - x, 0), self.shift)
             for n, part in zip(pair.serve, pair.split(error), strict=True):
                 dtype = self.records[1][n].dtype
-                corrected[n] = Change(
-                    value=lambda z, part=part, dtype=dtype: in_stored_dtype(z - part, dtype)
+                corrected[n] = _walk.Change(
+                    value=lambda z, part=part, dtype=dtype: _walk.in_stored_dtype(z - part, dtype)
                 )
         return corrected, self._with(corrected)
 
@@ -303,7 +300,7 @@ class _Search:
         known = {_sign(train[n]) for n in self._unpaired_in(groups, 0)}
         extra = (n for n in self._unpaired_in(groups, 1) if _sign(serve[n]) not in known)
         changes = {
-            n: Change(dtype=_dtypes.FLOAT32)
+            n: _walk.Change(dtype=_dtypes.FLOAT32)
             for n in sorted({*new, *extra})
             if _bind.is_narrow_dtype(serve[n].dtype)
         }
@@ -313,7 +310,7 @@ class _Search:
             # If the first program rounds its result next, the dtype of the second one is right.
             next_dtypes = {r.dtype if _is_cast(r) else None for r in self._readers.get(partner, ())}
             if serve[n].dtype != train[partner].dtype and next_dtypes != {serve[n].dtype}:
-                changes[n] = Change(dtype=train[partner].dtype)
+                changes[n] = _walk.Change(dtype=train[partner].dtype)
         return changes
 
     def _unpaired_in(self, groups: Collection[str], side: int) -> list[int]:
@@ -395,7 +392,7 @@ class _Search:
         module = _section.numberless(self.modules[side][index])
         return f"{module} ({record.location})" if module else record.location
 
-    def _of(self, side: int, indices: Iterable[int]) -> list[ResultRecord]:
+    def _of(self, side: int, indices: Iterable[int]) -> list[_walk.ResultRecord]:
         return [self.records[side][n] for n in indices]
 
     def _arguments(self, candidate: _Candidate) -> str:
@@ -407,48 +404,48 @@ class _Search:
                 continue
             for name in _FORMATS if jnp.issubdtype(x.dtype, jnp.floating) else ():
                 for side, (a, b) in enumerate(((y, x), (x, y))):
-                    if jnp.array_equal(in_stored_dtype(a, jnp.dtype(name)), b):
+                    if jnp.array_equal(_walk.in_stored_dtype(a, jnp.dtype(name)), b):
                         return f"operand {n} is rounded to {name} in {self.names[side]}"
             return f"operand {n} has other values"
         return ""
 
     def _is_input(self, index: int) -> bool:
         """Returns True for an argument or a constant, also if it is reshaped."""
-        if index == INPUT:
+        if index == _walk.INPUT:
             return True
         is_move = index not in self._partner and self._local[index].primitive in _align.MOVES
         return is_move and all(map(self._is_input, self._local[index].makers))
 
 
-def _computes(record: ResultRecord) -> bool:
+def _computes(record: _walk.ResultRecord) -> bool:
     """Returns True for an operation that computes or rounds floats."""
     is_float = jnp.issubdtype(record.dtype, jnp.floating)
     return is_float and (record.primitive not in _align.MOVES or _is_cast(record))
 
 
-def _changes_shape(record: ResultRecord) -> bool:
+def _changes_shape(record: _walk.ResultRecord) -> bool:
     """Returns True if operands and result do not all have the same shape."""
     return len({*map(np.shape, (*record.operands, record.value))}) > 1
 
 
-def _is_cast(record: ResultRecord) -> bool:
+def _is_cast(record: _walk.ResultRecord) -> bool:
     """Returns True for a conversion to 16 bits or FP8."""
     return record.primitive == "convert_element_type" and _bind.is_narrow_dtype(record.dtype)
 
 
-def _rank(record: ResultRecord) -> int:
+def _rank(record: _walk.ResultRecord) -> int:
     """Returns the preference to report an operation: first one that computes, then a cast."""
     return 1 if _is_cast(record) else 2 * (record.primitive not in _bind.MOVES)
 
 
-def _sign(record: ResultRecord) -> tuple[str, str]:
+def _sign(record: _walk.ResultRecord) -> tuple[str, str]:
     return record.primitive, str(record.dtype)
 
 
-def _text(record: ResultRecord) -> str:
+def _text(record: _walk.ResultRecord) -> str:
     return f"{record.primitive} in {record.dtype}"
 
 
-def _flat(outputs: Sequence[Array]) -> np.ndarray:
+def _flat(outputs: Sequence[_typing.Array]) -> np.ndarray:
     floats = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.floating)]
     return np.concatenate([np.zeros(0), *(np.asarray(x, np.float64).ravel() for x in floats)])

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from jaxmp._policies._recipe import Recipe
+from jaxmp._policies import _recipe
 from jaxmp._tools.validate._pure import PureRun, as_pure
 from jaxmp._tools.validate._rows import CandidateResult, TrainingRecord
 from jaxmp._tools.validate._run import MakeRun, first_difference
@@ -19,12 +19,12 @@ class PhaseSteps(NamedTuple):
     """Steps in which a run trains with a recipe without phases, from `start` to before `stop`."""
 
     name: str
-    recipe: Recipe
+    recipe: _recipe.Recipe
     start: int
     stop: int
 
 
-def phases_of(name: str, recipe: Recipe, steps: int) -> list[PhaseSteps]:
+def phases_of(name: str, recipe: _recipe.Recipe, steps: int) -> list[PhaseSteps]:
     """Returns the phases of a run; one phase for a recipe without phases.
 
     Args:

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxmp._core import _compat, _trees
 from jaxmp._core._typing import Array, PyTree
-from jaxmp._flax._nnx_optimizer import trained_model
+from jaxmp._flax import _nnx_optimizer
 from jaxmp._tools.validate._run import TrainingRun, check_run, check_state
 from jaxmp.errors import JaxmpError, ValidationError
 from jaxmp.optim import _find, _skip
@@ -342,7 +342,7 @@ def _pure_nnx(run: TrainingRun, first: PyTree, batches: Iterator[PyTree]) -> Pur
 def _number_of_model(nodes: tuple[Any, ...]) -> int:
     """Returns the index of the model of an optimizer; otherwise of the first module."""
     modules = [i for i, node in enumerate(nodes) if isinstance(node, nnx.Module)]
-    trained = [trained_model(node) for node in nodes]
+    trained = [_nnx_optimizer.trained_model(node) for node in nodes]
     return next((i for i in modules if any(nodes[i] is m for m in trained)), modules[0])
 
 

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmp._core import _trees
-from jaxmp._core._typing import ArrayLike, PyTree
-from jaxmp._policies._recipe import Recipe
+from jaxmp._core import _trees, _typing
+from jaxmp._policies import _recipe
 from jaxmp.errors import ValidationError
 
-Metrics: TypeAlias = ArrayLike | Mapping[str, PyTree]
+Metrics: TypeAlias = _typing.ArrayLike | Mapping[str, _typing.PyTree]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,14 +62,14 @@ class TrainingRun:
       dtype('float32')
     """
 
-    state: PyTree
-    step: Callable[..., PyTree]
-    batches: Iterable[PyTree]
+    state: _typing.PyTree
+    step: Callable[..., _typing.PyTree]
+    batches: Iterable[_typing.PyTree]
     evaluate: Callable[..., Metrics]
 
 
 # (recipe, seed) -> run.
-MakeRun: TypeAlias = Callable[[Recipe, int], TrainingRun]
+MakeRun: TypeAlias = Callable[[_recipe.Recipe, int], TrainingRun]
 
 
 RETURNED = "return jaxmp.TrainingRun(state=state, step=step, batches=batches, evaluate=evaluate)"
@@ -169,56 +168,52 @@ def check_run(run: object, name: str) -> TrainingRun:
     return run
 
 
-def check_batch(first: PyTree, batch: PyTree, name: str, number: int) -> None:
+def check_batch(first: _typing.PyTree, batch: _typing.PyTree, name: str, number: int) -> None:
     """Checks that a batch has the shapes and dtypes of the first one, as compiled steps require.
 
     Raises:
       ValidationError: naming the first array that differs.
     """
-    path = first_difference(first, batch)
-    if path is not None:
+    if path := first_difference(first, batch):
         raise ValidationError(
             f"Batch {number} of {name} differs from batch 0 in {path}. All batches need the same "
             "structure, shapes and dtypes: leave out the last batch if it is smaller."
         )
 
 
-def check_state(old: PyTree, new: PyTree) -> None:
+def check_state(old: _typing.PyTree, new: _typing.PyTree) -> None:
     """Checks that a step returns a state with the structure, shapes and dtypes of its argument.
 
     Raises:
       ValidationError: naming the first array that differs.
     """
-    path = first_difference(old, new)
-    if path is None:
-        return
-    raise ValidationError(
-        f"The step returned another state than it received; they differ in {path}. Return a state "
-        "of the same type, with the same shapes and dtypes, such as "
-        "state.apply_gradients(grads=grads)."
-    )
+    if path := first_difference(old, new):
+        raise ValidationError(
+            f"The step returned another state than it received; they differ in {path}. Return a "
+            "state of the same type, with the same shapes and dtypes, such as "
+            "state.apply_gradients(grads=grads)."
+        )
 
 
-def check_grads(params: PyTree, grads: PyTree) -> None:
+def check_grads(params: _typing.PyTree, grads: _typing.PyTree) -> None:
     """Checks that gradients have the structure and the shapes of the parameters.
 
     Raises:
       ValidationError: naming the first gradient that differs.
     """
     wide = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), tree)
-    path = first_difference(_as_dict(wide(params)), _as_dict(wide(grads)))
-    if path is not None:
+    if path := first_difference(_as_dict(wide(params)), _as_dict(wide(grads))):
         raise ValidationError(
             f"The gradients that the step returns differ from the parameters in {path}. Return "
             'those of all parameters: return state, {"loss": loss, "grads": grads}'
         )
 
 
-def _as_dict(tree: PyTree) -> dict[str, Any]:
+def _as_dict(tree: _typing.PyTree) -> dict[str, Any]:
     return {"/".join(path): leaf for path, leaf in _trees.leaves_with_path(tree)}
 
 
-def first_difference(expected: PyTree, actual: PyTree) -> str | None:
+def first_difference(expected: _typing.PyTree, actual: _typing.PyTree) -> str | None:
     """Returns the first difference of structure, shape or dtype; None if there is none.
 
     Example:

@@ -12,17 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._core import _trees
-from jaxmp._core._typing import Array, PyTree
-from jaxmp._tools.report._progress import OnStep
-from jaxmp._tools.validate import _pure
-from jaxmp._tools.validate._phases import at_step
-from jaxmp._tools.validate._report import ValidationReport
-from jaxmp._tools.validate._rows import TrainingRecord
-from jaxmp._tools.validate._run import check_batch
+from jaxmp._core import _trees, _typing
+from jaxmp._tools.report import _progress
+from jaxmp._tools.validate import _phases, _pure, _report, _rows, _run
 
 # Called before step `n` with (n, arrays, batch), if `n` is a step to compare.
-OnCompare = Callable[[int, PyTree, PyTree], None]
+OnCompare = Callable[[int, _typing.PyTree, _typing.PyTree], None]
 
 # Addresses of functions in the text of a jaxpr.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -34,27 +29,27 @@ _UNTRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConver
 class StepRow(NamedTuple):
     """Measurements of one step."""
 
-    loss: Array
-    norm: Array
-    scale: Array
-    skipped: Array
+    loss: _typing.Array
+    norm: _typing.Array
+    scale: _typing.Array
+    skipped: _typing.Array
 
 
 # (arrays, batch) -> (arrays, measurements).
-Advance = Callable[[PyTree, PyTree], tuple[PyTree, StepRow]]
+Advance = Callable[[_typing.PyTree, _typing.PyTree], tuple[_typing.PyTree, StepRow]]
 
 
 class Program(NamedTuple):
     """A compiled step, and the evaluation of its arrays."""
 
     advance: Advance
-    evaluate: Callable[[PyTree], dict[str, Array]]
+    evaluate: Callable[[_typing.PyTree], dict[str, _typing.Array]]
 
 
 def compile_step(run: _pure.PureRun) -> Advance:
     """Compiles the step of a run, so that it donates its arrays and returns a `StepRow`."""
 
-    def advance(arrays: PyTree, batch: PyTree) -> tuple[PyTree, StepRow]:
+    def advance(arrays: _typing.PyTree, batch: _typing.PyTree) -> tuple[_typing.PyTree, StepRow]:
         before = run.opt_state(arrays)
         new, result = run.step(arrays, batch)
         skipped = _pure.skipped_of(run.opt_state(new)) - _pure.skipped_of(before)
@@ -64,7 +59,7 @@ def compile_step(run: _pure.PureRun) -> Advance:
     return jax.jit(advance, donate_argnums=0).lower(run.arrays, run.first).compile()
 
 
-def global_norm(tree: PyTree) -> Array:
+def global_norm(tree: _typing.PyTree) -> _typing.Array:
     """Returns the norm of all floating-point leaves of a tree, summed in FP32."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if _trees.is_float(leaf)]
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in leaves]
@@ -92,7 +87,7 @@ class Hashes(NamedTuple):
         return cls(_hash(run.step, run.arrays, run.first), evaluation)
 
 
-def _hash(function: Callable[..., PyTree], *args: PyTree) -> str:
+def _hash(function: Callable[..., _typing.PyTree], *args: _typing.PyTree) -> str:
     """Returns a hash of a traced function, its constants, and the structure of its arguments."""
     closed = jax.make_jaxpr(function)(*args)
     text = _ADDRESS.sub("", str(closed.jaxpr))
@@ -111,11 +106,11 @@ def train(
     seed: int,
     run: _pure.PureRun,
     programs: Mapping[int, Program],
-    plan: ValidationReport,
+    plan: _report.ValidationReport,
     *,
     on_compare: OnCompare,
-    on_step: OnStep,
-) -> TrainingRecord:
+    on_step: _progress.OnStep,
+) -> _rows.TrainingRecord:
     """Trains a run.
 
     Args:
@@ -134,16 +129,16 @@ def train(
     rows: list[StepRow] = []
     evaluations: list[dict[str, Any]] = []
     # A state is evaluated by the phase that has trained it.
-    evaluate = lambda step, arrays: at_step(programs, max(step - 1, 0)).evaluate(arrays)
+    evaluate = lambda step, arrays: _phases.at_step(programs, max(step - 1, 0)).evaluate(arrays)
     for step, batch in enumerate(itertools.islice(run.batches, steps)):
         if step in plan.eval_steps:
             evaluations.append(jax.device_get(evaluate(step, arrays)))
         data = _pure.checksum(batch, data)
         loaded = _pure.as_arrays(batch)
-        check_batch(run.first, loaded, f"{name}, seed {seed},", step)
+        _run.check_batch(run.first, loaded, f"{name}, seed {seed},", step)
         if step in plan.compare_steps:
             on_compare(step, arrays, loaded)
-        arrays, row = at_step(programs, step).advance(arrays, loaded)
+        arrays, row = _phases.at_step(programs, step).advance(arrays, loaded)
         rows.append(row)
         on_step()
     if len(rows) < steps:
@@ -151,7 +146,7 @@ def train(
     evaluations.append(jax.device_get(evaluate(steps, arrays)))
     losses, norms, scales, skipped = map(np.stack, zip(*jax.device_get(rows), strict=True))
     floats = lambda values: tuple(float(value) for value in values)
-    return TrainingRecord(
+    return _rows.TrainingRecord(
         name=name,
         seed=seed,
         losses=floats(losses),

@@ -18,35 +18,31 @@ from jaxmp._core._typing import ArrayLike, PyTree
 from jaxmp._flax._nnx_optimizer import Optimizer
 from jaxmp._flax._train_state import TrainState
 from jaxmp._policies import _load, _recipe
-from jaxmp._tools.report._progress import progress_bar
-from jaxmp._tools.report._views import read_report
-from jaxmp._tools.validate._budget import BudgetsLike, check_directions, resolve_budgets
-from jaxmp._tools.validate._driver import Settings, planned_report, run_validation
-from jaxmp._tools.validate._report import ValidationReport
-from jaxmp._tools.validate._run import MakeRun, TrainingRun, check_model_arguments
+from jaxmp._tools.report import _progress, _views
+from jaxmp._tools.validate import _budget, _driver, _report, _run
 from jaxmp.errors import ValidationError
 
 RecipesLike = Sequence[_load.RecipeLike] | Mapping[str, _load.RecipeLike]
 
 
 def validate(
-    make_run: MakeRun | ModelLike,
+    make_run: _run.MakeRun | ModelLike,
     recipes: RecipesLike = ("bf16", "fp16", "fp8"),
     *,
     reference_recipe: _load.RecipeLike = "fp32",
     seeds: int | Sequence[int] = 3,
     steps: int,
-    budgets: BudgetsLike = None,
+    budgets: _budget.BudgetsLike = None,
     metrics: Mapping[str, str] | None = None,
     eval_every: int | None = None,
     compare_steps: Sequence[int] | None = None,
     progress: bool | None = None,
-    resume: ValidationReport | str | os.PathLike[str] | None = None,
+    resume: _report.ValidationReport | str | os.PathLike[str] | None = None,
     loss_fn: LossFn | None = None,
     batches: Callable[[int], Iterable[PyTree]] | Iterable[PyTree] | None = None,
     optimizer: optax.GradientTransformation | None = None,
     held_out: Sequence[PyTree] | None = None,
-) -> ValidationReport:
+) -> _report.ValidationReport:
     """Trains a reference and candidate precisions, and reports which of them are good enough.
 
     For each seed, all recipes start from the same FP32 parameters and see the same batches, so that
@@ -123,12 +119,12 @@ def validate(
             f"{name!r} is both the reference and a candidate. Name the candidate differently: "
             f"recipes={{'my_{name}': recipe}}."
         )
-    settings = Settings(
+    settings = _driver.Settings(
         reference=reference,
         candidates=candidates,
-        budgets=resolve_budgets(budgets, candidates),
-        directions=check_directions({} if metrics is None else metrics),
-        plan=planned_report(
+        budgets=_budget.resolve_budgets(budgets, candidates),
+        directions=_budget.check_directions({} if metrics is None else metrics),
+        plan=_driver.planned_report(
             name,
             _as_seeds(seeds),
             steps,
@@ -140,19 +136,19 @@ def validate(
     if resume is not None:
         settings = settings._replace(earlier=_as_earlier(resume, settings.plan))
     total = steps * len(settings.plan.seeds) * len(settings.recipes)
-    with progress_bar(total, progress) as (on_run, on_step):
-        return run_validation(make, settings, on_run, on_step)
+    with _progress.progress_bar(total, progress) as (on_run, on_step):
+        return _driver.run_validation(make, settings, on_run, on_step)
 
 
 def _as_earlier(
-    resume: ValidationReport | str | os.PathLike[str], plan: ValidationReport
-) -> ValidationReport:
+    resume: _report.ValidationReport | str | os.PathLike[str], plan: _report.ValidationReport
+) -> _report.ValidationReport:
     """Reads the report whose runs are not repeated.
 
     Raises:
       ValidationError: if it has another reference or other steps.
     """
-    earlier = read_report(ValidationReport, resume)
+    earlier = _views.read_report(_report.ValidationReport, resume)
     for name in ("reference", "steps", "eval_steps", "compare_steps"):
         old, new = getattr(earlier, name), getattr(plan, name)
         if old != new:
@@ -163,7 +159,7 @@ def _as_earlier(
     return earlier
 
 
-def _as_make_run(make_run: MakeRun | ModelLike, arguments: dict[str, Any]) -> MakeRun:
+def _as_make_run(make_run: _run.MakeRun | ModelLike, arguments: dict[str, Any]) -> _run.MakeRun:
     """Returns a function of (recipe, seed) from either form of the arguments.
 
     Raises:
@@ -172,7 +168,7 @@ def _as_make_run(make_run: MakeRun | ModelLike, arguments: dict[str, Any]) -> Ma
     passed = [name for name, value in arguments.items() if value is not None]
     is_model = isinstance(make_run, (nn.Module, nnx.Module, type))
     if not passed and callable(make_run) and not is_model:
-        return cast("MakeRun", make_run)
+        return cast("_run.MakeRun", make_run)
     missing = [name for name in arguments if name not in passed]
     if missing:
         raise ValidationError(
@@ -251,7 +247,7 @@ def make_model_runs(
     batches: Callable[[int], Iterable[PyTree]] | Iterable[PyTree],
     optimizer: optax.GradientTransformation,
     held_out: Sequence[PyTree],
-) -> MakeRun:
+) -> _run.MakeRun:
     """Returns a `make_run` for a model without mutable collections.
 
     Args:
@@ -264,9 +260,9 @@ def make_model_runs(
     Raises:
       ValidationError: if an argument has another type.
     """
-    check_model_arguments(model, loss_fn, batches, optimizer, held_out)
+    _run.check_model_arguments(model, loss_fn, batches, optimizer, held_out)
 
-    def make_run(recipe: _recipe.Recipe, seed: int) -> TrainingRun:
+    def make_run(recipe: _recipe.Recipe, seed: int) -> _run.TrainingRun:
         made = model if isinstance(model, nn.Module) else model(seed)
         stream = batches(seed) if callable(batches) else batches
         tx = recipe.optimizer(optimizer)
@@ -279,7 +275,7 @@ def make_model_runs(
             losses = [jnp.asarray(each, np.float32) for each in loss(*state, held_out)]
             return {"loss": jnp.mean(jnp.stack(losses))}
 
-        return TrainingRun(state=state, step=step, batches=stream, evaluate=evaluate)
+        return _run.TrainingRun(state=state, step=step, batches=stream, evaluate=evaluate)
 
     return make_run
 

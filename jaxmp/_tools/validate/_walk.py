@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from jaxmp._core import _typing
 from jaxmp._core._compat import _exported
-from jaxmp._core._typing import Array
 from jaxmp._programs import _bind, _constructs, _interpreter, _jaxprs, _locations, _operations
 
 # Index of the maker of an argument or a constant.
@@ -62,7 +62,7 @@ class Change(NamedTuple):
     """
 
     dtype: np.dtype | None = None
-    value: Callable[[Array], Array] | None = None
+    value: Callable[[_typing.Array], _typing.Array] | None = None
 
 
 class _Value(NamedTuple):
@@ -168,7 +168,7 @@ class _Walk(_interpreter.Interpreter):
         return [_Value(_bind.wide(x), index(n)) for x, n in results]
 
 
-def in_stored_dtype(x: Array, dtype: np.dtype) -> Array:
+def in_stored_dtype(x: _typing.Array, dtype: np.dtype) -> _typing.Array:
     """Returns an FP32 array rounded to the dtype in which a program stores it."""
     return _bind.rounded_to(x, dtype) if _bind.is_narrow_dtype(dtype) else x
 
@@ -177,7 +177,7 @@ def walk(
     closed: ClosedJaxpr,
     arrays: Sequence[Any],
     changes: Mapping[int, Change] = MappingProxyType({}),
-) -> tuple[list[ResultRecord], list[Array]]:
+) -> tuple[list[ResultRecord], list[_typing.Array]]:
     """Runs a program, and returns the records of its operations and its results.
 
     Example:
