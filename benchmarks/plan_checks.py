@@ -161,10 +161,17 @@ def check_pairs(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool
     return rows, is_ok
 
 
+# Workloads whose programs are not those that were timed: FP32 attention computes larger blocks now.
+STALE = ("w1s",)
+
+
 def check_timed(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
     """Returns the ratios of bounds and of measured times, and True if all are within the limits."""
-    rows = []
-    for timed in archived(Path(__file__).parent / "results" / "gpu", "step_*.json"):
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    reports = archived(Path(__file__).parent / "results" / "gpu", "step_*.json")
+    for timed in sorted(reports, key=lambda one: one["runs"][-1]["environment"]["date"]):
+        if timed["workload"] in STALE:
+            continue
         size = workload_sizes.WORKLOADS[timed["workload"]]
         measured = {
             recipe: timed["summary"][f"jaxmp-{recipe}"]["rate_over_jaxmp-bf16"]
@@ -184,9 +191,11 @@ def check_timed(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool
         for recipe in measured.keys() - {"bf16"}:
             row = {"workload": timed["workload"], "recipe": recipe}
             row["speed_over_bf16"] = round(bounds["bf16"] / bounds[recipe], 3)
-            rows.append(row | {"measured": measured[recipe]})
-            print(rows[-1], flush=True)
-    return rows, all(abs(row["speed_over_bf16"] / row["measured"] - 1) <= 0.15 for row in rows)
+            # The last measurement of each.
+            rows[timed["workload"], recipe] = row | {"measured": measured[recipe]}
+            print(row | {"measured": measured[recipe]}, flush=True)
+    errors = (abs(row["speed_over_bf16"] / row["measured"] - 1) for row in rows.values())
+    return [*rows.values()], all(error <= 0.15 for error in errors)
 
 
 # ---------------------------------------------------------------------------
