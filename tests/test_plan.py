@@ -295,13 +295,13 @@ def test_the_recommendation_names_bytes_and_formats():
 
 def test_intervals_come_from_the_measured_ratios():
     cases = measured()["cases"]
-    assert len(cases) == 7 and all(case["source"] for case in cases)
+    assert len(cases) >= 9 and all(case["source"] for case in cases)
     inside = 0
     for number, case in enumerate(cases):
         others = [*cases[:number], *cases[number + 1 :]]
         low, high = error_of(case["chip"], case["width"] < 4096, others)
         inside += low <= case["measured"] / case["bound"] <= high
-    assert inside >= 6
+    assert inside >= len(cases) - 1
     timed, narrow, other = (
         error_of(*row, cases) for row in (("h100", False), ("h100", True), ("l4", False))
     )
