@@ -710,6 +710,28 @@ def test_layers_with_one_input_have_factors_in_fp32():
 
 
 @needs_compiler
+def test_zeros_of_a_program_are_not_read_to_quantize():
+    """XLA would merge zeros that make NaN of infinities with those in which a loop sums."""
+
+    def step(x, weights, rows):
+        add = lambda row, total: total + rows[row]
+        total = lax.fori_loop(0, rows.shape[0], add, jnp.zeros(x.shape, jnp.float32))
+        return linear(RECIPES["current"], x, weights), total
+
+    args = shape(512, 256), shape(256, 384), jax.ShapeDtypeStruct((4, 512, 256), jnp.float32)
+    with _compat.context(target="gpu", capability=(9, 0)):
+        traced = trace(jax.jit(step), args, {})
+    program = Program(compile_for("h200", traced).text)
+    quantized = [each for each in program.steps() if "quantize_input" in each.instruction.op_name]
+    read = [
+        each.computation.instructions[name].shapes[0]
+        for each in quantized
+        for name in each.instruction.operands
+    ]
+    assert {each.type for each in read if each.sizes} == {"bf16"}
+
+
+@needs_compiler
 def test_an_a100_falls_back_and_the_audit_says_so():
     report = compiled(RECIPES["current"], shape(512, 256), shape(256, 384), LINEAR, "a100")
     assert {row.lhs for row in report.gemms} == {"bfloat16"}
