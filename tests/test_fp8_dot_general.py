@@ -709,6 +709,19 @@ def test_layers_with_one_input_have_factors_in_fp32():
     assert all(shape.sizes for shape in results)
 
 
+def arrays_read(step, args, name):
+    """Returns the dtypes of the arrays that each FP8 kernel whose operation has this name reads."""
+    with _compat.context(target="gpu", capability=(9, 0)):
+        traced = trace(jax.jit(step), args, {})
+    found = []
+    for each in Program(compile_for("h200", traced).text).steps():
+        kernel, instructions = each.instruction, each.computation.instructions
+        if name in kernel.op_name and "f8" in str(kernel.shapes) and kernel.opcode == "fusion":
+            operands = [instructions[operand].shapes[0] for operand in kernel.operands]
+            found.append([operand.type for operand in operands if operand.sizes])
+    return found
+
+
 @needs_compiler
 def test_zeros_of_a_program_are_not_read_to_quantize():
     """XLA would merge zeros that make NaN of infinities with those in which a loop sums."""
@@ -719,16 +732,22 @@ def test_zeros_of_a_program_are_not_read_to_quantize():
         return linear(RECIPES["current"], x, weights), total
 
     args = shape(512, 256), shape(256, 384), jax.ShapeDtypeStruct((4, 512, 256), jnp.float32)
-    with _compat.context(target="gpu", capability=(9, 0)):
-        traced = trace(jax.jit(step), args, {})
-    program = Program(compile_for("h200", traced).text)
-    quantized = [each for each in program.steps() if "quantize_input" in each.instruction.op_name]
-    read = [
-        each.computation.instructions[name].shapes[0]
-        for each in quantized
-        for name in each.instruction.operands
-    ]
-    assert {each.type for each in read if each.sizes} == {"bf16"}
+    assert arrays_read(step, args, "quantize_input") == [["bf16"]]
+
+
+@needs_compiler
+@EXPENSIVE
+def test_a_gradient_is_computed_once_to_be_quantized():
+    """XLA would compute it from several arrays to measure it, and again to quantize it."""
+    product = functools.partial(linear, RECIPES["current"])
+
+    def loss(x, up, gate, down):
+        hidden = jax.nn.silu(product(x, gate)) * product(x, up)
+        return jnp.sum(product(hidden, down).astype(jnp.float32) ** 2)
+
+    args = shape(512, 256), shape(256, 1024), shape(256, 1024), shape(1024, 256)
+    read = arrays_read(jax.grad(loss, (0, 1, 2, 3)), args, "quantize_output_grad")
+    assert read.count(["bf16"]) == 3 and all(len(each) == 1 for each in read)
 
 
 @needs_compiler
