@@ -23,8 +23,8 @@ which keeps the results that it has written; one whose package was not installed
 others, one that failed, took more than LIMIT times its minutes or was interrupted twice. A job is
 not started if less time is left than it usually takes.
 
-CALLS has the jobs of two calls, of at most 8.5 and 5.5 minutes: where the time of a GPT-2 step goes,
-which form of the loss is the fastest, the step beside PyTorch's, FP32 and TF32; then FP8.
+CALLS has the jobs of two calls, of at most 8.5 and 5.5 minutes: where the time of a GPT-2 step
+goes, which form of the loss is the fastest, the step beside PyTorch's, FP32 and TF32; then FP8.
 """
 
 import argparse
