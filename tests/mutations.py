@@ -1152,13 +1152,6 @@ MUTATIONS = [
         ("test_fp8_dot_general.py::test_zeros_of_a_program_are_not_read_to_quantize",),
     ),
     Mutation(
-        "a gradient is computed again to be quantized",
-        "jaxmp/fp8/_operands.py",
-        "            x = lax.optimization_barrier(x)\n",
-        "            pass\n",
-        ("test_fp8_dot_general.py::test_a_gradient_is_computed_once_to_be_quantized",),
-    ),
-    Mutation(
         "the backward pass measures the operands of the forward pass again",
         "jaxmp/fp8/_checkpoint.py",
         'if primitive.name == "name" and name in saved:',

@@ -736,21 +736,6 @@ def test_zeros_of_a_program_are_not_read_to_quantize():
 
 
 @needs_compiler
-@EXPENSIVE
-def test_a_gradient_is_computed_once_to_be_quantized():
-    """XLA would compute it from several arrays to measure it, and again to quantize it."""
-    product = functools.partial(linear, RECIPES["current"])
-
-    def loss(x, up, gate, down):
-        hidden = jax.nn.silu(product(x, gate)) * product(x, up)
-        return jnp.sum(product(hidden, down).astype(jnp.float32) ** 2)
-
-    args = shape(512, 256), shape(256, 1024), shape(256, 1024), shape(1024, 256)
-    read = arrays_read(jax.grad(loss, (0, 1, 2, 3)), args, "quantize_output_grad")
-    assert read.count(["bf16"]) == 3 and all(len(each) == 1 for each in read)
-
-
-@needs_compiler
 def test_an_a100_falls_back_and_the_audit_says_so():
     report = compiled(RECIPES["current"], shape(512, 256), shape(256, 384), LINEAR, "a100")
     assert {row.lhs for row in report.gemms} == {"bfloat16"}

@@ -244,10 +244,6 @@ def _quantize(
     """
     if in_force is None or measured is None:
         in_force = measured = amax(x, axes)
-        if axes is None and x.dtype in _dtypes.FLOATS_16BIT:
-            # What is quantized is read twice. XLA writes it in the kernel that computes and
-            # measures it, instead of computing it again, from several arrays, to quantize it.
-            x = lax.optimization_barrier(x)
     scale = compute_scale(in_force, dtype, scaling.margin, scaling.power_of_two)
     # The reciprocal of a scale above 2**126 would be subnormal and might be flushed to zero.
     factor = lax.div(lax.full_like(scale, 1), lax.min(scale, lax.full_like(scale, 2.0**126)))
