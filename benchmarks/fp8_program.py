@@ -144,6 +144,10 @@ VARIANTS = {
     "current, no layout": Variant(CURRENT, quantize=without_layout),
     "current, barrier in front": Variant(CURRENT, quantize=behind_barrier),
     "current, barrier behind": Variant(CURRENT, quantize=in_front_of_barrier),
+    "current, nn.gelu, barrier in front": Variant(CURRENT, Mlp(nn.gelu), quantize=behind_barrier),
+    "current, nn.gelu, barrier behind": Variant(
+        CURRENT, Mlp(nn.gelu), quantize=in_front_of_barrier
+    ),
 }
 
 

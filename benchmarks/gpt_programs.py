@@ -120,11 +120,13 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--remat", action="store_true", help="recompute each block")
+    parser.add_argument("--unroll", action="store_true", help="layers without a loop")
     parser.add_argument("--forms", action="store_true", help="bf16 of all sizes in Linen")
     options = parser.parse_args()
     if options.forms:
         return write_forms(options.out)
-    model = gpt.SIZES["gpt2"].clone(remat=options.remat, layers=options.layers)
+    changes = {"remat": options.remat, "unroll": options.unroll, "layers": options.layers}
+    model = gpt.SIZES["gpt2"].clone(**changes)
     print(f"{model.layers} layers, batch {BATCH} x {model.max_length}, {TARGET}")
     print(
         f"{'':20}{'state':>16}{'temporary':>16}{'kernels':>9}{'accessed':>18}  matmuls, attention"

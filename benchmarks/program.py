@@ -151,7 +151,7 @@ def check_architectures() -> Iterator[Check]:
     low_gradients = recipe.replace(reduce_dtype="bfloat16")
     low = low_gradients.replace(policies=policies)
     for name, case in architectures.CASES.items():
-        embeds = {"promote": architectures.NARROW} if "promote" in vars(case.model) else {}
+        embeds = {"promote": architectures.NARROW} if hasattr(case.model, "promote") else {}
         counted = functools.partial(count_step, "bf16")
         full = counted("linen", *architectures.make_step(case, recipe))
         gradients = counted("linen", *architectures.make_step(case, low_gradients, **embeds))

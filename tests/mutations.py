@@ -1140,16 +1140,23 @@ MUTATIONS = [
     Mutation(
         "an infinity saturates and is hidden",
         "jaxmp/fp8/_operands.py",
-        "convert_element_type(clipped + x * np.zeros((), wide), dtype)",
+        "convert_element_type(clipped - x * np.array(-0.0, wide), dtype)",
         "convert_element_type(clipped, dtype)",
         ("test_fp8_quantize.py::test_what_is_not_finite_stays_so",),
     ),
     Mutation(
         "a scan reads an array of constants for each operand that it quantizes",
         "jaxmp/fp8/_operands.py",
-        "convert_element_type(clipped + x * np.zeros((), wide), dtype)",
+        "convert_element_type(clipped - x * np.array(-0.0, wide), dtype)",
         "select(lax.is_finite(x), clipped.astype(dtype), jnp.full(x.shape, jnp.nan, dtype))",
         ("test_fp8_quantize.py::test_a_scan_reads_no_array_of_constants",),
+    ),
+    Mutation(
+        "layers read an array of zeros that another part of the program stores",
+        "jaxmp/fp8/_operands.py",
+        "clipped - x * np.array(-0.0, wide)",
+        "clipped + x * np.zeros((), wide)",
+        ("test_fp8_dot_general.py::test_zeros_of_a_program_are_not_read_to_quantize",),
     ),
     Mutation(
         "the backward pass measures the operands of the forward pass again",

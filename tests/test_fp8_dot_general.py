@@ -709,6 +709,32 @@ def test_layers_with_one_input_have_factors_in_fp32():
     assert all(shape.sizes for shape in results)
 
 
+def arrays_read(step, args, name):
+    """Returns the dtypes of the arrays that each FP8 kernel whose operation has this name reads."""
+    with _compat.context(target="gpu", capability=(9, 0)):
+        traced = trace(jax.jit(step), args, {})
+    found = []
+    for each in Program(compile_for("h200", traced).text).steps():
+        kernel, instructions = each.instruction, each.computation.instructions
+        if name in kernel.op_name and "f8" in str(kernel.shapes) and kernel.opcode == "fusion":
+            operands = [instructions[operand].shapes[0] for operand in kernel.operands]
+            found.append([operand.type for operand in operands if operand.sizes])
+    return found
+
+
+@needs_compiler
+def test_zeros_of_a_program_are_not_read_to_quantize():
+    """XLA would merge zeros that make NaN of infinities with those in which a loop sums."""
+
+    def step(x, weights, rows):
+        add = lambda row, total: total + rows[row]
+        total = lax.fori_loop(0, rows.shape[0], add, jnp.zeros(x.shape, jnp.float32))
+        return linear(RECIPES["current"], x, weights), total
+
+    args = shape(512, 256), shape(256, 384), jax.ShapeDtypeStruct((4, 512, 256), jnp.float32)
+    assert arrays_read(step, args, "quantize_input") == [["bf16"]]
+
+
 @needs_compiler
 def test_an_a100_falls_back_and_the_audit_says_so():
     report = compiled(RECIPES["current"], shape(512, 256), shape(256, 384), LINEAR, "a100")

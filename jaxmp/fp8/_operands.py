@@ -122,10 +122,12 @@ def quantize(x: jax.Array, scale: jax.typing.ArrayLike, dtype: DTypeLike) -> jax
     x = lax.convert_element_type(x, wide)
     scaled = x * jnp.broadcast_to(lax.convert_element_type(jnp.asarray(scale), wide), x.shape)
     clipped = lax.clamp(np.array(-limit, wide), scaled, np.array(limit, wide))
-    # The product with 0 is NaN for non-finite elements, and has the sign of all others. JAX would
-    # compute the constants of a selection outside of a scan, which would read them as an array.
+    # The product with -0 is NaN for non-finite elements, and otherwise a zero whose subtraction
+    # changes no sign. XLA would merge an array of 0 with one that the program stores, such as the
+    # first value of a sum in a loop, and each layer would read it. JAX would compute the constants
+    # of a selection outside of a scan, which would read them as an array.
     # `scaled` may overflow with a stale scale, and should saturate.
-    return lax.convert_element_type(clipped + x * np.zeros((), wide), dtype)
+    return lax.convert_element_type(clipped - x * np.array(-0.0, wide), dtype)
 
 
 # The active amax, from which the scale is computed, a float32 scalar; and the measured one, or the
