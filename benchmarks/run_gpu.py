@@ -23,7 +23,7 @@ which keeps the results that it has written; one whose package was not installed
 others, one that failed, took more than LIMIT times its minutes or was interrupted twice. A job is
 not started if less time is left than it usually takes.
 
-CALLS has the jobs of two calls, of at most 8.5 and 5.5 minutes: where the time of a GPT-2 step
+CALLS has the jobs of two calls, of at most 8 and 4.5 minutes: where the time of a GPT-2 step
 goes, which form of the loss is the fastest, the step beside PyTorch's, FP32 and TF32; then FP8.
 """
 
@@ -103,22 +103,21 @@ TORCH = "torch_step.py w1 --arms torch-cudnn --rounds 3 --steps 10 --profile --o
 # The jobs of the first two calls. Those of a table are in one call, at one temperature.
 CALLS = (
     (
-        Job("profile w1", f"step_profile.py w1 --arms {LOGITS} --out {{out}}", 1.3),
-        Job("loss", "loss_time.py --out {out}", 1.3),
-        step("w1", f"{LOGITS} jaxmp-bf16-stored hand", 2.3, rounds=3, steps=10),
+        Job("profile w1", f"step_profile.py w1 --arms {LOGITS} --out {{out}}", 1.1),
+        Job("loss", "loss_time.py --out {out}", 1.1),
+        step("w1", f"{LOGITS} jaxmp-bf16-stored hand", 2.2, rounds=3, steps=10),
         Job("w1 torch-cudnn", TORCH, 1, "torch", "step_w1"),
-        step("w5", LOGITS, 1, rounds=3, steps=5),
-        step("w1s", "jaxmp-bf16 jaxmp-tf32 jaxmp-fp32", 1.8, rounds=3, steps=5),
+        step("w5", LOGITS, 0.9, rounds=3, steps=5),
+        step("w1s", "jaxmp-bf16 jaxmp-tf32 jaxmp-fp32", 0.8, rounds=3, steps=5),
     ),
-    # Most of the last job compiles FP8, unless the archive has the kernels that XLA chose.
     (
         Job("fp8 transpose", "fp8_transpose.py --out {out}", 0.7),
         Job("fp8 gain", "fp8_gain.py --run --out {out}", 0.7),
-        step("w5", "jaxmp-bf16 jaxmp-fp8", 4, rounds=3, steps=5),
+        step("w5", "jaxmp-bf16 jaxmp-fp8", 1.8, rounds=3, steps=5),
+        Job("profile w5", "step_profile.py w5 --arms jaxmp-bf16 jaxmp-fp8 --out {out}", 1.2),
     ),
 )
 LATER = (
-    Job("profile w5", "step_profile.py w5 --arms jaxmp-bf16 jaxmp-fp8 --out {out}", 1.2),
     step("w5", f"jaxmp-bf16 {FP8} hand", 6.5, 5),  # most of it compiles FP8
     step("w2", f"jaxmp-bf16 hand {FP8}", 4),
     torch("w1", 1.5, steps=20),

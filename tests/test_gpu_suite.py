@@ -316,7 +316,7 @@ def test_each_job_names_a_script_and_options_that_it_has():
             assert f'"{option}"' in text or f" {option.removeprefix('--')}: Annotated" in text
     names = [job.name for job in run_gpu.JOBS]
     assert len(set(names)) == len(names)
-    for call, most in zip(run_gpu.CALLS, (8.5, 5.5), strict=True):
+    for call, most in zip(run_gpu.CALLS, (8, 4.5), strict=True):
         assert sum(job.minutes for job in call) <= most
 
 
