@@ -70,7 +70,8 @@ def count(recipe: str, framework: str, model: gpt.GPT, batch_size: int) -> Count
 def count_step(recipe: str, framework: str, step: Any, *args: Any) -> Counts:
     """Compiles a step for the GPU, and returns its counts; its last argument is the batch."""
     *state, tokens = args
-    with _compat.context(target="gpu", capability=get_target(TARGET).capability):
+    chip = get_target(TARGET)
+    with _compat.context(target="gpu", capability=chip.capability, chip=chip):
         traced = trace(step, (*state, tokens), {})
     compiled = compile_for(TARGET, traced)
     program = Program(compiled.text)
