@@ -403,9 +403,11 @@ def test_the_table_in_the_documents_is_what_was_counted():
     rows = read("gpt_programs")["rows"]
     page = (root / "docs/measurements.md").read_text()
     for linen, in_nnx in zip(rows[::2], rows[1::2], strict=True):
-        assert abs(linen["temporary"] - in_nnx["temporary"]) <= 5_000_000
-        same = {"framework": "nnx", "temporary": in_nnx["temporary"]}
-        assert linen | same == in_nnx
+        # XLA computes a scalar of the loss scale in a kernel of its own, or in another one.
+        for name, most in (("temporary", 5_000_000), ("kernels", 1), ("accessed", 8)):
+            assert abs(linen[name] - in_nnx[name]) <= most
+        free = {name: in_nnx[name] for name in ("framework", "temporary", "kernels", "accessed")}
+        assert linen | free == in_nnx
         memory = linen["state"], linen["temporary"], recomputing[linen["recipe"]]["temporary"]
         cells = [f"`{linen['recipe']}`", *(f"{size / 1e6:,.0f} MB" for size in memory)]
         cells += [f"{linen['accessed'] / 1e9:,.1f} GB", f"{linen['kernels']:,}"]
