@@ -24,9 +24,10 @@ from jaxmp._core import _compat, _dtypes, _targets
 from jaxmp._core._typing import PyTree
 
 # Smallest and largest number of positions per block, and of logits at a time (64 MiB in FP32). On a
-# GPU, whose blocks are few and large, their FP32 logits take at most this share of its memory.
+# GPU, whose blocks are few and large, their FP32 logits take at most this share of its memory. The
+# number of positions also has a limit, because `jax.vmap` multiplies the logits unseen.
 _LEAST, _MOST, _LOGITS = 64, 512, 2**24
-_MOST_ON_GPU, _SHARE_OF_GPU = 4096, 1 / 128
+_MOST_ON_GPU, _SHARE_OF_GPU = 1024, 1 / 128
 
 
 class _Shape(NamedTuple):
