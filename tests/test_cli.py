@@ -336,6 +336,23 @@ def test_the_command_and_the_module_are_one():
 # ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_commands_are_silent_about_a_plugin_without_a_gpu(tmp_path, has_gpu):
+    if has_gpu:
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    code = (
+        "import logging, jaxmp.__main__\n"
+        "log = logging.getLogger('jax._src.xla_bridge')\n"
+        "log.error('Jax plugin configuration error: Unable to load cuFFT')\n"
+        "log.error('another error')\n"
+    )
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    assert done.returncode == 0 and b"another error" in done.stderr
+    assert (b"plugin" in done.stderr) == has_gpu
+
+
 def test_links_are_followed_and_devices_are_not_replaced(run, folder):
     (folder / "real.json").write_text('{"policy": {}}')
     (folder / "link.json").symlink_to("real.json")
