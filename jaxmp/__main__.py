@@ -1,8 +1,6 @@
 """The entry point of the `jaxmp` command, which needs the extra `cli`."""
 
-import logging
 import os
-import shutil
 import sys
 
 from jaxmp.errors import MissingDependencyError
@@ -12,12 +10,6 @@ if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
 os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
-if shutil.which("nvidia-smi") is None:
-    # On a machine without a GPU, the plugin of the extra `aot` finds no library of CUDA, which it
-    # does not need to compile.
-    logging.getLogger("jax._src.xla_bridge").addFilter(
-        lambda record: "plugin configuration error" not in record.getMessage()
-    )
 
 try:
     from jaxmp._tools.cli import main as run

@@ -342,13 +342,15 @@ def test_commands_are_silent_about_a_plugin_without_a_gpu(tmp_path, has_gpu):
         (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
     code = (
-        "import logging, jaxmp.__main__\n"
+        "import contextlib, logging, jaxmp.__main__\n"
+        "with contextlib.suppress(SystemExit): jaxmp.__main__.main()\n"
         "log = logging.getLogger('jax._src.xla_bridge')\n"
         "log.error('Jax plugin configuration error: Unable to load cuFFT')\n"
         "log.error('another error')\n"
     )
     environment = {**os.environ, "PATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment)
+    command = [sys.executable, "-c", code, "--version"]
+    done = subprocess.run(command, capture_output=True, env=environment)
     assert done.returncode == 0 and b"another error" in done.stderr
     assert (b"plugin" in done.stderr) == has_gpu
 

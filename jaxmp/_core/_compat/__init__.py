@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import math
 import os
 import threading
@@ -299,6 +300,13 @@ def context(**changes: object) -> contextlib.AbstractContextManager[None]:
 def target() -> str:
     """Returns the type of the compile target: "cpu", "gpu" or "tpu"."""
     return platform_of(current_context().target or jax.default_backend())
+
+
+def hide_plugin_errors() -> None:
+    """Hides JAX's message that a plugin finds no CUDA, which the extra `aot` does not need."""
+    logging.getLogger("jax._src.xla_bridge").addFilter(
+        lambda record: "plugin configuration error" not in record.getMessage()
+    )
 
 
 def platform_of(backend: str) -> str:

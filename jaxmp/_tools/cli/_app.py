@@ -2,6 +2,7 @@
 
 import inspect
 import platform
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer.core
 from rich.console import Console
 
 import jaxmp
+from jaxmp._core import _compat
 from jaxmp._tools.cli import _plan, _show, _steps
 from jaxmp._tools.cli._output import check_outputs, console, escape
 from jaxmp.errors import AuditFailedError, JaxmpError, ValidationFailedError
@@ -78,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         candidate of a validation failed, and one differs from the reference without being worse.
         130: Ctrl-C.
     """
+    if shutil.which("nvidia-smi") is None:
+        _compat.hide_plugin_errors()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="jaxmp")
     except JaxmpError as error:
