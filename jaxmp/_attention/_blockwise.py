@@ -80,8 +80,9 @@ def blockwise_attention(args: AttentionArguments, block: int | None = None) -> A
 def _block_size(heads: int) -> int:
     """Returns the number of positions per block for the heads of all sequences together.
 
-    A pair of blocks takes about 38 kernels in both passes, and reads its operands and sums again.
-    A GPU therefore computes few large blocks, as many logits at a time as its memory allows.
+    A pair of blocks takes about 37 kernels in both passes, and reads its operands and sums again
+    (`python benchmarks/attention_memory.py --target h200`). A GPU therefore computes few large
+    blocks, as many logits at a time as its memory allows.
     """
     block, logits = _MOST, _LOGITS
     memory = _targets.target_memory() if _compat.target() == "gpu" else None

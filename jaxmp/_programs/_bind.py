@@ -39,7 +39,7 @@ def bind(equation: JaxprEqn, arrays: list[Any], **changes: object) -> Any:
     if hasattr(primitive, "get_bind_params"):
         params = primitive.get_bind_params(params)
     results = primitive.bind(*arrays, **params)
-    # JAX 0.12 returns the results of `shard_map` in a tree of its own.
+    # JAX 0.12 returns the results of `shard_map` in another type of sequence.
     return list(results) if primitive.multiple_results else results
 
 
@@ -52,8 +52,8 @@ def scatter_of(equation: JaxprEqn) -> dict[str, Any]:
 def as_recorded(equation: JaxprEqn) -> Iterator[None]:
     """Runs a block with the source line, scopes and context (such as the mesh) of an equation.
 
-    JAX records the equations of its own jitted functions, such as `jnp.std`, without the user's
-    frames. They get those of the call.
+    JAX records the equations inside of functions that it jits itself, such as `jnp.std`, without
+    the user's frames. These equations get the frames of the call.
     """
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
@@ -69,7 +69,7 @@ _lines = functools.cache(Lines)
 
 
 # ---------------------------------------------------------------------------
-# FP32 in place of 16 bits and FP8
+# FP32 instead of 16 bits and FP8
 # ---------------------------------------------------------------------------
 
 # Operations with other results for operands in FP32.

@@ -254,7 +254,7 @@ def _sums_in_one_pass(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, 
     hit = jnp.where(_hits(labels // group, hit) == 0, jnp.zeros_like(hit), hit)
     join_all = lambda left, right: (*join(left[:2], right[:2]), left[2] + right[2])
     top, exp, hit = lax.reduce((*pairs[0], hit), (least, zero, zero), join_all, (axis,))
-    # Also if some logits are `least`, the label decides whether the loss is finite.
+    # A row whose logits are all `least`, and not -inf, has a finite loss: only its label differs.
     all_masked = (top == least) & _masked(hit)
     exp, top = (jnp.where(all_masked, jnp.zeros_like(total), total) for total in (exp, top))
     return tuple(jnp.expand_dims(total, -1) for total in (top, exp, hit))

@@ -304,9 +304,11 @@ def target() -> str:
 
 def hide_plugin_errors() -> None:
     """Hides JAX's message that a plugin finds no CUDA, which the extra `aot` does not need."""
-    logging.getLogger("jax._src.xla_bridge").addFilter(
-        lambda record: "plugin configuration error" not in record.getMessage()
-    )
+    logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_plugin_error)
+
+
+def _is_no_plugin_error(record: logging.LogRecord) -> bool:
+    return "plugin configuration error" not in record.getMessage()
 
 
 def platform_of(backend: str) -> str:
